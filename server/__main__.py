@@ -8,7 +8,7 @@ from foreshock.server.store.database import StoreError
 
 
 def main(kind: type[Settings] = Settings) -> int:
-    """Serve until told to stop, with settings of this kind; the exit status."""
+    """Serve until SIGINT or SIGTERM, with settings of this kind; the exit status."""
     try:
         serve(settings_of(kind), ready=lambda sentence: print(sentence, flush=True))
     except (UnusableSettingsError, StoreError, AddressError) as error:

@@ -169,7 +169,7 @@ async def _chores(
 
 
 async def _open_once(settings: Settings) -> None:
-    """Meet the store before the server starts, so that what is wrong with it is said in a sentence."""
+    """Open the store before the server starts, so that a sentence says what is wrong with the store."""
     store = Store(settings.database_url)
     try:
         await _make_ready(store, settings)
@@ -223,7 +223,7 @@ def _collect_rarely() -> None:
 
 
 class AddressError(OSError):
-    """The service cannot listen where it was told to."""
+    """The service cannot listen at the address of its settings."""
 
 
 def _check_address(host: str, port: int) -> None:
@@ -242,7 +242,7 @@ def _check_address(host: str, port: int) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that says where it listens, and ends open streams and long reads when told to stop."""
+    """uvicorn that says where it listens, and ends open streams and long reads at a signal to stop."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[str], None]) -> None:
         super().__init__(config)
@@ -255,7 +255,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then tell."""
+        """Listen, then hand `ready` the address."""
         await super().startup(sockets)
         if self.started and self.servers:
             host, port = self.servers[0].sockets[0].getsockname()[:2]

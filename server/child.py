@@ -46,14 +46,14 @@ class ServiceProcess:
         lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, args=(self._process, lines), daemon=True).start()
         try:
-            said = lines.get(timeout=timeout_seconds)
+            line = lines.get(timeout=timeout_seconds)
         except queue.Empty:
-            said = ""
-        if "listening on " not in said:
+            line = ""
+        if "listening on " not in line:
             self.kill()
             port = self._environment["FORESHOCK_PORT"]
-            raise OSError(f"the service did not start on port {port}: {(said + path.read_text()).strip()[-500:]}")
-        self.url = said.rpartition("listening on ")[2].strip()
+            raise OSError(f"the service did not start on port {port}: {(line + path.read_text()).strip()[-500:]}")
+        self.url = line.rpartition("listening on ")[2].strip()
         return self
 
     @staticmethod

@@ -43,7 +43,7 @@ def messages_of(
 
 
 def of_run(run: str, changed: Sequence[Incident], other: Sequence[str], page: str, *, ended: bool = False) -> str:
-    """The incidents of one run that changed, the most urgent in full, and what else is to be told of it."""
+    """The incidents of one run that changed, the most urgent in full, and what else people should know of the run."""
     lines = []
     ranked = sorted(changed, key=urgency)
     for incident in ranked[:_IN_FULL]:
@@ -54,10 +54,10 @@ def of_run(run: str, changed: Sequence[Incident], other: Sequence[str], page: st
     if len(ranked) > _IN_FULL:
         more = ", ".join(f"{' and '.join(one.causes)} ({_head(one).lower()})" for one in ranked[_IN_FULL:])
         lines.append(f"In the same run: {more}.")
-    told = list(dict.fromkeys(other))
-    lines += [f"Run {run}: {sentence}" for sentence in told[:_SENTENCES]]
-    if len(told) > _SENTENCES:
-        lines.append(f"... and {len(told) - _SENTENCES} more switches; the page lists them.")
+    sentences = list(dict.fromkeys(other))
+    lines += [f"Run {run}: {sentence}" for sentence in sentences[:_SENTENCES]]
+    if len(sentences) > _SENTENCES:
+        lines.append(f"... and {len(sentences) - _SENTENCES} more switches; the page lists them.")
     return fitted(lines, [f"Evidence and switch: {_place(run, ranked, page)}"] if page else [])
 
 

@@ -71,7 +71,7 @@ class IncidentChange(Response):
     id: str
     cause: IncidentCause
     causes: list[IncidentCause] = Field(
-        default_factory=list, description="as of the incident; empty where an older service told it"
+        default_factory=list, description="as of the incident; empty where an older service wrote it"
     )
     state: IncidentState
     severity: Severity
@@ -79,12 +79,12 @@ class IncidentChange(Response):
     step: int
     times: int = Field(description="how often it has opened in this run")
     corrected_from: IncidentCause | None = Field(
-        default=None, description="the cause that it was told under before, until `corrected_step`"
+        default=None, description="the cause that was named before, until `corrected_step`"
     )
     corrected_step: int | None = None
     standing: int = Field(description="heads that are warned about now; the whole run counts as one")
     steps_left: Number
-    grown: bool = Field(default=False, description="in the log: told because it grew tenfold, nothing else changed")
+    grown: bool = Field(default=False, description="in the log: written because it grew tenfold, nothing else changed")
     sentence: str
 
 
@@ -98,7 +98,7 @@ class RunSummary(Response):
     """One row of the list of runs."""
 
     run: str
-    status: RunStatus = Field(description="as its processes said it; `condition` is how it is by now")
+    status: RunStatus = Field(description="as its processes reported it; `condition` is how it is by now")
     condition: Condition = Field(
         description="silent: not heard of for five minutes; hung: heard of, but no step ends; else its status"
     )
@@ -108,7 +108,7 @@ class RunSummary(Response):
         "finite; null: nothing is known to be wrong"
     )
     urgency: int = Field(description="the larger, the sooner it needs a person; what has ended is below what has not")
-    policy: Policy | None = Field(description="null until a boot has said what it watches")
+    policy: Policy | None = Field(description="null until a boot has described what it watches")
     numerics: str | None
     mitigation: str | None
     qk_clip: str | None = Field(
@@ -158,8 +158,8 @@ class LayerState(Response):
     layer: int
     name: str
     heads: list[int]
-    kv_heads: int | None = Field(description="null: nothing in the model told its agent how many there are")
-    head_dim: int | None = Field(description="null: neither the model nor a call told its agent")
+    kv_heads: int | None = Field(description="null: nothing in the model shows its agent how many there are")
+    head_dim: int | None = Field(description="null: neither the model nor a call shows it to the agent")
     served_by: str
     sampled: bool
     modes: list[str | None]
@@ -178,7 +178,7 @@ class ActiveWarning(Response):
     signal: str
     raised_step: int
     step: int = Field(description="step of the latest update")
-    corrected_from: IncidentCause | None = Field(description="the cause that it was told under before")
+    corrected_from: IncidentCause | None = Field(description="the cause that was named before")
     corrected_step: int | None
     forecast_steps: Number
     forecast_low_steps: Number

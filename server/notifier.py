@@ -1,7 +1,7 @@
 """Notifications in words, to Slack and to a generic webhook. Off unless a URL is set.
 
-What is told are incidents and their changes, orders that wait for approval, what became of switches, and runs that have
-fallen silent: each once, since a replica claims it in the store before it sends. What comes together is told together:
+Messages name incidents and their changes, orders that wait for approval, what became of switches, and runs that have
+fallen silent: each once, since a replica claims it in the store before it sends. What comes together is sent together:
 news wait `notify_gather_seconds` for more. A message whose sending fails three times is given up and counted; what must
 not be missed is Alertmanager's to send (docs/service.md).
 """
@@ -59,7 +59,7 @@ class Notifier:
         return cls(store, settings, Outgoing(frozenset(host.lower() for host in settings.notify_hosts)))
 
     async def run(self, closing: asyncio.Event) -> None:
-        """Tell until `closing` is set."""
+        """Send notifications until `closing` is set."""
         while not closing.is_set():
             try:
                 await self.turn()
@@ -68,7 +68,7 @@ class Notifier:
             await pause(closing, _PAUSE_SECONDS)
 
     async def turn(self) -> None:
-        """Claim what is new, and tell it."""
+        """Claim what is new, and send it."""
         page = self.settings.public_url
 
         def claim(connection: Connection) -> tuple[list[RunEvent], dict[str, list[Incident]], set[str], list[str]]:
@@ -79,18 +79,18 @@ class Notifier:
         found, changed, ended, quiet = await self.store.write(claim)
         other: dict[str, list[str]] = defaultdict(list)
         for event in found:
-            if _is_told(event, event.run in changed):
+            if _is_sent(event, event.run in changed):
                 other[event.run].append(event.sentence)
         for run, message in messages_of(changed, other, page, ended):
             last = next((event for event in reversed(found) if run in ("", event.run)), None)
-            await self._tell(message, last, changed)
+            await self._notify(message, last, changed)
         if quiet:
-            await self._tell(silent(quiet, SILENT_SECONDS / 60, page), None, {})
+            await self._notify(silent(quiet, SILENT_SECONDS / 60, page), None, {})
 
     def _claim(self, connection: Connection) -> list[RunEvent]:
         """The events since the last claim, once the oldest has waited for those that come with it."""
         newest = newest_cursor(connection)
-        after = self._cursor(connection, _CURSOR, float(newest))  # what happened before the first start is not told
+        after = self._cursor(connection, _CURSOR, float(newest))  # what happened before the first start is not sent
         oldest = select(func.min(events.c.unix_seconds)).where(events.c.id > after, events.c.kind.in_(_KINDS))
         first = connection.execute(oldest).scalar()
         if first is not None and time.time() - first < self.settings.notify_gather_seconds:
@@ -127,7 +127,7 @@ class Notifier:
         until = time.time() - SILENT_SECONDS
         after = self._cursor(connection, _SILENT_CURSOR, until)
         if until - after < 6 * self.settings.notify_gather_seconds or until <= after:
-            return []  # ranks of one cluster fall silent within a heartbeat of each other, and are told together
+            return []  # ranks of one cluster fall silent within a heartbeat of each other, and are sent together
         self._move(connection, _SILENT_CURSOR, until)
         rows = select(runs.c.id, runs.c.name).where(runs.c.last_seen > after, runs.c.last_seen <= until)
         names = {row.id: row.name for row in connection.execute(rows)}
@@ -135,7 +135,7 @@ class Notifier:
         return sorted(names[run_id] for run_id, own in starts.items() if status_of(own) == "active")
 
     def _cursor(self, connection: Connection, key: str, at_first: float) -> float:
-        """How far was told, held until the transaction ends, so that of several replicas one tells."""
+        """How far events were sent, held until the transaction ends, so that of several replicas one sends."""
         first = insert_or_ignore(connection, service_state).values(key=key, value=at_first)
         connection.execute(first)
         held = select(service_state.c.value).where(service_state.c.key == key).with_for_update()
@@ -145,7 +145,7 @@ class Notifier:
         own = update(service_state).where(service_state.c.key == key)
         connection.execute(own.values(value=value))
 
-    async def _tell(self, message: str, event: RunEvent | None, changed: Mapping[str, Sequence[Incident]]) -> None:
+    async def _notify(self, message: str, event: RunEvent | None, changed: Mapping[str, Sequence[Incident]]) -> None:
         slack, webhook = self.settings.notify_slack_url, self.settings.notify_webhook_url
         if slack is not None:
             plain = message.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")  # Slack's own escapes
@@ -176,8 +176,8 @@ class Notifier:
         log.error("a notification was not delivered", to=name, why=why)
 
 
-def _is_told(event: RunEvent, in_incident: bool) -> bool:
-    """Whether an event besides incidents is told: what an incident of the run says already is not said twice."""
+def _is_sent(event: RunEvent, in_incident: bool) -> bool:
+    """Whether an event besides incidents is sent: what an incident of the run says already is not repeated."""
     if event.switched is not None:
         return event.switched.outcome == "refused" or (event.switched.outcome == "applied" and not in_incident)
     if event.command is None:

@@ -110,11 +110,11 @@ class Outgoing:
             )
             writer.write(head.encode("ascii") + body)
             await writer.drain()
-            said = _STATUS_LINE.match(await reader.readuntil(b"\r\n"))
+            status_line = _STATUS_LINE.match(await reader.readuntil(b"\r\n"))
         finally:
             writer.close()
             with suppress(OSError):
                 writer.transport.abort()  # the rest of the answer is nobody's business
-        if said is None:
+        if status_line is None:
             raise OutgoingError(f"{target.host} did not answer in HTTP")
-        return int(said[1])
+        return int(status_line[1])

@@ -74,7 +74,7 @@ class Settings(BaseSettings):
     )
 
     verify_steps: int = Field(
-        default=1000, ge=0, description="a switch is verified so many steps after it; 0 verifies none"
+        default=1000, ge=0, description="steps after a switch at which it is verified; 0 verifies none"
     )
     notify_slack_url: SecretStr | None = Field(default=None, description="an incoming webhook of Slack, or compatible")
     notify_webhook_url: SecretStr | None = Field(default=None, description="gets {message, event, incidents} as JSON")
@@ -118,7 +118,7 @@ class Settings(BaseSettings):
     webhook_cooldown_seconds: ClassVar[float] = 300.0
     """Between two switches of a run by a machine, so at most twelve an hour: what a switch did shows by then."""
     notify_gather_seconds: ClassVar[float] = 5.0
-    """News wait so long for more, and are told in one message: the heads of one incident warn within seconds."""
+    """News wait so long for more, and go out in one message: the heads of one incident warn within seconds."""
     session_seconds: ClassVar[float] = 43_200.0
     """Life of the page's session cookie: a working day."""
 
@@ -179,7 +179,7 @@ class Settings(BaseSettings):
             raise ValueError(f"token needs {_TOKEN_CHARACTERS} characters or more, on one line")
         found = (*((Token.of("token", secret, ALL_SCOPES),) if secret else ()), *self.tokens)
         if len({one.name for one in found}) != len(found):
-            raise ValueError("two tokens have the same name; the audit trail could not tell them apart")
+            raise ValueError("two tokens have the same name; the audit trail could not distinguish them")
         return found
 
     @classmethod

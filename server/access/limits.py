@@ -75,8 +75,8 @@ class ConcurrencyLimit:
     """How much all and each caller may have under way at once, so that what never ends leaves room for the others.
 
     Who shows a token gets half of the requests that the service takes, an address without one an eighth, all of those
-    together a quarter. Of bodies each gets so many bytes, by what their headers announce: they lie in memory until they
-    have come.
+    together a quarter. Each gets `body_bytes` of bodies, by what their headers announce: bodies lie in memory until
+    they have come.
     """
 
     def __init__(self, requests: int, body_bytes: int, max_bytes: int) -> None:

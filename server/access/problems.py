@@ -66,11 +66,11 @@ def _words(error: Any) -> str:
     if about.get("field_type") == "Value" and "actual_length" in about:
         bound = f"at most {about['max_length']}" if "max_length" in about else f"no fewer than {about['min_length']}"
         return f"Has {about['actual_length']} characters; {bound} are allowed"
-    said = str(error["msg"])
+    message = str(error["msg"])
     if error.get("type") != "value_error":
-        return said
-    said = said.removeprefix("Value error, ")
-    return said[:1].upper() + said[1:]
+        return message
+    message = message.removeprefix("Value error, ")
+    return message[:1].upper() + message[1:]
 
 
 def answer_to(error: Exception, path: str) -> Response:

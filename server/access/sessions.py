@@ -32,7 +32,7 @@ class Sessions:
         return cookie
 
     async def token_of(self, cookie: str) -> str | None:
-        """The hash of the token whose session this is; None when there is no such session."""
+        """The hash of the token whose session has this cookie; None where no session has it."""
         if len(cookie) != _COOKIE_LENGTH or not cookie.isascii():
             return None
         query = select(sessions.c.token).where(sessions.c.hash == _hash(cookie), sessions.c.until >= time.time())

@@ -56,19 +56,19 @@ def exchange(
 
     verify_steps: as for `incidents_of`. The caller holds the runs (`Store.lock_runs`).
     """
-    telling = {run_ids[batch.run] for batch, _ in switched}
-    held = heads_by_rank(connection, telling) if telling else {}
-    said: dict[int, list[dict[str, Any]]] = {}
+    switched_runs = {run_ids[batch.run] for batch, _ in switched}
+    held = heads_by_rank(connection, switched_runs) if switched_runs else {}
+    descriptions: dict[int, list[dict[str, Any]]] = {}
     for batch, answer in switched:
         if answer.command is not None:
             _answer(connection, run_ids[batch.run], held, batch, answer)
     for batch, answer, verdicts in grouped([(b, answer) for b, answer in switched if answer.command is None]):
         run_id = run_ids[batch.run]
-        propagate(connection, run_id, held.get(run_id, {}), said, batch, answer, verdicts, verify_steps)
+        propagate(connection, run_id, held.get(run_id, {}), descriptions, batch, answer, verdicts, verify_steps)
     rows = connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))}).all()
     if not rows:
         return {}
-    held |= heads_by_rank(connection, {row.run_id for row in rows} - telling)
+    held |= heads_by_rank(connection, {row.run_id for row in rows} - switched_runs)
     tracks = tracks_of(connection, [row.id for row in rows])
     orders: dict[tuple[str, int, str], list[Command]] = defaultdict(list)
     sizes: Counter[tuple[str, int, str]] = Counter()

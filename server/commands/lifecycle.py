@@ -127,7 +127,7 @@ def create_from_request(
 
 
 def approve(connection: Connection, command_id: str, who: str, reason: str, *, expiry: float) -> list[str]:
-    """Let a proposed command go out, for so many seconds; its id."""
+    """Let a proposed command go out, for `expiry` seconds; its id."""
     row = _proposed(connection, command_id)
     check_somebody_is_left(row.run, heads_of(row), heads_by_rank(connection, [row.run_id]).get(row.run_id, {}))
     return _decide(connection, row, "pending", who, reason, time.time() + expiry)
@@ -164,8 +164,12 @@ def cancel(connection: Connection, command_id: str, who: str, reason: str) -> li
         raise ProblemError(409, f"Command {command_id} is {row.state}, not under way; {how}.")
     connection.execute(update(commands).where(commands.c.id == command_id).values(state="cancelled"))
     track = tracks_of(connection, [command_id]).get(command_id, {})
-    told = {"reason": reason, "delivered_to": sorted(track), "answered": sorted(r for r in track if track[r].outcome)}
-    record_transition(connection, row, row.run, "cancelled", who, told)
+    details = {
+        "reason": reason,
+        "delivered_to": sorted(track),
+        "answered": sorted(r for r in track if track[r].outcome),
+    }
+    record_transition(connection, row, row.run, "cancelled", who, details)
     return [command_id]
 
 
@@ -189,9 +193,9 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
     own = None if row.heads is None else {(layer, head) for layer, head in row.heads}
     former: dict[HeadRef, str] = {}
     for _, track in sorted(tracks_of(connection, [command_id]).get(command_id, {}).items()):
-        said = answer_of(track)
-        if said is not None and said.outcome == "applied":
-            for ref, before, after in zip(said.heads, said.before, said.after, strict=True):
+        switched = answer_of(track)
+        if switched is not None and switched.outcome == "applied":
+            for ref, before, after in zip(switched.heads, switched.before, switched.after, strict=True):
                 if before != after == row.mode and (own is None or ref in own):
                     former.setdefault(ref, before)
     if not former:
@@ -298,8 +302,8 @@ def record_transition(
     if sentence is None:
         sentence = f"Command to {order_in_words(row.mode, change.heads)} is {state} ({actor}): {row.reason}"
     own = {"run_id": row.run_id, "kind": "command", "mode": row.mode, "outcome": state}
-    said = {"unix_seconds": time.time(), "sentence": sentence, "payload": change.model_dump_json()}
-    write_events(connection, [{**own, **said}])
+    written = {"unix_seconds": time.time(), "sentence": sentence, "payload": change.model_dump_json()}
+    write_events(connection, [{**own, **written}])
 
 
 def status(connection: Connection, run_id: int | None, command_id: str | None, limit: int) -> list[CommandStatus]:
@@ -316,8 +320,8 @@ def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) ->
     same = CommandStatus.model_fields.keys() & row._fields
     answers = []
     for rank, state in sorted(track.items()):
-        said = answer_of(state)
-        words = said.model_dump(include={"step", "heads", "before", "after", "reason"}) if said else {}
+        switched = answer_of(state)
+        words = switched.model_dump(include={"step", "heads", "before", "after", "reason"}) if switched else {}
         answers.append(RankAnswer(rank=rank, deliveries=state.deliveries, outcome=state.outcome, **words))
     ended = row.state == "refused" and not any(answer.outcome == "refused" for answer in answers)
     return CommandStatus.model_validate(

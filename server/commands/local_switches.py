@@ -31,15 +31,15 @@ _EXPIRY_SECONDS: Final = 3600.0
 _MOST_PROPOSALS: Final = 64
 """Proposals of agents that wait in one run; what comes then stands in the audit trail alone."""
 _MOST_APART: Final = 16
-"""Switches with one outcome that a batch may tell of, and each is an order of its own."""
+"""Switches with one outcome that a batch may hold, and each is an order of its own."""
 
 
-def grouped(told: Sequence[tuple[Batch, Switched]]) -> list[tuple[Batch, Switched, frozenset[str | None]]]:
-    """What ranks switched by themselves, with the warnings that each names: for itself, or where a batch tells of many
+def grouped(reported: Sequence[tuple[Batch, Switched]]) -> list[tuple[Batch, Switched, frozenset[str | None]]]:
+    """What ranks switched by themselves, with the warnings that each names: for itself, or where a batch holds many
     with the same outcome, all of them as one. Each costs the writer a dozen statements, and everybody waits for it.
     """
     by_outcome: dict[tuple[int, str], list[tuple[Batch, Switched]]] = defaultdict(list)
-    for batch, switched in told:
+    for batch, switched in reported:
         by_outcome[id(batch), switched.outcome].append((batch, switched))
     found = []
     for some in by_outcome.values():
@@ -67,7 +67,7 @@ def propagate(
     connection: Connection,
     run_id: int,
     ranks: Mapping[int, RankHeads],
-    said: dict[int, list[dict[str, Any]]],
+    descriptions: dict[int, list[dict[str, Any]]],
     batch: Batch,
     switched: Switched,
     verdicts: frozenset[str | None],
@@ -75,7 +75,7 @@ def propagate(
 ) -> None:
     """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads.
 
-    ranks: who holds which heads of the run. said: by run what its living process starts said of themselves, kept here
+    ranks: who holds which heads of the run. descriptions: by run those of its living process starts, kept here
     from the first switch on that asks for it. verdicts: the warnings that are named for it. verify_steps: as for
     `incidents_of`.
     """
@@ -92,7 +92,7 @@ def propagate(
     if switched.outcome not in ("applied", "proposed") or not living:
         return
     applied = switched.outcome == "applied"
-    justified = applied and _is_justified(connection, run_id, batch.rank, switched, verdicts, said)
+    justified = applied and _is_justified(connection, run_id, batch.rank, switched, verdicts, descriptions)
     for mode, heads in sorted(by_mode.items()):
         name = f"{batch.run}|{batch.rank}|{switched.id}|{mode}"
         command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
@@ -135,7 +135,7 @@ def _is_justified(
     rank: int,
     switched: Switched,
     verdicts: frozenset[str | None],
-    said: dict[int, list[dict[str, Any]]],
+    descriptions: dict[int, list[dict[str, Any]]],
 ) -> bool:
     """Whether the run's policy and standing warnings of the rank call for what it did."""
     named = [verdict for verdict in verdicts if verdict is not None]
@@ -143,13 +143,13 @@ def _is_justified(
     standing = {w.id for w in raised if (w.rank, w.cause) == (rank, "rounding") and w.severity != "info"}
     if not verdicts <= standing:
         return False
-    if run_id not in said:
+    if run_id not in descriptions:
         known = process_starts.of_now(connection, [run_id])[run_id]
         living = [boot for boot in process_starts.newest(known).values() if boot.finished_status is None]
-        said[run_id] = [described([boot]) for boot in living]
-    if {one.get("policy") for one in said[run_id]} != {"auto"}:
+        descriptions[run_id] = [described([boot]) for boot in living]
+    if {one.get("policy") for one in descriptions[run_id]} != {"auto"}:
         return False
-    mitigations = {one.get("mitigation") for one in said[run_id]}
+    mitigations = {one.get("mitigation") for one in descriptions[run_id]}
     mitigation = next(iter(mitigations))
     if len(mitigations) != 1 or not mitigation or not all(is_mode(mode) for mode in (mitigation, *switched.before)):
         return False

@@ -2,9 +2,9 @@
 
 A head is arrested when each signal that grew before the switch (its score offset, its largest score) grows afterwards
 by at most a third as much, in logarithms over as many steps. Below a level (3 nats, a score of 256) nothing counts as
-growth: the offset of a healthy head wanders about zero, and its scores grow as it learns. What is not arrested is said,
-and where a stronger mitigation is left, proposed: a person decides, under every policy. The agent goes on watching a
-head that was switched.
+growth: the offset of a healthy head wanders about zero, and its scores grow as it learns. What is not arrested is
+reported, and a stronger mitigation proposed where one is left: a person decides, under every policy. The agent goes on
+watching a head that was switched.
 """
 
 import math
@@ -121,7 +121,7 @@ def _due(connection: Connection, settings: Settings, roller: Roller) -> list[Due
     tracks = commands.tracks_of(connection, [row.id for row in rows])
     found: list[Due] = []
     for row in rows:
-        answers = [said for track in tracks[row.id].values() if (said := commands.answer_of(track)) is not None]
+        answers = [switched for track in tracks[row.id].values() if (switched := commands.answer_of(track)) is not None]
         at = max((answer.step for answer in answers if answer.outcome == "applied"), default=None)
         _, last = edges(connection, row.run_id)
         if at is not None and last is not None and last >= at + settings.verify_steps:
@@ -149,18 +149,18 @@ def judged_in_words(
     heads: Sequence[HeadRef], mode: str, at: int, verdict: Verification, worst: SignalGrowth | None, steps: int
 ) -> str:
     """What became of a switch of these heads at step `at`; `worst` grew most in the `steps` steps after it."""
-    said = f"{heads_in_words(heads)} after the switch to {mode} at step {at:,}: "
-    said += {
+    sentence = f"{heads_in_words(heads)} after the switch to {mode} at step {at:,}: "
+    sentence += {
         "verified": "verified, the growth has stopped",
         "not arrested": "not arrested, it grows on",
         "unknown": "cannot be verified, too few samples before it or after it",
     }[verdict]
     if worst is not None:
-        said += f" ({worst.sentence(steps)})"
+        sentence += f" ({worst.sentence(steps)})"
     if verdict == "not arrested":
         further = stronger(mode)
-        said += f". Escalate: {further}." if further else ". No stronger mode is left: go back to a checkpoint."
-    return said[0].upper() + said[1:]
+        sentence += f". Escalate: {further}." if further else ". No stronger mode is left: go back to a checkpoint."
+    return sentence[0].upper() + sentence[1:]
 
 
 def _judge(connection: Connection, settings: Settings, due: Due) -> None:
@@ -172,7 +172,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
         (g for found in growths.values() for g in found), key=lambda g: g.after - _LEFT * g.before, default=None
     )
     next_mode = stronger(row.mode) if loose else None
-    said = judged_in_words(loose or heads, row.mode, at, verdict, worst, settings.verify_steps)
+    sentence = judged_in_words(loose or heads, row.mode, at, verdict, worst, settings.verify_steps)
     lock_runs(connection, [row.run_id])
     open_ = update(table).where(table.c.id == row.id, table.c.verification.is_(None)).values(verification=verdict)
     if connection.execute(open_).rowcount == 0:
@@ -183,7 +183,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     }
     details = {"verification": verdict, "growth": growth}
     commands.record_transition(
-        connection, row, row.run, "applied", "service", details, sentence=said, verification=verdict
+        connection, row, row.run, "applied", "service", details, sentence=sentence, verification=verdict
     )
     record_incidents(connection, [row.run_id], settings.verify_steps)
     known = process_starts.of_now(connection, [row.run_id])[row.run_id]
@@ -198,7 +198,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
             run=row.run,
             source="service",
             issued_by="service",
-            reason=said,
+            reason=sentence,
             heads=wanted,
             mode=mode_name(mode),
             state="proposed",

@@ -6,7 +6,7 @@ from foreshock.server.models import Number, Response
 
 
 class CurveLine(Response):
-    """One curve, without points where the run has no such head.
+    """One curve, without points where the run lacks the head.
 
     The four lists have one entry per point; a point spans the steps since the one before, and keeps their minimum and
     maximum.
@@ -52,5 +52,5 @@ class Matrix(Response):
     next_layer: int | None = Field(
         default=None, description="the first layer that did not fit; ask again with from_layer for it and those after"
     )
-    values: list[list[Number]] = Field(description="[layers, heads]; null where a layer has no such head, or no count")
+    values: list[list[Number]] = Field(description="[layers, heads]; null where a layer lacks the head, or its count")
     steps: list[int] = Field(description="steps that can be asked for, thinned to at most max_steps, ascending")

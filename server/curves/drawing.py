@@ -31,11 +31,11 @@ from foreshock.server.store.schema import samples
 
 _SAMPLES_READ: Final = 2000
 _BYTES_READ: Final = 256 * 2**20
-"""Up to so many samples, of so many bytes, are read one by one where roll-ups would draw too few points."""
+"""Most samples, and most bytes of them, that are read one by one where roll-ups would draw too few points."""
 Ends = tuple[int | None, int | None]
 _VALUES: Final = 2**24
 _VALUES_OF_POINT: Final = 32
-"""An answer takes so many numbers at most: those of the heads that it is read from, and for each point what its four
+"""Most numbers of an answer: those of the heads that it is read from, and for each point what its four
 Python numbers take. Beyond, lines have fewer points: many lines of a wide model would fill the memory."""
 
 
@@ -70,7 +70,7 @@ class Curve:
 
 
 def metric_of(key: str, *, per_head: bool = False) -> Metric:
-    """A metric that has such a view. Raises ProblemError for others."""
+    """The metric of this key. Raises ProblemError for one that cannot be shown in the wanted way."""
     metric = BY_KEY.get(key)
     if metric is None or (metric.head is None and (per_head or not metric.has_series)):
         allowed = [m.key for m in BY_KEY.values() if m.head is not None]

@@ -189,7 +189,7 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
                     known = counted[i, at].any()
                     words[i, at] = merge_words([words[i, at], values]) if known else values
                     counted[i, at] = True
-                elif row is group[0]:  # as below, where no rank has told anything yet
+                elif row is group[0]:  # as below, where no rank's value has come yet
                     fields[name][i, at] = values
                 else:
                     pick = np.fmin if _FIELDS[name].across_ranks == "min" else np.fmax

@@ -62,7 +62,7 @@ class Catalog(Response):
     metrics: list[MetricInfo]
     modes: list[ModeChoice]
     clips: list[ClipChoice] = Field(description="orders about QK-Clip, which are for every head")
-    default_mode: str = Field(description="what a head is switched to where nobody said otherwise")
+    default_mode: str = Field(description="what a head is switched to where no other mode is asked for")
 
 
 @router.get("/v1/catalog")

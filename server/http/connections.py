@@ -1,7 +1,7 @@
 """Connections end: who is slow, idle or silent makes room for others, and health is answered all the same.
 
-A deadline stands over the headers of each request, over its body, and over an answer that nobody takes. Beyond so many
-connections the one that has waited longest without a request is closed, of the address that has most of those; a few
+A deadline stands over the headers of each request, over its body, and over an answer that nobody takes. Beyond a limit
+of connections the one that has waited longest without a request is closed, of the address that has most of those; a few
 more are let in when all of them are at work, and are answered at /healthz alone.
 """
 

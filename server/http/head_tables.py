@@ -102,5 +102,5 @@ def _worst_of_layers(heads: Sequence[int], values: Floats) -> Floats:
 def _worst_first(run: npt.NDArray[np.intp], risk: Floats, size: Floats) -> npt.NDArray[np.intp]:
     """Heads by run, then by risk, by their largest |row maximum|, by number; those with neither are left out."""
     order: npt.NDArray[np.intp] = np.lexsort((-np.nan_to_num(size, nan=-1.0), -np.nan_to_num(risk, nan=-1.0), run))
-    told: npt.NDArray[np.intp] = order[~(np.isnan(risk) & np.isnan(size))[order]]
-    return told
+    measured: npt.NDArray[np.intp] = order[~(np.isnan(risk) & np.isnan(size))[order]]
+    return measured

@@ -270,13 +270,13 @@ async def undo(request: Request, caller: Actor, command: str, order: Undo) -> Co
 
 
 async def _act(
-    request: Request, caller: Caller, command: str, said: Decision, act: Callable[..., list[str]]
+    request: Request, caller: Caller, command: str, decision: Decision, act: Callable[..., list[str]]
 ) -> list[CommandStatus]:
     """Do this with a command that the caller reaches; how those stand then whose ids `act` gives back."""
 
     def write(connection: Connection) -> list[CommandStatus]:
         _reachable(connection, caller, command)
-        ids = act(connection, command, f"{said.who} ({caller.name})", said.reason)
+        ids = act(connection, command, f"{decision.who} ({caller.name})", decision.reason)
         return [status for one in ids for status in commands.status(connection, None, one, 1)]
 
     found = await _store(request).write(write)
@@ -333,7 +333,7 @@ async def get_healthz() -> Health:
 async def get_readyz(request: Request) -> Any:
     """The service can store a batch: it has written something within the last second. For probes, without a token.
 
-    A full queue of batches is told and no reason to send the others elsewhere: one client may fill its part of it.
+    A full batch queue is announced and no reason to send the others elsewhere: one client may fill its part of it.
     """
     state = request.app.state
     store = await state.readiness.of_store()

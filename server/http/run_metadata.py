@@ -16,12 +16,12 @@ router = APIRouter(responses={"default": {"model": Problem, "description": "What
 
 
 @router.patch("/v1/runs/{run:path}", response_model=RunDetail)
-async def patch_run(request: Request, caller: Actor, run: str, said: Description) -> RunDetail:
+async def patch_run(request: Request, caller: Actor, run: str, description: Description) -> RunDetail:
     """Give a run a display name, tags and notes. Its name stays what agents, alerts and addresses know it by."""
     state = request.app.state
 
     def describe(connection: Connection) -> RunDetail:
-        run_metadata.describe(connection, run, f"{said.who} ({caller.name})", said)
+        run_metadata.describe(connection, run, f"{description.who} ({caller.name})", description)
         return run_detail(connection, run_metadata.find_run(connection, run), state.settings.verify_steps)
 
     found: RunDetail = await state.store.write(describe)

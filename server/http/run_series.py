@@ -83,10 +83,10 @@ def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: in
         found[run_id].causes[cause] += count
     clips = events.c.kind == "clipped"
     key = events.c.run_id, events.c.mode, events.c.outcome, case((clips, events.c.rank))
-    told = select(*key, func.count(), func.max(case((clips, events.c.id)))).where(events.c.run_id.in_(found))
+    counts = select(*key, func.count(), func.max(case((clips, events.c.id)))).where(events.c.run_id.in_(found))
     clipped = []
     for run_id, mode, outcome, _, count, newest in connection.execute(
-        told.where(events.c.kind.in_(("switched", "clipped"))).group_by(*key, clips)
+        counts.where(events.c.kind.in_(("switched", "clipped"))).group_by(*key, clips)
     ):
         if newest is not None:
             clipped.append(newest)
@@ -95,8 +95,8 @@ def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: in
         found[run_id].switches[named or "", outcome] += count
     if clipped:
         for event in connection.execute(select(events).where(events.c.id.in_(clipped))):
-            if (said := read_back(Clipped, event.payload, "event", event.id)) is not None:
-                found[event.run_id].clips = (found[event.run_id].clips or 0.0) + said.total
+            if (recorded := read_back(Clipped, event.payload, "event", event.id)) is not None:
+                found[event.run_id].clips = (found[event.run_id].clips or 0.0) + recorded.total
     return found
 
 
@@ -104,18 +104,18 @@ def series_of(rows: RunRows) -> tuple[RunSeries, MergedSteps | None]:
     """The series of a run, but for its tables, and its newest reading."""
     reading = merge(*rows.newest) if rows.newest is not None else None
     series = RunSeries(finished=status_of(rows.boots) != "active")
-    told: set[tuple[str, Labels]] = set()
-    series.urgent = [_lines(entries, told) for entries in _urgent(rows, reading, finished=series.finished)]
-    series.whole = _lines(_whole(rows, reading), told)
+    written: set[tuple[str, Labels]] = set()
+    series.urgent = [_lines(entries, written) for entries in _urgent(rows, reading, finished=series.finished)]
+    series.whole = _lines(_whole(rows, reading), written)
     return series, reading
 
 
-def _lines(entries: Iterable[Entry], told: set[tuple[str, Labels]]) -> list[Line]:
-    """As text, without what has been told of the run."""
+def _lines(entries: Iterable[Entry], written: set[tuple[str, Labels]]) -> list[Line]:
+    """The lines of these series as text, without those that the run has already."""
     made = []
     for name, labels, value in entries:
-        if (name, labels) not in told:
-            told.add((name, labels))
+        if (name, labels) not in written:
+            written.add((name, labels))
             made.append(line(name, labels, value))
     return made
 
@@ -130,20 +130,20 @@ def _urgent(rows: RunRows, reading: MergedSteps | None, *, finished: bool) -> li
     for warning in sorted(rows.raised, key=lambda w: _SEVERITIES.index(w.severity)):
         where = name, _text(warning.layer), _text(warning.head)
         signal = known(warning.signal, SIGNALS)
-        told: list[Entry] = [
+        entries: list[Entry] = [
             (_NAMES["warning.active"], (*where, warning.cause, signal, warning.severity), 1.0),
         ]
         if warning.forecast_steps is not None:
-            told.append((_NAMES["warning.forecast"], where, warning.forecast_steps))
-        shown.append(told)
+            entries.append((_NAMES["warning.forecast"], where, warning.forecast_steps))
+        shown.append(entries)
     rounds = [[*incident, *warning] for incident, warning in zip_longest(incidents, shown, fillvalue=())]
     return [first + (rounds[0] if rounds else []), *rounds[1:]]
 
 
 def _of_incident(run: str, incident: Incident) -> list[Entry]:
     where = run, incident.cause
-    state = "open" if incident.state == "acknowledged" else incident.state  # told apart by a series of its own
-    told: list[Entry] = [
+    state = "open" if incident.state == "acknowledged" else incident.state  # a series of its own shows that
+    entries: list[Entry] = [
         (_NAMES["incident.active"], (*where, state, incident.severity, incident.act), 1.0),
         (_NAMES["incident.words"], (*where, *words_of(run, incident)), 1.0),
         (_NAMES["incident.heads"], where, float(incident.standing_heads)),
@@ -152,10 +152,10 @@ def _of_incident(run: str, incident: Incident) -> list[Entry]:
     ]
     if incident.corrected_from is not None and incident.corrected_step is not None:
         corrected = (*where, incident.corrected_from)
-        told.append((_NAMES["incident.corrected_step"], corrected, float(incident.corrected_step)))
+        entries.append((_NAMES["incident.corrected_step"], corrected, float(incident.corrected_step)))
     if incident.steps_left is not None:
-        told.append((_NAMES["incident.forecast"], where, incident.steps_left))
-    return told
+        entries.append((_NAMES["incident.forecast"], where, incident.steps_left))
+    return entries
 
 
 def _whole(rows: RunRows, reading: MergedSteps | None) -> list[Entry]:

@@ -58,10 +58,10 @@ async def _listen(
 async def stream(request: Request, client: Annotated[Client, Depends(_listen)]) -> StreamingResponse:
     """Server-sent events, of one run or of all; `started`, `verdict`, `switched`, `command`, `finished`, `sample`."""
     broadcaster: Broadcaster = request.app.state.broadcaster
-    return StreamingResponse(_tell(broadcaster, client), media_type="text/event-stream", headers=_HEADERS)
+    return StreamingResponse(_send_events(broadcaster, client), media_type="text/event-stream", headers=_HEADERS)
 
 
-async def _tell(broadcaster: Broadcaster, client: Client) -> AsyncIterator[bytes]:
+async def _send_events(broadcaster: Broadcaster, client: Client) -> AsyncIterator[bytes]:
     yield format_sse_event(comment="listening", retry=2000)
     sent = client.since
     while client.resumes and not client.lost:

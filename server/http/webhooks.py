@@ -3,7 +3,7 @@
 Alertmanager proves itself by a bearer token with the scope `act`. A delivery may come twice, late or resolved: an alert
 acts once (by fingerprint and start), and only alerts on the list below act at all.
 It must speak of an incident that the service knows of itself: what may be done is that incident's own decision
-(contract.decision), the same that the agent takes and that people are told: nothing but an audit row, a proposed
+(contract.decision), the same that the agent takes and that people read: nothing but an audit row, a proposed
 command, or a command, bounded by a cool-down.
 """
 
@@ -97,16 +97,16 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
     run = alert.labels.get("run", "")
     row = connection.execute(select(runs).where(runs.c.name == run)).first()
     if row is None or not run.startswith(prefix):
-        return "refused: no such run"
+        return "refused: no run has this name"
     lock_runs(connection, [row.id])
     found = incidents_of(connection, [row.id], settings.verify_steps).get(row.id, [])
     cause = alert.labels.get("cause")
     meant = next((one for one in found if one.cause == cause and one.state != "closed"), None)
     if meant is None:
-        return "refused: the run has no such incident"
+        return "refused: the run has no open incident of this cause"
     if meant.act == "none":
         switch = meant.causes == ["rounding"] or meant.has_its_turn("switch")
-        known = _told_policy(_boots(connection, row.id)) if switch else ""
+        known = _current_policy(_boots(connection, row.id)) if switch else ""
         why = f"the run's policy is {known}" if known else f"no switch helps against {meant.causes[-1]}"
         details = {"alert": name, "incident": meant.id, "why": why}
         audit.append(connection, actor=SENDER, action="webhook observed", run=run, details=details)
@@ -133,15 +133,15 @@ def _boots(connection: Connection, run_id: int) -> Sequence[Row[Any]]:
     return process_starts.of_now(connection, [run_id])[run_id]
 
 
-def _told_policy(known: Sequence[Row[Any]]) -> str:
+def _current_policy(known: Sequence[Row[Any]]) -> str:
     return str(described(known).get("policy", "observe"))
 
 
 def _switch(settings: Settings, connection: Connection, order: commands.Order, incident: Incident) -> str:
     """Order or propose the switch that the incident calls for: one order for each mode that its heads get."""
     run_id, run = order.run_id, order.run
-    said = described(_boots(connection, run_id))
-    mitigation, scope = said.get("mitigation", DEFAULT_MITIGATION), said.get("switch_scope") or "head"
+    description = described(_boots(connection, run_id))
+    mitigation, scope = description.get("mitigation", DEFAULT_MITIGATION), description.get("switch_scope") or "head"
     ranks = (heads_by_rank(connection, [run_id])).get(run_id, {})
     here, held = modes_here(connection, run_id)
     driven = [head for head in incident.heads if "rounding" in head.causes]
@@ -151,7 +151,7 @@ def _switch(settings: Settings, connection: Connection, order: commands.Order, i
     known = is_mode(mitigation)
     wanted = switches(loose, here, mitigation, scope, held) if known else {}
     refs = sorted(ref for heads in wanted.values() for ref in heads)
-    details = {"reason": order.reason[:500], "incident": incident.id, "policy": said.get("policy")}
+    details = {"reason": order.reason[:500], "incident": incident.id, "policy": description.get("policy")}
     details |= {"heads": [list(ref) for ref in refs[:64]], "mode": mitigation}
 
     def note(action: str, why: str) -> str:
@@ -177,8 +177,8 @@ def _switch(settings: Settings, connection: Connection, order: commands.Order, i
 
 def _propose_clip(settings: Settings, connection: Connection, order: commands.Order, incident: Incident) -> str:
     """Propose QK-Clip, which no policy orders: it changes weights."""
-    said = described(_boots(connection, order.run_id))
-    mode, known = clip_order(said.get("qk_clip"), said.get("policy")), incident.order
+    description = described(_boots(connection, order.run_id))
+    mode, known = clip_order(description.get("qk_clip"), description.get("policy")), incident.order
     why = refusal(settings, connection, order.run_id, [], clip=True)
     if mode is None or why is not None or (known is not None and known.state == "rejected"):
         why = why or "a person rejected QK-Clip, which holds until a warning is raised anew"

@@ -62,7 +62,7 @@ class Writer:
         """Runs in which something was switched just now, and until when that is just now."""
 
     def refuse_when_full(self, token: str, size: int = 0) -> None:
-        """Raises ProblemError 429 when the queue has no room for a batch of so many bytes.
+        """Raises ProblemError 429 when the queue has no room for a batch of `size` bytes.
 
         A full queue is full for those who hold more than their part of it: nobody fills it for others.
         """
@@ -164,7 +164,7 @@ class Writer:
             item.done.exception()  # the client may be gone; then nobody else asks for it
 
     def _mode_comes(self, done: Recorded) -> set[int]:
-        """Runs whose samples may show a mode that a rank told of before: a switch is seen when samples have it."""
+        """Runs whose samples may show a mode that a rank reported before: a switch is seen when samples have it."""
         now = time.monotonic()
         self._switched = {run_id: until for run_id, until in self._switched.items() if until > now}
         come = {run_id for run_id, _ in done.stepped} & self._switched.keys()
@@ -183,8 +183,8 @@ class Writer:
             own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
             quotas.count(connection, own)
             orders = exchange(connection, done.run_ids, done.switched, group, self._settings.verify_steps)
-            if told := done.told | self._mode_comes(done):
-                found = record_incidents(connection, told, self._settings.verify_steps)
+            if changed := done.changed | self._mode_comes(done):
+                found = record_incidents(connection, changed, self._settings.verify_steps)
                 propose_after_switches(self._settings, connection, found)
             return done, orders
 

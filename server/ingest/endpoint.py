@@ -141,7 +141,7 @@ def _read(body: bytes) -> Batch:
     try:
         batch = read_batch(body)
     except ValidationError as error:
-        if (count := error.error_count()) > MAX_EVENTS:  # none is told: each takes a kilobyte
+        if (count := error.error_count()) > MAX_EVENTS:  # the answer names none: each takes a kilobyte
             raise ProblemError(422, f"The batch is malformed: {count} errors; nothing of it was stored.") from None
         found = error.errors(include_input=False, include_url=False)
         raise ProblemError(

@@ -1,4 +1,4 @@
-"""What each warning said last, whichever order the words of it came in."""
+"""The latest state of each warning, whichever order its updates came in."""
 
 from collections.abc import Sequence
 from typing import Any, Final

@@ -25,15 +25,15 @@ class Arrival(NamedTuple):
     """How a batch came."""
 
     age_seconds: float | None = None
-    """Since its process started; None where nothing sensible was told."""
+    """Since its process started; None where the header gives no sensible age."""
     replayed: bool = False
 
 
-UNTOLD: Final = Arrival()
+NO_HEADERS: Final = Arrival()
 
 
 def arrival_of(headers: Mapping[str, str]) -> Arrival:
-    """What the headers of a request tell. Senseless ones tell nothing: no batch is refused for them."""
+    """The arrival that a request's headers describe. Senseless ones are passed over: no batch is refused for them."""
     replayed = headers.get(REPLAYED_HEADER) == "true"
     try:
         age = float(headers.get(AGE_HEADER, ""))
@@ -62,8 +62,8 @@ def record_shared_ranks(connection: Connection, heard: Sequence[Row[Any]], now: 
             sentence = shared_sentence([rank])
             log.warning("two processes of one rank", run_id=newest.run_id, rank=rank)
             row = {"run_id": newest.run_id, "boot_id": newest.id, "rank": rank, "kind": "started", "outcome": _OUTCOME}
-            told = {"step": newest.newest_step, "unix_seconds": now, "sentence": sentence}
-            write_events(connection, [{**row, **told}])
+            written = {"step": newest.newest_step, "unix_seconds": now, "sentence": sentence}
+            write_events(connection, [{**row, **written}])
 
 
 _AT_ONCE: Final = 4
@@ -74,20 +74,20 @@ _START: Final[Select[Any]] = select(
 
 
 def place(
-    connection: Connection, rows: dict[int, Row[Any]], told: Mapping[int, Arrival], now: float
+    connection: Connection, rows: dict[int, Row[Any]], arrivals: Mapping[int, Arrival], now: float
 ) -> dict[int, dict[str, Any]]:
-    """When those process starts began that tell it for the first time, or for themselves for the first time.
+    """When those process starts began whose age came for the first time, or from themselves for the first time.
 
-    By row id, what changes of the row; `told` by row id is what came beside their batches.
+    By row id, what changes of the row; `arrivals` by row id is what came beside their batches.
     """
-    new = {i for i, arrival in told.items() if rows[i].began is None or (rows[i].replayed and not arrival.replayed)}
-    new = {i for i in new if told[i] != UNTOLD}
+    new = {i for i, arrival in arrivals.items() if rows[i].began is None or (rows[i].replayed and not arrival.replayed)}
+    new = {i for i in new if arrivals[i] != NO_HEADERS}
     ranks = {(rows[i].run_id, rows[i].rank) for i in new}
     newest = process_starts.newest_of(connection, ranks) if new else {}
     before = {rank: row for rank, row in newest.items() if row.id not in new}
     placed: dict[int, dict[str, Any]] = {}
     for i in sorted(new):
-        age, replayed = told[i]
+        age, replayed = arrivals[i]
         first_heard, last = rows[i].last_sequence == 0, before.get((rows[i].run_id, rows[i].rank))
         began = rows[i].began if age is None else now - age if replayed else process_starts.began_at(now, age, last)
         still = replayed and (rows[i].replayed or first_heard)

@@ -79,7 +79,7 @@ _heads_of: dict[str, int] = {}
 
 
 class MisfitError(ValueError):
-    """A batch that does not fit what its boot said of itself; the message says how."""
+    """A batch does not fit the description of its boot; the message says how."""
 
 
 @dataclass
@@ -92,10 +92,10 @@ class Recorded:
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
     stepped: set[tuple[int, int]] = field(default_factory=set)
     """(run id, step) of every sample."""
-    told: set[int] = field(default_factory=set)
-    """Runs of which something was told that an incident may change by: a verdict, a switch."""
+    changed: set[int] = field(default_factory=set)
+    """Runs whose incidents may have changed, by a verdict or a switch."""
     unexplained: set[BootKey] = field(default_factory=set)
-    """Process starts that have never said what they watch, as far as the store remembers."""
+    """Process starts that have never described what they watch, as far as the store remembers."""
 
 
 def key_of(batch: Batch) -> BootKey:
@@ -118,9 +118,9 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
     rows = {i: found[i] for i in sorted({done.boot_ids[key_of(b)] for b in done.new})}
     _check_heads(connection, done, rows)
     _write_samples(connection, done)
-    told = {done.boot_ids[key_of(batch)]: arrivals[key_of(batch)] for batch in done.new}
-    placed = place(connection, rows, told, now)
-    living = {i for i, arrival in told.items() if not arrival.replayed}
+    arrived = {done.boot_ids[key_of(batch)]: arrivals[key_of(batch)] for batch in done.new}
+    placed = place(connection, rows, arrived, now)
+    living = {i for i, arrival in arrived.items() if not arrival.replayed}
     _merge_boots(connection, done, rows, placed, living, now)
     _write_events(connection, done, rows, now)
     record_shared_ranks(connection, [rows[i] for i in sorted(living)], now)
@@ -278,8 +278,8 @@ def _merge_boots(
                 moved.add(boot_id)
             elif isinstance(event, Sample):
                 # gradients that overflow beside a finite loss are those of a step that a loss scaler skips
-                told = event.loss is not None or event.loss_nonfinite_steps
-                boot["nonfinite_steps"] += event.loss_nonfinite_steps if told else event.grad_norm_nonfinite_steps
+                has_loss = event.loss is not None or event.loss_nonfinite_steps
+                boot["nonfinite_steps"] += event.loss_nonfinite_steps if has_loss else event.grad_norm_nonfinite_steps
                 if boot["earliest_step"] is None or event.since_step < boot["earliest_step"]:
                     boot["earliest_step"] = event.since_step
                     moved.add(boot_id)
@@ -342,7 +342,7 @@ def _write_events(connection: Connection, done: Recorded, before: dict[int, Row[
             else:
                 continue
             if isinstance(event, Verdict | Switched):
-                done.told.add(done.run_ids[batch.run])
+                done.changed.add(done.run_ids[batch.run])
             row |= {"run_id": done.run_ids[batch.run], "boot_id": boot_id, "rank": batch.rank}
             rows.append(row | {"kind": event.kind, "step": event.step, "unix_seconds": now})
     write_events(connection, rows)

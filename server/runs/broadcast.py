@@ -83,7 +83,7 @@ class Broadcaster:
     def join(self, client: Client) -> None:
         """Let a client listen. When too many do, whoever holds most streams gives up the oldest of them.
 
-        Nobody can tell a client that reads nothing from one to whom nothing is told; but who was cut off and still
+        A client that reads nothing looks like one to whom nothing is sent; but who was cut off and still
         lives comes back, with the last event that it got.
         """
         if len(self.clients) >= self.settings.stream_clients:
@@ -107,7 +107,7 @@ class Broadcaster:
         self._moved.set()
 
     def deleted(self, run: str) -> None:
-        """Called after a run was deleted: its log is gone with it, so this is told once, to this replica's clients."""
+        """Called after a run was deleted: its log is gone with it, so this is sent once, to this replica's clients."""
         self._hand_out(run, StreamEvent(None, format_sse_event(event="deleted", data_str=json.dumps({"run": run}))))
 
     def wake(self) -> None:

@@ -1,7 +1,7 @@
 """Incidents of runs: made from the stored warnings on every read, and written into the log where they change.
 
 Nothing of an incident is stored but that somebody acknowledged it, which is an event of the log. The log's own events
-of kind `incident` say how it went: what the stream hands on, and what people are told once.
+of kind `incident` say how it went: what the stream hands on, and what people are notified of once.
 """
 
 import math
@@ -56,21 +56,21 @@ def incidents_of(
     ordered = orders_of(connection, warned)
     found = {}
     for run_id, own in warned.items():
-        said = described(known.get(run_id, ()))
+        description = described(known.get(run_id, ()))
         orders = ordered.get(run_id, Orders())
         made = incidents(
             own,
             modes=orders.modes(modes.get(run_id, {}), steps.get(run_id, 0)),
             judged=judged[run_id],
             acknowledged=acknowledged[run_id],
-            policy=said.get("policy"),
-            mitigation=said.get("mitigation") or DEFAULT_MITIGATION,
-            scope=said.get("switch_scope"),
+            policy=description.get("policy"),
+            mitigation=description.get("mitigation") or DEFAULT_MITIGATION,
+            scope=description.get("switch_scope"),
             last_step=steps.get(run_id, 0),
             orders=orders.known,
             held=orders.held(own),
             ended=status_of(known.get(run_id, ())) != "active",
-            clip=said.get("qk_clip"),
+            clip=description.get("qk_clip"),
         )
         if made:
             found[run_id] = made
@@ -83,9 +83,9 @@ def warned_of(connection: Connection, run_ids: Collection[int], *only: ColumnEle
     query = query.where(warnings.c.run_id.in_(run_ids), *only)
     found: dict[int, list[Warned]] = defaultdict(list)
     for row in connection.execute(query.order_by(warnings.c.raised_step, warnings.c.rank, warnings.c.uid)):
-        said = read_back(Verdict, row.verdict, "warning", (row.run_id, row.rank, row.uid))
-        if said is not None and (row.until_step is None or said.step <= row.until_step):
-            found[row.run_id].append(Warned(row.rank, row.raised_step, said, row.rejected))
+        verdict = read_back(Verdict, row.verdict, "warning", (row.run_id, row.rank, row.uid))
+        if verdict is not None and (row.until_step is None or verdict.step <= row.until_step):
+            found[row.run_id].append(Warned(row.rank, row.raised_step, verdict, row.rejected))
     return found
 
 
@@ -114,7 +114,7 @@ def _modes(newest: Newest) -> tuple[dict[int, dict[HeadRef, str]], dict[int, int
 
 
 def modes_of(axis: Axis, reading: MergedSteps) -> dict[HeadRef, str]:
-    """The mode of each head in a reading; heads whose mode nobody told, or this version does not know, are left out."""
+    """The mode of each head in a reading, without heads whose mode nobody reported or this version does not know."""
     found = {}
     for ref, mode in zip(axis.heads, reading.fields["modes"][-1], strict=True):
         if not math.isnan(mode):
@@ -134,10 +134,10 @@ def _judged(connection: Connection, run_ids: Collection[int], verify_steps: int)
     answers = connection.execute(query.join(command_ranks).where(*ruled, command_ranks.c.switched.is_not(None)))
     at: dict[str, tuple[int, frozenset[HeadRef] | None, int, bool]] = {}
     for row in answers:
-        said = read_back(Switched, row.switched, "answer of command", row.id)
-        if said is not None and said.outcome == "applied":
+        switched = read_back(Switched, row.switched, "answer of command", row.id)
+        if switched is not None and switched.outcome == "applied":
             heads = None if row.heads is None else frozenset((layer, head) for layer, head in row.heads)
-            step = max(said.step, at[row.id][2] if row.id in at else 0)
+            step = max(switched.step, at[row.id][2] if row.id in at else 0)
             at[row.id] = row.run_id, heads, step, row.verification == "verified"
     found: dict[int, list[SwitchOutcome]] = defaultdict(list)
     for run_id, heads, step, arrested in at.values():
@@ -150,9 +150,9 @@ def _acknowledged(connection: Connection, run_ids: Collection[int]) -> dict[int,
     query = query.where(events.c.run_id.in_(run_ids), events.c.kind == "acknowledged")
     found: dict[int, list[Acknowledged]] = defaultdict(list)
     for row in connection.execute(query):
-        said = read_back(Acknowledged, row.payload, "event", row.id)
-        if said is not None:
-            found[row.run_id].append(said)
+        acknowledged = read_back(Acknowledged, row.payload, "event", row.id)
+        if acknowledged is not None:
+            found[row.run_id].append(acknowledged)
     return found
 
 
@@ -166,13 +166,13 @@ def record_incidents(connection: Connection, run_ids: Collection[int], verify_st
     known = incidents_of(connection, run_ids, verify_steps)
     for run_id, found in known.items():
         for incident in found:
-            before = _told(connection, run_id, incident.cause)
+            before = _last_change(connection, run_id, incident.cause)
             change = change_of(incident)
             if before is None or is_news(before, change):
                 change.grown = before is not None and not is_news(before, change, growth=False)
                 rows.append(_event(run_id, now, change))
         for was, incident in _gone_over(found).items():
-            before = _told(connection, run_id, was)
+            before = _last_change(connection, run_id, was)
             if before is not None and before.state != "closed":
                 rows.append(_event(run_id, now, closed_by(before, incident)))
     write_events(connection, rows)
@@ -180,13 +180,13 @@ def record_incidents(connection: Connection, run_ids: Collection[int], verify_st
 
 
 def _event(run_id: int, now: float, change: IncidentChange) -> dict[str, Any]:
-    said = {"sentence": f"{change.state.capitalize()}: {change.sentence}", "outcome": change.cause}
-    told = {"kind": "incident", "step": change.step, "unix_seconds": now, "payload": change.model_dump_json()}
-    return {"run_id": run_id, **told, **said}
+    shown = {"sentence": f"{change.state.capitalize()}: {change.sentence}", "outcome": change.cause}
+    own = {"kind": "incident", "step": change.step, "unix_seconds": now, "payload": change.model_dump_json()}
+    return {"run_id": run_id, **own, **shown}
 
 
 def _gone_over(found: Iterable[Incident]) -> dict[IncidentCause, Incident]:
-    """Causes of which nothing is told apart any more, and the incident that a warning of theirs went over to."""
+    """Causes without an incident of their own any more, and the incident that a warning of theirs went over to."""
     present = {incident.cause for incident in found}
     corrected = ((head.corrected_from, incident) for incident in found for head in incident.heads)
     joined = ((cause, incident) for incident in found for cause in incident.causes)
@@ -195,9 +195,9 @@ def _gone_over(found: Iterable[Incident]) -> dict[IncidentCause, Incident]:
 
 def closed_by(before: IncidentChange, goes_on: Incident) -> IncidentChange:
     """The end of an incident that goes on in another, as the log keeps it."""
-    sentence = f"What was told as {before.cause} is told as {goes_on.cause}: its cause is corrected."
+    sentence = f"What was reported as {before.cause} is reported as {goes_on.cause}: its cause is corrected."
     if before.cause in goes_on.causes:
-        sentence = f"What was told as {before.cause} is told together with {goes_on.cause}: both stand in this run."
+        sentence = f"What was reported as {before.cause} joins {goes_on.cause}: both stand in this run."
     ends = {"state": "closed", "step": max(before.step, goes_on.step), "standing": 0, "steps_left": None}
     return before.model_copy(update={**ends, "grown": False, "sentence": sentence})
 
@@ -209,7 +209,7 @@ def change_of(incident: Incident) -> IncidentChange:
 
 
 def is_news(before: IncidentChange, now: IncidentChange, *, growth: bool = True) -> bool:
-    """Whether an incident has changed so much since it was last told that people should hear of it."""
+    """Whether an incident has changed so much since its last event that people should hear of it."""
     joined = set(now.causes) - {before.cause, *before.causes}
     if joined or (before.state, before.times) != (now.state, now.times):
         return True
@@ -218,7 +218,7 @@ def is_news(before: IncidentChange, now: IncidentChange, *, growth: bool = True)
     return grown or worse.index(now.severity) > worse.index(before.severity)
 
 
-def _told(connection: Connection, run_id: int, cause: str) -> IncidentChange | None:
+def _last_change(connection: Connection, run_id: int, cause: str) -> IncidentChange | None:
     of = events.c.run_id == run_id, events.c.kind == "incident", events.c.outcome == cause
     query = select(events.c.id, events.c.payload).where(*of).order_by(desc(events.c.id)).limit(1)
     row = connection.execute(query).first()
@@ -230,7 +230,7 @@ def acknowledge(
 ) -> Incident:
     """Write down that `who` takes care of an incident of the run (its id and name); the incident as it is then.
 
-    The caller holds the run. Raises ProblemError where there is no such incident, or where it is closed.
+    The caller holds the run. Raises ProblemError where the run has no incident of this id, or where it is closed.
     """
     run_id, name = run
 
@@ -246,11 +246,11 @@ def acknowledge(
     if known.state == "closed":
         raise ProblemError(409, f"The incident {incident_id} of run {name} is closed.")
     now = time.time()
-    said = Acknowledged(cause=known.cause, step=known.step, who=who, reason=reason, unix_seconds=now)
+    acknowledgement = Acknowledged(cause=known.cause, step=known.step, who=who, reason=reason, unix_seconds=now)
     details = {"incident": incident_id, "step": known.step, "reason": reason}
     audit.append(connection, actor=who, action="acknowledged", run=name, details=details)
     row = {"run_id": run_id, "kind": "acknowledged", "step": known.step, "unix_seconds": now}
     sentence = printable(f"{who} acknowledged the incident {incident_id}: {reason}")
-    write_events(connection, [{**row, "sentence": sentence, "payload": said.model_dump_json()}])
+    write_events(connection, [{**row, "sentence": sentence, "payload": acknowledgement.model_dump_json()}])
     record_incidents(connection, [run_id], verify_steps)
     return present() or known

@@ -69,7 +69,7 @@ def list_runs(
         named = (runs.c.name, runs.c.display_name, runs.c.tags)
         query = query.where(or_(*(column.icontains(search, autoescape=True) for column in named)))
     if cursor is not None:
-        last_seen, _, name = cursor.partition("-")  # a run's number would tell how many runs others have
+        last_seen, _, name = cursor.partition("-")  # a run's number would show how many runs others have
         query = query.where(tuple_(runs.c.last_seen, runs.c.name) < tuple_(float.fromhex(last_seen), name))
     rows = connection.execute(query).all()
     more = rows[limit - 1] if len(rows) > limit else None
@@ -137,14 +137,14 @@ def tags_of(row: Row[Any]) -> list[str]:
 
 
 def _described(rows: Sequence[Row[Any]], beside: Sequence[Row[Any]]) -> dict[str, Any]:
-    said = described(rows)
+    description = described(rows)
     keys = ("policy", "numerics", "mitigation", "switch_scope", "qk_clip", "world_size")
     return {
         "status": status_of(rows),
         "ranks": len({row.rank for row in rows}),
         "shared_ranks": shared_sentence(shared) if (shared := list(process_starts.shared([*rows, *beside]))) else None,
-        "labels": said.get("labels", {}),
-        **{key: said.get(key) for key in keys},
+        "labels": description.get("labels", {}),
+        **{key: description.get(key) for key in keys},
     }
 
 
@@ -192,7 +192,7 @@ class Losses:
 
 
 def losses(connection: Connection, run_ids: Collection[int]) -> dict[int, Losses]:
-    """What went wrong in each of these runs; process starts that tell the same are read as one."""
+    """What went wrong in each of these runs; process starts that report the same are read as one."""
     found: dict[int, Losses] = defaultdict(Losses)
     same = boots.c.run_id, boots.c.rank, boots.c.health
     sums = (

@@ -57,11 +57,13 @@ class _Description(Started):
 
 
 def described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
-    """What the newest process start said of itself, without its layers; empty when none has yet."""
+    """The description that the newest process start gave of itself, without its layers; empty when none has yet."""
     for row in reversed(process_starts.in_order(rows)):
-        said = read_back(_Description, row.description, "description of boot", row.id) if row.description else None
-        if said is not None:
-            return said.model_dump(exclude={"layers"})
+        description = (
+            read_back(_Description, row.description, "description of boot", row.id) if row.description else None
+        )
+        if description is not None:
+            return description.model_dump(exclude={"layers"})
     return {}
 
 

@@ -73,19 +73,24 @@ def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Ord
         )
         own.known.append((heads, order))
         for text in answers[row.id]:
-            said = read_back(Switched, text, "answer of command", row.id)
-            if said is not None:
-                _take(own.given, said, heads, everywhere=row.state == "applied", by_hand=row.source != "rank")
+            switched = read_back(Switched, text, "answer of command", row.id)
+            if switched is not None:
+                _take(own.given, switched, heads, everywhere=row.state == "applied", by_hand=row.source != "rank")
     return found
 
 
 def _take(
-    given: dict[HeadRef, Given], said: Switched, heads: frozenset[HeadRef] | None, *, everywhere: bool, by_hand: bool
+    given: dict[HeadRef, Given],
+    switched: Switched,
+    heads: frozenset[HeadRef] | None,
+    *,
+    everywhere: bool,
+    by_hand: bool,
 ) -> None:
-    for ref, before, after in zip(said.heads, said.before, said.after, strict=True):
+    for ref, before, after in zip(switched.heads, switched.before, switched.after, strict=True):
         if (heads is None or ref in heads) and is_mode(before) and is_mode(after):
             taken = by_hand and bool(parse_mode(before) & ~parse_mode(after))
-            given.setdefault(ref, Given(said.step, taken, after if everywhere else None))
+            given.setdefault(ref, Given(switched.step, taken, after if everywhere else None))
 
 
 def _asks_for_switch(verdict: Verdict) -> bool:
@@ -97,7 +102,7 @@ def reject_evidence(connection: Connection, run_id: int, heads: Collection[HeadR
     asks = calls_for_clip if mode in CLIP_ORDERS else _asks_for_switch
     standing = select(warnings).where(warnings.c.run_id == run_id, warnings.c.active)
     for row in connection.execute(standing).all():
-        said = read_back(Verdict, row.verdict, "warning", (run_id, row.rank, row.uid))
-        if said is not None and asks(said) and (heads is None or (said.layer, said.head) in heads):
+        verdict = read_back(Verdict, row.verdict, "warning", (run_id, row.rank, row.uid))
+        if verdict is not None and asks(verdict) and (heads is None or (verdict.layer, verdict.head) in heads):
             same = warnings.c.run_id == run_id, warnings.c.rank == row.rank, warnings.c.uid == row.uid
             connection.execute(update(warnings).where(*same).values(rejected=True))

@@ -30,16 +30,16 @@ def find_run(connection: Connection, run: str) -> Row[Any]:
     return row
 
 
-def describe(connection: Connection, run: str, who: str, said: Description) -> None:
+def describe(connection: Connection, run: str, who: str, description: Description) -> None:
     """Write down what is new, in the audit trail and the log too."""
     row = find_run(connection, run)
     lock_runs(connection, [row.id])
     row = find_run(connection, run)
     before = {"display_name": row.display_name or "", "tags": tags_of(row), "notes": row.notes or ""}
     wanted = {
-        "display_name": said.display_name,
-        "tags": None if said.tags is None else sorted(set(said.tags)),
-        "notes": said.notes,
+        "display_name": description.display_name,
+        "tags": None if description.tags is None else sorted(set(description.tags)),
+        "notes": description.notes,
     }
     new = {key: value for key, value in wanted.items() if value is not None and value != before[key]}
     if not new:
@@ -59,23 +59,23 @@ def describe(connection: Connection, run: str, who: str, said: Description) -> N
 async def delete(store: Store, run: str, who: str, decision: Decision) -> None:
     """Delete a run with all that belongs to it, a little at a time; the audit trail keeps who and why.
 
-    Raises ProblemError where there is no such run, and where it still trains: it would come back with its next batch.
+    Raises ProblemError where no run has this name, and where it still trains: it would come back with its next batch.
     """
-    said: dict[str, Any] = {"actor": who, "run": run, "details": {"reason": decision.reason}}
+    entry: dict[str, Any] = {"actor": who, "run": run, "details": {"reason": decision.reason}}
 
     def begin(connection: Connection) -> Row[Any]:
         row = find_run(connection, run)
         starts = process_starts.of_now(connection, [row.id])[row.id]
         if status_of(starts) == "active" and time.time() - row.last_seen < SILENT_SECONDS:
             raise ProblemError(409, _trains(run))
-        audit.append(connection, action="deletion begun", **said)
+        audit.append(connection, action="deletion begun", **entry)
         return row
 
-    def tell(connection: Connection) -> None:
-        audit.append(connection, action="deleted", **said)
+    def record(connection: Connection) -> None:
+        audit.append(connection, action="deleted", **entry)
 
     row = await store.write(begin)
-    if not await delete_run(store, row.id, math.nextafter(row.last_seen, math.inf), tell):
+    if not await delete_run(store, row.id, math.nextafter(row.last_seen, math.inf), record):
         raise ProblemError(409, _trains(run))
 
 

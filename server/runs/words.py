@@ -55,14 +55,14 @@ def finished_sentence(rank: int, finished: Finished) -> str:
 def switched_sentence(switched: Switched) -> str:
     """What became of a switch, or of another order: that changed no head's mode."""
     modes = ", ".join(sorted(set(switched.after))) or "nothing"
-    said = f"Switch of {heads_in_words(switched.heads)} to {modes}: {switched.outcome}. {switched.reason}"
+    sentence = f"Switch of {heads_in_words(switched.heads)} to {modes}: {switched.outcome}. {switched.reason}"
     if not switched.heads or switched.after[0] in CLIP_ORDERS:
-        said = (
+        sentence = (
             f"Order {switched.outcome}. {switched.reason}"
             if switched.command
             else f"QK-Clip: {switched.outcome}. {switched.reason}"
         )
-    return printable(said.strip())
+    return printable(sentence.strip())
 
 
 def clipped_sentence(rank: int, clipped: Clipped) -> str:

@@ -32,7 +32,7 @@ _READS: Final = 8
 _HEAVY_READS: Final = 2
 """Of those, large ones that people ask for; each may hold a few hundred MiB, and takes a processor from who writes."""
 _HEAVY_WAITING: Final = 64
-"""Large reads that wait or work; beyond, they are told to come back."""
+"""Large reads that wait or work; beyond, the client is asked to come back."""
 _CACHE_KIB: Final = 8192
 """Pages that a connection to SQLite keeps. Each keeps its own; the system's cache serves all of them."""
 _WAL_PAGES: Final = 4000
@@ -46,7 +46,7 @@ _PATIENCE: Final = {
     "keepalives_interval": "10",
     "keepalives_count": "3",
 }
-"""Of libpq, where the address says nothing else: who waits for a machine that is gone is told so in a minute."""
+"""Of libpq, where the address says nothing else: who waits for a machine that is gone learns so in a minute."""
 _PAGES_AT_ONCE: Final = 2048
 """Of those at once, while ingest waits: some hundredths of a second."""
 BESIDE: Final = ("", "-wal", "-shm")

@@ -19,7 +19,7 @@ class ClosingError(Exception):
 
 
 class Executor:
-    """At most so many pieces of work at once, each with a connection of this engine, in threads of the executor."""
+    """At most `threads` pieces of work at once, each with a connection of this engine, in threads of the executor."""
 
     def __init__(self, name: str, engine: Engine, threads: int) -> None:
         self.engine = engine

@@ -47,8 +47,8 @@ def unpack_arrays(blob: bytes | None, names: frozenset[str] | None = None) -> Ar
 
 
 def head_arrays(row: Any, heads: int, names: frozenset[str] | None = None) -> Arrays:
-    """The named arrays (or all) of a stored sample whose boot watches so many heads: states [heads, SLOT_COUNT], the
-    others [heads]. What has another shape is passed over: nobody can tell which head is which."""
+    """The named arrays (or all) of a stored sample whose boot watches `heads` heads: states [heads, SLOT_COUNT], the
+    others [heads]. What has another shape is passed over: which head is which is unknown."""
     found: Arrays = {}
     try:
         stored = unpack_arrays(row.arrays, names)

@@ -1,7 +1,7 @@
 """Which process start of a rank is the newest: the one that is listened to, and whose steps count.
 
 A process start is placed by the service's clock: the moment at which its first batch came, less the age that the
-agent told with it (wire.AGE_HEADER, by its monotonic clock). The wall clock of the node, by which its name sorts,
+agent sent with it (wire.AGE_HEADER, by its monotonic clock). The wall clock of the node, by which its name sorts,
 decides only where no age came with the batch. So neither the order in which batches come nor a node whose
 clock is wrong changes who is the newest. What a successor sends from the spool of a dead process
 (wire.REPLAYED_HEADER) may make that process known, but never puts it after one that speaks for itself.
@@ -28,7 +28,7 @@ _TOGETHER_SECONDS: Final = 30.0
 def place_of(began: float | None, boot: str) -> bytes:
     """Where a process start stands among the others: as bytes, which sort as when it began, then as its name.
 
-    began: in Unix seconds; None where its agent told no age. Then the name may tell a time, else it comes first.
+    began: in Unix seconds; None where its agent sent no age. Then the name may hold a time, else it comes first.
     """
     named = _WALL_CLOCK.match(boot)
     by_name = int(named[1]) / 1000 if named else 0.0

@@ -19,7 +19,7 @@ _LAYERS: TypeAdapter[tuple[Layer, ...]] = TypeAdapter(tuple[Layer, ...])
 _REMEMBERED: Final = 10_000
 
 unreadable: Final[dict[tuple[str, object], None]] = {}
-"""(what, whose) of each row that could not be read since the process began, at most so many."""
+"""(what, whose) of each row that could not be read since the process began, at most _REMEMBERED."""
 
 
 def passed_over(what: str, whose: object, why: object) -> None:

@@ -62,7 +62,7 @@ boots: Final = Table(
     Column("nonfinite_steps", BigInteger, nullable=False, default=0),
     Column("last_sequence", BigInteger, nullable=False, default=0),
     Column("last_seen", Double, nullable=False),  # when it spoke for itself last
-    Column("began", Double),  # by the service's clock; NULL where its agent told no age
+    Column("began", Double),  # by the service's clock; NULL where its agent sent no age
     Column("place", LargeBinary, nullable=False, server_default=""),  # process_starts.place_of
     Column("newest", Boolean, nullable=False, server_default=false()),  # of its rank, as `supersede` keeps it
     Column("beside", Boolean, nullable=False, server_default=false()),  # it spoke for itself when it was not

@@ -15,7 +15,7 @@ def is_away(error: BaseException) -> bool:
     return isinstance(error, _PASSING) or (isinstance(error, DBAPIError) and error.connection_invalidated)
 
 
-def log_store_error(sentence: str, error: BaseException, **told: Any) -> None:
+def log_store_error(sentence: str, error: BaseException, **fields: Any) -> None:
     """Log that work failed; where the store is away in one line, else with everything that helps to find the fault."""
     away = is_away(error)
-    log.error(sentence, error=str(error).partition("\n")[0][:500], exc_info=None if away else error, **told)
+    log.error(sentence, error=str(error).partition("\n")[0][:500], exc_info=None if away else error, **fields)

@@ -186,17 +186,17 @@ class AnsweringAgent:
             while not self._over.wait(0.1):
                 step += 1
                 modes = [parse_mode(self._modes.get(head, "plain")) for head in head_refs(self._rank.layers)]
-                told = {"modes": Array.of(np.array(modes, dtype=np.int32))}
-                sample = self._rank.sample(step).model_copy(update=told)
+                changed = {"modes": Array.of(np.array(modes, dtype=np.int32))}
+                sample = self._rank.sample(step).model_copy(update=changed)
                 for command in self._live.post(self._rank.batch(sample)).commands:
                     if self._outcome is not None:
                         self._live.post(self._rank.batch(self._answer(command, step, self._outcome)))
-        except Exception as error:  # told where the thread is waited for
+        except Exception as error:  # raised where the thread is waited for
             self._failure = error
 
     def _answer(self, command: Command, step: int, outcome: Outcome) -> Switched:
-        said = self._rank.answer(command, step, outcome)
-        before = tuple(self._modes.get(head, "plain") for head in said.heads)
-        after = said.after if outcome == "applied" else before
-        self._modes.update(zip(said.heads, after, strict=True))
-        return said.model_copy(update={"before": before, "after": after})
+        answer = self._rank.answer(command, step, outcome)
+        before = tuple(self._modes.get(head, "plain") for head in answer.heads)
+        after = answer.after if outcome == "applied" else before
+        self._modes.update(zip(answer.heads, after, strict=True))
+        return answer.model_copy(update={"before": before, "after": after})

@@ -134,7 +134,7 @@ def test_people_hear_once_that_both_stand_and_the_log_closes_what_was_told_apart
             ("score-growth", "closed"),
             ("rounding", "acknowledged"),
         ]
-        assert "is told together with rounding: both stand in this run." in events[0]["sentence"]
+        assert "joins rounding: both stand in this run." in events[0]["sentence"]
         told = out.said[-1]
         assert "Scores drift as rounding drives them in layer 0 head 1, and scores grow" in told
         assert "Type: foreshock switch run-1 --mode" in told

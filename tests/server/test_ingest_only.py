@@ -12,7 +12,7 @@ from foreshock.server.access.limits import ConcurrencyLimit
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.counters import Counters
 from foreshock.server.ingest.batches import Writer
-from foreshock.server.ingest.process_order import UNTOLD
+from foreshock.server.ingest.process_order import NO_HEADERS
 from foreshock.server.settings import Settings, Token
 from foreshock.server.testing import FakeRank
 from foreshock.server.testing.fixed import settings_with
@@ -30,12 +30,12 @@ def test_a_token_that_fills_the_queue_of_batches_leaves_places_for_others() -> N
     async def story() -> None:
         writer = Writer(settings, nobody, nobody, nobody, nobody)  # it never runs, so the queue fills
         writer._counters = Counters()
-        waiting = [asyncio.create_task(writer.submit(batch, 100, "mallory", UNTOLD)) for _ in range(8)]
+        waiting = [asyncio.create_task(writer.submit(batch, 100, "mallory", NO_HEADERS)) for _ in range(8)]
         await asyncio.sleep(0)
         assert writer.depth == 8
         with pytest.raises(ProblemError, match="More batches wait"):
             writer.refuse_when_full("mallory")
-        waiting += [asyncio.create_task(writer.submit(batch, 600, "ann", UNTOLD))]  # past the bytes, too
+        waiting += [asyncio.create_task(writer.submit(batch, 600, "ann", NO_HEADERS))]  # past the bytes, too
         await asyncio.sleep(0)
         assert writer.depth == 9
         with pytest.raises(ProblemError, match="More batches wait"):
@@ -56,10 +56,10 @@ def test_whoever_sends_much_or_what_is_long_to_write_waits_for_it_and_no_one_els
 
     async def story() -> None:
         writer = Writer(settings, nobody, nobody, nobody, nobody)  # never runs: what it would write is seen
-        waiting = [asyncio.create_task(writer.submit(words, 2**18, "mallory", UNTOLD)) for _ in range(20)]
+        waiting = [asyncio.create_task(writer.submit(words, 2**18, "mallory", NO_HEADERS)) for _ in range(20)]
         await asyncio.sleep(0)
-        waiting += [asyncio.create_task(writer.submit(alone, 100, "ann", UNTOLD)) for _ in range(2)]
-        waiting += [asyncio.create_task(writer.submit(alone, 2**25, "bob", UNTOLD)) for _ in range(3)]
+        waiting += [asyncio.create_task(writer.submit(alone, 100, "ann", NO_HEADERS)) for _ in range(2)]
+        waiting += [asyncio.create_task(writer.submit(alone, 2**25, "bob", NO_HEADERS)) for _ in range(3)]
         await asyncio.sleep(0)
         groups = []
         while writer.depth:

@@ -48,7 +48,7 @@ def test_an_alert_with_a_thousand_labels_is_refused_and_switches_nothing(play: A
         assert nul.status_code == 422  # which PostgreSQL cannot keep
         hostile = {**named, "cause": "<img src=x onerror=alert(1)>\n", "signal": "{{ . }}"}
         answer = await service.client.post("/v1/webhooks/alertmanager", json=alert(hostile))
-        assert answer.json()["results"] == ["refused: the run has no such incident"]
+        assert answer.json()["results"] == ["refused: the run has no open incident of this cause"]
         await service.client.post("/v1/webhooks/alertmanager", json=alert({**named, "signal": "{{ . }}\n"}))
         [command] = (await service.get("/v1/runs/run-1/commands"))["commands"]
         assert "\n" not in command["reason"]

@@ -11,7 +11,7 @@ import anyio
 import httpx
 import pytest
 
-from foreshock.server.http.stream import _tell
+from foreshock.server.http.stream import _send_events
 from foreshock.server.runs.broadcast import Client
 from foreshock.server.testing import FakeRank, LiveService
 
@@ -89,7 +89,7 @@ def test_a_client_that_leaves_while_its_missed_events_are_read_leaves_no_task_be
         for _ in range(60):
             client = Client(None, "", ("ann", "10.0.0.1"), asyncio.Queue(8), resumes=True)
             with anyio.move_on_after(leaves.uniform(0.0, 0.05)):
-                async for _ in _tell(service.app.state.broadcaster, client):
+                async for _ in _send_events(service.app.state.broadcaster, client):
                     pass
         await asyncio.sleep(0.1)
         gc.collect()

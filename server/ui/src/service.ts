@@ -40,7 +40,7 @@ export interface ActiveWarning {
   raised_step: number;
   /** step of the latest update */
   step: number;
-  /** the cause that it was told under before */
+  /** the cause that was named before */
   corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
   corrected_step: number | null;
   forecast_steps: number | null;
@@ -86,7 +86,7 @@ export interface Catalog {
   modes: ModeChoice[];
   /** orders about QK-Clip, which are for every head */
   clips: ClipChoice[];
-  /** what a head is switched to where nobody said otherwise */
+  /** what a head is switched to where no other mode is asked for */
   default_mode: string;
 }
 
@@ -189,7 +189,7 @@ export interface CommandStatus {
   undone_by: string | null;
 }
 
-/** One curve, without points where the run has no such head. The four lists have one entry per point; a point spans the steps since the one before, and keeps their minimum and maximum. */
+/** One curve, without points where the run lacks the head. The four lists have one entry per point; a point spans the steps since the one before, and keeps their minimum and maximum. */
 export interface CurveLine {
   metric: string;
   unit: string;
@@ -300,7 +300,7 @@ export interface Incident {
 export interface IncidentChange {
   id: string;
   cause: "rounding" | "score growth" | "not finite" | "other";
-  /** as of the incident; empty where an older service told it */
+  /** as of the incident; empty where an older service wrote it */
   causes: ("rounding" | "score growth" | "not finite" | "other")[];
   state: "open" | "acknowledged" | "switched" | "arrested" | "not arrested" | "closed";
   severity: "info" | "warning" | "critical";
@@ -308,13 +308,13 @@ export interface IncidentChange {
   step: number;
   /** how often it has opened in this run */
   times: number;
-  /** the cause that it was told under before, until `corrected_step` */
+  /** the cause that was named before, until `corrected_step` */
   corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
   corrected_step: number | null;
   /** heads that are warned about now; the whole run counts as one */
   standing: number;
   steps_left: number | null;
-  /** in the log: told because it grew tenfold, nothing else changed */
+  /** in the log: written because it grew tenfold, nothing else changed */
   grown: boolean;
   sentence: string;
 }
@@ -357,9 +357,9 @@ export interface LayerState {
   layer: number;
   name: string;
   heads: number[];
-  /** null: nothing in the model told its agent how many there are */
+  /** null: nothing in the model shows its agent how many there are */
   kv_heads: number | null;
-  /** null: neither the model nor a call told its agent */
+  /** null: neither the model nor a call shows it to the agent */
   head_dim: number | null;
   served_by: string;
   sampled: boolean;
@@ -385,7 +385,7 @@ export interface Matrix {
   heads: number[];
   /** the first layer that did not fit; ask again with from_layer for it and those after */
   next_layer: number | null;
-  /** [layers, heads]; null where a layer has no such head, or no count */
+  /** [layers, heads]; null where a layer lacks the head, or its count */
   values: ((number | null)[])[];
   /** steps that can be asked for, thinned to at most max_steps, ascending */
   steps: number[];
@@ -483,7 +483,7 @@ export interface Remedy {
 /** Everything known of one run at its last step. */
 export interface RunDetail {
   run: string;
-  /** as its processes said it; `condition` is how it is by now */
+  /** as its processes reported it; `condition` is how it is by now */
   status: "active" | "completed" | "failed" | "stopped";
   /** silent: not heard of for five minutes; hung: heard of, but no step ends; else its status */
   condition: "active" | "hung" | "silent" | "completed" | "failed" | "stopped";
@@ -493,7 +493,7 @@ export interface RunDetail {
   severity: "info" | "warning" | "critical" | null;
   /** the larger, the sooner it needs a person; what has ended is below what has not */
   urgency: number;
-  /** null until a boot has said what it watches */
+  /** null until a boot has described what it watches */
   policy: "observe" | "approve" | "auto" | null;
   numerics: string | null;
   mitigation: string | null;
@@ -566,7 +566,7 @@ export interface RunList {
 /** One row of the list of runs. */
 export interface RunSummary {
   run: string;
-  /** as its processes said it; `condition` is how it is by now */
+  /** as its processes reported it; `condition` is how it is by now */
   status: "active" | "completed" | "failed" | "stopped";
   /** silent: not heard of for five minutes; hung: heard of, but no step ends; else its status */
   condition: "active" | "hung" | "silent" | "completed" | "failed" | "stopped";
@@ -576,7 +576,7 @@ export interface RunSummary {
   severity: "info" | "warning" | "critical" | null;
   /** the larger, the sooner it needs a person; what has ended is below what has not */
   urgency: number;
-  /** null until a boot has said what it watches */
+  /** null until a boot has described what it watches */
   policy: "observe" | "approve" | "auto" | null;
   numerics: string | null;
   mitigation: string | null;
