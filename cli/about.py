@@ -31,11 +31,11 @@ def describe(
     if name is None and note is None and not tag and not untag:
         raise CommandError("say what shall be kept of the run: --name, --tag, --untag or --note")
     with Service(url, token) as client:
-        told = _describe(client, run, name=name, tag=tag or (), untag=untag or (), note=note)
+        detail = _describe(client, run, name=name, tag=tag or (), untag=untag or (), note=note)
         if as_json:
-            print_json(told)
+            print_json(detail)
         else:
-            show_description(told, console())
+            show_description(detail, console())
 
 
 def delete(
@@ -47,7 +47,7 @@ def delete(
     token: Token = None,
 ) -> None:
     """Delete a run that no longer trains. It cannot be taken back. Needs a token with the scope `delete`."""
-    from foreshock.cli.output import tell
+    from foreshock.cli.output import print_result
 
     with Service(url, token) as client:
         step = client.run(run)["last_step"]
@@ -58,7 +58,7 @@ def delete(
             question = f"Delete run {run} with its {step or 0:,} steps? It cannot be taken back."
             typer.confirm(question, abort=True, err=as_json)
         client.delete(run, reason=reason)
-    tell({"deleted": run, "last_step": step}, f"Run {run} is deleted.", as_json=as_json)
+    print_result({"deleted": run, "last_step": step}, f"Run {run} is deleted.", as_json=as_json)
 
 
 def _describe(

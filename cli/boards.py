@@ -25,7 +25,7 @@ def dashboards_generate(
     as_json: AsJson = False,
 ) -> None:
     """Write the boards, rules and provisioning files. For addresses of your own give a folder of your own too."""
-    from foreshock.cli.output import tell
+    from foreshock.cli.output import print_result
     from foreshock.dashboards import generate
     from foreshock.dashboards.rules import Links
 
@@ -36,7 +36,7 @@ def dashboards_generate(
             "the checkout's own files keep the addresses of docker-compose.yml; name a folder with --out"
         )
     written = [str(path) for path in generate.generate(_checkout() if out is None else out, links)]
-    tell({"written": written}, "\n".join(written), as_json=as_json)
+    print_result({"written": written}, "\n".join(written), as_json=as_json)
 
 
 @boards.command("check")

@@ -33,7 +33,7 @@ def play(
     steps_per_second: float | None = STEPS_PER_SECOND,
     report: Path | None = None,
 ) -> dict[str, Any]:
-    """Play the recorded runs and tell what happens; what `report` gets as JSON.
+    """Play the recorded runs and print what happens; returns what `report` gets as JSON.
 
     steps_per_second: None plays as fast as possible. Raises OSError when the service does not
     start.

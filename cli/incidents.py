@@ -40,10 +40,10 @@ def incidents(
         if as_json:
             print_json(found)
         else:
-            _tell(found, run, console())
+            _print_incidents(found, run, console())
 
 
-def _tell(found: list[dict[str, Any]], run: str, console: Console) -> None:
+def _print_incidents(found: list[dict[str, Any]], run: str, console: Console) -> None:
     if not found:
         console.print(f"{run} has no incident.", highlight=False)
     for incident in found:

@@ -256,7 +256,7 @@ def switch(
     if as_json:
         print_json({"commands": commands})
     else:
-        text.tell(commands, console(), wait)
+        text.show_commands(commands, console(), wait)
     if code := text.exit_code(commands, cancelled=cancel is not None):
         raise typer.Exit(code)
 

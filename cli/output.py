@@ -44,8 +44,8 @@ def print_json(data: Any) -> None:
     print(json.dumps(plain(data), indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def tell(data: Any, sentence: str, *, as_json: bool) -> None:
-    """What was done: as JSON, or as a sentence."""
+def print_result(data: Any, sentence: str, *, as_json: bool) -> None:
+    """Print what was done: as JSON, or as a sentence."""
     if as_json:
         print_json(data)
     else:

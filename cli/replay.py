@@ -44,7 +44,7 @@ def play(
         if url is not None and not as_json:
             console.print(f"Live page: {page_of(url, run or run_of(trace))}", soft_wrap=True)
 
-        def tell(event: wire.Event) -> None:
+        def print_event(event: wire.Event) -> None:
             if as_json:
                 if isinstance(event, wire.Verdict | wire.Switched):
                     print_json_line(event.model_dump(mode="json"))
@@ -56,7 +56,7 @@ def play(
                 console.print(f"[bold]step {event.step:>6}[/bold]  {text}", highlight=False)
 
         pace = Pace(steps_per_second)
-        name = replay(trace, played, url=url, token=token, run=run, pace=pace, on_event=tell)
+        name = replay(trace, played, url=url, token=token, run=run, pace=pace, on_event=print_event)
         if as_json:
             print_json_line({"kind": "played", "trace": trace.name, "run": name if url else None, "url": url})
         else:

@@ -94,10 +94,10 @@ def duration(seconds: float) -> str:
 
 
 def show_description(detail: dict[str, Any], console: Console) -> None:
-    """What people say of a run, where they said something."""
+    """Print the name, tags and notes that people gave a run, where it has them."""
     for word, key in (("called", "display_name"), ("tags", "tags"), ("notes", "notes")):
-        if said := detail.get(key):
-            console.print(f"{word}: {', '.join(said) if isinstance(said, list) else said}", markup=False)
+        if value := detail.get(key):
+            console.print(f"{word}: {', '.join(value) if isinstance(value, list) else value}", markup=False)
 
 
 def _text(value: float | str | None, pattern: str) -> str:
@@ -206,8 +206,8 @@ def cancel(client: Service, *, run: str, command: str, reason: str) -> dict[str,
     return client.cancel(command, reason=reason)
 
 
-def tell(commands: list[dict[str, Any]], console: Console, wait_seconds: float) -> None:
-    """Say what became of commands, and what the agents answered."""
+def show_commands(commands: list[dict[str, Any]], console: Console, wait_seconds: float) -> None:
+    """Print what became of commands, and what the agents answered."""
     for command in commands:
         console.print(f"command {command['id']}: {command['state']}")
         if why := command.get("closed_because"):
@@ -230,7 +230,7 @@ def tell(commands: list[dict[str, Any]], console: Console, wait_seconds: float) 
 
 
 def exit_code(commands: list[dict[str, Any]], *, cancelled: bool) -> int:
-    """What the shell is told: done, not answered yet, or answered and not done."""
+    """The exit status: done, not answered yet, or answered and not done."""
     states = {command["state"] for command in commands}
     if not states <= SETTLED:
         return UNANSWERED

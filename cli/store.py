@@ -34,12 +34,12 @@ def store_backup(
     as_json: AsJson = False,
 ) -> None:
     """Copy the store into one file while the service runs. PostgreSQL needs pg_dump."""
-    from foreshock.cli.output import tell
+    from foreshock.cli.output import print_result
     from foreshock.server.store import backup
 
     backup.backup(_url(database_url), file)
     size = file.stat().st_size
-    tell({"file": str(file), "bytes": size}, f"{file}: {size} bytes", as_json=as_json)
+    print_result({"file": str(file), "bytes": size}, f"{file}: {size} bytes", as_json=as_json)
 
 
 @store.command("restore")
@@ -53,21 +53,21 @@ def store_restore(
 
     url = _url(database_url)
     backup.restore(file, url)
-    _tell_held(url, as_json=as_json)
+    _print_held(url, as_json=as_json)
 
 
 @store.command("check")
 def store_check(database_url: DatabaseUrl = None, as_json: AsJson = False) -> None:
     """Show what the store holds, and verify its whole audit trail. The service may run."""
-    _tell_held(_url(database_url), as_json=as_json)
+    _print_held(_url(database_url), as_json=as_json)
 
 
-def _tell_held(url: str, *, as_json: bool) -> None:
-    from foreshock.cli.output import tell
+def _print_held(url: str, *, as_json: bool) -> None:
+    from foreshock.cli.output import print_result
     from foreshock.server.store import backup
 
     held = asyncio.run(backup.examine(url))
-    tell(asdict(held), str(held), as_json=as_json)
+    print_result(asdict(held), str(held), as_json=as_json)
 
 
 @audit.command("export")
@@ -81,7 +81,7 @@ def audit_export(
 
     The token needs the scope `read` for every run.
     """
-    from foreshock.cli.output import tell
+    from foreshock.cli.output import print_result
     from foreshock.server.store.audit import Chain, read_line
 
     lines = file.read_bytes().splitlines() if file.exists() else []
@@ -94,13 +94,13 @@ def audit_export(
             out.write(rows)
     new, last = chain.sequence - before, chain.sequence
     done = {"file": str(file), "appended": new, "rows": last, "hash": chain.hash}
-    tell(done, f"{new} rows appended to {file}, which ends with row {last}", as_json=as_json)
+    print_result(done, f"{new} rows appended to {file}, which ends with row {last}", as_json=as_json)
 
 
 @audit.command("verify")
 def audit_verify(file: Export, as_json: AsJson = False) -> None:
     """Verify the hash chain of an export from its first row. Needs no service."""
-    from foreshock.cli.output import tell
+    from foreshock.cli.output import print_result
     from foreshock.server.store.audit import Chain, read_line
 
     chain = Chain()
@@ -108,4 +108,4 @@ def audit_verify(file: Export, as_json: AsJson = False) -> None:
         for line in lines:
             chain.follow(read_line(line))
     done = {"file": str(file), "rows": chain.sequence, "hash": chain.hash}
-    tell(done, f"{chain.sequence} rows, all verified; the last hash is {chain.hash}", as_json=as_json)
+    print_result(done, f"{chain.sequence} rows, all verified; the last hash is {chain.hash}", as_json=as_json)

@@ -69,7 +69,7 @@ def _push(face: GrafanaFace, url: str, links: Links, prometheus_url: str | None)
 
 
 def _datasource(face: GrafanaFace, prometheus_url: str) -> str:
-    """Add the data source or bring it up to date; what is to be said of one that may not be changed."""
+    """Add the data source or bring it up to date; returns a sentence about one that may not be changed."""
     path = f"/datasources/uid/{DATASOURCE_UID}"
     same = {"uid": DATASOURCE_UID, "name": "foreshock", "type": "prometheus", "access": "proxy", "url": prometheus_url}
     wanted = {**same, "jsonData": {"httpMethod": "POST", "timeInterval": f"{SCRAPE_INTERVAL_SECONDS}s"}}
@@ -84,7 +84,7 @@ def _datasource(face: GrafanaFace, prometheus_url: str) -> str:
 
 
 def _found(call: Callable[[], Any]) -> Any:
-    """The answer, or None where Grafana says that there is no such thing."""
+    """The answer, or None where Grafana finds nothing at the path."""
     try:
         return call()
     except GrafanaException as error:

@@ -109,10 +109,10 @@ def _place(metric: Metric) -> str:
     return head + "{{ " + shown + "{{ end }}" + steps
 
 
-def _asked(query: str, labels: Sequence[str], said: str) -> str:
-    """A template that asks Prometheus and says something of the answer; nothing where there is none."""
+def _asked(query: str, labels: Sequence[str], text: str) -> str:
+    """A template that asks Prometheus and writes `text` about the answer; nothing where there is none."""
     given = " ".join(f"$labels.{label}" for label in labels)
-    return f'{{{{ with printf "{query}" {given} | query }}}}{said}{{{{ else }}}}{{{{ end }}}}'
+    return f'{{{{ with printf "{query}" {given} | query }}}}{text}{{{{ else }}}}{{{{ end }}}}'
 
 
 def _head_of(query: str, *labels: str) -> str:

@@ -48,7 +48,8 @@ def lab_run(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of --folder.")] = False,
     minutes: Annotated[
-        float | None, typer.Option(help="End with a checkpoint in --folder after so many minutes, as SIGTERM does.")
+        float | None,
+        typer.Option(help="Minutes after which the run ends with a checkpoint in --folder, as by SIGTERM."),
     ] = None,
     branch_from: Annotated[
         Path | None, typer.Option(help="Start in --folder from this checkpoint, which may be another variant's.")
@@ -97,7 +98,7 @@ def lab_run_set(
     gpu: Annotated[list[int] | None, typer.Option(help="GPU to use; may be repeated to spread the runs.")] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Stop after so many minutes; runs that are cut short go to the folder `unfinished`."),
+        typer.Option(help="Minutes after which it stops; runs that are cut short go to the folder `unfinished`."),
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -151,7 +152,7 @@ def lab_matrix(
     seeds: Annotated[str, typer.Option(help="First and last seed, such as 1-3; or one.")] = "1",
     workers: Annotated[int, typer.Option(help="Trainings side by side, one thread each.", min=1)] = 1,
     minutes: Annotated[
-        float | None, typer.Option(help="Begin no training after so many minutes; called again, it goes on.")
+        float | None, typer.Option(help="Minutes after which no training begins; called again, it goes on.")
     ] = None,
     json: Annotated[
         Path | None, typer.Option(help="Where every training is kept; those that are there are not made again.")

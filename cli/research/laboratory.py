@@ -19,7 +19,7 @@ from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe
 
 def recipes_as_json() -> None:
     """Every recipe and arm as JSON."""
-    told = [
+    recipes = [
         {
             "name": recipe.name,
             "summary": recipe.summary,
@@ -33,7 +33,7 @@ def recipes_as_json() -> None:
         }
         for recipe in RECIPES.values()
     ]
-    print_json({"recipes": told, "arms": list(ARMS)})
+    print_json({"recipes": recipes, "arms": list(ARMS)})
 
 
 def list_recipes(console: Console) -> None:
@@ -63,8 +63,8 @@ def show_corpus(name: str, console: Console, *, folders: Sequence[Path], charact
     if name == "folders":
         corpus = make_folder_text(folders, characters) if folders else folder_text()
         held_out = 0 if corpus.held_out is None else len(corpus.held_out)
-        told = f"{corpus.source}: {len(corpus.tokens):,} tokens, {held_out:,} held out, SHA-256"
-        console.print(f"{told} {corpus.sha256}\nIt lies at {folder_text_file()}", soft_wrap=True, highlight=False)
+        summary = f"{corpus.source}: {len(corpus.tokens):,} tokens, {held_out:,} held out, SHA-256"
+        console.print(f"{summary} {corpus.sha256}\nIt lies at {folder_text_file()}", soft_wrap=True, highlight=False)
         return
     if folders:
         raise ValueError(f"--folder is for the text of folders: foreshock lab corpus folders, not {name}")
@@ -144,14 +144,14 @@ def matrix(
     minutes: float | None,
     json: Path | None,
 ) -> None:
-    """A row for each failure, remedy and time of it: of all seeds how many exploded, what they ended at, and what the
-    agent said.
+    """Print a row for each failure, remedy and time of it: of all seeds how many exploded, what they ended at, and what
+    the agent warned of.
 
     Raises ValueError for seeds that are no range, and for a failure, remedy or time that does not exist.
     """
     from foreshock.lab.sets import matrix as sets
 
-    def told(run: sets.Run) -> None:
+    def print_run(run: sets.Run) -> None:
         how = f"{run.failure}, {run.remedy}{f' on {run.on}' if run.on else ''}, seed {run.seed}"
         console.print(f"{how}: {run.processor_seconds:.0f} s", highlight=False)
 
@@ -163,7 +163,7 @@ def matrix(
             _range(seeds),
         )
     )
-    found = sets.matrix(cells, workers=workers, minutes=minutes, json_file=json, on_run=told)
+    found = sets.matrix(cells, workers=workers, minutes=minutes, json_file=json, on_run=print_run)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("failure", "remedy", "on", "exploded", "loss", "largest score", "warned", "cause"):
         table.add_column(name, justify="left" if name in ("failure", "remedy", "on", "cause") else "right")
@@ -263,7 +263,7 @@ def long_run(
 def _bar(
     console: Console, recipe: Recipe, arm: Arm, steps: int | None, *, shown: bool
 ) -> Iterator[Callable[[int, SupportsFloat], None]]:
-    """A progress bar that is told of each step and its loss."""
+    """A progress bar, by a function that takes each step and its loss."""
     last = steps or recipe.steps
     columns = (*COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"))
     with Progress(*columns, console=console, disable=not shown) as progress:
