@@ -63,7 +63,7 @@ ON_GPU: Final = Show(
 def main(
     console: Console, *, seed: int | None = None, port: int = 8765, show: Show | None = None, seconds: float = SECONDS
 ) -> None:
-    """Train all arms of `show` (by default the GPU's, or the CPU's where there is none), each for so many seconds.
+    """Train all arms of `show` (by default the GPU's, or the CPU's where there is none), each for `seconds`.
 
     Raises OSError when the service does not start, and when a training fails.
     """
@@ -92,7 +92,7 @@ def main(
         for worker in workers:
             worker.join()
         if failed := [run for run, worker in zip(runs, workers, strict=True) if worker.exitcode]:
-            raise ChildProcessError(f"{', '.join(failed)} failed; what it said stands above")
+            raise ChildProcessError(f"{', '.join(failed)} failed; what was printed stands above")
         console.print("All three have ended. Recorded failures, which take thousands of steps more: foreshock demo")
         if console.is_terminal and sys.stdin.isatty():
             console.input("The live page stays up until you press Enter. ")

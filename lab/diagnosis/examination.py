@@ -1,7 +1,7 @@
 """The paper's appendix F as a tool: where the failure is, what carries it, whether it is rounding, what to do.
 
 A recorded or live run tells where and since when. Which tokens and features carry the error of delta, how much of the
-gradient's error it is, and how alike the directions are can only be told from tensors: a checkpoint of the laboratory,
+gradient's error it is, and how alike the directions are can only be read from tensors: a checkpoint of the laboratory,
 or any model with its loss.
 """
 
@@ -21,7 +21,7 @@ from foreshock.contract.slots import Floats
 from foreshock.kernels.flash_attention.spec import Numerics
 from foreshock.lab.diagnosis.anatomy import Examined, broken_part, examine
 from foreshock.lab.diagnosis.head_anatomy import head_anatomy
-from foreshock.lab.diagnosis.own_code import made_by, told
+from foreshock.lab.diagnosis.own_code import explained, made_by
 from foreshock.lab.diagnosis.tables import Diagnosis, HeadCourse, advise
 from foreshock.lab.diagnosis.verdict import Verdict, Vitals
 from foreshock.lab.diagnosis.weights import load_weights, not_finite, read
@@ -104,10 +104,10 @@ def examine_patient(
     for number in range(1, 1 if vitals.bad_weights else batches + 1):
         patient.model.zero_grad(set_to_none=True)
         with Capture(patient.model) as capture:
-            with told(f"{patient.origin}: the loss of batch {number} of {batches}"):
+            with explained(f"{patient.origin}: the loss of batch {number} of {batches}"):
                 loss = patient.loss()
             _check(loss, patient.origin)
-            with told(f"{patient.origin}: the backward of batch {number}"):
+            with explained(f"{patient.origin}: the backward of batch {number}"):
                 loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         last = {call.layer: call for call in capture.calls if call.grad_out is not None}
         met |= bool(last)

@@ -1,4 +1,4 @@
-"""What `module:factory` names in a person's own code, and their errors told in a sentence instead of our traceback."""
+"""Calls what `module:factory` names in a person's own code; a sentence names its errors instead of our traceback."""
 
 import importlib
 import sys
@@ -13,30 +13,30 @@ from typing import Any
 def made_by(path: str) -> Any:
     """What the function that `module:factory` names returns; the current folder may be imported from.
 
-    Raises ValueError with a sentence where there is no such function, or where it fails.
+    Raises ValueError with a sentence where the module lacks the function, or where the function fails.
     """
     module_name, _, factory_name = path.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    with told(f"the module {module_name} of {path}"):
+    with explained(f"the module {module_name} of {path}"):
         module = importlib.import_module(module_name)
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         raise ValueError(f"{path} names no function: {module_name} has none that is called {factory_name!r}")
-    with told(f"{path}()"):
+    with explained(f"{path}()"):
         return factory()
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """In a with block, an error of a person's own code becomes a ValueError that says what failed, and where."""
     try:
         yield
     except Exception as error:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
         place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-        said = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{what} failed with {type(error).__name__}{': ' * bool(said)}{said}{place}") from error
+        message = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{what} failed with {type(error).__name__}{': ' * bool(message)}{message}{place}") from error
 
 
 def _is_theirs(file: str) -> bool:

@@ -21,7 +21,7 @@ _ONE_SIGN: Final = 0.75
 """Least mean over RMS of the common part. Drifting heads of fast-biases had 0.70 to 0.97, heads that a learning rate of
 high-rate blew up 0.17 to 0.81, those with the other sign of offset; healthy heads with a large RMS have 0.1."""
 _LARGE_SCORE: Final = 256.0
-"""As a critical warning: rounding q and k to bf16 moves such a score by half."""
+"""As a critical warning: rounding q and k to bf16 moves a score of this size by half."""
 _GROWTH: Final = 1.2
 _ELSEWHERE: Final = "Look at the learning rate, the data and the optimizer first."
 _AGAIN: Final = (
@@ -111,7 +111,7 @@ def judge(vitals: Sequence[Vitals], examined: dict[int, list[Examined]]) -> Verd
     last = vitals[-1]
     if last.bad_weights:
         words = (
-            f"It cannot be told from {last.origin}: {len(last.bad_weights)} of its parameters hold values that are "
+            f"It cannot be judged from {last.origin}: {len(last.bad_weights)} of its parameters hold values that are "
             f"not finite, {some(last.bad_weights)} among them."
         )
         return Verdict(
@@ -153,7 +153,7 @@ def _of_a_shift(shifted: Sequence[HeadState], states: Sequence[HeadState], as_ru
     shift = f"the scores of {worst} lie {worst.shift:+.1f} nats away as a whole.{_others(shifted[1:])}"
     course = [state for state in states if (state.layer, state.head) == (worst.layer, worst.head)]
     sizes = [abs(each.shift) for each in course]
-    told = ", ".join(f"{each.shift:+.1f} nats in {each.origin}" for each in course)
+    shifts = ", ".join(f"{each.shift:+.1f} nats in {each.origin}" for each in course)
     if as_run in ("float32", "float64"):
         kind = "float32"
         words = (
@@ -170,16 +170,16 @@ def _of_a_shift(shifted: Sequence[HeadState], states: Sequence[HeadState], as_ru
         ]
     elif sizes[-1] >= _GROWTH * sizes[0]:
         kind, advice = "rounding", [_AGAIN, _CONFIRM]
-        words = f"Attention, most likely this rounding: {shift} It grew: {told}."
+        words = f"Attention, most likely this rounding: {shift} It grew: {shifts}."
     elif max(sizes) >= _GROWTH * sizes[0]:
         kind, advice = "came back", [_AGAIN, _ELSEWHERE]
         words = (
-            f"Attention: {shift} It grew and is back: {told}. If the last one was trained with the switch and the one "
-            "before without, it is this rounding."
+            f"Attention: {shift} It grew and is back: {shifts}. If the last one was trained with the switch and the "
+            "one before without, it is this rounding."
         )
     else:
         kind, advice = "settled", [_ELSEWHERE]
-        words = f"Attention is shifted, but does not grow: {told}. Still, {shift} Models may carry a shift unharmed."
+        words = f"Attention is shifted, but does not grow: {shifts}. Still, {shift} Models may carry a shift unharmed."
     return Verdict(kind, words, advice, (worst.layer, worst.head))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 _SHOWN: Final = 3
-"""Names of many that are said."""
+"""Names of many that a sentence lists."""
 _HOLDERS: Final = ("model", "state_dict", "model_state_dict", "module", "app", "weights")
 """Keys under which training loops, Lightning, DeepSpeed and torchtitan keep the weights."""
 _WRAPPERS: Final = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -78,12 +78,12 @@ def read(path: Path) -> dict[str, Any]:
     try:
         saved = _read_folder(path) if path.is_dir() else _read_file(path)
     except Exception as error:
-        said = str(error).partition("\n")[0].partition(". ")[0]
+        reason = str(error).partition("\n")[0].partition(". ")[0]
         if not isinstance(error, ValueError):
-            said = f"{type(error).__name__} {said}".strip()
-        if "Weights only load failed" in said:
-            said = "it holds objects beside tensors; save model.state_dict()"
-        raise ValueError(f"{path} is nothing that torch loads safely: {said}") from None
+            reason = f"{type(error).__name__} {reason}".strip()
+        if "Weights only load failed" in reason:
+            reason = "it holds objects beside tensors; save model.state_dict()"
+        raise ValueError(f"{path} is nothing that torch loads safely: {reason}") from None
     if not isinstance(saved, dict):
         raise ValueError(f"{path} holds a {type(saved).__name__}; give a checkpoint, a dictionary")
     return saved

@@ -116,6 +116,6 @@ def live(run: str, url: str, token: str | None, transport: httpx.BaseTransport |
                 column = {head: index for index, head in enumerate(shown["heads"])}
                 cells = [shown["values"][place[layer]][column[head]] for layer, head in heads]
                 values[key][row] = [np.nan if cell is None else float(cell) for cell in cells]
-        said = get("/events", kind="verdict", limit=100)["events"]
-        found = [wire.Verdict.model_validate(each["verdict"]) for each in reversed(said) if each["verdict"]]
+        events = get("/events", kind="verdict", limit=100)["events"]
+        found = [wire.Verdict.model_validate(each["verdict"]) for each in reversed(events) if each["verdict"]]
     return History(run, detail["numerics"] or "unknown", heads, np.array(steps, dtype=np.float64), values, found)

@@ -191,7 +191,7 @@ def _single(parts: list[tuple[int, Floats, Floats]]) -> Steps:
 
 
 def _of_samples(samples: list[wire.Sample]) -> Steps:
-    """Where single steps were not recorded: mean loss and gradient norm as the samples tell them."""
+    """Where single steps were not recorded: mean loss and gradient norm as the samples hold them."""
 
     def known(values: list[float | None]) -> Floats:
         return np.array([math.nan if value is None else value for value in values], dtype=np.float64)

@@ -130,7 +130,7 @@ def _merged(samples: list[wire.Sample]) -> wire.Sample:
 
 
 def _rounded(values: Sequence[float] | npt.NDArray[Any], digits: int = _DIGITS) -> list[float | str]:
-    """Numbers for JSON: so many significant digits; a non-finite one by its name, as on the wire."""
+    """Numbers for JSON, with `digits` significant digits; a non-finite one by its name, as on the wire."""
     names = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
     texts = (f"{value:.{digits}g}" for value in np.asarray(values, dtype=np.float64).reshape(-1).tolist())
     return [names[text] if text in names else float(text) for text in texts]

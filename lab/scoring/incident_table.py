@@ -73,7 +73,7 @@ def _row(scores: Sequence[Score], split: str, group: Group) -> IncidentRow:
     )
     wrong = group in ("healthy", "treated", "did not fail") and steps > 0
     harmed = [each for each in scores if group == "failed" and each.harm_step is not None]
-    told = [each.told_in_time for each in harmed if each.told_in_time is not None]
+    reported = [each.told_in_time for each in harmed if each.told_in_time is not None]
     known = [each for each in harmed if each.failing_head is not None]
     named = sum(each.told_in_time is not None and each.failing_head in each.told_in_time.heads for each in known)
     return IncidentRow(
@@ -90,6 +90,6 @@ def _row(scores: Sequence[Score], split: str, group: Group) -> IncidentRow:
         named=named if known else None,
         named_of=len(known),
         named_interval=share_interval(named, len(known)),
-        causes_right=sum(each.cause == "rounding" for each in told) if told else None,
-        causes=len(told),
+        causes_right=sum(each.cause == "rounding" for each in reported) if reported else None,
+        causes=len(reported),
     )

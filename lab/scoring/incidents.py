@@ -1,4 +1,4 @@
-"""What people would have been told of a recorded run: its incidents, and the heads that were named first.
+"""The incidents that a recorded run would have shown people, and the heads that were named first.
 
 Heads are many and warnings latch by the head; what calls somebody at night is an incident
 (foreshock.contract.incident). One opens when a cause that nothing stands of is warned about, and closes when all of it
@@ -68,9 +68,9 @@ def opened(verdicts: Iterable[Verdict]) -> list[Opened]:
                 expected = None if ahead is None else verdict.step + round(min(ahead, 1e9))
                 found.append(Opened(verdict.step, cause, expected))
         own[verdict.id] = cause
-        told = found[newest[causes]]
-        if corrected and told.cause != cause and set(own.values()) == {cause}:
-            found[newest[causes]] = replace(told, cause=cause, corrected_from=told.cause)
+        latest = found[newest[causes]]
+        if corrected and latest.cause != cause and set(own.values()) == {cause}:
+            found[newest[causes]] = replace(latest, cause=cause, corrected_from=latest.cause)
     return found
 
 
@@ -101,7 +101,7 @@ def told_at(verdicts: Iterable[Verdict], step: int) -> Told | None:
 
 def failing_head(trace: Trace, harm_step: int | None) -> HeadRef | None:
     """The head that fails: the first whose |score| reaches 512; where none does, that of the largest |offset| in the
-    first sample of the harm. None where the trace does not tell its heads apart, or nothing was recorded."""
+    first sample of the harm. None where the trace does not distinguish its heads, or nothing was recorded."""
     last: Floats | None = None
     for reading in readings(trace):
         if (reading.largest_score >= DANGEROUS_SCORE).any():

@@ -1,6 +1,6 @@
 """What a sample of rows is worth: recorded failures, known from fewer rows, and judged anew.
 
-A kept attention is measured in a sample of its rows. Whether a drift is told as rounding rests on the accumulated delta
+A kept attention is measured in a sample of its rows. Whether a drift is named rounding rests on the accumulated delta
 bias of its head, the one statistic that is small beside its noise: a failing head's mean is some 0.005 of the standard
 deviation of a row. A recording holds the moments of all rows, so it tells what any number of them would have shown. The
 sum over a sample of n of N rows misses its share of the whole by a normal error of variance n (1 - n / N) s^2, with the
@@ -61,7 +61,7 @@ class PowerRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _JudgedHead:
     biased: int | None
     """the first step from which on the failing head's delta bias supports its drift until it is warned about"""
     warned: int | None
@@ -133,8 +133,8 @@ def _judged(
         yield detectors, seen, detectors.update(seen)
 
 
-def _told(trace: Trace, head: int, rows: float | None, seed: int, config: DetectorConfig) -> _Told:
-    """What is said of the failing head until it is told as rounding."""
+def _judge_head(trace: Trace, head: int, rows: float | None, seed: int, config: DetectorConfig) -> _JudgedHead:
+    """What the detectors find of the failing head until they name rounding."""
     asked = config.support_z(len(trace.heads))
     bias: list[tuple[int, float]] = []
     biased = None
@@ -144,14 +144,14 @@ def _told(trace: Trace, head: int, rows: float | None, seed: int, config: Detect
         biased = (seen.step if biased is None else biased) if z >= asked else None
         own = (verdict for verdict in verdicts if (verdict.layer, verdict.head) == trace.heads[head])
         if any(verdict.cause == "rounding" and verdict.state != "cleared" for verdict in own):
-            return _Told(biased, seen.step, bias)
-    return _Told(biased, None, bias)
+            return _JudgedHead(biased, seen.step, bias)
+    return _JudgedHead(biased, None, bias)
 
 
 def _false(trace: Trace, rows: float | None, seed: int, config: DetectorConfig) -> int:
     """Heads of a healthy run that are warned about."""
-    told = (verdict for _, _, verdicts in _judged(trace, rows, seed, config) for verdict in verdicts)
-    return len({(v.layer, v.head) for v in told if v.state == "raised" and v.severity != "info"})
+    verdicts = (verdict for _, _, verdicts in _judged(trace, rows, seed, config) for verdict in verdicts)
+    return len({(v.layer, v.head) for v in verdicts if v.state == "raised" and v.severity != "info"})
 
 
 def power(
@@ -169,19 +169,19 @@ def power(
     if not (failed := failures(traces)):
         raise ValueError("none of these runs failed by rounding, with the moments of its delta bias recorded")
     healthy = [trace for trace in traces if truth(trace) == "healthy" and _has_moments(trace)]
-    whole = [_told(trace, head, None, 0, config) for trace, head in failed]
+    whole = [_judge_head(trace, head, None, 0, config) for trace, head in failed]
     kept = [place for place, each in enumerate(whole) if each.warned is not None]
     made = []
     for count in (None, *rows):
         drawn = range(1 if count is None else seeds)
-        pairs = [(_told(*failed[place], count, seed, config), whole[place]) for seed in drawn for place in kept]
+        pairs = [(_judge_head(*failed[place], count, seed, config), whole[place]) for seed in drawn for place in kept]
         false = sum(_false(trace, count, seed, config) for seed in drawn for trace in healthy)
         made.append(_row(count, pairs, healthy=len(healthy) * len(drawn), false=false))
         on_row()
     return made
 
 
-def _row(rows: float | None, pairs: Sequence[tuple[_Told, _Told]], *, healthy: int, false: int) -> PowerRow:
+def _row(rows: float | None, pairs: Sequence[tuple[_JudgedHead, _JudgedHead]], *, healthy: int, false: int) -> PowerRow:
     lags = [_lag(now.warned, before.warned) for now, before in pairs]
     named = [lag for lag in lags if lag != _NEVER]
     return PowerRow(
@@ -216,16 +216,16 @@ def moments(traces: Sequence[Trace]) -> tuple[float, float, float]:
     bias in standard deviations of a row, what every row gives in standard errors, and the step."""
     config, found = DetectorConfig(), []
     for trace, head in failures(traces):
-        told = _told(trace, head, None, 0, config)
-        if told.warned is None:
+        judged = _judge_head(trace, head, None, 0, config)
+        if judged.warned is None:
             continue
-        known = [words[head] for sample, words in counted(trace) if sample.step <= told.warned]
+        known = [words[head] for sample, words in counted(trace) if sample.step <= judged.warned]
         rows = sum(int(words[Slot.ROWS]) for words in known)
         total, squares = (
             sum(float(words.view(np.float64)[slot]) for words in known)
             for slot in (Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_SUMSQ)
         )
-        found.append((abs(total / rows) / math.sqrt(squares / rows), told.bias[-1][1], told.warned))
+        found.append((abs(total / rows) / math.sqrt(squares / rows), judged.bias[-1][1], judged.warned))
     bias, whole, step = (median(each) for each in zip(*found, strict=True))
     return bias, whole, step
 
@@ -246,7 +246,7 @@ def report(traces: Sequence[Trace], *, seeds: int, on_row: Callable[[], None] = 
 def markdown(figures: dict[str, Any]) -> str:
     """The two tables of docs/detectors.md."""
     lines = [
-        "| rows of a head in a step | delta bias, standard errors | it is large enough, later by | told as rounding | "
+        "| rows of a head in a step | delta bias, standard errors | it is large enough, later by | named rounding | "
         f"later by, and at most | within {ASKED_LAG} steps | false warnings, healthy runs |",
         "|---|---|---|---|---|---|---|",
     ]

@@ -36,13 +36,13 @@ _OF_THE_WARNING: Final = (
     *("forecast_steps", "forecast_low_steps", "forecast_high_steps"),
 )
 ASKED_LEAD_STEPS: Final = 1000
-"""A warning is in time so many steps before the first harm, or half of the run's life before it, where that is less."""
+"""A warning is in time this many steps before the first harm, or half of the run's life before it if that is less."""
 QUIET_STEPS: Final = DetectorConfig().quiet_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One trace as it was seen; None where nothing was said or nothing happened."""
+    """One trace as it was seen; None where no warning came or nothing happened."""
 
     file: str
     recipe: str
@@ -104,12 +104,12 @@ class Score:
 
     def report(self) -> dict[str, Any]:
         """For JSON."""
-        told = {name: getattr(self, name) for name in self.__slots__ if name != "signals"}
+        report = {name: getattr(self, name) for name in self.__slots__ if name != "signals"}
         for name in ("incidents", "forecasts"):
-            told[name] = [asdict(each) for each in told[name]]
+            report[name] = [asdict(each) for each in report[name]]
         for name in ("told_in_time", "harm_limits"):
-            told[name] = None if told[name] is None else asdict(told[name])
-        return told
+            report[name] = None if report[name] is None else asdict(report[name])
+        return report
 
 
 def asked_lead(harm_step: int) -> float:
@@ -172,8 +172,8 @@ def split(trace: Trace) -> str:
     """The set a run belongs to: as the split of the runs on real text says, or else its recipe, but tuning where
     thresholds were changed after a look at it."""
     recipe, seed = trace.header.get("recipe"), trace.header.get("seed")
-    if (told := assigned(str(recipe), seed)) is not None:
-        return told
+    if (half := assigned(str(recipe), seed)) is not None:
+        return half
     looked_at = any(recipe == name and number in (None, seed) for name, number in _LOOKED_AT)
     return "tuning" if looked_at else str(trace.header.get("split", "unassigned"))
 
@@ -184,27 +184,28 @@ def truth(trace: Trace) -> str:
     A run of a failing recipe that was treated from the start (exact delta, say) is "treated": neither healthy nor a
     failure to warn of, since treatment may come short.
     """
-    said, arm = trace.header.get("truth"), str(trace.header.get("arm", ""))
-    if said is None:
+    recorded, arm = trace.header.get("truth"), str(trace.header.get("arm", ""))
+    if recorded is None:
         return "healthy" if not trace.rounds or arm == "control" else "rounding"
-    return "treated" if said == "healthy" and trace.rounds and arm not in ("untreated", "control") else str(said)
+    treated = recorded == "healthy" and trace.rounds and arm not in ("untreated", "control")
+    return "treated" if treated else str(recorded)
 
 
 def _watched(trace: Trace, config: DetectorConfig) -> tuple[list[wire.Verdict], dict[str, Signal]]:
     """The verdicts in their order, notes left out, and how near a warning the run was by every detector: 1 warns."""
     detectors = Detectors(trace.heads, config)
-    told: list[wire.Verdict] = []
+    found: list[wire.Verdict] = []
     steps: list[int] = []
     ratios: list[Floats] = []
     for reading in readings(trace):
-        reading = replace(reading, rounds=True)  # a control is not told that nothing can happen to it
-        told += [verdict for verdict in detectors.update(reading) if verdict.severity != "info"]
+        reading = replace(reading, rounds=True)  # a control is judged as if something could happen to it
+        found += [verdict for verdict in detectors.update(reading) if verdict.severity != "info"]
         steps.append(reading.step)
         ratios.append(detectors.warning_ratios.max(axis=1, initial=0.0))
     values = np.stack(ratios) if ratios else np.zeros((0, len(SIGNAL_NAMES)))
     step = np.array(steps, dtype=np.int64)
     named = {f"{OURS}: {name}": Signal(step, values[:, row]) for row, name in enumerate(SIGNAL_NAMES)}
-    return told, {OURS: Signal(step, values.max(axis=1, initial=0.0)), **named}
+    return found, {OURS: Signal(step, values.max(axis=1, initial=0.0)), **named}
 
 
 def dangerous_step(trace: Trace, verdict: wire.Verdict | None = None) -> int | None:

@@ -1,8 +1,8 @@
 """What is held out is scored once: the seal on the held-out half of the runs on real text.
 
 Thresholds that are moved after a look at held-out runs are tuned on them. So `foreshock lab score` refuses these runs
-(real_text_split.json names them) unless it is told to break the seal; it then writes down which runs were scored and a
-hash of what was said of them. From then on it refuses any other runs, and detectors that say anything else of these:
+(real_text_split.json names them) unless --held-out breaks the seal; it then writes down which runs were scored and a
+hash of the verdicts on them. From then on it refuses any other runs, and detectors whose verdicts differ:
 code that became faster may score them again. The file is committed beside the traces.
 """
 
@@ -41,14 +41,16 @@ def break_seal(paths: Sequence[Path], config: DetectorConfig, seal: Path | None)
         more = f" and {len(held_out) - _NAMED} more" if len(held_out) > _NAMED else ""
         raise ValueError(
             f"{names}{more} are held out: they are scored once, when no threshold will move any more. Leave them out, "
-            "or score them all with --held-out FILE, which keeps which, and what was said"
+            "or score them all with --held-out FILE, which keeps their names and a hash of the verdicts"
         )
     runs = {_name(path): text_hash(path) for path in held_out}
     if not seal.exists():
-        seal.write_text(json.dumps({"runs": runs, "said": said(held_out, config)}, indent=1) + "\n")
+        seal.write_text(json.dumps({"runs": runs, "said": verdicts_hash(held_out, config)}, indent=1) + "\n")
         return
     before = json.loads(seal.read_text())
-    other = "runs" if before["runs"] != runs else "detectors" if before["said"] != said(held_out, config) else None
+    other = "runs" if before["runs"] != runs else None
+    if other is None and before["said"] != verdicts_hash(held_out, config):
+        other = "detectors"
     if other is not None:
         raise ValueError(
             f"{seal} says that held-out runs were scored before, with other {other}; what was seen is not held "
@@ -61,7 +63,7 @@ def text_hash(path: Path) -> str:
     return hashlib.sha256(text_of(read_lines(path)).encode()).hexdigest()
 
 
-def said(paths: Sequence[Path], config: DetectorConfig) -> str:
+def verdicts_hash(paths: Sequence[Path], config: DetectorConfig) -> str:
     """SHA-256 of every warning that the detectors give in the runs of `paths`, by name: its words, cause and forecast.
 
     The numbers of its evidence are left out: a sum in another order moves their last digits.
@@ -69,8 +71,8 @@ def said(paths: Sequence[Path], config: DetectorConfig) -> str:
     digest = hashlib.sha256()
     for path in sorted(paths, key=lambda path: path.name):
         digest.update(_name(path).encode())
-        for told in verdicts(read_trace(path), config):
-            digest.update(told.model_dump_json(exclude={"evidence"}).encode())
+        for verdict in verdicts(read_trace(path), config):
+            digest.update(verdict.model_dump_json(exclude={"evidence"}).encode())
     return digest.hexdigest()
 
 

@@ -19,7 +19,7 @@ _LAST_STEPS: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VendorRun:
-    """One run of benchmarks/results/vendor_attention.json; None where nothing was said or nothing happened."""
+    """One run of benchmarks/results/vendor_attention.json; None where no warning came or nothing happened."""
 
     recipe: str
     seed: int

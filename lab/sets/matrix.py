@@ -104,7 +104,7 @@ def cells(failures: Iterable[str], remedies: Iterable[str], ons: Iterable[str], 
         ("time", ons, ("start", "warning")),
     ):
         if unknown := [each for each in given if each not in known]:
-            raise ValueError(f"no such {what}: {', '.join(unknown)}; allowed are {', '.join(known)}")
+            raise ValueError(f"unknown {what}: {', '.join(unknown)}; allowed are {', '.join(known)}")
     for seed in seeds:
         for remedy in (*REMEDIES, "float32"):
             for failure in FAILURES:
@@ -145,12 +145,12 @@ def measure(cell: Cell, *, steps: int | None = None) -> Run:
     )
     if failure.text_changes:
         training.changed_after = recipe.steps // 2
-    told: list[wire.Verdict] = []
+    verdicts: list[wire.Verdict] = []
     scores: list[tuple[int, float]] = []
 
     def listen(event: wire.Event) -> None:
         if isinstance(event, wire.Verdict) and event.state != "cleared" and event.severity != "info":
-            told.append(event)
+            verdicts.append(event)
         if isinstance(event, wire.Sample) and (words := event.words()) is not None:
             scores.append((event.step, float(slot_values(words, Slot.SCORE_MAX).max())))
 
@@ -159,7 +159,7 @@ def measure(cell: Cell, *, steps: int | None = None) -> Run:
     with training.on_stream(), training.agent:
         while training.step < recipe.steps:
             losses.append(training.advance().clone())
-            if told and not acted:
+            if verdicts and not acted:
                 acted = True
                 if switches:
                     training.agent.set_mode(training.agent.modes(), "row_corrected", reason="the first warning")
@@ -169,12 +169,12 @@ def measure(cell: Cell, *, steps: int | None = None) -> Run:
     last = [score for step, score in scores if step > recipe.steps - _LEVEL]
     return Run(
         **asdict(cell),
-        warned=told[0].step if told else None,
-        cause=cause_of(told[-1]) if told else None,
-        exploded=not final <= told_by_the_byte_before(),
+        warned=verdicts[0].step if verdicts else None,
+        cause=cause_of(verdicts[-1]) if verdicts else None,
+        exploded=not final <= entropy_given_last_byte(),
         final_loss=_finite(final),
         score_end=_finite(max(last, default=math.nan)),
-        sentences=[verdict.sentence for verdict in told if verdict.state == "raised"],
+        sentences=[verdict.sentence for verdict in verdicts if verdict.state == "raised"],
         learning_rate=recipe.learning_rate,
         steps=recipe.steps,
         processor_seconds=round(time.process_time() - began, 1),
@@ -187,7 +187,7 @@ def _text() -> Corpus:
 
 
 @functools.cache
-def told_by_the_byte_before() -> float:
+def entropy_given_last_byte() -> float:
     """The entropy in nats of a byte of the text, given the one before it: what needs no attention."""
     text = _text().tokens.numpy()
     pairs = text[:-1].astype(np.uint16) * VOCABULARY + text[1:]

@@ -1,4 +1,4 @@
-"""What is said of the recorded runs while they are played: each number is taken from the runs themselves.
+"""The sentences about the recorded runs while they are played: each number is taken from the runs themselves.
 
 Warnings are today's detectors' (lab/recording/replay.py); the switch is the one that happened when the run was made.
 """
@@ -19,7 +19,7 @@ LEFT_ALONE, SWITCHED, OF_PYTORCH = NAMES = ("left-alone", "switched", "pytorch-f
 """The first two are twins; the third is on PyTorch's own kernel."""
 _TEXTS: Final = {"byte pairs": "documentation and source of Python packages"}
 _WORTH_SAYING: Final = (0.01, 0.02, 0.04)
-"""How far the loss lies above the twin's, as a share of it, whenever that is said."""
+"""Shares of the twin's loss: a sentence says when the loss first lies that far above it."""
 _STEPS_OF_A_LOSS: Final = 500
 
 
@@ -157,12 +157,12 @@ class Story:
         if not warnings:
             return "was not warned about."
         first = warnings[0]
-        said = f"was warned about at step {first.step:,}: layer {first.layer} head {first.head}, cause {first.cause}."
+        words = f"was warned about at step {first.step:,}: layer {first.layer} head {first.head}, cause {first.cause}."
         if dangerous is None:
-            return said
+            return words
         later = dangerous - first.step
         return (
-            f"{said} {later:,} steps later its largest score reached {DANGEROUS_SCORE:.0f}; at the end it is "
+            f"{words} {later:,} steps later its largest score reached {DANGEROUS_SCORE:.0f}; at the end it is "
             f"{self.largest_score(run):,.0f}."
         )
 

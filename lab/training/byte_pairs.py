@@ -38,7 +38,7 @@ SUFFIXES: Final = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
 _LENGTHS: Final = range(400, 400_001)
 """Characters of a file: shorter ones say little, longer ones are tables."""
 _TRAINING_SHARE: Final = 8
-"""One file of so many trains the byte pairs."""
+"""One file in this many trains the byte pairs."""
 _FILES_AT_ONCE: Final = 512
 
 

@@ -1,4 +1,4 @@
-"""Text from the source files of folders, such as those where packages are installed: byte pairs, some files held out.
+"""Text from the source files of folders, for example of installed packages: byte pairs, some files held out.
 
 The same files give the same text wherever the folders lie, and the hash says so. One file in HELD_OUT_EVERY is not
 trained on: what a run loses on those shows what reading the others again and again does.
@@ -49,7 +49,7 @@ def folder_text(path: Path | None = None) -> Corpus:
 
 
 def make_folder_text(folders: Sequence[Path], characters: int, path: Path | None = None) -> Corpus:
-    """Make the text from files below `folders`, at most so many characters, and keep it at `path`.
+    """Make the text from files below `folders`, at most `characters` long, and keep it at `path`.
 
     Files are taken in an order that a fixed seed shuffles, the same content once. Raises FileNotFoundError for a folder
     that is not there, ValueError where there are too few files.

@@ -1,4 +1,4 @@
-"""A run that takes days: it lies in a folder, ends when it is told to, and goes on from its newest checkpoint.
+"""A run that takes days: it lies in a folder, ends at SIGTERM or a time limit, and goes on from its newest checkpoint.
 
 The folder holds checkpoints/, trace.jsonl.gz (of the first process) and progress.jsonl: at each checkpoint the loss of
 the last steps and that of text which is held out, so that what repeating the text does is seen.
@@ -28,7 +28,7 @@ from foreshock.lab.training.recorder import HISTORY_STEPS, Recorder
 from foreshock.lab.training.run import Training, train
 
 HELD_OUT_WINDOWS: Final = 256
-"""Sequences of the held-out text whose loss is told: the same ones at each checkpoint."""
+"""Sequences of the held-out text whose loss is recorded: the same ones at each checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,13 +146,13 @@ class _Record:
         loss = float(training.history(min(steps, HISTORY_STEPS))[0].mean())
         held_out = None if self._held_out is None else held_out_loss(training, self._held_out)
         mine: dict[str, Any] = training.checkpoint() if writer is not None else {"agent": training.agent.state_dict()}
-        told = training.ranks.gather((mine["agent"], self._warned))
+        gathered = training.ranks.gather((mine["agent"], self._warned))
         if writer is None or self._recorder is None:
             return
-        warned = min((step for _, steps in told for step in steps), default=None)
+        warned = min((step for _, steps in gathered for step in steps), default=None)
         self._recorder.flush()
         writer.flush()  # first: what the trace lacks nobody can make again
-        all_of_it = mine | {"agents": [agent for agent, _ in told], "warned": [] if warned is None else [warned]}
+        all_of_it = mine | {"agents": [agent for agent, _ in gathered], "warned": [] if warned is None else [warned]}
         path = self._checkpoints.write(all_of_it, warned_at=warned)
         tokens = training.step * training.recipe.batch * training.recipe.model.context
         passes, seconds = tokens / len(training.corpus.tokens), time.monotonic() - self._began
@@ -181,13 +181,14 @@ def _take_up(training: Training, path: Path, *, same_arm: bool) -> list[int]:
     """Go on from a checkpoint; the steps of warnings before it. Raises ValueError for one of another run."""
     saved = torch.load(path, map_location=training.device, weights_only=True)
     known = {"recipe": training.recipe.name, "seed": training.seed, "text": training.corpus.sha256}
-    told = {"recipe": saved["recipe"]["name"], "seed": saved["seed"], "text": saved["text"]}
+    recorded = {"recipe": saved["recipe"]["name"], "seed": saved["seed"], "text": saved["text"]}
     if same_arm:
-        known, told = known | {"variant": variant(training.arm.name)}, told | {"variant": variant(saved["arm"]["name"])}
+        known |= {"variant": variant(training.arm.name)}
+        recorded |= {"variant": variant(saved["arm"]["name"])}
     for what, value in known.items():
-        if told[what] != value:
+        if recorded[what] != value:
             raise ValueError(
-                f"{path} is of the {what} {told[what]}, this run of {value}; give the same, or another folder"
+                f"{path} is of the {what} {recorded[what]}, this run of {value}; give the same, or another folder"
             )
     agents = saved["agents"]
     training.restore(saved | {"agent": agents[training.ranks.rank % len(agents)]})

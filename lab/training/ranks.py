@@ -52,12 +52,12 @@ class Ranks:
             dist.all_reduce(values)
         return values / self.world
 
-    def gather(self, told: Any) -> list[Any]:
-        """What each process tells, in the order of their ranks, in the first one; nothing in the others."""
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in the order of their ranks, in the first one; nothing in the others."""
         if self.world == 1:
-            return [told]
+            return [value]
         heard: list[Any] = [None] * self.world
-        dist.gather_object(told, heard if self.rank == 0 else None)
+        dist.gather_object(value, heard if self.rank == 0 else None)
         return heard if self.rank == 0 else []
 
 

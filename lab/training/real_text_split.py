@@ -20,8 +20,8 @@ SPLIT_FILE: Final = Path(__file__).with_name("real_text_split.json")
 @cache
 def real_text_split() -> Mapping[str, Mapping[Half, Sequence[int]]]:
     """Seeds by recipe and half."""
-    told: Mapping[str, Mapping[Half, Sequence[int]]] = json.loads(SPLIT_FILE.read_text())
-    return told
+    split: Mapping[str, Mapping[Half, Sequence[int]]] = json.loads(SPLIT_FILE.read_text())
+    return split
 
 
 def assigned(recipe: str, seed: Any) -> Split | None:

@@ -24,7 +24,7 @@ class Recipe:
     batch: int
     """Sequences of a step."""
     micro_batch: int | None = None
-    """Sequences that a process takes at once, at most; gradients of several such parts add up to a step. None: all."""
+    """Sequences that a process takes at once, at most; gradients of several parts add up to a step. None: all."""
     steps: int
     learning_rate: float
     bias_rate: float = 1.0

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from foreshock.lab.training.run import Training
 
 HISTORY_STEPS = 100
-"""Loss and gradient norm of so many steps wait on the device."""
+"""Steps whose loss and gradient norm wait on the device."""
 
 
 class Recorder:

@@ -53,7 +53,7 @@ def test_a_name_that_is_unknown_is_refused_with_those_that_exist(which: int) -> 
     given: list[Sequence[str]] = [["healthy"], ["nothing"], ["start"]]
     given[which] = ["prayer"]
     failures, remedies, ons = given
-    with pytest.raises(ValueError, match=r"no such .*: prayer; allowed are .*(healthy|nothing|start)"):
+    with pytest.raises(ValueError, match=r"unknown .*: prayer; allowed are .*(healthy|nothing|start)"):
         list(cells(failures, remedies, ons, (1,)))
 
 
@@ -184,4 +184,4 @@ def test_the_table_counts_seeds_and_keeps_cells_that_are_not_finite() -> None:
 
 
 def test_the_byte_before_tells_less_than_all_and_more_than_nothing() -> None:
-    assert 1.5 < sets.told_by_the_byte_before() < math.log(256) - 2
+    assert 1.5 < sets.entropy_given_last_byte() < math.log(256) - 2

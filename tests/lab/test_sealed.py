@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.lab.made_up import record
 
-from foreshock.lab.scoring.sealed import break_seal, said, sealed
+from foreshock.lab.scoring.sealed import break_seal, sealed, verdicts_hash
 from foreshock.lab.scoring.table import lab_score
 from foreshock.lab.training.real_text_split import real_text_split
 from foreshock.monitor.detect.detectors import DetectorConfig
@@ -49,7 +49,7 @@ def test_held_out_runs_are_refused_and_named_until_the_seal_is_broken(tmp_path: 
     break_seal(runs, SHIPPED, seal)
     told = json.loads(seal.read_text())
     assert set(told["runs"]) == {run.name for run in runs[1:]}
-    assert told["said"] == said(runs[1:], SHIPPED)
+    assert told["said"] == verdicts_hash(runs[1:], SHIPPED)
     break_seal(list(reversed(runs)), SHIPPED, seal)  # the same again says nothing new
 
 
