@@ -75,15 +75,15 @@ def opened(verdicts: Iterable[Verdict]) -> list[Opened]:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What stood on the page at some step."""
+class OpenIncident:
+    """The incident that stood on the page at some step."""
 
     cause: IncidentCause
     heads: list[HeadRef]
     """the first ones, soonest harm first"""
 
 
-def told_at(verdicts: Iterable[Verdict], step: int) -> Told | None:
+def incident_at(verdicts: Iterable[Verdict], step: int) -> OpenIncident | None:
     """The most urgent incident as it stood after `step`; None where none was open."""
     raised: dict[str, int] = {}
     newest: dict[str, Verdict] = {}
@@ -95,7 +95,7 @@ def told_at(verdicts: Iterable[Verdict], step: int) -> Told | None:
     for incident in incidents(warned, mitigation=DEFAULT_MITIGATION, last_step=step):
         if incident.state != "closed":
             heads = [(h.layer, h.head) for h in incident.heads if h.layer is not None and h.head is not None]
-            return Told(incident.cause, heads[:NAMED])
+            return OpenIncident(incident.cause, heads[:NAMED])
     return None
 
 

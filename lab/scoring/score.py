@@ -19,7 +19,7 @@ from foreshock.lab.recording.harm import AGAINST_CONTROL, Limits, first_harm
 from foreshock.lab.recording.trace import Trace, readings
 from foreshock.lab.scoring.baselines import BASELINES, Signal
 from foreshock.lab.scoring.calibration import Forecast, forecasts_of
-from foreshock.lab.scoring.incidents import Opened, Told, failing_head, opened, told_at
+from foreshock.lab.scoring.incidents import Opened, OpenIncident, failing_head, incident_at, opened
 from foreshock.lab.scoring.noise import controls_of, limits_of_recipes
 from foreshock.lab.training.arm import CONTROL
 from foreshock.lab.training.real_text_split import assigned
@@ -78,7 +78,7 @@ class Score:
     """of the first warning about every head, against what came"""
     failing_head: HeadRef | None
     """of a run that failed"""
-    told_in_time: Told | None
+    told_in_time: OpenIncident | None
     """what stood on the page of a run that failed, as late as a warning is in time"""
     harm_limits: Limits | None
     """where they come from repeated controls of its recipe"""
@@ -157,7 +157,7 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None, limits: 
         incidents=opened(verdicts),
         forecasts=forecasts_of(trace, verdicts),
         failing_head=failing_head(trace, None if harm is None else harm.step) if failed else None,
-        told_in_time=told_at(verdicts, int(harm.step - asked_lead(harm.step))) if harm else None,
+        told_in_time=incident_at(verdicts, int(harm.step - asked_lead(harm.step))) if harm else None,
         harm_limits=None if control is None else limits,
         first_steps=steps,
         signals=signals,

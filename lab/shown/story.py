@@ -82,8 +82,8 @@ class Story:
     records: dict[str, Record] = field(default_factory=lambda: {name: Record() for name in NAMES})
     dangerous: dict[str, int] = field(default_factory=dict)
     """The first step at which a run's largest score was `DANGEROUS_SCORE`."""
-    _said: int = 0
-    """Of `_WORTH_SAYING`."""
+    _shares_passed: int = 0
+    """How many of `_WORTH_SAYING` the loss has passed."""
     _sentence: str = ""
     """Of the last warning, which twins share."""
 
@@ -128,9 +128,9 @@ class Story:
     def _excess_to_say(self) -> float | None:
         excess = self.excess(self.shared_step)
         reached = sum(excess >= each for each in _WORTH_SAYING)
-        if reached <= self._said:
+        if reached <= self._shares_passed:
             return None
-        self._said = reached
+        self._shares_passed = reached
         return excess
 
     def largest_score(self, run: str) -> float:

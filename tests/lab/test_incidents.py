@@ -9,7 +9,7 @@ from tests.lab.made_up import HEADS, record
 
 from foreshock.contract import wire
 from foreshock.lab.recording.trace import read_trace
-from foreshock.lab.scoring.incidents import Opened, failing_head, opened, told_at
+from foreshock.lab.scoring.incidents import Opened, failing_head, incident_at, opened
 
 
 def said(name: str, step: int, state: Any = "raised", cause: Any = "rounding", **more: Any) -> wire.Verdict:
@@ -74,14 +74,14 @@ def test_what_was_told_at_a_step_names_the_heads_that_come_to_harm_first() -> No
         said("d", 170, forecast_steps=500.0),
         said("c", 900, "updated", forecast_steps=1.0),
     ]
-    told = told_at(story, 500)
+    told = incident_at(story, 500)
     assert told is not None
     assert (told.cause, told.heads) == ("rounding", [(0, 1), (0, 3), (0, 0)])
-    later = told_at(story, 900)
+    later = incident_at(story, 900)
     assert later is not None
     assert (0, 2) in later.heads
-    assert told_at(story, 99) is None
-    assert told_at([*story[:1], said("a", 300, "cleared")], 400) is None
+    assert incident_at(story, 99) is None
+    assert incident_at([*story[:1], said("a", 300, "cleared")], 400) is None
 
 
 def test_the_head_that_fails_is_the_first_past_512_or_the_one_that_drifted_farthest_at_the_harm(tmp_path: Path) -> None:

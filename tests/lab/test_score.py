@@ -14,7 +14,7 @@ from foreshock.contract.slots import Slot, identity_row
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.baselines import BASELINES, Signal
-from foreshock.lab.scoring.incidents import Told
+from foreshock.lab.scoring.incidents import OpenIncident
 from foreshock.lab.scoring.intervals import poisson_upper_bound
 from foreshock.lab.scoring.score import NOT_RECORDED, alarms, split, truth
 from foreshock.lab.scoring.table import as_json, lab_score
@@ -61,7 +61,7 @@ def test_a_failure_is_scored_with_its_lead_its_cause_and_its_forecast(tmp_path: 
     assert set(first["first_steps"]) >= {baseline.name for baseline in BASELINES}
     assert written["forecasts"]["held-out"]["decided"] == 1
     assert failed.failing_head == (0, 1)
-    assert failed.told_in_time == Told("rounding", [(0, 1)])
+    assert failed.told_in_time == OpenIncident("rounding", [(0, 1)])
     assert [(each.step, each.cause) for each in failed.incidents] == [(failed.first_warning_step, "rounding")]
     rows = {each["group"]: each for each in written["incidents"]}
     assert (rows["failed"]["named"], rows["failed"]["named_of"], rows["failed"]["causes_right"]) == (1, 1, 1)
