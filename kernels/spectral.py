@@ -23,7 +23,7 @@ class HeadNorms(NamedTuple):
 
 
 class SpectralNorms:
-    """Follows the spectral norms of layers that share one shape; keep one object for each group of such layers.
+    """Follows the spectral norms of layers that share one shape; keep one object for each group of these layers.
 
     cold_iterations are made in the first call, when nothing is known, warm_iterations in every later one. Within 3 % of
     the true norm on random matrices, whose leading values lie close together, and within 1 % where one stands out.

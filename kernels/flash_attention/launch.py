@@ -1,4 +1,4 @@
-"""What every kernel of one call of attention is told: sizes, visibility, softcap, dropout."""
+"""What every kernel of one call of attention is given: sizes, visibility, softcap, dropout."""
 
 import math
 from collections.abc import Callable
@@ -167,7 +167,7 @@ class Call:
         return self.capability >= 90 and not self.packed and all(map(_copyable, tensors))
 
     def tiles(self, config: Config, rows: tuple[int, ...]) -> dict[int, tuple[int, int]]:
-        """Which tensors of a launch Hopper's copy engine reads: the first ones, in tiles of so many rows each."""
+        """Which tensors of a launch Hopper's copy engine reads: the first ones, in tiles of `rows` rows each."""
         return {place: (count, self.block_d) for place, count in enumerate(rows)} if config.tma else {}
 
     def blank(self, *tensors: Tensor) -> bool:
@@ -204,7 +204,7 @@ _SECTION_ELEMENTS: Final = 2**28
 """What the programs of a section read at the same time is 16 MB at head dim 64 and 8 MB at 128: the best of 8, 16, 32
 and 64 MB of the 50 MB of L2 that a Hopper GPU has (README.md, "Rejected variants")."""
 _MOST_KNOWN: Final = 4096
-"""Calls that are remembered; past so many all are forgotten, as lengths may differ at every step."""
+"""Calls that are remembered; past this number all are forgotten, as lengths may differ at every step."""
 
 
 def call_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments, *others: Tensor | None) -> Call:

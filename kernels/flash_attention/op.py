@@ -159,7 +159,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.state, ctx.modes = state, modes
     ctx.max_seqlens, ctx.spec = inputs[7:9], inputs[10]
     ctx.others = len(inputs) - 3
-    # O and the log-sum-exp have gradients; where one of them has none, the backward is told None.
+    # O and the log-sum-exp have gradients; where one of them has none, the backward gets None.
     ctx.mark_non_differentiable(output[1], *output[3:])
     ctx.set_materialize_grads(False)
 
@@ -284,7 +284,7 @@ def flash_attention(
     modes: int32 [H], foreshock.contract.modes.Mode; None means plain.
     cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
     max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None. What
-    lies past a length that was told too small is NaN (where the lengths lie on a CPU, it is refused).
+    lies past a length that was given too small is NaN (where the lengths lie on a CPU, it is refused).
     return_lse: also return the log-sum-exp [B, H, Sq], in nats; gradients pass through it, once.
     A NaN or infinity in a key or value reaches, on a GPU, every row whose tile of keys holds it, hidden from it or not.
     Raises ValueError with a sentence for anything else, additive masks included.
@@ -336,18 +336,18 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _longest(rows: Tensor, cu_seqlens: Tensor | None, told: int | None, name: str) -> int:
+def _longest(rows: Tensor, cu_seqlens: Tensor | None, given: int | None, name: str) -> int:
     """Length of the longest packed sequence. Reading it waits for the device; where that cannot be, in a graph that is
     compiled or captured, the length of all together is a bound, and a slow one: give max_seqlen there."""
-    if told is not None and (cu_seqlens is None or cu_seqlens.is_cuda or torch.compiler.is_compiling()):
-        return told
+    if given is not None and (cu_seqlens is None or cu_seqlens.is_cuda or torch.compiler.is_compiling()):
+        return given
     known = not torch.compiler.is_compiling() and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
     if cu_seqlens is None or len(cu_seqlens) < 2 or not known:
         return rows.shape[2]
     longest = int(cu_seqlens.diff().amax())
-    if told is not None and told < longest:
-        raise ValueError(f"{name} is {told}, but the longest sequence has {longest} rows; give that or more, or None")
-    return longest if told is None else told
+    if given is not None and given < longest:
+        raise ValueError(f"{name} is {given}, but the longest sequence has {longest} rows; give that or more, or None")
+    return longest if given is None else given
 
 
 def _check_state(query: Tensor, state: Tensor | None, modes: Tensor | None) -> None:

@@ -336,7 +336,7 @@ def count_sampled_rows(
     chosen: tuple[int, int],
     spec: AttentionSpec,
 ) -> None:
-    """Add rows of each head to `state`, and move `tick` on by 1: of `chosen` entries of the batch, and so many of each.
+    """Add rows of each head to `state`, and move `tick` on by 1. chosen: the number of entries, and of rows of each.
 
     query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]; out, grad_out [B, H, Sq, Dv]; mask bool or added
     to the scores, broadcast to [B, H, Sq, Sk]; cu_queries, cu_keys int32 [N + 1] where N sequences are packed (B = 1).

@@ -116,7 +116,7 @@ def text_of(*fields: Any) -> str:
 
 
 class Arguments(NamedTuple):
-    """What a call is told beside its tensors and its state, as `foreshock::attention_forward` describes it (op.py)."""
+    """What a call is given beside its tensors and its state, as `foreshock::attention_forward` describes it (op.py)."""
 
     modes: Tensor | None
     cu_seqlens_q: Tensor | None

@@ -68,7 +68,7 @@ def one_margin(operand_dtype: torch.dtype) -> float:
 
 
 def several_within(scores: Tensor, row_max: Tensor, margin: float, scratch: Tensor) -> Tensor:
-    """Rows with more than one score s such that row_max - s <= margin, bool [B, H, Sq, 1]. Overwrites `scratch`."""
+    """Rows with more than one score s where row_max - s <= margin, bool [B, H, Sq, 1]. Overwrites `scratch`."""
     return torch.sub(scores, row_max, out=scratch).ge_(-margin).sum(-1, keepdim=True) > 1
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 
 UNSEEN: Final = 126 * math.log(2)
-"""A bias that lies so many nats below the largest of its row takes a key out of sight: exp of it is below the smallest
+"""A bias this many nats below the largest of its row takes a key out of sight: exp of it is below the smallest
 normal number of float32 and bf16."""
 BLIND: Final = -1000.0
 """A row whose largest bias is no more than this sees nothing. People write masks of -1e4 and less; a learned bias that

@@ -176,7 +176,7 @@ def blank_rest_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write `fill` to the rows of one head past the last packed sequence, and NaN to those of a sequence past the
-    length that the longest was said to have: no program computes them, and nothing may pass for their result."""
+    length that was given for the longest: no program computes them, and nothing may pass for their result."""
     tensor += tl.program_id(0).to(tl.int64) * stride_head
     _fill(tensor, tl.load(cu_seqlens + sequences), total, stride_row, dim, fill, ROWS, BLOCK_D)
     found = 0

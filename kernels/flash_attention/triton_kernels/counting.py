@@ -103,7 +103,7 @@ def merge(
     state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, strides,
     PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the statistics of `entries` blocks, so many of each sequence, to one head's state, in their order."""
+    """Add the statistics of `entries` blocks, the same number of each sequence, to one head's state, in their order."""
     stride_head, stride_slot = strides
     slot = tl.arange(0, _SLOTS_WIDE)
     known = slot < _SLOTS

@@ -279,5 +279,5 @@ def launch_forward(
             call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n)),
         )
 
-    told = (given.modes, given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
-    call.launch(("forward", config), (*inputs, *outputs, *told), settle)
+    others = (given.modes, given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
+    call.launch(("forward", config), (*inputs, *outputs, *others), settle)

@@ -30,7 +30,7 @@ class Launch(NamedTuple):
     constants: Mapping[str, Any]
     options: Mapping[str, Any] = _NOTHING
     tiles: Mapping[int, tuple[int, int]] = _NOTHING
-    """Which of the tensors are read by Hopper's copy engine, by place, in tiles of so many rows and columns."""
+    """Which of the tensors are read by Hopper's copy engine, by place, and the rows and columns of its tiles."""
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -102,7 +102,7 @@ _STREAM: Final = 3
 
 
 def _hooked() -> bool:
-    """Whether somebody, a profiler perhaps, is to be told of every launch."""
+    """Whether a hook, a profiler's perhaps, follows every launch."""
     runtime = knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 

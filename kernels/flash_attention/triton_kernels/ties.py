@@ -39,7 +39,7 @@ def bf16_tie_threshold(row_max):
 
 @triton.jit
 def one_tie_threshold(row_max, MARGIN: tl.constexpr):
-    """The least score at most MARGIN below row_max, where fp32 is fine enough to tell."""
+    """The least score at most MARGIN below row_max, where fp32 is fine enough to separate the two."""
     near = row_max - MARGIN
     bits = near.to(tl.int32, bitcast=True)
     above = tl.where(bits < 0, bits - 1, bits + 1).to(tl.float32, bitcast=True)
