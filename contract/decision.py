@@ -1,4 +1,4 @@
-"""What a warning leads to: what machines do about it, what people are told was done, and what is theirs to do.
+"""What a warning leads to: what machines do about it, what people read about that, and what is theirs to do.
 
 The agent, the webhook, the messages and the page all read this one decision, so that none of them says what another
 does not do. A switch changes rounding alone: only growth that looks like rounding calls for one.
@@ -77,7 +77,7 @@ def calls_for_clip(verdict: Verdict) -> bool:
 
 
 def act_on(cause: IncidentCause, policy: Policy | None, clip: str | None = None) -> Act:
-    """What a machine may do about a cause; a run that has not told its policy is only observed. clip: as `decision`."""
+    """What a machine may do about a cause; a run whose policy is unknown is only observed. clip: as `decision`."""
     if cause == "score growth" and clip_order(clip, policy) is not None:
         return "propose"
     return _ACTS[policy or "observe"] if curable(cause) else "none"

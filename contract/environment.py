@@ -25,7 +25,7 @@ _FIXED: Final = (
     "SEND_EVERY_SECONDS", "SESSION_SECONDS", "SILENT_RUN_SECONDS", "STREAM_CLIENTS", "STREAM_QUEUE_EVENTS",
     "WEBHOOK_COOLDOWN_SECONDS", "WEBHOOK_SWITCHES_PER_HOUR", "WORST_HEADS",
 )  # fmt: skip
-"""Settings of builds before, which are constants now: who set one is told so, for it would be passed over."""
+"""Settings of builds before, which are constants now: setting one is refused, for it would be passed over."""
 
 
 def refuse_misspelt(environment: Mapping[str, str] | None = None) -> None:
@@ -67,8 +67,8 @@ def sentences(error: ValidationError) -> list[str]:
     for item in error.errors(include_input=False, include_url=False, include_context=False):
         name, *inside = map(str, item["loc"] or ("",))
         where = f"{PREFIX}{name.upper()}" + (f" ({'.'.join(inside)})" if inside else "")
-        said = item["msg"].removeprefix("Value error, ")
-        found.append(f"{where}: {said}" if name else said)
+        problem = item["msg"].removeprefix("Value error, ")
+        found.append(f"{where}: {problem}" if name else problem)
     return found
 
 

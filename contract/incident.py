@@ -1,9 +1,9 @@
 """Incidents: what all warnings of a run come to, one for each cause; one for rounding and score growth together.
 
-Warnings speak of heads, and every rank has its own; people need one voice. An incident opens with the first warning of
+Warnings are of heads, and every rank has its own; people need one message. An incident opens with the first warning of
 its cause, grows with every further one, and closes when all are quiet; its heads are ranked by how soon they come to
 harm. A warning whose cause is corrected goes over to the incident of that cause. Where that one is not open, the
-incident goes on under another name, from the step at which it was first told, and says so. Rounding and score growth
+incident goes on under another name, from the step of its first warning, and says so. Rounding and score growth
 that stand at one time are one incident, whose remedies have an order (contract.decision.in_order).
 
 It is a function of what is known: the newest word of every warning, the present modes, what became of switches, and who
@@ -119,9 +119,9 @@ def _episodes(warned: Sequence[Warned]) -> list[list[Warned]]:
 
 
 def _opened(started: Warned, episode: Sequence[Warned]) -> int:
-    """The step of the first warning: of an incident that was told under another cause before, the first of those."""
-    told = [one.raised_step for one in episode if one.joined_step == started.joined_step]
-    return min([_since(one) for one in episode] + (told if started.verdict.corrected_from is not None else []))
+    """The step of the first warning; where an incident was reported under another cause before, of that one."""
+    raised = [one.raised_step for one in episode if one.joined_step == started.joined_step]
+    return min([_since(one) for one in episode] + (raised if started.verdict.corrected_from is not None else []))
 
 
 def _stands(one: Warned) -> bool:
@@ -204,8 +204,7 @@ def _head(
 ) -> IncidentHead:
     """One head as all ranks that hold it see it: the rank that expects harm first speaks for it."""
     standing = [one for one in own if _stands(one)]
-    told = min(standing or own, key=_speaks_first)
-    verdict = told.verdict
+    verdict = min(standing or own, key=_speaks_first).verdict
     raised = min(one.raised_step for one in own)
     harm, low, high = (_step_of(verdict, steps) for steps in (
         verdict.forecast_steps, verdict.forecast_low_steps, verdict.forecast_high_steps))  # fmt: skip

@@ -83,7 +83,7 @@ class IncidentHead(BaseModel):
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings", json_schema_serialization_defaults_required=True)
     layer: int | None
     head: int | None
-    causes: list[IncidentCause] = Field(description="why it is warned about; several where ranks tell different ones")
+    causes: list[IncidentCause] = Field(description="why it is warned about; several where ranks report different ones")
     state: HeadState = Field(description="quiet: no warning stands any more; else where the cure of this head stands")
     severity: Severity
     signal: str
@@ -94,7 +94,7 @@ class IncidentHead(BaseModel):
     harm_first_step: int | None
     harm_last_step: int | None = Field(description="null beside an earliest step: nobody can say until when")
     harm_in_sight: bool | None = Field(description="false: on its course the head levels off before; null: no forecast")
-    corrected_from: IncidentCause | None = Field(description="the cause that it was told under before")
+    corrected_from: IncidentCause | None = Field(description="the cause that it was reported under before")
     sentence: str
     evidence: dict[str, float]
 
@@ -112,9 +112,9 @@ class Incident(BaseModel):
     state: IncidentState
     severity: Severity = Field(description="of its worst head that is neither quiet nor arrested")
     opened_step: int = Field(
-        description="the first warning; of a corrected incident under whatever cause that was told"
+        description="the first warning; of a corrected incident under whatever cause that was reported"
     )
-    corrected_from: IncidentCause | None = Field(description="the cause that the incident was told under before")
+    corrected_from: IncidentCause | None = Field(description="the cause that the incident was reported under before")
     corrected_step: int | None = Field(description="the step at which its cause was corrected")
     step: int = Field(description="of its newest word")
     closed_step: int | None
@@ -152,7 +152,7 @@ class Incident(BaseModel):
 
 
 NAMED_HEADS: Final = 3
-"""So many are named one by one."""
+"""The number of heads that are named one by one; of more, only a count is given."""
 _WORDS: Final[dict[IncidentCause, str]] = {
     "rounding": "Scores drift as rounding drives them",
     "score growth": "Scores grow, which rounding was not shown to cause,",
@@ -172,15 +172,15 @@ def sentence(
     shown = standing or heads
     parts = [(_WORDS[cause], [head for head in shown if cause in head.causes]) for cause in causes]
     named = [f"{words} in {in_words(own)}" for words, own in parts if own]
-    said = f"{', and '.join([named[0], *(f'{one[0].lower()}{one[1:]}' for one in named[1:])])}, since step {opened:,}."
+    text = f"{', and '.join([named[0], *(f'{one[0].lower()}{one[1:]}' for one in named[1:])])}, since step {opened:,}."
     if was is not None:
-        said += f" Corrected: until step {corrected:,} this was told as {was}."
+        text += f" Corrected: until step {corrected:,} this was reported as {was}."
     if not standing:
-        return f"{said} Quiet since step {max(head.step for head in heads):,}."
+        return f"{text} Quiet since step {max(head.step for head in heads):,}."
     first = shown[0]
     if first.layer is not None and len(shown) > 1:
-        said += f" First: {name_of(first)}."
-    return said if first.state == "arrested" else said + harm_in_words(first)
+        text += f" First: {name_of(first)}."
+    return text if first.state == "arrested" else text + harm_in_words(first)
 
 
 def harm_in_words(head: IncidentHead) -> str:

@@ -38,7 +38,7 @@ class ModeInfo:
     cures: str
     """What it takes away, and what it leaves."""
     ends_rounding_growth: bool = False
-    """Whether growth that rounding causes ends under it: such a head is not said to fail from rounding."""
+    """Whether growth that rounding causes ends under it: a head that has the mode cannot fail from rounding."""
     moves_scores: bool = False
     """Whether statistics speak of other scores under it than without it: one is no past of the other."""
     excludes: Mode = Mode.PLAIN
@@ -109,7 +109,7 @@ MODES: Final = (
 MODE_NAMES: Final = tuple(mode.name for mode in MODES if mode.served)
 """The names that people type, alone or several joined by a plus sign; `plain` stands for none of them."""
 DEFAULT_MITIGATION: Final = "row_corrected"
-"""What a head is switched to where nobody said otherwise: what held most runs, early and late (lab/NOTEBOOK.md)."""
+"""What a head is switched to where nobody chose another: what held most runs, early and late (lab/NOTEBOOK.md)."""
 MODE_PATTERN: Final = r"plain|({0})(\+({0}))*".format("|".join(mode.name for mode in MODES))
 """Of a mode's name, as a regular expression; exclusions stand in the list."""
 
@@ -162,7 +162,7 @@ def parse_mode(name: str) -> Mode:
 
 
 def is_mode(name: str) -> bool:
-    """Whether a name is known here; an agent newer than its service may tell of others."""
+    """Whether a name is known here; an agent newer than its service may report others."""
     try:
         parse_mode(name)
     except ValueError:

@@ -36,9 +36,9 @@ def answer(
     known: Known,
     before_step: int,
 ) -> tuple[Decision, Ordered | None, list[Remedy]]:
-    """What is done about what stands, the order that tells where it is, and the remedies in their order."""
+    """What is done about what stands, the order that shows how far that is, and the remedies in their order."""
     orders = known.orders or ()
-    told: dict[IncidentCause, tuple[Decision, Ordered | None]] = {}
+    decided: dict[IncidentCause, tuple[Decision, Ordered | None]] = {}
     judged = finite = True
     for own in [one for one in CAUSES if any(one in head.causes for head in standing)] or [cause]:
         heads = [head for head in standing if own in head.causes]
@@ -71,15 +71,15 @@ def answer(
             ended=known.ended,
             clip=known.clip,
         )
-        told[own] = what, order
+        decided[own] = what, order
     remedies: list[Remedy] = []
     if standing and finite and not known.ended:
-        if "rounding" in told:
+        if "rounding" in decided:
             remedies.append(Remedy.of("switch", "done" if judged else "now"))
-        if "score growth" in told and known.clip is not None:
+        if "score growth" in decided and known.clip is not None:
             turn: RemedyState = "now" if judged else "later"
             remedies.append(Remedy.of("qk_clip", "done" if known.clip == "on" else turn))
-    (what, order), *more = told.values()
+    (what, order), *more = decided.values()
     if not more or not finite:
         return what, order, remedies
     [(growth, clip)] = more
@@ -125,7 +125,7 @@ def _order(
     rejected: Collection[tuple[int | None, int | None]],
     held: Collection[HeadRef],
 ) -> Ordered | None:
-    """The newest order that tells where the incident's heads stand.
+    """The newest order that shows where the incident's heads stand.
 
     Of heads that are not switched: the newest one for any of them. A rejection or a switch that was taken back counts
     while it holds for all of them. Of heads that are switched: the newest one that did it, or a proposal of more.

@@ -13,11 +13,11 @@ SILENT_SECONDS: Final = 300.0
 """A run that claims to be active and was not heard of for longer has fallen silent."""
 HUNG_SECONDS: Final = 300.0
 HUNG_STEPS: Final = 20
-"""An active run that is heard of, and ended no step for so many of its own step times and seconds, hangs."""
+"""An active run that reports, and ended no step for this many of its own step times and seconds, hangs."""
 FIRST_STEP_SECONDS: Final = 1800.0
 """What a run that has shown no step time yet may take: compilation and the first batches are slow."""
 JUMP_RATIO, JUMP_NATS = 1.5, 0.5
-"""By how much the loss has jumped when it is told: both, so that neither a small loss nor a noisy one does."""
+"""By how much the loss has jumped when an alert fires: both, so that neither a small loss nor a noisy one does."""
 _LOWEST_LOSS: Final = "min_over_time(avg_over_time({m}[2m])[6h:2m])"
 RUN_METRICS: Final = (
     Metric(
@@ -155,7 +155,7 @@ RUN_METRICS: Final = (
     Metric(
         key="run.nonfinite_steps",
         title="Steps with a non-finite loss",
-        help="Steps whose loss was NaN or infinite; where no loss is told, whose gradient norm was.",
+        help="Steps whose loss was NaN or infinite; where no loss is given, whose gradient norm was.",
         bad="Anything that grows.",
         board="run",
         kind="counter",
@@ -166,7 +166,7 @@ RUN_METRICS: Final = (
                 for_="0s",
                 severity="critical",
                 summary="Run {{ $labels.run }}: steps with a non-finite loss",
-                description="{{ $value | humanize }} such steps in the last ten minutes.",
+                description="{{ $value | humanize }} steps in the last ten minutes.",
                 action="Treat it as a failure in progress: a step that a loss scaler skips has a finite loss.",
             ),
         ),

@@ -153,7 +153,7 @@ INCIDENT_METRICS: Final = (
         key="incident.active",
         title="Incidents",
         help="1 for every incident that is not closed: all warnings of a run of one cause. Score growth beside "
-        "rounding is told under rounding. act: what machines do about it under the run's policy.",
+        "rounding is counted under rounding. act: what machines do about it under the run's policy.",
         bad="Any of severity warning or critical.",
         board="overview",
         labels=("run", "cause", "state", "severity", "act"),
@@ -172,7 +172,7 @@ INCIDENT_METRICS: Final = (
                 action="Look at the incident's first head on the run's page, and do what the page says. If the cause "
                 "is rounding, switch every head first. If scores grow, lower the learning rate or switch QK-Clip on. "
                 "Otherwise look at the data, or resume from an earlier checkpoint.",
-                done=_in_words("done", "The page tells what was done."),
+                done=_in_words("done", "The page shows what was done."),
                 to_do=_in_words("to_do", "Look at the run's page, and do what it says."),
             ),
         ),
@@ -205,7 +205,7 @@ INCIDENT_METRICS: Final = (
     Metric(
         key="incident.corrected_step",
         title="Incidents corrected at step",
-        help="The step at which the cause of an incident was corrected; was: the cause that it was told under before. "
+        help="The step at which the cause of an incident was corrected; was: the cause before that. "
         "None where it was not.",
         bad="Shortly ago: look again at what to do, which goes by the cause.",
         board="overview",

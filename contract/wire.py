@@ -34,7 +34,7 @@ from foreshock.contract.slots import MOST_SLOTS, OLDEST_SLOT_COUNT, Words, fitte
 
 WIRE_VERSION: Final = 1
 WIRE_REVISION: Final = 1
-"""Each batch names the revision of its sender. It rises when a reader has to tell one build from another."""
+"""Each batch names the revision of its sender. It rises when a reader has to know one build from another."""
 MAX_LAYERS: Final = 1024
 MAX_LAYER_NUMBER: Final = 99_999
 MAX_HEADS: Final = 1024
@@ -78,8 +78,8 @@ OrderName = Annotated[
     AfterValidator(lambda name: name if name in CLIP_ORDERS else mode_name(parse_mode(name))),
 ]
 """What people may order: a mode for heads, or when QK-Clip scales weights."""
-ToldModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
-"""The name of a mode as another process tells it, which may be newer than its reader."""
+ReportedModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
+"""The name of a mode as another process reports it, which may be newer than its reader."""
 Severity = Literal["info", "warning", "critical"]
 Cause = Literal["rounding", "score growth", "other"]
 _NEWER: Final = re.compile(rf"(?!({'|'.join(get_args(Cause))})$)[a-z]+( [a-z]+){{0,3}}")
@@ -97,10 +97,10 @@ class Layer(Message):
     name: Identifier
     heads: Annotated[tuple[HeadNumber, ...], FailFast()] = Field(min_length=1, max_length=MAX_HEADS)
     kv_heads: int = Field(ge=1, le=MAX_HEADS)
-    head_dim: int = Field(ge=0, le=4096, description="0: neither the model nor a call told it")
+    head_dim: int = Field(ge=0, le=4096, description="0: neither the model nor a call showed it")
     served_by: str = Field(max_length=64, description="what computes this layer's attention: kernel, reference, probe")
     sampled: bool = False
-    kv_heads_known: bool = Field(default=True, description="false: nothing tells them, and kv_heads counts the heads")
+    kv_heads_known: bool = Field(default=True, description="false: nothing shows them, and kv_heads counts the heads")
 
     @field_validator("heads")
     @classmethod
@@ -124,7 +124,7 @@ class Started(Message):
     layers: Annotated[tuple[Layer, ...], FailFast()] = Field(max_length=MAX_LAYERS)
     policy: Policy
     numerics: str = Field(max_length=32)
-    mitigation: ToldModeName = DEFAULT_MITIGATION
+    mitigation: ReportedModeName = DEFAULT_MITIGATION
     switch_scope: str | None = Field(
         default=None, pattern="^[a-z_]{1,16}$", description="what a warning switches: head, layer, model"
     )
@@ -226,13 +226,13 @@ class Verdict(Message):
     signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/growth.py names them")
     evidence: Annotated[dict[Identifier, float], at_most(32)] = Field(default_factory=dict, max_length=32)
     corrected_from: Literal["rounding", "score growth", "not finite", "other"] | None = Field(
-        default=None, description="the cause that this warning was told under before; null: it is the first one"
+        default=None, description="the cause that this warning was reported under before; null: it is the first one"
     )
     corrected_step: Step | None = Field(default=None, description="the step at which the cause was corrected")
     forecast_steps: float | None = Field(default=None, description="steps until the largest |score| reaches 512")
     forecast_low_steps: float | None = None
     forecast_high_steps: float | None = Field(
-        default=None, description="null beside an earliest step: some heads on such a course settle, none can be given"
+        default=None, description="null beside an earliest step: some heads on this course settle, none can be given"
     )
     harm_in_sight: bool | None = Field(
         default=None, description="false: on its course the head levels off before; null: there is no forecast"
@@ -256,8 +256,8 @@ class Switched(Message):
     verdict: Identifier | None = None
     outcome: Outcome
     heads: Annotated[tuple[HeadRef, ...], FailFast()] = Field(max_length=MAX_LAYERS * 64)
-    before: Annotated[tuple[ToldModeName, ...], FailFast()] = Field(max_length=MAX_LAYERS * 64)
-    after: Annotated[tuple[ToldModeName, ...], FailFast()] = Field(max_length=MAX_LAYERS * 64)
+    before: Annotated[tuple[ReportedModeName, ...], FailFast()] = Field(max_length=MAX_LAYERS * 64)
+    after: Annotated[tuple[ReportedModeName, ...], FailFast()] = Field(max_length=MAX_LAYERS * 64)
     reason: str = Field(max_length=500)
 
     @model_validator(mode="after")
@@ -268,7 +268,7 @@ class Switched(Message):
 
 
 class Clipped(Message):
-    """QK-Clip was switched on or off (no heads), or scaled the weights of these heads since the last such event."""
+    """QK-Clip was switched on or off (no heads), or scaled the weights of these heads since the event before."""
 
     kind: Literal["clipped"] = "clipped"
     id: Identifier
@@ -354,12 +354,12 @@ def read_batch(body: bytes) -> Batch:
             raise
         found = error.errors(include_url=False, include_input=False)
         places = [e["loc"][1] for e in found if e["type"] == "union_tag_invalid" and e["loc"][:1] == ("events",)]
-        said: dict[str, Any] = from_json(body) if places else {}
-        if not all(isinstance(said["events"][place]["kind"], str) for place in places) or not places:
+        content: dict[str, Any] = from_json(body) if places else {}
+        if not all(isinstance(content["events"][place]["kind"], str) for place in places) or not places:
             raise
     for place in places:
-        said["events"][place] = {"kind": "unknown", "name": said["events"][place]["kind"][:64]}
-    return Batch.model_validate(said)
+        content["events"][place] = {"kind": "unknown", "name": content["events"][place]["kind"][:64]}
+    return Batch.model_validate(content)
 
 
 class Command(Message):
@@ -373,8 +373,10 @@ class Command(Message):
     heads: tuple[HeadRef, ...] | None = Field(
         default=None, max_length=MAX_LAYERS * 64, description="None means every head"
     )
-    mode: ToldModeName
-    expect: ToldModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
+    mode: ReportedModeName
+    expect: ReportedModeName | None = Field(
+        default=None, description="refuse unless every named head has this mode now"
+    )
     reason: str = Field(max_length=500)
     issued_by: str = Field(max_length=128)
     expires_unix_seconds: float | None = None

@@ -21,7 +21,7 @@ from foreshock.contract.modes import (
     stronger,
     with_mode,
 )
-from foreshock.contract.wire import ModeName, ToldModeName
+from foreshock.contract.wire import ModeName, ReportedModeName
 
 EVERY_FLAG = sum(mode.flag for mode in MODES)
 ANY_FLAGS = st.integers(0, EVERY_FLAG)
@@ -134,7 +134,7 @@ def test_an_escalation_ends_and_proposes_only_what_may_be_proposed() -> None:
 
 
 def test_orders_name_modes_that_exist_and_reports_may_name_those_of_a_newer_agent() -> None:
-    order, report = TypeAdapter(ModeName), TypeAdapter(ToldModeName)
+    order, report = TypeAdapter(ModeName), TypeAdapter(ReportedModeName)
     assert order.validate_python("stable_softmax+exact_delta") == "exact_delta+stable_softmax"
     with pytest.raises(ValidationError, match="allowed are plain, exact_delta"):
         order.validate_python("of_tomorrow")

@@ -52,7 +52,7 @@ def test_a_warning_that_turns_out_to_be_rounding_moves_to_that_incident() -> Non
     corrected = told(5, state="updated", step=30, corrected_from="score growth", corrected_step=30)
     [line] = speaks.lines_for([corrected], dict)
     assert "as rounding drives them" in line
-    assert "Corrected: until step 30 this was told as score growth." in line
+    assert "Corrected: until step 30 this was reported as score growth." in line
     assert speaks.lines_for([corrected.model_copy(update={"step": 31})], dict) == []
     [quiet] = speaks.lines_for([corrected.model_copy(update={"step": 90, "state": "cleared"})], dict)
     assert "Quiet since step 90" in quiet

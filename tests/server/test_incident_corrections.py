@@ -32,7 +32,7 @@ def test_a_corrected_cause_leaves_one_incident_that_says_so_and_an_end_of_the_ol
         [incident] = (await service.get(f"{RUN}/incidents"))["incidents"]
         assert (incident["cause"], incident["opened_step"], incident["act"]) == ("rounding", 5, "propose")
         assert (incident["corrected_from"], incident["corrected_step"]) == ("score growth", 9)
-        assert "until step 9 this was told as score growth" in incident["sentence"]
+        assert "until step 9 this was reported as score growth" in incident["sentence"]
         expected = [("score growth", "open"), ("rounding", "open"), ("score growth", "closed")]
         assert await log_of(service) == expected
         [short] = (await service.get(RUN))["incidents"]
@@ -71,7 +71,7 @@ def test_people_are_sent_one_message_of_a_correction_which_says_what_was_told_be
         first, second = out.said
         assert "Corrected" not in first
         assert "To do: Lower the learning rate" in first
-        assert "Corrected: until step 9 this was told as score growth." in second
+        assert "Corrected: until step 9 this was reported as score growth." in second
         assert "To do: Switch every head" in second
 
     play(story)

@@ -97,7 +97,7 @@ export interface ClipChoice {
   does: string;
 }
 
-/** QK-Clip was switched on or off (no heads), or scaled the weights of these heads since the last such event. */
+/** QK-Clip was switched on or off (no heads), or scaled the weights of these heads since the event before. */
 export interface Clipped {
   kind?: "clipped";
   id: string;
@@ -255,9 +255,9 @@ export interface Incident {
   state: "open" | "acknowledged" | "switched" | "arrested" | "not arrested" | "closed";
   /** of its worst head that is neither quiet nor arrested */
   severity: "info" | "warning" | "critical";
-  /** the first warning; of a corrected incident under whatever cause that was told */
+  /** the first warning; of a corrected incident under whatever cause that was reported */
   opened_step: number;
-  /** the cause that the incident was told under before */
+  /** the cause that the incident was reported under before */
   corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
   /** the step at which its cause was corrected */
   corrected_step: number | null;
@@ -323,7 +323,7 @@ export interface IncidentChange {
 export interface IncidentHead {
   layer: number | null;
   head: number | null;
-  /** why it is warned about; several where ranks tell different ones */
+  /** why it is warned about; several where ranks report different ones */
   causes: ("rounding" | "score growth" | "not finite" | "other")[];
   /** quiet: no warning stands any more; else where the cure of this head stands */
   state: "unswitched" | "switched" | "arrested" | "not arrested" | "quiet";
@@ -341,7 +341,7 @@ export interface IncidentHead {
   harm_last_step: number | null;
   /** false: on its course the head levels off before; null: no forecast */
   harm_in_sight: boolean | null;
-  /** the cause that it was told under before */
+  /** the cause that it was reported under before */
   corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
   sentence: string;
   evidence: Record<string, number>;
@@ -666,14 +666,14 @@ export interface Verdict {
   /** the signal that tripped; monitor/detect/growth.py names them */
   signal: string;
   evidence?: Record<string, number>;
-  /** the cause that this warning was told under before; null: it is the first one */
+  /** the cause that this warning was reported under before; null: it is the first one */
   corrected_from?: "rounding" | "score growth" | "not finite" | "other" | null;
   /** the step at which the cause was corrected */
   corrected_step?: number | null;
   /** steps until the largest |score| reaches 512 */
   forecast_steps?: number | null;
   forecast_low_steps?: number | null;
-  /** null beside an earliest step: some heads on such a course settle, none can be given */
+  /** null beside an earliest step: some heads on this course settle, none can be given */
   forecast_high_steps?: number | null;
   /** false: on its course the head levels off before; null: there is no forecast */
   harm_in_sight?: boolean | null;
