@@ -152,22 +152,22 @@ class Agent:
             behind = self.current_step > self._sampler.collector.since_step
             rest = self._sampler.collect(self._switchboard.host, sample=behind, wait=True)
         self._settle(rest)
-        self._guards["qk_clip"].run(self._clipping.tell_rest)
+        self._guards["qk_clip"].run(self._clipping.emit_rest)
         for result in self._detector_thread.take(last=True):
-            self._tell(result)
+            self._publish(result)
         return self._detector_thread.idle
 
     def _settle(self, counted: list[Counted]) -> None:
         """Report samples that were read, hand over those that have arrived, obey commands that came in."""
         for result in self._detector_thread.take():
-            self._tell(result)
+            self._publish(result)
         for sample in counted:
             self._guards["qk_clip"].run(self._clipping.arrived, sample)
             self._detector_thread.put(sample)
         self._guards["switch"].run(lambda: self._switching.obey(self._outbox.commands(), self.current_step))
 
     def _detect(self, counted: Counted) -> DetectorResult:
-        """What the detectors say; in their thread."""
+        """Update the detectors by a sample; runs in their thread."""
 
         def detect() -> DetectorResult:
             verdicts = self.detectors.update(self._attached.readings(counted))
@@ -175,7 +175,7 @@ class Agent:
 
         return self._guards["detectors"].run(detect) or DetectorResult(counted, [], None)
 
-    def _tell(self, result: DetectorResult) -> None:
+    def _publish(self, result: DetectorResult) -> None:
         counted, verdicts, risk = result
         self._guards["sample"].run(self._look, counted)
         if verdicts:
@@ -201,13 +201,13 @@ class Agent:
             self._outbox.emit(note)
 
     def _look(self, counted: Counted) -> None:
-        """Who serves and measures each layer, told again when it changed."""
+        """Record which layers a sample counts, and send anew who serves and measures each where that changed."""
         if self._coverage.look(counted.words, counted.since_step, counted.step):
             self._coverage.show(counted.step)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
-        told = self._outbox.started
-        if told is not None and not (told.qk_clip == clip and self._attached.is_served_as(told.layers)):
-            self._outbox.correct(told.model_copy(update={"layers": self._attached.announced(), "qk_clip": clip}))
+        started = self._outbox.started
+        if started is not None and not (started.qk_clip == clip and self._attached.is_served_as(started.layers)):
+            self._outbox.correct(started.model_copy(update={"layers": self._attached.announced(), "qk_clip": clip}))
 
     # ---- people ---------------------------------------------------------------------------------------------------
 
@@ -331,8 +331,8 @@ class Agent:
         self._guards["qk_clip"].run(self._clipping.follow, self.detectors.active, step=self.current_step, drifts=drifts)
         if self.config.policy != "observe":  # it may be another than that of the process that warned
             # "updated", since a new warning would end the hold that a person has put on a head
-            standing = [verdict.model_copy(update={"state": "updated"}) for verdict in self.detectors.active]
-            self._guards["policy"].run(self._switching.act, standing, self.current_step)
+            active = [verdict.model_copy(update={"state": "updated"}) for verdict in self.detectors.active]
+            self._guards["policy"].run(self._switching.act, active, self.current_step)
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class Agent:
             with self._guards["agent"]:
                 if self._started:
                     self._collect_the_rest()
-                    if self._coverage.untold:
+                    if self._coverage.table_is_stale:
                         self._coverage.show(self.current_step)
                     self._outbox.emit(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
                 elif status != "failed" and not self.config.quiet:

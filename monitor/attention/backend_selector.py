@@ -23,7 +23,7 @@ from foreshock.monitor.config import AgentConfig
 
 
 def sampling_errors(words: Words) -> dict[str, Floats]:
-    """Standard errors of what a sample of rows says of each head, [N], NaN where it measured none.
+    """Standard errors of what a sample of rows shows of each head, [N], NaN where it measured none.
 
     offset_error of the mean of lse - log n, in nats; tied_bf16_error of the share of rows with several maxima. It is
     s / sqrt(n), as of rows drawn one by one: those of one sequence may be alike, and those of different stretches of it
@@ -184,12 +184,14 @@ class BackendSelector:
                 f"share of tied rows {np.nanmax(tied):.2g}"
             )
         rows = {head: row for row, head in enumerate(heads)}
-        told = []
+        described = []
         for verdict in verdicts:
             row = rows.get((verdict.layer, verdict.head)) if verdict.layer is not None else None  # type: ignore[arg-type]
             known = {} if row is None else {k: float(v[row]) for k, v in errors.items() if not np.isnan(v[row])}
-            told.append(verdict.model_copy(update={"evidence": {**verdict.evidence, **known}}) if known else verdict)
-        return told
+            described.append(
+                verdict.model_copy(update={"evidence": {**verdict.evidence, **known}}) if known else verdict
+            )
+        return described
 
     def describe(self) -> str:
         """Who serves the attention, in a line."""

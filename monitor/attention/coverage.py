@@ -1,4 +1,4 @@
-"""Tells what is, not what was promised: who serves each layer, which of them count, and which stopped counting."""
+"""A report of what is, not what was promised: who serves each layer, which layers count, and which stopped counting."""
 
 import itertools
 import sys
@@ -29,7 +29,7 @@ def pause_steps(config: AgentConfig) -> int:
 
 class CoverageReport:
     """How the layers of one agent stand, sample by sample. `unwatched` counts attention modules that have no layer;
-    `pause` is for how many steps none may count without a word; `shows`: whether tables are printed."""
+    `pause` is for how many steps none may count without a warning; `shows`: whether tables are printed."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class CoverageReport:
         self._layouts: Final = layouts
         self._shows: Final = shows
         self._pause: Final = pause
-        self._last_counted, self._silent_samples, self._told_of_silence = 0, 0, False
+        self._last_counted, self._silent_samples, self._warned_of_silence = 0, 0, False
         self._layers: Final = tuple(layers)
         self._selector: Final = selector
         self._unwatched = unwatched
@@ -72,7 +72,7 @@ class CoverageReport:
         self._found |= found
 
     @property
-    def untold(self) -> bool:
+    def table_is_stale(self) -> bool:
         """Whether the layers stand otherwise than the last table shows."""
         return self._looked and self._shown != self._states()
 
@@ -85,9 +85,9 @@ class CoverageReport:
         if self._silent_samples:
             self._warn_of_silence(step)
         else:
-            self._last_counted, self._told_of_silence = step, False
+            self._last_counted, self._warned_of_silence = step, False
         self._last[counted] = step
-        if counted.all() and not self._silent and not self._missed.any() and self._looked and not self.untold:
+        if counted.all() and not self._silent and not self._missed.any() and self._looked and not self.table_is_stale:
             return False  # as nearly always: every layer counts, and the table shows it
         first, self._looked = not self._looked, True
         if first:
@@ -104,7 +104,7 @@ class CoverageReport:
 
     def _table_is_due(self, first: bool) -> bool:
         if not first:
-            if not self.untold or self._samples < self._next_table:
+            if not self.table_is_stale or self._samples < self._next_table:
                 return False
             self._wait *= 2
         self._shown, self._next_table = self._states(), self._samples + self._wait
@@ -128,10 +128,10 @@ class CoverageReport:
         return np.logical_or.reduceat(rows != 0, self._first) if self._layers else np.zeros(0, dtype=bool)
 
     def _warn_of_silence(self, step: int) -> None:
-        """No layer counts any more; told once, when it has lasted. A training whose steps are few samples is left."""
+        """Warn that no layer counts any more, once, when that has lasted; never where few steps make a sample each."""
         long = self._pause is not None and step - self._last_counted >= self._pause
-        if (self._last >= 0).any() and long and self._silent_samples >= _SILENT_SAMPLES and not self._told_of_silence:
-            self._told_of_silence = True
+        if (self._last >= 0).any() and long and self._silent_samples >= _SILENT_SAMPLES and not self._warned_of_silence:
+            self._warned_of_silence = True
             logger.warning(
                 "foreshock: no layer counted anything since step %d: another model trains than the one that is "
                 "watched, or no backward runs through it; attach to the model that trains",
@@ -139,7 +139,7 @@ class CoverageReport:
             )
 
     def look_unstepped(self, words: Words) -> None:
-        """The agent closes and was told of no step: whoever trained the model forgot it."""
+        """Warn, as the agent closes without a step, that the model trained: its training never called agent.step."""
         if self._hits(words).any():
             logger.warning(
                 "foreshock: the model was trained, but agent.step(loss) was never called: nothing was judged, sent or "
@@ -168,7 +168,7 @@ class CoverageReport:
         for number in numbers:
             layer, watched = self._layers[number], self._watched(number)
             self._silent.add(int(number))
-            if watched is None or self._last[number] >= 0:  # what it met before tells nothing of now
+            if watched is None or self._last[number] >= 0:  # what it met before shows nothing of now
                 why = "; ".join(watched.unserved if watched is not None else ()) or NOT_RUN
             else:
                 why = watched.silence
@@ -187,7 +187,7 @@ class CoverageReport:
 
     def table(self, *, norms: bool = False) -> str:
         """A line for each group of layers that stand alike, and how many are watched in all; norms: then those whose
-        weights lie elsewhere than `attach` told."""
+        weights lie elsewhere than `attach` printed."""
         names = [layer.name for layer in self._layers]
         of_norms = table_of_norms(names, self._layouts) if norms and self._layouts else ""
         return "\n".join(filter(None, (self._of_layers(), of_norms)))

@@ -1,7 +1,7 @@
 """Watches `torch.nn.attention.flex_attention.flex_attention`, by whatever name or compiled function it is called.
 
 It is nearly always called through `torch.compile(flex_attention)`, which people keep in names, classes and attributes.
-So the function's code is replaced and no name. The new code calls a copy of the old one, which every such compiled
+So the function's code is replaced and no name. The new code calls a copy of the old one, which every compiled
 function compiles as before and with its own options, and hands operands and output to the probe.
 """
 

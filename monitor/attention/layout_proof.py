@@ -1,7 +1,7 @@
 """Norms are of the right rows or unknown: what a layer's projections gave and what its attention got are compared.
 
 Hooks on the projections note their output, and the call of attention that follows keeps those of a few tokens beside
-its queries and keys. At the next reading of the norms these numbers tell the layout (monitor/model/layouts.py).
+its queries and keys. At the next reading of the norms these numbers show the layout (monitor/model/layouts.py).
 """
 
 import functools
@@ -29,7 +29,7 @@ from foreshock.monitor.model.table import listed
 from foreshock.monitor.model.weights import base_of, change_by_weight, computes_otherwise, has_adapters, stored
 
 _TRIES: Final = 3
-"""Calls that may fit no layout before the norms stay unknown: one may be of another kind, such as with a cache."""
+"""Calls that may fit no layout before the norms stay unknown: one may be of another kind, for example with a cache."""
 _UNSEEN: Final = "no call has shown yet which rows are which head's"
 _HOOK_ID: Final = -1
 """The same in every module, as for watched modules (interception.py)."""
@@ -44,7 +44,7 @@ class LayoutProof:
     """Where W_Q and W_K of one layer lie, as its calls show it."""
 
     def __init__(self, projection: Projection | None, unmeasured: str = "") -> None:
-        """`projection` is what names tell; `unmeasured` says why there is none."""
+        """`projection` is what names show; `unmeasured` is why there is none."""
         self.gone = False
         """The layer's module is no part of the model any more: another may stand in its place."""
         self._accept(projection, unmeasured)

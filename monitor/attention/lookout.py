@@ -1,6 +1,6 @@
 """Looks out for attention that is not watched: what a backward runs in fact, and modules that are added after attach.
 
-A backward tells it in the first steps, and again after modules changed; neither costs a later step anything.
+A backward shows it in the first steps, and again after modules changed; neither costs a later step anything.
 """
 
 from collections.abc import Sequence
@@ -24,20 +24,20 @@ _TRIES: Final = 8
 
 
 class Lookout:
-    """Tells which attention of `model` nobody watches. known: names of the attention modules that attach found;
-    told_heads: as attach was given them; layouts: of each watched module, the proof that is to hear whether it is gone.
+    """Finds the attention of `model` that nobody watches. known: names of the attention modules that attach found;
+    given_heads: as attach was given them; layouts: of each watched module, the proof that is to know when it is gone.
     """
 
     def __init__(
         self,
         model: nn.Module,
         known: Sequence[str],
-        told_heads: dict[str, int],
+        given_heads: dict[str, int],
         layouts: Sequence[tuple[nn.Module, LayoutProof]] = (),
     ) -> None:
         self._model: Final = ref(model)
         self._known = {name: model.get_submodule(name) for name in known}
-        self._told_heads: Final = told_heads
+        self._given_heads: Final = given_heads
         self._layouts: Final = layouts
         self._modules = {id(module) for module in model.modules()}
         self._looks, self._tries = _LOOKS, _TRIES
@@ -86,7 +86,7 @@ class Lookout:
         again = "it was added after attach; close the agent and attach again to watch it"
         return {
             each.name: again if each.problem is None else each.problem
-            for each in find_attention(model, self._told_heads)
+            for each in find_attention(model, self._given_heads)
             if id(each.module) not in before
         }
 

@@ -48,8 +48,8 @@ class Sampling:
 
     rows: int
     every_steps: int = 1
-    """Steps from one that is measured to the next. A step that is captured in a CUDA graph measures so many times fewer
-    rows, since each of its replays is measured."""
+    """Steps from one that is measured to the next. A step that is captured in a CUDA graph measures this many times
+    fewer rows, since each of its replays is measured."""
     due: bool = True
     in_full: bool = False
     """The scores of all rows of the running step are computed, for the largest of each head."""

@@ -192,7 +192,7 @@ def _scores(
     if score_mod is not None:
         head = torch.arange(scores.shape[1], dtype=torch.int32, device=row.device)
         query = torch.cat([row, row], 1)[:, None, :, None].int()
-        # what it makes of a score of 0 tells a mask and a bias from what, as a softcap, bends the scores
+        # what it makes of a score of 0 separates a mask and a bias from what, as a softcap, bends the scores
         both = torch.cat([scores, torch.zeros_like(scores)], 2)
         modified = score_mod(both, entry.view(-1, 1, 1, 1).int(), head.view(-1, 1, 1), query, position)
         scores, added = torch.empty_like(both).copy_(modified).chunk(2, 2)

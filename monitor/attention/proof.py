@@ -25,9 +25,9 @@ KEY_HEADS: Final = 2
 ROWS: Final = 10
 """Neighbours of a head whose errors are compared together: few, so that one wrong row is found."""
 FACTOR: Final = 4.0
-"""Our error may be so many times that of PyTorch's attention."""
+"""Our error may be this many times that of PyTorch's attention."""
 ROUNDINGS: Final = {torch.float32: 16.0, torch.float64: 256.0}
-"""And so many units of rounding, 2 in 16 bits: of float64 the truth itself is off by some dozens."""
+"""And this many units of rounding, 2 in 16 bits: of float64 the truth itself is off by some dozens."""
 _OFFSET: Final = 0.4
 """Mean of queries and keys: the scores of a head drift together, as those of a head that needs a mitigation."""
 
@@ -73,20 +73,20 @@ _compared: Final[dict[Kind, str | None]] = {}
 
 
 def _compare(kind: Kind) -> str | None:
-    told: list[str | None] = []
+    outcome: list[str | None] = []
 
     def compare() -> None:
         try:
-            told.append(difference(kind))
+            outcome.append(difference(kind))
         except Exception as error:
-            told.append(f"the comparison with our kernels failed: {type(error).__name__}: {str(error)[:200]}")
+            outcome.append(f"the comparison with our kernels failed: {type(error).__name__}: {str(error)[:200]}")
 
     # A thread of its own has none of what the training's may be under: autocast, hooks on saved tensors as those of
     # checkpointing, dispatch modes, a forward that records no gradients.
     thread = threading.Thread(target=compare, name="foreshock-proof", daemon=True)
     thread.start()
     thread.join()
-    return told[0]
+    return outcome[0]
 
 
 def difference(kind: Kind) -> str | None:

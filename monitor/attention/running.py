@@ -91,7 +91,7 @@ def again_in(layer: WatchedLayer) -> Iterator[None]:
 def layer_of_this_call() -> WatchedLayer | None:
     """The layer whose forward is running in this thread; None where the call is none of its business."""
     # What is transformed or exported is to be the model's own, without us. (Traced by torch 2.11, is_exporting() says
-    # True of every compiled model; the flag behind it tells.)
+    # True of every compiled model; the flag behind it is right.)
     if torch.compiler.is_compiling():
         return None if torch.compiler._is_exporting_flag else _traced.layer
     if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
@@ -105,7 +105,7 @@ def layer_of_this_call() -> WatchedLayer | None:
 
 
 def _leave_what_was_interrupted() -> None:
-    # The hook after a forward does not run where KeyboardInterrupt or SystemExit left it: its frame tells.
+    # The hook after a forward does not run where KeyboardInterrupt or SystemExit left it: its frame shows that.
     while _mine.frame is not None and not _is_running(_mine.frame):
         leave()
 
@@ -157,7 +157,7 @@ def note_call_outside() -> None:
     recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not outside.calls
     if recomputed and any(not layer.keeps for layer in list(outside.layers)):
         raise RuntimeError(
-            "foreshock cannot tell which layer's attention is recomputed in this backward: the checkpointing in use is "
+            "foreshock cannot know which layer's attention is recomputed in this backward: the checkpointing in use is "
             "not PyTorch's; use torch.utils.checkpoint, or checkpoint whole attention modules or blocks"
         )
     outside.calls += 1

@@ -95,7 +95,7 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _unknown(name: str, query: Tensor, mask: Any, kwargs: dict[str, Any], more: bool) -> str | None:
-    """Why the scores of this call cannot be told from its arguments."""
+    """Why the scores of this call cannot be computed from its arguments."""
     names = [k for k, v in kwargs.items() if v is not None and k not in _KNOWN and k not in _HARMLESS]
     if names or more:
         return f"it passes {', '.join(names) or 'more arguments than a mask'}, which is not probed"

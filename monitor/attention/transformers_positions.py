@@ -1,8 +1,8 @@
-"""Tells transformers that a sequence is not packed where nobody can have packed it.
+"""Shows transformers that a sequence is not packed where nobody can have packed it.
 
 Its models make their masks from position numbers, which may say that a row holds several sequences. In eager mode they
 read the numbers back from the device to find out, as they do without us; under torch.compile they cannot, and make a
-mask of the general kind, which no kernel serves. But packing is told by giving `position_ids`: numbers that the model
+mask of the general kind, which no kernel serves. But packing is shown by giving `position_ids`: numbers that the model
 makes itself count straight up from 0. This is so only while our kernels are to serve a layer (backend_selector.py).
 """
 
@@ -25,7 +25,7 @@ _function: Final[Any] = getattr(masking_utils, _NAME, None)
 _original: Final[Any] = (
     _function if _function and list(inspect.signature(_function).parameters)[:5] == _ARGUMENTS else None
 )
-"""None in a version that finds out otherwise; models that are compiled whole then go unwatched, and are told so."""
+"""None in a version that finds out otherwise; models that are compiled whole then go unwatched, with a warning."""
 
 
 class _Counting:
@@ -33,7 +33,7 @@ class _Counting:
     follow it. What makes a mask for any other model, in this thread or another, finds a configuration not its own."""
 
     config: Any = None
-    """Of that model; None where numbers were given, where it cannot be told, and in eager mode."""
+    """Of that model; None where numbers were given, where it is unknown, and in eager mode."""
     users: int = 0
 
 

@@ -127,9 +127,9 @@ class WatchedLayer:
         self.home: Callable[[], nn.Module | None] = lambda: None
         """The module that it watches, as a weak reference."""
         self.head_dim = 0
-        """Features of a query of the last call; 0 before the first, and not told by compiled code."""
+        """Features of a query of the last call; 0 before the first, and not set by compiled code."""
         self.ran = self.met = False
-        """Its module's forward ran, and called an attention that is met; not told of compiled code."""
+        """Its module's forward ran, and called an attention that is met; not set by compiled code."""
         for buffer in (self.state, self.modes):  # spares torch.compile's CUDA graphs a copy of them in every step
             torch._dynamo.mark_static_address(buffer, guard=False)
 
@@ -145,7 +145,7 @@ class WatchedLayer:
         if self.unserved:
             return "; ".join(self.unserved)
         if self.met:
-            again = ", or only such as are differentiated again, which are not counted"
+            again = ", or only backwards that are differentiated again, which are not counted"
             return "no backward ran through it" + ("" if self.keeps else again)
         if self.ran:
             return "its forward ran, but computed attention by none of the functions that are met"

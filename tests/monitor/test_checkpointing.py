@@ -114,7 +114,7 @@ class SomebodyElses(torch.autograd.Function):
 
 
 def test_a_recompute_whose_layer_cannot_be_told_is_an_error_with_a_sentence() -> None:
-    with pytest.raises(RuntimeError, match="cannot tell which layer's attention is recomputed in this backward"):
+    with pytest.raises(RuntimeError, match="cannot know which layer's attention is recomputed in this backward"):
         train(model("attention alone", SomebodyElses.apply))
 
 

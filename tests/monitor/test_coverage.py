@@ -153,7 +153,7 @@ def test_layers_dropped_at_random_are_named_a_few_times_and_the_table_becomes_ri
     assert len(said(caplog)) <= 8
     assert 2 <= len(tables) <= 8
     assert tables[0].splitlines()[-1] != tables[-1].splitlines()[-1] == "watched 3 of 3 attention layers"
-    assert not report.untold
+    assert not report.table_is_stale
 
 
 @pytest.mark.promise("A24")
@@ -181,4 +181,4 @@ def test_what_no_table_showed_yet_is_known_at_the_end() -> None:
     report = CoverageReport(layers(), selector(True, True, True))
     for step, counts in enumerate([(True, False, False), (True, True, False), (True, True, True)], start=1):
         report.look(words(*counts), step - 1, step)
-    assert report.untold
+    assert report.table_is_stale

@@ -175,7 +175,7 @@ def test_gradients_that_are_differentiated_again_are_named_where_our_kernels_do_
             agent.step(float(loss.detach()))
         assert agent.report().endswith("watched 1 of 1 attention layers")
     (line,) = [record.message for record in caplog.records if "counted nothing" in record.message]
-    why = "no backward ran through it, or only such as are differentiated again, which are not counted"
+    why = "no backward ran through it, or only backwards that are differentiated again, which are not counted"
     assert line == f"foreshock: layer 0 (0) counted nothing in step 1: {why}"
 
 
