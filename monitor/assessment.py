@@ -88,7 +88,7 @@ def key_bias_of(watched: Iterable[Found]) -> KeyBias:
 
 
 def _of_keys(found: Found) -> nn.Module | None:
-    """The projection that makes the keys; None where names do not tell it."""
+    """The projection that makes the keys; None where names do not show it."""
     if found.projection is not None:
         return found.projection.key.holder
     children = (getattr(found.module, name, None) for name in _OF_LATENT)
@@ -192,13 +192,13 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
     kind = type(optimizer).__name__
     groups: list[dict[str, Any]] = optimizer.param_groups
     rates = sorted({float(g["lr"]) for g in groups if "lr" in g})
-    told = f"Optimizer: {kind}, learning rate {' and '.join(f'{rate:g}' for rate in rates) or 'not told'}"
+    description = f"Optimizer: {kind}, learning rate {' and '.join(f'{rate:g}' for rate in rates) or 'unknown'}"
     small = [float(g["eps"]) for g in groups if isinstance(g.get("eps"), float)]
     if "adam" in kind.lower() and small and max(small) < 1e-6:
-        told += (
+        description += (
             f", eps {' and '.join(f'{eps:g}' for eps in sorted(set(small)))}. An eps of 1e-5 held the drift of the one "
             "run that was tried at 13 nats instead of 120"
         )
     if "muon" in kind.lower():
-        told += ". Muon makes scores grow at rates at which Adam does not (arXiv 2507.20534)"
-    return [told + "."]
+        description += ". Muon makes scores grow at rates at which Adam does not (arXiv 2507.20534)"
+    return [description + "."]

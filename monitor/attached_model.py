@@ -34,7 +34,7 @@ class AttachedModel:
     """Attention modules that were found and cannot be watched."""
 
     def announced(self) -> tuple[wire.Layer, ...]:
-        """`layers` as they stand now: who serves each, and the head dim that calls told where nothing else did."""
+        """`layers` as they stand now: who serves each, and the head dim that calls showed where nothing else did."""
         ours = served_by(self.state, self.selector.layers[0].numerics)
         return tuple(
             layer.model_copy(
@@ -64,7 +64,7 @@ class AttachedModel:
         )
 
     def is_served_as(self, layers: Sequence[wire.Layer]) -> bool:
-        """Whether each is served now as `announced` said."""
+        """Whether each layer is served now as `layers`, which `announced` gave, has it."""
         return [layer.sampled for layer in layers] == [watched.sampled for watched in self.selector.layers]
 
     def readings(self, counted: Counted) -> Readings:

@@ -1,4 +1,4 @@
-"""`attach`: one line that finds a model's attention, says what it found and puts the watched attention under it."""
+"""`attach`: one line that finds a model's attention, prints what it found and puts the watched attention under it."""
 
 import difflib
 import functools
@@ -34,7 +34,7 @@ from foreshock.monitor.qk_clip.latent_proof import LatentProof
 _NO_ATTENTION: Final = (
     "no attention was found in {model}: the code of no module was seen to call "
     "torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.varlen.varlen_attn or transformers' "
-    'attention interface; where one does, tell its number of heads: heads={{"its name": 8}}'
+    'attention interface; where one does, give its number of heads: heads={{"its name": 8}}'
 )
 
 
@@ -97,7 +97,7 @@ _agents: Final[weakref.WeakKeyDictionary[WatchedLayer, weakref.ref[Agent]]] = we
 def detach(model: nn.Module) -> None:
     """Close every agent that watches a module of `model`, which is then as before `attach`; nothing where none does.
 
-    For where the agent that `attach` returned is out of reach. The service is told that the run was stopped.
+    For where the agent that `attach` returned is out of reach. The service then shows the run as stopped.
     """
     layers = [vars(module)[LAYER_ATTRIBUTE] for module in model.modules() if is_watched(module)]
     for layer in layers:
@@ -110,7 +110,7 @@ _SIZES: Final = ("world_size", "foreshock_world_size")
 
 
 def _place(config: AgentConfig | None) -> dict[str, int]:
-    """Rank and world size as torch.distributed knows them, where neither the user nor the launcher tells them.
+    """Rank and world size as torch.distributed knows them, where neither the user nor the launcher gives them.
 
     Nor may a launcher know of all: of processes that its own process spawned, each has inherited its number.
     """
@@ -141,8 +141,8 @@ def _refuse_unfit(model: nn.Module) -> None:
 
 def _refuse_unknown_names(model: nn.Module, settings: AgentConfig) -> None:
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    for setting, told in (("heads", settings.heads), ("layers", settings.layers)):
-        for unknown in told.keys() - names:
+    for setting, by_name in (("heads", settings.heads), ("layers", settings.layers)):
+        for unknown in by_name.keys() - names:
             near = difflib.get_close_matches(unknown, names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else "; report() of an agent without it lists them"
             raise ValueError(f"{setting} names {unknown[:100]!r}, which is no module of the model{hint}")
@@ -199,7 +199,7 @@ def _install(
 
 
 def _described(watched: list[Found], settings: AgentConfig, ours: str) -> tuple[Layer, ...]:
-    """The layers as the service is told of them; `ours`: what of ours serves them, where it does."""
+    """The layers as the service gets them; `ours`: what of ours serves them, where it does."""
     sampled = settings.attention != "kernels"
     return tuple(
         Layer(

@@ -50,7 +50,7 @@ class AgentConfig(BaseSettings):
     """Free text shown beside the run: {"team": "vision"}."""
 
     url: str | None = None
-    """Address of the service, such as http://127.0.0.1:8765. None: detect and act locally, send nothing."""
+    """Address of the service, for example http://127.0.0.1:8765. None: detect and act locally, send nothing."""
     token: SecretStr | None = None
     """Token of the service, with the scope `ingest`."""
     token_file: Path | None = None
@@ -86,9 +86,9 @@ class AgentConfig(BaseSettings):
     qk_clip_threshold: float = Field(default=100.0, gt=0, allow_inf_nan=False)
     """The largest score that QK-Clip leaves alone; 100 as in Kimi K2."""
     qk_clip_every_steps: int = Field(default=10, ge=1)
-    """Where attention is kept while QK-Clip is on: one step in so many computes all scores once more, and scales heads
-    by the largest. Other steps measure a sample of rows, and scale nothing. What foreshock's kernels serve is scaled in
-    every step."""
+    """Where attention is kept while QK-Clip is on: one step in this many computes all scores once more, and scales
+    heads by the largest. Other steps measure a sample of rows, and scale nothing. What foreshock's kernels serve is
+    scaled in every step."""
     numerics: Numerics = "auto"
     """How attention is rounded. With auto each call is rounded as its operands are: kernel for 16 bits (with autocast
     counted in), float32 for fp32, float64 for float64. A name holds for every call. Numerics kernel rounds as
@@ -101,15 +101,15 @@ class AgentConfig(BaseSettings):
     PyTorch's attention on drawn operands; what differs by more than rounding stays with the model's own."""
     probe_rows: int = Field(default=4096, ge=1, le=2**20)
     """Where attention is kept: one step in `sample_every_steps` is measured, and every step for a while after a
-    warning. This is the number of rows of each head that such a step measures, or all where a batch has no more. They
+    warning. This is the number of rows of each head that a measured step reads, or all where a batch has no more. They
     are spread over the batch and drawn anew each time. `foreshock lab power` shows what rows are worth."""
 
     sample_every_steps: int = Field(default=10, ge=1, le=10**6)
-    """A sample is taken every so many steps. The number is doubled until samples are `sample_every_seconds` apart."""
+    """A sample is taken every this many steps. The number is doubled until samples are `sample_every_seconds` apart."""
     sample_every_seconds: float = Field(default=1.0, ge=0, le=3600)
     """Least time between two samples. It acts by doubling the steps, so that all ranks sample the same steps."""
     norms_every_steps: int = Field(default=100, ge=0, le=10**6)
-    """Spectral norms of W_Q and W_K are measured every so many steps, with the next sample. 0 turns them off."""
+    """Spectral norms of W_Q and W_K are measured every this many steps, with the next sample. 0 turns them off."""
 
     detectors: DetectorConfig = DetectorConfig()
     """The thresholds that decide when a head is warned about."""
@@ -117,8 +117,8 @@ class AgentConfig(BaseSettings):
     first_layer: int = Field(default=0, ge=0)
     """Global number of this rank's first attention layer (pipeline parallelism)."""
     layers: dict[str, int] = Field(default_factory=dict)
-    """Global numbers of attention layers by module name, such as {"layers.0.attention": 8}. Needed where the layers of
-    a rank are not consecutive (interleaved pipeline stages)."""
+    """Global numbers of attention layers by module name, for example {"layers.0.attention": 8}. Needed where the layers
+    of a rank are not consecutive (interleaved pipeline stages)."""
     first_head: int = Field(default=0, ge=0)
     """Global number of this rank's first head in every layer. Needed where the model's own modules hold only some of
     the heads; tensor parallelism by PyTorch's parallelize_module is recognised and needs no number."""
@@ -191,7 +191,7 @@ class AgentConfig(BaseSettings):
     @classmethod
     def _url_is_http(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):
-            raise ValueError("url must start with http:// or https://, such as http://127.0.0.1:8765")
+            raise ValueError("url must start with http:// or https://, for example http://127.0.0.1:8765")
         if value is not None and "@" in value:
             raise ValueError("url must carry no user name or password; give token=... or set FORESHOCK_TOKEN")
         return value
@@ -261,7 +261,7 @@ _PLAIN_NAME: Final = "run-%Y%m%d-%H%M%S-"
 
 
 def new_run_name(world_size: int = 1) -> str:
-    """A name for a run that was given none, such as run-20260102-030405-9f3a; for several processes, the launcher's."""
+    """A name for a run that was given none, like run-20260102-030405-9f3a; for several processes, the launcher's."""
     launched = _launcher_run() if world_size > 1 else None
     return launched or time.strftime(_PLAIN_NAME, time.gmtime()) + secrets.token_hex(2)
 

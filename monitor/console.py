@@ -1,4 +1,4 @@
-"""What the agent says in the training's log: a line when an incident opens, grows tenfold, turns worse or ends.
+"""What the agent writes to the training's log: a line when an incident opens, grows tenfold, turns worse or ends.
 
 Nobody reads a line for each of 144 heads. The agent speaks of what its own process sees; the service gathers ranks.
 Where nobody has set up logging, Python shows it on the terminal: what is printed as well stands there twice.
@@ -19,25 +19,25 @@ logger: Final = logging.getLogger("foreshock")
 
 @dataclass
 class _Open:
-    """An incident as far as it has been told."""
+    """An incident as far as lines have reported it."""
 
     warned: dict[str, Warned] = field(default_factory=dict)
-    standing: set[str] = field(default_factory=set)
+    active: set[str] = field(default_factory=set)
     critical: bool = False
-    told: tuple[int, bool] = (0, False)
+    reported: tuple[int, bool] = (0, False)
     """How many digits its heads had, and whether it was critical."""
     causes: set[IncidentCause] = field(default_factory=set)
-    """Those that were told of it."""
+    """Those that were reported of it."""
 
 
 class ConsoleReporter:
-    """Turns verdicts and switches into lines; what it costs does not grow with the heads, but for the lines it says."""
+    """Turns verdicts and switches into lines; its cost does not grow with the heads, but for the lines that it logs."""
 
     def __init__(self, config: AgentConfig, layers: Sequence[wire.Layer]) -> None:
         self._config = config
         parts = config.first_layer or config.layers or any(layer.heads[0] for layer in layers if layer.heads)
         self.first = config.rank == 0 or bool(parts)
-        """Whether this process is the first of those that hold the same heads, as far as the settings tell."""
+        """Whether this process is the first of those that hold the same heads, as far as the settings show."""
         self.speaks = not config.quiet and self.first
         self._open: dict[frozenset[IncidentCause], _Open] = {}
         """By the causes that are one incident."""
@@ -51,26 +51,26 @@ class ConsoleReporter:
         clip: str | None = None,
         page: str = "",
     ) -> list[str]:
-        """The lines that these verdicts are worth. modes: gives the present mode of every head that is switched; clip:
-        `Started.qk_clip` as it is now; page: what a warning ends with."""
+        """The lines that the log gets for these verdicts. modes: gives the present mode of every head that is switched;
+        clip: `Started.qk_clip` as it is now; page: what a warning ends with."""
         self._clip = clip
         for verdict in verdicts:
             if verdict.severity != "info":
                 self._take(verdict)
         lines = []
         for causes, own in list(self._open.items()):
-            now = (len(str(len(own.standing))) if own.standing else 0, own.critical)
-            if not own.standing:
+            now = (len(str(len(own.active))) if own.active else 0, own.critical)
+            if not own.active:
                 del self._open[causes]
                 if own.warned:  # else all of it turned out to be of another cause
                     lines.append(f"foreshock: {self._of(own, modes).sentence}")
                 continue
-            stand = {cause_of(one.verdict) for one in own.warned.values() if one.verdict.id in own.standing}
-            if now > own.told or now[1] > own.told[1] or not stand <= own.causes:
-                own.told, own.causes = max(now, own.told), own.causes | stand
-                said = self._of(own, modes)
+            causes_now = {cause_of(one.verdict) for one in own.warned.values() if one.verdict.id in own.active}
+            if now > own.reported or now[1] > own.reported[1] or not causes_now <= own.causes:
+                own.reported, own.causes = max(now, own.reported), own.causes | causes_now
+                incident = self._of(own, modes)
                 word = "critical" if own.critical else "warning"
-                lines.append(f"foreshock: {word}: {said.sentence} {said.done} To do: {said.to_do}{page}")
+                lines.append(f"foreshock: {word}: {incident.sentence} {incident.done} To do: {incident.to_do}{page}")
         return lines
 
     def switched(self, events: Sequence[wire.Switched]) -> list[str]:
@@ -110,12 +110,12 @@ class ConsoleReporter:
                 raised = before.raised_step
                 if other != causes:  # the detectors know better by now
                     del own.warned[verdict.id]
-                    own.standing.discard(verdict.id)
+                    own.active.discard(verdict.id)
         if verdict.state == "cleared" and causes not in self._open:
             return
         own = self._open.setdefault(causes, _Open())
         own.warned[verdict.id] = Warned(self._config.rank, raised, verdict)
-        (own.standing.discard if verdict.state == "cleared" else own.standing.add)(verdict.id)
+        (own.active.discard if verdict.state == "cleared" else own.active.add)(verdict.id)
         own.critical |= verdict.severity == "critical" and verdict.state != "cleared"
 
     def _of(self, own: _Open, modes: Callable[[], Mapping[wire.HeadRef, str]]) -> Incident:

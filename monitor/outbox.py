@@ -28,8 +28,8 @@ class Outbox:
         self._sinks: list[Sink] = []
         self._early: list[wire.Switched | wire.Clipped] | None = []
         """What was done before the run started, whose first step may still be set; None since then."""
-        self._standing: dict[IncidentCause, set[str]] = {}
-        """Warnings that stand, by the cause of their incident."""
+        self._active: dict[IncidentCause, set[str]] = {}
+        """Identities of warnings that are not cleared, by the cause of their incident."""
         self.started: wire.Started | None = None
         """What the run is, as it was sent last."""
         self.sender: Sender | None = None
@@ -69,19 +69,19 @@ class Outbox:
         self._send(event)
 
     def _log(self, verdict: wire.Verdict) -> None:
-        """A line of the log: a warning for the first head of a cause, where the console says nothing of the incident;
+        """Log a verdict: as a warning for the first head of a cause, where the console has no line for the incident;
         nobody reads one for each of 144 that follow it."""
-        standing = self._standing.setdefault(cause_of(verdict), set())
-        for others in self._standing.values():
+        active = self._active.setdefault(cause_of(verdict), set())
+        for others in self._active.values():
             others.discard(verdict.id)
         if verdict.state == "raised":
-            first = verdict.severity != "info" and not standing and not self._console_speaks
+            first = verdict.severity != "info" and not active and not self._console_speaks
             level = logging.WARNING if first else logging.INFO
             logger.log(level, "foreshock, step %d: %s%s", verdict.step, verdict.sentence, self.page if first else "")
         elif verdict.severity == "info":  # a note, which never stands
             logger.info("foreshock, step %d: %s", verdict.step, verdict.sentence)
         if verdict.state != "cleared" and verdict.severity != "info":
-            standing.add(verdict.id)
+            active.add(verdict.id)
 
     def correct(self, started: wire.Started) -> None:
         """Send anew what the run is, since who serves its layers has changed; nothing happened, so no sink hears it."""

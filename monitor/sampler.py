@@ -16,7 +16,7 @@ from foreshock.monitor.sampling.norms import ModelNorms
 
 
 class SamplingSchedule:
-    """Counts steps and seconds since the last sample. The agent tells it of every step, sample and measurement."""
+    """Counts steps and seconds since the last sample. The agent reports every step, sample and measurement to it."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._config: Final = config

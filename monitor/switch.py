@@ -1,7 +1,7 @@
 """Changes the mode of heads: the one writer of the mode flags in device memory.
 
 A switch of heads whose attention the model keeps waits until a step has run in which our kernels computed it: what ran
-tells, not what was asked. Then it has been applied from that step on; where they differ or cannot, it is refused.
+shows, not what was asked. Then it has been applied from that step on; where they differ or cannot, it is refused.
 
 A command from the service is delivered at least once and answered exactly once. Its values are checked again here,
 against this process's own heads, modes, clock and step.
@@ -59,8 +59,8 @@ class Switchboard:
         self.serves: Callable[[int], bool] | None = None
         """Whether our kernels compute the head in a row, and read its mode; None: all of them."""
         self.acts: dict[str, Callable[[wire.Command], str]] = {}
-        """What carries out orders that are no switches, by their action: says what became of it, or why it is refused
-        as ValueError."""
+        """What carries out orders that are no switches, by their action. It returns what became of it; ValueError where
+        it is refused."""
         self._orders: list[_Order] = []
         self._late: list[wire.Switched] = []
         """Answers to orders that others replaced while they waited."""
@@ -83,7 +83,7 @@ class Switchboard:
         return self.modes() | {head: int(order.mode) for order in self._orders for head in order.heads}
 
     def switch(self, heads: Iterable[tuple[int, int]], mode: str, *, step: int, reason: str) -> wire.Switched | None:
-        """Give `heads` this mode, as a person says; None while that waits for the kernels to serve them.
+        """Give `heads` this mode, as a person asked; None while that waits for the kernels to serve them.
 
         Raises ValueError for a mode or head that does not exist here, and for a mode that no kernel serves, or not for
         that head as its attention is called. Of every head those are left out that no mode would change.
@@ -106,22 +106,22 @@ class Switchboard:
         outcome: wire.Outcome,
         policy: str,
     ) -> list[wire.Switched]:
-        """Give `heads` this mode for a verdict, or only say so where `outcome` is "proposed"; what cannot have it
+        """Give `heads` this mode for a verdict, or only propose it where `outcome` is "proposed"; what cannot have it
         refuses, with the reason of the first. `policy` stands before the reasons."""
         wanted = list(heads)
         refused = self._refused(wanted, mode)
         takers = [head for head in wanted if head not in refused]
-        told: dict[str, Any] = {"step": step, "verdict": verdict.id}
+        shared: dict[str, Any] = {"step": step, "verdict": verdict.id}
         reason = f"{policy}: {verdict.sentence}"
         done = []
         if takers and outcome != "applied":
-            done.append(self._done(outcome, takers, mode, reason=reason, **told))
+            done.append(self._done(outcome, takers, mode, reason=reason, **shared))
         elif takers:
             now = self._carry_out(_Order(tuple(takers), mode, reason, verdict=verdict.id), step)
             done += [] if now is None else [now]
         if refused:
             why = next(iter(refused.values()))
-            done.append(self._done("refused", list(refused), None, reason=f"{policy}: {why}", **told))
+            done.append(self._done("refused", list(refused), None, reason=f"{policy}: {why}", **shared))
         return done
 
     def _carry_out(self, order: _Order, step: int) -> wire.Switched | None:
@@ -146,7 +146,7 @@ class Switchboard:
     def settle(self, since_step: int, step: int, unix_seconds: float) -> list[wire.Switched]:
         """What the training from `since_step` to `step` shows of the orders that waited: applied at `since_step` where
         our kernels computed their heads, refused where they could not, expired. What it shows nothing of waits on."""
-        told, self._late = self._late, []
+        answers, self._late = self._late, []
         for order in list(self._orders):
             refused = self._refused(order.heads, order.mode)
             takers = tuple(head for head in order.heads if head not in refused and self._is_served(head))
@@ -154,19 +154,19 @@ class Switchboard:
             expired = None if order.command is None else _expired(order.command, step, unix_seconds)
             if takers:
                 reason = order.reason + _left_out(refused)
-                told.append(self._answer(order, "applied", takers, since_step, reason))
+                answers.append(self._answer(order, "applied", takers, since_step, reason))
             elif not waiting:
-                told.append(self._answer(order, "refused", order.heads, step, next(iter(refused.values()))))
+                answers.append(self._answer(order, "refused", order.heads, step, next(iter(refused.values()))))
             elif expired is not None:
-                told.append(self._answer(order, "expired", order.heads, step, expired))
+                answers.append(self._answer(order, "expired", order.heads, step, expired))
             else:
                 continue
             self._orders.remove(order)
             if takers and waiting:
                 self._orders.append(order._replace(heads=waiting, command=None))
-        if told:
+        if answers:
             self._write()
-        return told
+        return answers
 
     def _answer(
         self, order: _Order, outcome: wire.Outcome, heads: Sequence[tuple[int, int]], step: int, reason: str
@@ -213,8 +213,8 @@ class Switchboard:
         return {} if refuses is None else _sentences({head: refuses(self._rows[head], mode) for head in heads})
 
     def _takers(self, heads: list[tuple[int, int]], mode: int) -> tuple[list[tuple[int, int]], str]:
-        """The heads that an order switches, and what is said of others. An order for every head leaves those out that
-        cannot have the mode; else, and where none is left, they refuse it. Raises ValueError."""
+        """The heads that an order switches, and the answer's words about others. An order for every head leaves those
+        out that cannot have the mode; else, and where none is left, they refuse it. Raises ValueError."""
         refused = self._refused(heads, mode)
         if refused and (set(heads) != self._rows.keys() or len(refused) == len(self._rows)):
             raise ValueError(next(iter(refused.values())))
@@ -324,7 +324,7 @@ def _left_out(refused: Mapping[tuple[int, int], str]) -> str:
     return f" ({len(refused)} heads are left out: {next(iter(refused.values()))})" if refused else ""
 
 
-def _sentences(told: Mapping[tuple[int, int], str | None]) -> dict[tuple[int, int], str]:
+def _sentences(reasons: Mapping[tuple[int, int], str | None]) -> dict[tuple[int, int], str]:
     return {
-        (layer, head): f"layer {layer} head {head}: {why}" for (layer, head), why in told.items() if why is not None
+        (layer, head): f"layer {layer} head {head}: {why}" for (layer, head), why in reasons.items() if why is not None
     }

@@ -155,7 +155,7 @@ def _own_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any] |
 
 
 def _saved_in(state: TrainerState, name: str) -> dict[str, Any] | None:
-    """The agent's state in a loaded checkpoint, whether or not the Trainer was told to restore callbacks."""
+    """The agent's state in a loaded checkpoint, whether or not the Trainer was to restore callbacks."""
     entry = (state.stateful_callbacks or {}).get(name)
     entry = entry[0] if isinstance(entry, list) and entry else entry
     attributes = entry.get("attributes") if isinstance(entry, dict) else None

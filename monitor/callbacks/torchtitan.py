@@ -121,7 +121,7 @@ class _Hooks:
     def save(self, curr_step: int, last_step: bool = False) -> Any:
         """Where torchtitan saves, save the agent's state beside it."""
         saved = self._save(curr_step, last_step=last_step)
-        if saved is None:  # 0.2 does not tell
+        if saved is None:  # 0.2 returns nothing
             asked: bool = self._trainer.checkpointer._should_save(curr_step, last_step)
         else:
             asked = saved

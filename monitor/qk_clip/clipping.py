@@ -318,7 +318,7 @@ class Clipping:
                 before, smallest = told.get(head, (0, 1.0))
                 told[head] = before + times, min(smallest, factor)
         if self._untold and (self._told_at is None or counted.step >= self._told_at + _TELL_EVERY_STEPS):
-            self.tell_rest()
+            self.emit_rest()
         asked, broken = (wish > 0 for wish in wishes.tolist())
         if broken and not self._over:
             self._end("another process cannot take part")
@@ -335,7 +335,7 @@ class Clipping:
     def _total(self) -> int:
         return sum(times for times, _ in self._done.values()) if self._speaks else 0
 
-    def tell_rest(self) -> None:
+    def emit_rest(self) -> None:
         """Tell what was scaled since it was last told."""
         untold, self._untold = self._untold, {}
         if not untold or not self._speaks:
