@@ -1,4 +1,4 @@
-"""Early warning per head: what is measured, what trips, what is said. No clock, no I/O, no torch, no control run.
+"""Early warning per head: what is measured, what trips, what is warned of. No clock, no I/O, no torch, no control run.
 
 A head's scores may drift as a whole: softmax cannot see it, rounding can (paper, section 3.3). When a block of steps
 closes, each head is compared with itself over the second half of the run so far, at most `window_steps`:
@@ -73,7 +73,7 @@ class Detectors:
         return [alarm.verdict for alarm in self.run.alarms.values()]
 
     def update(self, readings: Readings) -> list[wire.Verdict]:
-        """Judge one sample; the verdicts that were raised, updated or cleared by it.
+        """Take in one sample, and return the verdicts that were raised, updated or cleared by it.
 
         A step that lies before the last one is a run set back to an older checkpoint: its past is forgotten, its
         verdicts stand. Raises ValueError when the readings are not of these heads.
@@ -90,16 +90,16 @@ class Detectors:
             closed = self.run.add(readings)
             if closed:
                 self._measure()
-                tripped = self._judge() | tripped
-            return self._tell(tripped, readings.step, judged=closed)
+                tripped = self._trip() | tripped
+            return self._update_verdicts(tripped, readings.step, block_closed=closed)
 
     def _measure(self) -> None:
         growth = self.run.past.growth(min(self.run.past.last_step / 2, self.config.window_steps))
         found = None if growth is None else WarningConditions.of(growth, self.run.delta_bias_z, self.config)
         self._conditions = found
 
-    def _judge(self) -> dict[int, str]:
-        """The heads that trip now, with their signal."""
+    def _trip(self) -> dict[int, str]:
+        """Compute the heads that trip now, with their signal."""
         run, conditions = self.run, self._conditions
         if conditions is None:
             return {}
@@ -119,18 +119,20 @@ class Detectors:
                 tripped[next((index for index in members if index in run.alarms), most_biased)] = signal
         return tripped
 
-    def _tell(self, tripped: dict[int, str], step: int, *, judged: bool) -> list[wire.Verdict]:
+    def _update_verdicts(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
         alarms = self.run.alarms
         for index, alarm in alarms.items():
             if index in tripped or self._end(HeadSignal.SCORE, index) >= DANGEROUS_SCORE:  # it is not quiet then
                 tripped.setdefault(index, alarm.verdict.signal)
                 alarm.tripped_step = step
-        told = self._verdicts(self._news(tripped, step, judged=judged), step) if tripped or (judged and alarms) else []
+        verdicts: list[wire.Verdict] = []
+        if tripped or (block_closed and alarms):
+            verdicts = self._verdicts(self._news(tripped, step, block_closed=block_closed), step)
         for index in [i for i, alarm in alarms.items() if alarm.tripped_step <= step - self.config.quiet_steps]:
             quiet = alarms.pop(index)
             sentence = f"{who(quiet.verdict)} has been quiet for {step - quiet.tripped_step} steps."
-            told.append(quiet.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": sentence}))
-        return told
+            verdicts.append(quiet.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": sentence}))
+        return verdicts
 
     def _end(self, signal: HeadSignal, index: int) -> float:
         """Where a head's offset or score has come to; NaN where it is not known."""
@@ -138,14 +140,14 @@ class Detectors:
             return math.nan
         return float(self._conditions.growth.end[signal, index])
 
-    def _news(self, tripped: Mapping[int, str], step: int, *, judged: bool) -> dict[int, Finding]:
-        """What is to be told, by head: what drifted farthest first, then what no longer trips and may have settled."""
+    def _news(self, tripped: Mapping[int, str], step: int, *, block_closed: bool) -> dict[int, Finding]:
+        """Findings to report, by head: what drifted farthest first, then what no longer trips and may have settled."""
         alarms, due = self.run.alarms, step - self.config.update_steps
         far = {i: math.inf if i == RUN else np.fmax(abs(self._end(HeadSignal.OFFSET, i)), 0.0) for i in tripped}
         trips = sorted(tripped.items(), key=lambda trip: far[trip[0]], reverse=True)
-        if judged:
-            standing = ((i, alarm.verdict) for i, alarm in alarms.items() if i not in tripped)
-            trips += [(i, told.signal) for i, told in standing if told.signal != NON_FINITE and told.step <= due]
+        if block_closed:
+            silent = ((i, alarm.verdict) for i, alarm in alarms.items() if i not in tripped)
+            trips += [(i, last.signal) for i, last in silent if last.signal != NON_FINITE and last.step <= due]
         warned = GrowthWarnings()
         for index, alarm in alarms.items():
             warned.add(alarm.verdict, explained=index in tripped and self._is_supported(index))
@@ -189,21 +191,21 @@ class Detectors:
         return signal == SIGNAL_NAMES[HeadSignal.OFFSET] or bool(self._conditions.bias_supports_drift[index])
 
     def _verdicts(self, news: Mapping[int, Finding], step: int) -> list[wire.Verdict]:
-        """What is told of heads of which there is news; it stands from now on."""
+        """Make verdicts of the findings, and remember each as the newest of its head."""
         alarms = self.run.alarms
         grown = [index for index, found in news.items() if found.signal != NON_FINITE]
         ahead: dict[int, float] = {}
         if grown and self._conditions is not None:
             ahead = dict(zip(grown, courses(self._conditions.growth, np.array(grown)).tolist(), strict=True))
-        told = []
+        verdicts = []
         for index, found in news.items():
             layer, head = self.heads[index] if index != RUN else (None, None)
             far = found.supported and abs(found.evidence.get("offset", 0.0)) >= self.config.far_offset
             course = forecast(ahead.get(index, math.nan), near_steps=NEAR_RUN_MULTIPLE * step if far else 0.0)
             before = alarms[index].verdict if index in alarms else None
-            told.append(verdict(found, step=step, layer=layer, head=head, ahead=course, before=before))
-            alarms[index] = Alarm(told[-1], alarms[index].tripped_step if before else step)
-        return told
+            verdicts.append(verdict(found, step=step, layer=layer, head=head, ahead=course, before=before))
+            alarms[index] = Alarm(verdicts[-1], alarms[index].tripped_step if before else step)
+        return verdicts
 
     def _evidence(self, index: int) -> dict[str, float]:
         """What a verdict shows of a head; of the whole run nothing."""

@@ -25,7 +25,7 @@ _NEVER: Final = 1e9
 
 
 class Forecast(NamedTuple):
-    """Steps until the largest |score| of a head reaches 512; None where nobody can say."""
+    """Steps until the largest |score| of a head reaches 512; None where it is unknown."""
 
     likely: float | None = None
     earliest: float | None = None
@@ -35,7 +35,7 @@ class Forecast(NamedTuple):
 
 
 def forecast(course: float, *, near_steps: float) -> Forecast:
-    """What is told of a head whose course takes so many steps: inf if it levels off before, NaN if nobody can say.
+    """The forecast for a head whose course takes `course` steps: inf if it levels off before, NaN if that is unknown.
 
     near_steps: a longer course has no latest step, since some of the heads that are warned about so early settle.
     """
@@ -95,7 +95,7 @@ def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, err
 
     What was gained in the newer half over what was gained in the older is the factor by which growth goes on: 1 is a
     line, less levels off, more compounds. As much of that as the `error` of each value may have made is left out. A
-    second course compounds from zero. The later of the two is told: what grows evenly is not doubled, and a jump is no
+    second course compounds from zero. The later of the two is given: what grows evenly is not doubled, and a jump is no
     explosion.
     """
     newer, older = end - middle, middle - start

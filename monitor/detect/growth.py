@@ -39,7 +39,7 @@ SavedInts = Annotated[npt.NDArray[np.int32], _AS_ARRAY]
 
 
 class HeadSignal(IntEnum):
-    """Row of arrays [2, N]; its name in small letters is what a verdict tells."""
+    """Row of arrays [2, N]; its name in small letters is the signal of a verdict."""
 
     OFFSET = 0
     SCORE = 1

@@ -29,7 +29,7 @@ class NonFiniteTracker:
     """the step suspected with the first of the samples in a row that are broken"""
 
     def update(self, readings: Readings, overflow_steps: int) -> list[int]:
-        """The heads, and the run, that are broken; after so many steps of overflow these too."""
+        """The heads, and the run, that are broken; after `overflow_steps` steps of overflow these too."""
         overflowed = self._only_overflowed(readings, overflow_steps)
         heads = np.isinf(readings.score_offset) | (readings.largest_score == np.inf)
         if not overflowed:
@@ -45,7 +45,7 @@ class NonFiniteTracker:
         return broken
 
     def _only_overflowed(self, readings: Readings, overflow_steps: int) -> bool:
-        """Whether gradients alone were not finite, and not for long: a GradScaler finds its scale by such steps, which
+        """Whether gradients alone were not finite, and not for long: a GradScaler finds its scale by these steps, which
         it skips. After a step that was not skipped the loss would not be finite either."""
         loss, norm = readings.loss, readings.grad_norm
         in_gradients = bool((readings.nonfinite_rows > 0).any()) if norm is None else not math.isfinite(norm)

@@ -22,7 +22,7 @@ class HeadReadings(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """Float64 arrays [N] over the heads, NaN where not recorded, and what was told of the step as a whole."""
+    """Float64 arrays [N] over the heads, NaN where not recorded, and what was given of the step as a whole."""
 
     step: int
     since_step: int

@@ -15,7 +15,7 @@ Flags = npt.NDArray[np.bool_]
 _WORTH_A_FORECAST: Final = 0.6
 """A forecast is made of heads whose ratio comes to this by what costs less."""
 _UNSUPPORTED: Final = 0.5
-"""The most that a drift comes to which the delta bias does not support: its score has to say the rest."""
+"""The most that a drift comes to which the delta bias does not support: its score has to show the rest."""
 
 
 class WarningConditions(NamedTuple):

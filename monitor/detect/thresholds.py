@@ -31,7 +31,7 @@ class DetectorConfig(BaseModel):
     horizon_run_multiple: float | None = Field(
         default=3.0,
         gt=0,
-        description="a head is warned about only if its forecast lies within so many times the run's life so far; "
+        description="a head is warned about only if its forecast lies within this many times the run's life so far; "
         "null: however far off it is",
     )
 
@@ -55,8 +55,8 @@ class DetectorConfig(BaseModel):
     overflow_steps: ClassVar[int] = 50
     """Steps in a row whose gradients overflow beside a finite loss before it is critical: a GradScaler skips them."""
     update_steps: ClassVar[int] = 1000
-    """An active verdict is told again after this many steps."""
+    """An active verdict is updated after this many steps."""
 
     def support_z(self, heads: int) -> float:
-        """The standardised delta bias that supports a drift, where one of so many heads may reach it by noise."""
+        """The standardised delta bias that supports a drift, where one of `heads` heads may reach it by noise."""
         return -NormalDist().inv_cdf(self.support_chance / max(heads, 1))

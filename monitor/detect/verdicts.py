@@ -1,4 +1,4 @@
-"""Verdicts from their evidence: why a head is warned about, and how that is said."""
+"""Verdicts from their evidence: why a head is warned about, and in which words."""
 
 import math
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from foreshock.monitor.detect.non_finite import NON_FINITE
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
 _KNOWN: Final[tuple[wire.Cause, ...]] = ("other", "score growth", "rounding")
-"""A later one takes more to be said."""
-_SAYS: Final = {
+"""Causes in the order of the evidence that each takes."""
+_PHRASES: Final = {
     "offset": ("drifts: its scores moved as a whole from", " nats"),
     "score": ("grows: its largest |score| went from", ""),
 }
 
 
 class Finding(NamedTuple):
-    """What is to be said of a head now."""
+    """The evidence of a head now, and what follows from it."""
 
     signal: str
     evidence: dict[str, float]
@@ -29,10 +29,10 @@ class Finding(NamedTuple):
     cause: wire.Cause
     severity: wire.Severity
 
-    def is_news_after(self, told: wire.Verdict) -> bool:
+    def is_news_after(self, before: wire.Verdict) -> bool:
         """Whether people would do something else than after that verdict."""
         now = self.severity, self.cause, self.signal == NON_FINITE
-        return now != (told.severity, told.cause, told.signal == NON_FINITE)
+        return now != (before.severity, before.cause, before.signal == NON_FINITE)
 
 
 @dataclass(slots=True)
@@ -40,15 +40,16 @@ class GrowthWarnings:
     """What stands of growth that is not shown to be rounding."""
 
     first: wire.Cause | None = None
-    """the cause of the oldest such warning"""
+    """the cause of the oldest of these warnings"""
     unexplained: bool = False
     """whether one is critical that no delta bias supports by now"""
 
-    def add(self, told: wire.Verdict | Finding, *, explained: bool) -> None:
-        """Count one in, if it is of such growth. explained: whether the head's delta bias supports its drift now."""
-        if told.cause != "rounding" and told.signal != NON_FINITE:
-            self.first = self.first or told.cause
-            self.unexplained |= told.severity == "critical" and not explained
+    def add(self, one: wire.Verdict | Finding, *, explained: bool) -> None:
+        """Count `one` in, if it is of growth that is not rounding. explained: whether the head's delta bias supports
+        its drift now."""
+        if one.cause != "rounding" and one.signal != NON_FINITE:
+            self.first = self.first or one.cause
+            self.unexplained |= one.severity == "critical" and not explained
 
 
 def cause(
@@ -67,8 +68,8 @@ def cause(
     rounding where nothing rounds, where its delta is exact, or before growth is judged (`can_round`): a score that is
     dangerous so early was not reached by a drift. Nor is rounding shown by growth from a score that was dangerous
     before: there it follows from the scores.
-    before: the cause that a standing warning was told under. It is corrected by what is known better, never taken back:
-    a switch may have been founded on it. first: that of the oldest standing warning of growth that is not rounding; a
+    before: the cause of the head's active verdict. It is corrected by what is known better, never taken back:
+    a switch may have been founded on it. first: that of the oldest active warning of growth that is not rounding; a
     noisy loss would part the heads of one failure into two.
     """
     offset, offset_before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
@@ -89,7 +90,7 @@ def cause(
 def verdict(
     found: Finding, *, step: int, layer: int | None, head: int | None, ahead: Forecast, before: wire.Verdict | None
 ) -> wire.Verdict:
-    """What is found in the form that is told. before: the word that stands; a cause that differs from its is told as
+    """A verdict of what is found. before: the verdict that is active; a cause that differs from its cause is given as
     its correction."""
     made = wire.Verdict(
         id=before.id if before else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
@@ -107,16 +108,16 @@ def verdict(
         harm_in_sight=ahead.in_sight,
         sentence="",
     )
-    told: dict[str, object] = {"sentence": sentence(made)}
+    update: dict[str, object] = {"sentence": sentence(made)}
     if before is not None:
         corrected = cause_of(before) != cause_of(made)
-        told["corrected_from"] = cause_of(before) if corrected else before.corrected_from
-        told["corrected_step"] = step if corrected else before.corrected_step
-    return made.model_copy(update=told)
+        update["corrected_from"] = cause_of(before) if corrected else before.corrected_from
+        update["corrected_step"] = step if corrected else before.corrected_step
+    return made.model_copy(update=update)
 
 
 def who(verdict: wire.Verdict) -> str:
-    """Of whom a verdict speaks, at the start of a sentence."""
+    """The head or run that a verdict is of, at the start of a sentence."""
     return "The run" if verdict.layer is None else f"Layer {verdict.layer} head {verdict.head}"
 
 
@@ -127,10 +128,12 @@ def sentence(verdict: wire.Verdict) -> str:
         what = "its loss or gradient norm is" if verdict.layer is None else "its attention rows are"
         since = f"step {seen['suspect_step']:,.0f}" if "suspect_step" in seen else "this step"
         return f"{subject}: {what} not finite. Every weight is at risk; go back to a checkpoint before {since}."
-    (says, unit), now = _SAYS[verdict.signal], seen.get(verdict.signal, math.nan)
+    (phrase, unit), now = _PHRASES[verdict.signal], seen.get(verdict.signal, math.nan)
     start = seen.get(f"{verdict.signal}_before", math.nan)
     falls = "no longer " if abs(now) < abs(start) else ""
-    moved = f"{falls}{says} {_digits(start, 3)} to {_digits(now, 3)}{unit} in {seen.get('window_steps', 0.0):.0f} steps"
+    moved = (
+        f"{falls}{phrase} {_digits(start, 3)} to {_digits(now, 3)}{unit} in {seen.get('window_steps', 0.0):.0f} steps"
+    )
     ahead = ""
     if verdict.forecast_steps == 0:
         ahead = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
@@ -145,7 +148,7 @@ def sentence(verdict: wire.Verdict) -> str:
 
 
 def _digits(value: float, significant: int) -> str:
-    """A number as people say it: so many significant digits, no exponent."""
+    """A number as people write it: `significant` significant digits, no exponent."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     places = significant - 1 - math.floor(math.log10(abs(value)))
