@@ -194,8 +194,8 @@ def _given(module: nn.Module) -> Iterator[Any]:
 
 @functools.cache
 def _used_by_forward(kind: type) -> frozenset[str] | None:
-    """Names that a forward and what it calls look up; None where its code is unknown. What else a module holds, such
-    as the attention that it had before, is kept for somebody else."""
+    """Names that a forward and what it calls look up; None where its code is unknown. What else a module holds, for
+    example the attention that it had before, is kept for somebody else."""
     methods = _methods(kind)
     used, before = {"forward"}, set[str]()
     while used != before:

@@ -1,4 +1,4 @@
-"""Finds the attention modules of a model, and says what each one is and what can serve it."""
+"""Finds the attention modules of a model, and describes what each one is and what can serve it."""
 
 import inspect
 import re
@@ -62,7 +62,7 @@ _UNSERVED: Final = re.compile(
 """Attention of other makes, by the names of its functions: foreshock sees no call of theirs."""
 
 _DISPATCHERS: Final = ("dispatch_attention_fn", "multi_head_attention_forward")
-"""Functions that call scaled_dot_product_attention unless they are told otherwise: diffusers', PyTorch's own."""
+"""Functions that call scaled_dot_product_attention unless they are set otherwise: diffusers', PyTorch's own."""
 
 _HEADS: Final = (
     "num_attention_heads_per_partition",  # Megatron
@@ -111,16 +111,16 @@ class Found:
     heads: int = 0
     """Those that this process computes."""
     kv_heads: int = 0
-    """0 where neither an attribute nor a projection tells it."""
+    """0 where neither an attribute nor a projection shows it."""
     head_dim: int = 0
-    """0 where neither tells it: the first call does."""
+    """0 where neither shows it: the first call does."""
     first_head: int = 0
     """Global number of the first of them (tensor parallelism)."""
     projection: Projection | None = None
     unmeasured: str = ""
     """Why the norms of its weights are not measured, where there is no projection."""
     owner: nn.Module | None = None
-    """Whose children make its queries and keys, where no name tells which."""
+    """Whose children make its queries and keys, where no name shows which."""
     problem: str | None = None
     also: tuple[str, ...] = ()
     """Other names of the very same module: the layers of a model may share one."""
@@ -128,19 +128,19 @@ class Found:
     """Every name that its code looks up."""
 
 
-def find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
+def find_attention(model: nn.Module, given_heads: dict[str, int]) -> list[Found]:
     """Every module of `model` that computes attention, in the order of the model's own modules.
 
-    `told_heads` gives the number of heads, by module name, where no attribute of the module tells it.
+    `given_heads` gives the number of heads, by module name, where no attribute of the module shows it.
     """
     forget()
     try:
-        return _find_attention(model, told_heads)
+        return _find_attention(model, given_heads)
     finally:
         forget()  # and hold on to nobody's functions
 
 
-def _find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
+def _find_attention(model: nn.Module, given_heads: dict[str, int]) -> list[Found]:
     aliases: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(name)
@@ -154,10 +154,10 @@ def _find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]
         if make is not None:
             route = "scaled_dot_product_attention"
             libraries.append(f"{name}." if name else "")
-        if route is None and name in told_heads:  # whoever attached knows more than its code shows
+        if route is None and name in given_heads:  # whoever attached knows more than its code shows
             route = "scaled_dot_product_attention"
         if route is not None:
-            described = _describe(name, module, parents.get(name), route, told_heads.get(name))
+            described = _describe(name, module, parents.get(name), route, given_heads.get(name))
             also = tuple(alias for alias in aliases[id(module)] if alias != name)
             found.append(replace(_share(described, model), also=also, looks_up=called_by(module)))
     return found
@@ -193,37 +193,37 @@ def _keeps_ours(kept: Iterable[Any]) -> bool:
     return any(each is function for each in kept for function in (SDPA, VARLEN) if function is not None)
 
 
-def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Route, told: int | None) -> Found:
+def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Route, given_heads: int | None) -> Found:
     if route == "unserved":
         why = f"it {_why_unserved(module)}; have it call scaled_dot_product_attention or varlen_attn"
         return Found(name, module, route, problem=why)
     # an inner module that only calls the kernel (torchtitan's) leaves heads and weights to the module round it
-    owner = module if parent is None or told or _number(module, _HEADS) else parent
-    heads = told or _number(owner, _HEADS)
-    if heads and not told and make_of(module) == "transformer_engine":
+    owner = module if parent is None or given_heads or _number(module, _HEADS) else parent
+    heads = given_heads or _number(owner, _HEADS)
+    if heads and not given_heads and make_of(module) == "transformer_engine":
         heads //= _number(module, ("tp_size",)) or 1  # it numbers those of all processes
     if not heads:
         hint = f'give heads={{"{name}": number of heads}}'
         return Found(name, module, route, problem=f"no attribute tells how many heads it has; {hint}")
-    told_kv_heads = _number(owner, _KV_HEADS)
+    known_kv_heads = _number(owner, _KV_HEADS)
     groups = _number(owner, ("num_key_value_groups",))
-    if told_kv_heads in (None, heads) and groups and heads % groups == 0:
-        told_kv_heads = heads // groups
-    kv_heads = told_kv_heads or heads
+    if known_kv_heads in (None, heads) and groups and heads % groups == 0:
+        known_kv_heads = heads // groups
+    kv_heads = known_kv_heads or heads
     head_dim = (
         _number(owner, _HEAD_DIM) or (query_width(owner, heads, kv_heads) or _number(owner, _WIDTH) or 0) // heads
     )
     if not head_dim:  # nor then a projection of a known name
         unmeasured = why_unmeasured(owner)
-        return Found(name, module, route, heads, told_kv_heads or 0, unmeasured=unmeasured)
-    told_by_weight = all_query_heads(owner, head_dim)
-    if told_by_weight and told_by_weight > heads:  # some models keep the number of heads of their own rank
-        heads, kv_heads = told_by_weight, told_by_weight * kv_heads // heads
+        return Found(name, module, route, heads, known_kv_heads or 0, unmeasured=unmeasured)
+    heads_by_weight = all_query_heads(owner, head_dim)
+    if heads_by_weight and heads_by_weight > heads:  # some models keep the number of heads of their own rank
+        heads, kv_heads = heads_by_weight, heads_by_weight * kv_heads // heads
     if heads % kv_heads:
         unmeasured = f"{heads} heads do not divide into {kv_heads} key heads"
         return Found(name, module, route, heads, 0, head_dim, unmeasured=unmeasured)
     projection = find_projection(owner, heads, kv_heads, head_dim)
-    if projection is None and not told_kv_heads:
+    if projection is None and not known_kv_heads:
         kv_heads = key_heads_by_width(owner, heads, head_dim)
         if 0 < kv_heads < heads:
             projection = find_projection(owner, heads, kv_heads, head_dim)
@@ -235,7 +235,7 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Rou
 
 
 def _share(found: Found, model: nn.Module) -> Found:
-    """The heads that this process computes under tensor parallelism, as its sharded projections tell it."""
+    """The heads that this process computes under tensor parallelism, as its sharded projections show it."""
     projection = found.projection
     if found.problem is not None or projection is None:
         return found

@@ -152,7 +152,7 @@ def _is_layer(node: Any) -> bool:
 
 
 def _owner(operands: list[Any], names: Mapping[int, str], modules: Mapping[str, nn.Module]) -> str | None:
-    """The module that holds the nearest weights of both; None where there are none that it could be told by."""
+    """The module that holds the nearest weights of both; None where there are none that show it."""
     paths = []
     for operand in operands:
         for node in _near(operand, lambda _: True):

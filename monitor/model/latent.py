@@ -1,4 +1,4 @@
-"""Which outputs of a layer's projections are the parts of its queries and keys, told by the numbers of one call.
+"""Which outputs of a layer's projections are the parts of its queries and keys, found from the numbers of one call.
 
 In multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) a part of each key is its head's own, made
 from a latent, and another part, which carries the positions, is the same in all heads. NumPy alone.
@@ -49,19 +49,19 @@ class Parts(NamedTuple):
     query_of_shared: Placed | None
 
 
-class UntoldError(Exception):
-    """This call tells nothing: several outputs are the same numbers, or nothing but zeros. Another call may tell."""
+class InconclusiveCallError(Exception):
+    """This call shows nothing: several outputs are the same numbers, or nothing but zeros. Another call may not."""
 
 
 def parts_of(call: Call) -> Parts:
     """Where the parts of queries and keys come from.
 
-    Raises ValueError with a sentence where they are no outputs of the projections as they stand, such as behind a norm;
-    UntoldError where this call does not tell.
+    Raises ValueError with a sentence where they are no outputs of the projections as they stand, for example behind a
+    norm; InconclusiveCallError where this call does not show it.
     """
     given = (*call.outputs.values(), call.query, call.key)
     if not all(np.isfinite(x).all() for x in given) or not np.any(call.query):
-        raise UntoldError
+        raise InconclusiveCallError
     shared = np.all(call.key == call.key[:, :1], axis=(0, 1))
     if shared.all():
         raise ValueError("its keys are the same in all heads")
@@ -93,7 +93,7 @@ def _placed(what: str, part: Numbers, call: Call, *, rotated: bool = True) -> Pl
             "behind a norm they do not"
         )
     if len(found) > 1:
-        raise UntoldError
+        raise InconclusiveCallError
     ((name, rows),) = found
     return Placed(name, rows, part.shape[2])
 
@@ -149,13 +149,13 @@ def _lengths(part: Numbers, apart: int) -> Numbers:
 def _column(outputs: Numbers, wanted: Numbers, error: float) -> int | None:
     """Which of outputs [t, C] is `wanted` [t] times some factor; None: none."""
     if not np.any(wanted):
-        raise UntoldError
+        raise InconclusiveCallError
     sizes = np.linalg.norm(outputs, axis=0)
     units = outputs / np.where(sizes == 0, 1.0, sizes)
     distances = np.linalg.norm(units - (wanted / np.linalg.norm(wanted))[:, None], axis=0)
     found = np.flatnonzero(distances <= max(_LEAST, 4 * error))
     if found.size > 1:
-        raise UntoldError
+        raise InconclusiveCallError
     return int(found[0]) if found.size else None
 
 

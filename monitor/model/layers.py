@@ -119,7 +119,7 @@ class HeadRows:
         weight = self._stored()
         if not isinstance(weight, Tensor) or has_adapters(
             self.holder
-        ):  # computed since, such as by a spectral norm that was registered
+        ):  # computed since, for example by a spectral norm that was registered
             raise UnreadableWeightError
         local = local_tensor(weight)
         part = part_of(weight) if is_sharded(weight) else Part((0, weight.shape[0]), (0, weight.shape[1]))
@@ -178,13 +178,13 @@ class Projection:
         """What is not measured and why, for the table of what was found; heads are numbered from `first_head`."""
         if self.query.spread_inputs() or self.key.spread_inputs():
             return ", norms not measured: the inputs of W_Q or W_K are spread over processes"
-        told = ""
+        gaps = ""
         for heads, why in (
             (self.unmeasured, "norms of heads {} not measured: they straddle processes"),
             (self.apart, "norm of W_Q W_K^T of heads {} not measured: W_Q and W_K lie in different processes"),
         ):
-            told += f", {why.format(', '.join(str(first_head + head) for head in heads))}" if heads else ""
-        return told
+            gaps += f", {why.format(', '.join(str(first_head + head) for head in heads))}" if heads else ""
+        return gaps
 
     def _readers(self, kv_heads: Iterable[int]) -> set[int]:
         group = len(self.query.starts) // len(self.key.starts)
@@ -192,7 +192,7 @@ class Projection:
 
 
 def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
-    """W_Q and W_K of an attention module, or None where they cannot be told (`why_unmeasured` says why)."""
+    """W_Q and W_K of an attention module, or None where they are not found (`why_unmeasured` says why)."""
     if why_unmeasured(module) != NOT_FOUND:
         return None
     projection = _find_projection(module, heads, kv_heads, head_dim)
@@ -233,7 +233,7 @@ def why_unmeasured(module: nn.Module) -> str:
 
 
 def why_projection_unread(name: str, projection: nn.Module) -> str:
-    """Why the weight of a module's projection cannot be told, in words; "" where it can."""
+    """Why the weight of a module's projection cannot be read, in words; "" where it can."""
     package, why = type(projection).__module__.partition(".")[0], why_unread(projection)
     return "" if why is None else f"{name} is {package}'s {type(projection).__name__}, {why}"
 
@@ -301,7 +301,7 @@ def all_query_heads(module: nn.Module, head_dim: int) -> int | None:
 
 
 def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
-    """heads * head_dim as the module's own projections tell it, or None."""
+    """heads * head_dim as the module's own projections show it, or None."""
     for query_name, _ in _SEPARATE:
         if (width := _width(getattr(module, query_name, None))) is not None:
             return width
@@ -313,7 +313,7 @@ def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
 
 
 def key_heads_by_width(module: nn.Module, heads: int, head_dim: int) -> int:
-    """Key heads as the module's own projections tell them, or 0."""
+    """Key heads as the module's own projections show them, or 0."""
     if isinstance(module, nn.MultiheadAttention):
         return heads
     for query_name, key_name in _SEPARATE:
@@ -339,8 +339,8 @@ def _width(module: object) -> int | None:
     """How many outputs a projection has, also where its weight cannot be read."""
     if isinstance(module, nn.Module) and (outputs := outputs_of(base_of(module))) is not None:
         return outputs
-    told = getattr(getattr(module, "base_layer", module), "out_features", None)
-    return told if isinstance(told, int) else None
+    width = getattr(getattr(module, "base_layer", module), "out_features", None)
+    return width if isinstance(width, int) else None
 
 
 def _output_dim(module: nn.Module) -> int:
@@ -354,7 +354,7 @@ def _turned(part: Part, module: nn.Module) -> Part:
 def _of_multihead_attention(module: nn.MultiheadAttention, blocks: tuple[int, ...], head_dim: int) -> Projection | None:
     names = ("in_proj_weight", "q_proj_weight", "k_proj_weight")
     if any(hasattr(type(module), name) for name in names):
-        return None  # computed by a property, such as a parametrization's
+        return None  # computed by a property, a parametrization's for example
     if getattr(module, "_qkv_same_embed_dim", True):
         keys = tuple(module.embed_dim + start for start in blocks)
         query, key = (HeadRows(module, "in_proj_weight", starts, head_dim) for starts in (blocks, keys))

@@ -1,7 +1,7 @@
 """Which outputs of a projection are which head's features, found by their numbers in what attention is given.
 
 A fused projection is laid out as its model likes: [Q | K | V], a part of each for every key head, features before
-heads, and more; no name tells which. So the queries and keys of a few tokens of a call are looked for among the
+heads, and more; no name shows which. So the queries and keys of a few tokens of a call are looked for among the
 projection's outputs of these tokens, under every layout of the field. What may happen between the two is allowed for:
 a constant factor, a bias, rotary positions and a norm of each head with its gains.
 """
@@ -110,23 +110,23 @@ def fit(rows: Rows, seen: Seen, *, normalised: bool = False, normed: bool = Fals
         if not normalised and seen.whole and not _may_fit(outputs, index, seen.heads, allowed):
             continue
         ours = outputs[:, index]
-        told = np.any(ours, axis=(1, 2)) & np.any(seen.heads, axis=(1, 2))
-        if not told.any():
+        usable = np.any(ours, axis=(1, 2)) & np.any(seen.heads, axis=(1, 2))
+        if not usable.any():
             continue
-        part = (ours[told], seen.heads[told], allowed, np.all if seen.whole else np.any)
-        if _normalised(*part, seen.first[told], normed) if normalised else _plain(*part):
+        part = (ours[usable], seen.heads[usable], allowed, np.all if seen.whole else np.any)
+        if _normalised(*part, seen.first[usable], normed) if normalised else _plain(*part):
             return True
     return False
 
 
 def alike(one: Rows, other: Rows, seen: Seen) -> bool:
-    """Whether the outputs of two layouts are the same numbers, so that nothing tells which it is."""
+    """Whether the outputs of two layouts are the same numbers, so that nothing shows which it is."""
     dim = seen.heads.shape[2]
     return all(np.allclose(x[:1, one.places(dim)], x[:1, other.places(dim)], rtol=_LEAST, atol=0) for x in seen.outputs)
 
 
 def says_nothing(seen: Seen) -> bool:
-    """Whether no layout can be told from it: numbers that are not finite, or nothing but zeros."""
+    """Whether no layout can be found from it: numbers that are not finite, or nothing but zeros."""
     given = (*seen.outputs, seen.heads)
     return not all(np.isfinite(x).all() and np.any(x) for x in given)
 
@@ -134,12 +134,12 @@ def says_nothing(seen: Seen) -> bool:
 def _may_fit(outputs: Numbers, index: npt.NDArray[np.int64], heads: Numbers, allowed: float) -> bool:
     """Whether the heads of a token, or of the difference of two, are as long as they are for attention, up to a factor:
     most layouts are ruled out by that."""
-    told = np.flatnonzero(np.any(outputs, axis=1) & np.any(heads, axis=(1, 2)))
-    if not told.size:
+    usable = np.flatnonzero(np.any(outputs, axis=1) & np.any(heads, axis=(1, 2)))
+    if not usable.size:
         return False
-    pairs = [(outputs[told[0]], heads[told[0]])]
-    if told.size > 1:
-        pairs.append((outputs[told[0]] - outputs[told[-1]], heads[told[0]] - heads[told[-1]]))
+    pairs = [(outputs[usable[0]], heads[usable[0]])]
+    if usable.size > 1:
+        pairs.append((outputs[usable[0]] - outputs[usable[-1]], heads[usable[0]] - heads[usable[-1]]))
     sizes = ([np.linalg.norm(x, axis=1)[None, :, None] for x in (ours[index], theirs)] for ours, theirs in pairs)
     return any(_apart(*(_scaled(x, per_head=False) for x in both))[0] <= allowed for both in sizes)
 

@@ -87,7 +87,7 @@ def make_of(module: nn.Module) -> Make | None:
 
 
 def calls_library(module: nn.Module) -> bool:
-    """Whether the module's code reaches such an object, or imports its library when it runs."""
+    """Whether the module's code reaches an attention of a library, or imports the library when it runs."""
     if any(recognised(value) is not None for value in looked_up_by(module)):
         return True
     later = any(name.partition(".")[0] in _PACKAGES for name in imported_by(module))

@@ -34,7 +34,7 @@ def device_of(*modules: nn.Module) -> torch.device:
 
 
 def why_unread(projection: nn.Module) -> str | None:
-    """Why the weight that a projection computes with cannot be told; None where it can, or where it has none."""
+    """Why the weight that a projection computes with cannot be read; None where it can, or where it has none."""
     if has_adapters(projection):
         return "which has adapters"
     if stored(projection) is None and (hasattr(type(projection), "weight") or "base_layer" in projection._modules):

@@ -28,8 +28,8 @@ _BEGIN_TOGETHER: Final = (
     "several processes can only begin to clip in the same step: start them with qk_clip='warned' or 'always', or call "
     "agent.set_qk_clip in all of them at the same step"
 )
-_TELL_EVERY_STEPS: Final = 100
-"""An event tells of all scalings of so many steps: a run may scale in each of a million."""
+_REPORT_EVERY_STEPS: Final = 100
+"""An event reports all scalings of this many steps: a run may scale in each of a million."""
 _OTHER_HEADS: Final = (
     "the processes hold different heads or layers, or have other settings; name the processes that hold the same heads "
     "with agent.qk_clip_with(group=...)"
@@ -67,11 +67,11 @@ class Clipping:
         self._found: list[tuple[object, ...]] = []
         self._optimizers: Sequence[Any] = ()
         self._group: torch.distributed.ProcessGroup | None = None
-        self._untold: dict[wire.HeadRef, tuple[int, float]] = {}
-        """As `_done`, since it was last told."""
-        self._told_at: int | None = None
+        self._unreported: dict[wire.HeadRef, tuple[int, float]] = {}
+        """As `_done`, since the last event that reported scalings."""
+        self._reported_at: int | None = None
         self._last_step = 0
-        """Of the newest sample that told of it."""
+        """The step of the newest sample that showed scalings."""
         self._done: dict[wire.HeadRef, tuple[int, float]] = {}
         """Heads that were ever scaled: how often, and by what factor the scores were scaled altogether at most."""
         self.last_scores: Floats | None = None
@@ -102,7 +102,7 @@ class Clipping:
             return f"QK-Clip stays off: {self._over}"
         if not self._ready and group_of_replicas(self._group) is not None:
             return _BEGIN_TOGETHER
-        now = self._standing()
+        now = self._fingerprint()
         if self._looked is None or self._looked[0] != now:
             self._looked = now, self._trial().refused
         refused = self._looked[1]
@@ -112,13 +112,13 @@ class Clipping:
 
     @property
     def state(self) -> wire.ClipState | None:
-        """As `Started` tells it."""
+        """As `Started` gives it."""
         if self.on:
             return "on"
         return None if self.why_not() else "warned" if self.when == "warned" else "never"
 
     def obey(self, order: wire.Command, active: Iterable[wire.Verdict], *, step: int) -> str:
-        """Carry out an order, and say what became of it. Raises ValueError where it is refused."""
+        """Carry out an order, and return what became of it. Raises ValueError where it is refused."""
         when = CLIP_ORDERS.get(order.mode)
         if when is None:
             raise ValueError(f"QK-Clip has no order {order.mode!r}; there are {', '.join(CLIP_ORDERS)}")
@@ -139,11 +139,11 @@ class Clipping:
         scaled = {} if self.last_scores is None else self._factors(self.last_scores)
         named = [f"layer {layer} head {head} by {factor:.3g}" for (layer, head), factor in scaled.items()]
         kept = any(layer.sampled for layer in self._watched)
-        told = f"QK-Clip would scale the scores of {listed(named)}" if named else "QK-Clip would scale no head now"
-        return told + ", by the sampled rows of kept attention; all its rows may hold a larger score" * kept
+        sentence = f"QK-Clip would scale the scores of {listed(named)}" if named else "QK-Clip would scale no head now"
+        return sentence + ", by the sampled rows of kept attention; all its rows may hold a larger score" * kept
 
     def set(self, on: bool, *, step: int, reason: str) -> wire.Clipped:
-        """Switch it on or off, as a person says. Raises ValueError where it cannot be on."""
+        """Switch it on or off, as a person asked. Raises ValueError where it cannot be on."""
         if on and self._over:
             raise ValueError(f"QK-Clip stays off: {self._over}")
         self._held = not on
@@ -215,8 +215,8 @@ class Clipping:
         both, selector = zip(self._watched, self._attached.layouts, strict=True), self._attached.selector
         return [] if selector is None else [projection_of(*each, selector, self._optimizers) for each in both]
 
-    def _standing(self) -> list[tuple[object, ...]]:
-        """What tells that weights are to be looked for anew."""
+    def _fingerprint(self) -> list[tuple[object, ...]]:
+        """What shows, where it changes, that weights are to be looked for anew."""
         both = zip(self._watched, self._attached.layouts, strict=True)
         selector = self._attached.selector
         return [
@@ -278,12 +278,12 @@ class Clipping:
 
     def _look_again(self, clip: QKClip) -> bool:
         """Find the weights anew where a call has shown them, or they or those who serve them have changed."""
-        layouts, now = self._attached.layouts, self._standing()
+        layouts, now = self._attached.layouts, self._fingerprint()
         if now == self._found and not clip.stale and not any(layout.waits for layout in layouts):
             return True
         before = clip.refused
         clip.find(self._projections(), [layer.sampled for layer in self._watched])
-        self._found = [(*told[:3], layout.proved) for told, layout in zip(now, layouts, strict=True)]
+        self._found = [(*each[:3], layout.proved) for each, layout in zip(now, layouts, strict=True)]
         if clip.refused and clip.refused != before and (self.on or clip.group is not None):
             logger.warning("foreshock: QK-Clip leaves out %s", "; ".join(self._refusals(clip.refused)))
         return True
@@ -305,7 +305,7 @@ class Clipping:
         return done
 
     def arrived(self, counted: Counted) -> None:
-        """Take in what a sample tells, once it is on the host."""
+        """Take in what a sample shows, once it is on the host."""
         self.last_scores = slot_values(counted.words, Slot.SCORE_MAX)
         wishes = counted.norms.pop("wishes", None)
         if wishes is None:
@@ -314,10 +314,10 @@ class Clipping:
         for row in np.flatnonzero(counted.norms["clipped_steps"]).tolist():
             head, times = self._heads[row], int(counted.norms["clipped_steps"][row])
             factor = float(counted.norms["clip_factor"][row])
-            for told in (self._done, self._untold):
-                before, smallest = told.get(head, (0, 1.0))
-                told[head] = before + times, min(smallest, factor)
-        if self._untold and (self._told_at is None or counted.step >= self._told_at + _TELL_EVERY_STEPS):
+            for scaled in (self._done, self._unreported):
+                before, smallest = scaled.get(head, (0, 1.0))
+                scaled[head] = before + times, min(smallest, factor)
+        if self._unreported and (self._reported_at is None or counted.step >= self._reported_at + _REPORT_EVERY_STEPS):
             self.emit_rest()
         asked, broken = (wish > 0 for wish in wishes.tolist())
         if broken and not self._over:
@@ -327,7 +327,7 @@ class Clipping:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this process tells what was scaled: of those that scale alike, the first."""
+        """Whether this process reports what was scaled: of those that scale alike, the first."""
         group = None if self._clip is None else self._clip.group
         return group is None or torch.distributed.get_rank(group) == 0
 
@@ -336,25 +336,25 @@ class Clipping:
         return sum(times for times, _ in self._done.values()) if self._speaks else 0
 
     def emit_rest(self) -> None:
-        """Tell what was scaled since it was last told."""
-        untold, self._untold = self._untold, {}
-        if not untold or not self._speaks:
+        """Emit an event of what was scaled since the last one."""
+        scaled, self._unreported = self._unreported, {}
+        if not scaled or not self._speaks:
             return
-        least = min(factor for _, factor in untold.values())
-        if self._told_at is None:
-            named = listed([f"layer {layer} head {head}" for layer, head in untold])
+        least = min(factor for _, factor in scaled.values())
+        if self._reported_at is None:
+            named = listed([f"layer {layer} head {head}" for layer, head in scaled])
             logger.warning("foreshock, step %d: QK-Clip scaled %s; smallest factor %.3g", self._last_step, named, least)
-        self._told_at = self._last_step
+        self._reported_at = self._last_step
         self._emit(
             wire.Clipped(
                 id=self._new_id(),
                 step=self._last_step,
                 on=True,
-                heads=tuple(untold),
-                factors=tuple(factor for _, factor in untold.values()),
-                times=tuple(times for times, _ in untold.values()),
+                heads=tuple(scaled),
+                factors=tuple(factor for _, factor in scaled.values()),
+                times=tuple(times for times, _ in scaled.values()),
                 total=self._total,
-                reason=f"{len(untold)} heads passed {self._config.qk_clip_threshold:g}",
+                reason=f"{len(scaled)} heads passed {self._config.qk_clip_threshold:g}",
             )
         )
 
@@ -369,15 +369,15 @@ class Clipping:
         """Whether it is on and what it did, in a line; "" where it was never asked for."""
         if not self._asked and not self._over and not self._done:
             return ""
-        said = f"QK-Clip is {'on' if self.on else 'off'} at {self._config.qk_clip_threshold:g}"
+        line = f"QK-Clip is {'on' if self.on else 'off'} at {self._config.qk_clip_threshold:g}"
         if self._over:
-            said += f", {self._over}"
+            line += f", {self._over}"
         if self._done:
             scalings = sum(times for times, _ in self._done.values())
             least = min(least for _, least in self._done.values())
-            said += f"; {len(self._done)} heads were scaled, {scalings} times in all, smallest factor {least:.3g}"
+            line += f"; {len(self._done)} heads were scaled, {scalings} times in all, smallest factor {least:.3g}"
         refused = self._refusals({} if self._clip is None else self._clip.refused)
-        return said + (f"; left out: {'; '.join(refused)}" if refused else "")
+        return line + (f"; left out: {'; '.join(refused)}" if refused else "")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Which rows are which head's where no name tells it, above all where queries and keys come from a latent.
+"""Which rows are which head's where no name shows it, above all where queries and keys come from a latent.
 
 Hooks on the projections of a layer note a few tokens of their outputs, and the call of attention that follows keeps
-the same tokens of what it was given. At the next step boundary these numbers tell where the parts of queries and keys
-lie (monitor/model/latent.py). Norms of such layers are not measured: QK-Clip alone asks.
+the same tokens of what it was given. At the next step boundary these numbers show where the parts of queries and keys
+lie (monitor/model/latent.py). Norms of these layers are not measured: QK-Clip alone asks.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foreshock.monitor.attention.copies import LAYOUT_ATTRIBUTE
 from foreshock.monitor.attention.layout_proof import LayoutProof, proof_of
-from foreshock.monitor.model.latent import Call, Placed, UntoldError, parts_of
+from foreshock.monitor.model.latent import Call, InconclusiveCallError, Placed, parts_of
 from foreshock.monitor.model.layers import HeadRows, Projection, outputs_of, why_projection_unread
 from foreshock.monitor.model.layouts import Numbers
 from foreshock.monitor.model.sharding import is_sharded
@@ -26,14 +26,14 @@ _LEAST_TOKENS: Final = 8
 """With fewer, different outputs may be the same multiple of each other by chance."""
 _UNSEEN: Final = "no call of uncompiled code has shown yet which rows are which head's"
 _SPREAD: Final = (
-    "its projections are spread over processes by tensor parallelism, and the parts of a latent's heads are not told "
+    "its projections are spread over processes by tensor parallelism, and the parts of a latent's heads are not known "
     "there"
 )
 _Given = tuple[Tensor, Tensor, Tensor]
 
 
 class LatentProof(LayoutProof):
-    """Where the rows of each head lie in a layer whose W_Q and W_K no name tells, as its calls show it."""
+    """Where the rows of each head lie in a layer whose W_Q and W_K no name shows, as its calls show it."""
 
     def __init__(self, owner: nn.Module, heads: int, unmeasured: str) -> None:
         """owner: whose children make the queries and keys of its heads; unmeasured: why its norms are not measured."""
@@ -51,7 +51,7 @@ class LatentProof(LayoutProof):
         self._call: tuple[dict[nn.Module, Tensor], list[_Given]] | None = None
         self._spread = False
         self._changes = {}
-        self._standing = self._stands()
+        self._found_as = self._stands()
 
     def start(self) -> None:
         """Put hooks on the projections."""
@@ -86,7 +86,7 @@ class LatentProof(LayoutProof):
     @property
     def waits(self) -> bool:
         """Whether a call has shown something that `scalable` has not looked at, or projections have changed since."""
-        changed = self._latent is not None and not self.gone and self._stands() != self._standing
+        changed = self._latent is not None and not self.gone and self._stands() != self._found_as
         return changed or self._call is not None
 
     @property
@@ -140,7 +140,7 @@ class LatentProof(LayoutProof):
     # ---- at a step boundary ---------------------------------------------------------------------------------------
 
     def current(self) -> None:
-        """Nothing: of such a layer no norms are measured. What a call showed is looked at, and let go."""
+        """Nothing: of this kind of layer no norms are measured. What a call showed is looked at, and let go."""
         self._look()
 
     def scalable(self) -> Projection | str:
@@ -154,7 +154,7 @@ class LatentProof(LayoutProof):
         self._forget_outputs()
         if self.gone:
             return
-        if self._stands() != self._standing:
+        if self._stands() != self._found_as:
             self.stop()
             self._begin()
             self.start()
@@ -163,8 +163,8 @@ class LatentProof(LayoutProof):
         (rows, orders), self._call = self._call, None
         try:
             self._latent = self._parts_of(rows, orders)
-        except UntoldError:
-            return  # another call may tell
+        except InconclusiveCallError:
+            return  # another call may show it
         except ValueError as error:
             self._left, self._because = self._left - 1, str(error)
         if self._latent is not None or not self._left:
@@ -181,20 +181,20 @@ class LatentProof(LayoutProof):
             try:
                 query, key, value = map(_numbers, given)
                 parts = parts_of(Call(outputs, query, key, value, error))
-            except (ValueError, UntoldError) as why:
+            except (ValueError, InconclusiveCallError) as why:
                 refused.append(why)
                 continue
             names = dict.fromkeys(part.name for part in parts if part is not None)
             for otherwise in self._otherwise(projections[name] for name in names):
                 raise ValueError(f"its scores do not follow from its weights alone: {otherwise}")
             self._changes = {}
-            layout = f"told by a call ({', '.join(names)})"
+            layout = f"found by a call ({', '.join(names)})"
             own, keys, shared = (part and _rows_in(projections[part.name], part) for part in parts)
             assert own is not None
             assert keys is not None
             return Projection(layout, own, keys, self._owner, shared)
-        if untold := [why for why in refused if isinstance(why, UntoldError)]:
-            raise untold[0]
+        if inconclusive := [why for why in refused if isinstance(why, InconclusiveCallError)]:
+            raise inconclusive[0]
         unread = [why_projection_unread(*child) for child in self._owner.named_children()]
         raise ValueError("; ".join(filter(None, (*unread, str(refused[0])))))
 

@@ -16,7 +16,7 @@ def group_of_replicas(given: "torch.distributed.ProcessGroup | None") -> "torch.
 
 def alike(group: "torch.distributed.ProcessGroup", state: Tensor, what: tuple[object, ...]) -> bool:
     """Whether all processes of the group hold the same heads with the same settings. It waits for them, once."""
-    said = float(zlib.crc32(repr(what).encode()))
-    both = torch.tensor([said, -said], dtype=torch.float64, device=state.device)
+    digest = float(zlib.crc32(repr(what).encode()))
+    both = torch.tensor([digest, -digest], dtype=torch.float64, device=state.device)
     torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
-    return bool(both[0] == said and both[1] == -said)
+    return bool(both[0] == digest and both[1] == -digest)

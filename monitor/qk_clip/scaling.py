@@ -69,7 +69,7 @@ class QKClip:
     """Scales the heads of a model's layers in place, without waiting for the device.
 
     layers, projections: those of the watched layers, in the order of the state's rows; a sentence in the place of a
-    projection says why its layer is not scaled. state: int64 [N, SLOT_COUNT], of which SCORE_MAX must be that of all
+    projection gives why its layer is not scaled. state: int64 [N, SLOT_COUNT], of which SCORE_MAX must be that of all
     rows of the step; of layers that are named in `kept` that is `largest`, float32 [N], in steps in which all of their
     rows were looked at, and -inf in others, which scale nothing of them.
     """
@@ -85,7 +85,7 @@ class QKClip:
         kept: Sequence[bool] = (),
     ) -> None:
         if not (math.isfinite(threshold) and threshold > 0):
-            raise ValueError(f"the threshold of QK-Clip is {threshold}; give a largest score above 0, such as 100")
+            raise ValueError(f"the threshold of QK-Clip is {threshold}; give a largest score above 0, for example 100")
         self.refused: dict[int, str] = {}
         """Why a layer is not scaled, by its number."""
         self.group: torch.distributed.ProcessGroup | None = None

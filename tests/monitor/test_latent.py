@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreshock.monitor.model.latent import Call, UntoldError, parts_of
+from foreshock.monitor.model.latent import Call, InconclusiveCallError, parts_of
 from foreshock.monitor.model.layouts import Numbers
 
 TOKENS = 16
@@ -144,7 +144,7 @@ def test_numbers_that_are_equal_zero_or_not_finite_tell_nothing() -> None:
         given._replace(key=np.where(given.key > 2, np.inf, given.key)),
         given._replace(outputs={**given.outputs, "down": np.full((TOKENS, 7), np.nan)}),
     ):
-        with pytest.raises(UntoldError):
+        with pytest.raises(InconclusiveCallError):
             parts_of(changed)
 
 

@@ -161,7 +161,7 @@ def test_layers_that_cannot_be_scaled_are_refused_with_a_sentence() -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, math.inf, math.nan])
 def test_a_threshold_that_is_no_positive_number_is_refused(threshold: float) -> None:
-    with pytest.raises(ValueError, match="give a largest score above 0, such as 100"):
+    with pytest.raises(ValueError, match="give a largest score above 0, for example 100"):
         QKClip([], [], fresh_state(), threshold=threshold)
 
 
