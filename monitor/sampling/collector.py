@@ -52,14 +52,14 @@ class Counted:
         """The first step whose update may have broken the weights; None where no loss shows it.
 
         The loss of a step is computed with the weights that the step before left. Gradients that overflow beside finite
-        losses were skipped by a GradScaler; where no loss is told they stand for it. Where some steps told nothing it
+        losses were skipped by a GradScaler; where no loss is given they stand for it. Where some steps gave nothing it
         is the earliest that it can have been.
         """
-        told, lag = (self.losses, 1) if self.losses.size else (self.grad_norms, 0)
-        broken = np.flatnonzero(~np.isfinite(told))
+        values, lag = (self.losses, 1) if self.losses.size else (self.grad_norms, 0)
+        broken = np.flatnonzero(~np.isfinite(values))
         if not broken.size:
             return None
-        place = int(broken[0]) if told.size <= self.step - self.since_step else 0
+        place = int(broken[0]) if values.size <= self.step - self.since_step else 0
         return max(self.since_step + 1 + place - lag, 1)
 
 
@@ -75,18 +75,18 @@ class Collector:
         self._learning_rate: float | None = None
         self._flights: deque[tuple[Transfer, Callable[[], Counted]]] = deque()
         """Copies under way, and what makes the sample of each once it has arrived."""
-        self._told_of_parts = False
+        self._warned_of_parts = False
         self.since_step = step
         """Last step of the last sample; the next one starts after it."""
 
     @property
     def full(self) -> bool:
-        """Whether so many copies are under way that no other is started."""
+        """Whether the most copies that may be are under way; then no other is started."""
         return len(self._flights) >= MAX_FLIGHTS
 
     @property
     def crowded(self) -> bool:
-        """So many notes that a sample is due whatever the schedule says."""
+        """Whether there are the most notes that may be; then a sample is due whatever the schedule is."""
         return max(len(self._losses), len(self._grad_norms)) >= MAX_NOTES
 
     def note(self, loss: object, grad_norm: object, learning_rate: float | None) -> None:
@@ -105,8 +105,8 @@ class Collector:
             return norm
         if all(placement.is_replicate() for placement in norm.placements):
             return norm.to_local()
-        if not self._told_of_parts:
-            self._told_of_parts = True
+        if not self._warned_of_parts:
+            self._warned_of_parts = True
             logger.warning(
                 "foreshock: grad_norm is spread over processes and is not recorded; give grad_norm.full_tensor(): that "
                 "is a collective, and the agent calls none by itself"
@@ -117,7 +117,7 @@ class Collector:
         if not isinstance(value, Tensor):
             return float(value)
         if value.numel() != 1:
-            raise ValueError(f"{name} has shape {list(value.shape)}; give one number, such as its mean")
+            raise ValueError(f"{name} has shape {list(value.shape)}; give one number, for example its mean")
         scalar: Tensor = value.detach() if value.dim() == 0 else value.detach().reshape(())
         return scalar.clone()  # a graphed step writes its loss into the same memory again
 
@@ -132,7 +132,7 @@ class Collector:
     ) -> bool:
         """Start copying everything counted up to `step`, and zero the state behind the copy.
 
-        `norms` gives what the weights say, on their device. False when too many copies are still under way.
+        `norms` gives what the weights show, on their device. False when too many copies are still under way.
         """
         if self.full:
             return False

@@ -20,7 +20,7 @@ LONGEST_LAST_WAIT_SECONDS: Final = 5.0
 
 
 class DetectorResult(NamedTuple):
-    """A sample with what the detectors said of it; `risk` is float64 [N], None where they are off."""
+    """A sample with the detectors' verdicts on it; `risk` is float64 [N], None where they are off."""
 
     counted: Counted
     verdicts: list[wire.Verdict]

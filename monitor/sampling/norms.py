@@ -33,7 +33,7 @@ class ModelNorms:
     """Follows W_Q, W_K and W_Q W_K^T of every head whose rows this process holds whole."""
 
     def __init__(self, layers: Sequence[Layer], projections: Sequence[Callable[[], Projection | None]]) -> None:
-        """`projections` tell where each layer's weights lie at a reading, or that it is unknown."""
+        """`projections` give where each layer's weights lie at a reading, or None where it is unknown."""
         sizes = [len(layer.heads) for layer in layers]
         starts = itertools.accumulate(sizes, initial=0)
         self._total = sum(sizes)

@@ -15,7 +15,7 @@ from foreshock.monitor.sampling.collector import Counted, largest, mean, nonfini
 
 @dataclass(frozen=True, slots=True)
 class SampleDraft:
-    """What one sample will say. `risk` is float64 [N]; None where the detectors are off."""
+    """What one sample will hold. `risk` is float64 [N]; None where the detectors are off."""
 
     counted: Counted
     risk: Floats | None

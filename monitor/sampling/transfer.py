@@ -14,7 +14,7 @@ Gathered = list[tuple[list[int], Tensor | list[float]]]
 
 
 class Transfer:
-    """Copies that were started together. A device runs its own in the order of its stream, and its event says when."""
+    """Copies that were started together. A device runs its own in the order of its stream, and its event shows when."""
 
     def __init__(self) -> None:
         self._devices: set[torch.device] = set()

@@ -68,7 +68,7 @@ def test_a_loss_that_the_training_overwrites_later_is_kept_as_it_was() -> None:
     ("loss", "norm", "named"), [(torch.zeros(2), None, "loss"), (None, torch.zeros(2), "grad_norm")]
 )
 def test_what_is_not_one_number_is_refused_by_its_name(loss: object, norm: object, named: str) -> None:
-    with pytest.raises(ValueError, match=rf"{named} has shape \[2\]; give one number, such as its mean"):
+    with pytest.raises(ValueError, match=rf"{named} has shape \[2\]; give one number, for example its mean"):
         Collector(fresh_state()).note(loss, norm, None)
 
 
