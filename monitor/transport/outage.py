@@ -11,37 +11,37 @@ from foreshock.monitor.transport.spool import Spool, Store
 logger: Final = logging.getLogger("foreshock")
 
 _FAILURES: Final = 2
-"""In a row, before a word is said: one may be a service that restarts."""
+"""Tries in a row that fail before a warning: one may be a service that restarts."""
 _AGAIN_SECONDS: Final = 600.0
-"""Least time between two such words, for a service that comes and goes."""
+"""Least time between two of these warnings, for a service that comes and goes."""
 
 
 class Outage:
-    """Counts tries without an answer; says so for the first process of a run alone, since all ask the same service."""
+    """Counts tries without an answer; warns in the first process of a run alone, since all ask the same service."""
 
     def __init__(self, url: object, *, speaks: bool) -> None:
         self._url = url
         self._speaks = speaks
         self._failures = 0
-        self._said = False
-        self._said_at = -_AGAIN_SECONDS
+        self._warned = False
+        self._warned_at = -_AGAIN_SECONDS
 
     def failed(self, error: BaseException) -> None:
         """A try ended without an answer."""
         self._failures += 1
-        if self._failures >= _FAILURES and not self._said and time.monotonic() >= self._said_at + _AGAIN_SECONDS:
-            self._say_gone(error)
+        if self._failures >= _FAILURES and not self._warned and time.monotonic() >= self._warned_at + _AGAIN_SECONDS:
+            self._warn_gone(error)
 
-    def _say_gone(self, error: BaseException) -> None:
-        self._said, self._said_at = True, time.monotonic()
+    def _warn_gone(self, error: BaseException) -> None:
+        self._warned, self._warned_at = True, time.monotonic()
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._say(f"no service answers at {self._url} ({why}); training goes on, and what is told is kept for it")
+        self._warn(f"no service answers at {self._url} ({why}); training goes on, and what it reports is kept for it")
 
     def answered(self) -> None:
-        """An answer came, whatever it says."""
-        if self._said:
-            self._say(f"the service at {self._url} answers again")
-        self._failures, self._said = 0, False
+        """An answer came, whatever it is."""
+        if self._warned:
+            self._warn(f"the service at {self._url} answers again")
+        self._failures, self._warned = 0, False
 
     def ended(self, stores: Sequence[Store], dropped: Counter[str]) -> None:
         """The process ends: what could not be delivered, and what was lost."""
@@ -49,14 +49,14 @@ class Outage:
         lost = sum(len(store) for store in stores if not isinstance(store, Spool))
         if kept:
             count, folder = sum(map(len, kept)), kept[0].path.parent
-            self._say(f"not sent yet: {_batches(count)} in {folder}, for the next process of this run to send")
+            self._warn(f"not sent yet: {_batches(count)} in {folder}, for the next process of this run to send")
         if lost:
-            self._say(f"lost, since no service at {self._url} took them and there is no spool: {_batches(lost)}")
+            self._warn(f"lost, since no service at {self._url} took them and there is no spool: {_batches(lost)}")
         if dropped:
-            told = ", ".join(f"{count} ({reason})" for reason, count in sorted(dropped.items()))
-            self._say(f"events that were never sent: {told}")
+            counts = ", ".join(f"{count} ({reason})" for reason, count in sorted(dropped.items()))
+            self._warn(f"events that were never sent: {counts}")
 
-    def _say(self, sentence: str) -> None:
+    def _warn(self, sentence: str) -> None:
         if self._speaks:
             logger.warning("foreshock: %s", sentence)
 

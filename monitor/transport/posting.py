@@ -25,10 +25,10 @@ _SPREAD: Final = random.SystemRandom()  # of its own: the trained program's gene
 
 
 def headers_of(own: str, own_age_seconds: float, boot: str) -> dict[str, str]:
-    """What is told beside a batch of the process start `boot` that the process start `own`, so old, sends.
+    """The headers of a batch of the process start `boot` that the process start `own`, of this age, sends.
 
-    A dead one is older than who found its spool: by what their names say, which are times on the clocks of their nodes,
-    if that is so.
+    A dead one is older than who found its spool: by their names, which are times on the clocks of their nodes, if that
+    is so.
     """
     if boot == own:
         return {AGE_HEADER: f"{own_age_seconds:.3f}"}

@@ -1,4 +1,4 @@
-"""A folder that belongs to this user alone, and its files, opened so that no other user has a say in them.
+"""A folder that belongs to this user alone, and its files, opened so that no other user can change them.
 
 It may lie where everybody writes (/var/tmp), so somebody else may have made it first, or put links into it. Who may
 rename a folder above it can at most lead the agent to another folder of this user that is closed to others. There the

@@ -39,7 +39,7 @@ MAX_BATCH_EVENTS: Final = 256
 BATCH_BYTES: Final = 4 * 2**20
 MAX_COMMANDS: Final = 1024
 SLOW_FAILURES: Final = 8
-"""Where an answer waits for somebody to mend something, the back-off begins as after so many failures: a minute."""
+"""Where an answer waits for somebody to mend something, the back-off begins as after this many failures: a minute."""
 MAX_TRIES_TOO_LARGE: Final = 60
 """Tries of a batch that is too large without its samples; then it goes, for those behind it."""
 EVENT_BYTES: Final = 1024
@@ -51,7 +51,7 @@ _DROPPED_FIRST: Final = wire.Sample | SampleDraft
 
 
 class Sender:
-    """Sends one boot's events. `health` gives (step, contained faults by component)."""
+    """Sends the events of one process start. `health` gives (step, contained faults by component)."""
 
     def __init__(self, config: AgentConfig, *, run: str, boot: str, health: Callable[[], tuple[int, dict[str, int]]]):
         self._config = config
@@ -68,8 +68,8 @@ class Sender:
         self._sequence = 0
         self._began_at = time.monotonic()
         self._started: wire.Started | None = None
-        self._said_started_at = self._began_at
-        self._say_started = False
+        self._started_sent_at = self._began_at
+        self._send_started = False
         self._stores: list[Store] = []
         self._own: Store = MemoryStore(boot, config.queue_bytes)
         self._spool: Spool | None = None
@@ -77,7 +77,7 @@ class Sender:
         self._outage = Outage(config.url, speaks=config.rank == 0)
         self._failures = 0
         self._too_large = 0
-        self._said_status = 0
+        self._logged_status = 0
         self._all_cut = False
         self._oldest_unsent_at: float | None = None
         self._last_batch_at = time.monotonic()
@@ -204,8 +204,8 @@ class Sender:
     def _take(self) -> list[wire.Event]:
         events: list[wire.Event] = []
         size = 0
-        if self._say_started and self._started is not None:
-            self._say_started, self._said_started_at = False, time.monotonic()
+        if self._send_started and self._started is not None:
+            self._send_started, self._started_sent_at = False, time.monotonic()
             events.append(self._started)
         while self._events and len(events) < MAX_BATCH_EVENTS and size < BATCH_BYTES:
             bytes_, waiting = self._events.popleft()
@@ -290,7 +290,7 @@ class Sender:
                 await asyncio.sleep(1)
 
     def _oldest(self) -> tuple[Store, int, bytes] | None:
-        """This boot's oldest batch, or when all are sent, one of a dead boot's."""
+        """The oldest batch of this process start or, when all are sent, one of a dead process's."""
         for store in self._stores:
             try:
                 waiting = store.peek()
@@ -334,7 +334,7 @@ class Sender:
             return False
         self._outage.answered()
         if 200 <= status < 300 and self._acknowledged(store, sequence, body):
-            self._failures = self._too_large = self._said_status = 0
+            self._failures = self._too_large = self._logged_status = 0
             if words_only:
                 self.dropped["refused_413"] += 1
             store.pop()
@@ -348,7 +348,7 @@ class Sender:
         if not is_final(status) and self._too_large < MAX_TRIES_TOO_LARGE:
             self._failures = max(self._failures + 1, SLOW_FAILURES)
             self._retry_after = retry_after
-            self._say_kept(status)
+            self._log_kept(status)
             return False
         self._too_large = 0
         status = 413 if words_only else status
@@ -357,9 +357,9 @@ class Sender:
         store.pop()
         return True
 
-    def _say_kept(self, status: int) -> None:
-        if status != self._said_status:
-            self._said_status = status
+    def _log_kept(self, status: int) -> None:
+        if status != self._logged_status:
+            self._logged_status = status
             logger.warning(
                 "foreshock: the service or a proxy answers %d: look at the token (401, 403), the address (3xx, 404) "
                 "and the largest body (413); batches are kept and tried again about once a minute",
@@ -377,9 +377,9 @@ class Sender:
         if ack.boot != store.boot or not sequence <= ack.acknowledged <= max(store.highest, sequence):
             return False
         self._commands.extend(ack.commands[: max(MAX_COMMANDS - len(self._commands), 0)])  # others come again
-        # asked by every answer until the batch that tells it has come
-        lately = time.monotonic() - self._said_started_at < self._config.heartbeat_seconds
-        self._say_started |= ack.send_started and store.boot == self._boot and not lately
+        # asked by every answer until the batch that holds it has come
+        lately = time.monotonic() - self._started_sent_at < self._config.heartbeat_seconds
+        self._send_started |= ack.send_started and store.boot == self._boot and not lately
         return True
 
 

@@ -27,7 +27,7 @@ _CHUNK: Final = 1 << 16
 _SUFFIX: Final = ".spool"
 _pwrite: Final = os.pwrite
 _LOCK_SECONDS: Final = 2.0
-"""How long a boot waits for its own spool, which a process that starts at the same moment may be looking into."""
+"""How long a process waits for its own spool, which another that starts at the same moment may be looking into."""
 
 
 class Record(NamedTuple):
@@ -49,15 +49,15 @@ def _checksum(sequence: int, payload: bytes) -> int:
 
 
 class Spool:
-    """The unsent batches of one boot, first in first out. Every method may raise OSError.
+    """The unsent batches of one process start, first in first out. Every method may raise OSError.
 
     The file is locked while a process holds it, so that only the batches of dead processes are replayed by others.
-    left_by: the run of a dead boot whose spool is taken up; of its records only those are taken that say so too.
+    left_by: the run of a dead process whose spool is taken up; of its records only those are taken that name it too.
     """
 
     def __init__(self, folder: PrivateFolder, boot: str, max_bytes: int, *, left_by: str | None = None) -> None:
         self.boot: Final = boot
-        """The boot whose batches these are."""
+        """The process start whose batches these are."""
         self.path: Final = folder.path / f"{boot}{_SUFFIX}"
         self._folder, self._max_bytes, self._left_by = folder, max_bytes, left_by
         waits, create = (_LOCK_SECONDS, os.O_CREAT) if left_by is None else (0.0, 0)
@@ -125,7 +125,7 @@ class Spool:
         return None
 
     def _is_own(self, sequence: int, payload: bytes) -> bool:
-        """Whether a dead boot's batch says that it is one; it is sent with the token of this process."""
+        """Whether a dead process's batch names the same run and process; it is sent with the token of this process."""
         try:
             batch = json.loads(payload)
             return [batch[key] for key in ("run", "boot", "sequence")] == [self._left_by, self.boot, sequence]
