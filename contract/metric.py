@@ -94,7 +94,7 @@ class Metric:
     percent: bool = False
     """A share, read in percent."""
     chart: int | None = MORE_CHARTS
-    """Its place among the page's charts: before MORE_CHARTS at once, the others on demand; None: shown elsewhere."""
+    """Place among the page's charts: before MORE_CHARTS at once, the others on demand; None: shown elsewhere."""
     alerts: tuple[Alert, ...] = ()
 
     @property

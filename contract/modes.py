@@ -36,7 +36,7 @@ class ModeInfo:
     does: str
     """In one line, for the page, the command line and the documentation."""
     cures: str
-    """What it takes away, and what it leaves."""
+    """What the mode takes away, and what it leaves."""
     ends_rounding_growth: bool = False
     """Whether growth that rounding causes ends under it: a head that has the mode cannot fail from rounding."""
     moves_scores: bool = False

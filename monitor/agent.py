@@ -66,7 +66,7 @@ class Agent:
         new_id = lambda: f"{boot}-{next(ids)}"  # noqa: E731
         self._switchboard = Switchboard(self._heads, attached.modes, new_id)
         self._switchboard.on_change = attached.selector.follow
-        self._switchboard.refuses = attached.selector.refusal
+        self._switchboard.why_refused = attached.selector.refusal
         self._switchboard.serves = attached.selector.serves
         attached.selector.faults = self.faults
         self.detectors = Detectors(self._heads, config.detectors)
@@ -75,7 +75,7 @@ class Agent:
         self._detector_thread = DetectorThread(self._detect)
         self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
         self._console = ConsoleReporter(config, attached.layers)
-        self._outbox = Outbox(self._guards, console_speaks=self._console.speaks)
+        self._outbox = Outbox(self._guards, console_prints=self._console.prints)
         self._switching = Switching(config, self._switchboard, self._outbox.emit, self._console.report_switched)
         self._notes = Notes(self._heads)
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], new_id, self._outbox.emit)
@@ -177,7 +177,7 @@ class Agent:
 
     def _publish(self, result: DetectorResult) -> None:
         counted, verdicts, risk = result
-        self._guards["sample"].run(self._look, counted)
+        self._guards["sample"].run(self._record_coverage, counted)
         if verdicts:
             with_errors = self._attached.selector.with_errors
             verdicts = self._guards["detectors"].run(with_errors, verdicts, counted.words, self._heads) or verdicts
@@ -200,9 +200,9 @@ class Agent:
         if self._console.first and (note := self._notes.of(counted.step, largest, self.detectors.active)) is not None:
             self._outbox.emit(note)
 
-    def _look(self, counted: Counted) -> None:
+    def _record_coverage(self, counted: Counted) -> None:
         """Record which layers a sample counts, and send anew who serves and measures each where that changed."""
-        if self._coverage.look(counted.words, counted.since_step, counted.step):
+        if self._coverage.record(counted.words, counted.since_step, counted.step):
             self._coverage.show(counted.step)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
         started = self._outbox.started
@@ -361,7 +361,7 @@ class Agent:
                         self._coverage.show(self.current_step)
                     self._outbox.emit(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
                 elif status != "failed" and not self.config.quiet:
-                    self._coverage.look_unstepped(self._attached.state.cpu().numpy())
+                    self._coverage.warn_if_unstepped(self._attached.state.cpu().numpy())
 
     def _inert(self) -> bool:
         return self._closed or os.getpid() != self._pid

@@ -1,6 +1,6 @@
 """What the agent writes to the training's log: a line when an incident opens, grows tenfold, turns worse or ends.
 
-Nobody reads a line for each of 144 heads. The agent speaks of what its own process sees; the service gathers ranks.
+Nobody reads a line for each of 144 heads. The agent logs what its own process sees; the service gathers ranks.
 Where nobody has set up logging, Python shows it on the terminal: what is printed as well stands there twice.
 """
 
@@ -38,7 +38,7 @@ class ConsoleReporter:
         parts = config.first_layer or config.layers or any(layer.heads[0] for layer in layers if layer.heads)
         self.first = config.rank == 0 or bool(parts)
         """Whether this process is the first of those that hold the same heads, as far as the settings show."""
-        self.speaks = not config.quiet and self.first
+        self.prints = not config.quiet and self.first
         self._open: dict[frozenset[IncidentCause], _Open] = {}
         """By the causes that are one incident."""
         self._switched = 0
@@ -98,8 +98,8 @@ class ConsoleReporter:
         self.log_lines(self.lines_for(verdicts, modes, clip, page))
 
     def log_lines(self, lines: Sequence[str]) -> None:
-        """Log them, where this process speaks."""
-        for line in lines if self.speaks else ():
+        """Log these lines, where this process prints any."""
+        for line in lines if self.prints else ():
             logger.warning("%s", line)
 
     def _take(self, verdict: wire.Verdict) -> None:

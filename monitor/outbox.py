@@ -22,9 +22,9 @@ logger: Final = logging.getLogger("foreshock")
 class Outbox:
     """Hands events on. A sink's fault and the sender's are contained by the guards "sinks" and "sender"."""
 
-    def __init__(self, guards: Mapping[str, Guard], *, console_speaks: bool = False) -> None:
+    def __init__(self, guards: Mapping[str, Guard], *, console_prints: bool = False) -> None:
         self._guards = guards
-        self._console_speaks = console_speaks
+        self._console_prints = console_prints
         self._sinks: list[Sink] = []
         self._early: list[wire.Switched | wire.Clipped] | None = []
         """What was done before the run started, whose first step may still be set; None since then."""
@@ -75,7 +75,7 @@ class Outbox:
         for others in self._active.values():
             others.discard(verdict.id)
         if verdict.state == "raised":
-            first = verdict.severity != "info" and not active and not self._console_speaks
+            first = verdict.severity != "info" and not active and not self._console_prints
             level = logging.WARNING if first else logging.INFO
             logger.log(level, "foreshock, step %d: %s%s", verdict.step, verdict.sentence, self.page if first else "")
         elif verdict.severity == "info":  # a note, which never stands

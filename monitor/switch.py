@@ -54,7 +54,7 @@ class Switchboard:
         """The modes that have been applied, on the host, whose only writer is this class."""
         self.on_change: Callable[[npt.NDArray[np.int32]], None] | None = None
         """Is called with the modes that are wanted [N], whenever they may have changed."""
-        self.refuses: Callable[[int, int], str | None] | None = None
+        self.why_refused: Callable[[int, int], str | None] | None = None
         """Why the head in a row cannot be given a mode; None where it can."""
         self.serves: Callable[[int], bool] | None = None
         """Whether our kernels compute the head in a row, and read its mode; None: all of them."""
@@ -209,8 +209,8 @@ class Switchboard:
 
     def _refused(self, heads: Iterable[tuple[int, int]], mode: int) -> dict[tuple[int, int], str]:
         """The heads that cannot be given `mode`, each with a sentence."""
-        refuses = self.refuses
-        return {} if refuses is None else _sentences({head: refuses(self._rows[head], mode) for head in heads})
+        why = self.why_refused
+        return {} if why is None else _sentences({head: why(self._rows[head], mode) for head in heads})
 
     def _takers(self, heads: list[tuple[int, int]], mode: int) -> tuple[list[tuple[int, int]], str]:
         """The heads that an order switches, and the answer's words about others. An order for every head leaves those
@@ -232,7 +232,7 @@ class Switchboard:
         while len(self._answered) > MAX_ANSWERED:
             self._answered.popitem(last=False)
         heads = list(self._rows) if command.heads is None else list(command.heads)
-        # ranks hold different heads; a command for a layer speaks to those who have it
+        # ranks hold different heads; a command for a layer is for those who have it
         mine = [head for head in heads if head in self._rows]
         decided = self._decide(command, mine, step, unix_seconds)
         if decided.outcome == "applied" and decided.mode is not None:

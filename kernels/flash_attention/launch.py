@@ -69,9 +69,9 @@ class Call:
     capability: int
     spec: AttentionSpec
     ready: dict[Any, Ready] = field(default_factory=dict, compare=False, repr=False)
-    """Its launches, by name, once they were made."""
+    """The launches of the call, by name, once they were made."""
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What else is remembered of it."""
+    """What else the kernels keep for the call."""
 
     def launch(self, name: Any, tensors: tuple[Tensor | int | None, ...], settle: Callable[[], Launch]) -> None:
         """Launch what `settle` says with `tensors`. From the second time on nothing but pointers is looked at: calls

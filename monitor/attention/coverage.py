@@ -76,8 +76,8 @@ class CoverageReport:
         """Whether the layers stand otherwise than the last table shows."""
         return self._looked and self._shown != self._states()
 
-    def look(self, words: Words, since_step: int, step: int) -> bool:
-        """Take note of a sample's counts [N]; whether the table is due: the first one, and one after a
+    def record(self, words: Words, since_step: int, step: int) -> bool:
+        """Record a sample's counts [N], and return whether the table is due: the first one, and one after a
         change, which waits for twice as many samples each time."""
         counted = self._hits(words)
         self._samples += 1
@@ -138,7 +138,7 @@ class CoverageReport:
                 self._last_counted,
             )
 
-    def look_unstepped(self, words: Words) -> None:
+    def warn_if_unstepped(self, words: Words) -> None:
         """Warn, as the agent closes without a step, that the model trained: its training never called agent.step."""
         if self._hits(words).any():
             logger.warning(
@@ -171,7 +171,7 @@ class CoverageReport:
             if watched is None or self._last[number] >= 0:  # what it met before shows nothing of now
                 why = "; ".join(watched.unserved if watched is not None else ()) or NOT_RUN
             else:
-                why = watched.silence
+                why = watched.why_not_counted
             groups.setdefault(why, []).append(f"layer {layer.layer} ({layer.name})")
         steps = f"step {step}" if step - since_step <= 1 else f"steps {since_step + 1} to {step}"
         for why, names in groups.items():
@@ -202,7 +202,7 @@ class CoverageReport:
             if states[number] == "replaced":
                 continue
             if states[number] == "never":
-                how = f"kept, not measured: {self._watched(number).silence}"
+                how = f"kept, not measured: {self._watched(number).why_not_counted}"
             elif states[number] == "stopped":
                 how = f"{how}; it counted nothing since step {self._last[number]}"
             groups.setdefault(how, []).append(layer.name)

@@ -359,7 +359,7 @@ def _placed(part: HeadRows, rows: Rows, head_dim: int, width: int) -> HeadRows:
         return placed
     moved = replace(placed, starts=tuple(start + part.starts[0] for start in rows.starts))
     if moved != part:
-        raise ValueError("this process computes other heads than its part of the weights tells")
+        raise ValueError("this process computes other heads than its part of the weights shows")
     return part
 
 
@@ -378,7 +378,7 @@ def _state_of(projection: Projection) -> list[tuple[Any, ...]]:
 
 
 def table_of_norms(names: Sequence[str], proofs: Sequence[LayoutProof]) -> str:
-    """A line for each group of layers whose weights lie otherwise than the table of `attach` tells, or unknown."""
+    """A line for each group of layers whose weights lie otherwise than the table of `attach` shows, or unknown."""
     groups: dict[str, list[str]] = {}
     for name, proof in zip(names, proofs, strict=True):
         if (now := proof.describe()) != proof.announced:

@@ -61,7 +61,7 @@ class Sampling:
     refused: dict[int, str] = field(default_factory=dict)
     """By where a layer's state lies: what the model does with the attention that our kernels would not let it do."""
     layouts: "Sequence[LayoutProof]" = ()
-    """Of its layers, in the order of their counters: they keep the tokens of compiled code."""
+    """The proofs of the agent's layers, in the order of their counters: they keep the tokens of compiled code."""
 
 
 _samplings: Final[dict[str, Sampling]] = {}

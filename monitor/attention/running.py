@@ -140,7 +140,7 @@ def expect_interception() -> None:
 
 
 def was_intercepted() -> bool:
-    """Whether it was since it was expected."""
+    """Whether the call was intercepted since `expect_interception` was last called."""
     return _traced.intercepted if torch.compiler.is_compiling() else _mine.intercepted
 
 

@@ -107,17 +107,17 @@ class WatchedLayer:
         self.layout: LayoutProof | None = None
         """Shows where W_Q and W_K of its heads lie."""
         self.dropout_p = 0.0
-        """Of the last call that trained."""
+        """The dropout probability of the last call that trained."""
         self.served = False
         """Our kernels computed a call that trained since they were asked to: what really ran."""
         self.ever_served = False
-        """They did so at any time."""
+        """Our kernels computed a call that trained at any time."""
         self.could_serve = False
-        """They could compute one, as far as is known without a comparison."""
+        """Our kernels could compute a call, as far as is known without a comparison."""
         self.differs: str | None = None
-        """How they differ from PyTorch's attention, where they were compared in calls of this layer and do."""
+        """How our kernels differ from PyTorch's attention, where they were compared in calls of this layer and do."""
         self.cannot_serve: str | None = None
-        """Why they could not serve the last call that trained and that they could not, since they were asked to."""
+        """Why our kernels could not serve the last call of training that they could not, since they were asked to."""
         self.may_lose_masks = False
         """Masks of compiled code may be left out once our kernels are asked to serve it."""
         self.kept: Counter[str] = Counter()
@@ -140,7 +140,7 @@ class WatchedLayer:
         return type(None), ()  # nor is one that is loaded again
 
     @property
-    def silence(self) -> str:
+    def why_not_counted(self) -> str:
         """Why the layer counted nothing, as far as it is known."""
         if self.unserved:
             return "; ".join(self.unserved)

@@ -42,19 +42,19 @@ class WarningConditions(NamedTuple):
         past_warmup: False judges dangerous scores alone.
         """
         growth, (offset, score) = self.growth, np.abs(self.growth.end)
-        young = max(0.0, 1.0 - growth.step / config.settle_steps) if config.settle_steps else 0.0
+        early_factor = max(0.0, 1.0 - growth.step / config.settle_steps) if config.settle_steps else 0.0
         ratios = np.empty_like(growth.end)
 
         factor = (
             (offset + 1.0)
             / (np.abs(growth.start[HeadSignal.OFFSET]) + 1.0)
-            / (1.0 + young * (config.young_growth - 1.0))
+            / (1.0 + early_factor * (config.young_growth - 1.0))
         )
         drift = np.minimum(offset / config.offset_level, growth.moved()[HeadSignal.OFFSET] / config.offset_change)
         drift = np.minimum(drift, factor)
         ratios[HeadSignal.OFFSET] = np.minimum(drift, np.where(self.bias_supports_drift, math.inf, _UNSUPPORTED))
 
-        times = np.where(self.bias_supports_drift, 1.0, np.where(self.moves_together, 1.0 + young, 2.0))
+        times = np.where(self.bias_supports_drift, 1.0, np.where(self.moves_together, 1.0 + early_factor, 2.0))
         ratios[HeadSignal.SCORE] = np.minimum(
             score / (config.score_level * times), score / growth.start[HeadSignal.SCORE]
         )

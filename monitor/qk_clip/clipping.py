@@ -77,7 +77,7 @@ class Clipping:
         self.last_scores: Floats | None = None
         """The largest score of each head in the last sample, for dry runs."""
         self._looked: tuple[list[tuple[object, ...]], dict[int, str]] | None = None
-        """How the layers stood when it was last looked which can be scaled, and why others cannot."""
+        """The state of the layers when the last search found which can be scaled, and why others cannot."""
         self._ask_for_all_rows(1)
 
     # ---- people and policy ----------------------------------------------------------------------------------------
@@ -326,19 +326,19 @@ class Clipping:
             self._switched(True, counted.step, "another process asked for it")
 
     @property
-    def _speaks(self) -> bool:
+    def _reports(self) -> bool:
         """Whether this process reports what was scaled: of those that scale alike, the first."""
         group = None if self._clip is None else self._clip.group
         return group is None or torch.distributed.get_rank(group) == 0
 
     @property
     def _total(self) -> int:
-        return sum(times for times, _ in self._done.values()) if self._speaks else 0
+        return sum(times for times, _ in self._done.values()) if self._reports else 0
 
     def emit_rest(self) -> None:
         """Emit an event of what was scaled since the last one."""
         scaled, self._unreported = self._unreported, {}
-        if not scaled or not self._speaks:
+        if not scaled or not self._reports:
             return
         least = min(factor for _, factor in scaled.values())
         if self._reported_at is None:

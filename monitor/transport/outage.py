@@ -19,9 +19,9 @@ _AGAIN_SECONDS: Final = 600.0
 class Outage:
     """Counts tries without an answer; warns in the first process of a run alone, since all ask the same service."""
 
-    def __init__(self, url: object, *, speaks: bool) -> None:
+    def __init__(self, url: object, *, warns: bool) -> None:
         self._url = url
-        self._speaks = speaks
+        self._warns = warns
         self._failures = 0
         self._warned = False
         self._warned_at = -_AGAIN_SECONDS
@@ -57,7 +57,7 @@ class Outage:
             self._warn(f"events that were never sent: {counts}")
 
     def _warn(self, sentence: str) -> None:
-        if self._speaks:
+        if self._warns:
             logger.warning("foreshock: %s", sentence)
 
 

@@ -74,7 +74,7 @@ class Sender:
         self._own: Store = MemoryStore(boot, config.queue_bytes)
         self._spool: Spool | None = None
         self._bearer = Bearer(config.token, config.token_file)
-        self._outage = Outage(config.url, speaks=config.rank == 0)
+        self._outage = Outage(config.url, warns=config.rank == 0)
         self._failures = 0
         self._too_large = 0
         self._logged_status = 0

@@ -169,13 +169,13 @@ class Spool:
 
 
 def run_folder(directory: Path, run: str) -> PrivateFolder:
-    """Where the boots of a run keep their batches; made where it is missing, for this user alone."""
+    """The folder where the processes of a run keep their batches; made where it is missing, for this user alone."""
     name = hashlib.sha256(run.encode()).hexdigest()[:32]  # what people give never becomes a path
     return PrivateFolder(Path(name), within=PrivateFolder(directory))
 
 
 def leftovers(folder: PrivateFolder, run: str, max_bytes: int) -> tuple[list[Spool], int]:
-    """Spools of dead boots of this run, oldest first, and how many files were removed to stay within `max_bytes`."""
+    """Spools of dead processes of this run, oldest first, and how many files were removed to hold `max_bytes`."""
     kept: list[Spool] = []
     total = removed = 0
     for name in reversed([name for name in folder.names() if name.endswith(_SUFFIX)]):

@@ -59,7 +59,7 @@ def test_a_service_that_is_back_is_told_and_one_that_comes_and_goes_is_not_told_
 
 
 def test_one_try_that_fails_and_a_second_process_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = outage.Outage("http://here", speaks=True), outage.Outage("http://here", speaks=False)
+    first, second = outage.Outage("http://here", warns=True), outage.Outage("http://here", warns=False)
     for each, failures in ((first, 1), (second, 9)):
         for _ in range(failures):
             each.failed(TimeoutError())

@@ -39,7 +39,7 @@ def words(*counted: bool, slot: Slot = Slot.ROWS) -> Words:
 
 
 def selector(*keeps: bool) -> Any:
-    watched = [SimpleNamespace(sampled=k, unserved={}, silence="no backward ran through it") for k in keeps]
+    watched = [SimpleNamespace(sampled=k, unserved={}, why_not_counted="no backward ran through it") for k in keeps]
     return SimpleNamespace(
         layers=watched, how_served=lambda n: "kept, sampled" if keeps[n] else "kernels",
         what_a_switch_meets=list,
@@ -55,7 +55,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("slot", [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS])
 def test_a_layer_counts_where_one_of_its_heads_met_a_row_of_any_kind(slot: Slot) -> None:
     report = CoverageReport(layers(), selector(True, True, True))
-    report.look(words(True, False, True, slot=slot), 0, 10)
+    report.record(words(True, False, True, slot=slot), 0, 10)
     lines = report.table().splitlines()
     assert lines[-1] == "watched 2 of 3 attention layers"
     assert "1 x kept, not measured: no backward ran through it (h.1)" in lines
@@ -65,7 +65,7 @@ def test_the_first_sample_names_those_that_counted_nothing_those_of_one_reason_t
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     report = CoverageReport(layers(), selector(True, True, True))
-    report.look(words(False, True, False), 5, 10)
+    report.record(words(False, True, False), 5, 10)
     [line] = said(caplog)
     assert line == (
         "foreshock: layer 0 (h.0), layer 2 (h.2) counted nothing in steps 6 to 10: no backward ran through it"
@@ -76,11 +76,11 @@ def test_a_layer_that_stops_is_told_once_and_again_only_when_it_counted_in_betwe
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     report = CoverageReport(layers(), selector(True, True, True))
-    report.look(words(True, True, True), 0, 1)
+    report.record(words(True, True, True), 0, 1)
     lost = words(True, False, True)
     told = []
     for step, sample in enumerate([lost, lost, words(True, True, True), lost], start=2):
-        report.look(sample, step - 1, step)
+        report.record(sample, step - 1, step)
         told.append([line.split(" counted")[0].removeprefix("foreshock: ") for line in said(caplog)])
     assert told == [["layer 1 (h.1)"], [], [], ["layer 1 (h.1)"]]
 
@@ -89,10 +89,10 @@ def test_layers_that_are_sampled_are_not_missed_in_a_step_that_measured_none_of_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     report = CoverageReport(layers(), selector(True, True, False))
-    report.look(words(True, True, True), 0, 1)
-    report.look(words(False, False, True), 1, 2)  # kernels count in every step, what is kept in one of ten
+    report.record(words(True, True, True), 0, 1)
+    report.record(words(False, False, True), 1, 2)  # kernels count in every step, what is kept in one of ten
     assert said(caplog) == []
-    report.look(words(True, False, True), 2, 3)
+    report.record(words(True, False, True), 2, 3)
     assert len(said(caplog)) == 1
 
 
@@ -101,15 +101,15 @@ def test_a_long_silence_of_all_is_told_once_and_anew_after_it_ended(
     pause: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     report = CoverageReport(layers(), selector(True, True, True), pause=pause)
-    report.look(words(True, True, True), 0, 10)
+    report.record(words(True, True, True), 0, 10)
     told = []
     for step in (20, 30, 40, 50, 60):
-        report.look(words(False, False, False), step - 10, step)
+        report.record(words(False, False, False), step - 10, step)
         told.append(len(said(caplog)))
     assert told == ([0, 0, 1, 0, 0] if pause else [0] * 5)
-    report.look(words(True, True, True), 60, 70)
+    report.record(words(True, True, True), 60, 70)
     for step in (80, 90, 100):
-        report.look(words(False, False, False), step - 10, step)
+        report.record(words(False, False, False), step - 10, step)
     assert [line.split(":")[1].strip() for line in said(caplog)] == (
         ["no layer counted anything since step 70"] if pause else []
     )
@@ -122,7 +122,7 @@ def test_a_pause_is_as_long_as_three_samples() -> None:
 def test_the_table_is_due_with_the_first_sample_and_never_again() -> None:
     report = CoverageReport(layers(), selector(True, True, True), unwatched=2)
     assert report.table() == ""
-    assert [report.look(words(True, True, True), step, step + 1) for step in range(3)] == [True, False, False]
+    assert [report.record(words(True, True, True), step, step + 1) for step in range(3)] == [True, False, False]
     assert report.table().splitlines() == [
         "3 x kept, sampled (h.0, h.1, h.2)",
         "watched 3 of 5 attention layers",
@@ -132,9 +132,9 @@ def test_the_table_is_due_with_the_first_sample_and_never_again() -> None:
 def test_an_agent_that_was_told_of_no_step_says_so_only_where_something_trained(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    CoverageReport(layers(), selector(True, True, True)).look_unstepped(words(False, False, False))
+    CoverageReport(layers(), selector(True, True, True)).warn_if_unstepped(words(False, False, False))
     assert said(caplog) == []
-    CoverageReport(layers(), selector(True, True, True)).look_unstepped(words(False, True, False))
+    CoverageReport(layers(), selector(True, True, True)).warn_if_unstepped(words(False, True, False))
     [line] = said(caplog)
     assert "agent.step(loss) was never called" in line
 
@@ -148,7 +148,7 @@ def test_layers_dropped_at_random_are_named_a_few_times_and_the_table_becomes_ri
     tables = [
         report.table()
         for step in range(1, 400)
-        if report.look(words(*(drawn.random(3) < 0.5).tolist()), step - 1, step)
+        if report.record(words(*(drawn.random(3) < 0.5).tolist()), step - 1, step)
     ]
     assert len(said(caplog)) <= 8
     assert 2 <= len(tables) <= 8
@@ -161,14 +161,14 @@ def test_layers_dropped_at_random_are_named_a_few_times_and_the_table_becomes_ri
 def test_a_layer_that_is_trained_later_stands_in_a_table_at_once(quiet_samples: int) -> None:
     report = CoverageReport(layers(), selector(True, True, True))
     for step in range(quiet_samples):
-        assert report.look(words(True, False, True), step, step + 1) == (step == 0)
-    assert report.look(words(True, True, True), quiet_samples, quiet_samples + 1)
+        assert report.record(words(True, False, True), step, step + 1) == (step == 0)
+    assert report.record(words(True, True, True), quiet_samples, quiet_samples + 1)
     assert report.table().splitlines() == ["3 x kept, sampled (h.0, h.1, h.2)", "watched 3 of 3 attention layers"]
 
 
 def test_a_layer_that_stopped_for_good_leaves_the_count_of_those_watched() -> None:
     report = CoverageReport(layers(), selector(True, True, True))
-    due = [report.look(words(True, step < 3, True), step - 1, step) for step in range(1, 12)]
+    due = [report.record(words(True, step < 3, True), step - 1, step) for step in range(1, 12)]
     assert due.count(True) == 2
     assert report.table().splitlines() == [
         "2 x kept, sampled (h.0, h.2)",
@@ -180,5 +180,5 @@ def test_a_layer_that_stopped_for_good_leaves_the_count_of_those_watched() -> No
 def test_what_no_table_showed_yet_is_known_at_the_end() -> None:
     report = CoverageReport(layers(), selector(True, True, True))
     for step, counts in enumerate([(True, False, False), (True, True, False), (True, True, True)], start=1):
-        report.look(words(*counts), step - 1, step)
+        report.record(words(*counts), step - 1, step)
     assert report.table_is_stale

@@ -54,14 +54,14 @@ class Asked:
     def __init__(self, agent: Agent) -> None:
         self.refuses: list[tuple[int, int]] = []
         board, heads = agent._switchboard, list(agent.modes())
-        refuses = board.refuses
+        refuses = board.why_refused
         assert refuses is not None
 
         def asked(row: int, mode: int) -> str | None:
             self.refuses.append(heads[row])
             return refuses(row, mode)
 
-        board.refuses = asked
+        board.why_refused = asked
 
 
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
