@@ -9,12 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
 
 from tests.monitor import ranks
 from tests.monitor.doubles import ScriptedDetectors
+from tests.monitor.latent_models import two_latent_layers
 from tests.monitor.tiny_models import batch, train_step
 
 from foreshock.contract import wire
@@ -97,6 +100,7 @@ def main(world: int, rank: int, folder: Path) -> None:
         "FSDP2": clipped(ranks.sharded(ranks.nano()), qk_clip="always", **spread),
         "FSDP2, separate": clipped(ranks.sharded(ranks.grouped()), qk_clip="always", **spread),
         "FSDP2, Conv1D": clipped(ranks.sharded(ranks.conv1d()), qk_clip="always", qk_clip_threshold=SMALL, **spread),
+        "FSDP2, latent": clipped(ranks.sharded(two_latent_layers()), qk_clip="always", **KEPT, **spread),
         "warned": clipped(ranks.nano(), qk_clip="warned", policy="auto", between=warned_on(1), **spread),
         "fault": clipped(ranks.nano(), qk_clip="always", between=fails_on(1), **spread),
         "tensor parallel": clipped(
@@ -106,9 +110,23 @@ def main(world: int, rank: int, folder: Path) -> None:
             ranks.tensor_parallel(ranks.grouped(), world), qk_clip="always", world=world, rank=None,
             between=alone_in(alone),
         ),
+        "tensor parallel, latent": clipped(
+            tensor_parallel_latent(world), qk_clip="always", world=world, rank=None, between=alone_in(alone), **KEPT
+        ),
     }  # fmt: skip
     torch.save(told, folder / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def tensor_parallel_latent(world: int) -> nn.Module:
+    """Heads of latent attention over ranks: both up-projections by columns, the output by rows."""
+    model = two_latent_layers()
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model.blocks:
+        block.n_heads = block.n_heads // world  # type: ignore[operator,assignment]
+        plan: Any = {"wq_b": ColwiseParallel(), "wkv_b": ColwiseParallel(), "wo": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+    return model
 
 
 def alone_in(group: Any) -> Callable[[Agent, int], None]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.monitor import clip_ranks, ranks
+from tests.monitor.latent_models import two_latent_layers
 from torch import Tensor
 
 WORLD = 2
@@ -47,13 +48,14 @@ def changes(way: dict[str, Any], step: int) -> bool:
         ("FSDP2", "nano"),
         ("FSDP2, separate", "grouped"),
         ("FSDP2, Conv1D", "conv1d"),
+        ("FSDP2, latent", "latent"),
     ],
 )
 def test_two_processes_give_what_one_gives_with_both_batches_to_the_bit(way: str, single: str, told: Any) -> None:
-    model = getattr(ranks, single)()
+    model = two_latent_layers() if single == "latent" else getattr(ranks, single)()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     threshold = clip_ranks.SMALL if single == "conv1d" else clip_ranks.TAU
-    settings = clip_ranks.KEPT if way == "kept" else {}
+    settings = clip_ranks.KEPT if way in ("kept", "FSDP2, latent") else {}
     one = clip_ranks.clipped(model, world=WORLD, rank=None, qk_clip="always", qk_clip_threshold=threshold, **settings)
     assert not same([before], one["weights"][:1])
     for rank in range(WORLD):
@@ -90,3 +92,12 @@ def test_heads_that_are_sharded_are_refused_until_the_processes_that_share_them_
         way = told[rank]["tensor parallel, a group of one"]
         assert way["faults"] == {}
         torch.testing.assert_close(way["weights"], one["weights"])
+
+
+def test_latent_attention_that_tensor_parallelism_spreads_is_refused_and_left_as_it_is(told: Any) -> None:
+    before = [[parameter.detach() for parameter in two_latent_layers().parameters()]]
+    for rank in range(WORLD):
+        way = told[rank]["tensor parallel, latent"]
+        assert "its projections are spread over processes by tensor parallelism" in way["report"]
+        assert way["faults"] == {}
+        assert same(way["weights"][-1:], before)
