@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self
 import numpy as np
 import numpy.typing as npt
 import pybase64
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 MAX_BATCH_BYTES: Final = 32 * 2**20
 
@@ -16,6 +16,12 @@ class Message(BaseModel):
     """Base of every message: frozen, non-finite scalars as strings. Fields of a newer version are skipped."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
+
+
+def first_error(error: ValidationError) -> str:
+    """Where the first error of a message or of a saved state stands, and what it is, without what was given."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def at_most(entries: int) -> BeforeValidator:

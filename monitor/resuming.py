@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foreshock.contract import wire
+from foreshock.contract.message import first_error
 
 UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError)
 """What reading something raises that is not what it seems."""
@@ -36,9 +37,7 @@ def read_saved(state: object, heads: Sequence[wire.HeadRef]) -> SavedState:
     try:
         saved = SavedState.model_validate(state)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"it is damaged: {where}: {first['msg']}") from None
+        raise ValueError(f"it is damaged: {first_error(error)}") from None
     watched = (saved.detectors or {}).get("heads")
     if isinstance(watched, list) and list(map(tuple, watched)) != list(heads):
         raise ValueError(f"it is of {len(watched)} heads, this process watches {len(heads)} or others")

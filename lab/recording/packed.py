@@ -68,6 +68,24 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def read_header(path: Path) -> dict[str, Any]:
+    """The first line of a recording, in our own format its header, without reading the rest.
+
+    Lists of numbers, which only recordings from before the project have there, stay packed. Raises
+    ValueError for a file that does not begin with one.
+    """
+    try:
+        with path.open("rb") as file:
+            packed = file.read(len(_XZ)) == _XZ
+        with lzma.open(path) if packed else gzip.open(path) as unpacked:
+            header = json.loads([unpacked.readline() for _ in range(3 if packed else 1)][-1])
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+        raise ValueError(f"{path} has no header: {error}; give a recording") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} has no header; give a recording")
+    return header
+
+
 def text_of(lines: list[dict[str, Any]]) -> str:
     """The lines as a recorder writes them, before they are compressed."""
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)

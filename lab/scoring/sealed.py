@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from foreshock.lab.recording.packed import PACKED, RECORDED, read_lines, text_of
+from foreshock.lab.recording.packed import PACKED, RECORDED, read_header, read_lines, text_of
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.training.real_text_split import assigned
@@ -84,7 +84,7 @@ def _name(path: Path) -> str:
 def _held_out(path: Path) -> bool:
     """Raises nothing: a file that is no trace is refused by who reads it whole."""
     try:
-        header = read_lines(path)[0]
+        header = read_header(path)
     except ValueError:
         return False
     return assigned(str(header.get("recipe")), header.get("seed")) == "held-out"

@@ -24,6 +24,7 @@ from torch import Tensor
 from foreshock.contract import wire
 from foreshock.contract.decision import cause_of
 from foreshock.contract.slots import Slot, slot_values
+from foreshock.lab.recording.whole_file import whole_file
 from foreshock.lab.training.arm import CONTROL, PAPER, UNTREATED, Arm
 from foreshock.lab.training.corpus import VOCABULARY, Corpus, standard_library
 from foreshock.lab.training.recipe import Recipe
@@ -271,6 +272,5 @@ def _write(path: Path, found: Mapping[Cell, Run]) -> None:
         "runs": [asdict(run) for run, control in zip(runs, controls, strict=True) if not control],
         "controls": [asdict(run) for run, control in zip(runs, controls, strict=True) if control],
     }
-    fresh = path.with_suffix(".part")
-    fresh.write_text(json.dumps(kept, indent=1) + "\n")
-    fresh.replace(path)  # whoever stops it leaves a whole file
+    with whole_file(path) as part:
+        part.write_text(json.dumps(kept, indent=1) + "\n")

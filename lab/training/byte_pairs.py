@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from foreshock.lab.recording.whole_file import whole_file
 from foreshock.lab.training.corpus import Corpus
 
 if TYPE_CHECKING:
@@ -88,10 +89,8 @@ def make_byte_pairs(path: Path | None = None) -> Corpus:
     made_from = installed()
     texts = list(texts_of(_files(), CHARACTERS))
     data = encoded(tokenizer_of(texts, VOCABULARY), texts).tobytes()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_bytes(lzma.compress(made_from.encode() + b"\n" + data, preset=6))
-    part.replace(path)
+    with whole_file(path) as part:
+        part.write_bytes(lzma.compress(made_from.encode() + b"\n" + data, preset=6))
     return byte_pairs(path)
 
 

@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import torch
 
+from foreshock.lab.recording.whole_file import whole_file
+
 EVERY_STEPS: Final = 500
 KEPT: Final = 3
 """So many of the newest."""
@@ -29,13 +31,10 @@ class Checkpoints:
     def write(self, checkpoint: dict[str, Any], *, warned_at: int | None) -> Path:
         """Keep one, named by its step; older ones go, but for the last before the step of the first warning."""
         path = self._folder / f"step-{checkpoint['step']:07d}.pt"
-        part = path.with_suffix(".part")
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
+        with whole_file(path) as part, part.open("wb") as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
         there = self.all()
         before = [each for each in there if warned_at is not None and _step(each) < warned_at][-1:]
         for each in there[:-KEPT]:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from foreshock.lab.recording.whole_file import whole_file
 from foreshock.lab.training.byte_pairs import SUFFIXES, encoded, texts_folder, texts_of, tokenizer_of
 from foreshock.lab.training.corpus import Corpus
 
@@ -72,10 +73,8 @@ def make_folder_text(folders: Sequence[Path], characters: int, path: Path | None
         "held_out_files": len(held_out),
         "held_out_characters": sum(map(len, held_out)),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_bytes(json.dumps(made).encode() + b"\n" + np.concatenate(parts).tobytes())
-    part.replace(path)
+    with whole_file(path) as part:
+        part.write_bytes(json.dumps(made).encode() + b"\n" + np.concatenate(parts).tobytes())
     return folder_text(path)
 
 

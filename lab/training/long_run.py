@@ -19,6 +19,7 @@ from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.lab.recording.trace_writer import TraceWriter, lines_until
+from foreshock.lab.recording.whole_file import whole_file
 from foreshock.lab.training.arm import Arm, variant
 from foreshock.lab.training.checkpoints import EVERY_STEPS, Checkpoints
 from foreshock.lab.training.corpus import Corpus
@@ -198,9 +199,8 @@ def _take_up(training: Training, path: Path, *, same_arm: bool) -> list[int]:
 def _cut(path: Path, step: int) -> None:
     """Leave out of the lines of `path` those after a step."""
     lines = path.read_text().splitlines() if path.exists() else []
-    part = path.with_suffix(".part")
-    part.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
-    part.replace(path)
+    with whole_file(path) as part:
+        part.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from foreshock.contract import wire
+from foreshock.contract.message import first_error
 from foreshock.contract.modes import ROUNDING_ENDS, SCORES_MOVED
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.growth import HeadPasts, HeadSignal, SavedFloats, SavedInts
@@ -162,9 +163,7 @@ class RunState:
         try:
             found = _SAVED.validate_python(saved)
         except ValidationError as error:
-            first = error.errors(include_input=False, include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"the saved detectors are damaged: {where}: {first['msg']}") from None
+            raise ValueError(f"the saved detectors are damaged: {first_error(error)}") from None
         if found.heads != self.heads:
             raise ValueError(
                 f"the saved detectors watched {len(found.heads)} heads, this run has {len(self.heads)} or others; "

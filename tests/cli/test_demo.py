@@ -1,15 +1,14 @@
 """`foreshock demo` from its first line to its last, against a real service, without PyTorch."""
 
-import io
 import json
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 from rich.console import Console
+from tests.lab.looking import Looking
 
 from foreshock.cli import demo
 from foreshock.lab.shown.story import LEFT_ALONE, NAMES, SWITCHED, recordings
@@ -26,25 +25,9 @@ app(sys.argv[1:])
 """
 
 
-class Looking(io.StringIO):
-    """What is written on, and a look at the page's answers when the switch has been told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, dict[str, object]] = {}
-
-    def write(self, text: str) -> int:
-        written = super().write(text)
-        if "Left alone, the loss lay" in text:
-            (page,) = [line for line in self.getvalue().splitlines() if line.startswith("Live page: ")]
-            url = page.removeprefix("Live page: ").partition("/?runs=")[0]
-            self.seen = {name: httpx.get(f"{url}/v1/runs/{name}", timeout=60).json() for name in NAMES}
-        return written
-
-
 @pytest.mark.full
 def test_the_whole_demo_shows_all_runs_on_its_page_and_tells_what_happened(tmp_path: Path) -> None:
-    said = Looking()
+    said = Looking("Left alone, the loss lay")
     result = demo.play(Console(file=said, width=200), port=0, steps_per_second=None, report=tmp_path / "report.json")
     assert json.loads((tmp_path / "report.json").read_text()) == result
     text = said.getvalue()

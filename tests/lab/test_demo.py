@@ -3,9 +3,9 @@
 import io
 from dataclasses import replace
 
-import httpx
 import pytest
 from rich.console import Console
+from tests.lab.looking import Looking
 
 from foreshock.lab import demo
 from foreshock.lab.demo import ON_CPU, ON_GPU, Show
@@ -21,22 +21,6 @@ TINY = replace(
     steps=200,
     warmup_steps=10,
 )
-
-
-class Looking(io.StringIO):
-    """What is written on, and a look at the service's runs when all trainings have ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, dict[str, object]] = {}
-
-    def write(self, text: str) -> int:
-        written = super().write(text)
-        if "All three have ended" in text:
-            (page,) = [line for line in self.getvalue().splitlines() if line.startswith("Live page: ")]
-            url, _, runs = page.removeprefix("Live page: ").partition("/?runs=")
-            self.seen = {run: httpx.get(f"{url}/v1/runs/{run}", timeout=60).json() for run in runs.split(",")}
-        return written
 
 
 @pytest.mark.parametrize("show", [ON_CPU, ON_GPU], ids=lambda show: show.recipe.name)
@@ -58,7 +42,7 @@ def test_the_demo_of_a_cpu_says_which_numerics_are_not_those_of_a_gpu() -> None:
 
 @pytest.mark.full
 def test_the_whole_demo_trains_all_three_on_one_page(capfd: pytest.CaptureFixture[str]) -> None:
-    said = Looking()
+    said = Looking("All three have ended")
     demo.main(Console(file=said, width=200), seed=6, port=0, show=replace(ON_CPU, recipe=TINY))
     stamps = {run.split("-", 2)[1] for run in said.seen}
     assert [run.split("-", 2)[2] for run in said.seen] == ["baseline", "rescued", "no-key-bias"]
@@ -73,7 +57,7 @@ def test_the_whole_demo_trains_all_three_on_one_page(capfd: pytest.CaptureFixtur
 def test_a_demo_whose_time_runs_out_ends_and_one_whose_training_fails_says_which(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    said = Looking()
+    said = Looking("All three have ended")
     demo.main(Console(file=said, width=200), port=0, show=replace(ON_CPU, recipe=TINY), seconds=0.0)
     assert {seen["last_step"] for seen in said.seen.values()} == {1}
     broken = replace(ON_CPU, recipe=replace(TINY, bias_rate=2.0, bias_decay=0.0))

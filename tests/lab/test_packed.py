@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.lab.short_traces import FAILS, TRACES
 
-from foreshock.lab.recording.packed import pack, read_lines, text_of, unpack
+from foreshock.lab.recording.packed import pack, read_header, read_lines, text_of, unpack
 
 NUMBERS = st.one_of(
     st.integers(),
@@ -75,6 +75,7 @@ def test_gzipped_and_packed_lines_read_alike_and_the_packed_ones_are_smaller(tmp
     gzipped.write_bytes(gzip.compress(text_of(lines).encode(), 9))
     packed.write_bytes(pack(lines))
     assert text_of(read_lines(gzipped)) == text_of(read_lines(packed)) == text_of(lines)
+    assert read_header(gzipped) == read_header(packed) == lines[0]
     assert packed.stat().st_size < 0.7 * gzipped.stat().st_size
 
 
