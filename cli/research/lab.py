@@ -86,7 +86,9 @@ def lab_run(
 def lab_run_set(
     name: Annotated[
         str,
-        typer.Argument(help="Which set: real-text, real-text-large, real-text-small, vendor or vendor-healthy."),
+        typer.Argument(
+            help="Which set: real-text, real-text-large, real-text-small, vendor, vendor-healthy or qk-clip."
+        ),
     ],
     folder: Annotated[
         Path, typer.Option(help="Folder for the traces; runs that are there already are not made again.")

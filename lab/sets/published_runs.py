@@ -4,9 +4,12 @@ from foreshock.lab.sets.real_text import real_text_sets
 from foreshock.lab.sets.run_set import Entry
 from foreshock.lab.training.arm import find_arm
 from foreshock.lab.training.recipes import find_recipe
+from foreshock.lab.training.text_recipes import RATES
 
 _OBSERVED, _RESCUED = ("flash-untreated", "cudnn-untreated"), ("flash-rescued", "cudnn-rescued")
 _FRESH = (21, 22, 23, 24, 25)
+_CLIPPED = (31, 32, 33, 34, 35)
+_CLIPS = {4e-3: ("untreated",), 8e-3: ("untreated", "qk-clip"), 32e-3: ("untreated", "qk-clip", "qk-clip-warned")}
 
 
 def _runs(recipe: str, arms: tuple[str, ...], seeds: tuple[int, ...]) -> list[Entry]:
@@ -14,7 +17,8 @@ def _runs(recipe: str, arms: tuple[str, ...], seeds: tuple[int, ...]) -> list[En
 
 
 def published() -> dict[str, list[Entry]]:
-    """The sets by name: those of `real_text_sets`, and on PyTorch's own attention `vendor` and `vendor-healthy`."""
+    """The sets by name: those of `real_text_sets`, on PyTorch's own attention `vendor` and `vendor-healthy`, and with
+    QK-Clip and without at rates that it is needed for and that it is not, `qk-clip`."""
     return {
         **real_text_sets(),
         "vendor": [
@@ -28,5 +32,11 @@ def published() -> dict[str, list[Entry]]:
             for backend, seeds in (("cudnn", _FRESH[:2]), ("flash", _FRESH[2:3]))
             for recipe in ("gpt2-small", "llama-small")
             for run in _runs(recipe, (f"{backend}-untreated",), seeds)
+        ],
+        "qk-clip": [
+            run
+            for seed in _CLIPPED
+            for recipe in RATES
+            for run in _runs(recipe.name, _CLIPS[recipe.learning_rate], (seed,))
         ],
     }

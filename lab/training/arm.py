@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
-from foreshock.contract.modes import MODES, is_mode
+from foreshock.contract.modes import MODES, ClipWhen, is_mode
 from foreshock.contract.orders import SwitchScope
 from foreshock.contract.wire import ModeName, Policy
 from foreshock.monitor.config import AgentConfig
@@ -35,6 +35,7 @@ class Arm:
     """Attention is PyTorch's own, forced to this kernel, and watched by an agent with its default settings."""
     rows: int = AgentConfig.model_fields["probe_rows"].default
     """Of each head that a step measures there."""
+    qk_clip: ClipWhen = "never"
 
     @property
     def cured(self) -> bool:
@@ -64,6 +65,8 @@ ARMS = {
         CONTROL_AGAIN,
         PAPER,
         Arm(name="paper-rescued", numerics="paper", policy="auto"),
+        Arm(name="qk-clip", qk_clip="always"),
+        Arm(name="qk-clip-warned", qk_clip="warned"),
         *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES if each.served),
         *(
             Arm(name=f"{backend}-{each.name}", policy=each.policy, backend=backend)

@@ -66,8 +66,9 @@ class Recipe:
         return middle + swing * math.cos(math.pi * done)
 
     def truth_of(self, arm: Arm) -> Truth:
-        """What an arm was made to show: a failure of rounding does not happen where nothing rounds that way."""
-        return "healthy" if self.truth == "rounding" and arm.cured else self.truth
+        """What an arm was made to show: a failure does not happen where its cause is kept from the first step on."""
+        held = (self.truth == "rounding" and arm.cured) or (self.truth == "score growth" and arm.qk_clip == "always")
+        return "healthy" if held else self.truth
 
     def header(self, arm: Arm, seed: int, run: str) -> dict[str, Any]:
         """What the first line of a trace says of it."""

@@ -6,7 +6,7 @@ from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.paper_recipes import PAPER_RECIPES
 from foreshock.lab.training.recipe import Recipe as Recipe
 from foreshock.lab.training.recipe import Text as Text
-from foreshock.lab.training.text_recipes import TEXT_RECIPES
+from foreshock.lab.training.text_recipes import RATES, TEXT_RECIPES
 
 _SMALL = ModelConfig(layers=2, heads=2, width=64, context=64)
 _MIDDLE = ModelConfig(layers=4, heads=2, width=128, context=128, matmul_dtype="bfloat16")
@@ -71,7 +71,7 @@ _ALL = (
     _SHARED_VALUES,
     _PAPER_VALUES,
 )
-RECIPES = {recipe.name: recipe for recipe in (*_ALL, *TEXT_RECIPES, *PAPER_RECIPES)}
+RECIPES = {recipe.name: recipe for recipe in (*_ALL, *TEXT_RECIPES, *RATES, *PAPER_RECIPES)}
 
 
 def find_recipe(name: str) -> Recipe:

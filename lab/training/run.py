@@ -134,6 +134,7 @@ class Training:
             "policy": arm.policy,
             "mitigation": arm.mitigation,
             "switch_scope": arm.switch_scope,
+            "qk_clip": arm.qk_clip,
             "labels": known | (labels or {}),
             "sample_every_steps": recipe.sample_every_steps,
             "sample_every_seconds": 0.0,

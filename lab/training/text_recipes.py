@@ -5,7 +5,7 @@ without is expected not to. `foreshock.lab.scoring` judges each run by what beca
 """
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipe import Recipe
@@ -58,6 +58,24 @@ def _long(name: str, summary: str, model: ModelConfig = _SHORT, **settings: Any)
     return _as_trained(f"long-{name}", summary, model, **({"steps": 40000, "compiled": True} | settings))
 
 
+def _at_rate(rate: float, *, schedule: Literal["constant", "cosine"]) -> Recipe:
+    """kb256 without biases, where nothing is there for rounding to push along: what fails then fails by its rate."""
+    return replace(
+        _KB256,
+        name=f"no-bias-{rate * 1000:g}e-3" + "-cosine" * (schedule == "cosine"),
+        summary=f"kb256 without biases at a rate of {rate * 1000:g}e-3, {schedule} after the warm-up.",
+        model=replace(_KB256.model, qkv_bias=False),
+        steps=4000,
+        learning_rate=rate,
+        schedule=schedule,
+        truth="score growth" if rate > 16e-3 else "healthy",
+    )
+
+
+RATES: Final = tuple(
+    _at_rate(rate, schedule=schedule) for schedule in ("constant", "cosine") for rate in (4e-3, 8e-3, 32e-3)
+)
+"""At 32e-3 scores grow until the loss goes, in float32 too; at 16e-3 they do not."""
 TEXT_RECIPES: Final = (
     _as_trained(
         "text-small",
