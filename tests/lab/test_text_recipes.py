@@ -63,14 +63,14 @@ def test_qk_clip_holds_the_scores_of_a_run_of_the_laboratory(corpus: Corpus) -> 
     small = tiny(replace(find_recipe("no-bias-32e-3"), learning_rate=0.03))
     scores = {}
     for arm in (UNTREATED, find_arm("qk-clip")):
-        training, seen = Training(small, arm, 5, corpus=corpus, qk_clip_threshold=4.0), []
-        training.agent.subscribe(
-            lambda event, seen=seen: seen.append(event) if isinstance(event, wire.Sample) else None
-        )
+        training = Training(small, arm, 5, corpus=corpus, qk_clip_threshold=4.0)
+        seen: list[wire.Event] = []
+        training.agent.subscribe(seen.append)
         with training.agent:
             for _ in range(60):
                 training.advance()
-        words = [words for sample in seen if (words := sample.words()) is not None]
+        samples = [event.words() for event in seen if isinstance(event, wire.Sample)]
+        words = [each for each in samples if each is not None]
         scores[arm.name] = float(slot_values(words[-1], Slot.SCORE_MAX).max())
     assert scores["untreated"] > 40
     assert scores["qk-clip"] < 12
