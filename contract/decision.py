@@ -7,11 +7,11 @@ does not do. A switch changes rounding alone: only growth that looks like roundi
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from foreshock.contract.causes import CAUSES, LOWER, IncidentCause, curable
 from foreshock.contract.modes import stronger
 from foreshock.contract.orders import Ordered, clip_order
 from foreshock.contract.wire import Policy, Verdict
 
-IncidentCause = Literal["rounding", "score growth", "not finite", "other"]
 Act = Literal["switch", "propose", "none"]
 """What a machine does: switch by itself, propose a switch to people, or nothing."""
 Ask = Literal["approve", "switch", "qk_clip", "none"]
@@ -19,34 +19,13 @@ Ask = Literal["approve", "switch", "qk_clip", "none"]
 Progress = Literal["unswitched", "switched", "arrested", "not arrested"]
 """Where a cure stands: not given, given, given and found to have stopped the growth, or found not to."""
 
-CAUSES: Final[tuple[IncidentCause, ...]] = ("rounding", "score growth", "not finite", "other")
-TOGETHER: Final[frozenset[IncidentCause]] = frozenset(("rounding", "score growth"))
-"""Causes that are one incident where they stand at one time: the cure of the one must not hide or harm the other's."""
-SHOWN_BY: Final[dict[IncidentCause, str]] = {
-    "rounding": "head.score_offset",
-    "score growth": "head.score_max",
-    "not finite": "run.loss",
-    "other": "run.loss",
-}
-"""Key of the metric that shows a cause; what alerts and messages open is its chart."""
 STEPS_BEFORE: Final = 1000
 """A chart that alerts and messages open begins so long before its incident, or twice as long as that has lasted."""
 HOLDS: Final = "no machine asks for it again until a warning of these heads is raised anew."
 """How long a person's no holds: it was an answer to the evidence of the warnings that stood then."""
-_CLIP: Final = ", or with attention='kernels' and qk_clip='always' where that is not on yet"
-"""What holds scores that grow; it is never proposed for rounding, where it would cut what heads have learnt."""
-_LOWER: Final = "Lower the learning rate or lengthen its warm-up, and look at the data of these steps"
 _NO_MODE: Final = "No mode helps: each changes rounding alone."
 SWITCH_ON: Final = "Switch QK-Clip on"
 _FOR_GOOD: Final = "which scales weights for good; a dry run shows which"
-_RESUMED: Final = {
-    "not finite": "without the batches that led here, or with a lower learning rate.",
-    "rounding": "with {mitigation} on every head from the start.",
-    "rounding, cured": "with a lower learning rate.",
-    "score growth": f"with a lower learning rate or a longer warm-up{_CLIP}.",
-    "other": "with a lower learning rate or a longer warm-up.",
-}
-"""How a run that has ended is resumed, by cause; `mitigation` is filled in."""
 _ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
 _WHOSE: Final = {
     "head": "the heads that are warned about",
@@ -60,25 +39,20 @@ def cause_of(verdict: Verdict) -> IncidentCause:
     return "not finite" if verdict.signal == "nonfinite" and verdict.cause != "rounding" else verdict.cause
 
 
-def curable(cause: IncidentCause) -> bool:
-    """Whether a switch can help."""
-    return cause == "rounding"
-
-
 def calls_for_switch(verdict: Verdict) -> bool:
     """Whether a standing verdict asks for a switch of the head that it names."""
     named = verdict.layer is not None and verdict.head is not None
-    return verdict.state != "cleared" and verdict.severity != "info" and named and curable(cause_of(verdict))
+    return named and calls_for("switch", verdict)
 
 
-def calls_for_clip(verdict: Verdict) -> bool:
-    """Whether a standing verdict is of scores that grow, which QK-Clip holds and no mode does."""
-    return verdict.state != "cleared" and verdict.severity != "info" and cause_of(verdict) == "score growth"
+def calls_for(remedy: str, verdict: Verdict) -> bool:
+    """Whether a standing verdict is of a cause that this remedy helps against."""
+    return verdict.state != "cleared" and verdict.severity != "info" and CAUSES[cause_of(verdict)].remedy == remedy
 
 
 def act_on(cause: IncidentCause, policy: Policy | None, clip: str | None = None) -> Act:
     """What a machine may do about a cause; a run whose policy is unknown is only observed. clip: as `decision`."""
-    if cause == "score growth" and clip_order(clip, policy) is not None:
+    if CAUSES[cause].remedy == "qk_clip" and clip_order(clip, policy) is not None:
         return "propose"
     return _ACTS[policy or "observe"] if curable(cause) else "none"
 
@@ -120,25 +94,15 @@ def decision(
     act = act_on(cause, policy, clip)
     checkpoint = "a checkpoint before " + ("the first warning" if before_step is None else f"step {before_step:,}")
     if ended and progress != "arrested":
-        how = _RESUMED["rounding, cured" if curable(cause) and progress == "not arrested" else cause]
+        cured = curable(cause) and progress == "not arrested"
+        how = "with a lower learning rate." if cured else CAUSES[cause].resumed
         to_do = f"The run has ended. Resume it from {checkpoint} {how.format(mitigation=mitigation)}"
         done = f"{_count(switched, heads)} switched.{_way(order)}" if switched else "Nothing is switched."
         return Decision(act, done, to_do)
-    if cause == "not finite":
-        return Decision(
-            act,
-            "Nothing is switched: no switch repairs what is not finite.",
-            f"Stop the run and resume from {checkpoint}; leave out the batches that led here, or lower the learning "
-            "rate.",
-        )
-    if cause == "score growth" and clip is not None:
+    if CAUSES[cause].remedy == "qk_clip" and clip is not None:
         return _clipped(act, clip, checkpoint, order)
     if not curable(cause):
-        return Decision(
-            act,
-            "Nothing is switched: rounding could not be shown to be the cause, and a switch changes rounding alone.",
-            f"{_LOWER}; if it goes on, resume from {checkpoint}{_CLIP if cause == 'score growth' else ''}.",
-        )
+        return Decision(act, CAUSES[cause].done, CAUSES[cause].to_do.format(checkpoint=checkpoint))
     if not finite:
         return Decision(
             act,
@@ -181,14 +145,14 @@ def in_order(drift: Decision, growth: Decision, clip: str | None, *, judged: boo
     first = "Wait for the verdict on the newest switch." if drift.to_do == "Nothing." else drift.to_do
     then = {
         "never": "QK-Clip, which scales weights for good, comes only after the verdict on the switch.",
-        None: f"{_LOWER}.",
+        None: f"{LOWER}.",
     }
     return Decision(drift.act, drift.done, f"{first} Scores grow too: {then.get(clip, growth.done)}", drift.ask)
 
 
 def _clipped(act: Act, clip: str, checkpoint: str, order: Ordered | None) -> Decision:
     """Scores grow where QK-Clip can scale: no mode holds them, and it changes weights, so that people decide."""
-    otherwise = f"{_LOWER[0].lower()}{_LOWER[1:]}, or resume from {checkpoint}"
+    otherwise = f"{LOWER[0].lower()}{LOWER[1:]}, or resume from {checkpoint}"
     if clip == "on":
         return Decision(
             act,
@@ -207,7 +171,7 @@ def _clipped(act: Act, clip: str, checkpoint: str, order: Ordered | None) -> Dec
     if order is not None and order.state == "rejected":
         return Decision(act, f"{order.way}: {HOLDS}", f"{otherwise[0].upper()}{otherwise[1:]}.")
     if clip == "warned":
-        return Decision(act, f"QK-Clip comes on with a warning that is raised anew.{_way(order)}", f"{_LOWER}.")
+        return Decision(act, f"QK-Clip comes on with a warning that is raised anew.{_way(order)}", f"{LOWER}.")
     return Decision(
         act, f"QK-Clip is off.{_way(order)} {_NO_MODE}", f"{SWITCH_ON}, {_FOR_GOOD}. Or {otherwise}.", "qk_clip"
     )

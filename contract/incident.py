@@ -15,14 +15,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from foreshock.contract.decision import (
-    CAUSES,
-    TOGETHER,
-    IncidentCause,
-    Progress,
-    cause_of,
-    curable,
-)
+from foreshock.contract.causes import CAUSES, IncidentCause, curable, incident_id, mates
+from foreshock.contract.decision import Progress, cause_of
 from foreshock.contract.incident_form import Acknowledged as Acknowledged
 from foreshock.contract.incident_form import HeadState as HeadState
 from foreshock.contract.incident_form import Incident as Incident
@@ -40,11 +34,6 @@ from foreshock.contract.remedies import Known, answer, falls, progress_of, switc
 from foreshock.contract.wire import HeadRef, Policy, Severity, Verdict
 
 _SEVERITIES: Final[tuple[Severity, ...]] = ("info", "warning", "critical")
-
-
-def incident_id(cause: IncidentCause) -> str:
-    """The name of a cause's incident within its run."""
-    return cause.replace(" ", "-")
 
 
 def incidents(
@@ -88,16 +77,11 @@ def urgency(incident: Incident) -> tuple[bool, int, float, int]:
     """Sorts the most urgent first: open before closed, severe before mild, soon before late."""
     left = math.inf if incident.steps_left is None else incident.steps_left
     closed = incident.state in ("closed", "arrested")
-    return closed, -_SEVERITIES.index(incident.severity), left, CAUSES.index(incident.cause)
-
-
-def mates(cause: IncidentCause) -> frozenset[IncidentCause]:
-    """The causes that are one incident with this one where they stand at one time."""
-    return TOGETHER if cause in TOGETHER else frozenset((cause,))
+    return closed, -_SEVERITIES.index(incident.severity), left, list(CAUSES).index(incident.cause)
 
 
 def _causes(warned: Iterable[Warned]) -> list[IncidentCause]:
-    return sorted({cause_of(one.verdict) for one in warned}, key=CAUSES.index)
+    return sorted({cause_of(one.verdict) for one in warned}, key=list(CAUSES).index)
 
 
 def _since(one: Warned) -> int:
@@ -153,7 +137,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: Known, last_step: int
     suspect = [head.evidence["suspect_step"] for head in standing if "suspect_step" in head.evidence]
     before = min([opened, *map(int, filter(math.isfinite, suspect))])
     what, order, remedies = answer(cause, episode, standing, known, before)
-    driven = [head for head in standing if "rounding" in head.causes]
+    driven = [head for head in standing if any(map(curable, head.causes))]
     progress = progress_of(driven)
     if progress == "arrested" and loose:
         progress = "unswitched"  # what grows by itself is open
@@ -193,7 +177,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: Known, last_step: int
 
 def _is_cured(head: IncidentHead) -> bool:
     """Whether all that a head is warned about has stopped."""
-    return head.state == "arrested" and head.causes == ["rounding"]
+    return head.state == "arrested" and all(map(curable, head.causes))
 
 
 def _head(

@@ -4,16 +4,16 @@ The words are the same on the terminal, on the page, in messages and in alerts.
 """
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple, Self
+from typing import Final, Literal, NamedTuple
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from foreshock.contract.decision import Act, Ask, IncidentCause
+from foreshock.contract.causes import CAUSES, IncidentCause, RemedyName
+from foreshock.contract.decision import Act, Ask
 from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import HeadRef, Severity, Verdict
 
-RemedyName = Literal["switch", "qk_clip"]
 RemedyState = Literal["now", "later", "done"]
 IncidentState = Literal["open", "acknowledged", "switched", "arrested", "not arrested", "closed"]
 HeadState = Literal["unswitched", "switched", "arrested", "not arrested", "quiet"]
@@ -55,12 +55,6 @@ class Acknowledged(BaseModel):
     unix_seconds: float
 
 
-_REMEDIES: Final[dict[RemedyName, str]] = {
-    "switch": "A switch of the heads that drift: it changes rounding alone, and can be undone.",
-    "qk_clip": "QK-Clip for the scores that grow: it scales weights for good.",
-}
-
-
 class Remedy(BaseModel):
     """One of an incident's remedies."""
 
@@ -70,11 +64,6 @@ class Remedy(BaseModel):
         description="now: its turn, until it is judged; later: another has to be judged before; done: judged, or on"
     )
     words: str = Field(description="what it is, in words")
-
-    @classmethod
-    def of(cls, name: RemedyName, state: RemedyState) -> Self:
-        """With its words."""
-        return cls(name=name, state=state, words=_REMEDIES[name])
 
 
 class IncidentHead(BaseModel):
@@ -136,9 +125,9 @@ class Incident(BaseModel):
     order: Ordered | None = Field(description="the newest order for its heads, or the proposal that waits")
     remedies: list[Remedy] = Field(description="what helps against what stands, in the order in which it is tried")
 
-    def has_its_turn(self, name: RemedyName) -> bool:
+    def has_its_turn(self, name: str) -> bool:
         """Whether that remedy is what helps now."""
-        return Remedy.of(name, "now") in self.remedies
+        return any((one.name, one.state) == (name, "now") for one in self.remedies)
 
     @property
     def standing_heads(self) -> int:
@@ -153,12 +142,6 @@ class Incident(BaseModel):
 
 NAMED_HEADS: Final = 3
 """The number of heads that are named one by one; of more, only a count is given."""
-_WORDS: Final[dict[IncidentCause, str]] = {
-    "rounding": "Scores drift as rounding drives them",
-    "score growth": "Scores grow, which rounding was not shown to cause,",
-    "not finite": "Numbers are not finite",
-    "other": "The loss left its track",
-}
 
 
 def sentence(
@@ -170,7 +153,7 @@ def sentence(
     corrected: int,
 ) -> str:
     shown = standing or heads
-    parts = [(_WORDS[cause], [head for head in shown if cause in head.causes]) for cause in causes]
+    parts = [(CAUSES[cause].reads, [head for head in shown if cause in head.causes]) for cause in causes]
     named = [f"{words} in {in_words(own)}" for words, own in parts if own]
     text = f"{', and '.join([named[0], *(f'{one[0].lower()}{one[1:]}' for one in named[1:])])}, since step {opened:,}."
     if was is not None:

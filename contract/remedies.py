@@ -7,7 +7,8 @@ time, one goes after the other (contract.decision.in_order).
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from foreshock.contract.decision import CAUSES, Decision, IncidentCause, Progress, cause_of, curable, decision, in_order
+from foreshock.contract.causes import CAUSES, IncidentCause, RemedyName, curable
+from foreshock.contract.decision import Decision, Progress, cause_of, decision, in_order
 from foreshock.contract.incident_form import Acknowledged, IncidentHead, Remedy, RemedyState, SwitchOutcome, Warned
 from foreshock.contract.modes import CLIP_ORDERS, ROUNDING_ENDS, is_mode, parse_mode, stronger
 from foreshock.contract.orders import Ordered
@@ -53,7 +54,7 @@ def answer(
             order = _order(heads, progress, orders, rejected, known.held)
             judged = all(_is_judged(head, known, rejected) for head in heads)
             finite = all(head.signal != "nonfinite" for head in heads)
-        elif own == "score growth":
+        elif CAUSES[own].remedy == "qk_clip":
             order = _clip_order(heads, orders, rejected)
         what = decision(
             own,
@@ -72,13 +73,14 @@ def answer(
             clip=known.clip,
         )
         decided[own] = what, order
-    remedies: list[Remedy] = []
-    if standing and finite and not known.ended:
-        if "rounding" in decided:
-            remedies.append(Remedy.of("switch", "done" if judged else "now"))
-        if "score growth" in decided and known.clip is not None:
-            turn: RemedyState = "now" if judged else "later"
-            remedies.append(Remedy.of("qk_clip", "done" if known.clip == "on" else turn))
+    turns: dict[RemedyName, RemedyState] = {"switch": "done" if judged else "now"}
+    if known.clip is not None:
+        turns["qk_clip"] = "done" if known.clip == "on" else "now" if judged else "later"
+    remedies = [
+        Remedy(name=each.remedy, state=turns[each.remedy], words=each.helps)
+        for each in (CAUSES[own] for own in decided)
+        if each.remedy in turns and standing and finite and not known.ended
+    ]
     (what, order), *more = decided.values()
     if not more or not finite:
         return what, order, remedies

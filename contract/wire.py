@@ -25,6 +25,8 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from foreshock.contract.causes import Cause as Cause
+from foreshock.contract.causes import IncidentCause
 from foreshock.contract.message import MAX_BATCH_BYTES as MAX_BATCH_BYTES
 from foreshock.contract.message import Array as Array
 from foreshock.contract.message import Message as Message
@@ -81,10 +83,14 @@ OrderName = Annotated[
 ReportedModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
 """The name of a mode as another process reports it, which may be newer than its reader."""
 Severity = Literal["info", "warning", "critical"]
-Cause = Literal["rounding", "score growth", "other"]
-_NEWER: Final = re.compile(rf"(?!({'|'.join(get_args(Cause))})$)[a-z]+( [a-z]+){{0,3}}")
-ReadCause = Annotated[Cause, BeforeValidator(lambda name: "other" if _NEWER.fullmatch(str(name)) else name)]
-"""The cause of a verdict; one of a newer process that this reader does not know is `other`."""
+
+
+def _other_if_newer(known: tuple[str, ...]) -> BeforeValidator:
+    """A cause of a newer process, which this reader does not know, reads as `other`."""
+    newer = re.compile(r"[a-z]+( [a-z]+){0,3}")
+    return BeforeValidator(lambda name: "other" if name not in known and newer.fullmatch(str(name)) else name)
+
+
 ClipState = Literal["never", "warned", "on"]
 """Of QK-Clip: off, off until scores grow, on."""
 Policy = Literal["observe", "approve", "auto"]
@@ -222,10 +228,10 @@ class Verdict(Message):
     severity: Severity
     layer: LayerNumber | None = None
     head: HeadNumber | None = None
-    cause: ReadCause
+    cause: Annotated[Cause, _other_if_newer(get_args(Cause))]
     signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/growth.py names them")
     evidence: Annotated[dict[Identifier, float], at_most(32)] = Field(default_factory=dict, max_length=32)
-    corrected_from: Literal["rounding", "score growth", "not finite", "other"] | None = Field(
+    corrected_from: Annotated[IncidentCause, _other_if_newer(get_args(IncidentCause))] | None = Field(
         default=None, description="the cause that this warning was reported under before; null: it is the first one"
     )
     corrected_step: Step | None = Field(default=None, description="the step at which the cause was corrected")

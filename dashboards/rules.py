@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from foreshock.contract.catalog import EXTRA_ALERTS, METRICS
-from foreshock.contract.decision import SHOWN_BY, STEPS_BEFORE
+from foreshock.contract.causes import CAUSES
+from foreshock.contract.decision import STEPS_BEFORE
 from foreshock.contract.metric import Alert, Metric
 
 JOB: Final = "foreshock"
@@ -105,7 +106,7 @@ def _place(metric: Metric) -> str:
     lasted = f"scalar(foreshock_run_step{{run=%q}}) - {opened}"
     since = f"{opened} - clamp_min(2 * ({lasted}), {STEPS_BEFORE})"
     steps = _steps_from(since, "run", "cause", "run", "run", "cause")
-    shown = "{{ else ".join(f'if eq $labels.cause "{cause}" }}}}&metric={key}' for cause, key in SHOWN_BY.items())
+    shown = "{{ else ".join(f'if eq $labels.cause "{one.name}" }}}}&metric={one.shown_by}' for one in CAUSES.values())
     return head + "{{ " + shown + "{{ end }}" + steps
 
 

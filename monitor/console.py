@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from foreshock.contract import wire
-from foreshock.contract.decision import IncidentCause, cause_of
-from foreshock.contract.incident import Incident, Warned, incidents, mates
+from foreshock.contract.causes import IncidentCause, mates
+from foreshock.contract.decision import cause_of
+from foreshock.contract.incident import Incident, Warned, incidents
 from foreshock.monitor.config import AgentConfig
 
 logger: Final = logging.getLogger("foreshock")

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from foreshock.contract import wire
-from foreshock.contract.decision import IncidentCause, cause_of
+from foreshock.contract.causes import IncidentCause
+from foreshock.contract.decision import cause_of
 from foreshock.contract.incident_form import page_of
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard

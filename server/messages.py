@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 from urllib.parse import quote, urlencode
 
-from foreshock.contract.decision import SHOWN_BY, STEPS_BEFORE
+from foreshock.contract.causes import CAUSES
+from foreshock.contract.decision import STEPS_BEFORE
 from foreshock.contract.incident import Incident, counted, urgency
 from foreshock.contract.incident_form import in_words
 
@@ -134,7 +135,7 @@ def _place(run: str, ranked: Sequence[Incident], page: str) -> str:
         first = incident.first
         if first.layer is not None and first.head is not None:
             asked["head"] = f"{first.layer}.{first.head}"
-        asked["metric"] = SHOWN_BY[first.causes[0]]
+        asked["metric"] = CAUSES[first.causes[0]].shown_by
         since = incident.opened_step - max(STEPS_BEFORE, 2 * (incident.step - incident.opened_step))
         if since > 0:
             asked["steps"] = f"{since}-"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from foreshock.contract.catalog import FIRST_STEP_SECONDS
-from foreshock.contract.decision import IncidentCause
+from foreshock.contract.causes import IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, IncidentState
 from foreshock.contract.orders import CommandState as CommandState
 from foreshock.contract.orders import OrderSource

@@ -74,7 +74,7 @@ class Decision(BaseModel):
 class Acknowledgement(Decision):
     """Somebody takes care of an incident."""
 
-    incident: Storable = Field(max_length=64, description="its id: rounding, score-growth, not-finite or other")
+    incident: Storable = Field(max_length=64, description="its id: its cause, with a dash for a space")
 
 
 def _one_line(text: str) -> str:

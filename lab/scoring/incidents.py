@@ -11,8 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from foreshock.contract.decision import IncidentCause, cause_of
-from foreshock.contract.incident import Warned, incidents, mates
+from foreshock.contract.causes import IncidentCause, mates
+from foreshock.contract.decision import cause_of
+from foreshock.contract.incident import Warned, incidents
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.slots import Floats
 from foreshock.contract.wire import HeadRef, Verdict

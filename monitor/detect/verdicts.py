@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from foreshock.contract import wire
+from foreshock.contract.causes import CAUSES
 from foreshock.contract.decision import cause_of
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, Forecast
 from foreshock.monitor.detect.non_finite import NON_FINITE
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
-_KNOWN: Final[tuple[wire.Cause, ...]] = ("other", "score growth", "rounding")
-"""Causes in the order of the evidence that each takes."""
 _PHRASES: Final = {
     "offset": ("drifts: its scores moved as a whole from", " nats"),
     "score": ("grows: its largest |score| went from", ""),
@@ -84,7 +83,7 @@ def cause(
         found = first
     elif left_track or not {"offset", "score"} & evidence.keys():
         found = "other"
-    return found if before is None else max(found, before, key=_KNOWN.index)
+    return found if before is None else min(found, before, key=list(CAUSES).index)
 
 
 def verdict(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.decision import calls_for_clip
+from foreshock.contract.decision import calls_for
 from foreshock.contract.modes import CLIP_ORDERS, ClipWhen
 from foreshock.contract.orders import clip_order
 from foreshock.contract.slots import Floats, Slot, slot_values
@@ -166,7 +166,7 @@ class Clipping:
         drift too (`drifts`) the service proposes it, once their switch is judged."""
         if self.on or self._over:
             return
-        for verdict in filter(calls_for_clip, verdicts):
+        for verdict in (one for one in verdicts if calls_for("qk_clip", one)):
             new = verdict.state == "raised" or verdict.corrected_step == verdict.step
             if self.when != "warned":
                 if new and not drifts and (order := clip_order(self.state, self._config.policy)) is not None:

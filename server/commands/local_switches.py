@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, func, select
 
+from foreshock.contract.causes import curable
 from foreshock.contract.modes import CLIP_ORDERS, is_mode, mode_name, parse_mode
 from foreshock.contract.orders import switches
 from foreshock.contract.wire import Batch, HeadRef, Switched
@@ -140,7 +141,7 @@ def _is_justified(
     """Whether the run's policy and standing warnings of the rank call for what it did."""
     named = [verdict for verdict in verdicts if verdict is not None]
     raised = active_warnings(connection, [run_id], named).get(run_id, []) if named else []
-    standing = {w.id for w in raised if (w.rank, w.cause) == (rank, "rounding") and w.severity != "info"}
+    standing = {w.id for w in raised if w.rank == rank and curable(w.cause) and w.severity != "info"}
     if not verdicts <= standing:
         return False
     if run_id not in descriptions:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 from sqlalchemy import Connection, Row, delete, select, update
 
 from foreshock.contract.catalog import BY_KEY, WATCHDOG
+from foreshock.contract.causes import curable
 from foreshock.contract.incident import Incident
 from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode, mode_name
 from foreshock.contract.orders import clip_order, switches
@@ -105,7 +106,7 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
     if meant is None:
         return "refused: the run has no open incident of this cause"
     if meant.act == "none":
-        switch = meant.causes == ["rounding"] or meant.has_its_turn("switch")
+        switch = all(map(curable, meant.causes)) or meant.has_its_turn("switch")
         known = _current_policy(_boots(connection, row.id)) if switch else ""
         why = f"the run's policy is {known}" if known else f"no switch helps against {meant.causes[-1]}"
         details = {"alert": name, "incident": meant.id, "why": why}
@@ -144,7 +145,7 @@ def _switch(settings: Settings, connection: Connection, order: commands.Order, i
     mitigation, scope = description.get("mitigation", DEFAULT_MITIGATION), description.get("switch_scope") or "head"
     ranks = (heads_by_rank(connection, [run_id])).get(run_id, {})
     here, held = modes_here(connection, run_id)
-    driven = [head for head in incident.heads if "rounding" in head.causes]
+    driven = [head for head in incident.heads if any(map(curable, head.causes))]
     bare = {(head.layer, head.head) for head in driven if head.state == "unswitched"}
     asked = {(layer, head) for layer, head in bare if layer is not None and head is not None}
     loose = asked - rejected_heads(connection, run_id)

@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, desc, select
 
-from foreshock.contract.decision import IncidentCause
+from foreshock.contract.causes import IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned, incidents
 from foreshock.contract.modes import DEFAULT_MITIGATION, mode_name, parse_mode
 from foreshock.contract.wire import HeadRef, Switched, Verdict

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, desc, select, update
 
-from foreshock.contract.decision import calls_for_clip, cause_of, curable
+from foreshock.contract.decision import calls_for
 from foreshock.contract.incident import Warned
 from foreshock.contract.modes import CLIP_ORDERS, is_mode, parse_mode
 from foreshock.contract.orders import Ordered
@@ -93,16 +93,16 @@ def _take(
             given.setdefault(ref, Given(switched.step, taken, after if everywhere else None))
 
 
-def _asks_for_switch(verdict: Verdict) -> bool:
-    return curable(cause_of(verdict))
-
-
 def reject_evidence(connection: Connection, run_id: int, heads: Collection[HeadRef] | None, mode: str) -> None:
     """Mark the standing warnings that called for this order for these heads, None for every, as answered by a no."""
-    asks = calls_for_clip if mode in CLIP_ORDERS else _asks_for_switch
+    remedy = "qk_clip" if mode in CLIP_ORDERS else "switch"
     standing = select(warnings).where(warnings.c.run_id == run_id, warnings.c.active)
     for row in connection.execute(standing).all():
         verdict = read_back(Verdict, row.verdict, "warning", (run_id, row.rank, row.uid))
-        if verdict is not None and asks(verdict) and (heads is None or (verdict.layer, verdict.head) in heads):
+        if (
+            verdict is not None
+            and calls_for(remedy, verdict)
+            and (heads is None or (verdict.layer, verdict.head) in heads)
+        ):
             same = warnings.c.run_id == run_id, warnings.c.rank == row.rank, warnings.c.uid == row.uid
             connection.execute(update(warnings).where(*same).values(rejected=True))

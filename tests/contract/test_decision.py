@@ -5,7 +5,8 @@ from typing import Any, get_args
 
 import pytest
 
-from foreshock.contract.decision import CAUSES, Decision, Progress, act_on, calls_for_switch, decision
+from foreshock.contract.causes import CAUSES
+from foreshock.contract.decision import Decision, Progress, act_on, calls_for_switch, decision
 from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import Policy, Verdict
 

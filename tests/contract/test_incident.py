@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreshock.contract.decision import CAUSES, cause_of
+from foreshock.contract.causes import CAUSES
+from foreshock.contract.decision import cause_of
 from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned, incidents
 from foreshock.contract.wire import Verdict
 

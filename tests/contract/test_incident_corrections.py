@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.contract.test_incident import of, warned
 
-from foreshock.contract.decision import CAUSES
+from foreshock.contract.causes import CAUSES
 from foreshock.contract.incident import Acknowledged, Warned
 
 

@@ -127,10 +127,16 @@ def test_a_cause_that_only_a_newer_agent_knows_reads_as_other_and_what_is_no_cau
     }
     for name, read in (("entropy collapse", "other"), ("rounding", "rounding"), ("score growth", "score growth")):
         assert Verdict(**fields | {"cause": name}).cause == read
+        corrected = Verdict(**fields | {"cause": "rounding", "corrected_from": name})
+        assert corrected.corrected_from == read
+    assert Verdict(**fields | {"cause": "rounding", "corrected_from": "not finite"}).corrected_from == "not finite"
     none: tuple[Any, ...] = (None, 5, "", "Rounding", "a\nb", ["rounding"])
     for cause in none:
         with pytest.raises(ValidationError, match="cause"):
             Verdict(**fields | {"cause": cause})
+        if cause is not None:  # null: it is the first cause
+            with pytest.raises(ValidationError, match="corrected_from"):
+                Verdict(**fields | {"cause": "rounding", "corrected_from": cause})
 
 
 @pytest.mark.parametrize("events", ['[{"kind": 5}]', "[{}]", '[{"kind": "moon_phase"}, {"kind": "sample"}]', "[5]"])

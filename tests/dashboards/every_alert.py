@@ -14,7 +14,7 @@ from tests.dashboards.shipped import TEMPLATES
 from tests.server.every_message import example
 
 from foreshock.contract.catalog import BY_KEY
-from foreshock.contract.decision import CAUSES, IncidentCause, curable
+from foreshock.contract.causes import CAUSES, IncidentCause, curable
 from foreshock.contract.incident import SwitchOutcome
 from foreshock.contract.wire import Policy
 from foreshock.dashboards.rules import Links, prometheus_rules

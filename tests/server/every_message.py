@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from foreshock.contract.decision import CAUSES, IncidentCause, curable
+from foreshock.contract.causes import CAUSES, IncidentCause, curable
 from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned, incidents
 from foreshock.contract.modes import stronger
 from foreshock.contract.wire import Outcome, Policy, Switched, Verdict

@@ -4,7 +4,7 @@ import re
 
 from tests.server.every_message import messages
 
-from foreshock.contract.decision import CAUSES
+from foreshock.contract.causes import CAUSES
 from foreshock.server.messages import LONGEST
 
 MESSAGES = dict(messages())

@@ -24,7 +24,7 @@ export interface Acknowledged {
 export interface Acknowledgement {
   who: string;
   reason: string;
-  /** its id: rounding, score-growth, not-finite or other */
+  /** its id: its cause, with a dash for a space */
   incident: string;
 }
 

@@ -1,0 +1,94 @@
+"""The causes of warnings, one entry each: whoever knows the causes reads this list.
+
+The order is that of the evidence which a cause takes, the most first: the cause of a warning is corrected towards the
+first, and of causes that stand together the remedy of the first is tried first.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Cause = Literal["rounding", "score growth", "other"]
+"""The cause that a verdict names."""
+IncidentCause = Literal["rounding", "score growth", "not finite", "other"]
+"""The cause that warnings are gathered by: what is not finite is a matter of its own (contract.decision.cause_of)."""
+RemedyName = Literal["switch", "qk_clip"]
+
+CLIP: Final = ", or with attention='kernels' and qk_clip='always' where that is not on yet"
+"""What holds scores that grow; it is never proposed for rounding, where it would cut what heads have learnt."""
+LOWER: Final = "Lower the learning rate or lengthen its warm-up, and look at the data of these steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CauseInfo:
+    """What is known of one cause."""
+
+    name: IncidentCause
+    reads: str
+    """How an incident of it begins in words, before `in` and its heads."""
+    shown_by: str
+    """Key of the metric that shows it; what alerts and messages open is its chart."""
+    resumed: str
+    """How a run that has ended is resumed from a checkpoint; `mitigation` is filled in."""
+    done: str = "Nothing is switched: rounding could not be shown to be the cause, and a switch changes rounding alone."
+    """What machines do where no remedy of theirs helps."""
+    to_do: str = f"{LOWER}; if it goes on, resume from {{checkpoint}}."
+    """What is left to people then; `checkpoint` is filled in."""
+    remedy: RemedyName | None = None
+    """What machines have against it. Causes with a remedy are one incident where they stand at one time: the cure of
+    the one must not hide or harm the other's (contract.decision.in_order)."""
+    helps: str = ""
+    """The remedy in words."""
+
+
+CAUSES: Final[dict[IncidentCause, CauseInfo]] = {
+    cause.name: cause
+    for cause in (
+        CauseInfo(
+            name="rounding",
+            reads="Scores drift as rounding drives them",
+            shown_by="head.score_offset",
+            resumed="with {mitigation} on every head from the start.",
+            remedy="switch",
+            helps="A switch of the heads that drift: it changes rounding alone, and can be undone.",
+        ),
+        CauseInfo(
+            name="score growth",
+            reads="Scores grow, which rounding was not shown to cause,",
+            shown_by="head.score_max",
+            resumed=f"with a lower learning rate or a longer warm-up{CLIP}.",
+            to_do=f"{LOWER}; if it goes on, resume from {{checkpoint}}{CLIP}.",
+            remedy="qk_clip",
+            helps="QK-Clip for the scores that grow: it scales weights for good.",
+        ),
+        CauseInfo(
+            name="not finite",
+            reads="Numbers are not finite",
+            shown_by="run.loss",
+            resumed="without the batches that led here, or with a lower learning rate.",
+            done="Nothing is switched: no switch repairs what is not finite.",
+            to_do="Stop the run and resume from {checkpoint}; leave out the batches that led here, or lower the "
+            "learning rate.",
+        ),
+        CauseInfo(
+            name="other",
+            reads="The loss left its track",
+            shown_by="run.loss",
+            resumed="with a lower learning rate or a longer warm-up.",
+        ),
+    )
+}
+
+
+def incident_id(cause: IncidentCause) -> str:
+    """The name of a cause's incident within its run."""
+    return cause.replace(" ", "-")
+
+
+def mates(cause: IncidentCause) -> frozenset[IncidentCause]:
+    """The causes that are one incident with this one where they stand at one time."""
+    return frozenset(name for name, info in CAUSES.items() if name == cause or (info.remedy and CAUSES[cause].remedy))
+
+
+def curable(cause: IncidentCause) -> bool:
+    """Whether a switch can help."""
+    return CAUSES[cause].remedy == "switch"

@@ -1,0 +1,47 @@
+"""The list of causes: its names, its words and what follows from them."""
+
+import string
+from itertools import product
+from typing import get_args
+
+from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.causes import CAUSES, Cause, IncidentCause, RemedyName, curable, incident_id, mates
+
+
+def test_every_cause_that_is_named_has_one_entry_and_verdicts_name_all_but_what_is_not_finite() -> None:
+    assert set(CAUSES) == set(get_args(IncidentCause)) == {*get_args(Cause), "not finite"}
+
+
+def test_the_causes_that_runs_have_stored_keep_their_names() -> None:
+    assert {"rounding", "score growth", "not finite", "other"} <= set(CAUSES)
+
+
+def test_a_cause_is_shown_by_a_metric_that_has_a_chart() -> None:
+    for cause in CAUSES.values():
+        assert BY_KEY[cause.shown_by].chart is not None
+
+
+def test_words_ask_for_nothing_but_what_they_are_given() -> None:
+    def asked(words: str) -> set[str | None]:
+        return {name for _, name, _, _ in string.Formatter().parse(words)} - {None}
+
+    for cause in CAUSES.values():
+        assert asked(cause.resumed) <= {"mitigation"}
+        assert asked(cause.to_do) == {"checkpoint"}
+
+
+def test_no_two_causes_are_one_incident_by_its_name() -> None:
+    assert len({incident_id(cause) for cause in CAUSES}) == len(CAUSES)
+
+
+def test_each_remedy_of_the_machines_is_that_of_one_cause_and_is_said_in_words() -> None:
+    """Else contract.decision.in_order, which puts two remedies in their order, has to learn of more."""
+    assert sorted(cause.remedy for cause in CAUSES.values() if cause.remedy) == sorted(get_args(RemedyName))
+    assert all(bool(cause.helps) == bool(cause.remedy) for cause in CAUSES.values())
+
+
+def test_causes_with_a_remedy_are_one_incident_and_every_other_is_its_own() -> None:
+    for one, other in product(CAUSES.values(), repeat=2):
+        together = one == other or (one.remedy is not None and other.remedy is not None)
+        assert (other.name in mates(one.name)) == together
+    assert [cause for cause in CAUSES if curable(cause)] == ["rounding"]
