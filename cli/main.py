@@ -18,7 +18,7 @@ from foreshock.cli.incidents import incidents
 from foreshock.cli.options import AsJson, Token, Url
 from foreshock.cli.store import audit, store
 from foreshock.client import DEFAULT_URL
-from foreshock.contract.modes import CLIP_ORDERS, MODE_NAMES
+from foreshock.contract.modes import MODE_NAMES
 
 app = typer.Typer(
     cls=Commands,
@@ -235,6 +235,7 @@ def switch(
     from foreshock.cli import runs as text
     from foreshock.cli.output import console, print_json
     from foreshock.client import Service
+    from foreshock.contract.orders import CLIP_ORDERS
 
     order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
     with Service(url, token) as client:

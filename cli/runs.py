@@ -11,7 +11,8 @@ from rich.table import Table
 from foreshock.cli.errors import CommandError
 from foreshock.cli.output import DONE, REFUSED, UNANSWERED, print_csv
 from foreshock.client import SETTLED, Series, Service
-from foreshock.contract.modes import CLIP_ORDERS, parse_mode
+from foreshock.contract.modes import parse_mode
+from foreshock.contract.orders import ORDERS
 
 
 def list_runs(client: Service, console: Console) -> None:
@@ -162,12 +163,12 @@ def switch(
     Raises CommandError for an unknown mode, layer or head.
     """
     try:
-        mode in CLIP_ORDERS or parse_mode(mode)
+        mode in ORDERS or parse_mode(mode)
     except ValueError as error:
         raise CommandError(str(error)) from None
     refs = _head_refs(client, run, layer, heads)
     changes: list[dict[str, Any]] = [{"mode": mode, "heads": refs}]
-    if refs is None and mode not in CLIP_ORDERS:  # each head keeps its own mode beside it
+    if refs is None and mode not in ORDERS:  # each head keeps its own mode beside it
         planned = client.switches(run, mode)
         changes = planned["changes"]
         if kept := planned["kept"]:

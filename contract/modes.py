@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntFlag
 from functools import reduce
 from operator import or_
-from typing import Final, Literal, get_args
+from typing import Final
 
 from foreshock.contract.environment import meant
 
@@ -112,16 +112,6 @@ DEFAULT_MITIGATION: Final = "row_corrected"
 """What a head is switched to where nobody chose another: what held most runs, early and late (lab/NOTEBOOK.md)."""
 MODE_PATTERN: Final = r"plain|({0})(\+({0}))*".format("|".join(mode.name for mode in MODES))
 """Of a mode's name, as a regular expression; exclusions stand in the list."""
-
-
-ClipWhen = Literal["never", "warned", "always"]
-CLIP_ORDERS: Final[dict[str, ClipWhen]] = {f"qk_clip_{when}": when for when in get_args(ClipWhen)}
-"""Orders that change no head's mode: when QK-Clip scales weights from now on (docs/score-growth.md)."""
-CLIP_DOES: Final[dict[ClipWhen, str]] = {
-    "never": "QK-Clip ends. Weights that it scaled stay so.",
-    "warned": "It begins with a warning that scores grow, also one that stands now.",
-    "always": "From the next step on, heads whose largest score passes the threshold are scaled down to it.",
-}
 
 
 def _all_of(modes: "tuple[ModeInfo, ...]") -> Mode:

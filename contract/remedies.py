@@ -10,8 +10,8 @@ from typing import NamedTuple
 from foreshock.contract.causes import CAUSES, IncidentCause, RemedyName, curable
 from foreshock.contract.decision import Decision, Progress, cause_of, decision, in_order
 from foreshock.contract.incident_form import Acknowledged, IncidentHead, Remedy, RemedyState, SwitchOutcome, Warned
-from foreshock.contract.modes import CLIP_ORDERS, ROUNDING_ENDS, is_mode, parse_mode, stronger
-from foreshock.contract.orders import Ordered
+from foreshock.contract.modes import ROUNDING_ENDS, is_mode, parse_mode, stronger
+from foreshock.contract.orders import ORDERS, Ordered, action_of
 from foreshock.contract.wire import HeadRef, Policy
 
 
@@ -102,7 +102,7 @@ def _is_judged(head: IncidentHead, known: Known, rejected: Collection[tuple[int 
 
 def _counts(order: Ordered) -> bool:
     """Whether an order has made a head what it is, or may yet."""
-    return order.mode not in CLIP_ORDERS and order.state in ("proposed", "pending", "delivered", "applied")
+    return order.mode not in ORDERS and order.state in ("proposed", "pending", "delivered", "applied")
 
 
 def _cures(order: Ordered) -> bool:
@@ -136,7 +136,7 @@ def _order(
     bare = {(head.layer, head.head) for head in standing if head.state == "unswitched"}
     own = bare or {(head.layer, head.head) for head in standing}
     for heads, order in sorted(orders, key=lambda each: each[1].state != "proposed"):
-        if order.mode in CLIP_ORDERS:
+        if order.mode in ORDERS:
             continue
         if heads is not None and own.isdisjoint(heads):
             continue
@@ -161,7 +161,9 @@ def _clip_order(
 ) -> Ordered | None:
     """The newest order about QK-Clip, a proposal that waits first; a rejection counts while it holds for all heads."""
     refused = {(head.layer, head.head) for head in standing} <= set(rejected)
-    clips = [order for _, order in orders if order.mode in CLIP_ORDERS and (order.state != "rejected" or refused)]
+    clips = [
+        order for _, order in orders if action_of(order.mode) == "qk_clip" and (order.state != "rejected" or refused)
+    ]
     return min(clips, key=lambda order: order.state != "proposed", default=None)
 
 

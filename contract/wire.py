@@ -31,7 +31,7 @@ from foreshock.contract.message import MAX_BATCH_BYTES as MAX_BATCH_BYTES
 from foreshock.contract.message import Array as Array
 from foreshock.contract.message import Message as Message
 from foreshock.contract.message import at_most
-from foreshock.contract.modes import CLIP_ORDERS, DEFAULT_MITIGATION, MODE_PATTERN, mode_name, parse_mode
+from foreshock.contract.modes import DEFAULT_MITIGATION, MODE_PATTERN, mode_name, parse_mode
 from foreshock.contract.slots import MOST_SLOTS, OLDEST_SLOT_COUNT, Words, fitted
 
 WIRE_VERSION: Final = 1
@@ -74,12 +74,6 @@ ModeName = Annotated[
     AfterValidator(lambda name: mode_name(parse_mode(name))),
 ]
 """A mode that exists, for requests and settings; its parts in the order of contract.modes.MODES."""
-OrderName = Annotated[
-    str,
-    Field(max_length=64, json_schema_extra={"pattern": f"^({'|'.join(CLIP_ORDERS)}|{MODE_PATTERN})$"}),
-    AfterValidator(lambda name: name if name in CLIP_ORDERS else mode_name(parse_mode(name))),
-]
-"""What people may order: a mode for heads, or when QK-Clip scales weights."""
 ReportedModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
 """The name of a mode as another process reports it, which may be newer than its reader."""
 Severity = Literal["info", "warning", "critical"]

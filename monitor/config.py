@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from foreshock.contract.environment import refuse_misspelt
 from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
-from foreshock.contract.modes import ClipWhen as ClipWhen
+from foreshock.contract.orders import ClipWhen as ClipWhen
 from foreshock.contract.orders import SwitchScope
 from foreshock.contract.wire import Identifier, ModeName, Policy
 from foreshock.monitor.detect.detectors import DetectorConfig

@@ -8,8 +8,8 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from foreshock.contract.modes import CLIP_ORDERS
-from foreshock.contract.wire import MAX_LAYERS, HeadRef, ModeName, OrderName, Step
+from foreshock.contract.orders import ORDERS, OrderName
+from foreshock.contract.wire import MAX_LAYERS, HeadRef, ModeName, Step
 
 
 def _storable(text: str) -> str:
@@ -57,8 +57,8 @@ class CommandRequest(BaseModel):
     dry_run: bool = False
 
     @model_validator(mode="after")
-    def _qk_clip_is_for_every_head(self) -> Self:
-        if self.mode in CLIP_ORDERS and (self.heads is not None or self.expect is not None):
+    def _what_changes_no_mode_is_for_every_head(self) -> Self:
+        if self.mode in ORDERS and (self.heads is not None or self.expect is not None):
             raise ValueError(f"{self.mode} is for every head and expects no mode; leave heads and expect out")
         return self
 

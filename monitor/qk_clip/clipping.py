@@ -10,8 +10,7 @@ from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.contract.decision import calls_for
-from foreshock.contract.modes import CLIP_ORDERS, ClipWhen
-from foreshock.contract.orders import clip_order
+from foreshock.contract.orders import CLIP_ORDERS, ClipWhen, clip_order
 from foreshock.contract.slots import Floats, Slot, slot_values
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.watched_layer import WatchedLayer

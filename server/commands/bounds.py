@@ -6,7 +6,7 @@ from typing import Final
 
 from sqlalchemy import Connection, func, select
 
-from foreshock.contract.modes import CLIP_ORDERS
+from foreshock.contract.orders import ORDERS
 from foreshock.server.commands.lifecycle import OPEN
 from foreshock.server.settings import Settings
 from foreshock.server.store.schema import commands
@@ -19,10 +19,9 @@ def refusal(
     connection: Connection,
     run_id: int,
     heads: Sequence[tuple[int, int]],
-    *,
-    clip: bool = False,
+    action: str = "switch",
 ) -> str | None:
-    """Why a machine may not switch these heads now, or propose QK-Clip (`clip`), or None. An order that is carried out
+    """Why a machine may not switch these heads now, or propose another `action`, or None. An order that is carried out
     is no reason: it has made the heads what they are, or was undone."""
     table = commands.c
     now = time.time()
@@ -32,7 +31,8 @@ def refusal(
     )
     if (last := recent.scalar()) is not None:
         return f"the run's cool-down lasts {settings.webhook_cooldown_seconds - (now - last):.0f} s more"
-    same = table.mode.in_(CLIP_ORDERS) if clip else table.mode.not_in(CLIP_ORDERS)
+    other = [name for name, order in ORDERS.items() if order.action == action]
+    same = table.mode.in_(other) if other else table.mode.not_in(ORDERS)
     under_way = table.run_id == run_id, table.state.in_((*OPEN, "proposed")), ~table.dry_run, same
     for row in connection.execute(select(table.heads, table.state).where(*under_way)):
         named = set(heads) if row.heads is None else {(layer, head) for layer, head in row.heads}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import Connection, select
 
 from foreshock.contract.incident import Incident
-from foreshock.contract.modes import CLIP_ORDERS
+from foreshock.contract.orders import action_of
 from foreshock.server.commands.bounds import refusal
 from foreshock.server.commands.lifecycle import Order, create
 from foreshock.server.runs.incidents import incidents_of
@@ -17,10 +17,10 @@ from foreshock.server.settings import Settings
 from foreshock.server.store.schema import runs
 
 
-def may_be_proposed(connection: Connection, run_id: int, verify_steps: int) -> bool:
+def may_be_proposed(connection: Connection, run_id: int, action: str, verify_steps: int) -> bool:
     """Whether an incident of the run calls for it. verify_steps: as for `incidents_of`."""
     found = incidents_of(connection, [run_id], verify_steps).get(run_id, ())
-    return any(incident.has_its_turn("qk_clip") for incident in found)
+    return any(incident.has_its_turn(action) for incident in found)
 
 
 def propose_after_switches(settings: Settings, connection: Connection, found: Mapping[int, Sequence[Incident]]) -> None:
@@ -29,10 +29,10 @@ def propose_after_switches(settings: Settings, connection: Connection, found: Ma
     found: the incidents of runs that the caller holds (`Store.lock_runs`).
     """
     for run_id, incident in ((run_id, one) for run_id, own in found.items() for one in own):
-        known = incident.order is not None and incident.order.mode in CLIP_ORDERS
+        known = incident.order is not None and action_of(incident.order.mode) == "qk_clip"
         if len(incident.causes) < 2 or known or incident.act != "propose" or not incident.has_its_turn("qk_clip"):
             continue
-        if refusal(settings, connection, run_id, [], clip=True) is not None:
+        if refusal(settings, connection, run_id, [], "qk_clip") is not None:
             continue
         run = connection.execute(select(runs.c.name).where(runs.c.id == run_id)).scalar_one()
         order = Order(

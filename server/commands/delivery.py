@@ -12,7 +12,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 from sqlalchemy import Connection, Row, and_, bindparam, select, update
 
-from foreshock.contract.modes import CLIP_ORDERS, is_mode
+from foreshock.contract.orders import action_of, can_be_ordered
 from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, Switched
 from foreshock.server.commands.heads_by_rank import RankHeads, all_ended, concerned, heads_by_rank
 from foreshock.server.commands.lifecycle import OPEN, details_of, heads_of, record_transition, tracks_of
@@ -84,13 +84,7 @@ def exchange(
             state = track.get(rank)
             answered = state is not None and state.outcome is not None
             late = row.expires is not None and now > row.expires and state is None
-            if (
-                rank not in concerned
-                or answered
-                or late
-                or ranks[rank].boot != boot
-                or not (is_mode(row.mode) or row.mode in CLIP_ORDERS)
-            ):
+            if rank not in concerned or answered or late or ranks[rank].boot != boot or not can_be_ordered(row.mode):
                 continue
             if len(orders[boot_key]) < _MAX_PER_ACK and (order := _as_wire(row)) is not None:
                 sizes[boot_key] += len(order.model_dump_json().encode()) + 1
@@ -105,7 +99,7 @@ def _as_wire(row: Row[Any]) -> Command | None:
     try:
         return Command(
             id=row.id,
-            action="qk_clip" if row.mode in CLIP_ORDERS else "switch",
+            action=action_of(row.mode),
             heads=heads_of(row),
             mode=row.mode,
             expect=row.expect,

@@ -20,7 +20,8 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, desc, func, or_, select, update
 
-from foreshock.contract.modes import CLIP_ORDERS, is_mode
+from foreshock.contract.modes import is_mode
+from foreshock.contract.orders import ORDERS
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands.heads_by_rank import check_heads, check_somebody_is_left, heads_by_rank
@@ -180,12 +181,8 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
     wholly or by some ranks before it was cancelled, and nothing takes it back yet.
     """
     row = _command(connection, command_id)
-    if row.mode in CLIP_ORDERS:
-        raise ProblemError(
-            409,
-            f"Command {command_id} set QK-Clip, which cannot be undone: weights that it scaled stay so, and training "
-            "has gone on from them. qk_clip_never ends it; to go back, resume from a checkpoint before it.",
-        )
+    if row.mode in ORDERS:
+        raise ProblemError(409, f"Command {command_id} {ORDERS[row.mode].stays}")
     if row.state not in ("applied", "cancelled"):
         raise ProblemError(409, f"Command {command_id} is {row.state}; only what was applied can be undone.")
     if other := _undone(connection, [command_id]).get(command_id):
@@ -348,7 +345,7 @@ def not_arrested_by_run(connection: Connection) -> dict[int, int]:
     failed = connection.execute(applied.where(commands.c.verification == "not arrested")).all()
     if not failed:
         return {}
-    switched = commands.c.run_id.in_({row.run_id for row in failed}), commands.c.mode.not_in(CLIP_ORDERS)
+    switched = commands.c.run_id.in_({row.run_id for row in failed}), commands.c.mode.not_in(ORDERS)
     rows = connection.execute(applied.where(*switched)).all()
     found: Counter[int] = Counter()
     for row in failed:

@@ -15,8 +15,8 @@ from typing import Any, Final
 from sqlalchemy import Connection, func, select
 
 from foreshock.contract.causes import curable
-from foreshock.contract.modes import CLIP_ORDERS, is_mode, mode_name, parse_mode
-from foreshock.contract.orders import switches
+from foreshock.contract.modes import is_mode, mode_name, parse_mode
+from foreshock.contract.orders import ORDERS, action_of, switches
 from foreshock.contract.wire import Batch, HeadRef, Switched
 from foreshock.server.commands.clip_proposals import may_be_proposed
 from foreshock.server.commands.heads_by_rank import RankHeads
@@ -85,7 +85,7 @@ def propagate(
     living = own is not None and own.boot == batch.boot  # a superseded boot's news comes too late to be an order
     for ref, mode in zip(switched.heads, switched.after, strict=True):
         # a mode of a newer agent cannot be ordered; the history keeps it
-        proposed = switched.outcome == "proposed" and mode in CLIP_ORDERS  # none orders it but a person
+        proposed = switched.outcome == "proposed" and mode in ORDERS  # none orders it but a person
         if own is not None and ref in own.heads and (is_mode(mode) or proposed):
             by_mode[mode].append(ref)
     actor = f"rank {batch.rank}"
@@ -107,7 +107,7 @@ def propagate(
         elif (
             _enough_proposed(connection, run_id, heads, mode)
             or _is_rejected(connection, run_id, verdicts)
-            or (mode in CLIP_ORDERS and not may_be_proposed(connection, run_id, verify_steps))
+            or (mode in ORDERS and not may_be_proposed(connection, run_id, action_of(mode), verify_steps))
         ):
             continue
         order = Order(
@@ -116,7 +116,7 @@ def propagate(
             source="rank" if applied else "agent",
             issued_by=actor,
             reason=switched.reason or "local decision",
-            heads=None if mode in CLIP_ORDERS else heads,
+            heads=None if mode in ORDERS else heads,
             mode=mode,
             state=state,
             expires=time.time() + _EXPIRY_SECONDS,

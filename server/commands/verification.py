@@ -17,8 +17,8 @@ import numpy as np
 from sqlalchemy import Connection, Row, select, update
 
 from foreshock.contract.catalog import BY_KEY
-from foreshock.contract.modes import CLIP_ORDERS, mode_name, stronger
-from foreshock.contract.orders import switches
+from foreshock.contract.modes import mode_name, stronger
+from foreshock.contract.orders import ORDERS, switches
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
@@ -109,7 +109,7 @@ def _due(connection: Connection, settings: Settings, roller: Roller) -> list[Due
         .join(runs)
         .where(
             table.c.state == "applied",
-            table.c.mode.not_in(("plain", *CLIP_ORDERS)),
+            table.c.mode.not_in(("plain", *ORDERS)),
             table.c.verification.is_(None),
             table.c.undoes.is_(None),
             table.c.id.not_in(undone),

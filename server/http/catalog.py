@@ -8,7 +8,8 @@ from pydantic import Field
 
 from foreshock.contract.catalog import METRICS
 from foreshock.contract.metric import MORE_CHARTS, Scale
-from foreshock.contract.modes import CLIP_DOES, CLIP_ORDERS, DEFAULT_MITIGATION, MODES, ClipWhen
+from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
+from foreshock.contract.orders import CLIP_ORDERS, ORDERS, ClipWhen
 from foreshock.server.access.auth import Reader
 from foreshock.server.models import Problem, Response
 
@@ -96,6 +97,6 @@ async def get_catalog(_: Reader) -> Catalog:
             for mode in MODES
             if mode.served
         ],
-        clips=[ClipChoice(name=name, when=when, does=CLIP_DOES[when]) for name, when in CLIP_ORDERS.items()],
+        clips=[ClipChoice(name=name, when=when, does=ORDERS[name].does) for name, when in CLIP_ORDERS.items()],
         default_mode=DEFAULT_MITIGATION,
     )

@@ -180,7 +180,7 @@ def _propose_clip(settings: Settings, connection: Connection, order: commands.Or
     """Propose QK-Clip, which no policy orders: it changes weights."""
     description = described(_boots(connection, order.run_id))
     mode, known = clip_order(description.get("qk_clip"), description.get("policy")), incident.order
-    why = refusal(settings, connection, order.run_id, [], clip=True)
+    why = refusal(settings, connection, order.run_id, [], "qk_clip")
     if mode is None or why is not None or (known is not None and known.state == "rejected"):
         why = why or "a person rejected QK-Clip, which holds until a warning is raised anew"
         details = {"reason": order.reason[:500], "incident": incident.id, "why": why}

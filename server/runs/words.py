@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from foreshock.contract.modes import CLIP_ORDERS
+from foreshock.contract.orders import ORDERS
 from foreshock.contract.wire import Clipped, Finished, HeadRef, Started, Switched
 
 
@@ -21,9 +21,7 @@ def heads_in_words(heads: Sequence[HeadRef] | None) -> str:
 
 def order_in_words(mode: str, heads: Sequence[HeadRef] | None) -> str:
     """What an order does: switch layer 0 head 2 to row_corrected."""
-    if mode in CLIP_ORDERS:
-        return f"set QK-Clip to {CLIP_ORDERS[mode]}"
-    return f"switch {heads_in_words(heads)} to {mode}"
+    return ORDERS[mode].words if mode in ORDERS else f"switch {heads_in_words(heads)} to {mode}"
 
 
 def ended_before_the_answer(heads: Sequence[HeadRef] | None) -> str:
@@ -56,12 +54,10 @@ def switched_sentence(switched: Switched) -> str:
     """What became of a switch, or of another order: that changed no head's mode."""
     modes = ", ".join(sorted(set(switched.after))) or "nothing"
     sentence = f"Switch of {heads_in_words(switched.heads)} to {modes}: {switched.outcome}. {switched.reason}"
-    if not switched.heads or switched.after[0] in CLIP_ORDERS:
-        sentence = (
-            f"Order {switched.outcome}. {switched.reason}"
-            if switched.command
-            else f"QK-Clip: {switched.outcome}. {switched.reason}"
-        )
+    order = ORDERS.get(switched.after[0]) if switched.heads else None
+    if order is not None or not switched.heads:
+        subject = "Order" if order is None or switched.command else f"{order.title}:"
+        sentence = f"{subject} {switched.outcome}. {switched.reason}"
     return printable(sentence.strip())
 
 

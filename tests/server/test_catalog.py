@@ -3,7 +3,8 @@
 from typing import Any
 
 from foreshock.contract.catalog import METRICS
-from foreshock.contract.modes import CLIP_ORDERS, MODES
+from foreshock.contract.modes import MODES
+from foreshock.contract.orders import CLIP_ORDERS
 
 
 def test_it_lists_every_metric_with_a_curve_and_every_order_with_what_it_does(play: Any) -> None:
