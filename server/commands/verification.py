@@ -17,6 +17,7 @@ import numpy as np
 from sqlalchemy import Connection, Row, select, update
 
 from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.incident import Incident
 from foreshock.contract.modes import mode_name, stronger
 from foreshock.contract.orders import ORDERS, switches
 from foreshock.contract.wire import HeadRef, Switched
@@ -28,7 +29,7 @@ from foreshock.server.curves.drawing import Curve, Window, draw, edges
 from foreshock.server.curves.merging import axis_of
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.models import Verification
-from foreshock.server.runs.incidents import incidents_of, present, record_incidents
+from foreshock.server.runs.incidents import present, record_incidents
 from foreshock.server.runs.newest import described
 from foreshock.server.runs.words import heads_in_words
 from foreshock.server.settings import Settings
@@ -95,9 +96,8 @@ async def verify(store: Store, settings: Settings, roller: Roller) -> None:
     for due in found:
 
         def judge(connection: Connection, due: Due = due) -> None:
-            _judge(connection, settings, due)
-            after = incidents_of(connection, [due.row.run_id], settings.verify_steps)
-            propose_after_switches(settings, connection, after)
+            # where the verdict led to a proposal, the run's cool-down holds this one back
+            propose_after_switches(settings, connection, _judge(connection, settings, due))
 
         await store.write(judge)
 
@@ -163,7 +163,8 @@ def judged_in_words(
     return sentence[0].upper() + sentence[1:]
 
 
-def _judge(connection: Connection, settings: Settings, due: Due) -> None:
+def _judge(connection: Connection, settings: Settings, due: Due) -> dict[int, list[Incident]]:
+    """Write the verdict down, and propose a stronger mode where one is left; the run's incidents after the verdict."""
     row, at, heads, growths = due.row, due.at, due.heads, due.growths
     running = {ref: [g for g in found if not g.arrested] for ref, found in growths.items()}
     loose = [ref for ref, found in running.items() if found]
@@ -176,7 +177,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     lock_runs(connection, [row.run_id])
     open_ = update(table).where(table.c.id == row.id, table.c.verification.is_(None)).values(verification=verdict)
     if connection.execute(open_).rowcount == 0:
-        return  # another replica was first
+        return {}  # another replica was first, and has done what follows
     growth = {
         f"{layer}.{head}": [[g.signal, round(g.before, 4), round(g.after, 4)] for g in found]
         for (layer, head), found in growths.items()
@@ -185,12 +186,12 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     commands.record_transition(
         connection, row, row.run, "applied", "service", details, sentence=sentence, verification=verdict
     )
-    record_incidents(connection, [row.run_id], settings.verify_steps)
+    found = record_incidents(connection, [row.run_id], settings.verify_steps)
     known = process_starts.of_now(connection, [row.run_id])[row.run_id]
     if next_mode is None or described(known).get("policy", "observe") == "observe":
-        return
+        return found
     if refusal(settings, connection, row.run_id, loose) is not None:
-        return
+        return found
     modes, held = present(connection, row.run_id)
     for mode, wanted in switches(loose, modes, next_mode, held=held).items():
         order = commands.Order(
@@ -204,6 +205,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
             state="proposed",
         )
         commands.create(connection, order)
+    return found
 
 
 def growth_of(

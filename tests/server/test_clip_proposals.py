@@ -90,6 +90,27 @@ def test_first_the_switch_then_whatever_came_of_it_qk_clip_as_a_proposal_of_its_
     play(story, webhook_cooldown_seconds=0)
 
 
+@pytest.mark.parametrize("cooldown", [0, 300])
+def test_a_verdict_that_leads_to_a_stronger_mode_proposes_that_alone(play: Any, cooldown: int) -> None:
+    async def story(service: Any) -> None:
+        rank = await both(service)
+        order = {"mode": "exact_delta", "heads": [[0, 1]]} | WHO
+        await service.client.post(f"{RUN}/commands", json=order)
+        [sent] = (await service.store(rank, grown(rank, 2000, 1.0, SIZE))).commands
+        await service.store(rank, rank.answer(sent, 2000))
+        mode = int(Mode.EXACT_DELTA)
+        await service.store(rank, *(grown(rank, step, 1.0, SIZE, mode) for step in range(2020, 3020, 20)))
+        await judge(service)
+        assert await modes_of(service) == ["exact_delta+row_corrected", "exact_delta"]
+        found = await one_of_both(service)
+        assert turns(found) == {"switch": "now", "qk_clip": "later"}
+        await judge(service)
+        await service.store(rank, growing(step=3040, state="updated"))
+        assert len(await commands_of(service)) == 2
+
+    play(story, webhook_cooldown_seconds=cooldown)
+
+
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
 @pytest.mark.parametrize("cause", ["rounding", "score growth"])
 def test_of_one_cause_alone_no_machine_proposes_the_remedy_of_the_other(play: Any, policy: Any, cause: Any) -> None:
