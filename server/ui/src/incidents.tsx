@@ -89,7 +89,7 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
         <span class="muted">
           {incident.causes.join(" and ")} · {incident.standing > 1 ? counted(incident) : where(first)} · since step{" "}
           {steps(incident.opened_step)}
-          {incident.corrected_from && ` · until step ${steps(incident.corrected_step!)} told as ${incident.corrected_from}`}
+          {incident.corrected_from && ` · until step ${steps(incident.corrected_step!)} reported as ${incident.corrected_from}`}
           {incident.times > 1 && ` · ${incident.times} times in this run`}
         </span>
         {mode !== "plain" && <span class="switched">◆ now {mode}</span>}
