@@ -9,6 +9,7 @@ from tests.monitor.doubles import Listener, ScriptedDetectors
 from tests.monitor.test_clipping import EVERY, changed, growing, two_layers
 
 from foreshock.contract import wire
+from foreshock.contract.orders import ORDERS
 from foreshock.monitor import Agent, attach
 
 
@@ -20,6 +21,11 @@ def command(when: str, name: str = "cmd-1", **changes: Any) -> wire.Command:
 def ordered(agent: Agent, order: wire.Command) -> wire.Switched | None:
     """What the agent answers to an order at this step boundary."""
     return agent._switchboard.obey(order, step=agent.current_step, unix_seconds=time.time())
+
+
+def test_an_agent_carries_out_every_order_that_there_is() -> None:
+    with attach(two_layers(), **EVERY) as agent:
+        assert {order.action for order in ORDERS.values()} == agent._switchboard.acts.keys()
 
 
 def test_an_order_switches_it_on_and_off_and_a_repeated_delivery_changes_nothing() -> None:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from tests.server.orders import order, start, state_of
+from tests.server.switched_runs import judge
 
+from foreshock.contract.orders import ORDERS, OrderInfo
 from foreshock.contract.wire import Array, Clipped, Command, Policy, Switched, Verdict
 from foreshock.server.testing import FakeRank
 
@@ -60,6 +62,44 @@ def test_an_order_for_qk_clip_goes_the_way_of_every_order_and_its_undo_is_refuse
         log = [event["sentence"] for event in (await service.get("/v1/runs/run-1/events"))["events"]]
         assert "Order applied. QK-Clip is on" in log
         assert any(line.startswith("Command to set QK-Clip to always is applied") for line in log)
+
+    play(story)
+
+
+def test_an_order_needs_an_entry_and_no_more_to_go_its_way(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part of the service keeps a list of its own."""
+    entry = OrderInfo(
+        name="save_now",
+        action="save",
+        title="Checkpoint",
+        words="save a checkpoint",
+        does="It saves.",
+        stays="saved a checkpoint, which stays.",
+    )
+    monkeypatch.setitem(ORDERS, entry.name, entry)
+
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        offered = proposed().model_copy(update={"before": (entry.name,), "after": (entry.name,)})
+        await service.store(rank, rank.started(policy="auto"), growing(), offered)
+        assert not (await service.get("/v1/runs/run-1/commands"))["commands"], "it is no remedy of an incident"
+        assert (await order(service, mode=entry.name, heads=[[0, 2]])).status_code == 422
+        command = (await order(service, mode=entry.name, heads=None)).json()["id"]
+        [sent] = (await service.store(rank, rank.sample(30))).commands
+        assert (sent.action, sent.mode, sent.heads) == ("save", entry.name, None)
+        await service.store(rank, answered(sent, reason="It is saved."), rank.sample(2000))
+        assert await state_of(service, command) == "applied"
+        await judge(service)
+        [shown] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+        assert shown["verification"] is None
+        undo = await service.client.post(f"/v1/commands/{command}/undo", json=WHO)
+        assert undo.json()["detail"] == f"Command {command} saved a checkpoint, which stays."
+        log = [event["sentence"] for event in (await service.get("/v1/runs/run-1/events"))["events"]]
+        assert {"Checkpoint: proposed. scores grow", "Order applied. It is saved."} <= set(log)
+        assert any(line.startswith("Command to save a checkpoint is applied") for line in log)
+        text = (await service.client.get("/metrics")).text
+        assert 'mode="save_now"' in text
+        assert (await incident(service))["ask"] == "none"
 
     play(story)
 
