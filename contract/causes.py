@@ -13,7 +13,7 @@ IncidentCause = Literal["rounding", "score growth", "not finite", "other"]
 """The cause that warnings are gathered by: what is not finite is a matter of its own (contract.decision.cause_of)."""
 RemedyName = Literal["switch", "qk_clip"]
 
-CLIP: Final = ", or with attention='kernels' and qk_clip='always' where that is not on yet"
+_CLIP: Final = ", or with attention='kernels' and qk_clip='always' where that is not on yet"
 """What holds scores that grow; it is never proposed for rounding, where it would cut what heads have learnt."""
 LOWER: Final = "Lower the learning rate or lengthen its warm-up, and look at the data of these steps"
 
@@ -22,17 +22,15 @@ LOWER: Final = "Lower the learning rate or lengthen its warm-up, and look at the
 class CauseInfo:
     """What is known of one cause."""
 
-    name: IncidentCause
     reads: str
     """How an incident of it begins in words, before `in` and its heads."""
     shown_by: str
     """Key of the metric that shows it; what alerts and messages open is its chart."""
-    resumed: str
+    resumed: str = "with a lower learning rate or a longer warm-up."
     """How a run that has ended is resumed from a checkpoint; `mitigation` is filled in."""
     done: str = "Nothing is switched: rounding could not be shown to be the cause, and a switch changes rounding alone."
-    """What machines do where no remedy of theirs helps."""
     to_do: str = f"{LOWER}; if it goes on, resume from {{checkpoint}}."
-    """What is left to people then; `checkpoint` is filled in."""
+    """What machines do where no remedy of theirs helps, and what is left to people; `checkpoint` is filled in."""
     remedy: RemedyName | None = None
     """What machines have against it. Causes with a remedy are one incident where they stand at one time: the cure of
     the one must not hide or harm the other's (contract.decision.in_order)."""
@@ -41,41 +39,30 @@ class CauseInfo:
 
 
 CAUSES: Final[dict[IncidentCause, CauseInfo]] = {
-    cause.name: cause
-    for cause in (
-        CauseInfo(
-            name="rounding",
-            reads="Scores drift as rounding drives them",
-            shown_by="head.score_offset",
-            resumed="with {mitigation} on every head from the start.",
-            remedy="switch",
-            helps="A switch of the heads that drift: it changes rounding alone, and can be undone.",
-        ),
-        CauseInfo(
-            name="score growth",
-            reads="Scores grow, which rounding was not shown to cause,",
-            shown_by="head.score_max",
-            resumed=f"with a lower learning rate or a longer warm-up{CLIP}.",
-            to_do=f"{LOWER}; if it goes on, resume from {{checkpoint}}{CLIP}.",
-            remedy="qk_clip",
-            helps="QK-Clip for the scores that grow: it scales weights for good.",
-        ),
-        CauseInfo(
-            name="not finite",
-            reads="Numbers are not finite",
-            shown_by="run.loss",
-            resumed="without the batches that led here, or with a lower learning rate.",
-            done="Nothing is switched: no switch repairs what is not finite.",
-            to_do="Stop the run and resume from {checkpoint}; leave out the batches that led here, or lower the "
-            "learning rate.",
-        ),
-        CauseInfo(
-            name="other",
-            reads="The loss left its track",
-            shown_by="run.loss",
-            resumed="with a lower learning rate or a longer warm-up.",
-        ),
-    )
+    "rounding": CauseInfo(
+        reads="Scores drift as rounding drives them",
+        shown_by="head.score_offset",
+        resumed="with {mitigation} on every head from the start.",
+        remedy="switch",
+        helps="A switch of the heads that drift: it changes rounding alone, and can be undone.",
+    ),
+    "score growth": CauseInfo(
+        reads="Scores grow, which rounding was not shown to cause,",
+        shown_by="head.score_max",
+        resumed=f"with a lower learning rate or a longer warm-up{_CLIP}.",
+        to_do=f"{LOWER}; if it goes on, resume from {{checkpoint}}{_CLIP}.",
+        remedy="qk_clip",
+        helps="QK-Clip for the scores that grow: it scales weights for good.",
+    ),
+    "not finite": CauseInfo(
+        reads="Numbers are not finite",
+        shown_by="run.loss",
+        resumed="without the batches that led here, or with a lower learning rate.",
+        done="Nothing is switched: no switch repairs what is not finite.",
+        to_do="Stop the run and resume from {checkpoint}; leave out the batches that led here, or lower the learning "
+        "rate.",
+    ),
+    "other": CauseInfo(reads="The loss left its track", shown_by="run.loss"),
 }
 
 
@@ -86,7 +73,7 @@ def incident_id(cause: IncidentCause) -> str:
 
 def mates(cause: IncidentCause) -> frozenset[IncidentCause]:
     """The causes that are one incident with this one where they stand at one time."""
-    return frozenset(name for name, info in CAUSES.items() if name == cause or (info.remedy and CAUSES[cause].remedy))
+    return frozenset(one for one in CAUSES if one == cause or (CAUSES[one].remedy and CAUSES[cause].remedy))
 
 
 def curable(cause: IncidentCause) -> bool:

@@ -24,7 +24,6 @@ STEPS_BEFORE: Final = 1000
 HOLDS: Final = "no machine asks for it again until a warning of these heads is raised anew."
 """How long a person's no holds: it was an answer to the evidence of the warnings that stood then."""
 _NO_MODE: Final = "No mode helps: each changes rounding alone."
-SWITCH_ON: Final = "Switch QK-Clip on"
 _FOR_GOOD: Final = "which scales weights for good; a dry run shows which"
 _ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
 _WHOSE: Final = {
@@ -93,11 +92,12 @@ def decision(
     """
     act = act_on(cause, policy, clip)
     checkpoint = "a checkpoint before " + ("the first warning" if before_step is None else f"step {before_step:,}")
+    given = f"{_count(switched, heads)} switched"
     if ended and progress != "arrested":
         cured = curable(cause) and progress == "not arrested"
         how = "with a lower learning rate." if cured else CAUSES[cause].resumed
         to_do = f"The run has ended. Resume it from {checkpoint} {how.format(mitigation=mitigation)}"
-        done = f"{_count(switched, heads)} switched.{_way(order)}" if switched else "Nothing is switched."
+        done = f"{given}.{_way(order)}" if switched else "Nothing is switched."
         return Decision(act, done, to_do)
     if CAUSES[cause].remedy == "qk_clip" and clip is not None:
         return _clipped(act, clip, checkpoint, order)
@@ -110,9 +110,7 @@ def decision(
             f"Stop the run and resume from {checkpoint} with {mitigation} on every head from the start.",
         )
     if progress == "arrested":
-        return Decision(
-            act, f"{_count(switched, heads)} switched, and the growth has stopped.{_way(order)}", "Nothing."
-        )
+        return Decision(act, f"{given}, and the growth has stopped.{_way(order)}", "Nothing.")
     if progress == "not arrested":
         further = stronger(mitigation)
         waits = order is not None and order.state == "proposed"
@@ -120,15 +118,14 @@ def decision(
         more = f"{on}, or resume" if further or waits else "Resume"
         return Decision(
             act,
-            f"{_count(switched, heads)} switched, and the growth goes on: rounding is not all of it."
-            + ("" if waits else _way(order)),
+            f"{given}, and the growth goes on: rounding is not all of it.{'' if waits else _way(order)}",
             f"{more} from {checkpoint} with a lower learning rate.",
             "approve" if waits else "none",
         )
     if progress == "switched":
         return Decision(
             act,
-            f"{_count(switched, heads)} switched.{_way(order)}",
+            f"{given}.{_way(order)}",
             "Wait for the verdict on the switch: by default it comes a thousand steps later.",
         )
     return _unswitched(act, mitigation, scope, switched, heads, order, orders_known, over)
@@ -173,7 +170,7 @@ def _clipped(act: Act, clip: str, checkpoint: str, order: Ordered | None) -> Dec
     if clip == "warned":
         return Decision(act, f"QK-Clip comes on with a warning that is raised anew.{_way(order)}", f"{LOWER}.")
     return Decision(
-        act, f"QK-Clip is off.{_way(order)} {_NO_MODE}", f"{SWITCH_ON}, {_FOR_GOOD}. Or {otherwise}.", "qk_clip"
+        act, f"QK-Clip is off.{_way(order)} {_NO_MODE}", f"Switch QK-Clip on, {_FOR_GOOD}. Or {otherwise}.", "qk_clip"
     )
 
 
@@ -207,13 +204,8 @@ def _unswitched(
     if order is not None and order.state != "proposed":
         return Decision(act, f"Nothing is switched.{_way(order)}", by_hand, "switch")
     if order is not None:
-        whose = _WHOSE.get(scope or "head", "every head")
-        return Decision(
-            act,
-            f"A switch of {whose} to {order.mode} waits for your approval.{_so_far(switched, heads)}",
-            f"Approve the switch to {order.mode}.",
-            "approve",
-        )
+        waits = _given("propose", order.mode, scope, switched, heads)
+        return Decision(act, waits, f"Approve the switch to {order.mode}.", "approve")
     if act == "propose" and orders_known:
         return Decision(
             act, f"Nothing is switched, and no proposal waits.{_so_far(switched, heads)}", by_hand, "switch"

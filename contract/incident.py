@@ -18,16 +18,11 @@ from typing import Final
 from foreshock.contract.causes import CAUSES, IncidentCause, curable, incident_id, mates
 from foreshock.contract.decision import Progress, cause_of
 from foreshock.contract.incident_form import Acknowledged as Acknowledged
-from foreshock.contract.incident_form import HeadState as HeadState
+from foreshock.contract.incident_form import HeadState, IncidentHead, sentence
 from foreshock.contract.incident_form import Incident as Incident
-from foreshock.contract.incident_form import IncidentHead as IncidentHead
 from foreshock.contract.incident_form import IncidentState as IncidentState
-from foreshock.contract.incident_form import Remedy as Remedy
-from foreshock.contract.incident_form import RemedyState as RemedyState
 from foreshock.contract.incident_form import SwitchOutcome as SwitchOutcome
 from foreshock.contract.incident_form import Warned as Warned
-from foreshock.contract.incident_form import counted as counted
-from foreshock.contract.incident_form import sentence
 from foreshock.contract.modes import ROUNDING_ENDS, is_mode, parse_mode
 from foreshock.contract.orders import Ordered
 from foreshock.contract.remedies import Known, answer, falls, progress_of, switched_of

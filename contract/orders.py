@@ -30,7 +30,6 @@ OrderSource = Literal["api", "alertmanager", "agent", "rank", "service"]
 class OrderInfo:
     """An order that changes no head's mode and is for every head of a run. Its name stands where a mode's would."""
 
-    name: str
     action: str
     """`Command.action`: by it the agent finds what carries the order out (`Switchboard.acts`), and an incident which
     remedy it is (`CauseInfo.remedy`). No machine proposes what is no remedy."""
@@ -52,17 +51,17 @@ CLIP_ORDERS: Final[dict[str, ClipWhen]] = {f"qk_clip_{when}": when for when in g
 def _clip(when: ClipWhen, does: str) -> OrderInfo:
     stays = "set QK-Clip, which cannot be undone: weights that it scaled stay so, and training has gone on from them. "
     stays += "qk_clip_never ends it; to go back, resume from a checkpoint before it."
-    words = f"set QK-Clip to {when}"
-    return OrderInfo(name=f"qk_clip_{when}", action="qk_clip", title="QK-Clip", words=words, does=does, stays=stays)
+    return OrderInfo(action="qk_clip", title="QK-Clip", words=f"set QK-Clip to {when}", does=does, stays=stays)
 
 
-_ORDERS: Final = (
-    _clip("never", "QK-Clip ends. Weights that it scaled stay so."),
-    _clip("warned", "It begins with a warning that scores grow, also one that stands now."),
-    _clip("always", "From the next step on, heads whose largest score passes the threshold are scaled down to it."),
-)
-ORDERS: Final = {order.name: order for order in _ORDERS}
-"""Everything that can be ordered but modes, by name."""
+ORDERS: Final = {
+    "qk_clip_never": _clip("never", "QK-Clip ends. Weights that it scaled stay so."),
+    "qk_clip_warned": _clip("warned", "It begins with a warning that scores grow, also one that stands now."),
+    "qk_clip_always": _clip(
+        "always", "From the next step on, heads whose largest score passes the threshold are scaled down to it."
+    ),
+}
+"""Everything that can be ordered but modes."""
 OrderName = Annotated[
     str,
     Field(max_length=64, json_schema_extra={"pattern": f"^({'|'.join(ORDERS)}|{MODE_PATTERN})$"}),

@@ -38,7 +38,6 @@ def answer(
     before_step: int,
 ) -> tuple[Decision, Ordered | None, list[Remedy]]:
     """What is done about what stands, the order that shows how far that is, and the remedies in their order."""
-    orders = known.orders or ()
     decided: dict[IncidentCause, tuple[Decision, Ordered | None]] = {}
     judged = finite = True
     for own in [one for one in CAUSES if any(one in head.causes for head in standing)] or [cause]:
@@ -49,13 +48,13 @@ def answer(
             for one in episode
             if one.verdict.state != "cleared" and one.rejected and cause_of(one.verdict) == own
         }
-        order = None
+        order, given = None, [each for each in known.orders or () if action_of(each[1].mode) == CAUSES[own].remedy]
         if curable(own):
-            order = _order(heads, progress, orders, rejected, known.held)
+            order = _order(heads, progress, given, rejected, known.held)
             judged = all(_is_judged(head, known, rejected) for head in heads)
             finite = all(head.signal != "nonfinite" for head in heads)
         elif CAUSES[own].remedy == "qk_clip":
-            order = _clip_order(heads, orders, rejected)
+            order = _clip_order(heads, given, rejected)
         what = decision(
             own,
             known.policy,
@@ -136,8 +135,6 @@ def _order(
     bare = {(head.layer, head.head) for head in standing if head.state == "unswitched"}
     own = bare or {(head.layer, head.head) for head in standing}
     for heads, order in sorted(orders, key=lambda each: each[1].state != "proposed"):
-        if order.mode in ORDERS:
-            continue
         if heads is not None and own.isdisjoint(heads):
             continue
         cures = _cures(order)
@@ -161,9 +158,7 @@ def _clip_order(
 ) -> Ordered | None:
     """The newest order about QK-Clip, a proposal that waits first; a rejection counts while it holds for all heads."""
     refused = {(head.layer, head.head) for head in standing} <= set(rejected)
-    clips = [
-        order for _, order in orders if action_of(order.mode) == "qk_clip" and (order.state != "rejected" or refused)
-    ]
+    clips = [order for _, order in orders if order.state != "rejected" or refused]
     return min(clips, key=lambda order: order.state != "proposed", default=None)
 
 

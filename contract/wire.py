@@ -25,8 +25,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from foreshock.contract.causes import Cause as Cause
-from foreshock.contract.causes import IncidentCause
+from foreshock.contract.causes import Cause, IncidentCause
 from foreshock.contract.message import MAX_BATCH_BYTES as MAX_BATCH_BYTES
 from foreshock.contract.message import Array as Array
 from foreshock.contract.message import Message as Message

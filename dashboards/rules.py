@@ -106,7 +106,7 @@ def _place(metric: Metric) -> str:
     lasted = f"scalar(foreshock_run_step{{run=%q}}) - {opened}"
     since = f"{opened} - clamp_min(2 * ({lasted}), {STEPS_BEFORE})"
     steps = _steps_from(since, "run", "cause", "run", "run", "cause")
-    shown = "{{ else ".join(f'if eq $labels.cause "{one.name}" }}}}&metric={one.shown_by}' for one in CAUSES.values())
+    shown = "{{ else ".join(f'if eq $labels.cause "{name}" }}}}&metric={one.shown_by}' for name, one in CAUSES.items())
     return head + "{{ " + shown + "{{ end }}" + steps
 
 

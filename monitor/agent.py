@@ -188,8 +188,10 @@ class Agent:
         if any(v.state == "raised" and v.severity != "info" for v in verdicts):
             self._schedule.watch_closely(self.current_step)
         if verdicts:
-            report, modes = self._console.report, self._switchboard.named
-            self._guards["console"].run(lambda: report(verdicts, modes, self._clipping.state, self._outbox.page))
+            console, modes = self._console, self._switchboard.named
+            self._guards["console"].run(
+                lambda: console.log_lines(console.lines_for(verdicts, modes, self._clipping.state, self._outbox.page))
+            )
         if self.config.policy != "observe":
             self._guards["policy"].run(self._switching.act, verdicts, self.current_step)
         drifts = any(map(calls_for_switch, (*verdicts, *self.detectors.active)))

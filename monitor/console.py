@@ -88,16 +88,6 @@ class ConsoleReporter:
         """Log what `switched` gives."""
         self.log_lines(self.switched(events))
 
-    def report(
-        self,
-        verdicts: Sequence[wire.Verdict],
-        modes: Callable[[], Mapping[wire.HeadRef, str]],
-        clip: str | None,
-        page: str,
-    ) -> None:
-        """Log what `lines_for` gives."""
-        self.log_lines(self.lines_for(verdicts, modes, clip, page))
-
     def log_lines(self, lines: Sequence[str]) -> None:
         """Log these lines, where this process prints any."""
         for line in lines if self.prints else ():

@@ -12,8 +12,8 @@ from urllib.parse import quote, urlencode
 
 from foreshock.contract.causes import CAUSES
 from foreshock.contract.decision import STEPS_BEFORE
-from foreshock.contract.incident import Incident, counted, urgency
-from foreshock.contract.incident_form import in_words
+from foreshock.contract.incident import Incident, urgency
+from foreshock.contract.incident_form import counted, in_words
 
 LONGEST: Final = 1500
 _IN_FULL: Final = 2

@@ -9,22 +9,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from foreshock.contract.catalog import FIRST_STEP_SECONDS
-from foreshock.contract.causes import IncidentCause
+from foreshock.contract.causes import Cause, IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, IncidentState
 from foreshock.contract.orders import CommandState as CommandState
 from foreshock.contract.orders import OrderSource
 from foreshock.contract.orders import Verification as Verification
-from foreshock.contract.wire import (
-    Cause,
-    Clipped,
-    HeadRef,
-    Identifier,
-    Outcome,
-    Policy,
-    Severity,
-    Switched,
-    Verdict,
-)
+from foreshock.contract.wire import Clipped, HeadRef, Identifier, Outcome, Policy, Severity, Switched, Verdict
 
 RunStatus = Literal["active", "completed", "failed", "stopped"]
 Condition = Literal["active", "hung", "silent", "completed", "failed", "stopped"]

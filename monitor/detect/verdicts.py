@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from foreshock.contract import wire
-from foreshock.contract.causes import CAUSES
+from foreshock.contract.causes import CAUSES, Cause
 from foreshock.contract.decision import cause_of
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, Forecast
 from foreshock.monitor.detect.non_finite import NON_FINITE
@@ -25,7 +25,7 @@ class Finding(NamedTuple):
     evidence: dict[str, float]
     supported: bool
     """its delta bias supports its drift"""
-    cause: wire.Cause
+    cause: Cause
     severity: wire.Severity
 
     def is_news_after(self, before: wire.Verdict) -> bool:
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 class GrowthWarnings:
     """What stands of growth that is not shown to be rounding."""
 
-    first: wire.Cause | None = None
+    first: Cause | None = None
     """the cause of the oldest of these warnings"""
     unexplained: bool = False
     """whether one is critical that no delta bias supports by now"""
@@ -58,9 +58,9 @@ def cause(
     supported: bool,
     can_round: bool,
     left_track: bool,
-    before: wire.Cause | None,
-    first: wire.Cause | None,
-) -> wire.Cause:
+    before: Cause | None,
+    first: Cause | None,
+) -> Cause:
     """Rounding moves all scores of a head the way of its delta bias (`supported`); a step too large spreads them.
 
     Where the loss has left its track first (`left_track`), something else came before the scores. No head fails by
@@ -74,7 +74,7 @@ def cause(
     offset, offset_before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
     drifted = abs(offset) > abs(offset_before) and abs(offset - offset_before) >= DetectorConfig.offset_change
     shown = supported and drifted and can_round and evidence.get("score_before", 0.0) < DANGEROUS_SCORE
-    found: wire.Cause = "score growth"
+    found: Cause = "score growth"
     if shown and not left_track:
         found = "rounding"
     elif signal == NON_FINITE:

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, select
 from foreshock.contract.incident import Incident
 from foreshock.contract.orders import action_of
 from foreshock.server.commands.bounds import refusal
-from foreshock.server.commands.lifecycle import Order, create
+from foreshock.server.commands.lifecycle import propose
 from foreshock.server.runs.incidents import incidents_of
 from foreshock.server.settings import Settings
 from foreshock.server.store.schema import runs
@@ -30,19 +30,8 @@ def propose_after_switches(settings: Settings, connection: Connection, found: Ma
     """
     for run_id, incident in ((run_id, one) for run_id, own in found.items() for one in own):
         known = incident.order is not None and action_of(incident.order.mode) == "qk_clip"
-        if len(incident.causes) < 2 or known or incident.act != "propose" or not incident.has_its_turn("qk_clip"):
-            continue
-        if refusal(settings, connection, run_id, [], "qk_clip") is not None:
+        turn = len(incident.causes) > 1 and incident.act == "propose" and incident.has_its_turn("qk_clip")
+        if known or not turn or refusal(settings, connection, run_id, [], "qk_clip") is not None:
             continue
         run = connection.execute(select(runs.c.name).where(runs.c.id == run_id)).scalar_one()
-        order = Order(
-            run_id=run_id,
-            run=run,
-            source="service",
-            issued_by="service",
-            reason=incident.sentence,
-            heads=None,
-            mode="qk_clip_always",
-            state="proposed",
-        )
-        create(connection, order)
+        propose(connection, (run_id, run), "qk_clip_always", None, incident.sentence)

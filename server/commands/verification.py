@@ -188,23 +188,12 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> dict[int, li
     )
     found = record_incidents(connection, [row.run_id], settings.verify_steps)
     known = process_starts.of_now(connection, [row.run_id])[row.run_id]
-    if next_mode is None or described(known).get("policy", "observe") == "observe":
-        return found
-    if refusal(settings, connection, row.run_id, loose) is not None:
+    observed = described(known).get("policy", "observe") == "observe"
+    if next_mode is None or observed or refusal(settings, connection, row.run_id, loose) is not None:
         return found
     modes, held = present(connection, row.run_id)
     for mode, wanted in switches(loose, modes, next_mode, held=held).items():
-        order = commands.Order(
-            run_id=row.run_id,
-            run=row.run,
-            source="service",
-            issued_by="service",
-            reason=sentence,
-            heads=wanted,
-            mode=mode_name(mode),
-            state="proposed",
-        )
-        commands.create(connection, order)
+        commands.propose(connection, (row.run_id, row.run), mode_name(mode), wanted, sentence)
     return found
 
 

@@ -233,12 +233,8 @@ def acknowledge(
     The caller holds the run. Raises ProblemError where the run has no incident of this id, or where it is closed.
     """
     run_id, name = run
-
-    def present() -> Incident | None:
-        found = incidents_of(connection, [run_id], verify_steps).get(run_id, [])
-        return next((one for one in found if one.id == incident_id), None)
-
-    known = present()
+    found = incidents_of(connection, [run_id], verify_steps).get(run_id, [])
+    known = next((one for one in found if one.id == incident_id), None)
     if known is None:
         raise ProblemError(
             404, f"Run {name} has no incident {incident_id[:64]!r}; GET /v1/runs/RUN/incidents lists them."
@@ -252,5 +248,5 @@ def acknowledge(
     row = {"run_id": run_id, "kind": "acknowledged", "step": known.step, "unix_seconds": now}
     sentence = printable(f"{who} acknowledged the incident {incident_id}: {reason}")
     write_events(connection, [{**row, "sentence": sentence, "payload": acknowledgement.model_dump_json()}])
-    record_incidents(connection, [run_id], verify_steps)
-    return present() or known
+    found = record_incidents(connection, [run_id], verify_steps).get(run_id, [])
+    return next((one for one in found if one.id == incident_id), known)

@@ -41,7 +41,7 @@ def test_each_remedy_of_the_machines_is_that_of_one_cause_and_is_said_in_words()
 
 
 def test_causes_with_a_remedy_are_one_incident_and_every_other_is_its_own() -> None:
-    for one, other in product(CAUSES.values(), repeat=2):
-        together = one == other or (one.remedy is not None and other.remedy is not None)
-        assert (other.name in mates(one.name)) == together
+    for one, other in product(CAUSES, repeat=2):
+        together = one == other or (CAUSES[one].remedy is not None and CAUSES[other].remedy is not None)
+        assert (other in mates(one)) == together
     assert [cause for cause in CAUSES if curable(cause)] == ["rounding"]

@@ -8,7 +8,8 @@ import pytest
 from tests.contract.test_incident import of, warned
 from tests.contract.test_orders import ordered
 
-from foreshock.contract.incident import Acknowledged, Incident, RemedyState, SwitchOutcome, Warned
+from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned
+from foreshock.contract.incident_form import RemedyState
 
 MODES = {(0, 0): "row_corrected"}
 CLIP = "qk_clip_always"

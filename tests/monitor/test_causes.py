@@ -12,13 +12,14 @@ from tests.monitor.courses import HEADS, SICK, explosion, healthy, play, raised,
 from tests.monitor.doubles import verdict as told_before
 
 from foreshock.contract import wire
+from foreshock.contract.causes import Cause
 from foreshock.contract.decision import cause_of
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.forecast import Forecast
 from foreshock.monitor.detect.verdicts import Finding, cause, verdict
 
-CAUSES: tuple[wire.Cause, ...] = ("other", "score growth", "rounding")
+CAUSES: tuple[Cause, ...] = ("other", "score growth", "rounding")
 SEEN = {"offset": 12.0, "offset_before": 3.0, "score": 40.0, "score_before": 30.0, "delta_bias_z": 5.0}
 values = st.none() | st.floats(-600, 600)
 evidence = st.fixed_dictionaries(dict.fromkeys(SEEN, values)).map(
@@ -26,7 +27,7 @@ evidence = st.fixed_dictionaries(dict.fromkeys(SEEN, values)).map(
 )
 
 
-def why(seen: dict[str, float], **changes: Any) -> wire.Cause:
+def why(seen: dict[str, float], **changes: Any) -> Cause:
     known: dict[str, Any] = {"supported": True, "can_round": True, "left_track": False}
     return cause("offset", seen, **{**known, "before": None, "first": None, **changes})
 
@@ -38,7 +39,7 @@ def why(seen: dict[str, float], **changes: Any) -> wire.Cause:
     flags=st.tuples(*[st.booleans()] * 3),
 )
 def test_a_cause_is_corrected_by_what_is_known_better_and_never_taken_back(
-    seen: dict[str, float], before: wire.Cause, signal: str, flags: tuple[bool, bool, bool]
+    seen: dict[str, float], before: Cause, signal: str, flags: tuple[bool, bool, bool]
 ) -> None:
     supported, can_round, left = flags
     known: dict[str, Any] = {"supported": supported, "can_round": can_round, "left_track": left}
@@ -73,7 +74,7 @@ def test_heads_of_one_failure_are_told_under_one_cause_however_noisy_the_loss_is
     assert why(SEEN, first="score growth") == "rounding"
 
 
-def found(why: wire.Cause, signal: str = "score") -> Finding:
+def found(why: Cause, signal: str = "score") -> Finding:
     return Finding(signal, dict(SEEN), why == "rounding", why, "warning")
 
 

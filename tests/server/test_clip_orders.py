@@ -68,25 +68,20 @@ def test_an_order_for_qk_clip_goes_the_way_of_every_order_and_its_undo_is_refuse
 
 def test_an_order_needs_an_entry_and_no_more_to_go_its_way(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No part of the service keeps a list of its own."""
-    entry = OrderInfo(
-        name="save_now",
-        action="save",
-        title="Checkpoint",
-        words="save a checkpoint",
-        does="It saves.",
-        stays="saved a checkpoint, which stays.",
-    )
-    monkeypatch.setitem(ORDERS, entry.name, entry)
+    name, title, words = "save_now", "Checkpoint", "save a checkpoint"
+    stays = "saved a checkpoint, which stays."
+    entry = OrderInfo(action="save", title=title, words=words, does="It saves.", stays=stays)
+    monkeypatch.setitem(ORDERS, name, entry)
 
     async def story(service: Any) -> None:
         rank = FakeRank()
-        offered = proposed().model_copy(update={"before": (entry.name,), "after": (entry.name,)})
+        offered = proposed().model_copy(update={"before": (name,), "after": (name,)})
         await service.store(rank, rank.started(policy="auto"), growing(), offered)
         assert not (await service.get("/v1/runs/run-1/commands"))["commands"], "it is no remedy of an incident"
-        assert (await order(service, mode=entry.name, heads=[[0, 2]])).status_code == 422
-        command = (await order(service, mode=entry.name, heads=None)).json()["id"]
+        assert (await order(service, mode=name, heads=[[0, 2]])).status_code == 422
+        command = (await order(service, mode=name, heads=None)).json()["id"]
         [sent] = (await service.store(rank, rank.sample(30))).commands
-        assert (sent.action, sent.mode, sent.heads) == ("save", entry.name, None)
+        assert (sent.action, sent.mode, sent.heads) == ("save", name, None)
         await service.store(rank, answered(sent, reason="It is saved."), rank.sample(2000))
         assert await state_of(service, command) == "applied"
         await judge(service)
