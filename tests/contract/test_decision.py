@@ -95,11 +95,8 @@ def test_what_has_stopped_growing_by_itself_asks_for_no_switch_and_says_that_it_
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_qk_clip_is_proposed_for_scores_that_grow_and_for_nothing_else(ended: bool) -> None:
-    proposed = {
-        cause: "qk_clip='always'" in decision(cause, "auto", mitigation="row_corrected", ended=ended).to_do
-        for cause in CAUSES
-    }
-    assert proposed == {"rounding": False, "score growth": True, "not finite": False, "other": False}
+    to_do = {cause: decision(cause, "auto", mitigation="row_corrected", ended=ended).to_do for cause in CAUSES}
+    assert [cause for cause, words in to_do.items() if "qk_clip='always'" in words] == ["score growth"]
 
 
 def clip(state: str | None, policy: Policy | None = "observe", **changes: Any) -> Decision:
