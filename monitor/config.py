@@ -102,7 +102,7 @@ class AgentConfig(BaseSettings):
     probe_rows: int = Field(default=4096, ge=1, le=2**20)
     """Where attention is kept: one step in `sample_every_steps` is measured, and every step for a while after a
     warning. This is the number of rows of each head that a measured step reads, or all where a batch has no more. They
-    are spread over the batch and drawn anew each time. `foreshock lab power` shows what rows are worth."""
+    are spread over the batch and drawn anew each time. The detectors' page shows what rows are worth."""
 
     sample_every_steps: int = Field(default=10, ge=1, le=10**6)
     """A sample is taken every this many steps. The number is doubled until samples are `sample_every_seconds` apart."""

@@ -205,16 +205,3 @@ def lab_score(
     from foreshock.cli.research import scores
 
     scores.score(traces, console(), report=report, seal=held_out)
-
-
-@lab.command("power")
-def lab_power(
-    traces: Annotated[list[Path], typer.Argument(help="Recorded runs that failed by rounding, and healthy ones.")],
-    seeds: Annotated[int, typer.Option(min=1, help="Number of samples of every run.")] = 3,
-    report: Annotated[Path | None, typer.Option(help="Write every number as JSON.")] = None,
-) -> None:
-    """Say how many rows a kept attention must measure: runs known from a sample of rows. Prints Markdown tables."""
-    from foreshock.cli.output import console
-    from foreshock.cli.research import scores
-
-    scores.power(traces, console(), seeds=seeds, report=report)

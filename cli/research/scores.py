@@ -1,6 +1,5 @@
 """`foreshock lab score` as text on the terminal."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from foreshock.lab.recording.packed import PACKED, RECORDED
-from foreshock.lab.recording.trace import read_trace
-from foreshock.lab.scoring.sealed import break_seal
 from foreshock.lab.scoring.table import lab_score
-from foreshock.monitor.detect.detectors import DetectorConfig
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 """Of a bar that shows how far a long command is."""
@@ -53,20 +49,6 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None, seal
     _print_incidents(result["incidents"], console)
     _print_forecasts(result["forecasts"], console)
     if report is not None:
-        console.print(f"report: {report}")
-
-
-def power(traces: Sequence[Path], console: Console, *, seeds: int, report: Path | None) -> None:
-    """Judge recorded runs anew, known from samples of their rows, and print the tables of docs/detectors.md."""
-    from foreshock.lab.scoring import power as module
-
-    break_seal(traces, DetectorConfig(), None)
-    with Progress(*COLUMNS, console=console, transient=True) as progress:
-        bar = progress.add_task("sampling", total=1 + len(module.ROWS))
-        figures = module.report(list(map(read_trace, traces)), seeds=seeds, on_row=lambda: progress.advance(bar))
-    console.print(module.markdown(figures), highlight=False, soft_wrap=True)
-    if report is not None:
-        report.write_text(json.dumps(figures, indent=1) + "\n")
         console.print(f"report: {report}")
 
 

@@ -296,37 +296,24 @@ def _foreign_sample(line: dict[str, Any], since: int, layers: int, heads: int) -
 
 
 def readings(trace: Trace) -> Iterator[Readings]:
-    """The samples as the detectors read them. Modes that were not recorded are taken for plain."""
-    for sample, words in counted(trace):
-        yield reading(trace, sample, words)
+    """The samples that hold counts as the detectors read them; modes that were not recorded are taken for plain.
 
-
-def counted(trace: Trace) -> Iterator[tuple[wire.Sample, Words]]:
-    """The samples that hold counts, with these [N, SLOT_COUNT]. Raises ValueError where they are of other heads."""
+    Raises ValueError where they are of other heads.
+    """
     heads = len(trace.heads)
     for sample in trace.samples:
         words = sample.words()
         if words is None:
             continue
-        if words.shape[0] != heads:
-            raise ValueError(f"{trace.path}, step {sample.step}: {words.shape[0]} heads in a trace of {heads}")
-        yield sample, words
-
-
-def modes_of(sample: wire.Sample, heads: int) -> npt.NDArray[np.int32]:
-    """The modes of a sample [N]; plain where they were not recorded."""
-    return np.zeros(heads, dtype=np.int32) if sample.modes is None else sample.modes.numpy()
-
-
-def reading(trace: Trace, sample: wire.Sample, words: Words) -> Readings:
-    """One sample as the detectors read it, of these counts [N, SLOT_COUNT]."""
-    return Readings(
-        step=sample.step,
-        since_step=sample.since_step,
-        **head_readings(words),
-        modes=modes_of(sample, len(words)),
-        loss=sample.loss if sample.loss is None or math.isfinite(sample.loss) else math.nan,
-        grad_norm=sample.grad_norm,
-        learning_rate=sample.learning_rate,
-        rounds=trace.rounds,
-    )
+        if len(words) != heads:
+            raise ValueError(f"{trace.path}, step {sample.step}: {len(words)} heads in a trace of {heads}")
+        yield Readings(
+            step=sample.step,
+            since_step=sample.since_step,
+            **head_readings(words),
+            modes=np.zeros(heads, dtype=np.int32) if sample.modes is None else sample.modes.numpy(),
+            loss=sample.loss if sample.loss is None or math.isfinite(sample.loss) else math.nan,
+            grad_norm=sample.grad_norm,
+            learning_rate=sample.learning_rate,
+            rounds=trace.rounds,
+        )
