@@ -190,7 +190,7 @@ def lab_corpus(
 
 @lab.command("score")
 def lab_score(
-    traces: Annotated[list[Path], typer.Argument(help="Recorded runs, of this laboratory or of another source.")],
+    traces: Annotated[list[Path], typer.Argument(help="Recorded runs.")],
     report: Annotated[Path | None, typer.Option(help="Write the scores as JSON.")] = None,
     held_out: Annotated[
         Path | None,

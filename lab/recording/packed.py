@@ -69,10 +69,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The first line of a recording, in our own format its header, without reading the rest.
+    """The first line of a recording, its header, without reading the rest.
 
-    Lists of numbers, which only recordings from before the project have there, stay packed. Raises
-    ValueError for a file that does not begin with one.
+    Lists of numbers, which no recorder writes there, stay packed. Raises ValueError for a file that does not begin
+    with one.
     """
     try:
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""Recorded runs as lines of JSON: our own format and that of the runs that came before the project.
+"""Recorded runs as lines of JSON.
 
-Our own: a first line {"foreshock_trace": 1, ...what was run...}, then one line for each of
+A first line {"foreshock_trace": 1, ...what was run...}, then one line for each of
 - the agent's events as they travel on the wire; a sample may name its slots one by one (`slots`) in place of the packed
   `states`, and may be the merger of several samples: that is how `TraceWriter` writes it;
 - `steps`: loss and gradient norm of every single step since `since_step`, which the baselines and the definition of
@@ -27,8 +27,6 @@ from foreshock.lab.recording.packed import read_lines
 from foreshock.monitor.detect.readings import Readings, head_readings
 
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
-_ROWS_OF_A_BATCH = 32 * 256
-"""Rows behind a share in the foreign format: one batch of 32 sequences of 256 tokens (the recipe key-bias)."""
 UNREAD: Final = (Slot.SCORE_OFFSET_SUMSQ,)
 """Read by no detector and no baseline: left out, and NaN when read back."""
 
@@ -120,14 +118,11 @@ def _from_slots(named: dict[str, Any], heads: int) -> Words:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace of either format. Raises ValueError with a sentence for an empty, truncated or foreign file."""
+    """Read a trace. Raises ValueError with a sentence for an empty, truncated or foreign file."""
     lines = read_lines(path)
-    if "foreshock_trace" in lines[0]:
-        trace = _own(path, lines)
-    elif {"it", "cc", "lg"} <= lines[0].keys():
-        trace = _foreign(path, lines)
-    else:
+    if "foreshock_trace" not in lines[0]:
         raise ValueError(f"{path} is no trace: its first line has the fields {', '.join(sorted(lines[0])[:8])}")
+    trace = _trace(path, lines)
     for what, steps in (
         ("samples", [sample.step for sample in trace.samples]),
         ("single steps", trace.steps.step.tolist()),
@@ -139,7 +134,7 @@ def read_trace(path: Path) -> Trace:
     return trace
 
 
-def _own(path: Path, lines: list[dict[str, Any]]) -> Trace:
+def _trace(path: Path, lines: list[dict[str, Any]]) -> Trace:
     if lines[0]["foreshock_trace"] != 1:
         raise ValueError(f"{path} has trace version {lines[0]['foreshock_trace']!r}; this program reads version 1")
     started: wire.Started | None = None
@@ -201,97 +196,6 @@ def _of_samples(samples: list[wire.Sample]) -> Steps:
         known([s.loss for s in samples]),
         known([s.grad_norm for s in samples]),
         np.array([max(s.step - s.since_step, 1) for s in samples], dtype=np.int64),
-    )
-
-
-def _foreign(path: Path, lines: list[dict[str, Any]]) -> Trace:
-    """Offset and largest score were recorded for each layer: every head of the layer is given the layer's value."""
-    shape = np.shape(lines[0].get("sn", []))
-    if len(shape) != 2:
-        raise ValueError(f"{path}, line 1: sn has the shape {shape}; give spectral norms as [layers][heads]")
-    layers, heads = shape
-    started = wire.Started(
-        step=0,
-        unix_seconds=0.0,
-        layers=tuple(
-            wire.Layer(
-                layer=layer,
-                name=f"layer-{layer}",
-                heads=tuple(range(heads)),
-                kv_heads=heads,
-                head_dim=64,
-                served_by="recorded",
-                sampled=True,
-            )
-            for layer in range(layers)
-        ),
-        policy="observe",
-        numerics="float32" if _foreign_header(path)["arm"] == "control" else "recorded",
-        labels={
-            "recorded-per-layer": "score offset (mean score), largest score",
-            "not-recorded": "modes, W_K, |row maximum|, spread of offset and delta bias",
-            "tied-one": "fp32 scores within 1e-3 of the maximum",
-        },
-    )
-    samples: list[wire.Sample] = []
-    since = 0
-    for number, line in enumerate(lines):
-        try:
-            samples.append(_foreign_sample(line, since, layers, heads))
-            since = samples[-1].step
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number + 1}: {type(error).__name__} {error}") from None
-    return Trace(path, _foreign_header(path), started, list(samples), _of_samples(samples))
-
-
-def _foreign_header(path: Path) -> dict[str, Any]:
-    """What the file's name tells: RECIPE_NUMERICS_REST."""
-    recipe, _, rest = path.name.split(".")[0].partition("_")
-    numerics, _, rest = rest.partition("_")
-    shape, _, treated = rest.partition("_")
-    control = numerics == "fp32"
-    return {
-        "recipe": f"{recipe}_{shape}" if shape else recipe,
-        "arm": "control" if control else treated or "untreated",
-        "seed": 0,
-        "truth": "healthy" if control else "rounding",
-        "nature": "natural",
-        "split": "tuning",
-    }
-
-
-def _foreign_sample(line: dict[str, Any], since: int, layers: int, heads: int) -> wire.Sample:
-    def flat(name: str) -> Floats:
-        values = np.array(line[name], dtype=np.float64)
-        if values.shape not in ((layers, heads), (layers,)):
-            raise ValueError(f"{name} has the shape {values.shape} in a trace of {layers} layers of {heads} heads")
-        return np.repeat(values, heads) if values.ndim == 1 else values.reshape(-1)
-
-    def count(name: str) -> npt.NDArray[np.int64]:
-        share = flat(name)
-        if not np.isfinite(share).all():
-            raise ValueError(f"{name} is {share[~np.isfinite(share)][0]}; a share of rows is a number")
-        return np.rint(share * _ROWS_OF_A_BATCH).astype(np.int64)
-
-    words = np.tile(identity_row(), (layers * heads, 1))
-    floats = words.view(np.float64)
-    words[:, Slot.ROWS] = _ROWS_OF_A_BATCH
-    words[:, Slot.TIED_ROWS_BF16] = count("p1")
-    words[:, Slot.TIED_ROWS_ONE] = count("mm")
-    floats[:, Slot.SCORE_MAX] = flat("lg")
-    floats[:, Slot.SCORE_OFFSET_SUM] = flat("cc") * _ROWS_OF_A_BATCH
-    floats[:, Slot.DELTA_BIAS_SUM] = flat("db")
-    floats[:, Slot.DELTA_BIAS_ABS] = flat("dn")
-    floats[:, [Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUMSQ, Slot.DELTA_BIAS_SUMSQ]] = np.nan
-    return wire.Sample(
-        step=int(line["it"]),
-        since_step=since,
-        unix_seconds=0.0,
-        states=wire.Array.of(words),
-        query_norm=wire.Array.of(flat("sn").astype(np.float32)),
-        loss=float(line["loss"]),
-        loss_max=float(line["mx"]),
-        grad_norm=float(line["gn"]),
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes a run as it happens, in our own format (foreshock.lab.recording.trace)."""
+"""Writes a run as it happens, in the format of foreshock.lab.recording.trace."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ _DIGITS_OF_A_STEP: Final = 3
 
 
 class TraceWriter:
-    """A sink for an agent's events that writes our own format; use it in a with block.
+    """A sink for an agent's events that writes a trace; use it in a with block.
 
     Samples are merged until they are a fortieth of the run's life long, at most `every_steps`, as the detectors' own
     blocks, and numbers are rounded to four digits or fewer: a trace is small enough to commit. Give `steps` the loss

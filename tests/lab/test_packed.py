@@ -1,7 +1,6 @@
 """Recordings packed by columns: what is read is what was written."""
 
 import gzip
-import json
 import lzma
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.lab.short_traces import FAILS, TRACES
+from tests.lab.short_traces import TRACES
 
 from foreshock.lab.recording.packed import pack, read_header, read_lines, text_of, unpack
 
@@ -77,8 +76,3 @@ def test_gzipped_and_packed_lines_read_alike_and_the_packed_ones_are_smaller(tmp
     assert text_of(read_lines(gzipped)) == text_of(read_lines(packed)) == text_of(lines)
     assert read_header(gzipped) == read_header(packed) == lines[0]
     assert packed.stat().st_size < 0.7 * gzipped.stat().st_size
-
-
-def test_recordings_from_before_the_project_are_packed_too() -> None:
-    assert FAILS.suffix == ".xz"
-    assert {"it", "cc", "lg"} <= json.loads(text_of(read_lines(FAILS)).splitlines()[0]).keys()

@@ -62,8 +62,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "that holds a list": (lambda path: write(path, [[1, 2]]), "holds no lines"),
     "with a field missing": (
-        lambda path: write(path, [{"it": 1, "cc": [1.0], "lg": [1.0], "sn": [[1.0]]}]),
-        "line 1: KeyError",
+        lambda path: write(path, [*begun(), {"kind": "sample", "since_step": 0}]),
+        "line 3 holds an event that is none: Field required",
     ),
 }
 
@@ -78,9 +78,12 @@ def test_a_broken_trace_is_refused_with_a_sentence(what: str, tmp_path: Path) ->
 
 
 def test_steps_that_go_backwards_are_refused(tmp_path: Path) -> None:
-    lines = read_lines(FAILS)[:3]
-    with pytest.raises(ValueError, match=r"line 3: ValidationError[\s\S]* since_step 300 is after step 200"):
-        read_trace(write(tmp_path / "back.jsonl.gz", [lines[0], lines[2], lines[1]]))
+    header, start, first, second = read_lines(FAILS)[:4]
+    with pytest.raises(ValueError, match="goes backwards in its samples; give a trace of one run without restarts"):
+        read_trace(write(tmp_path / "back.jsonl.gz", [header, start, second, first]))
+    backwards = second | {"since_step": second["step"] + 100}
+    with pytest.raises(ValueError, match=r"line 4 holds an event[\s\S]* since_step 300 is after step 200"):
+        read_trace(write(tmp_path / "inside.jsonl.gz", [header, start, first, backwards]))
 
 
 def test_a_step_that_comes_twice_is_refused(tmp_path: Path) -> None:
