@@ -1,15 +1,18 @@
 """Spectral norms of W_Q, W_K and W_Q W_K^T for every head of every layer.
 
-A call reads every weight once, to form the Gram matrices W W^T [D, D] of the heads; power iteration then runs in head
+Every weight is read once, to form the Gram matrices W W^T [D, D] of the heads; power iteration then runs in head
 space, all heads of all layers at once, from where it last stood and from a fresh random vector beside it: alone, a
 vector that has settled on the old leading direction is slow to see a new one overtake it. No host synchronisation.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+_COLD_ITERATIONS: Final = 64
+"""Made in the first call, when nothing is known."""
+_WARM_ITERATIONS: Final = 16
 
 
 class HeadNorms(NamedTuple):
@@ -25,37 +28,16 @@ class HeadNorms(NamedTuple):
 class SpectralNorms:
     """Follows the spectral norms of layers that share one shape; keep one object for each group of these layers.
 
-    cold_iterations are made in the first call, when nothing is known, warm_iterations in every later one. Within 3 % of
-    the true norm on random matrices, whose leading values lie close together, and within 1 % where one stands out.
+    Within 3 % of the true norm on random matrices, whose leading values lie close together, and within 1 % where one
+    stands out.
     """
 
-    def __init__(self, *, cold_iterations: int = 64, warm_iterations: int = 16) -> None:
-        if min(cold_iterations, warm_iterations) < 1:
-            raise ValueError(f"iterations are {cold_iterations} cold, {warm_iterations} warm; each must be 1 or more")
-        self._cold_iterations = cold_iterations
-        self._warm_iterations = warm_iterations
-        self._shape: list[int] | None = None
+    def __init__(self) -> None:
         self._vectors: tuple[Tensor, Tensor] | None = None
         self._generator: torch.Generator | None = None
 
     @torch.no_grad()
-    def __call__(self, query_weights: Sequence[Tensor], key_weights: Sequence[Tensor]) -> HeadNorms:
-        """The norms of these weights.
-
-        query_weights are the layers' [H, D, d_model], key_weights their [Hkv, D, d_model], as nn.Linear holds them
-        (query = W x), of any strides; float32 is read where it lies, other types are converted layer by layer.
-        Raises ValueError when shapes disagree among the layers or with the first call.
-        """
-        shape = _checked_shape(query_weights, key_weights)
-        if self._shape not in (None, shape):
-            raise ValueError(
-                f"[layers, H, Hkv, D, d_model] was {self._shape} and is now {shape}; keep one object for each shape"
-            )
-        self._shape = shape
-        return self.of_grams(head_grams(query_weights), head_grams(key_weights))
-
-    @torch.no_grad()
-    def of_grams(self, query: Tensor, key: Tensor) -> HeadNorms:
+    def __call__(self, query: Tensor, key: Tensor) -> HeadNorms:
         """The norms of weights W that are known by W W^T alone (`head_grams`).
 
         query is float32 [layers, H, D, D], key [layers, Hkv, D, D]; both keep their shape from call to call.
@@ -63,7 +45,7 @@ class SpectralNorms:
         layers, heads, kv_heads = *query.shape[:2], key.shape[1]
         own = torch.cat([query, key], 1).flatten(0, 1)
         read = key.repeat_interleave(heads // kv_heads, 1).flatten(0, 1)
-        iterations = self._cold_iterations if self._vectors is None else self._warm_iterations
+        iterations = _COLD_ITERATIONS if self._vectors is None else _WARM_ITERATIONS
         own_starts, both_starts = self._starts(own, len(read))
         own_vectors, own_values = _power(own, None, own_starts, iterations)
         both_vectors, both_values = _power(query.flatten(0, 1), read, both_starts, iterations)
@@ -85,29 +67,11 @@ class SpectralNorms:
         return fresh[: len(own)], fresh[len(own) :]
 
 
-def _checked_shape(query_weights: Sequence[Tensor], key_weights: Sequence[Tensor]) -> list[int]:
-    """[layers, H, Hkv, D, d_model]."""
-    shapes = {(tuple(q.shape), tuple(k.shape)) for q, k in zip(query_weights, key_weights, strict=True)}
-    if len(shapes) != 1:
-        raise ValueError(f"the layers have {len(shapes)} different shapes {sorted(shapes)}; give layers of one shape")
-    query, key = shapes.pop()
-    if len(query) != 3 or len(key) != 3 or query[1:] != key[1:] or 0 in query + key or query[0] % key[0]:
-        raise ValueError(
-            f"weights are {list(query)} and {list(key)}; give query [H, D, d_model] and key [Hkv, D, d_model], "
-            "H a multiple of Hkv"
-        )
-    return [len(query_weights), query[0], *key]
-
-
 @torch.no_grad()
-def head_grams(weights: Sequence[Tensor]) -> Tensor:
-    """W W^T of every head of weights [heads, D, d_model], one for each layer: float32 [layers, heads, D, D]."""
-    heads, head_dim, _ = weights[0].shape
-    grams = weights[0].new_empty(len(weights), heads, head_dim, head_dim, dtype=torch.float32)
-    for weight, gram in zip(weights, grams, strict=True):
-        wide = weight.detach().float()
-        torch.bmm(wide, wide.mT, out=gram)
-    return grams
+def head_grams(weights: Tensor) -> Tensor:
+    """W W^T of every head of weights [heads, D, d_model], of any strides: float32 [heads, D, D]."""
+    wide = weights.detach().float()
+    return torch.bmm(wide, wide.mT)
 
 
 def _power(left: Tensor, right: Tensor | None, vectors: Tensor, iterations: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.layout_proof import LayoutProof, table_of_norms
 from foreshock.monitor.attention.running import outside
-from foreshock.monitor.attention.watched_layer import NOT_RUN, logger
+from foreshock.monitor.attention.watched_layer import NOT_RUN, WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.model.table import listed
 
@@ -125,7 +125,7 @@ class CoverageReport:
 
     def _hits(self, words: Words) -> npt.NDArray[np.bool_]:
         rows = words[:, Slot.ROWS] | words[:, Slot.EMPTY_ROWS] | words[:, Slot.NONFINITE_ROWS]
-        return np.logical_or.reduceat(rows != 0, self._first) if self._layers else np.zeros(0, dtype=bool)
+        return np.logical_or.reduceat(rows != 0, self._first)
 
     def _warn_of_silence(self, step: int) -> None:
         """Warn that no layer counts any more, once, when that has lasted; never where few steps make a sample each."""
@@ -168,16 +168,14 @@ class CoverageReport:
         for number in numbers:
             layer, watched = self._layers[number], self._watched(number)
             self._silent.add(int(number))
-            if watched is None or self._last[number] >= 0:  # what it met before shows nothing of now
-                why = "; ".join(watched.unserved if watched is not None else ()) or NOT_RUN
-            else:
-                why = watched.why_not_counted
+            counted = self._last[number] >= 0  # then what it met before shows nothing of now
+            why = "; ".join(watched.unserved) or NOT_RUN if counted else watched.why_not_counted
             groups.setdefault(why, []).append(f"layer {layer.layer} ({layer.name})")
         steps = f"step {step}" if step - since_step <= 1 else f"steps {since_step + 1} to {step}"
         for why, names in groups.items():
             logger.warning("foreshock: %s counted nothing in %s: %s", ", ".join(names), steps, why)
 
-    def _watched(self, number: int) -> Any:
+    def _watched(self, number: int) -> WatchedLayer:
         return self._selector.layers[number]
 
     def show(self, step: int) -> None:

@@ -153,7 +153,7 @@ def _of_flash(given: dict[str, Any], library: str) -> _Call | str:
             "it passes alibi_slopes, which our kernels do not take",
         )
     if packed is None:
-        return _Call(operands, scores, None, why)
+        return _Call(operands, scores, why=why)
     return _Call(operands, scores, packed, why, four=lambda x: x[None], as_theirs=lambda x: x[0])
 
 

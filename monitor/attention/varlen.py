@@ -5,7 +5,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from foreshock.monitor.attention.running import layer_of_this_call, note_call_outside, note_interception
-from foreshock.monitor.attention.watched_layer import Packed, WatchedLayer
+from foreshock.monitor.attention.watched_layer import Packed
 from foreshock.monitor.model.discovery import VARLEN
 
 _HARMLESS = ("num_splits",)
@@ -47,25 +47,14 @@ def varlen_attn(
     if not enable_gqa and query.shape[1] != key.shape[1]:
         layer.leave_alone("query and key differ in heads without enable_gqa")
         return own()
-    return _watched(layer, own, (query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k), options)
-
-
-def _watched(
-    layer: WatchedLayer,
-    own: Any,
-    operands: tuple[Tensor, Tensor, Tensor],
-    cu_seqlens: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    options: dict[str, Any],
-) -> Tensor:
-    """The output [T, H, D], of our kernels or its own with a sample of its rows measured."""
-    query, key, value = (x.transpose(0, 1)[None] for x in operands)  # [1, H, T, D]
-    left, right = options["window_size"]
-    scores: dict[str, Any] = {
-        "causal": "bottom_right" if right == 0 else "none",
-        "window": (left, -1 if right == 0 else right),
-        "scale": options["scale"],
-    }
-    packed = Packed(*cu_seqlens, *longest)
-    out = layer.call(lambda: own().transpose(0, 1)[None], query, key, value, packed=packed, **scores)
+    left, right = window_size
+    operands = [x.transpose(0, 1)[None] for x in (query, key, value)]  # [1, H, T, D]
+    out = layer.call(
+        lambda: own().transpose(0, 1)[None],
+        *operands,
+        packed=Packed(cu_seq_q, cu_seq_k, max_q, max_k),
+        causal="bottom_right" if right == 0 else "none",
+        window=(left, -1 if right == 0 else right),
+        scale=scale,
+    )
     return out[0].transpose(0, 1)

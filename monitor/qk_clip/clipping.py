@@ -54,7 +54,7 @@ class Clipping:
         self._guard: Final = guard
         self._new_id: Final = new_id
         self._emit: Final = emit
-        self._watched: Final[Sequence[WatchedLayer]] = () if attached.selector is None else attached.selector.layers
+        self._watched: Final[Sequence[WatchedLayer]] = attached.selector.layers
         self._heads: Final = wire.head_refs(attached.layers)
         self._asked = config.qk_clip != "never"
         self._held = False
@@ -212,16 +212,13 @@ class Clipping:
 
     def _projections(self) -> list[Projection | str]:
         both, selector = zip(self._watched, self._attached.layouts, strict=True), self._attached.selector
-        return [] if selector is None else [projection_of(*each, selector, self._optimizers) for each in both]
+        return [projection_of(*each, selector, self._optimizers) for each in both]
 
     def _fingerprint(self) -> list[tuple[object, ...]]:
         """What shows, where it changes, that weights are to be looked for anew."""
         both = zip(self._watched, self._attached.layouts, strict=True)
-        selector = self._attached.selector
-        return [
-            (layer.sampled, selector and selector.why_not_in_full(layer), len(layer.unserved), layout.proved)
-            for layer, layout in both
-        ]
+        why_not_in_full = self._attached.selector.why_not_in_full
+        return [(layer.sampled, why_not_in_full(layer), len(layer.unserved), layout.proved) for layer, layout in both]
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -231,7 +228,7 @@ class Clipping:
         Processes that share heads call it in the same steps: none goes past it alone, whatever fails here.
         """
         self._ask_for_all_rows(step + 1)
-        if not self._asked or not self._watched:
+        if not self._asked:
             return
         if not self._ready:
             self._guard.run(self._start)
@@ -245,9 +242,8 @@ class Clipping:
 
     def _ask_for_all_rows(self, step: int) -> None:
         """While it is on, some steps look at every row of what is kept; at the same numbers on every process."""
-        if self._attached.selector is not None:
-            due = self.on and not self._over and step % self._config.qk_clip_every_steps == 0
-            self._attached.selector.compute_in_full(due)
+        due = self.on and not self._over and step % self._config.qk_clip_every_steps == 0
+        self._attached.selector.compute_in_full(due)
 
     def _scale(self, clip: QKClip) -> bool:
         clip.after_step(on=self.on, broken=bool(self._over))
@@ -272,8 +268,8 @@ class Clipping:
     def _new_clip(self) -> QKClip:
         layers, selector = self._attached.layers, self._attached.selector
         unknown = ["no call has shown it yet"] * len(layers)
-        largest, tau = None if selector is None else selector.largest, self._config.qk_clip_threshold
-        return QKClip(layers, unknown, self._attached.state, threshold=tau, largest=largest)
+        tau = self._config.qk_clip_threshold
+        return QKClip(layers, unknown, self._attached.state, threshold=tau, largest=selector.largest)
 
     def _look_again(self, clip: QKClip) -> bool:
         """Find the weights anew where a call has shown them, or they or those who serve them have changed."""

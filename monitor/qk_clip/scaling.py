@@ -70,8 +70,8 @@ class QKClip:
 
     layers, projections: those of the watched layers, in the order of the state's rows; a sentence in the place of a
     projection gives why its layer is not scaled. state: int64 [N, SLOT_COUNT], of which SCORE_MAX must be that of all
-    rows of the step; of layers that are named in `kept` that is `largest`, float32 [N], in steps in which all of their
-    rows were looked at, and -inf in others, which scale nothing of them.
+    rows of the step; of layers that `find` is told are kept that is `largest`, float32 [N], in steps in which all of
+    their rows were looked at, and -inf in others, which scale nothing of them.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class QKClip:
         *,
         threshold: float,
         largest: Tensor | None = None,
-        kept: Sequence[bool] = (),
     ) -> None:
         if not (math.isfinite(threshold) and threshold > 0):
             raise ValueError(f"the threshold of QK-Clip is {threshold}; give a largest score above 0, for example 100")
@@ -112,7 +111,7 @@ class QKClip:
         self.wishes = torch.zeros(2, dtype=torch.float64, device=state.device)
         """Whether any process of the group asked for clipping in the last step, and whether any could not take part."""
         self.forget()
-        self.find(projections, kept)
+        self.find(projections)
 
     def find(self, projections: Sequence[Projection | str | None], kept: Sequence[bool] = ()) -> None:
         """Look where W_Q and W_K lie now, and which layers' own attention is kept."""

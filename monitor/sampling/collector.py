@@ -66,7 +66,7 @@ class Counted:
 class Collector:
     """Owns the notes between two samples and the copies under way. `state` is int64 [N, SLOT_COUNT], on any device."""
 
-    def __init__(self, state: Tensor, *, step: int = 0) -> None:
+    def __init__(self, state: Tensor) -> None:
         self._state = state
         self._identity_row = identity_row()
         self._identity = torch.from_numpy(self._identity_row).to(state.device).expand_as(state).clone()
@@ -76,7 +76,7 @@ class Collector:
         self._flights: deque[tuple[Transfer, Callable[[], Counted]]] = deque()
         """Copies under way, and what makes the sample of each once it has arrived."""
         self._warned_of_parts = False
-        self.since_step = step
+        self.since_step = 0
         """Last step of the last sample; the next one starts after it."""
 
     @property

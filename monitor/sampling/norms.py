@@ -77,11 +77,11 @@ class ModelNorms:
 def _grams(held: Held, heads: int) -> Tensor:
     """W W^T of all heads, [heads, D, D]: zero for those that are not held."""
     if len(held.heads) == heads:
-        return head_grams([held.weights])[0]
+        return head_grams(held.weights)
     dim = held.weights.shape[1]
     grams = torch.zeros(heads, dim, dim, dtype=torch.float32, device=held.weights.device)
     if held.heads:
-        grams[held.heads.start : held.heads.stop] = head_grams([held.weights])[0]
+        grams[held.heads.start : held.heads.stop] = head_grams(held.weights)
     return grams
 
 
@@ -102,5 +102,5 @@ class _Follower:
 
     def __call__(self, query: Tensor, key: Tensor) -> Tensor:
         """Norms of query [layers, H, D, D] and key [layers, Hkv, D, D] Gram matrices, [3, layers * H]."""
-        norms = torch.stack([norm.flatten() for norm in self._norms.of_grams(query, key)]).to(self.index.device)
+        norms = torch.stack([norm.flatten() for norm in self._norms(query, key)]).to(self.index.device)
         return norms if self._known is None else torch.where(self._known, norms, float("nan"))

@@ -15,7 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from foreshock.monitor.transport.private_folder import PrivateFolder, refused
 
@@ -160,12 +160,6 @@ class Spool:
             self._folder.remove(self.path.name)
         os.close(self._fd)
         self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def run_folder(directory: Path, run: str) -> PrivateFolder:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ BATCHES = [(1, b'{"first":1}'), (2, b"second"), (3, b'{"third":"' + b"x" * 40 + 
 WHOLE = b"".join(frame(sequence, payload) for sequence, payload in BATCHES)
 
 
-def spool_at(path: Path, max_bytes: int = 2**20) -> Spool:
+def spool_at(path: Path, max_bytes: int = 2**20) -> closing[Spool]:
     """The spool of a living boot in this file."""
-    return Spool(PrivateFolder(path.parent), path.stem, max_bytes)
+    return closing(Spool(PrivateFolder(path.parent), path.stem, max_bytes))
 
 
 def batch_of(boot: str, sequence: int = 1, *, run: str = "mine", padding: int = 0) -> bytes:
@@ -33,7 +34,7 @@ def batch_of(boot: str, sequence: int = 1, *, run: str = "mine", padding: int = 
 
 def left_behind(directory: Path, run: str, boot: str, *payloads: bytes) -> Path:
     """What a process of this boot leaves that dies with batches unsent."""
-    with Spool(run_folder(directory, run), boot, 2**20) as dead:
+    with closing(Spool(run_folder(directory, run), boot, 2**20)) as dead:
         for sequence, payload in enumerate(payloads, 1):
             dead.append(sequence, payload)
         return dead.path
@@ -171,7 +172,7 @@ def test_only_spools_of_dead_processes_of_the_same_run_are_taken_up(tmp_path: Pa
     for run, boot in (("mine", "0001"), ("mine", "0002"), ("other", "0003")):
         left_behind(tmp_path, run, boot, batch_of(boot, run=run))
     folder = run_folder(tmp_path, "mine")
-    with Spool(folder, "0004", 2**20) as living:
+    with closing(Spool(folder, "0004", 2**20)) as living:
         living.append(1, batch_of("0004"))
         found, removed = leftovers(folder, "mine", 2**20)
         assert ([s.boot for s in found], removed) == (["0001", "0002"], 0)
@@ -285,7 +286,7 @@ def test_a_run_name_never_becomes_a_path_and_the_files_are_for_this_user_alone(t
 def test_a_batch_of_another_run_or_process_is_not_sent_with_this_ones_token(tmp_path: Path, batch: bytes) -> None:
     left_behind(tmp_path, "mine", "0001", batch, batch_of("0001", 2))
     [found], _ = leftovers(run_folder(tmp_path, "mine"), "mine", 2**20)
-    with found:
+    with closing(found):
         assert drain(found) == [(2, batch_of("0001", 2))]
 
 

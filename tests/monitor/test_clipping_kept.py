@@ -153,7 +153,8 @@ def test_a_largest_score_that_is_unknown_or_not_finite_or_below_the_threshold_sc
     weights = [parameter.detach().clone() for parameter in module.parameters()]
     state, projection = fresh_state(), find_projection(module, HEADS, HEADS, DIM)
     largest = torch.full((HEADS,), score)
-    clip = QKClip([layer(0, HEADS)], [projection], state, threshold=100.0, largest=largest, kept=[True])
+    clip = QKClip([layer(0, HEADS)], [projection], state, threshold=100.0, largest=largest)
+    clip.find([projection], [True])
     seen(state, [300.0 if score == -math.inf else -math.inf] * HEADS)  # of a sample: it is not gone by
     clip.after_step()
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), weights, strict=True))

@@ -40,7 +40,8 @@ def test_each_count_is_in_exactly_one_sample_whatever_is_counted_between_them(co
 
 
 def test_a_sample_holds_the_losses_of_its_own_steps_and_the_last_learning_rate() -> None:
-    collector = Collector(fresh_state(), step=100)
+    collector = Collector(fresh_state())
+    collector.since_step = 100
     collector.note(2.5, None, 1e-3)
     collector.note(torch.tensor([[math.nan]]), torch.tensor(7.0), None)
     assert collector.snapshot(102, PLAIN, step_seconds=0.5, agent_seconds=0.001)
@@ -143,7 +144,8 @@ def test_a_nan_is_the_mean_and_the_largest_of_what_holds_one() -> None:
 
 
 def counted(losses: list[float], norms: list[float], *, steps: int, since: int = 40) -> Counted:
-    collector = Collector(fresh_state(), step=since)
+    collector = Collector(fresh_state())
+    collector.since_step = since
     for place in range(max(len(losses), len(norms))):
         loss, norm = (told[place] if place < len(told) else None for told in (losses, norms))
         collector.note(loss, norm, None)
