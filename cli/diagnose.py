@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from foreshock.cli.output import plain
+from foreshock.client import Service
 from foreshock.kernels.flash_attention.spec import NUMERICS
 from foreshock.lab.diagnosis.anatomy import Examined
 from foreshock.lab.diagnosis.examination import Patient, diagnose, examine_patient, lab_patient, own_patient
@@ -61,7 +62,8 @@ def report(
                 f"{source} is {what}; weights of a model of your own go with --state beside module:factory"
             )
         else:
-            histories.append(live(source, url, token))
+            with Service(url, token, timeout_seconds=30.0) as service:
+                histories.append(live(source, service))
     if states and not any(":" in source for source in sources):
         raise ValueError("--state belongs to a model: give module:factory too, which builds it")
     examined: dict[int, list[Examined]] = {}

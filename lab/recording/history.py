@@ -1,12 +1,13 @@
 """What a recorded or live run says of every head, whichever of the two it comes from."""
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import httpx
 import numpy as np
 
+from foreshock.client import Service
 from foreshock.contract import wire
 from foreshock.contract.catalog import HEAD_METRICS
 from foreshock.contract.slots import Floats
@@ -25,6 +26,8 @@ READ: Final = (
 _BLOCKS: Final = 100
 _POINTS: Final = 40
 """Points of a live run that are asked for; a recorded one is read whole."""
+_VERDICTS: Final = 100
+"""Of a live run, the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,36 +89,23 @@ def recorded(trace: Path | Trace) -> History:
     )
 
 
-def live(run: str, url: str, token: str | None, transport: httpx.BaseTransport | None = None) -> History:
+def live(run: str, service: Service) -> History:
     """The history of a run that a service knows, thinned to some steps.
 
-    Raises ValueError with a sentence when no service answers, and with the service's own words when it refuses.
+    Raises ServiceError when the service does not answer or refuses, ValueError for a run that has sent no sample.
     """
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=30.0, transport=transport) as client:
-
-        def get(path: str, **query: Any) -> Any:
-            try:
-                reply = client.get(f"/v1/runs/{run}{path}", params=query)
-            except httpx.HTTPError as error:
-                raise ValueError(f"no service answers at {url} ({type(error).__name__}); give --url") from None
-            if reply.is_error:
-                raise ValueError(f"{url}: {reply.json().get('detail', reply.status_code)}")
-            return reply.json()
-
-        detail = get("")
-        heads = [(layer["layer"], head) for layer in detail["layers"] for head in layer["heads"]]
-        steps: list[int] = get("/matrix", metric=READ[0], max_steps=_POINTS)["steps"]
-        if not steps:
-            raise ValueError(f"{run} has sent no sample to {url} yet")
-        values = {key: np.full((len(steps), len(heads)), np.nan) for key in READ}
-        for row, step in enumerate(steps):
-            for key in READ:
-                shown = get("/matrix", metric=key, step=step, max_steps=0)
-                place = {layer: index for index, layer in enumerate(shown["layers"])}
-                column = {head: index for index, head in enumerate(shown["heads"])}
-                cells = [shown["values"][place[layer]][column[head]] for layer, head in heads]
-                values[key][row] = [np.nan if cell is None else float(cell) for cell in cells]
-        events = get("/events", kind="verdict", limit=100)["events"]
-        found = [wire.Verdict.model_validate(each["verdict"]) for each in reversed(events) if each["verdict"]]
-    return History(run, detail["numerics"] or "unknown", heads, np.array(steps, dtype=np.float64), values, found)
+    detail = service.run(run)
+    heads = [(layer["layer"], head) for layer in detail["layers"] for head in layer["heads"]]
+    steps: list[int] = service.get(f"/v1/runs/{run}/matrix", metric=READ[0], max_steps=_POINTS)["steps"]
+    if not steps:
+        raise ValueError(f"{run} has sent no sample to {service.url} yet")
+    layers, numbers = [layer for layer, _ in heads], [head for _, head in heads]
+    values = {key: np.full((len(steps), len(heads)), np.nan) for key in READ}
+    for row, step in enumerate(steps):
+        for key in READ:
+            shown = service.matrix(run, key, step)
+            rows, columns = (np.searchsorted(*each) for each in ((shown.layers, layers), (shown.heads, numbers)))
+            values[key][row] = shown.values[rows, columns]
+    events = islice(service.events(run, "verdict"), _VERDICTS)
+    found = [wire.Verdict.model_validate(each["verdict"]) for each in events if each["verdict"]]
+    return History(run, detail["numerics"] or "unknown", heads, np.array(steps, dtype=np.float64), values, found[::-1])

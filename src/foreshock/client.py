@@ -144,11 +144,7 @@ class Service:
 
     def acknowledge(self, run: str, incident: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Say that somebody looks after an incident; the incident as it stands then."""
-        return self._object(
-            self.post(
-                f"/v1/runs/{run}/acknowledge", {"incident": incident, "reason": reason, "who": who or getpass.getuser()}
-            )
-        )
+        return self._object(self.post(f"/v1/runs/{run}/acknowledge", {"incident": incident, **_said(who, reason)}))
 
     def describe(
         self,
@@ -165,17 +161,14 @@ class Service:
         """
         said = {"display_name": display_name, "tags": None if tags is None else list(tags), "notes": notes}
         given = {key: value for key, value in said.items() if value is not None}
-        return self._object(
-            self._answer("PATCH", f"/v1/runs/{run}", json={"who": who or getpass.getuser(), **given}).json()
-        )
+        return self._object(self._send("PATCH", f"/v1/runs/{run}", json={"who": who or getpass.getuser(), **given}))
 
     def delete(self, run: str, *, reason: str, who: str | None = None) -> None:
         """Delete a run that no longer trains, with everything stored of it; for a token with the scope `delete`.
 
         It cannot be taken back; `who` and `reason` stand in the audit trail.
         """
-        order = {"who": who or getpass.getuser(), "reason": reason}
-        self._answer("DELETE", f"/v1/runs/{run}", params=order, timeout=_DELETION_SECONDS)
+        self._answer("DELETE", f"/v1/runs/{run}", params=_said(who, reason), timeout=_DELETION_SECONDS)
 
     def events(self, run: str, *kinds: str) -> Iterator[dict[str, Any]]:
         """What happened in a run, newest first; `kinds` such as verdict or switched, all kinds by default."""
@@ -264,7 +257,7 @@ class Service:
         Returns the order as it was taken; `wait` follows it. `dry_run` asks the agents what they would do. `who` and
         `reason` stand in the audit trail; `who` is the name of this user by default.
         """
-        order = {"who": who or getpass.getuser(), "reason": reason, "heads": heads, "mode": mode, "dry_run": dry_run}
+        order = {"heads": heads, "mode": mode, "dry_run": dry_run, **_said(who, reason)}
         return self._object(self.post(f"/v1/runs/{run}/commands", order))
 
     def switches(self, run: str, mode: str) -> dict[str, Any]:
@@ -274,26 +267,19 @@ class Service:
 
     def undo(self, command: str, *, reason: str, dry_run: bool = False, who: str | None = None) -> list[dict[str, Any]]:
         """Order the modes back that `command` changed; returns the orders that do it."""
-        order = {"who": who or getpass.getuser(), "reason": reason, "dry_run": dry_run}
-        return list(self.post(f"/v1/commands/{command}/undo", order)["commands"])
+        return list(self.post(f"/v1/commands/{command}/undo", {"dry_run": dry_run, **_said(who, reason)})["commands"])
 
     def approve(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Let a proposed switch go out."""
-        return self._object(
-            self.post(f"/v1/commands/{command}/approve", {"who": who or getpass.getuser(), "reason": reason})
-        )
+        return self._object(self.post(f"/v1/commands/{command}/approve", _said(who, reason)))
 
     def reject(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Turn a proposed switch down."""
-        return self._object(
-            self.post(f"/v1/commands/{command}/reject", {"who": who or getpass.getuser(), "reason": reason})
-        )
+        return self._object(self.post(f"/v1/commands/{command}/reject", _said(who, reason)))
 
     def cancel(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Stop an order that is under way: no further rank gets it. What ranks did already stays, and can be undone."""
-        return self._object(
-            self.post(f"/v1/commands/{command}/cancel", {"who": who or getpass.getuser(), "reason": reason})
-        )
+        return self._object(self.post(f"/v1/commands/{command}/cancel", _said(who, reason)))
 
     def wait(self, command: dict[str, Any], seconds: float = 30.0) -> dict[str, Any]:
         """The order once every agent that it concerns has answered, or as it stands after `seconds`."""
@@ -349,6 +335,11 @@ class Service:
         if not reply.is_success:
             raise ServiceError(_problem(reply))
         return reply
+
+
+def _said(who: str | None, reason: str) -> dict[str, Any]:
+    """Who acts, by default this user, and why: for the audit trail."""
+    return {"who": who or getpass.getuser(), "reason": reason}
 
 
 def _floats(values: Sequence[Any]) -> Floats:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from foreshock.cli.main import app
+from foreshock.client import Service, ServiceError
 from foreshock.lab.diagnosis.anatomy import Examined, examine
 from foreshock.lab.diagnosis.examination import diagnose, examine_patient, lab_patient, own_patient
 from foreshock.lab.recording.history import live, recorded
@@ -103,17 +104,17 @@ def test_a_healthy_trace_gets_no_advice_but_to_keep_watching() -> None:
 def test_a_run_of_the_service_is_diagnosed_like_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foreshock.lab.recording.history._POINTS", 8)
     trace = TRACES / "key-bias_fa2_batch32.trace.xz"
-    with LiveService(tmp_path) as service:
+    with LiveService(tmp_path) as service, Service(service.url) as client:
         played = foreshock("replay", str(trace), "--url", service.url, "--run", "played")
         assert played.exit_code == 0, played.output
-        history, same = live("played", service.url, None), recorded(trace)
-        with pytest.raises(ValueError, match="no run 'nobody'"):
-            live("nobody", service.url, None)
+        history, same = live("played", client), recorded(trace)
+        with pytest.raises(ServiceError, match="no run 'nobody'"):
+            live("nobody", client)
         rank = FakeRank(run="young")
         body = rank.batch(rank.started()).model_dump_json()
         httpx.post(f"{service.url}/v1/batches", content=body, headers={"Content-Type": "application/json"})
         with pytest.raises(ValueError, match="young has sent no sample"):
-            live("young", service.url, None)
+            live("young", client)
     assert history.heads == same.heads
     at = np.searchsorted(same.steps, history.steps)
     np.testing.assert_allclose(
