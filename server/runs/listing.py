@@ -11,12 +11,11 @@ from sqlalchemy import Connection, Row, desc, func, or_, select, tuple_
 
 from foreshock.contract.catalog import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS
 from foreshock.contract.incident import Warned
-from foreshock.contract.modes import mode_name
 from foreshock.contract.wire import AgentHealth, Layer
 from foreshock.server.curves.drawing import number
 from foreshock.server.curves.merging import MergedSteps, axis_of, merge
 from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunSummary
-from foreshock.server.runs.incidents import change_of, incidents_of, warned_of
+from foreshock.server.runs.incidents import change_of, incidents_of, modes_of, warned_of
 from foreshock.server.runs.newest import condition_of, described, newest_samples, status_of
 from foreshock.server.runs.words import shared_sentence
 from foreshock.server.store import process_starts
@@ -220,27 +219,20 @@ def _layers(connection: Connection, reading: MergedSteps | None, run_id: int) ->
         for layer in layers_of(topology.layers):
             known[layer.layer] = layer
             heads[layer.layer] |= set(layer.heads)
-    index = axis_of(connection, run_id).index()
+    axis = axis_of(connection, run_id)
+    index, modes = axis.index(), modes_of(axis, reading) if reading else {}
     states = []
     for number_, layer in sorted(known.items()):
         own = sorted(heads[number_])
         where = [index[number_, head] for head in own]
-        modes = [reading.fields["modes"][-1, i] for i in where] if reading else [math.nan] * len(own)
         states.append(
             LayerState(
                 **layer.model_dump(include={"layer", "name", "served_by", "sampled"}),
                 kv_heads=layer.kv_heads if layer.kv_heads_known else None,
                 head_dim=layer.head_dim or None,
                 heads=own,
-                modes=[None if math.isnan(mode) else _mode_name(int(mode)) for mode in modes],
+                modes=[modes.get((number_, head)) for head in own],
                 risk=[number(reading.fields["risk"][-1, i]) if reading else None for i in where],
             )
         )
     return states
-
-
-def _mode_name(mode: int) -> str | None:
-    try:
-        return mode_name(mode)
-    except ValueError:
-        return None
