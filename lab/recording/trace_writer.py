@@ -15,6 +15,7 @@ from foreshock.contract.slots import SLOTS, Floats, Words, merge_words, slot_val
 from foreshock.lab.recording.trace import UNREAD
 from foreshock.monitor.detect.growth import BLOCKS_PER_RUN
 
+_EVERY_STEPS: Final = 100
 _DIGITS: Final = 4
 """Significant digits of a number in a trace: four take about two bytes after compression."""
 _DIGITS_OF_A_STEP: Final = 3
@@ -24,15 +25,14 @@ _DIGITS_OF_A_STEP: Final = 3
 class TraceWriter:
     """A sink for an agent's events that writes a trace; use it in a with block.
 
-    Samples are merged until they are a fortieth of the run's life long, at most `every_steps`, as the detectors' own
+    Samples are merged until they are a fortieth of the run's life long, at most _EVERY_STEPS, as the detectors' own
     blocks, and numbers are rounded to four digits or fewer: a trace is small enough to commit. Give `steps` the loss
     and gradient norm of every step.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], *, every_steps: int = 100) -> None:
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = gzip.GzipFile(path, "wb", compresslevel=9, mtime=0)
-        self._every_steps = every_steps
         self._waiting: list[wire.Sample] = []
         self._write({"foreshock_trace": 1, **header})
 
@@ -46,7 +46,7 @@ class TraceWriter:
             if last is not event and (last.modes != event.modes or last.step != event.since_step):
                 self._flush()
             self._waiting.append(event)
-            if event.step - self._waiting[0].since_step >= min(self._every_steps, event.step / BLOCKS_PER_RUN):
+            if event.step - self._waiting[0].since_step >= min(_EVERY_STEPS, event.step / BLOCKS_PER_RUN):
                 self._flush()
         elif not isinstance(event, wire.AgentHealth) and getattr(event, "state", "") != "updated":
             self._flush()

@@ -14,8 +14,8 @@ Interval = tuple[float, float]
 _DRAWS: Final = 2000
 
 
-def poisson_upper_bound(count: int, confidence: float = CONFIDENCE) -> float:
-    """The mean above which `count` events or fewer are less likely than 1 - confidence (Garwood's exact bound)."""
+def poisson_upper_bound(count: int) -> float:
+    """The mean above which `count` events or fewer are less likely than 1 - CONFIDENCE (Garwood's exact bound)."""
 
     def chance(mean: float) -> float:
         terms = [math.exp(-mean)]
@@ -23,17 +23,17 @@ def poisson_upper_bound(count: int, confidence: float = CONFIDENCE) -> float:
             terms.append(terms[-1] * mean / event)
         return math.fsum(terms)
 
-    return _where(lambda mean: chance(mean) <= 1 - confidence, 0.0, 10.0 + 3.0 * count)
+    return _where(lambda mean: chance(mean) <= 1 - CONFIDENCE, 0.0, 10.0 + 3.0 * count)
 
 
-def share_interval(right: int, of: int, confidence: float = CONFIDENCE) -> Interval | None:
+def share_interval(right: int, of: int) -> Interval | None:
     """Two-sided interval of a share (Clopper and Pearson's exact one); None of nothing. Raises ValueError for a count
     that is no part of the other."""
     if not 0 <= right <= of:
         raise ValueError(f"{right} of {of} is no share; give a count from 0 to {of}")
     if not of:
         return None
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
 
     def at_least(share: float) -> float:
         """Chance of `right` or more."""
@@ -55,12 +55,12 @@ def _where(reached: Callable[[float], bool], low: float, high: float) -> float:
     return high
 
 
-def over_runs(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
+def over_runs(values: Sequence[float]) -> Interval | None:
     """Interval of the median of runs, by drawing as many with replacement, always the same draws; None for fewer than
     two runs, which say nothing of how runs differ."""
     if len(values) < 2:
         return None
     runs = np.asarray(values, dtype=np.float64)
     drawn = np.random.default_rng(0).integers(len(runs), size=(_DRAWS, len(runs)))
-    found, tail = np.median(runs[drawn], axis=1), (1 - confidence) / 2
+    found, tail = np.median(runs[drawn], axis=1), (1 - CONFIDENCE) / 2
     return float(np.quantile(found, tail)), float(np.quantile(found, 1 - tail))

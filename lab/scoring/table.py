@@ -173,7 +173,6 @@ def lab_score(
     paths: Sequence[Path],
     *,
     report: Path | None = None,
-    config: DetectorConfig | None = None,
     seal: Path | None = None,
     on_trace: Callable[[Path], None] = lambda path: None,
 ) -> tuple[list[Score], dict[str, Any]]:
@@ -182,8 +181,8 @@ def lab_score(
     `seal` is where it is written down that held-out runs on real text were scored. Raises ValueError for a file that is
     no trace, and for held-out runs that may not be scored (`foreshock.lab.scoring.sealed`).
     """
-    break_seal(paths, config or DetectorConfig(), seal)
-    scores = score_traces(list(map(read_trace, paths)), config, lambda trace: on_trace(trace.path))
+    break_seal(paths, DetectorConfig(), seal)
+    scores = score_traces(list(map(read_trace, paths)), on_trace=lambda trace: on_trace(trace.path))
     result = as_json(scores)
     if report is not None:
         report.write_text(json.dumps(_plain(result), indent=1) + "\n")

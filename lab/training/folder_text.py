@@ -29,9 +29,9 @@ def folder_text_file() -> Path:
     return texts_folder() / "folders.tokens"
 
 
-def folder_text(path: Path | None = None) -> Corpus:
-    """The text of `path` (`folder_text_file`), tokens below VOCABULARY. Raises FileNotFoundError for one not made."""
-    path = path or folder_text_file()
+def folder_text() -> Corpus:
+    """The text of `folder_text_file`, tokens below VOCABULARY. Raises FileNotFoundError for one not made."""
+    path = folder_text_file()
     try:
         head, _, data = path.read_bytes().partition(b"\n")
     except FileNotFoundError:
@@ -49,13 +49,12 @@ def folder_text(path: Path | None = None) -> Corpus:
     return Corpus(tokens[:trained], hashlib.sha256(data).hexdigest(), source, held_out=tokens[trained:])
 
 
-def make_folder_text(folders: Sequence[Path], characters: int, path: Path | None = None) -> Corpus:
-    """Make the text from files below `folders`, at most `characters` long, and keep it at `path`.
+def make_folder_text(folders: Sequence[Path], characters: int) -> Corpus:
+    """Make the text from files below `folders`, at most `characters` long, and keep it in `folder_text_file`.
 
     Files are taken in an order that a fixed seed shuffles, the same content once. Raises FileNotFoundError for a folder
     that is not there, ValueError where there are too few files.
     """
-    path = path or folder_text_file()
     texts = list(texts_of(_files(folders), characters))
     if len(texts) < 2:
         raise ValueError(
@@ -73,9 +72,9 @@ def make_folder_text(folders: Sequence[Path], characters: int, path: Path | None
         "held_out_files": len(held_out),
         "held_out_characters": sum(map(len, held_out)),
     }
-    with whole_file(path) as part:
+    with whole_file(folder_text_file()) as part:
         part.write_bytes(json.dumps(made).encode() + b"\n" + np.concatenate(parts).tobytes())
-    return folder_text(path)
+    return folder_text()
 
 
 def _files(folders: Sequence[Path]) -> list[Path]:
