@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,8 +64,8 @@ def let_a_cpu_train() -> None:
     torch._utils._get_available_device_type = lambda: "cpu"
 
 
-def configured(folder: Path, device: str) -> Any:
-    """A Trainer of torchtitan for a small Llama, before its first step."""
+def configured(folder: Path, device: str, adapt: Callable[[Any, Any], None] = lambda spec, config: None) -> Any:
+    """A Trainer of torchtitan for a small Llama, before its first step. `adapt` changes its TrainSpec and JobConfig."""
     dataloader, loss, schedule, optimizer, config_of, llama3, spec, train = (
         importlib.import_module(f"torchtitan.{name}")  # which is optional
         for name in (
@@ -84,14 +84,13 @@ def configured(folder: Path, device: str) -> Any:
     vars(train)["time"] = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
 
     def loader(*, dp_world_size: int, dp_rank: int, **_: Any) -> Any:
-        return dataloader.ParallelAwareDataloader(
-            Numbers(dp_rank, LENGTH[device]), dp_rank, dp_world_size, batch_size=ROWS
-        )
+        numbers = Numbers(dp_rank, config.training.seq_len)
+        return dataloader.ParallelAwareDataloader(numbers, dp_rank, dp_world_size, batch_size=ROWS)
 
     sizes = llama3.TransformerModelArgs(
         dim=WIDTH[device], n_layers=2, n_heads=HEADS, n_kv_heads=2, vocab_size=VOCABULARY, multiple_of=32
     )
-    spec._extra_train_specs["small"] = spec.TrainSpec(
+    small = spec.TrainSpec(
         model_cls=llama3.Transformer,
         model_args={"llama": sizes},
         parallelize_fn=llama3.parallelize_llama,
@@ -102,6 +101,7 @@ def configured(folder: Path, device: str) -> Any:
         build_tokenizer_fn=None,
         build_loss_fn=loss.build_cross_entropy_loss,
     )
+    spec._extra_train_specs["small"] = small
     config = config_of.JobConfig()
     config.job.dump_folder = str(folder)
     config.model.name, config.model.flavor = "small", "llama"
@@ -110,6 +110,7 @@ def configured(folder: Path, device: str) -> Any:
     config.optimizer.implementation = "foreach"
     config.checkpoint.enable, config.checkpoint.interval = True, STOP
     config.debug.seed, config.debug.deterministic, config.debug.deterministic_warn_only = 3, True, True
+    adapt(small, config)
     trainer = train.Trainer(config)
     for module in trainer.model_parts[0].modules():
         if device == "cpu" and isinstance(module, FSDPModule):

@@ -79,22 +79,21 @@ class _Follow(TrainerCallback):  # type: ignore[misc]
         control.should_training_stop |= state.global_step >= self.at
 
 
-def arguments(folder: Path) -> TrainingArguments:
-    on_a_gpu: dict[str, Any] = {
-        "bf16": True,
-        "fsdp": "full_shard auto_wrap",
-        "fsdp_config": {
+def arguments(folder: Path, **others: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "max_steps": STEPS, "save_steps": STOP, "per_device_train_batch_size": ROWS, "learning_rate": 0.01,
+        "lr_scheduler_type": "constant", "optim": "adamw_torch", "logging_steps": 1, "report_to": [],
+        "disable_tqdm": True, "seed": 3, "bf16": DEVICE == "cuda", "use_cpu": DEVICE == "cpu",
+    }  # fmt: skip
+    if DEVICE == "cuda" and SHARDED:
+        settings["fsdp"] = "full_shard auto_wrap"
+        settings["fsdp_config"] = {
             "fsdp_version": 2,
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
             "state_dict_type": "SHARDED_STATE_DICT",
             "reshard_after_forward": True,
-        },
-    }
-    return TrainingArguments(
-        str(folder), max_steps=STEPS, save_steps=STOP, per_device_train_batch_size=ROWS,
-        lr_scheduler_type="constant", learning_rate=0.01, optim="adamw_torch", logging_steps=1,
-        report_to=[], disable_tqdm=True, seed=3, **(on_a_gpu if DEVICE == "cuda" else {"use_cpu": True}),
-    )  # fmt: skip
+        }
+    return TrainingArguments(str(folder), **settings | others)
 
 
 def with_trainer(folder: Path, course: Course) -> None:
