@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
-from foreshock.contract.modes import MODES, ClipWhen, is_mode
-from foreshock.contract.orders import SwitchScope
+from foreshock.contract.modes import MODES, is_mode
+from foreshock.contract.orders import ClipWhen, SwitchScope
 from foreshock.contract.wire import ModeName, Policy
 from foreshock.monitor.config import AgentConfig
 
