@@ -20,7 +20,16 @@ from rich.console import Console
 
 from foreshock.contract.incident_form import page_of
 from foreshock.lab.service import local_service
-from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, variant
+from foreshock.lab.training.arm import (
+    CONTROL,
+    PAPER,
+    PAPER_NO_KEY_BIAS,
+    PAPER_RESCUED,
+    RESCUED,
+    UNTREATED,
+    Arm,
+    variant,
+)
 from foreshock.lab.training.recipes import Recipe, find_recipe
 from foreshock.lab.training.run import Training, train
 
@@ -40,16 +49,22 @@ class Show:
     """What is not as in most people's training, and what the last arm leaves out."""
 
 
-_NO_KEY_BIAS: Final = Arm(name="no-key-bias", model={"key_bias": False})
 ON_CPU: Final = Show(
     recipe=find_recipe("key-bias-small"),
     seed=8,
-    arms=tuple(replace(arm, numerics="paper") for arm in (UNTREATED, RESCUED, _NO_KEY_BIAS)),
+    arms=tuple(
+        replace(arm, name=name)
+        for arm, name in (
+            (PAPER, UNTREATED.name),
+            (PAPER_RESCUED, RESCUED.name),
+            (PAPER_NO_KEY_BIAS, "no-key-bias"),
+        )
+    ),
     says="One thing is as on no GPU: attention rounds as in the paper's reference, where scores, row sums and output "
     "are in BF16. It drifts sooner so; with the rounding of GPU kernels the warning comes thousands of steps later. "
     "no-key-bias rounds the same, and has no bias on its keys.",
 )
-"""Anywhere."""
+"""Anywhere. `lab run-set demo` trains it whole, on twenty other seeds."""
 ON_GPU: Final = Show(
     recipe=find_recipe("shared-values"),
     seed=2,

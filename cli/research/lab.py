@@ -87,7 +87,7 @@ def lab_run_set(
     name: Annotated[
         str,
         typer.Argument(
-            help="Which set: real-text, real-text-large, real-text-small, vendor, vendor-healthy or qk-clip."
+            help="Which set: real-text, real-text-large, real-text-small, vendor, vendor-healthy, qk-clip or demo."
         ),
     ],
     folder: Annotated[
@@ -123,16 +123,16 @@ def lab_run_set(
     )
 
 
-@lab.command("vendor-table")
-def lab_vendor_table(
-    traces: Annotated[list[Path], typer.Argument(help="Traces of variants such as flash-untreated and cudnn-rescued.")],
+@lab.command("run-table")
+def lab_run_table(
+    traces: Annotated[list[Path], typer.Argument(help="Recorded runs.")],
     json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
 ) -> None:
-    """List runs on PyTorch's own attention: first warning, cause, a score of 512, switch, loss and score at the end."""
+    """List recorded runs: first warning, cause, a score of 512, switch, and loss, score and offset at the end."""
     from foreshock.cli.output import console
     from foreshock.cli.research import laboratory
 
-    laboratory.vendor_table(traces, console(), json=json)
+    laboratory.run_table(traces, console(), json=json)
 
 
 @lab.command("matrix")

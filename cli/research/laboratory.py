@@ -113,14 +113,16 @@ def run_set(
         console.print(f"missing: {trace}")
 
 
-def vendor_table(traces: Sequence[Path], console: Console, *, json: Path | None) -> None:
-    """A row for each run on PyTorch's own attention, and the same in a JSON file."""
-    from foreshock.lab.scoring.vendor import vendor_runs
+def run_table(traces: Sequence[Path], console: Console, *, json: Path | None) -> None:
+    """A row for each recorded run, and the same in a JSON file."""
+    from foreshock.lab.scoring.run_table import run_rows
 
-    runs = [asdict(run) for run in vendor_runs(traces)]
+    runs = [asdict(run) for run in run_rows(traces)]
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for name in runs[0]:
-        shown.add_column(name.replace("_", " "), justify="left" if name in ("recipe", "backend", "cause") else "right")
+        shown.add_column(
+            name.replace("_", " "), justify="left" if name in ("recipe", "arm", "backend", "cause") else "right"
+        )
     for run in runs:
         shown.add_row(*map(cell, run.values()))
     console.print(shown)

@@ -2,7 +2,7 @@
 
 from foreshock.lab.sets.real_text import real_text_sets
 from foreshock.lab.sets.run_set import Entry
-from foreshock.lab.training.arm import find_arm
+from foreshock.lab.training.arm import PAPER, PAPER_NO_KEY_BIAS, PAPER_RESCUED, find_arm
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.text_recipes import RATES
 
@@ -18,7 +18,8 @@ def _runs(recipe: str, arms: tuple[str, ...], seeds: tuple[int, ...]) -> list[En
 
 def published() -> dict[str, list[Entry]]:
     """The sets by name: those of `real_text_sets`, on PyTorch's own attention `vendor` and `vendor-healthy`, and with
-    QK-Clip and without at rates that it is needed for and that it is not, `qk-clip`."""
+    QK-Clip and without at rates that it is needed for and that it is not, `qk-clip`. `demo`: what `foreshock demo
+    --train` shows on a CPU, whole and on twenty seeds."""
     return {
         **real_text_sets(),
         "vendor": [
@@ -33,6 +34,9 @@ def published() -> dict[str, list[Entry]]:
             for recipe in ("gpt2-small", "llama-small")
             for run in _runs(recipe, (f"{backend}-untreated",), seeds)
         ],
+        "demo": _runs(
+            "key-bias-small", (PAPER.name, PAPER_RESCUED.name, PAPER_NO_KEY_BIAS.name), tuple(range(201, 221))
+        ),
         "qk-clip": [
             run
             for seed in _CLIPPED

@@ -49,6 +49,8 @@ CONTROL = Arm(name="control", numerics="float32")
 CONTROL_AGAIN = Arm(name="control-again", numerics="float32", nudge=1e-6)
 """The control once more: how far the two part is the noise of the recipe."""
 PAPER = Arm(name="paper", numerics="paper")
+PAPER_RESCUED = Arm(name="paper-rescued", numerics="paper", policy="auto")
+PAPER_NO_KEY_BIAS = Arm(name="paper-no-key-bias", numerics="paper", model={"key_bias": False})
 
 
 def variant(name: str) -> str:
@@ -64,7 +66,8 @@ ARMS = {
         CONTROL,
         CONTROL_AGAIN,
         PAPER,
-        Arm(name="paper-rescued", numerics="paper", policy="auto"),
+        PAPER_RESCUED,
+        PAPER_NO_KEY_BIAS,
         Arm(name="qk-clip", qk_clip="always"),
         Arm(name="qk-clip-warned", qk_clip="warned"),
         *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES if each.served),

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from foreshock.contract import wire
 from foreshock.lab.recording.trace_writer import TraceWriter
-from foreshock.lab.scoring.vendor import vendor_runs
+from foreshock.lab.scoring.run_table import run_rows
 from foreshock.lab.sets.published_runs import published
 from foreshock.lab.training import run as run_module
 from foreshock.lab.training.arm import BACKENDS, RESCUED, UNTREATED, find_arm
@@ -135,7 +135,7 @@ def test_the_table_says_what_was_warned_about_whether_it_was_right_and_what_the_
     switched = tmp_path / "switched.gz"
     with TraceWriter(switched, TINY.header(flash.arm, 3, "r")) as writer:
         train(flash, 20, writer=writer)
-    first, one, two = vendor_runs([switched, observed, quiet])
+    first, one, two = run_rows([switched, observed, quiet])
     assert (first.recipe, first.seed, first.policy) == ("made-up", 4, "observe")
     assert (first.step_512, first.first_warning, first.head_right, first.switch_step) == (None,) * 4
     assert (one.recipe, one.policy, one.cause, one.rows) == ("tiny", "auto", "rounding", 4096)
@@ -146,14 +146,15 @@ def test_the_table_says_what_was_warned_about_whether_it_was_right_and_what_the_
     assert (two.policy, two.head_right, two.score_end >= 512) == ("observe", None, True)
     assert two.step_512 == 5700  # at 5617, and recorded by the hundred
     assert two.loss_end == pytest.approx(2.2, abs=0.01)
-    done = foreshock("lab", "vendor-table", str(switched), str(quiet), "--json", str(tmp_path / "v.json"))
+    done = foreshock("lab", "run-table", str(switched), str(quiet), "--json", str(tmp_path / "v.json"))
     assert "first warning" in " ".join(done.output.split())
     assert [each["seed"] for each in json.loads((tmp_path / "v.json").read_text())["runs"]] == [4, 3]
 
 
-def test_a_run_on_our_own_kernels_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no run on PyTorch's own attention"):
-        vendor_runs([record(tmp_path / "ours.gz", fails=False)])
+def test_a_run_on_our_own_kernels_has_a_line_without_a_backend(tmp_path: Path) -> None:
+    [ours] = run_rows([record(tmp_path / "ours.gz", fails=False)])
+    assert (ours.backend, ours.rows, ours.first_warning) == (None, None, None)
+    assert ours.offset_end < 3 < ours.score_end < 512
 
 
 def test_the_set_is_what_the_notebook_plans_and_all_of_it_was_held_out_before() -> None:

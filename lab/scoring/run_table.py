@@ -1,4 +1,4 @@
-"""Runs on PyTorch's own attention, one line each: what their agents warned about as they trained, and what followed."""
+"""Recorded runs, one line each: what their agents warned about as they trained, and what followed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,20 +18,22 @@ _LAST_STEPS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VendorRun:
-    """One run of benchmarks/results/vendor_attention.json; None where no warning came or nothing happened."""
+class RunRow:
+    """One run; None where no warning came or nothing happened."""
 
     recipe: str
+    arm: str
     seed: int
-    backend: str
-    rows: int
-    """of each head, in a measured step"""
+    backend: str | None
+    """of PyTorch's own attention, which it was forced to"""
+    rows: int | None
+    """of each head, in a step that measures a sample of it"""
     policy: str
     steps: int
     first_warning: int | None
     cause: str | None
     head_right: bool | None
-    """whether that warning named the head that reached 512 first, in this run or in the observed one of its seed"""
+    """whether that warning named the head that reached 512 first, here or in the observed run of the seed"""
     step_512: int | None
     """when a head's largest |score| reached 512"""
     switch_step: int | None
@@ -39,34 +41,37 @@ class VendorRun:
     """mean over the last 1000 steps"""
     score_end: float
     """largest |score| of any head in the last sample"""
+    offset_end: float
+    """largest |score offset| of any head there, in nats"""
 
 
-def vendor_runs(paths: Sequence[Path]) -> list[VendorRun]:
-    """The runs of `paths` by recipe, backend, policy and seed. Raises ValueError for a file that is no trace, and for a
-    run whose attention was not forced to one of PyTorch's backends."""
+def run_rows(paths: Sequence[Path]) -> list[RunRow]:
+    """The runs of `paths` by recipe, backend, arm and seed. Raises ValueError for a file that is no trace."""
     traces = [read_trace(path) for path in paths]
+    failing: dict[tuple[object, ...], HeadRef | None] = {}
     for trace in traces:
-        if "backend" not in trace.header:
-            raise ValueError(f"{trace.path} is no run on PyTorch's own attention; give runs of a variant BACKEND-...")
-    failing = {_key(t): failing_head(t, None) for t in traces if t.header.get("policy") == "observe"}
+        if trace.header.get("policy") == "observe":
+            failing[_key(trace)] = failing.get(_key(trace)) or failing_head(trace, None)
     runs = [_run(trace, failing_head(trace, None) or failing.get(_key(trace))) for trace in traces]
-    return sorted(runs, key=lambda run: (run.recipe, run.backend, run.policy, run.seed))
+    return sorted(runs, key=lambda run: (run.recipe, run.backend or "", run.arm, run.seed))
 
 
 def _key(trace: Trace) -> tuple[object, ...]:
     return tuple(trace.header.get(name) for name in ("recipe", "seed", "backend"))
 
 
-def _run(trace: Trace, failing: HeadRef | None) -> VendorRun:
+def _run(trace: Trace, failing: HeadRef | None) -> RunRow:
     header, record = trace.header, Record()
     for event in (trace.started, *trace.events):
         record.add(event)
+    *_, last = readings(trace)
     warning = next((each for each in record.warnings if each.severity != "info"), None)
-    return VendorRun(
+    return RunRow(
         recipe=str(header.get("recipe")),
+        arm=str(header.get("arm")),
         seed=int(header.get("seed", 0)),
-        backend=str(header["backend"]),
-        rows=int(header["rows"]),
+        backend=header.get("backend"),
+        rows=header.get("rows"),
         policy=str(header.get("policy")),
         steps=int(trace.steps.step[-1]),
         first_warning=None if warning is None else warning.step,
@@ -75,7 +80,8 @@ def _run(trace: Trace, failing: HeadRef | None) -> VendorRun:
         step_512=dangerous_step(trace),
         switch_step=record.switches[0].step if record.switches else None,
         loss_end=_final_loss(trace.steps),
-        score_end=float(list(readings(trace))[-1].largest_score.max()),
+        score_end=float(np.abs(last.largest_score).max()),
+        offset_end=float(np.abs(last.score_offset).max()),
     )
 
 
