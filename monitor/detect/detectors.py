@@ -16,6 +16,7 @@ rule.py the conditions 1 to 3 as ratios, verdicts.py cause and sentence, forecas
 
 import math
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +30,7 @@ from foreshock.monitor.detect.readings import Readings as Readings
 from foreshock.monitor.detect.rule import WarningConditions
 from foreshock.monitor.detect.run_state import Alarm, RunState
 from foreshock.monitor.detect.thresholds import DetectorConfig as DetectorConfig
-from foreshock.monitor.detect.verdicts import Finding, GrowthWarnings, cause, verdict, who
+from foreshock.monitor.detect.verdicts import Finding, cause, verdict, who
 
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
@@ -135,49 +136,48 @@ class Detectors:
         """Findings to report, by head: what drifted farthest first, then what no longer trips and may have settled."""
         run, due = self.run, step - self.config.update_steps
         stand = {index: alarm.verdict for index, alarm in run.alarms.items()}
-        silent = [index for index, last in stand.items() if index not in tripped and last.step <= due] * block_closed
-        signals = dict(tripped) | {i: stand[i].signal for i in silent if stand[i].signal != NON_FINITE}
-        evidence = self._evidence(list(signals))
+        settled = [index for index, last in stand.items() if index not in tripped and last.step <= due] * block_closed
+        signals = dict(tripped) | {i: stand[i].signal for i in settled if stand[i].signal != NON_FINITE}
+        evidence, supported = self._evidence(list(signals)), self._supported(signals)
         far = {i: math.inf if i == RUN else abs(evidence[i].get("offset", 0.0)) for i in tripped}
-        can_round = run.past_warmup(self.config.earliest_steps)
-        left_track = run.loss_left_track(self.config.unrest)
-        warned = GrowthWarnings()
-        for index, last in stand.items():
-            warned.add(last, explained=index in tripped and self._is_supported(index))
+        growth = {i: last for i, last in stand.items() if last.cause != "rounding" and last.signal != NON_FINITE}
+        first = next((last.cause for last in growth.values()), None)
+        explained = supported & tripped.keys()
+        unexplained = any(last.severity == "critical" and i not in explained for i, last in growth.items())
+        can_round, left_track = run.past_warmup(self.config.earliest_steps), run.loss_left_track(self.config.unrest)
         news: dict[int, Finding] = {}
         for index in sorted(signals, key=lambda i: far.get(i, -1.0), reverse=True):
             signal, seen, before = signals[index], evidence[index], stand.get(index)
             if before is None and len(news) >= _MOST_RAISED:
                 continue
-            supported = self._is_supported(index, signal)
-            found = cause(
+            why = cause(
                 signal,
                 seen,
-                supported=supported,
-                can_round=can_round and not warned.unexplained,
+                supported=index in supported,
+                can_round=can_round and not unexplained,
                 left_track=left_track,
                 before=before.cause if before else None,
-                first=warned.first,
+                first=first,
             )
             if signal == NON_FINITE:
-                suspected: float | None = run.non_finite.suspect_step
-                if suspected is None and before is not None:
-                    suspected = before.evidence.get("suspect_step")
-                seen |= {} if suspected is None else {"suspect_step": float(suspected)}
-            # ...where numbers are not finite, harm comes by a cause that is supported, or the score is dangerous
-            level = self.config.score_level if supported else DANGEROUS_SCORE
+                suspected = run.non_finite.suspect_step or (before.evidence.get("suspect_step") if before else None)
+                seen |= {"suspect_step": float(suspected)} if suspected else {}
+            level = self.config.score_level if index in supported else DANGEROUS_SCORE
             grave = signal == NON_FINITE or seen.get("score", 0.0) >= level
-            new = Finding(signal, seen, supported, found, "critical" if grave else "warning")
-            if before is None or before.step <= due or new.is_news_after(before):
-                news[index] = new
-                warned.add(new, explained=supported)
+            found = Finding(signal, seen, index in supported, why, "critical" if grave else "warning")
+            if before is None or before.step <= due or found.is_news_after(before):
+                news[index] = found
+                if why != "rounding" and signal != NON_FINITE:
+                    first, unexplained = first or why, unexplained or (grave and index not in supported)
         return news
 
-    def _is_supported(self, index: int, signal: str | None = None) -> bool:
-        """Whether the delta bias of a head supports its drift; an offset trips nowhere else."""
-        if index == RUN or self._conditions is None or not self.run.can_round(index):
-            return False
-        return signal == SIGNAL_NAMES[HeadSignal.OFFSET] or bool(self._conditions.bias_supports_drift[index])
+    def _supported(self, signals: Mapping[int, str]) -> set[int]:
+        """Those of these heads whose delta bias supports their drift; an offset trips nowhere else."""
+        if self._conditions is None:
+            return set()
+        supports, offset = self._conditions.bias_supports_drift, SIGNAL_NAMES[HeadSignal.OFFSET]
+        rounding = (index for index in signals if index != RUN and self.run.can_round(index))
+        return {index for index in rounding if signals[index] == offset or supports[index]}
 
     def _verdicts(self, news: Mapping[int, Finding], step: int) -> list[wire.Verdict]:
         """Make verdicts of the findings, and remember each as the newest of its head."""
@@ -199,14 +199,13 @@ class Detectors:
         """What verdicts show of these heads, by head; of the whole run nothing."""
         if self._conditions is None:
             return {index: {} for index in heads}
-        growth, run = self._conditions.growth, self.run
-        ends = np.stack([growth.end[:, heads], growth.start[:, heads]], axis=1).reshape(4, -1)
-        z = run.bias_sum[heads] / np.sqrt(run.bias_squares[heads])
-        rows = np.vstack([ends, growth.error[HeadSignal.SCORE, heads], np.full(len(heads), growth.steps), z]).T.tolist()
+        growth, squares = self._conditions.growth, self.run.bias_squares.take(heads)
+        shown = [part[signal].take(heads) for signal in HeadSignal for part in (growth.end, growth.start)]
+        shown += [growth.error[HeadSignal.SCORE].take(heads), np.full(len(heads), growth.steps)]
+        shown += [self.run.bias_sum.take(heads) / np.sqrt(squares)]
+        rows = zip(*(values.tolist() for values in shown), strict=True)
         return {
-            index: {
-                name: value for name, value in zip(_SHOWN, row, strict=True) if index != RUN and math.isfinite(value)
-            }
+            index: {name: value for name, value in zip(_SHOWN, row, strict=True) if index != RUN and isfinite(value)}
             for index, row in zip(heads, rows, strict=True)
         }
 

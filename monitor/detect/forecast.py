@@ -52,14 +52,17 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: Floats | fl
     The sooner course of offset and score counts. Weights move in proportion to the learning rate, so each step takes a
     head as far as its rate, which goes on falling by the same power of the step as over the window.
     """
-    reached, error = growth.end[:, heads], growth.error[:, heads]
+    start, middle, reached, error = (
+        part.take(heads, axis=1) for part in (growth.start, growth.middle, growth.end, growth.error)
+    )
     offset, score = np.abs(reached[0]), reached[1]  # an offset moves the score as far as it moves itself
-    target = np.stack([offset + dangerous - score, np.broadcast_to(dangerous, score.shape)])
+    target = np.empty_like(reached)
+    target[0], target[1] = offset + dangerous - score, dangerous
     newer, both = (-_sum_of_rates(-part * growth.steps, growth) for part in (0.5, 1.0))
     older, half = both - newer, both / 2
     with np.errstate(all="ignore"):
         sign = np.copysign(1.0, reached)
-        start, middle, end = (sign * part for part in (growth.start[:, heads], growth.middle[:, heads], reached))
+        start, middle, end = (sign * part for part in (start, middle, reached))
         even = end - (end - middle) * (half / newer)  # where the middle would lie at today's rate all the time
         halves = halves_until(target, even - (middle - start) * (half / older), even, end, error)
         steps = _while_rate_falls(halves * half, growth)

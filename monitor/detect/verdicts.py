@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from foreshock.contract import wire
@@ -33,23 +32,6 @@ class Finding(NamedTuple):
         """Whether people would do something else than after that verdict."""
         now = self.severity, self.cause, self.signal == NON_FINITE
         return now != (before.severity, before.cause, before.signal == NON_FINITE)
-
-
-@dataclass(slots=True)
-class GrowthWarnings:
-    """What stands of growth that is not shown to be rounding."""
-
-    first: wire.Cause | None = None
-    """the cause of the oldest of these warnings"""
-    unexplained: bool = False
-    """whether one is critical that no delta bias supports by now"""
-
-    def add(self, one: wire.Verdict | Finding, *, explained: bool) -> None:
-        """Count `one` in, if it is of growth that is not rounding. explained: whether the head's delta bias supports
-        its drift now."""
-        if one.cause != "rounding" and one.signal != NON_FINITE:
-            self.first = self.first or one.cause
-            self.unexplained |= one.severity == "critical" and not explained
 
 
 def cause(
