@@ -81,8 +81,6 @@ class HeadPasts:
     """the learning rate then"""
     jitter: SavedFloats
     """square of the standard error of a block, [2, N]"""
-    restarted: SavedInts
-    """1 where the past is of another measure, [2, N]: it becomes level at the first block of the new one"""
     open_rows: SavedFloats
     """of the open block, [N]"""
     open_offsets: SavedFloats
@@ -105,17 +103,10 @@ class HeadPasts:
             steps=np.zeros(blocks),
             rates=np.full(blocks, np.nan),
             jitter=np.full((len(HeadSignal), heads), np.nan),
-            restarted=np.zeros((len(HeadSignal), heads), dtype=np.int32),
             open_rows=np.zeros(heads),
             open_offsets=np.zeros(heads),
             open_score=np.full(heads, np.nan),
         )
-
-    def restart(self, heads: npt.NDArray[np.bool_]) -> None:
-        """From the next sample on the scores of `heads` [N] are others: their past is no measure of them."""
-        self.restarted[:, heads] = 1
-        self.open_rows[heads] = self.open_offsets[heads] = 0.0
-        self.open_score[heads] = np.nan
 
     def add(
         self, step: int, since_step: int, rows: Floats, offset: Floats, score: Floats, rate: float | None = None
@@ -143,10 +134,6 @@ class HeadPasts:
         block, before = self.values[place], self.values[place - 1]
         np.divide(self.open_offsets, self.open_rows, out=block[HeadSignal.OFFSET])
         block[HeadSignal.SCORE] = self.open_score
-        if self.restarted.any():
-            known = (self.restarted > 0) & np.isfinite(block)
-            self.values[:, known] = block[known]
-            self.restarted[known] = 0
         if self.closed:
             square = (block - before) ** 2 / 2
             mixed = _JITTER_MEMORY * self.jitter + (1 - _JITTER_MEMORY) * square

@@ -10,14 +10,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from foreshock.contract import wire
 from foreshock.contract.message import first_error
-from foreshock.contract.modes import ROUNDING_ENDS, SCORES_MOVED
+from foreshock.contract.modes import ROUNDING_ENDS
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.growth import HeadPasts, HeadSignal, SavedFloats, SavedInts
 from foreshock.monitor.detect.non_finite import NonFiniteTracker
 from foreshock.monitor.detect.readings import Readings, is_finite
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
-LAYOUT: Final = 2
+LAYOUT: Final = 3
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
 _ENDS: Final = int(ROUNDING_ENDS)
 """A flag beside a number of NumPy's takes some forty times as long."""
@@ -114,20 +114,16 @@ class RunState:
     def add(self, readings: Readings) -> bool:
         """Add a sample to the open block; whether that closes it."""
         self._follow_rate(readings)
-        offset, score, draw = readings.score_offset, readings.largest_score, readings.delta_bias_sum
-        self.rounds = readings.rounds
-        changed = self.modes != readings.modes
-        if np.count_nonzero(changed):  # these begin anew, and this sample may hold scores of both kinds
-            anew = (self.modes >= 0) & ((self.modes ^ readings.modes) & int(SCORES_MOVED) != 0)
-            self.past.restart(anew)
-            offset, score = np.where(anew, np.nan, offset), np.where(anew, np.nan, score)
+        self.rounds, draw, changed = readings.rounds, readings.delta_bias_sum, self.modes != readings.modes
+        if np.count_nonzero(changed):
             self.bias_sum[changed] = self.bias_squares[changed] = self.bias_open[changed] = 0.0
             self.modes = readings.modes.astype(np.int32)
         self.bias_open += draw if is_finite(draw) else np.where(np.isfinite(draw), draw, 0.0)
         if readings.loss is not None and math.isfinite(readings.loss):
             steps = max(readings.step - readings.since_step, 1)
             self.loss_sum, self.loss_steps = self.loss_sum + readings.loss * steps, self.loss_steps + steps
-        closed = self.past.add(readings.step, readings.since_step, readings.rows, offset, score, readings.learning_rate)
+        counted = readings.rows, readings.score_offset, readings.largest_score
+        closed = self.past.add(readings.step, readings.since_step, *counted, readings.learning_rate)
         if closed:
             self._close()
         return closed

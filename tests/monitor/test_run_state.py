@@ -12,7 +12,7 @@ from tests.monitor.courses import EVERY, HEADS, SICK, N, explosion, line, play, 
 from foreshock.contract.modes import Mode
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.non_finite import RUN
-from foreshock.monitor.detect.run_state import RunState
+from foreshock.monitor.detect.run_state import LAYOUT, RunState
 
 CONFIG = DetectorConfig()
 
@@ -74,7 +74,7 @@ def test_a_state_of_other_blocks_or_another_window_is_refused(other: dict[str, A
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("layout", 3, "have layout 3, this version reads layout 2"),
+        ("layout", LAYOUT + 1, f"have layout {LAYOUT + 1}, this version reads layout {LAYOUT}"),
         ("last_step", "yesterday", "are damaged: last_step: Input should be a valid integer"),
         ("bias_sum", {"dtype": "<f8", "shape": [16], "data": "AAAA"}, "are damaged: bias_sum: .*needs 128 bytes"),
         ("bias_sum", {"dtype": "<f8", "shape": [0], "data": ""}, "other blocks or another window"),
