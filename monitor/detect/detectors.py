@@ -141,10 +141,9 @@ class Detectors:
         evidence, supported = self._evidence(list(signals)), self._supported(signals)
         far = {i: math.inf if i == RUN else abs(evidence[i].get("offset", 0.0)) for i in tripped}
         growth = {i: last for i, last in stand.items() if last.cause != "rounding" and last.signal != NON_FINITE}
-        first = next((last.cause for last in growth.values()), None)
         explained = supported & tripped.keys()
         unexplained = any(last.severity == "critical" and i not in explained for i, last in growth.items())
-        can_round, left_track = run.past_warmup(self.config.earliest_steps), run.loss_left_track(self.config.unrest)
+        can_round = run.past_warmup(self.config.earliest_steps)
         news: dict[int, Finding] = {}
         for index in sorted(signals, key=lambda i: far.get(i, -1.0), reverse=True):
             signal, seen, before = signals[index], evidence[index], stand.get(index)
@@ -155,9 +154,7 @@ class Detectors:
                 seen,
                 supported=index in supported,
                 can_round=can_round and not unexplained,
-                left_track=left_track,
                 before=before.cause if before else None,
-                first=first,
             )
             if signal == NON_FINITE:
                 suspected = run.non_finite.suspect_step or (before.evidence.get("suspect_step") if before else None)
@@ -167,8 +164,7 @@ class Detectors:
             found = Finding(signal, seen, index in supported, why, "critical" if grave else "warning")
             if before is None or before.step <= due or found.is_news_after(before):
                 news[index] = found
-                if why != "rounding" and signal != NON_FINITE:
-                    first, unexplained = first or why, unexplained or (grave and index not in supported)
+                unexplained |= grave and why != "rounding" and signal != NON_FINITE and index not in supported
         return news
 
     def _supported(self, signals: Mapping[int, str]) -> set[int]:

@@ -1,6 +1,5 @@
 """What is remembered of a run: all that the next verdicts depend on, under names; saved with the checkpoint."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Self
@@ -60,13 +59,6 @@ class RunState:
     """highest learning rate"""
     peak_rate_step: int = 0
     """at which it came"""
-    loss_sum: float = 0.0
-    """of the open block, over its steps"""
-    loss_steps: int = 0
-    last_loss: float | None = None
-    """mean of the last block"""
-    lowest_loss: float | None = None
-    """mean of the lowest block"""
 
     @classmethod
     def begin(cls, heads: Sequence[wire.HeadRef], config: DetectorConfig) -> Self:
@@ -105,12 +97,6 @@ class RunState:
         rise = max(self.peak_rate_step - self.first_step, 0)
         return self.last_step >= max(earliest_steps, self.peak_rate_step + rise)
 
-    def loss_left_track(self, unrest: float) -> bool:
-        """Whether the last block's loss lies above the lowest by more than this share of it."""
-        if self.last_loss is None or self.lowest_loss is None:
-            return False
-        return self.last_loss - self.lowest_loss > unrest * abs(self.lowest_loss)
-
     def add(self, readings: Readings) -> bool:
         """Add a sample to the open block; whether that closes it."""
         self._follow_rate(readings)
@@ -119,13 +105,12 @@ class RunState:
             self.bias_sum[changed] = self.bias_squares[changed] = self.bias_open[changed] = 0.0
             self.modes = readings.modes.astype(np.int32)
         self.bias_open += draw if is_finite(draw) else np.where(np.isfinite(draw), draw, 0.0)
-        if readings.loss is not None and math.isfinite(readings.loss):
-            steps = max(readings.step - readings.since_step, 1)
-            self.loss_sum, self.loss_steps = self.loss_sum + readings.loss * steps, self.loss_steps + steps
         counted = readings.rows, readings.score_offset, readings.largest_score
         closed = self.past.add(readings.step, readings.since_step, *counted, readings.learning_rate)
-        if closed:
-            self._close()
+        if closed:  # A block is one draw: rows of one step are not independent, and more samples are no more evidence.
+            self.bias_sum += self.bias_open
+            self.bias_squares += self.bias_open * self.bias_open
+            self.bias_open[:] = 0.0
         return closed
 
     def _follow_rate(self, readings: Readings) -> None:
@@ -136,16 +121,6 @@ class RunState:
         if readings.learning_rate is not None and readings.learning_rate > self.peak_rate:
             self.peak_rate, self.peak_rate_step = readings.learning_rate, readings.step
         self.last_step = readings.step
-
-    def _close(self) -> None:
-        # A block counts as one draw: rows of one step are not independent, and more samples are no more evidence.
-        self.bias_sum += self.bias_open
-        self.bias_squares += self.bias_open * self.bias_open
-        self.bias_open[:] = 0.0
-        if self.loss_steps:
-            self.last_loss = self.loss_sum / self.loss_steps
-            self.lowest_loss = self.last_loss if self.lowest_loss is None else min(self.lowest_loss, self.last_loss)
-            self.loss_sum, self.loss_steps = 0.0, 0
 
     def saved(self) -> dict[str, Any]:
         """JSON-able, exact to the bit."""

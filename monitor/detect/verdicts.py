@@ -8,7 +8,6 @@ from foreshock.contract import wire
 from foreshock.contract.decision import cause_of
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, Forecast
 from foreshock.monitor.detect.non_finite import NON_FINITE
-from foreshock.monitor.detect.thresholds import DetectorConfig
 
 _KNOWN: Final[tuple[wire.Cause, ...]] = ("other", "score growth", "rounding")
 """Causes in the order of the evidence that each takes."""
@@ -40,32 +39,19 @@ def cause(
     *,
     supported: bool,
     can_round: bool,
-    left_track: bool,
     before: wire.Cause | None,
-    first: wire.Cause | None,
 ) -> wire.Cause:
     """Rounding moves all scores of a head the way of its delta bias (`supported`); a step too large spreads them.
 
-    Where the loss has left its track first (`left_track`), something else came before the scores. No head fails by
-    rounding where nothing rounds, where its delta is exact, or before growth is judged (`can_round`): a score that is
-    dangerous so early was not reached by a drift. Nor is rounding shown by growth from a score that was dangerous
-    before: there it follows from the scores.
+    No head fails by rounding where nothing rounds, where its delta is exact, or before growth is judged (`can_round`):
+    a score that is dangerous so early was not reached by a drift. Nor is rounding shown by growth from a score that was
+    dangerous before: there it follows from the scores.
     before: the cause of the head's active verdict. It is corrected by what is known better, never taken back:
-    a switch may have been founded on it. first: that of the oldest active warning of growth that is not rounding; a
-    noisy loss would part the heads of one failure into two.
+    a switch may have been founded on it.
     """
-    offset, offset_before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
-    drifted = abs(offset) > abs(offset_before) and abs(offset - offset_before) >= DetectorConfig.offset_change
-    shown = supported and drifted and can_round and evidence.get("score_before", 0.0) < DANGEROUS_SCORE
-    found: wire.Cause = "score growth"
-    if shown and not left_track:
+    found: wire.Cause = "other" if signal == NON_FINITE else "score growth"
+    if supported and can_round and evidence.get("score_before", 0.0) < DANGEROUS_SCORE:
         found = "rounding"
-    elif signal == NON_FINITE:
-        found = "other"
-    elif first is not None:
-        found = first
-    elif left_track or not {"offset", "score"} & evidence.keys():
-        found = "other"
     return found if before is None else max(found, before, key=_KNOWN.index)
 
 

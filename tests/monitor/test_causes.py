@@ -27,50 +27,38 @@ evidence = st.fixed_dictionaries(dict.fromkeys(SEEN, values)).map(
 
 
 def why(seen: dict[str, float], **changes: Any) -> wire.Cause:
-    known: dict[str, Any] = {"supported": True, "can_round": True, "left_track": False}
-    return cause("offset", seen, **{**known, "before": None, "first": None, **changes})
+    known: dict[str, Any] = {"supported": True, "can_round": True}
+    return cause("offset", seen, **{**known, "before": None, **changes})
 
 
 @given(
     seen=evidence,
     before=st.sampled_from(CAUSES),
     signal=st.sampled_from(["offset", "score", "nonfinite"]),
-    flags=st.tuples(*[st.booleans()] * 3),
+    flags=st.tuples(*[st.booleans()] * 2),
 )
 def test_a_cause_is_corrected_by_what_is_known_better_and_never_taken_back(
-    seen: dict[str, float], before: wire.Cause, signal: str, flags: tuple[bool, bool, bool]
+    seen: dict[str, float], before: wire.Cause, signal: str, flags: tuple[bool, bool]
 ) -> None:
-    supported, can_round, left = flags
-    known: dict[str, Any] = {"supported": supported, "can_round": can_round, "left_track": left}
-    found = cause(signal, seen, **known, before=None, first=None)
-    assert cause(signal, seen, **known, before=before, first=None) == max(found, before, key=CAUSES.index)
-    joined = cause(signal, seen, **known, before=None, first="other")
-    assert joined == (found if found == "rounding" or signal == "nonfinite" else "other")
-
-
-def test_a_loss_that_leaves_its_track_first_is_the_cause_and_one_that_leaves_it_later_is_none() -> None:
-    assert why(SEEN, left_track=True) == "other"
-    assert why(SEEN, left_track=True, before="score growth") == "score growth"
-    assert why(SEEN, left_track=True, before="rounding") == "rounding"
-    assert why(SEEN, before="other") == "rounding"
+    supported, can_round = flags
+    found = cause(signal, seen, supported=supported, can_round=can_round, before=None)
+    assert (found == "rounding") == (supported and can_round and seen.get("score_before", 0.0) < 512)
+    assert (found == "other") == (found != "rounding" and signal == "nonfinite")
+    known_better = cause(signal, seen, supported=supported, can_round=can_round, before=before)
+    assert known_better == max(found, before, key=CAUSES.index)
 
 
 def test_rounding_is_named_where_the_bias_supports_it_and_not_by_how_scores_moved() -> None:
     """Steps that are too large move all scores of a head too, and a bias of few samples is next to nothing."""
     assert why(SEEN, supported=False) == "score growth"
     assert why({**SEEN, "delta_bias_z": 0.7}, supported=False) == "score growth"
+    assert why(SEEN, before="other") == "rounding"
 
 
 def test_growth_from_a_score_that_was_dangerous_before_shows_no_rounding() -> None:
     assert why({**SEEN, "score_before": 511.0, "score": 530.0}) == "rounding"
     assert why({**SEEN, "score_before": 512.0, "score": 530.0}) == "score growth"
     assert why({**SEEN, "score_before": 600.0, "score": 800.0}, before="rounding") == "rounding"
-
-
-def test_heads_of_one_failure_are_told_under_one_cause_however_noisy_the_loss_is() -> None:
-    assert why(SEEN, supported=False, left_track=True, first="score growth") == "score growth"
-    assert why(SEEN, supported=False, first="other") == "other"
-    assert why(SEEN, first="score growth") == "rounding"
 
 
 def found(why: wire.Cause, signal: str = "score") -> Finding:

@@ -33,14 +33,6 @@ def at_rates(**rates: float) -> RunState:
     return state
 
 
-def losing(*losses: float | None) -> RunState:
-    """The state after blocks of one sample each with these losses."""
-    state = RunState.begin(HEADS, CONFIG)
-    for place, loss in enumerate(losses):
-        assert state.add(reading((place + 1) * EVERY, loss=loss))
-    return state
-
-
 def test_everything_that_a_long_run_left_comes_back_to_the_bit() -> None:
     detectors, told = play(explosion, until=6000, bias=0.6, learning_rate=1e-3)
     detectors.update(reading(6050, explosion, loss=math.nan, nonfinite_rows=np.full(N, 2.0), suspect_step=6007))
@@ -107,7 +99,7 @@ def test_a_run_set_back_behind_its_highest_rate_has_its_warm_up_yet_to_come() ->
 def test_a_run_set_back_forgets_its_past_and_keeps_its_verdicts_modes_and_learning_rate() -> None:
     detectors, _ = play(line, until=5000, bias=0.6, learning_rate=1e-3, mode=Mode.ROW_CORRECTED)
     before, after_it = detectors.run, detectors.run.set_back(CONFIG)
-    assert (after_it.past.closed, after_it.loss_left_track(0.0)) == (0, False)
+    assert after_it.past.closed == 0
     assert np.isnan(after_it.past.values).all()
     assert not after_it.bias_squares.any()
     assert (after_it.alarms, after_it.peak_rate_step) == (before.alarms, before.peak_rate_step)
@@ -139,13 +131,3 @@ def test_the_delta_bias_of_a_head_begins_anew_with_its_mode_and_is_none_where_it
     state.add(reading(1150, rounds=False))
     assert not state.delta_bias_z.any()
     assert not state.can_round(SICK + 1)
-
-
-@pytest.mark.parametrize(
-    ("losses", "left"),
-    [((3.0, 2.0, 2.19), False), ((3.0, 2.0, 2.21), True), ((None, None), False), ((2.0, None, math.nan), False)],
-)
-def test_a_loss_has_left_its_track_where_the_last_block_lies_a_tenth_above_the_lowest(
-    losses: tuple[float | None, ...], left: bool
-) -> None:
-    assert losing(*losses).loss_left_track(0.1) == left
