@@ -154,7 +154,7 @@ class HeadPasts:
         part = min(max(1, count // 6), _LONGEST_PART)
         half = (count - part) // 2
         places = order[:part], order[half : half + part], order[-part:]
-        start, middle, end = (reduce(np.add, [self.values[place] for place in each]) / part for each in places)
+        start, middle, end = (reduce(np.add, [self.values[place] for place in each.tolist()]) / part for each in places)
         error = np.sqrt(self.jitter / part)
         older, newer = (float(steps[each].sum()) / part for each in (slice(part), slice(-part, None)))
         before, now = (float(self.rates[each].sum()) / part for each in (places[0], places[-1]))
