@@ -16,7 +16,7 @@ rule.py the conditions 1 to 3 as ratios, verdicts.py cause and sentence, forecas
 
 import math
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from itertools import starmap
 from typing import Any, Final
 
 import numpy as np
@@ -30,12 +30,10 @@ from foreshock.monitor.detect.readings import Readings as Readings
 from foreshock.monitor.detect.rule import WarningConditions
 from foreshock.monitor.detect.run_state import Alarm, RunState
 from foreshock.monitor.detect.thresholds import DetectorConfig as DetectorConfig
-from foreshock.monitor.detect.verdicts import Finding, cause, verdict, who
+from foreshock.monitor.detect.verdicts import Evidence, Finding, cause, verdict, who
 
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
-_SHOWN: Final = ("offset", "offset_before", "score", "score_before", "score_error", "window_steps", "delta_bias_z")
-"""The evidence of a verdict."""
 
 
 class Detectors:
@@ -118,14 +116,24 @@ class Detectors:
 
     def _report(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
         """Verdicts of a sample whose heads trip with these signals: raised and updated ones, then what is quiet."""
-        alarms, dangerous = self.run.alarms, self._conditions.dangerous if self._conditions else ()
+        alarms, conditions = self.run.alarms, self._conditions
+        dangerous = conditions.dangerous if conditions else ()
         if tripped or dangerous:
             for index in [index for index in alarms if index in tripped or index in dangerous]:  # it is not quiet then
                 tripped.setdefault(index, alarms[index].verdict.signal)
                 alarms[index].tripped_step = step
         verdicts: list[wire.Verdict] = []
-        if tripped or (block_closed and alarms):
-            verdicts = self._verdicts(self._news(tripped, step, block_closed=block_closed), step)
+        news = self._news(tripped, step, block_closed=block_closed) if tripped or (block_closed and alarms) else {}
+        growing = [index for index, found in news.items() if found.signal != NON_FINITE and conditions]
+        ahead = courses(conditions.growth, np.array(growing)).tolist() if growing and conditions else []
+        steps = dict(zip(growing, ahead, strict=True))
+        for index, found in news.items():
+            far = found.supported and abs(found.evidence.offset) >= self.config.far_offset
+            course = forecast(steps.get(index, math.nan), near_steps=NEAR_RUN_MULTIPLE * step if far else 0.0)
+            layer, head = self.heads[index] if index != RUN else (None, None)
+            before = alarms[index].verdict if index in alarms else None
+            verdicts.append(verdict(found, step=step, layer=layer, head=head, ahead=course, before=before))
+            alarms[index] = Alarm(verdicts[-1], alarms[index].tripped_step if before else step)
         for index in [i for i, alarm in alarms.items() if alarm.tripped_step <= step - self.config.quiet_steps]:
             quiet = alarms.pop(index)
             sentence = f"{who(quiet.verdict)} has been quiet for {step - quiet.tripped_step} steps."
@@ -134,37 +142,32 @@ class Detectors:
 
     def _news(self, tripped: Mapping[int, str], step: int, *, block_closed: bool) -> dict[int, Finding]:
         """Findings to report, by head: what drifted farthest first, then what no longer trips and may have settled."""
-        run, due = self.run, step - self.config.update_steps
+        run, config, due = self.run, self.config, step - self.config.update_steps
         stand = {index: alarm.verdict for index, alarm in run.alarms.items()}
         settled = [index for index, last in stand.items() if index not in tripped and last.step <= due] * block_closed
         signals = dict(tripped) | {i: stand[i].signal for i in settled if stand[i].signal != NON_FINITE}
         evidence, supported = self._evidence(list(signals)), self._supported(signals)
-        far = {i: math.inf if i == RUN else abs(evidence[i].get("offset", 0.0)) for i in tripped}
-        growth = {i: last for i, last in stand.items() if last.cause != "rounding" and last.signal != NON_FINITE}
-        explained = supported & tripped.keys()
-        unexplained = any(last.severity == "critical" and i not in explained for i, last in growth.items())
-        can_round = run.past_warmup(self.config.earliest_steps)
+        far = {i: math.inf if i == RUN else max(0.0, abs(evidence[i].offset)) for i in tripped}  # NaN: 0
+        can_round = run.past_warmup(config.earliest_steps) and not any(
+            last.severity == "critical" and last.cause != "rounding" and last.signal != NON_FINITE
+            for index, last in stand.items()
+            if index not in supported or index not in tripped
+        )
         news: dict[int, Finding] = {}
         for index in sorted(signals, key=lambda i: far.get(i, -1.0), reverse=True):
             signal, seen, before = signals[index], evidence[index], stand.get(index)
             if before is None and len(news) >= _MOST_RAISED:
                 continue
-            why = cause(
-                signal,
-                seen,
-                supported=index in supported,
-                can_round=can_round and not unexplained,
-                before=before.cause if before else None,
-            )
+            drifts = index in supported
+            why = cause(signal, seen.score_before, rounds=drifts and can_round, before=before.cause if before else None)
             if signal == NON_FINITE:
                 suspected = run.non_finite.suspect_step or (before.evidence.get("suspect_step") if before else None)
-                seen |= {"suspect_step": float(suspected)} if suspected else {}
-            level = self.config.score_level if index in supported else DANGEROUS_SCORE
-            grave = signal == NON_FINITE or seen.get("score", 0.0) >= level
-            found = Finding(signal, seen, index in supported, why, "critical" if grave else "warning")
+                seen = seen._replace(suspect_step=float(suspected or math.nan))
+            grave = signal == NON_FINITE or seen.score >= (config.score_level if drifts else DANGEROUS_SCORE)
+            found = Finding(signal, seen, drifts, why, "critical" if grave else "warning")
             if before is None or before.step <= due or found.is_news_after(before):
                 news[index] = found
-                unexplained |= grave and why != "rounding" and signal != NON_FINITE and index not in supported
+                can_round &= not grave or drifts or why == "rounding" or signal == NON_FINITE
         return news
 
     def _supported(self, signals: Mapping[int, str]) -> set[int]:
@@ -175,35 +178,15 @@ class Detectors:
         rounding = (index for index in signals if index != RUN and self.run.can_round(index))
         return {index for index in rounding if signals[index] == offset or supports[index]}
 
-    def _verdicts(self, news: Mapping[int, Finding], step: int) -> list[wire.Verdict]:
-        """Make verdicts of the findings, and remember each as the newest of its head."""
-        alarms, verdicts = self.run.alarms, []
-        grown = [index for index, found in news.items() if found.signal != NON_FINITE]
-        ahead: dict[int, float] = {}
-        if grown and self._conditions is not None:
-            ahead = dict(zip(grown, courses(self._conditions.growth, np.array(grown)).tolist(), strict=True))
-        for index, found in news.items():
-            layer, head = self.heads[index] if index != RUN else (None, None)
-            far = found.supported and abs(found.evidence.get("offset", 0.0)) >= self.config.far_offset
-            course = forecast(ahead.get(index, math.nan), near_steps=NEAR_RUN_MULTIPLE * step if far else 0.0)
-            before = alarms[index].verdict if index in alarms else None
-            verdicts.append(verdict(found, step=step, layer=layer, head=head, ahead=course, before=before))
-            alarms[index] = Alarm(verdicts[-1], alarms[index].tripped_step if before else step)
-        return verdicts
-
-    def _evidence(self, heads: list[int]) -> dict[int, dict[str, float]]:
+    def _evidence(self, heads: list[int]) -> dict[int, Evidence]:
         """What verdicts show of these heads, by head; of the whole run nothing."""
         if self._conditions is None:
-            return {index: {} for index in heads}
+            return dict.fromkeys(heads, Evidence())
         growth, squares = self._conditions.growth, self.run.bias_squares.take(heads)
         shown = [part[signal].take(heads) for signal in HeadSignal for part in (growth.end, growth.start)]
         shown += [growth.error[HeadSignal.SCORE].take(heads), np.full(len(heads), growth.steps)]
-        shown += [self.run.bias_sum.take(heads) / np.sqrt(squares)]
-        rows = zip(*(values.tolist() for values in shown), strict=True)
-        return {
-            index: {name: value for name, value in zip(_SHOWN, row, strict=True) if index != RUN and isfinite(value)}
-            for index, row in zip(heads, rows, strict=True)
-        }
+        rows = zip(*map(np.ndarray.tolist, [*shown, self.run.bias_sum.take(heads) / np.sqrt(squares)]), strict=True)
+        return dict(zip(heads, starmap(Evidence, rows), strict=True)) | ({RUN: Evidence()} if RUN in heads else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next sample depends on; JSON-able."""

@@ -1,7 +1,6 @@
 """Verdicts from their evidence: why a head is warned about, and in which words."""
 
 import math
-from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from foreshock.contract import wire
@@ -17,11 +16,24 @@ _PHRASES: Final = {
 }
 
 
+class Evidence(NamedTuple):
+    """What a verdict shows of a head; NaN where it is not known."""
+
+    offset: float = math.nan
+    offset_before: float = math.nan
+    score: float = math.nan
+    score_before: float = math.nan
+    score_error: float = math.nan
+    window_steps: float = math.nan
+    delta_bias_z: float = math.nan
+    suspect_step: float = math.nan
+
+
 class Finding(NamedTuple):
     """The evidence of a head now, and what follows from it."""
 
     signal: str
-    evidence: dict[str, float]
+    evidence: Evidence
     supported: bool
     """its delta bias supports its drift"""
     cause: wire.Cause
@@ -33,24 +45,15 @@ class Finding(NamedTuple):
         return now != (before.severity, before.cause, before.signal == NON_FINITE)
 
 
-def cause(
-    signal: str,
-    evidence: Mapping[str, float],
-    *,
-    supported: bool,
-    can_round: bool,
-    before: wire.Cause | None,
-) -> wire.Cause:
-    """Rounding moves all scores of a head the way of its delta bias (`supported`); a step too large spreads them.
+def cause(signal: str, score_before: float, *, rounds: bool, before: wire.Cause | None) -> wire.Cause:
+    """Rounding moves all scores of a head the way of its delta bias (`rounds`); a step too large spreads them. It is
+    not shown by growth from a score that was dangerous before: there it follows from the scores.
 
-    No head fails by rounding where nothing rounds, where its delta is exact, or before growth is judged (`can_round`):
-    a score that is dangerous so early was not reached by a drift. Nor is rounding shown by growth from a score that was
-    dangerous before: there it follows from the scores.
     before: the cause of the head's active verdict. It is corrected by what is known better, never taken back:
     a switch may have been founded on it.
     """
     found: wire.Cause = "other" if signal == NON_FINITE else "score growth"
-    if supported and can_round and evidence.get("score_before", 0.0) < DANGEROUS_SCORE:
+    if rounds and not score_before >= DANGEROUS_SCORE:
         found = "rounding"
     return found if before is None else max(found, before, key=_KNOWN.index)
 
@@ -69,7 +72,7 @@ def verdict(
         head=head,
         cause=found.cause,
         signal=found.signal,
-        evidence=found.evidence,
+        evidence={name: value for name, value in found.evidence._asdict().items() if math.isfinite(value)},
         forecast_steps=ahead.likely,
         forecast_low_steps=ahead.earliest,
         forecast_high_steps=ahead.latest,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,53 +15,38 @@ from foreshock.contract.decision import cause_of
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.forecast import Forecast
-from foreshock.monitor.detect.verdicts import Finding, cause, verdict
+from foreshock.monitor.detect.verdicts import Evidence, Finding, cause, verdict
 
 CAUSES: tuple[wire.Cause, ...] = ("other", "score growth", "rounding")
-SEEN = {"offset": 12.0, "offset_before": 3.0, "score": 40.0, "score_before": 30.0, "delta_bias_z": 5.0}
-values = st.none() | st.floats(-600, 600)
-evidence = st.fixed_dictionaries(dict.fromkeys(SEEN, values)).map(
-    lambda found: {name: value for name, value in found.items() if value is not None}
-)
-
-
-def why(seen: dict[str, float], **changes: Any) -> wire.Cause:
-    known: dict[str, Any] = {"supported": True, "can_round": True}
-    return cause("offset", seen, **{**known, "before": None, **changes})
+SEEN = Evidence(offset=12.0, offset_before=3.0, score=40.0, score_before=30.0, delta_bias_z=5.0)
 
 
 @given(
-    seen=evidence,
+    score_before=st.just(math.nan) | st.floats(0, 1200),
     before=st.sampled_from(CAUSES),
     signal=st.sampled_from(["offset", "score", "nonfinite"]),
-    flags=st.tuples(*[st.booleans()] * 2),
+    rounds=st.booleans(),
 )
 def test_a_cause_is_corrected_by_what_is_known_better_and_never_taken_back(
-    seen: dict[str, float], before: wire.Cause, signal: str, flags: tuple[bool, bool]
+    score_before: float, before: wire.Cause, signal: str, rounds: bool
 ) -> None:
-    supported, can_round = flags
-    found = cause(signal, seen, supported=supported, can_round=can_round, before=None)
-    assert (found == "rounding") == (supported and can_round and seen.get("score_before", 0.0) < 512)
+    found = cause(signal, score_before, rounds=rounds, before=None)
+    dangerous = score_before >= 512
+    assert (found == "rounding") == (rounds and not dangerous)
     assert (found == "other") == (found != "rounding" and signal == "nonfinite")
-    known_better = cause(signal, seen, supported=supported, can_round=can_round, before=before)
+    known_better = cause(signal, score_before, rounds=rounds, before=before)
     assert known_better == max(found, before, key=CAUSES.index)
 
 
-def test_rounding_is_named_where_the_bias_supports_it_and_not_by_how_scores_moved() -> None:
-    """Steps that are too large move all scores of a head too, and a bias of few samples is next to nothing."""
-    assert why(SEEN, supported=False) == "score growth"
-    assert why({**SEEN, "delta_bias_z": 0.7}, supported=False) == "score growth"
-    assert why(SEEN, before="other") == "rounding"
-
-
 def test_growth_from_a_score_that_was_dangerous_before_shows_no_rounding() -> None:
-    assert why({**SEEN, "score_before": 511.0, "score": 530.0}) == "rounding"
-    assert why({**SEEN, "score_before": 512.0, "score": 530.0}) == "score growth"
-    assert why({**SEEN, "score_before": 600.0, "score": 800.0}, before="rounding") == "rounding"
+    assert cause("score", 511.0, rounds=True, before=None) == "rounding"
+    assert cause("score", math.nan, rounds=True, before=None) == "rounding"
+    assert cause("score", 512.0, rounds=True, before=None) == "score growth"
+    assert cause("score", 600.0, rounds=True, before="rounding") == "rounding"
 
 
 def found(why: wire.Cause, signal: str = "score") -> Finding:
-    return Finding(signal, dict(SEEN), why == "rounding", why, "warning")
+    return Finding(signal, SEEN, why == "rounding", why, "warning")
 
 
 def word(step: int, what: Finding, before: wire.Verdict | None) -> wire.Verdict:
@@ -170,10 +154,10 @@ def test_one_dangerous_head_that_no_bias_supports_keeps_an_early_failure_from_be
 
 
 def test_a_score_that_fell_is_not_said_to_grow() -> None:
-    seen = {"score": 2300.0, "score_before": 4840.0, "window_steps": 106.0}
+    seen = Evidence(score=2300.0, score_before=4840.0, window_steps=106.0)
     told = Finding("score", seen, supported=False, cause="score growth", severity="critical")
     assert (
         "head 3 no longer grows: its largest |score| went from 4,840 to 2,300 in 106" in word(250, told, None).sentence
     )
-    grows = told._replace(evidence={**seen, "score": 5000.0})
+    grows = told._replace(evidence=seen._replace(score=5000.0))
     assert "head 3 grows: its largest |score| went from 4,840 to 5,000" in word(250, grows, None).sentence
