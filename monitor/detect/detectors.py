@@ -102,8 +102,9 @@ class Detectors:
             return {}
         run.warning_ratios[run.past.closed % len(run.warning_ratios)] = conditions.ratios
         lasting = self.warning_ratios >= 1.0
-        heads = np.flatnonzero(lasting.any(axis=0)).tolist()
-        tripped = {index: SIGNAL_NAMES[lasting[:, index].argmax()] for index in heads}
+        heads = np.flatnonzero(lasting.any(axis=0))
+        first = (SIGNAL_NAMES[signal] for signal in lasting.take(heads, axis=1).argmax(axis=0).tolist())
+        tripped = dict(zip(heads.tolist(), first, strict=True))
         for layer in set(self._layers[heads].tolist()):  # old recordings hold one value for all heads of a layer
             members = np.flatnonzero(self._layers == layer).tolist()
             signals = {index: tripped[index] for index in members if index in tripped}

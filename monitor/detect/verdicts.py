@@ -73,10 +73,7 @@ def verdict(
         cause=found.cause,
         signal=found.signal,
         evidence={name: value for name, value in found.evidence._asdict().items() if math.isfinite(value)},
-        forecast_steps=ahead.likely,
-        forecast_low_steps=ahead.earliest,
-        forecast_high_steps=ahead.latest,
-        harm_in_sight=ahead.in_sight,
+        **ahead._asdict(),
         sentence="",
     )
     update: dict[str, object] = {"sentence": sentence(made)}

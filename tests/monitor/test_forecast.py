@@ -105,20 +105,20 @@ def test_a_range_lies_about_its_likely_step_and_has_a_latest_one_only_where_the_
         if math.isnan(course):
             assert told == Forecast()
         elif math.isinf(course):
-            assert told == Forecast(in_sight=False)
+            assert told == Forecast(harm_in_sight=False)
         else:
-            assert told.likely is not None
-            assert told.earliest is not None
-            assert told.in_sight is True
-            assert told.earliest <= told.likely <= course
-            assert (told.latest is not None) == (course <= near)
-            assert told.latest is None or told.latest >= course
+            assert told.forecast_steps is not None
+            assert told.forecast_low_steps is not None
+            assert told.harm_in_sight is True
+            assert told.forecast_low_steps <= told.forecast_steps <= course
+            assert (told.forecast_high_steps is not None) == (course <= near)
+            assert told.forecast_high_steps is None or told.forecast_high_steps >= course
 
 
 @pytest.mark.parametrize("course", [1e9, 1e10, 1.1e162, sys.float_info.max])
 def test_a_course_that_no_run_is_long_enough_for_is_told_as_no_harm_in_sight(course: float) -> None:
     assert forecast(course, near_steps=math.inf) == forecast(math.inf, near_steps=math.inf)
-    assert forecast(9e8, near_steps=0.0).in_sight
+    assert forecast(9e8, near_steps=0.0).harm_in_sight
 
 
 @pytest.mark.parametrize(
