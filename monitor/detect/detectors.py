@@ -137,7 +137,9 @@ class Detectors:
             alarms[index] = Alarm(verdicts[-1], alarms[index].tripped_step if before else step)
         for index in [i for i, alarm in alarms.items() if alarm.tripped_step <= step - self.config.quiet_steps]:
             quiet = alarms.pop(index)
-            sentence = f"{who(quiet.verdict)} has been quiet for {step - quiet.tripped_step} steps."
+            sentence = (
+                f"{who(quiet.verdict.layer, quiet.verdict.head)} has been quiet for {step - quiet.tripped_step} steps."
+            )
             verdicts.append(quiet.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": sentence}))
         return verdicts
 
@@ -145,7 +147,8 @@ class Detectors:
         """Findings to report, by head: what drifted farthest first, then what no longer trips and may have settled."""
         run, config, due = self.run, self.config, step - self.config.update_steps
         stand = {index: alarm.verdict for index, alarm in run.alarms.items()}
-        settled = [index for index, last in stand.items() if index not in tripped and last.step <= due] * block_closed
+        measured = block_closed and self._conditions is not None
+        settled = [index for index, last in stand.items() if index not in tripped and last.step <= due and measured]
         signals = dict(tripped) | {i: stand[i].signal for i in settled if stand[i].signal != NON_FINITE}
         evidence, supported = self._evidence(list(signals)), self._supported(signals)
         far = {i: math.inf if i == RUN else max(0.0, abs(evidence[i].offset)) for i in tripped}  # NaN: 0

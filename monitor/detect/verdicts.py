@@ -10,10 +10,6 @@ from foreshock.monitor.detect.non_finite import NON_FINITE
 
 _KNOWN: Final[tuple[wire.Cause, ...]] = ("other", "score growth", "rounding")
 """Causes in the order of the evidence that each takes."""
-_PHRASES: Final = {
-    "offset": ("drifts: its scores moved as a whole from", " nats"),
-    "score": ("grows: its largest |score| went from", ""),
-}
 
 
 class Evidence(NamedTuple):
@@ -73,46 +69,41 @@ def verdict(
         cause=found.cause,
         signal=found.signal,
         evidence={name: value for name, value in found.evidence._asdict().items() if math.isfinite(value)},
+        corrected_from=before.corrected_from if before else None,
+        corrected_step=before.corrected_step if before else None,
+        sentence=sentence(who(layer, head), found, ahead),
         **ahead._asdict(),
-        sentence="",
     )
-    update: dict[str, object] = {"sentence": sentence(made)}
-    if before is not None:
-        corrected = cause_of(before) != cause_of(made)
-        update["corrected_from"] = cause_of(before) if corrected else before.corrected_from
-        update["corrected_step"] = step if corrected else before.corrected_step
-    return made.model_copy(update=update)
+    if before is None or cause_of(before) == cause_of(made):
+        return made
+    return made.model_copy(update={"corrected_from": cause_of(before), "corrected_step": step})
 
 
-def who(verdict: wire.Verdict) -> str:
+def who(layer: int | None, head: int | None) -> str:
     """The head or run that a verdict is of, at the start of a sentence."""
-    return "The run" if verdict.layer is None else f"Layer {verdict.layer} head {verdict.head}"
+    return "The run" if layer is None else f"Layer {layer} head {head}"
 
 
-def sentence(verdict: wire.Verdict) -> str:
-    """The verdict in words, with its evidence in numbers."""
-    subject, seen = who(verdict), verdict.evidence
-    if verdict.signal == NON_FINITE:
-        what = "its loss or gradient norm is" if verdict.layer is None else "its attention rows are"
-        since = f"step {seen['suspect_step']:,.0f}" if "suspect_step" in seen else "this step"
+def sentence(subject: str, found: Finding, ahead: Forecast) -> str:
+    """A finding in words, with its evidence in numbers."""
+    seen = found.evidence
+    if found.signal == NON_FINITE:
+        what = "its loss or gradient norm is" if subject == "The run" else "its attention rows are"
+        since = "this step" if math.isnan(seen.suspect_step) else f"step {seen.suspect_step:,.0f}"
         return f"{subject}: {what} not finite. Every weight is at risk; go back to a checkpoint before {since}."
-    (phrase, unit), now = _PHRASES[verdict.signal], seen.get(verdict.signal, math.nan)
-    start = seen.get(f"{verdict.signal}_before", math.nan)
-    falls = "no longer " if abs(now) < abs(start) else ""
-    moved = (
-        f"{falls}{phrase} {_digits(start, 3)} to {_digits(now, 3)}{unit} in {seen.get('window_steps', 0.0):.0f} steps"
-    )
-    ahead = ""
-    if verdict.forecast_steps == 0:
-        ahead = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
-    elif verdict.forecast_steps is not None:
-        steps_ahead = (verdict.forecast_steps, verdict.forecast_low_steps, verdict.forecast_high_steps)
-        likely, earliest, latest = (None if each is None else _digits(each, 2) for each in steps_ahead)
+    drifts = found.signal == "offset"
+    start, now = (seen.offset_before, seen.offset) if drifts else (seen.score_before, seen.score)
+    what = "drifts: its scores moved as a whole from" if drifts else "grows: its largest |score| went from"
+    moved = f"{'no longer ' if abs(now) < abs(start) else ''}{what} {_digits(start, 3)} to {_digits(now, 3)}"
+    course = " No harm is in sight: on this course it levels off before." if ahead.harm_in_sight is False else ""
+    if ahead.forecast_steps == 0:
+        course = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
+    elif ahead.forecast_steps is not None:
+        likely, earliest, latest = (None if each is None else _digits(each, 2) for each in ahead[:3])
         within = f"{earliest} to {latest}" if latest else f"{earliest} at the earliest, if it goes on"
-        ahead = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps ({within})."
-    elif verdict.harm_in_sight is False:
-        ahead = " No harm is in sight: on this course it levels off before."
-    return f"{subject} {moved}; the cause looks like {verdict.cause}.{ahead}"
+        course = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps ({within})."
+    within = f"{' nats' if drifts else ''} in {seen.window_steps:.0f} steps"
+    return f"{subject} {moved}{within}; the cause looks like {found.cause}.{course}"
 
 
 def _digits(value: float, significant: int) -> str:

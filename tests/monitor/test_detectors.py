@@ -303,3 +303,11 @@ def test_a_run_set_back_to_an_older_step_forgets_its_past_and_keeps_its_verdicts
     again = detectors.update(reading(3000, line))
     assert again == []
     assert [(v.layer, v.head) for v in detectors.active] == [HEADS[SICK]]
+
+
+def test_after_a_set_back_a_verdict_is_updated_once_the_new_past_is_long_enough_and_never_with_nothing_known() -> None:
+    detectors, told = play(line, until=6000, bias=0.6)
+    assert raised(told)
+    again = play(line, 10_000, detectors, 5000, bias=0.6)[1]
+    assert again
+    assert all(verdict.evidence and "nan" not in verdict.sentence for verdict in again)

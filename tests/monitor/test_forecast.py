@@ -18,13 +18,12 @@ from tests.monitor.courses import (
     play,
     raised,
 )
-from tests.monitor.doubles import verdict
 
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.forecast import Forecast, courses, forecast, halves_until
 from foreshock.monitor.detect.growth import Growth, HeadSignal
-from foreshock.monitor.detect.verdicts import sentence
+from foreshock.monitor.detect.verdicts import Evidence, Finding, sentence
 
 WIDTH = len(HeadSignal)
 special = st.sampled_from([0.0, 512.0, math.nan, 1e-9])
@@ -138,7 +137,8 @@ def test_a_course_that_no_run_is_long_enough_for_is_told_as_no_harm_in_sight(cou
     ],
 )
 def test_a_verdict_says_how_sure_its_forecast_is(fields: dict[str, Any], words: str) -> None:
-    assert sentence(verdict(1, 2).model_copy(update={"forecast_steps": None, **fields})).endswith(words)
+    found = Finding("offset", Evidence(offset=9.0, offset_before=4.0), True, "rounding", "warning")
+    assert sentence("Layer 1 head 2", found, Forecast(**fields)).endswith(words)
 
 
 now = st.floats(1.0, 100.0)
