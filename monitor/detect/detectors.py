@@ -164,14 +164,17 @@ class Detectors:
                 continue
             drifts = index in supported
             why = cause(signal, seen.score_before, rounds=drifts and can_round, before=before.cause if before else None)
-            if signal == NON_FINITE:
+            broken = signal == NON_FINITE
+            grave = broken or seen.score >= (config.score_level if drifts else DANGEROUS_SCORE)
+            severity: wire.Severity = "critical" if grave else "warning"
+            same = before and (severity, why, broken) == (before.severity, before.cause, before.signal == NON_FINITE)
+            if before is not None and before.step > due and same:  # people would do nothing else than after that one
+                continue
+            if broken:
                 suspected = run.non_finite.suspect_step or (before.evidence.get("suspect_step") if before else None)
                 seen = seen._replace(suspect_step=float(suspected or math.nan))
-            grave = signal == NON_FINITE or seen.score >= (config.score_level if drifts else DANGEROUS_SCORE)
-            found = Finding(signal, seen, drifts, why, "critical" if grave else "warning")
-            if before is None or before.step <= due or found.is_news_after(before):
-                news[index] = found
-                can_round &= not grave or drifts or why == "rounding" or signal == NON_FINITE
+            news[index] = Finding(signal, seen, drifts, why, severity)
+            can_round &= not grave or drifts or why == "rounding" or broken
         return news
 
     def _supported(self, signals: Mapping[int, str]) -> set[int]:

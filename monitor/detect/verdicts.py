@@ -35,11 +35,6 @@ class Finding(NamedTuple):
     cause: wire.Cause
     severity: wire.Severity
 
-    def is_news_after(self, before: wire.Verdict) -> bool:
-        """Whether people would do something else than after that verdict."""
-        now = self.severity, self.cause, self.signal == NON_FINITE
-        return now != (before.severity, before.cause, before.signal == NON_FINITE)
-
 
 def cause(signal: str, score_before: float, *, rounds: bool, before: wire.Cause | None) -> wire.Cause:
     """Rounding moves all scores of a head the way of its delta bias (`rounds`); a step too large spreads them. It is

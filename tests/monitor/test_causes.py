@@ -65,12 +65,17 @@ def test_a_corrected_warning_keeps_its_name_and_says_what_it_was_told_as() -> No
 
 
 def test_what_turns_out_not_to_be_finite_goes_over_to_that_incident_and_is_told_at_once() -> None:
-    first = word(100, found("score growth"), None)
-    broken = found("score growth", "nonfinite")
-    assert broken.is_news_after(first)
-    assert not found("score growth").is_news_after(first)
-    second = word(110, broken, first)
-    assert (cause_of(second), second.corrected_from) == ("not finite", "score growth")
+    detectors, told = play(explosion, until=9700)
+    assert {cause_of(verdict) for verdict in told} == {"score growth"}
+    rows = np.zeros(len(HEADS))
+    rows[SICK] = 3
+    assert not detectors.update(reading(told[-1].step + 300, explosion))
+    of_run, broken = detectors.update(
+        reading(told[-1].step + 350, explosion, nonfinite_rows=rows, grad_norm=math.nan, loss=None)
+    )
+    assert (of_run.layer, of_run.cause) == (None, "other")
+    assert (broken.id, broken.state, broken.severity) == (told[0].id, "updated", "critical")
+    assert (cause_of(broken), broken.corrected_from) == ("not finite", "score growth")
 
 
 def test_a_head_that_settles_is_told_again_with_no_harm_in_sight_before_it_is_quiet() -> None:
