@@ -107,10 +107,9 @@ class Detectors:
         tripped = dict(zip(heads.tolist(), first, strict=True))
         for layer in set(self._layers[heads].tolist()):  # old recordings hold one value for all heads of a layer
             members = np.flatnonzero(self._layers == layer).tolist()
-            signals = {index: tripped[index] for index in members if index in tripped}
-            [signal, *_] = signals.values()
+            signal = next(tripped[index] for index in members if index in tripped)
             if len(members) > 1 and np.ptp(conditions.growth.end[SIGNAL_NAMES.index(signal), members]) == 0:
-                tripped = {index: each for index, each in tripped.items() if index not in signals}
+                tripped = {index: each for index, each in tripped.items() if index not in members}
                 most_biased = max(members, key=lambda index: abs(run.bias_sum[index]))
                 tripped[next((index for index in members if index in run.alarms), most_biased)] = signal
         return tripped

@@ -99,7 +99,13 @@ class RunState:
 
     def add(self, readings: Readings) -> bool:
         """Add a sample to the open block; whether that closes it."""
-        self._follow_rate(readings)
+        if self.first_step < 0:
+            self.first_step = readings.since_step
+        if self.peak_rate_step > readings.step:  # a run that was set back has its peak yet to come
+            self.peak_rate, self.peak_rate_step = 0.0, 0
+        if readings.learning_rate is not None and readings.learning_rate > self.peak_rate:
+            self.peak_rate, self.peak_rate_step = readings.learning_rate, readings.step
+        self.last_step = readings.step
         self.rounds, draw, changed = readings.rounds, readings.delta_bias_sum, self.modes != readings.modes
         if np.count_nonzero(changed):
             self.bias_sum[changed] = self.bias_squares[changed] = self.bias_open[changed] = 0.0
@@ -113,19 +119,9 @@ class RunState:
             self.bias_open[:] = 0.0
         return closed
 
-    def _follow_rate(self, readings: Readings) -> None:
-        if self.first_step < 0:
-            self.first_step = readings.since_step
-        if self.peak_rate_step > readings.step:  # a run that was set back has its peak yet to come
-            self.peak_rate, self.peak_rate_step = 0.0, 0
-        if readings.learning_rate is not None and readings.learning_rate > self.peak_rate:
-            self.peak_rate, self.peak_rate_step = readings.learning_rate, readings.step
-        self.last_step = readings.step
-
     def saved(self) -> dict[str, Any]:
         """JSON-able, exact to the bit."""
-        saved: dict[str, Any] = _SAVED.dump_python(self, mode="json")
-        return saved
+        return dict(_SAVED.dump_python(self, mode="json"))
 
     def loaded(self, saved: dict[str, Any]) -> "RunState":
         """A saved state, for the run that this one is of. Raises ValueError with a sentence where it does not fit."""
