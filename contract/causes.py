@@ -62,7 +62,7 @@ CAUSES: Final[dict[IncidentCause, CauseInfo]] = {
         to_do="Stop the run and resume from {checkpoint}; leave out the batches that led here, or lower the learning "
         "rate.",
     ),
-    "other": CauseInfo(reads="The loss left its track", shown_by="run.loss"),
+    "other": CauseInfo(reads="Something else failed", shown_by="run.loss"),
 }
 
 

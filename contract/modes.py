@@ -39,8 +39,6 @@ class ModeInfo:
     """What the mode takes away, and what it leaves."""
     ends_rounding_growth: bool = False
     """Whether growth that rounding causes ends under it: a head that has the mode cannot fail from rounding."""
-    moves_scores: bool = False
-    """Whether statistics speak of other scores under it than without it: one is no past of the other."""
     excludes: Mode = Mode.PLAIN
     """Modes that it takes the place of."""
     escalates_to: Mode = Mode.PLAIN
@@ -91,7 +89,6 @@ MODES: Final = (
         does="Not computed any more; recorded runs name it. The mean key of each sequence left dQ's rounding errors.",
         cures="What row_corrected cures, but the bias of the keys grew on unseen (lab/NOTEBOOK.md).",
         ends_rounding_growth=True,
-        moves_scores=True,
         escalates_to=Mode.ROW_CORRECTED,
         served=False,
     ),
@@ -120,8 +117,6 @@ def _all_of(modes: "tuple[ModeInfo, ...]") -> Mode:
 
 ROUNDING_ENDS: Final = _all_of(tuple(mode for mode in MODES if mode.ends_rounding_growth))
 """Flags of the modes under which growth by rounding ends."""
-SCORES_MOVED: Final = _all_of(tuple(mode for mode in MODES if mode.moves_scores))
-"""Flags of the modes under which statistics speak of other scores."""
 _SERVED: Final = _all_of(tuple(mode for mode in MODES if mode.served))
 _PROPOSED: Final = _all_of(tuple(mode for mode in MODES if mode.served and mode.proposed))
 

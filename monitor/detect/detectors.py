@@ -10,16 +10,13 @@ closes, each head is compared with itself over the second half of the run so far
     or, whatever moves it, scores that grow: a largest |score| of 256 for a drift, of 512 for a head that sharpens, with
     3 (a head that sharpens has to come to 1024) and 4
 
-A verdict is latched until a head has been quiet for `quiet_steps`.
-
-    run_state.py    what is remembered of the run: samples are joined into blocks (growth.py)
-    rule.py         the conditions 1 to 3, as ratios
-    detectors.py    4, and which heads are news
-    verdicts.py     cause and sentence; forecast.py: the steps that are left
+A verdict is latched until a head has been quiet for `quiet_steps`. run_state.py has what is remembered of the run,
+rule.py the conditions 1 to 3 as ratios, verdicts.py cause and sentence, forecast.py the steps that are left.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +30,7 @@ from foreshock.monitor.detect.readings import Readings as Readings
 from foreshock.monitor.detect.rule import WarningConditions
 from foreshock.monitor.detect.run_state import Alarm, RunState
 from foreshock.monitor.detect.thresholds import DetectorConfig as DetectorConfig
-from foreshock.monitor.detect.verdicts import Finding, GrowthWarnings, cause, verdict, who
+from foreshock.monitor.detect.verdicts import Evidence, Finding, cause, verdict, who
 
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
@@ -82,8 +79,6 @@ class Detectors:
             raise ValueError(f"readings of shape {readings.score_offset.shape} were given to {len(self.heads)} heads")
         if readings.step < self.run.last_step:
             self.run, self._conditions = self.run.set_back(self.config), None
-        if self._conditions is not None:  # the delta bias of heads whose mode changes begins anew
-            self._conditions.bias_supports_drift[self.run.modes != readings.modes] = False
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
             broken = self.run.non_finite.update(readings, self.config.overflow_steps)
             tripped = dict.fromkeys(broken[: _MOST_RAISED + 1], NON_FINITE)
@@ -91,11 +86,13 @@ class Detectors:
             if closed:
                 self._measure()
                 tripped = self._trip() | tripped
-            return self._update_verdicts(tripped, readings.step, block_closed=closed)
+            return self._report(tripped, readings.step, block_closed=closed)
 
     def _measure(self) -> None:
-        growth = self.run.past.growth(min(self.run.past.last_step / 2, self.config.window_steps))
-        found = None if growth is None else WarningConditions.of(growth, self.run.delta_bias_z, self.config)
+        run, config, found = self.run, self.config, None
+        if growth := run.past.growth(min(run.past.last_step / 2, config.window_steps)):
+            past_warmup = run.past_warmup(config.earliest_steps)
+            found = WarningConditions.of(growth, run.delta_bias_z, config, past_warmup=past_warmup)
         self._conditions = found
 
     def _trip(self) -> dict[int, str]:
@@ -103,117 +100,99 @@ class Detectors:
         run, conditions = self.run, self._conditions
         if conditions is None:
             return {}
-        past_warmup = run.past_warmup(self.config.earliest_steps)
-        place = run.past.closed % len(run.warning_ratios)
-        run.warning_ratios[place] = conditions.ratios(self.config, past_warmup=past_warmup)
+        run.warning_ratios[run.past.closed % len(run.warning_ratios)] = conditions.ratios
         lasting = self.warning_ratios >= 1.0
-        heads = np.flatnonzero(lasting.any(axis=0)).tolist()
-        tripped = {index: SIGNAL_NAMES[lasting[:, index].argmax()] for index in heads}
+        heads = np.flatnonzero(lasting.any(axis=0))
+        first = (SIGNAL_NAMES[signal] for signal in lasting.take(heads, axis=1).argmax(axis=0).tolist())
+        tripped = dict(zip(heads.tolist(), first, strict=True))
         for layer in set(self._layers[heads].tolist()):  # old recordings hold one value for all heads of a layer
             members = np.flatnonzero(self._layers == layer).tolist()
-            signals = {index: tripped[index] for index in members if index in tripped}
-            [signal, *_] = signals.values()
+            signal = next(tripped[index] for index in members if index in tripped)
             if len(members) > 1 and np.ptp(conditions.growth.end[SIGNAL_NAMES.index(signal), members]) == 0:
-                tripped = {index: each for index, each in tripped.items() if index not in signals}
+                tripped = {index: each for index, each in tripped.items() if index not in members}
                 most_biased = max(members, key=lambda index: abs(run.bias_sum[index]))
                 tripped[next((index for index in members if index in run.alarms), most_biased)] = signal
         return tripped
 
-    def _update_verdicts(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
-        alarms = self.run.alarms
-        for index, alarm in alarms.items():
-            if index in tripped or self._end(HeadSignal.SCORE, index) >= DANGEROUS_SCORE:  # it is not quiet then
-                tripped.setdefault(index, alarm.verdict.signal)
-                alarm.tripped_step = step
+    def _report(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
+        """Verdicts of a sample whose heads trip with these signals: raised and updated ones, then what is quiet."""
+        alarms, conditions = self.run.alarms, self._conditions
+        dangerous = conditions.dangerous if conditions else ()
+        if tripped or dangerous:
+            for index in [index for index in alarms if index in tripped or index in dangerous]:  # it is not quiet then
+                tripped.setdefault(index, alarms[index].verdict.signal)
+                alarms[index].tripped_step = step
         verdicts: list[wire.Verdict] = []
-        if tripped or (block_closed and alarms):
-            verdicts = self._verdicts(self._news(tripped, step, block_closed=block_closed), step)
-        for index in [i for i, alarm in alarms.items() if alarm.tripped_step <= step - self.config.quiet_steps]:
-            quiet = alarms.pop(index)
-            sentence = f"{who(quiet.verdict)} has been quiet for {step - quiet.tripped_step} steps."
-            verdicts.append(quiet.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": sentence}))
-        return verdicts
-
-    def _end(self, signal: HeadSignal, index: int) -> float:
-        """Where a head's offset or score has come to; NaN where it is not known."""
-        if index == RUN or self._conditions is None:
-            return math.nan
-        return float(self._conditions.growth.end[signal, index])
-
-    def _news(self, tripped: Mapping[int, str], step: int, *, block_closed: bool) -> dict[int, Finding]:
-        """Findings to report, by head: what drifted farthest first, then what no longer trips and may have settled."""
-        alarms, due = self.run.alarms, step - self.config.update_steps
-        far = {i: math.inf if i == RUN else np.fmax(abs(self._end(HeadSignal.OFFSET, i)), 0.0) for i in tripped}
-        trips = sorted(tripped.items(), key=lambda trip: far[trip[0]], reverse=True)
-        if block_closed:
-            silent = ((i, alarm.verdict) for i, alarm in alarms.items() if i not in tripped)
-            trips += [(i, last.signal) for i, last in silent if last.signal != NON_FINITE and last.step <= due]
-        warned = GrowthWarnings()
-        for index, alarm in alarms.items():
-            warned.add(alarm.verdict, explained=index in tripped and self._is_supported(index))
-        news: dict[int, Finding] = {}
-        for index, signal in trips:
-            before = alarms[index].verdict if index in alarms else None
-            if before is None and len(news) >= _MOST_RAISED:
-                continue
-            found = self._find(index, signal, before, warned)
-            if before is None or before.step <= due or found.is_news_after(before):
-                news[index] = found
-                warned.add(found, explained=found.supported)
-        return news
-
-    def _find(self, index: int, signal: str, before: wire.Verdict | None, warned: GrowthWarnings) -> Finding:
-        """What the evidence of a head comes to. It is critical where numbers are not finite, harm comes by a cause that
-        is supported, or the score is dangerous already."""
-        run, evidence, supported = self.run, self._evidence(index), self._is_supported(index, signal)
-        found = cause(
-            signal,
-            evidence,
-            supported=supported,
-            can_round=run.past_warmup(self.config.earliest_steps) and not warned.unexplained,
-            left_track=run.loss_left_track(self.config.unrest),
-            before=before.cause if before else None,
-            first=warned.first,
-        )
-        if signal == NON_FINITE:
-            suspected: float | None = run.non_finite.suspect_step
-            if suspected is None and before is not None:
-                suspected = before.evidence.get("suspect_step")
-            evidence |= {} if suspected is None else {"suspect_step": float(suspected)}
-        critical = self.config.score_level if supported else DANGEROUS_SCORE
-        grave = signal == NON_FINITE or evidence.get("score", 0.0) >= critical
-        return Finding(signal, evidence, supported, found, "critical" if grave else "warning")
-
-    def _is_supported(self, index: int, signal: str | None = None) -> bool:
-        """Whether the delta bias of a head supports its drift; an offset trips nowhere else."""
-        if index == RUN or self._conditions is None or not self.run.can_round(index):
-            return False
-        return signal == SIGNAL_NAMES[HeadSignal.OFFSET] or bool(self._conditions.bias_supports_drift[index])
-
-    def _verdicts(self, news: Mapping[int, Finding], step: int) -> list[wire.Verdict]:
-        """Make verdicts of the findings, and remember each as the newest of its head."""
-        alarms = self.run.alarms
-        grown = [index for index, found in news.items() if found.signal != NON_FINITE]
-        ahead: dict[int, float] = {}
-        if grown and self._conditions is not None:
-            ahead = dict(zip(grown, courses(self._conditions.growth, np.array(grown)).tolist(), strict=True))
-        verdicts = []
+        news = self._news(tripped, step, block_closed=block_closed) if tripped or (block_closed and alarms) else {}
+        growing = [index for index, found in news.items() if found.signal != NON_FINITE and conditions]
+        ahead = courses(conditions.growth, np.array(growing)).tolist() if growing and conditions else []
+        steps = dict(zip(growing, ahead, strict=True))
         for index, found in news.items():
+            far = found.supported and abs(found.evidence.offset) >= self.config.far_offset
+            course = forecast(steps.get(index, math.nan), near_steps=NEAR_RUN_MULTIPLE * step if far else 0.0)
             layer, head = self.heads[index] if index != RUN else (None, None)
-            far = found.supported and abs(found.evidence.get("offset", 0.0)) >= self.config.far_offset
-            course = forecast(ahead.get(index, math.nan), near_steps=NEAR_RUN_MULTIPLE * step if far else 0.0)
             before = alarms[index].verdict if index in alarms else None
             verdicts.append(verdict(found, step=step, layer=layer, head=head, ahead=course, before=before))
             alarms[index] = Alarm(verdicts[-1], alarms[index].tripped_step if before else step)
+        for index in [i for i, alarm in alarms.items() if alarm.tripped_step <= step - self.config.quiet_steps]:
+            quiet = alarms.pop(index)
+            sentence = (
+                f"{who(quiet.verdict.layer, quiet.verdict.head)} has been quiet for {step - quiet.tripped_step} steps."
+            )
+            verdicts.append(quiet.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": sentence}))
         return verdicts
 
-    def _evidence(self, index: int) -> dict[str, float]:
-        """What a verdict shows of a head; of the whole run nothing."""
-        if index == RUN or self._conditions is None:
-            return {}
-        z = float(self.run.bias_sum[index] / np.sqrt(self.run.bias_squares[index]))
-        evidence = {**self._conditions.growth.evidence(index), "delta_bias_z": z}
-        return {name: value for name, value in evidence.items() if math.isfinite(value)}
+    def _news(self, tripped: Mapping[int, str], step: int, *, block_closed: bool) -> dict[int, Finding]:
+        """Findings to report, by head: what drifted farthest first, then what no longer trips and may have settled."""
+        run, config, due = self.run, self.config, step - self.config.update_steps
+        stand = {index: alarm.verdict for index, alarm in run.alarms.items()}
+        measured = block_closed and self._conditions is not None
+        settled = [index for index, last in stand.items() if index not in tripped and last.step <= due and measured]
+        signals = dict(tripped) | {i: stand[i].signal for i in settled if stand[i].signal != NON_FINITE}
+        evidence, supported = self._evidence(list(signals)), self._supported(signals)
+        far = {i: math.inf if i == RUN else max(0.0, abs(evidence[i].offset)) for i in tripped}  # NaN: 0
+        can_round = run.past_warmup(config.earliest_steps) and not any(
+            last.severity == "critical" and last.cause != "rounding" and last.signal != NON_FINITE
+            for index, last in stand.items()
+            if index not in supported or index not in tripped
+        )
+        news: dict[int, Finding] = {}
+        for index in sorted(signals, key=lambda i: far.get(i, -1.0), reverse=True):
+            signal, seen, before = signals[index], evidence[index], stand.get(index)
+            if before is None and len(news) >= _MOST_RAISED:
+                continue
+            drifts = index in supported
+            why = cause(signal, seen.score_before, rounds=drifts and can_round, before=before.cause if before else None)
+            broken = signal == NON_FINITE
+            grave = broken or seen.score >= (config.score_level if drifts else DANGEROUS_SCORE)
+            severity: wire.Severity = "critical" if grave else "warning"
+            same = before and (severity, why, broken) == (before.severity, before.cause, before.signal == NON_FINITE)
+            if before is not None and before.step > due and same:  # people would do nothing else than after that one
+                continue
+            if broken:
+                suspected = run.non_finite.suspect_step or (before.evidence.get("suspect_step") if before else None)
+                seen = seen._replace(suspect_step=float(suspected or math.nan))
+            news[index] = Finding(signal, seen, drifts, why, severity)
+            can_round &= not grave or drifts or why == "rounding" or broken
+        return news
+
+    def _supported(self, signals: Mapping[int, str]) -> set[int]:
+        """Those of these heads whose delta bias supports their drift; an offset trips nowhere else."""
+        if self._conditions is None:
+            return set()
+        supports, offset = self._conditions.bias_supports_drift, SIGNAL_NAMES[HeadSignal.OFFSET]
+        rounding = (index for index in signals if index != RUN and self.run.can_round(index))
+        return {index for index in rounding if signals[index] == offset or supports[index]}
+
+    def _evidence(self, heads: list[int]) -> dict[int, Evidence]:
+        """What verdicts show of these heads, by head; of the whole run nothing."""
+        if self._conditions is None:
+            return dict.fromkeys(heads, Evidence())
+        growth, squares = self._conditions.growth, self.run.bias_squares.take(heads)
+        shown = [part[signal].take(heads) for signal in HeadSignal for part in (growth.end, growth.start)]
+        shown += [growth.error[HeadSignal.SCORE].take(heads), np.full(len(heads), growth.steps)]
+        rows = zip(*map(np.ndarray.tolist, [*shown, self.run.bias_sum.take(heads) / np.sqrt(squares)]), strict=True)
+        return dict(zip(heads, starmap(Evidence, rows), strict=True)) | ({RUN: Evidence()} if RUN in heads else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next sample depends on; JSON-able."""

@@ -25,13 +25,12 @@ _NEVER: Final = 1e9
 
 
 class Forecast(NamedTuple):
-    """Steps until the largest |score| of a head reaches 512; None where it is unknown."""
+    """Fields of a verdict: the steps until the largest |score| of a head reaches 512; None where that is unknown."""
 
-    likely: float | None = None
-    earliest: float | None = None
-    latest: float | None = None
-    in_sight: bool | None = None
-    """False: on its course the head levels off before"""
+    forecast_steps: float | None = None
+    forecast_low_steps: float | None = None
+    forecast_high_steps: float | None = None
+    harm_in_sight: bool | None = None
 
 
 def forecast(course: float, *, near_steps: float) -> Forecast:
@@ -40,11 +39,12 @@ def forecast(course: float, *, near_steps: float) -> Forecast:
     near_steps: a longer course has no latest step, since some of the heads that are warned about so early settle.
     """
     if not math.isfinite(course) or course >= _NEVER:
-        return Forecast(in_sight=None if math.isnan(course) else False)
+        return Forecast(harm_in_sight=None if math.isnan(course) else False)
     earliest, likely, latest = (part * course for part in CAME)
     return Forecast(likely, earliest, latest if course <= near_steps else None, True)
 
 
+@np.errstate(all="ignore")
 def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: Floats | float = DANGEROUS_SCORE) -> Floats:
     """Steps until a `dangerous` score, one for all or [len(heads)], where some heads go on as they do, [len(heads)]:
     inf where they level off before, NaN where no score was recorded.
@@ -52,18 +52,20 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: Floats | fl
     The sooner course of offset and score counts. Weights move in proportion to the learning rate, so each step takes a
     head as far as its rate, which goes on falling by the same power of the step as over the window.
     """
-    reached, error = growth.end[:, heads], growth.error[:, heads]
+    start, middle, reached, error = (
+        part.take(heads, axis=1) for part in (growth.start, growth.middle, growth.end, growth.error)
+    )
     offset, score = np.abs(reached[0]), reached[1]  # an offset moves the score as far as it moves itself
-    target = np.stack([offset + dangerous - score, np.broadcast_to(dangerous, score.shape)])
+    target = np.empty_like(reached)
+    target[0], target[1] = offset + dangerous - score, dangerous
     newer, both = (-_sum_of_rates(-part * growth.steps, growth) for part in (0.5, 1.0))
     older, half = both - newer, both / 2
-    with np.errstate(all="ignore"):
-        sign = np.copysign(1.0, reached)
-        start, middle, end = (sign * part for part in (growth.start[:, heads], growth.middle[:, heads], reached))
-        even = end - (end - middle) * (half / newer)  # where the middle would lie at today's rate all the time
-        halves = halves_until(target, even - (middle - start) * (half / older), even, end, error)
-        steps = _while_rate_falls(halves * half, growth)
-        goes_on = (end > middle) & ((end - start) / (math.sqrt(2.0) * error) >= 2.0) & (steps < math.inf)
+    sign = np.copysign(1.0, reached)
+    start, middle, end = (sign * part for part in (start, middle, reached))
+    even = end - (end - middle) * (half / newer)  # where the middle would lie at today's rate all the time
+    halves = halves_until(target, even - (middle - start) * (half / older), even, end, error)
+    steps = _while_rate_falls(halves * half, growth)
+    goes_on = (end > middle) & ((end - start) / (math.sqrt(2.0) * error) >= 2.0) & (steps < math.inf)
     found: Floats = np.where(goes_on, steps, math.inf).min(axis=0)
     found[score >= dangerous] = 0.0
     found[~np.isfinite(score)] = math.nan
@@ -75,8 +77,7 @@ def _sum_of_rates(steps: float, growth: Growth) -> float:
     power, share = growth.rate_fall, steps / growth.step
     if abs(power - 1.0) < _EVEN:
         return growth.step * math.log1p(share)
-    summed: float = growth.step * ((1.0 + share) ** (1.0 - power) - 1.0) / (1.0 - power)
-    return summed
+    return float(growth.step * ((1.0 + share) ** (1.0 - power) - 1.0) / (1.0 - power))
 
 
 def _while_rate_falls(steps: Floats, growth: Growth) -> Floats:
@@ -90,6 +91,7 @@ def _while_rate_falls(steps: Floats, growth: Growth) -> Floats:
     return stretched
 
 
+@np.errstate(all="ignore")
 def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, error: Floats) -> Floats:
     """Until what grew from `start` over `middle` to `end` reaches `target`, in halves of that time; inf for never.
 
@@ -100,13 +102,12 @@ def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, err
     """
     newer, older = end - middle, middle - start
     apart = math.sqrt(2.0) * error
-    with np.errstate(all="ignore"):
-        least = np.where(older + apart > 0, (newer - apart) / (older + apart), math.inf)
-        most = np.where(older > apart, (newer + apart) / (older - apart), math.inf)
-        factor = np.clip(np.minimum(np.maximum(1.0, least), most), 0.0, _STEEPEST)
-        even = (target - end) / newer
-        halves = np.where(np.abs(factor - 1.0) < _EVEN, even, np.log1p(even * (factor - 1) / factor) / np.log(factor))
-        going_on = np.where(np.isnan(halves), math.inf, halves)  # it levels off before
-        from_zero = np.where(middle > 0, np.log(target / end) / np.log(end / middle), going_on)
-        found: Floats = np.maximum(going_on, from_zero)
+    least = np.where(older + apart > 0, (newer - apart) / (older + apart), math.inf)
+    most = np.where(older > apart, (newer + apart) / (older - apart), math.inf)
+    factor = np.clip(np.minimum(np.maximum(1.0, least), most), 0.0, _STEEPEST)
+    even = (target - end) / newer
+    halves = np.where(np.abs(factor - 1.0) < _EVEN, even, np.log1p(even * (factor - 1) / factor) / np.log(factor))
+    going_on = np.where(np.isnan(halves), math.inf, halves)  # it levels off before
+    from_zero = np.where(middle > 0, np.log(target / end) / np.log(end / middle), going_on)
+    found: Floats = np.maximum(going_on, from_zero)
     return found

@@ -64,25 +64,6 @@ class Growth:
     rate_fall: float = 0.0
     """the learning rate falls by this power of the step; 0 where it does not fall, or is not known"""
 
-    def moved(self) -> Floats:
-        """Away from zero since the start, [2, N]."""
-        moved = self.end - self.start
-        away: Floats = np.copysign(moved, moved * self.end)
-        return away
-
-    def evidence(self, head: int) -> dict[str, float]:
-        """What a verdict shows of a head."""
-        offset, score = self.end[:, head].tolist()
-        offset_before, score_before = self.start[:, head].tolist()
-        return {
-            "offset": offset,
-            "offset_before": offset_before,
-            "score": score,
-            "score_before": score_before,
-            "score_error": float(self.error[HeadSignal.SCORE, head]),
-            "window_steps": self.steps,
-        }
-
 
 @dataclass(slots=True, kw_only=True)
 class HeadPasts:
@@ -100,8 +81,6 @@ class HeadPasts:
     """the learning rate then"""
     jitter: SavedFloats
     """square of the standard error of a block, [2, N]"""
-    restarted: SavedInts
-    """1 where the past is of another measure, [2, N]: it becomes level at the first block of the new one"""
     open_rows: SavedFloats
     """of the open block, [N]"""
     open_offsets: SavedFloats
@@ -124,17 +103,10 @@ class HeadPasts:
             steps=np.zeros(blocks),
             rates=np.full(blocks, np.nan),
             jitter=np.full((len(HeadSignal), heads), np.nan),
-            restarted=np.zeros((len(HeadSignal), heads), dtype=np.int32),
             open_rows=np.zeros(heads),
             open_offsets=np.zeros(heads),
             open_score=np.full(heads, np.nan),
         )
-
-    def restart(self, heads: npt.NDArray[np.bool_]) -> None:
-        """From the next sample on the scores of `heads` [N] are others: their past is no measure of them."""
-        self.restarted[:, heads] = 1
-        self.open_rows[heads] = self.open_offsets[heads] = 0.0
-        self.open_score[heads] = np.nan
 
     def add(
         self, step: int, since_step: int, rows: Floats, offset: Floats, score: Floats, rate: float | None = None
@@ -149,33 +121,32 @@ class HeadPasts:
             rows, total = np.where(known, rows, 0.0), np.where(known, total, 0.0)
         self.open_rows += rows
         self.open_offsets += total
-        np.fmax(self.open_score, np.where(np.isfinite(score), score, np.nan), out=self.open_score)
+        np.fmax(
+            self.open_score,
+            score if is_finite(score) else np.where(np.isfinite(score), score, np.nan),
+            out=self.open_score,
+        )
         self.open_steps += step - since_step
         if self.open_steps < min(self.block_steps, step / BLOCKS_PER_RUN):
             return False
         place = self.closed % len(self.steps)
         self.steps[place], self.rates[place], self.last_step = step, math.nan if rate is None else rate, step
-        self._close(self.values[place], self.values[place - 1])
-        return True
-
-    def _close(self, block: Floats, before: Floats) -> None:
-        block[HeadSignal.OFFSET], block[HeadSignal.SCORE] = self.open_offsets / self.open_rows, self.open_score
-        if self.restarted.any():
-            known = (self.restarted > 0) & np.isfinite(block)
-            self.values[:, known] = block[known]
-            self.restarted[known] = 0
+        block, before = self.values[place], self.values[place - 1]
+        np.divide(self.open_offsets, self.open_rows, out=block[HeadSignal.OFFSET])
+        block[HeadSignal.SCORE] = self.open_score
         if self.closed:
             square = (block - before) ** 2 / 2
             mixed = _JITTER_MEMORY * self.jitter + (1 - _JITTER_MEMORY) * square
-            self.jitter = np.where(np.isnan(mixed), np.fmin(self.jitter, square), mixed)
+            self.jitter = mixed if is_finite(mixed) else np.where(np.isnan(mixed), np.fmin(self.jitter, square), mixed)
         self.closed, self.open_steps = self.closed + 1, 0
         self.open_rows[:] = self.open_offsets[:] = 0.0
         self.open_score[:] = np.nan
+        return True
 
     def growth(self, window_steps: float) -> Growth | None:
         """Over the last `window_steps`; None while fewer than four blocks, or less than three quarters, are held."""
         held = min(self.closed, len(self.steps))
-        order = (self.closed - held + np.arange(held)) % len(self.steps)  # oldest first; steps never fall
+        order = np.arange(self.closed - held, self.closed) % len(self.steps)  # oldest first; steps never fall
         order = order[bisect_right(self.steps[order], self.last_step - window_steps) :]
         count, steps = len(order), self.steps[order]
         if count < 4 or steps[-1] - steps[0] < 0.75 * window_steps:
@@ -183,10 +154,10 @@ class HeadPasts:
         part = min(max(1, count // 6), _LONGEST_PART)
         half = (count - part) // 2
         places = order[:part], order[half : half + part], order[-part:]
-        start, middle, end = (reduce(np.add, [self.values[place] for place in each]) / part for each in places)
+        start, middle, end = (reduce(np.add, [self.values[place] for place in each.tolist()]) / part for each in places)
         error = np.sqrt(self.jitter / part)
-        older, newer = float(steps[:part].mean()), float(steps[-part:].mean())
-        before, now = (float(self.rates[each].mean()) for each in (order[:part], order[-part:]))
+        older, newer = (float(steps[each].sum()) / part for each in (slice(part), slice(-part, None)))
+        before, now = (float(self.rates[each].sum()) / part for each in (places[0], places[-1]))
         falls = 0 <= now < before  # it rises, stays, or is not known
         fall = math.log(before / max(now, _ENDED * before)) / math.log(newer / older) if falls else 0.0
         return Growth(start, middle, end, error, newer - older, self.last_step, fall)

@@ -48,8 +48,9 @@ def head_readings(words: Words) -> HeadReadings:
     """Read merged state words [N, SLOT_COUNT]; a head that counted no row reads NaN."""
     # Runs between two steps of a training: each slot is passed over once. A test compares with the catalogue.
     floats, rows = words.view(np.float64), slot_values(words, Slot.ROWS)
-    largest_score = np.fmax(floats[:, Slot.ROW_MAX_ABS], floats[:, Slot.SCORE_MAX])
-    bias = floats[:, Slot.DELTA_BIAS_SUM].copy()
+    largest_score, bias = floats[:, Slot.ROW_MAX_ABS].copy(), floats[:, Slot.DELTA_BIAS_SUM].copy()
+    if not is_finite(largest_score):  # the first recordings hold the largest score alone
+        largest_score = np.fmax(largest_score, floats[:, Slot.SCORE_MAX])
     with np.errstate(divide="ignore", invalid="ignore"):
         offset = floats[:, Slot.SCORE_OFFSET_SUM] / rows
     if not (is_finite(offset) and is_finite(largest_score)):

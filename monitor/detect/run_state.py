@@ -1,6 +1,5 @@
 """What is remembered of a run: all that the next verdicts depend on, under names; saved with the checkpoint."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Self
@@ -10,14 +9,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from foreshock.contract import wire
 from foreshock.contract.message import first_error
-from foreshock.contract.modes import ROUNDING_ENDS, SCORES_MOVED
+from foreshock.contract.modes import ROUNDING_ENDS
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.growth import HeadPasts, HeadSignal, SavedFloats, SavedInts
 from foreshock.monitor.detect.non_finite import NonFiniteTracker
 from foreshock.monitor.detect.readings import Readings, is_finite
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
-LAYOUT: Final = 2
+LAYOUT: Final = 3
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
 _ENDS: Final = int(ROUNDING_ENDS)
 """A flag beside a number of NumPy's takes some forty times as long."""
@@ -60,13 +59,6 @@ class RunState:
     """highest learning rate"""
     peak_rate_step: int = 0
     """at which it came"""
-    loss_sum: float = 0.0
-    """of the open block, over its steps"""
-    loss_steps: int = 0
-    last_loss: float | None = None
-    """mean of the last block"""
-    lowest_loss: float | None = None
-    """mean of the lowest block"""
 
     @classmethod
     def begin(cls, heads: Sequence[wire.HeadRef], config: DetectorConfig) -> Self:
@@ -105,34 +97,8 @@ class RunState:
         rise = max(self.peak_rate_step - self.first_step, 0)
         return self.last_step >= max(earliest_steps, self.peak_rate_step + rise)
 
-    def loss_left_track(self, unrest: float) -> bool:
-        """Whether the last block's loss lies above the lowest by more than this share of it."""
-        if self.last_loss is None or self.lowest_loss is None:
-            return False
-        return self.last_loss - self.lowest_loss > unrest * abs(self.lowest_loss)
-
     def add(self, readings: Readings) -> bool:
         """Add a sample to the open block; whether that closes it."""
-        self._follow_rate(readings)
-        offset, score, draw = readings.score_offset, readings.largest_score, readings.delta_bias_sum
-        self.rounds = readings.rounds
-        changed = self.modes != readings.modes
-        if np.count_nonzero(changed):  # these begin anew, and this sample may hold scores of both kinds
-            anew = (self.modes >= 0) & ((self.modes ^ readings.modes) & int(SCORES_MOVED) != 0)
-            self.past.restart(anew)
-            offset, score = np.where(anew, np.nan, offset), np.where(anew, np.nan, score)
-            self.bias_sum[changed] = self.bias_squares[changed] = self.bias_open[changed] = 0.0
-            self.modes = readings.modes.astype(np.int32)
-        self.bias_open += draw if is_finite(draw) else np.where(np.isfinite(draw), draw, 0.0)
-        if readings.loss is not None and math.isfinite(readings.loss):
-            steps = max(readings.step - readings.since_step, 1)
-            self.loss_sum, self.loss_steps = self.loss_sum + readings.loss * steps, self.loss_steps + steps
-        closed = self.past.add(readings.step, readings.since_step, readings.rows, offset, score, readings.learning_rate)
-        if closed:
-            self._close()
-        return closed
-
-    def _follow_rate(self, readings: Readings) -> None:
         if self.first_step < 0:
             self.first_step = readings.since_step
         if self.peak_rate_step > readings.step:  # a run that was set back has its peak yet to come
@@ -140,21 +106,22 @@ class RunState:
         if readings.learning_rate is not None and readings.learning_rate > self.peak_rate:
             self.peak_rate, self.peak_rate_step = readings.learning_rate, readings.step
         self.last_step = readings.step
-
-    def _close(self) -> None:
-        # A block counts as one draw: rows of one step are not independent, and more samples are no more evidence.
-        self.bias_sum += self.bias_open
-        self.bias_squares += self.bias_open * self.bias_open
-        self.bias_open[:] = 0.0
-        if self.loss_steps:
-            self.last_loss = self.loss_sum / self.loss_steps
-            self.lowest_loss = self.last_loss if self.lowest_loss is None else min(self.lowest_loss, self.last_loss)
-            self.loss_sum, self.loss_steps = 0.0, 0
+        self.rounds, draw, changed = readings.rounds, readings.delta_bias_sum, self.modes != readings.modes
+        if np.count_nonzero(changed):
+            self.bias_sum[changed] = self.bias_squares[changed] = self.bias_open[changed] = 0.0
+            self.modes = readings.modes.astype(np.int32)
+        self.bias_open += draw if is_finite(draw) else np.where(np.isfinite(draw), draw, 0.0)
+        counted = readings.rows, readings.score_offset, readings.largest_score
+        closed = self.past.add(readings.step, readings.since_step, *counted, readings.learning_rate)
+        if closed:  # A block is one draw: rows of one step are not independent, and more samples are no more evidence.
+            self.bias_sum += self.bias_open
+            self.bias_squares += self.bias_open * self.bias_open
+            self.bias_open[:] = 0.0
+        return closed
 
     def saved(self) -> dict[str, Any]:
         """JSON-able, exact to the bit."""
-        saved: dict[str, Any] = _SAVED.dump_python(self, mode="json")
-        return saved
+        return dict(_SAVED.dump_python(self, mode="json"))
 
     def loaded(self, saved: dict[str, Any]) -> "RunState":
         """A saved state, for the run that this one is of. Raises ValueError with a sentence where it does not fit."""

@@ -50,8 +50,6 @@ class DetectorConfig(BaseModel):
     together; a head whose scores spread instead sharpens, which is no drift."""
     far_offset: ClassVar[float] = 10.0
     """|offset| (nats) from which on a forecast may have a latest step."""
-    unrest: ClassVar[float] = 0.1
-    """Rise of the loss above its lowest block, as a share, that comes from elsewhere."""
     overflow_steps: ClassVar[int] = 50
     """Steps in a row whose gradients overflow beside a finite loss before it is critical: a GradScaler skips them."""
     update_steps: ClassVar[int] = 1000

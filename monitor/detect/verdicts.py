@@ -1,88 +1,49 @@
 """Verdicts from their evidence: why a head is warned about, and in which words."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from foreshock.contract import wire
 from foreshock.contract.causes import CAUSES, Cause
 from foreshock.contract.decision import cause_of
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, Forecast
 from foreshock.monitor.detect.non_finite import NON_FINITE
-from foreshock.monitor.detect.thresholds import DetectorConfig
 
-_PHRASES: Final = {
-    "offset": ("drifts: its scores moved as a whole from", " nats"),
-    "score": ("grows: its largest |score| went from", ""),
-}
+
+class Evidence(NamedTuple):
+    """What a verdict shows of a head; NaN where it is not known."""
+
+    offset: float = math.nan
+    offset_before: float = math.nan
+    score: float = math.nan
+    score_before: float = math.nan
+    score_error: float = math.nan
+    window_steps: float = math.nan
+    delta_bias_z: float = math.nan
+    suspect_step: float = math.nan
 
 
 class Finding(NamedTuple):
     """The evidence of a head now, and what follows from it."""
 
     signal: str
-    evidence: dict[str, float]
+    evidence: Evidence
     supported: bool
     """its delta bias supports its drift"""
     cause: Cause
     severity: wire.Severity
 
-    def is_news_after(self, before: wire.Verdict) -> bool:
-        """Whether people would do something else than after that verdict."""
-        now = self.severity, self.cause, self.signal == NON_FINITE
-        return now != (before.severity, before.cause, before.signal == NON_FINITE)
 
+def cause(signal: str, score_before: float, *, rounds: bool, before: Cause | None) -> Cause:
+    """Rounding moves all scores of a head the way of its delta bias (`rounds`); a step too large spreads them. It is
+    not shown by growth from a score that was dangerous before: there it follows from the scores.
 
-@dataclass(slots=True)
-class GrowthWarnings:
-    """What stands of growth that is not shown to be rounding."""
-
-    first: Cause | None = None
-    """the cause of the oldest of these warnings"""
-    unexplained: bool = False
-    """whether one is critical that no delta bias supports by now"""
-
-    def add(self, one: wire.Verdict | Finding, *, explained: bool) -> None:
-        """Count `one` in, if it is of growth that is not rounding. explained: whether the head's delta bias supports
-        its drift now."""
-        if one.cause != "rounding" and one.signal != NON_FINITE:
-            self.first = self.first or one.cause
-            self.unexplained |= one.severity == "critical" and not explained
-
-
-def cause(
-    signal: str,
-    evidence: Mapping[str, float],
-    *,
-    supported: bool,
-    can_round: bool,
-    left_track: bool,
-    before: Cause | None,
-    first: Cause | None,
-) -> Cause:
-    """Rounding moves all scores of a head the way of its delta bias (`supported`); a step too large spreads them.
-
-    Where the loss has left its track first (`left_track`), something else came before the scores. No head fails by
-    rounding where nothing rounds, where its delta is exact, or before growth is judged (`can_round`): a score that is
-    dangerous so early was not reached by a drift. Nor is rounding shown by growth from a score that was dangerous
-    before: there it follows from the scores.
     before: the cause of the head's active verdict. It is corrected by what is known better, never taken back:
-    a switch may have been founded on it. first: that of the oldest active warning of growth that is not rounding; a
-    noisy loss would part the heads of one failure into two.
+    a switch may have been founded on it.
     """
-    offset, offset_before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
-    drifted = abs(offset) > abs(offset_before) and abs(offset - offset_before) >= DetectorConfig.offset_change
-    shown = supported and drifted and can_round and evidence.get("score_before", 0.0) < DANGEROUS_SCORE
-    found: Cause = "score growth"
-    if shown and not left_track:
+    found: Cause = "other" if signal == NON_FINITE else "score growth"
+    if rounds and not score_before >= DANGEROUS_SCORE:
         found = "rounding"
-    elif signal == NON_FINITE:
-        found = "other"
-    elif first is not None:
-        found = first
-    elif left_track or not {"offset", "score"} & evidence.keys():
-        found = "other"
     return found if before is None else min(found, before, key=list(CAUSES).index)
 
 
@@ -100,50 +61,42 @@ def verdict(
         head=head,
         cause=found.cause,
         signal=found.signal,
-        evidence=found.evidence,
-        forecast_steps=ahead.likely,
-        forecast_low_steps=ahead.earliest,
-        forecast_high_steps=ahead.latest,
-        harm_in_sight=ahead.in_sight,
-        sentence="",
+        evidence={name: value for name, value in found.evidence._asdict().items() if math.isfinite(value)},
+        corrected_from=before.corrected_from if before else None,
+        corrected_step=before.corrected_step if before else None,
+        sentence=sentence(who(layer, head), found, ahead),
+        **ahead._asdict(),
     )
-    update: dict[str, object] = {"sentence": sentence(made)}
-    if before is not None:
-        corrected = cause_of(before) != cause_of(made)
-        update["corrected_from"] = cause_of(before) if corrected else before.corrected_from
-        update["corrected_step"] = step if corrected else before.corrected_step
-    return made.model_copy(update=update)
+    if before is None or cause_of(before) == cause_of(made):
+        return made
+    return made.model_copy(update={"corrected_from": cause_of(before), "corrected_step": step})
 
 
-def who(verdict: wire.Verdict) -> str:
+def who(layer: int | None, head: int | None) -> str:
     """The head or run that a verdict is of, at the start of a sentence."""
-    return "The run" if verdict.layer is None else f"Layer {verdict.layer} head {verdict.head}"
+    return "The run" if layer is None else f"Layer {layer} head {head}"
 
 
-def sentence(verdict: wire.Verdict) -> str:
-    """The verdict in words, with its evidence in numbers."""
-    subject, seen = who(verdict), verdict.evidence
-    if verdict.signal == NON_FINITE:
-        what = "its loss or gradient norm is" if verdict.layer is None else "its attention rows are"
-        since = f"step {seen['suspect_step']:,.0f}" if "suspect_step" in seen else "this step"
+def sentence(subject: str, found: Finding, ahead: Forecast) -> str:
+    """A finding in words, with its evidence in numbers."""
+    seen = found.evidence
+    if found.signal == NON_FINITE:
+        what = "its loss or gradient norm is" if subject == "The run" else "its attention rows are"
+        since = "this step" if math.isnan(seen.suspect_step) else f"step {seen.suspect_step:,.0f}"
         return f"{subject}: {what} not finite. Every weight is at risk; go back to a checkpoint before {since}."
-    (phrase, unit), now = _PHRASES[verdict.signal], seen.get(verdict.signal, math.nan)
-    start = seen.get(f"{verdict.signal}_before", math.nan)
-    falls = "no longer " if abs(now) < abs(start) else ""
-    moved = (
-        f"{falls}{phrase} {_digits(start, 3)} to {_digits(now, 3)}{unit} in {seen.get('window_steps', 0.0):.0f} steps"
-    )
-    ahead = ""
-    if verdict.forecast_steps == 0:
-        ahead = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
-    elif verdict.forecast_steps is not None:
-        steps_ahead = (verdict.forecast_steps, verdict.forecast_low_steps, verdict.forecast_high_steps)
-        likely, earliest, latest = (None if each is None else _digits(each, 2) for each in steps_ahead)
+    drifts = found.signal == "offset"
+    start, now = (seen.offset_before, seen.offset) if drifts else (seen.score_before, seen.score)
+    what = "drifts: its scores moved as a whole from" if drifts else "grows: its largest |score| went from"
+    moved = f"{'no longer ' if abs(now) < abs(start) else ''}{what} {_digits(start, 3)} to {_digits(now, 3)}"
+    course = " No harm is in sight: on this course it levels off before." if ahead.harm_in_sight is False else ""
+    if ahead.forecast_steps == 0:
+        course = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
+    elif ahead.forecast_steps is not None:
+        likely, earliest, latest = (None if each is None else _digits(each, 2) for each in ahead[:3])
         within = f"{earliest} to {latest}" if latest else f"{earliest} at the earliest, if it goes on"
-        ahead = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps ({within})."
-    elif verdict.harm_in_sight is False:
-        ahead = " No harm is in sight: on this course it levels off before."
-    return f"{subject} {moved}; the cause looks like {verdict.cause}.{ahead}"
+        course = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps ({within})."
+    within = f"{' nats' if drifts else ''} in {seen.window_steps:.0f} steps"
+    return f"{subject} {moved}{within}; the cause looks like {found.cause}.{course}"
 
 
 def _digits(value: float, significant: int) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,65 +16,38 @@ from foreshock.contract.decision import cause_of
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.forecast import Forecast
-from foreshock.monitor.detect.verdicts import Finding, cause, verdict
+from foreshock.monitor.detect.verdicts import Evidence, Finding, cause, verdict
 
 CAUSES: tuple[Cause, ...] = ("other", "score growth", "rounding")
-SEEN = {"offset": 12.0, "offset_before": 3.0, "score": 40.0, "score_before": 30.0, "delta_bias_z": 5.0}
-values = st.none() | st.floats(-600, 600)
-evidence = st.fixed_dictionaries(dict.fromkeys(SEEN, values)).map(
-    lambda found: {name: value for name, value in found.items() if value is not None}
-)
-
-
-def why(seen: dict[str, float], **changes: Any) -> Cause:
-    known: dict[str, Any] = {"supported": True, "can_round": True, "left_track": False}
-    return cause("offset", seen, **{**known, "before": None, "first": None, **changes})
+SEEN = Evidence(offset=12.0, offset_before=3.0, score=40.0, score_before=30.0, delta_bias_z=5.0)
 
 
 @given(
-    seen=evidence,
+    score_before=st.just(math.nan) | st.floats(0, 1200),
     before=st.sampled_from(CAUSES),
     signal=st.sampled_from(["offset", "score", "nonfinite"]),
-    flags=st.tuples(*[st.booleans()] * 3),
+    rounds=st.booleans(),
 )
 def test_a_cause_is_corrected_by_what_is_known_better_and_never_taken_back(
-    seen: dict[str, float], before: Cause, signal: str, flags: tuple[bool, bool, bool]
+    score_before: float, before: Cause, signal: str, rounds: bool
 ) -> None:
-    supported, can_round, left = flags
-    known: dict[str, Any] = {"supported": supported, "can_round": can_round, "left_track": left}
-    found = cause(signal, seen, **known, before=None, first=None)
-    assert cause(signal, seen, **known, before=before, first=None) == max(found, before, key=CAUSES.index)
-    joined = cause(signal, seen, **known, before=None, first="other")
-    assert joined == (found if found == "rounding" or signal == "nonfinite" else "other")
-
-
-def test_a_loss_that_leaves_its_track_first_is_the_cause_and_one_that_leaves_it_later_is_none() -> None:
-    assert why(SEEN, left_track=True) == "other"
-    assert why(SEEN, left_track=True, before="score growth") == "score growth"
-    assert why(SEEN, left_track=True, before="rounding") == "rounding"
-    assert why(SEEN, before="other") == "rounding"
-
-
-def test_rounding_is_named_where_the_bias_supports_it_and_not_by_how_scores_moved() -> None:
-    """Steps that are too large move all scores of a head too, and a bias of few samples is next to nothing."""
-    assert why(SEEN, supported=False) == "score growth"
-    assert why({**SEEN, "delta_bias_z": 0.7}, supported=False) == "score growth"
+    found = cause(signal, score_before, rounds=rounds, before=None)
+    dangerous = score_before >= 512
+    assert (found == "rounding") == (rounds and not dangerous)
+    assert (found == "other") == (found != "rounding" and signal == "nonfinite")
+    known_better = cause(signal, score_before, rounds=rounds, before=before)
+    assert known_better == max(found, before, key=CAUSES.index)
 
 
 def test_growth_from_a_score_that_was_dangerous_before_shows_no_rounding() -> None:
-    assert why({**SEEN, "score_before": 511.0, "score": 530.0}) == "rounding"
-    assert why({**SEEN, "score_before": 512.0, "score": 530.0}) == "score growth"
-    assert why({**SEEN, "score_before": 600.0, "score": 800.0}, before="rounding") == "rounding"
-
-
-def test_heads_of_one_failure_are_told_under_one_cause_however_noisy_the_loss_is() -> None:
-    assert why(SEEN, supported=False, left_track=True, first="score growth") == "score growth"
-    assert why(SEEN, supported=False, first="other") == "other"
-    assert why(SEEN, first="score growth") == "rounding"
+    assert cause("score", 511.0, rounds=True, before=None) == "rounding"
+    assert cause("score", math.nan, rounds=True, before=None) == "rounding"
+    assert cause("score", 512.0, rounds=True, before=None) == "score growth"
+    assert cause("score", 600.0, rounds=True, before="rounding") == "rounding"
 
 
 def found(why: Cause, signal: str = "score") -> Finding:
-    return Finding(signal, dict(SEEN), why == "rounding", why, "warning")
+    return Finding(signal, SEEN, why == "rounding", why, "warning")
 
 
 def word(step: int, what: Finding, before: wire.Verdict | None) -> wire.Verdict:
@@ -94,12 +66,17 @@ def test_a_corrected_warning_keeps_its_name_and_says_what_it_was_told_as() -> No
 
 
 def test_what_turns_out_not_to_be_finite_goes_over_to_that_incident_and_is_told_at_once() -> None:
-    first = word(100, found("score growth"), None)
-    broken = found("score growth", "nonfinite")
-    assert broken.is_news_after(first)
-    assert not found("score growth").is_news_after(first)
-    second = word(110, broken, first)
-    assert (cause_of(second), second.corrected_from) == ("not finite", "score growth")
+    detectors, told = play(explosion, until=9700)
+    assert {cause_of(verdict) for verdict in told} == {"score growth"}
+    rows = np.zeros(len(HEADS))
+    rows[SICK] = 3
+    assert not detectors.update(reading(told[-1].step + 300, explosion))
+    of_run, broken = detectors.update(
+        reading(told[-1].step + 350, explosion, nonfinite_rows=rows, grad_norm=math.nan, loss=None)
+    )
+    assert (of_run.layer, of_run.cause) == (None, "other")
+    assert (broken.id, broken.state, broken.severity) == (told[0].id, "updated", "critical")
+    assert (cause_of(broken), broken.corrected_from) == ("not finite", "score growth")
 
 
 def test_a_head_that_settles_is_told_again_with_no_harm_in_sight_before_it_is_quiet() -> None:
@@ -183,10 +160,10 @@ def test_one_dangerous_head_that_no_bias_supports_keeps_an_early_failure_from_be
 
 
 def test_a_score_that_fell_is_not_said_to_grow() -> None:
-    seen = {"score": 2300.0, "score_before": 4840.0, "window_steps": 106.0}
+    seen = Evidence(score=2300.0, score_before=4840.0, window_steps=106.0)
     told = Finding("score", seen, supported=False, cause="score growth", severity="critical")
     assert (
         "head 3 no longer grows: its largest |score| went from 4,840 to 2,300 in 106" in word(250, told, None).sentence
     )
-    grows = told._replace(evidence={**seen, "score": 5000.0})
+    grows = told._replace(evidence=seen._replace(score=5000.0))
     assert "head 3 grows: its largest |score| went from 4,840 to 5,000" in word(250, grows, None).sentence

@@ -39,7 +39,7 @@ def ratios(
 ) -> Floats:
     config, growth = DetectorConfig.model_validate({"horizon_run_multiple": None} | settings), grown(offsets, scores)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return WarningConditions.of(growth, bias_z, config).ratios(config, past_warmup=past_warmup)
+        return WarningConditions.of(growth, bias_z, config, past_warmup=past_warmup).ratios
 
 
 @pytest.mark.parametrize("heads", [1, 8, 144, 5120])

@@ -18,13 +18,12 @@ from tests.monitor.courses import (
     play,
     raised,
 )
-from tests.monitor.doubles import verdict
 
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.forecast import Forecast, courses, forecast, halves_until
 from foreshock.monitor.detect.growth import Growth, HeadSignal
-from foreshock.monitor.detect.verdicts import sentence
+from foreshock.monitor.detect.verdicts import Evidence, Finding, sentence
 
 WIDTH = len(HeadSignal)
 special = st.sampled_from([0.0, 512.0, math.nan, 1e-9])
@@ -105,20 +104,20 @@ def test_a_range_lies_about_its_likely_step_and_has_a_latest_one_only_where_the_
         if math.isnan(course):
             assert told == Forecast()
         elif math.isinf(course):
-            assert told == Forecast(in_sight=False)
+            assert told == Forecast(harm_in_sight=False)
         else:
-            assert told.likely is not None
-            assert told.earliest is not None
-            assert told.in_sight is True
-            assert told.earliest <= told.likely <= course
-            assert (told.latest is not None) == (course <= near)
-            assert told.latest is None or told.latest >= course
+            assert told.forecast_steps is not None
+            assert told.forecast_low_steps is not None
+            assert told.harm_in_sight is True
+            assert told.forecast_low_steps <= told.forecast_steps <= course
+            assert (told.forecast_high_steps is not None) == (course <= near)
+            assert told.forecast_high_steps is None or told.forecast_high_steps >= course
 
 
 @pytest.mark.parametrize("course", [1e9, 1e10, 1.1e162, sys.float_info.max])
 def test_a_course_that_no_run_is_long_enough_for_is_told_as_no_harm_in_sight(course: float) -> None:
     assert forecast(course, near_steps=math.inf) == forecast(math.inf, near_steps=math.inf)
-    assert forecast(9e8, near_steps=0.0).in_sight
+    assert forecast(9e8, near_steps=0.0).harm_in_sight
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,8 @@ def test_a_course_that_no_run_is_long_enough_for_is_told_as_no_harm_in_sight(cou
     ],
 )
 def test_a_verdict_says_how_sure_its_forecast_is(fields: dict[str, Any], words: str) -> None:
-    assert sentence(verdict(1, 2).model_copy(update={"forecast_steps": None, **fields})).endswith(words)
+    found = Finding("offset", Evidence(offset=9.0, offset_before=4.0), True, "rounding", "warning")
+    assert sentence("Layer 1 head 2", found, Forecast(**fields)).endswith(words)
 
 
 now = st.floats(1.0, 100.0)

@@ -28,6 +28,8 @@ def test_words_are_read_as_means_and_a_head_without_rows_as_unknown() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinity over a count
 def test_what_is_joined_while_it_is_gathered_is_what_the_catalogue_reads(words: Words) -> None:
     words[:, Slot.SKIPPED_ROWS] %= words[:, Slot.ROWS] + 1  # no more are skipped than there are
+    floats = words.view(np.float64)  # the largest of the rows' maxima is no larger than the largest of their sizes
+    floats[:, Slot.SCORE_MAX] = np.fmin(floats[:, Slot.SCORE_MAX], floats[:, Slot.ROW_MAX_ABS])
     seen = Readings(step=10, since_step=0, modes=np.zeros(len(words), dtype=np.int32), **head_readings(words))
     apart = {key: catalog.read(f"head.{key}", words) for key in ("score_offset", "score_max", "row_max_abs")}
     bias = np.where(slot_values(words, Slot.ROWS) > 0, slot_values(words, Slot.DELTA_BIAS_SUM), np.nan)

@@ -13,6 +13,7 @@ from foreshock.contract import wire
 from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.callbacks.saved_state import read_state, take_up
 from foreshock.monitor.detect.detectors import DetectorConfig
+from foreshock.monitor.detect.run_state import LAYOUT
 
 QUICK: dict[str, Any] = {
     "sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None, "policy": "auto",
@@ -103,7 +104,7 @@ def test_a_state_that_is_damaged_or_of_another_model_leaves_everything_as_it_was
         (("alarms",), {"9": {}}),
         (("peak_rate",), None),
         (("bias_sum",), {}),
-        (("layout",), 3),
+        (("layout",), LAYOUT + 1),
     ],
 )
 def test_detectors_that_cannot_be_read_begin_anew_and_the_modes_of_the_heads_are_back(
@@ -128,7 +129,7 @@ def test_a_state_whose_detectors_an_earlier_version_saved_gives_back_its_modes_a
     agent = attach(tiny_gpt(), **QUICK)
     agent.load_state_dict(state)
     [line] = refusals(caplog)
-    assert "the saved detectors have layout 1, this version reads layout 2" in line
+    assert f"the saved detectors have layout 1, this version reads layout {LAYOUT}" in line
     assert "\n" not in line
     assert (agent.run, agent.current_step) == ("saved-before", 5)
     assert agent.state_dict()["switch"]["modes"] == [[0, 1, "exact_delta"]]

@@ -12,7 +12,7 @@ from tests.monitor.courses import EVERY, HEADS, SICK, N, explosion, line, play, 
 from foreshock.contract.modes import Mode
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.non_finite import RUN
-from foreshock.monitor.detect.run_state import RunState
+from foreshock.monitor.detect.run_state import LAYOUT, RunState
 
 CONFIG = DetectorConfig()
 
@@ -30,14 +30,6 @@ def at_rates(**rates: float) -> RunState:
     state = RunState.begin(HEADS, CONFIG)
     for name, rate in rates.items():
         state.add(reading(int(name.removeprefix("at_")), learning_rate=rate))
-    return state
-
-
-def losing(*losses: float | None) -> RunState:
-    """The state after blocks of one sample each with these losses."""
-    state = RunState.begin(HEADS, CONFIG)
-    for place, loss in enumerate(losses):
-        assert state.add(reading((place + 1) * EVERY, loss=loss))
     return state
 
 
@@ -74,7 +66,7 @@ def test_a_state_of_other_blocks_or_another_window_is_refused(other: dict[str, A
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("layout", 3, "have layout 3, this version reads layout 2"),
+        ("layout", LAYOUT + 1, f"have layout {LAYOUT + 1}, this version reads layout {LAYOUT}"),
         ("last_step", "yesterday", "are damaged: last_step: Input should be a valid integer"),
         ("bias_sum", {"dtype": "<f8", "shape": [16], "data": "AAAA"}, "are damaged: bias_sum: .*needs 128 bytes"),
         ("bias_sum", {"dtype": "<f8", "shape": [0], "data": ""}, "other blocks or another window"),
@@ -107,7 +99,7 @@ def test_a_run_set_back_behind_its_highest_rate_has_its_warm_up_yet_to_come() ->
 def test_a_run_set_back_forgets_its_past_and_keeps_its_verdicts_modes_and_learning_rate() -> None:
     detectors, _ = play(line, until=5000, bias=0.6, learning_rate=1e-3, mode=Mode.ROW_CORRECTED)
     before, after_it = detectors.run, detectors.run.set_back(CONFIG)
-    assert (after_it.past.closed, after_it.loss_left_track(0.0)) == (0, False)
+    assert after_it.past.closed == 0
     assert np.isnan(after_it.past.values).all()
     assert not after_it.bias_squares.any()
     assert (after_it.alarms, after_it.peak_rate_step) == (before.alarms, before.peak_rate_step)
@@ -139,13 +131,3 @@ def test_the_delta_bias_of_a_head_begins_anew_with_its_mode_and_is_none_where_it
     state.add(reading(1150, rounds=False))
     assert not state.delta_bias_z.any()
     assert not state.can_round(SICK + 1)
-
-
-@pytest.mark.parametrize(
-    ("losses", "left"),
-    [((3.0, 2.0, 2.19), False), ((3.0, 2.0, 2.21), True), ((None, None), False), ((2.0, None, math.nan), False)],
-)
-def test_a_loss_has_left_its_track_where_the_last_block_lies_a_tenth_above_the_lowest(
-    losses: tuple[float | None, ...], left: bool
-) -> None:
-    assert losing(*losses).loss_left_track(0.1) == left

@@ -148,6 +148,7 @@ def series_of(exposition: str) -> set[str]:
 def test_the_modes_that_an_old_agent_saved_are_taken_up_and_its_detectors_are_refused() -> None:
     torch = pytest.importorskip("torch")
     from foreshock.monitor.detect.detectors import Detectors
+    from foreshock.monitor.detect.run_state import LAYOUT
     from foreshock.monitor.switch import Switchboard
 
     state = json.loads((old.FILES / "agent_state.json").read_text("utf-8"))
@@ -156,7 +157,7 @@ def test_the_modes_that_an_old_agent_saved_are_taken_up_and_its_detectors_are_re
     board.load_state_dict(state["switch"])
     assert board.modes()[1, 0] == 1
     # the agent says so, and they begin anew (test_resuming.py)
-    with pytest.raises(ValueError, match="have layout 1, this version reads layout 2"):
+    with pytest.raises(ValueError, match=f"have layout 1, this version reads layout {LAYOUT}"):
         Detectors(heads).load_state_dict(state["detectors"])
 
 
