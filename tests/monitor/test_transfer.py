@@ -136,12 +136,16 @@ def test_numbers_of_all_types_come_back_in_their_order(drawn: list[tuple[float, 
 def test_what_a_busy_gpu_copies_late_is_not_read_before_it_is_there(current: int) -> None:
     with torch.cuda.device(current):
         source = torch.zeros(1, device="cuda:1", dtype=torch.float64)
-        with torch.cuda.device(1):
-            torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # about a second
-        source += 5.0
-        moved = Transfer()
-        groups = moved.gather([source[0], torch.tensor(2.0, device="cuda:0"), 3.0])
-        moved.seal()
+        for cycles in (
+            1,
+            2_000_000_000,
+        ):  # about a second; kernels that are loaded meanwhile would wait until it is over
+            with torch.cuda.device(1):
+                torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            source += 2.5
+            moved = Transfer()
+            groups = moved.gather([source[0], torch.tensor(2.0, device="cuda:0"), 3.0])
+            moved.seal()
         assert not moved.arrived()
         assert moved.arrived(wait=True)
     assert ungathered(groups).tolist() == [5.0, 2.0, 3.0]

@@ -149,7 +149,7 @@ def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_ne
         await asyncio.to_thread(server.start)
         assert await retention.sweep(monotonic=60.0) == 1
         assert await rollups.build(store, ids["live"], 0)
-        del ended
+        del ended, leaving, rolling  # each holds what failed, with its frames
         gc.collect()  # the cursor that the kill left open, while its warning is left out
         assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["live"]
         after = await service.get("/v1/runs/live/curves", line="head.risk")
