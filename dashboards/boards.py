@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, RUN_METRICS, SERVICE_METRICS, WATCHDOG
-from foreshock.contract.metric import Metric
+from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS, RUN_METRICS, SERVICE_METRICS, WATCHDOG
+from foreshock.contract.metrics.metric import Metric
 from foreshock.dashboards.panels import (
     DATASOURCE,
     MANY_RUNS,
@@ -247,7 +247,7 @@ def _board(name: str, title: str, panels: Sequence[Sized], links: Links, *, filt
     return {
         "uid": f"foreshock-{name}",
         "title": f"foreshock / {title}",
-        "description": "Generated from contract/catalog.py by `foreshock dashboards generate`; change that, not this.",
+        "description": "Generated from contract/metrics by `foreshock dashboards generate`; change that, not this.",
         "tags": [TAG],
         "schemaVersion": SCHEMA_VERSION,
         "editable": False,

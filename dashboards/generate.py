@@ -12,7 +12,7 @@ from foreshock.dashboards.rules import Links, prometheus_rules
 
 GENERATED: Final = Path("dashboards/generated")
 METRICS_PAGE: Final = Path("docs/metrics.md")
-_NOTE: Final = "Generated from contract/catalog.py by `foreshock dashboards generate`; change that, not this."
+_NOTE: Final = "Generated from contract/metrics by `foreshock dashboards generate`; change that, not this."
 
 
 def files(links: Links) -> dict[Path, str]:

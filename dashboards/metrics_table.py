@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from foreshock.contract.catalog import HEAD_METRICS, RUN_METRICS, SERVICE_METRICS
-from foreshock.contract.metric import Metric
+from foreshock.contract.metrics.catalog import HEAD_METRICS, RUN_METRICS, SERVICE_METRICS
+from foreshock.contract.metrics.metric import Metric
 from foreshock.dashboards.rules import alerts
 
 _SECTIONS = (

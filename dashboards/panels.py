@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from foreshock.contract.metric import Metric
+from foreshock.contract.metrics.metric import Metric
 from foreshock.contract.modes import mode_name, served_modes
 
 Panel = dict[str, Any]

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from foreshock.contract.catalog import EXTRA_ALERTS, METRICS
 from foreshock.contract.causes import CAUSES
 from foreshock.contract.decision import STEPS_BEFORE
-from foreshock.contract.metric import Alert, Metric
+from foreshock.contract.metrics.catalog import EXTRA_ALERTS, METRICS
+from foreshock.contract.metrics.metric import Alert, Metric
 
 JOB: Final = "foreshock"
 """The scrape job of the service; ForeshockServiceDown watches it."""

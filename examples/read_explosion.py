@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from foreshock.contract import catalog
+from foreshock.contract.metrics import catalog
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import read_trace
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.contract.decision import calls_for_switch
-from foreshock.contract.metric import GUARDED
+from foreshock.contract.metrics.metric import GUARDED
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor.apart import apart
 from foreshock.monitor.attached_model import AttachedModel

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from foreshock.contract import catalog, wire
+from foreshock.contract import wire
+from foreshock.contract.metrics import catalog
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.sampling.collector import Counted

@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from foreshock.contract import catalog, wire
+from foreshock.contract import wire
+from foreshock.contract.metrics import catalog
 from foreshock.lab.recording.trace import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from foreshock.contract.catalog import FIRST_STEP_SECONDS
 from foreshock.contract.causes import Cause, IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, IncidentState
+from foreshock.contract.metrics.catalog import FIRST_STEP_SECONDS
 from foreshock.contract.orders import CommandState as CommandState
 from foreshock.contract.orders import OrderSource
 from foreshock.contract.orders import Verification as Verification

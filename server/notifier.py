@@ -17,8 +17,8 @@ from typing import Final
 import structlog
 from sqlalchemy import Connection, func, select, update
 
-from foreshock.contract.catalog import SILENT_SECONDS
 from foreshock.contract.incident import Incident
+from foreshock.contract.metrics.catalog import SILENT_SECONDS
 from foreshock.server.messages import messages_of, silent
 from foreshock.server.models import RunEvent
 from foreshock.server.outgoing import Outgoing, OutgoingError

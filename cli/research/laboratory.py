@@ -54,9 +54,9 @@ def show_corpus(name: str, console: Console, *, folders: Sequence[Path], charact
 
     Raises ValueError for an unknown text, and for folders of another than theirs.
     """
-    from foreshock.lab.training.byte_pairs import MADE_FROM, SHA256, byte_pairs_file, make_byte_pairs
-    from foreshock.lab.training.corpus import standard_library
-    from foreshock.lab.training.folder_text import folder_text, folder_text_file, make_folder_text
+    from foreshock.lab.texts.byte_pairs import MADE_FROM, SHA256, byte_pairs_file, make_byte_pairs
+    from foreshock.lab.texts.corpus import standard_library
+    from foreshock.lab.texts.folder_text import folder_text, folder_text_file, make_folder_text
 
     if name not in ("bytes", "byte-pairs", "folders"):
         raise ValueError(f"text {name!r} does not exist; allowed are bytes, byte-pairs and folders")

@@ -9,7 +9,7 @@ import numpy as np
 
 from foreshock.client import Service
 from foreshock.contract import wire
-from foreshock.contract.catalog import HEAD_METRICS
+from foreshock.contract.metrics.catalog import HEAD_METRICS
 from foreshock.contract.slots import Floats
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import Trace, read_trace

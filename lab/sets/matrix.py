@@ -25,8 +25,8 @@ from foreshock.contract import wire
 from foreshock.contract.decision import cause_of
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.recording.whole_file import whole_file
+from foreshock.lab.texts.corpus import VOCABULARY, Corpus, standard_library
 from foreshock.lab.training.arm import CONTROL, PAPER, UNTREATED, Arm
-from foreshock.lab.training.corpus import VOCABULARY, Corpus, standard_library
 from foreshock.lab.training.recipe import Recipe
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training

@@ -20,8 +20,8 @@ import torch
 
 from foreshock.lab.recording.packed import PACKED, RECORDED
 from foreshock.lab.recording.trace_writer import TraceWriter
+from foreshock.lab.texts.corpus import Corpus
 from foreshock.lab.training.arm import Arm
-from foreshock.lab.training.corpus import Corpus
 from foreshock.lab.training.recipes import Recipe, Text
 from foreshock.lab.training.recorder import Recorder
 from foreshock.lab.training.run import Training, text_of

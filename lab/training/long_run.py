@@ -20,9 +20,9 @@ from torch import Tensor
 from foreshock.contract import wire
 from foreshock.lab.recording.trace_writer import TraceWriter, lines_until
 from foreshock.lab.recording.whole_file import whole_file
+from foreshock.lab.texts.corpus import Corpus
 from foreshock.lab.training.arm import Arm, variant
 from foreshock.lab.training.checkpoints import EVERY_STEPS, Checkpoints
-from foreshock.lab.training.corpus import Corpus
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipe import Recipe
 from foreshock.lab.training.recorder import HISTORY_STEPS, Recorder

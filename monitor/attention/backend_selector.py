@@ -13,8 +13,8 @@ import torch._dynamo
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.catalog import read
-from foreshock.contract.metric import ratio
+from foreshock.contract.metrics.catalog import read
+from foreshock.contract.metrics.metric import ratio
 from foreshock.contract.modes import parse_mode
 from foreshock.contract.slots import Floats, Slot, Words, looked_at, slot_values
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling

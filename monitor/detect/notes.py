@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from foreshock.contract import wire
-from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.slots import Floats
 
 _LEVELS = BY_KEY["head.score_max"].levels

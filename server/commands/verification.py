@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import Connection, Row, select, update
 
-from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.incident import Incident
+from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.modes import mode_name, stronger
 from foreshock.contract.orders import ORDERS, switches
 from foreshock.contract.wire import HeadRef, Switched

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection, Row, func, select
 
-from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.environment import meant
-from foreshock.contract.metric import Metric
+from foreshock.contract.metrics.catalog import BY_KEY
+from foreshock.contract.metrics.metric import Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.curves.answers import CurveLine, Curves

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import Connection, Row, func, select
 
-from foreshock.contract.metric import Metric
+from foreshock.contract.metrics.metric import Metric
 from foreshock.contract.slots import Floats
 from foreshock.server.curves.answers import Matrix
 from foreshock.server.curves.drawing import edges, number

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection, Row, Select, or_, select
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS
-from foreshock.contract.metric import AcrossRanks, Metric
+from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS, METRICS
+from foreshock.contract.metrics.metric import AcrossRanks, Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats, identity_row, merge_words
 from foreshock.contract.wire import HeadRef
 from foreshock.server.store.executors import give_up_if_cancelled

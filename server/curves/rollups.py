@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, update
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS
+from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS
 from foreshock.contract.slots import Floats
 from foreshock.server.curves.merging import LIVE_SAMPLES, SERIES_KEYS, Axis, axis_of, merge, stream_chunks
 from foreshock.server.curves.spans import Spans

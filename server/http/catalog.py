@@ -6,8 +6,8 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import Field
 
-from foreshock.contract.catalog import METRICS
-from foreshock.contract.metric import MORE_CHARTS, Scale
+from foreshock.contract.metrics.catalog import METRICS
+from foreshock.contract.metrics.metric import MORE_CHARTS, Scale
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
 from foreshock.contract.orders import CLIP_ORDERS, ORDERS, ClipWhen
 from foreshock.server.access.auth import Reader

@@ -17,7 +17,7 @@ from typing import Any, Final
 import structlog
 from sqlalchemy import Connection, Row, select
 
-from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.server.access.auth import Keyring
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.counters import Counters

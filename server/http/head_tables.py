@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS
+from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS
 from foreshock.contract.slots import Floats
 from foreshock.server.curves.merging import Axis, MergedSteps
 from foreshock.server.http.lines import Labels, Line, line

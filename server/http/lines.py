@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from foreshock.contract.catalog import METRICS
+from foreshock.contract.metrics.catalog import METRICS
 
 Labels = tuple[str, ...]
 Line = tuple[str, str]

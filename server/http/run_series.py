@@ -9,9 +9,9 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import Connection, Row, case, func, select
 
-from foreshock.contract.catalog import METRICS
 from foreshock.contract.incident import Incident
-from foreshock.contract.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
+from foreshock.contract.metrics.catalog import METRICS
+from foreshock.contract.metrics.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
 from foreshock.contract.orders import can_be_ordered
 from foreshock.contract.wire import Clipped
 from foreshock.server.curves.merging import Axis, MergedSteps, merge

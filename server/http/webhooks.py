@@ -18,9 +18,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection, Row, delete, select, update
 
-from foreshock.contract.catalog import BY_KEY, WATCHDOG
 from foreshock.contract.causes import curable
 from foreshock.contract.incident import Incident
+from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
 from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode, mode_name
 from foreshock.contract.orders import clip_order, switches
 from foreshock.server.access.auth import Actor

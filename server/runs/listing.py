@@ -9,8 +9,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, desc, func, or_, select, tuple_
 
-from foreshock.contract.catalog import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS
 from foreshock.contract.incident import Warned
+from foreshock.contract.metrics.catalog import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS
 from foreshock.contract.wire import AgentHealth, Layer
 from foreshock.server.curves.drawing import number
 from foreshock.server.curves.merging import MergedSteps, axis_of, merge

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, and_, desc, func, select
 
-from foreshock.contract.catalog import SILENT_SECONDS
+from foreshock.contract.metrics.catalog import SILENT_SECONDS
 from foreshock.contract.wire import Layer, Severity, Started
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, axes_of
 from foreshock.server.models import RunStatus

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, select, update
 
-from foreshock.contract.catalog import SILENT_SECONDS
+from foreshock.contract.metrics.catalog import SILENT_SECONDS
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.requests import Decision, Description
 from foreshock.server.runs.eventlog import write_events

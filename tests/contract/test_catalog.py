@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from foreshock.contract.catalog import BY_KEY, EXTRA_ALERTS, METRICS, read
-from foreshock.contract.metric import Metric
+from foreshock.contract.metrics.catalog import BY_KEY, EXTRA_ALERTS, METRICS, read
+from foreshock.contract.metrics.metric import Metric
 from foreshock.contract.slots import identity_row
 
 STABLE = Path(__file__).with_name("stable_metrics.txt")

@@ -4,8 +4,8 @@ import string
 from itertools import product
 from typing import get_args
 
-from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.causes import CAUSES, Cause, IncidentCause, RemedyName, curable, incident_id, mates
+from foreshock.contract.metrics.catalog import BY_KEY
 
 
 def test_every_cause_that_is_named_has_one_entry_and_verdicts_name_all_but_what_is_not_finite() -> None:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contract.counted_words import odd, states
 
-from foreshock.contract.catalog import BY_KEY, read
-from foreshock.contract.metric import ratio
+from foreshock.contract.metrics.catalog import BY_KEY, read
+from foreshock.contract.metrics.metric import ratio
 from foreshock.contract.slots import Floats, Slot, Words, slot_values
 
 COUNTED = [key for key, metric in BY_KEY.items() if metric.head is not None and metric.head.read is not None]

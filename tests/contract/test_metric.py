@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS, read
-from foreshock.contract.metric import Metric
+from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS, METRICS, read
+from foreshock.contract.metrics.metric import Metric
 from foreshock.contract.slots import Slot, identity_row
 
 

@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 
 import foreshock.monitor.config
-from foreshock.contract.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
+from foreshock.contract.metrics.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
 from foreshock.monitor.detect.growth import SIGNAL_NAMES
 
 MONITOR = Path(foreshock.monitor.config.__file__ or "").parent

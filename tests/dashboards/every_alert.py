@@ -13,9 +13,9 @@ import yaml
 from tests.dashboards.shipped import TEMPLATES
 from tests.server.every_message import example
 
-from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.causes import CAUSES, IncidentCause, curable
 from foreshock.contract.incident import SwitchOutcome
+from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.wire import Policy
 from foreshock.dashboards.rules import Links, prometheus_rules
 from foreshock.server.messages import words_of

@@ -6,7 +6,7 @@ from typing import Any
 import promql_parser
 from tests.dashboards.live import Query, concrete, queries
 
-from foreshock.contract.catalog import HEAD_METRICS, METRICS
+from foreshock.contract.metrics.catalog import HEAD_METRICS, METRICS
 from foreshock.dashboards.boards import boards
 from foreshock.dashboards.rules import Links, rules
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from foreshock.contract.catalog import METRICS
+from foreshock.contract.metrics.catalog import METRICS
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 
 Labels = dict[str, str]

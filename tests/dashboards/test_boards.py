@@ -16,7 +16,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from tests.dashboards.live import asked_by, charts
 from tests.dashboards.promql import BOARDS, LABELS, QUERIES, grouping_labels, parse, selectors
 
-from foreshock.contract.catalog import METRICS
+from foreshock.contract.metrics.catalog import METRICS
 
 with warnings.catch_warnings():
     # The model points to its successor for schema version 2, which Grafana 13 cannot load from files.

@@ -28,7 +28,7 @@ def test_check_finds_what_was_edited_what_is_missing_and_what_is_left_over(tmp_p
 
 @pytest.mark.parametrize("path", files(Links()), ids=str)
 def test_a_generated_file_says_so(path: Path) -> None:
-    assert "Generated from contract/catalog.py by `foreshock dashboards generate`" in (REPOSITORY / path).read_text()
+    assert "Generated from contract/metrics by `foreshock dashboards generate`" in (REPOSITORY / path).read_text()
 
 
 def test_addresses_of_another_installation_reach_rules_and_boards(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.dashboards.live import Query, charts
 from tests.dashboards.promql import BOARDS, LABELS, QUERIES, grouping_labels, nodes, parse, selectors
 
-from foreshock.contract.catalog import METRICS
+from foreshock.contract.metrics.catalog import METRICS
 
 PANELS = [
     pytest.param(panel, id=f"{name} {panel['title']}") for name, board in BOARDS.items() for panel in charts(board)

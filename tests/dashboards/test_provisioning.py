@@ -9,7 +9,7 @@ import pytest
 import yaml
 from tests.dashboards.shipped import PROVISIONING, alertmanager_config, prometheus_config
 
-from foreshock.contract.catalog import SERVICE_DOWN, WATCHDOG
+from foreshock.contract.metrics.catalog import SERVICE_DOWN, WATCHDOG
 from foreshock.dashboards.generate import GENERATED, generate
 from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, JOB, SCRAPE_INTERVAL_SECONDS, Links, rules
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from tests.dashboards.shipped import PROVISIONING
 
-from foreshock.contract.catalog import BY_KEY, WATCHDOG
+from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
 from foreshock.dashboards.rules import Links, _place, rules
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tests.dashboards.live import charts
 
-from foreshock.contract.catalog import HEAD_METRICS, METRICS
-from foreshock.contract.metric import Alert
+from foreshock.contract.metrics.catalog import HEAD_METRICS, METRICS
+from foreshock.contract.metrics.metric import Alert
 from foreshock.dashboards.boards import boards
 from foreshock.dashboards.rules import Links, alerts
 from foreshock.server.settings import Settings

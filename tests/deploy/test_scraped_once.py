@@ -10,7 +10,7 @@ import pytest
 import yaml
 from tests.e2e.running import Server, Start, eventually, free_port, starter
 
-from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.server.testing import FakeRank, LiveService
 
 ROOT = Path(__file__).parents[2]

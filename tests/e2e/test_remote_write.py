@@ -11,7 +11,7 @@ import pytest
 from tests.dashboards.shipped import prometheus_config
 from tests.e2e.running import Server, Start, eventually, free_port
 
-from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.wire import Finished
 from foreshock.server.testing import FakeRank
 

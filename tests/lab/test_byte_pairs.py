@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreshock.lab.training import byte_pairs as module
-from foreshock.lab.training.arm import CONTROL, UNTREATED
-from foreshock.lab.training.byte_pairs import (
+from foreshock.lab.texts import byte_pairs as module
+from foreshock.lab.texts.byte_pairs import (
     MADE_FROM,
     PACKAGES,
     SHA256,
@@ -20,6 +19,7 @@ from foreshock.lab.training.byte_pairs import (
     byte_pairs_file,
     make_byte_pairs,
 )
+from foreshock.lab.training.arm import CONTROL, UNTREATED
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training
 

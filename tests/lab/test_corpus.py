@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foreshock.lab.training.corpus import Corpus, standard_library
+from foreshock.lab.texts.corpus import Corpus, standard_library
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.cli.typed import foreshock
 
-from foreshock.lab.training import byte_pairs
-from foreshock.lab.training.folder_text import VOCABULARY, folder_text, folder_text_file, make_folder_text
+from foreshock.lab.texts import byte_pairs
+from foreshock.lab.texts.folder_text import VOCABULARY, folder_text, folder_text_file, make_folder_text
 from foreshock.lab.training.run import text_of
 
 FILES = 250
@@ -57,7 +57,7 @@ def test_a_held_out_file_is_not_in_the_text(folder: Path, monkeypatch: pytest.Mo
         kept.append(texts)
         return byte_pairs.encoded(tokenizer, texts)
 
-    monkeypatch.setattr("foreshock.lab.training.folder_text.encoded", keeping)
+    monkeypatch.setattr("foreshock.lab.texts.folder_text.encoded", keeping)
     make_folder_text([folder], 10**9)
     trained, held_out = map(set, kept)
     assert not trained & held_out

@@ -17,10 +17,10 @@ from tests.lab.ranks_of_a_run import TINY
 from tests.monitor.doubles import ScriptedDetectors, verdict
 
 from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.texts.corpus import Corpus, standard_library
 from foreshock.lab.training import long_run as module
 from foreshock.lab.training.arm import CONTROL, find_arm
 from foreshock.lab.training.checkpoints import Checkpoints
-from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.long_run import LongRun, held_out_loss
 from foreshock.lab.training.run import Training
 

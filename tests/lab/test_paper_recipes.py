@@ -7,8 +7,8 @@ import pytest
 import torch
 from tests.lab.tiny_recipes import tiny
 
+from foreshock.lab.texts.folder_text import VOCABULARY
 from foreshock.lab.training.arm import CONTROL, find_arm
-from foreshock.lab.training.folder_text import VOCABULARY
 from foreshock.lab.training.model import GPT
 from foreshock.lab.training.paper_recipes import PAPER_RECIPES
 from foreshock.lab.training.ranks import Ranks

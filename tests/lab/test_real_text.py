@@ -6,8 +6,8 @@ import pytest
 from tests.lab.tiny_recipes import tiny
 
 from foreshock.lab.sets.real_text import real_text_sets
+from foreshock.lab.texts.corpus import Corpus, standard_library
 from foreshock.lab.training.arm import CONTROL, CONTROL_AGAIN, UNTREATED
-from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.real_text_split import SPLIT_FILE, assigned, real_text_split
 from foreshock.lab.training.recipes import RECIPES, find_recipe
 from foreshock.lab.training.run import Training

@@ -12,8 +12,8 @@ from foreshock.contract import wire
 from foreshock.contract.modes import MODE_NAMES, mode_name, served_modes
 from foreshock.contract.slots import Slot
 from foreshock.lab.sets.published_runs import published
+from foreshock.lab.texts.corpus import Corpus, standard_library
 from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
-from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import Recipe, find_recipe
 from foreshock.lab.training.run import Training

@@ -8,8 +8,8 @@ import pytest
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.sets import run_set as many
 from foreshock.lab.sets.run_set import Entry, chosen, run_set
+from foreshock.lab.texts.corpus import Corpus, standard_library
 from foreshock.lab.training.arm import CONTROL, UNTREATED
-from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
 

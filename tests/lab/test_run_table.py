@@ -17,9 +17,9 @@ from foreshock.contract import wire
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.run_table import run_rows
 from foreshock.lab.sets.published_runs import published
+from foreshock.lab.texts.corpus import Corpus, standard_library
 from foreshock.lab.training import run as run_module
 from foreshock.lab.training.arm import BACKENDS, RESCUED, UNTREATED, find_arm
-from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT, ModelConfig
 from foreshock.lab.training.real_text_split import assigned
 from foreshock.lab.training.recipes import find_recipe

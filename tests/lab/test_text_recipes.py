@@ -9,8 +9,8 @@ from tests.lab.tiny_recipes import tiny
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.sets.published_runs import published
+from foreshock.lab.texts.corpus import Corpus, standard_library
 from foreshock.lab.training.arm import UNTREATED, find_arm
-from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.recipes import Recipe, find_recipe
 from foreshock.lab.training.run import Training
 from foreshock.lab.training.text_recipes import RATES, TEXT_RECIPES

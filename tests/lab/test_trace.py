@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tests.lab.short_traces import FAILS, sample, started, write
 
-from foreshock.contract import catalog, wire
+from foreshock.contract import wire
+from foreshock.contract.metrics import catalog
 from foreshock.contract.slots import SLOT_COUNT, Slot
 from foreshock.lab.recording.packed import read_lines
 from foreshock.lab.recording.trace import read_trace

@@ -14,7 +14,7 @@ from tests.monitor.tiny_models import tiny_gpt, train_step
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.catalog import read
+from foreshock.contract.metrics.catalog import read
 from foreshock.contract.slots import Floats, Slot, Words, fitted, merge_words, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
 from foreshock.monitor import attach

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from tests.contract.counted_words import states
 from tests.monitor.courses import EVERY, reading
 
-from foreshock.contract import catalog
+from foreshock.contract.metrics import catalog
 from foreshock.contract.slots import SLOT_COUNT, Slot, Words, identity_row, slot_values
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.readings import Readings, head_readings

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from foreshock.contract.catalog import METRICS
+from foreshock.contract.metrics.catalog import METRICS
 from foreshock.contract.modes import MODES
 from foreshock.contract.orders import CLIP_ORDERS
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.server.drawn_runs import store_run
 
-from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.wire import Array
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.curves.drawing import metric_of

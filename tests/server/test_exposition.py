@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from sqlalchemy import event
 
-from foreshock.contract.catalog import METRICS
+from foreshock.contract.metrics.catalog import METRICS
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import AgentHealth, Array, Finished
 from foreshock.server.testing import FakeRank

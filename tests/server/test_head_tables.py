@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreshock.contract.catalog import HEAD_METRICS
+from foreshock.contract.metrics.catalog import HEAD_METRICS
 from foreshock.contract.slots import identity_row
 from foreshock.server.curves.merging import Axis, MergedSteps
 from foreshock.server.http.head_tables import Reading, head_tables

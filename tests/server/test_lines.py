@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
-from foreshock.contract.catalog import METRICS
+from foreshock.contract.metrics.catalog import METRICS
 from foreshock.server.http.lines import encoder, line
 
 pytestmark = pytest.mark.promise("S15")

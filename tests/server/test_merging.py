@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreshock.contract.catalog import BY_KEY, METRICS
+from foreshock.contract.metrics.catalog import BY_KEY, METRICS
 from foreshock.contract.slots import merge_words
 from foreshock.server.curves.merging import merge_scalars
 from foreshock.server.store.packing import SCALARS

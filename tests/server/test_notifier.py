@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import SecretStr
 from sqlalchemy import update
 
-from foreshock.contract.catalog import SILENT_SECONDS
+from foreshock.contract.metrics.catalog import SILENT_SECONDS
 from foreshock.contract.wire import Finished
 from foreshock.server.messages import LONGEST
 from foreshock.server.notifier import Notifier

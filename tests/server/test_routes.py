@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.server.testing import FakeRank
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tests.server.scraped import runs_of, shown
 
-from foreshock.contract import metric as labels
+from foreshock.contract.metrics import metric as labels
 from foreshock.contract.wire import AgentHealth, Switched
 from foreshock.server.testing import FakeRank
 

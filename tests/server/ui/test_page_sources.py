@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foreshock.contract.catalog import METRICS
+from foreshock.contract.metrics.catalog import METRICS
 
 ROOT = Path(__file__).parents[3]
 SOURCES = sorted((ROOT / "server" / "ui" / "src").glob("*.ts*"))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from foreshock.lab.recording.whole_file import whole_file
-from foreshock.lab.training.corpus import Corpus
+from foreshock.lab.texts.corpus import Corpus
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -8,10 +8,16 @@ of every sample goes to the service's own store (docs/design.md, decision 9).
 
 from typing import Final
 
-from foreshock.contract.head_metrics import HEAD_METRICS
-from foreshock.contract.metric import Alert
-from foreshock.contract.run_metrics import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS, RUN_METRICS, SILENT_SECONDS
-from foreshock.contract.service_metrics import SERVICE_METRICS
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
+from foreshock.contract.metrics.metric import Alert
+from foreshock.contract.metrics.run_metrics import (
+    FIRST_STEP_SECONDS,
+    HUNG_SECONDS,
+    HUNG_STEPS,
+    RUN_METRICS,
+    SILENT_SECONDS,
+)
+from foreshock.contract.metrics.service_metrics import SERVICE_METRICS
 from foreshock.contract.slots import Floats, Words
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from foreshock.contract.metric import (
+from foreshock.contract.metrics.metric import (
     Alert,
     HeadReading,
     Levels,

@@ -2,12 +2,12 @@
 
 from typing import Final
 
-from foreshock.contract.metric import (
+from foreshock.contract.metrics.metric import (
     Alert,
     Levels,
     Metric,
 )
-from foreshock.contract.service_metrics import INCIDENT_METRICS
+from foreshock.contract.metrics.service_metrics import INCIDENT_METRICS
 
 SILENT_SECONDS: Final = 300.0
 """A run that claims to be active and was not heard of for longer has fallen silent."""

@@ -7,7 +7,7 @@ the run's heads, mode and numbers.
 
 from typing import Final
 
-from foreshock.contract.metric import (
+from foreshock.contract.metrics.metric import (
     Alert,
     Levels,
     Metric,

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from foreshock.lab.recording.whole_file import whole_file
-from foreshock.lab.training.byte_pairs import SUFFIXES, encoded, texts_folder, texts_of, tokenizer_of
-from foreshock.lab.training.corpus import Corpus
+from foreshock.lab.texts.byte_pairs import SUFFIXES, encoded, texts_folder, texts_of, tokenizer_of
+from foreshock.lab.texts.corpus import Corpus
 
 VOCABULARY: Final = 50_257
 """As many as GPT-2's has."""

@@ -1,0 +1,1 @@
+"""The texts that the laboratory trains on."""
