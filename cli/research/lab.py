@@ -159,12 +159,13 @@ def lab_matrix(
     json: Annotated[
         Path | None, typer.Option(help="Where every training is kept; those that are there are not made again.")
     ] = None,
+    traces: Annotated[Path | None, typer.Option(help="Folder to record every training in that is made.")] = None,
 ) -> None:
     """Train a small GPT into each failure, with each remedy, and say what held it and what the agent warned about."""
     from foreshock.cli.output import console
     from foreshock.cli.research import laboratory
 
-    laboratory.matrix(failure, remedy, on, seeds, console(), workers=workers, minutes=minutes, json=json)
+    laboratory.matrix(failure, remedy, on, seeds, console(), workers=workers, minutes=minutes, json=json, traces=traces)
 
 
 @lab.command("corpus")

@@ -145,6 +145,7 @@ def matrix(
     workers: int,
     minutes: float | None,
     json: Path | None,
+    traces: Path | None,
 ) -> None:
     """Print a row for each failure, remedy and time of it: of all seeds how many exploded, what they ended at, and what
     the agent warned of.
@@ -165,7 +166,7 @@ def matrix(
             _range(seeds),
         )
     )
-    found = sets.matrix(cells, workers=workers, minutes=minutes, json_file=json, on_run=print_run)
+    found = sets.matrix(cells, workers=workers, minutes=minutes, json_file=json, on_run=print_run, traces=traces)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("failure", "remedy", "on", "exploded", "loss", "largest score", "warned", "cause"):
         table.add_column(name, justify="left" if name in ("failure", "remedy", "on", "cause") else "right")

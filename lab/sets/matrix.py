@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,11 +25,14 @@ from torch import Tensor
 from foreshock.contract import wire
 from foreshock.contract.decision import cause_of
 from foreshock.contract.slots import Slot, slot_values
+from foreshock.lab.recording.packed import RECORDED
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.recording.whole_file import whole_file
 from foreshock.lab.texts.corpus import VOCABULARY, Corpus, standard_library
 from foreshock.lab.training.arm import CONTROL, PAPER, UNTREATED, Arm
 from foreshock.lab.training.recipe import Recipe
 from foreshock.lab.training.recipes import find_recipe
+from foreshock.lab.training.recorder import Recorder
 from foreshock.lab.training.run import Training
 
 _LEVEL: Final = 100
@@ -126,8 +130,8 @@ class _Training(Training):
         return self.recipe.model.vocabulary - 1 - windows if self.step >= self.changed_after else windows
 
 
-def measure(cell: Cell, *, steps: int | None = None) -> Run:
-    """Train one cell, in this process; `steps` in place of the recipe's own."""
+def measure(cell: Cell, *, steps: int | None = None, traces: Path | None = None) -> Run:
+    """Train one cell, in this process, and record it in the folder `traces`; `steps` in place of the recipe's own."""
     torch.set_num_threads(1)
     began = time.process_time()
     failure = FAILURES[cell.failure]
@@ -157,9 +161,19 @@ def measure(cell: Cell, *, steps: int | None = None) -> Run:
 
     training.agent.subscribe(listen)
     losses, acted = [], cell.on != "warning"
-    with training.on_stream(), training.agent:
+    with ExitStack() as stack:
+        header = recipe.header(arm, cell.seed, training.agent.run) | asdict(cell)
+        place = None if traces is None else traces / f"{name_of(cell)}{RECORDED}"
+        writer = None if place is None else stack.enter_context(TraceWriter(place, header))
+        stack.enter_context(training.on_stream())
+        stack.enter_context(training.agent)
+        recorder = None if writer is None else Recorder(training, writer)
+        if recorder is not None:
+            stack.callback(recorder.flush)
         while training.step < recipe.steps:
             losses.append(training.advance().clone())
+            if recorder is not None:
+                recorder.step()
             if verdicts and not acted:
                 acted = True
                 if switches:
@@ -180,6 +194,12 @@ def measure(cell: Cell, *, steps: int | None = None) -> Run:
         steps=recipe.steps,
         processor_seconds=round(time.process_time() - began, 1),
     )
+
+
+def name_of(cell: Cell) -> str:
+    """Of its trace, without the ending."""
+    remedy = cell.remedy if cell.on is None else f"{cell.remedy}-{cell.on}"
+    return f"{cell.failure}_{remedy}_seed{cell.seed}".replace(" ", "-")
 
 
 @functools.cache
@@ -213,6 +233,7 @@ def matrix(
 ) -> list[Run]:
     """Train the cells, and keep each in `json_file` as soon as it is done; one that is there is not trained again.
 
+    settings: as of `measure`.
     minutes: after these none is begun; what is under way is ended. What was not reached is left out.
     """
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes

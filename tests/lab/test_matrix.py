@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from foreshock.contract import wire
+from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.sets import matrix as sets
 from foreshock.lab.sets.matrix import FAILURES, REMEDIES, Cell, Run, cells, matrix, measure, rows
 from foreshock.lab.training.model import GPT, CausalSelfAttention, ModelConfig
@@ -185,3 +186,15 @@ def test_the_table_counts_seeds_and_keeps_cells_that_are_not_finite() -> None:
 
 def test_the_byte_before_tells_less_than_all_and_more_than_nothing() -> None:
     assert 1.5 < sets.entropy_given_last_byte() < math.log(256) - 2
+
+
+def test_a_training_is_recorded_where_a_folder_is_named_and_comes_to_the_same(tmp_path: Path) -> None:
+    cell = Cell(failure="rounding", remedy="both", on="warning", seed=2)
+    alone, recorded = measure(cell, steps=130), measure(cell, steps=130, traces=tmp_path)
+    assert replace(alone, processor_seconds=0.0) == replace(recorded, processor_seconds=0.0)
+    [path] = tmp_path.iterdir()
+    trace = read_trace(path)
+    assert path.name == "rounding_both-warning_seed2.jsonl.gz"
+    assert {name: trace.header[name] for name in asdict(cell)} == asdict(cell)
+    assert trace.steps.step.tolist() == list(range(1, 131))
+    assert float(trace.steps.loss[-100:].mean()) == pytest.approx(recorded.final_loss, rel=1e-3)
