@@ -19,7 +19,7 @@ _PASSES: Final = "is one pass of a call or a part of one, which `tests/kernels/t
 WITHOUT: Final = {
     "contract/incident_form.py": "declares what `tests/contract/test_incident.py` makes and reads",
     **{
-        f"contract/metrics/{name}_metrics.py": "is entries of the catalogue, which `tests/contract/test_catalog.py` sees"
+        f"contract/metrics/{name}_metrics.py": "is entries of the catalogue, `tests/contract/test_catalog.py` sees them"
         for name in ("head", "run", "service")
     },
     **{
