@@ -18,25 +18,14 @@ _NEARLY_PREFIX: Final = 0.8
 _NEARLY: Final = 0.75
 """How alike the rests of two names are, of 1, when one is taken for a slip of the other."""
 
-_FIXED: Final = (
-    "BODY_SECONDS", "CLOSE_SECONDS", "CLOSE_WATCH_STEPS", "COMMAND_EXPIRY_SECONDS", "COMMIT_BATCHES",
-    "FINISHED_RUN_SECONDS", "HEADER_SECONDS", "HEARTBEAT_SECONDS", "INGEST_QUEUE_BATCHES", "INGEST_QUEUE_BYTES",
-    "MAX_BODY_BYTES", "METRICS_SECONDS", "NOTIFY_GATHER_SECONDS", "QUEUE_BYTES", "REQUEST_SECONDS",
-    "SEND_EVERY_SECONDS", "SESSION_SECONDS", "SILENT_RUN_SECONDS", "STREAM_CLIENTS", "STREAM_QUEUE_EVENTS",
-    "WEBHOOK_COOLDOWN_SECONDS", "WEBHOOK_SWITCHES_PER_HOUR", "WORST_HEADS",
-)  # fmt: skip
-"""Settings of builds before, which are constants now: setting one is refused, for it would be passed over."""
-
 
 def refuse_misspelt(environment: Mapping[str, str] | None = None) -> None:
-    """Raises ValueError for a variable that nothing reads: it is nearly one that something does, or was one.
+    """Raises ValueError for a variable that nothing reads and that is nearly one that something does.
 
     The prefix may be misspelt too, or the name be in lower case. Others are left alone: a cluster sets
     FORESHOCK_SERVICE_HOST and the like for a service of this name.
     """
     for given in sorted(os.environ if environment is None else environment):
-        if given.removeprefix(PREFIX) in _FIXED and given.startswith(PREFIX):
-            raise ValueError(f"{given} can no longer be set: its value is fixed; leave it out")
         rest = None if given in VARIABLES else _without_prefix(given)
         if rest is None:
             continue

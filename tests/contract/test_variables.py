@@ -49,9 +49,3 @@ def test_what_a_cluster_sets_for_a_service_of_this_name_is_left_alone() -> None:
 @pytest.mark.parametrize("name", ["AFTERSHOCK_URL", "FORESIGHT_TOKEN", "FORECAST_RUN", "TOKEN", "URL", "TOKENS_FILE"])
 def test_a_setting_of_another_program_is_left_alone(name: str) -> None:
     refuse_misspelt({name: "1"})
-
-
-@pytest.mark.parametrize("name", ["FORESHOCK_BODY_SECONDS", "FORESHOCK_QUEUE_BYTES", "FORESHOCK_WORST_HEADS"])
-def test_a_setting_of_builds_before_that_is_a_constant_now_is_refused_and_not_taken_for_a_slip(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} can no longer be set: its value is fixed; leave it out"):
-        refuse_misspelt({name: "1"})
