@@ -1,17 +1,20 @@
-"""A forward of attention for Hopper in Gluon, beside cuDNN: the prototype that says whether Gluon is worth its lines.
+"""The Hopper forward of attention on a GPU: is it right, then how fast is it beside cuDNN, Triton and its prototype.
 
-One warp loads tiles by the copy engine. Two groups of four warps take turns: one multiplies while the other computes
-its softmax, and within a group the next scores are multiplied under the softmax of the last. It serves full and causal
-attention in bf16 whose length is a multiple of 128, and stores O and the log-sum-exp; no statistic, no mode.
-`python -P -m foreshock.benchmarks.hopper_forward --json FILE` needs an H100 or H200; `compiled` needs no GPU.
+`python -P -m foreshock.benchmarks.hopper_forward --json FILE` takes about two minutes on an H100 or H200. Every case
+runs in a process that is killed where it says nothing for long: a barrier that nobody arrives at would wait for ever.
+`compiled` needs no GPU.
 """
 
 import argparse
 import itertools
 import json
 import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -19,285 +22,349 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from triton.backends.compiler import GPUTarget
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from foreshock.benchmarks import machine
+from foreshock.benchmarks import hopper_prototype, machine
 from foreshock.benchmarks.stopwatch import Stopwatch
-from foreshock.kernels.flash_attention import flash_attention
+from foreshock.benchmarks.watched import BROKEN, Watched
+from foreshock.contract.modes import Mode
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
+from foreshock.kernels.flash_attention.launch import call_of
+from foreshock.kernels.flash_attention.spec import Arguments, Saved, residual_scale
+from foreshock.kernels.flash_attention.triton_kernels import backward, forward
+from foreshock.kernels.flash_attention.triton_kernels.hopper_forward import (
+    BLOCK,
+    STAGES,
+    hopper_forward_kernel,
+    launch_hopper_forward,
+    serves,
+)
+from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
-BLOCK: Final = 128
-"""Queries of a program, half of them for each group of warps, and keys of a tile."""
-LN2: gl.constexpr = gl.constexpr(math.log(2))
-
-
-@gluon.jit
-def tile_of(program, SEQ: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr):
-    """Head, block of queries and number of key tiles; under a causal mask a head's longest blocks come first."""
-    blocks: gl.constexpr = SEQ // BLOCK
-    head = program // blocks
-    block = program % blocks
-    if CAUSAL:
-        block = blocks - 1 - block
-        return head, block, block + 1
-    return head, block, block * 0 + blocks
-
-
-@gluon.jit
-def load(
-    descriptors, shared, full, empty, programs,
-    SEQ: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads: each block's queries, then its tiles of keys and values from the last one down."""
-    q_desc, k_desc, v_desc = descriptors
-    q_tiles, k_tiles, v_tiles = shared
-    q_full, k_full, v_full = full
-    q_empty, k_empty, v_empty = empty
-    program = gl.program_id(0)
-    step = 0
-    turn = 0
-    while program < programs:
-        head, block, tiles = tile_of(program, SEQ, BLOCK, CAUSAL)
-        first_key = (head // GROUP) * SEQ
-        mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        mbarrier.expect(q_full, BLOCK * DIM * 2)
-        for half in gl.static_range(2):
-            first = head * SEQ + block * BLOCK + half * (BLOCK // 2)
-            tma.async_copy_global_to_shared(q_desc, [first, 0], q_full, q_tiles.index(half))
-        for i in range(tiles):
-            row = first_key + (tiles - 1 - i) * BLOCK
-            slot = step % STAGES
-            phase = (step // STAGES) & 1
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            mbarrier.expect(k_full.index(slot), BLOCK * DIM * 2)
-            tma.async_copy_global_to_shared(k_desc, [row, 0], k_full.index(slot), k_tiles.index(slot))
-            mbarrier.wait(v_empty.index(slot), phase ^ 1)
-            mbarrier.expect(v_full.index(slot), BLOCK * DIM * 2)
-            tma.async_copy_global_to_shared(v_desc, [row, 0], v_full.index(slot), v_tiles.index(slot))
-            step += 1
-        turn += 1
-        program += gl.num_programs(0)
+Outputs = tuple[Tensor, Tensor | None, Tensor, Tensor]
 
 
-@gluon.jit
-def attend(
-    HALF: gl.constexpr, o_desc, lse, shared, o_tiles, full, empty, turns, programs, unit,
-    SEQ: gl.constexpr, BLOCK: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """A group of four warps: half of each block's queries. `unit` turns a score into powers of two."""
-    ROWS: gl.constexpr = BLOCK // 2
-    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    of_p: gl.constexpr = gl.DotOperandLayout(0, of_out, 2)
-    by_row: gl.constexpr = gl.SliceLayout(1, of_scores)
-    q_tiles, k_tiles, v_tiles = shared
-    q_full, k_full, v_full = full
-    q_empty, k_empty, v_empty = empty
-    query = q_tiles.index(HALF)
-    out = o_tiles.index(HALF)
-    program = gl.program_id(0)
-    step = 0
-    mine = 0
-    turn = 0
-    while program < programs:
-        head, block, tiles = tile_of(program, SEQ, BLOCK, CAUSAL)
-        first = block * BLOCK + HALF * ROWS
-        mbarrier.wait(q_full, turn & 1)
-        slot = step % STAGES
-        mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-        mbarrier.wait(turns.index(HALF), mine & 1)
-        mine += 1
-        nothing = gl.zeros([ROWS, BLOCK], gl.float32, of_scores)
-        asked = warpgroup_mma(query, k_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.arrive(turns.index(1 - HALF))
-        scores = warpgroup_mma_wait(0, deps=[asked])
-        mbarrier.arrive(k_empty.index(slot))
-        if CAUSAL:  # tiles are as long as blocks: the first that is looked at holds the diagonal, and no other does
-            rows = first + gl.arange(0, ROWS, layout=by_row)
-            keys = (tiles - 1) * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, of_scores))
-            scores = gl.where(rows[:, None] >= keys[None, :], scores, float("-inf"))
-        largest = gl.max(scores, 1)
-        p = gl.exp2(scores * unit - (largest * unit)[:, None])
-        total = gl.sum(p, 1)
-        rounded = gl.convert_layout(p.to(gl.bfloat16), of_p)
-        acc = gl.zeros([ROWS, DIM], gl.float32, of_out)
-        for _ in range(1, tiles):
-            last = slot
-            last_phase = (step // STAGES) & 1
-            step += 1
-            slot = step % STAGES
-            mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-            mbarrier.wait(turns.index(HALF), mine & 1)
-            mine += 1
-            nothing = gl.zeros([ROWS, BLOCK], gl.float32, of_scores)
-            asked = warpgroup_mma(query, k_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(last), last_phase)
-            added = warpgroup_mma(rounded, v_tiles.index(last), acc, is_async=True)
-            mbarrier.arrive(turns.index(1 - HALF))
-            scores = warpgroup_mma_wait(1, deps=[asked])
-            mbarrier.arrive(k_empty.index(slot))
-            before = largest * unit
-            largest = gl.maximum(largest, gl.max(scores, 1))
-            shift = largest * unit
-            shrink = gl.exp2(before - shift)
-            p = gl.exp2(scores * unit - shift[:, None])
-            total = total * shrink + gl.sum(p, 1)
-            after = gl.convert_layout(p.to(gl.bfloat16), of_p)
-            # It has been waited for, and passes at once. Its branch keeps ptxas from moving the softmax behind the wait
-            # for the product that it is to run beside.
-            mbarrier.wait(v_full.index(last), last_phase)
-            acc, rounded = warpgroup_mma_wait(0, deps=[added, rounded])
-            mbarrier.arrive(v_empty.index(last))
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, of_out))[:, None]
-            rounded = after
-        mbarrier.wait(v_full.index(slot), (step // STAGES) & 1)
-        added = warpgroup_mma(rounded, v_tiles.index(slot), acc, is_async=True)
-        log_sum = (largest * unit + gl.log2(total)) * LN2
-        acc, rounded = warpgroup_mma_wait(0, deps=[added, rounded])
-        mbarrier.arrive(v_empty.index(slot))
-        mbarrier.arrive(q_empty)
-        step += 1
-        acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, of_out))[:, None]
-        tma.store_wait(0)
-        out.store(acc.to(gl.bfloat16))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [head * SEQ + first, 0], out)
-        gl.store(lse + head * SEQ + first + gl.arange(0, ROWS, layout=by_row), log_sum)
-        turn += 1
-        program += gl.num_programs(0)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse, programs, unit,
-    SEQ: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """O and the log-sum-exp of [heads * SEQ, DIM]; each program takes every num_programs-th block of queries."""
-    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK // 2, DIM], q_desc.layout)
-    o_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK // 2, DIM], o_desc.layout)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, DIM], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, DIM], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    fence_async_shared()
-    mbarrier.arrive(turns.index(0))
-    shared = (q_tiles, k_tiles, v_tiles)
-    full = (q_full, k_full, v_full)
-    empty = (q_empty, k_empty, v_empty)
-    gl.warp_specialize(
-        [
-            (attend, (gl.constexpr(0), o_desc, lse, shared, o_tiles, full, empty, turns, programs, unit,
-                      SEQ, BLOCK, DIM, STAGES, CAUSAL)),
-            (attend, (gl.constexpr(1), o_desc, lse, shared, o_tiles, full, empty, turns, programs, unit,
-                      SEQ, BLOCK, DIM, STAGES, CAUSAL)),
-            (load, ((q_desc, k_desc, v_desc), shared, full, empty, programs, SEQ, GROUP, BLOCK, DIM, STAGES, CAUSAL)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
-
-
-def compiled(dim: int, *, causal: bool, length: int = 4096) -> Any:
+def compiled(
+    dim: int,
+    *,
+    causal: bool,
+    residual: bool = True,
+    modes: bool = True,
+    tail: bool = False,
+    dtype: str = "bf16",
+    stages: int = STAGES,
+    turns: bool = True,
+) -> Any:
     """The kernel as Triton compiles it for compute capability 9.0, on any machine."""
-    half, whole = (gl.NVMMASharedLayout.get_default_for([rows, dim], gl.bfloat16) for rows in (BLOCK // 2, BLOCK))
-    kinds = {name: f"tensordesc<bf16[{rows}, {dim}],{layout!r}>" for name, rows, layout in (
-        ("q_desc", BLOCK // 2, half), ("k_desc", BLOCK, whole), ("v_desc", BLOCK, whole), ("o_desc", BLOCK // 2, half),
-    )}  # fmt: skip
-    constants = {"SEQ": length, "GROUP": 1, "BLOCK": BLOCK, "DIM": dim, "STAGES": 2, "CAUSAL": causal}
-    signature = {**kinds, "lse": "*fp32", "programs": "i32", "unit": "fp32", **dict.fromkeys(constants, "constexpr")}
+    kind = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+
+    def descriptor(rows: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], kind)
+        return f"tensordesc<{dtype}[1, 1, {rows}, {dim}],{layout!r}>"
+
+    half, whole = descriptor(BLOCK // 2), descriptor(BLOCK)
+    constants = {"BLOCK": BLOCK, "DIM": dim, "STAGES": stages, "CAUSAL": causal, "TAIL": tail, "TURNS": turns}
+    signature: dict[str, Any] = {
+        **dict(zip(("q_desc", "k_desc", "v_desc", "o_desc"), (half, whole, whole, half), strict=True)),
+        "r_desc": half if residual else "constexpr",
+        **dict.fromkeys(("lse", "row_max"), "*fp32"),
+        "modes": "*i32" if modes else "constexpr",
+        **dict.fromkeys(("blocks", "planes", "heads", "group", "length_q", "length_k", "tiles"), "i32"),
+        **dict.fromkeys(("unit", "score_unit"), "fp32"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
     places = list(signature)
-    source = GluonASTSource(forward_kernel, signature, {(places.index(k),): v for k, v in constants.items()}, {})
+    nothing = {name: None for name, given in (("r_desc", residual), ("modes", modes)) if not given}
+    fixed = {(places.index(name),): value for name, value in {**constants, **nothing}.items()}
+    source = GluonASTSource(hopper_forward_kernel, signature, fixed, {})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """O [B, H, S, D] and the log-sum-exp [B, H, S] in nats, of contiguous bf16; S a multiple of 128, D 64 or 128."""
+class Case(NamedTuple):
+    """One call that is checked. `odd`: a key makes scores minus infinity, and the scale is not the usual one."""
+
+    dim: int
+    causal: bool
+    length_q: int
+    length_k: int
+    heads: tuple[int, int] = (4, 4)
+    batch: int = 2
+    dtype: str = "bfloat16"
+    layout: str = "heads of rows"
+    odd: bool = False
+    turns: bool = True
+    stages: int = STAGES
+
+
+CASES: Final = (
+    *(Case(128, causal, n, n) for causal, n in itertools.product((False, True), (1024, 128, 1, 129, 640, 1000, 1920))),
+    *(Case(128, causal, 1024, 1024, (16, 16), 16) for causal in (False, True)),
+    *(Case(128, causal, 1111, 1111, (8, 2), 3, layout="rows of heads") for causal in (False, True)),
+    *(Case(128, causal, 777, 777, dtype="float16") for causal in (False, True)),
+    *(Case(128, causal, 400, 400, odd=True) for causal in (False, True)),
+    *(Case(128, causal, n, n, turns=False) for causal, n in itertools.product((False, True), (1024, 1000))),
+    Case(128, False, 333, 777, (4, 1)),
+    Case(128, False, 777, 333),
+    Case(128, True, 8192, 8192, (3, 3), 1),
+    Case(128, False, 4096, 4096, (3, 3), 1),
+    *(Case(64, causal, n, n) for causal, n in itertools.product((False, True), (1024, 129, 1000))),
+    *(Case(64, causal, n, n, stages=3) for causal, n in itertools.product((False, True), (1024, 1000))),
+    *(Case(64, causal, 1111, 1111, (8, 2), 3, "float16", "rows of heads") for causal in (False, True)),
+)
+
+
+def tensors_of(case: Case) -> list[Tensor]:
+    """Query, key, value and the gradient of O."""
+    torch.manual_seed(case.length_q + case.length_k)
+    made = []
+    for heads, length in ((0, case.length_q), (1, case.length_k), (1, case.length_k), (0, case.length_q)):
+        shape = (case.batch, case.heads[heads], length, case.dim)
+        if case.layout == "rows of heads":
+            shape = (shape[0], shape[2], shape[1], shape[3])
+        tensor = torch.randn(shape, device="cuda").to(getattr(torch, case.dtype))
+        made.append(tensor.transpose(1, 2) if case.layout == "rows of heads" else tensor)
+    if case.odd:
+        made[0].abs_()
+        made[1][:, :, 0] = -math.inf
+    return made
+
+
+def blank_outputs(query: Tensor, *, residual: bool) -> tuple[Outputs, list[Tensor]]:
+    """Outputs, and what they lie in, which is longer: all of it holds 7."""
     batch, heads, length, dim = query.shape
-    if length % BLOCK or dim not in (64, 128) or key.shape[2] != length:
-        raise ValueError(
-            f"query {list(query.shape)}, key {list(key.shape)}: S must be a multiple of {BLOCK}, D 64, 128"
-        )
-    out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-
-    def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout.get_default_for([rows, dim], gl.bfloat16)
-        return TensorDescriptor.from_tensor(tensor.view(-1, dim), [rows, dim], layout)
-
-    programs = batch * heads * (length // BLOCK)
-    grid = (min(programs, torch.cuda.get_device_properties(query.device).multi_processor_count),)
-    forward_kernel[grid](
-        descriptor(query, BLOCK // 2), descriptor(key, BLOCK), descriptor(value, BLOCK), descriptor(out, BLOCK // 2),
-        lse, programs, 1 / (math.sqrt(dim) * math.log(2)), length, heads // key.shape[1], BLOCK, dim, 2, causal,
-        num_warps=4,
-    )  # fmt: skip
-    return out, lse
+    wide = [torch.full((batch, heads, length + 64, dim), 7.0, dtype=query.dtype, device="cuda") for _ in range(2)]
+    narrow = [torch.full((batch * heads * length + 128,), 7.0, device="cuda") for _ in range(2)]
+    out, lost = (x[:, :, :length] for x in wide)
+    lse, row_max = (x[: batch * heads * length].view(batch, heads, length) for x in narrow)
+    return (out, lost if residual else None, lse, row_max), [*wide, *narrow]
 
 
-def measure(stopwatch: Stopwatch, dim: int, length: int, *, causal: bool) -> dict[str, Any]:
-    """Milliseconds of the forward on 16,384 tokens of width 2048, and the error of O beside float64."""
+def untouched(outputs: Outputs, around: list[Tensor]) -> bool:
+    """Whether nothing was written outside of the outputs."""
+    length = outputs[0].shape[2]
+    rows = outputs[2].numel()
+    return all(bool((x[:, :, length:] == 7.0).all() if x.dim() == 4 else (x[rows:] == 7.0).all()) for x in around)
+
+
+def check(case: Case) -> dict[str, Any]:
+    """What is wrong in one case, in words, and the figures that say so."""
+    query, key, value, grad = tensors_of(case)
+    spec = AttentionSpec(0.3 if case.odd else case.dim**-0.5, "top_left" if case.causal else "none")
+    wrong: list[str] = []
+
+    def run(modes: Tensor | None = None, *, residual: bool = True, remembered: bool = True) -> Outputs:
+        given = Arguments(modes, None, None, case.length_q, case.length_k, None, spec)
+        outputs, around = blank_outputs(query, residual=residual)
+        call = call_of(query, key, value, given)
+        if not remembered:
+            call.ready.clear()
+        tensors = [x for x in (query, key, value, *outputs[:2]) if x is not None]
+        if not serves(call, *tensors):
+            wrong.append("not served")
+        launch_hopper_forward(call, (query, key, value), outputs, modes, stages=case.stages, turns=case.turns)
+        torch.cuda.synchronize()
+        if not untouched(outputs, around):
+            wrong.append("wrote outside of its outputs")
+        return outputs
+
+    def same(what: str, ours: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> None:
+        if not all(a is None or b is None or torch.equal(a, b) for a, b in zip(ours, others, strict=True)):
+            wrong.append(what)
+
+    first = run(remembered=False)
+    kept = [x for x in first if x is not None]
+    plain = Arguments(None, None, None, case.length_q, case.length_k, None, spec)
+    served = forward.attention_forward(query, key, value, plain)
+    exact = truth(query, key, value, spec)
+    figures: dict[str, Any] = {}
+    scale = residual_scale(query.dtype)
+    for name, ours, theirs, right in zip(("out", "residual", "lse", "row_max"), first, served, exact, strict=True):
+        both = [x for x in (ours, theirs) if x is not None]
+        if name == "residual":  # O and what was lost of it together are nearer to the truth than O
+            both = [hi.double() + lo.double() / scale for hi, lo in zip((first[0], served[0]), both, strict=True)]
+        error, allowed = (distance(x, right) for x in both)
+        figures[name] = [error, allowed]
+        if not error <= 1.1 * allowed + 2e-6:
+            wrong.append(f"{name} errs by {error:.2e}, Triton's by {allowed:.2e}")
+    if case.batch == 3 or case.length_q == 1000:  # the backward's kernels take long to compile
+        grads, others = (gradients(query, key, value, grad, outputs, plain) for outputs in (first, served))
+        for name, a, b in zip(("dq", "dk", "dv"), grads[0], others[0], strict=True):
+            figures[name] = distance(a, b.double())
+            if not figures[name] < (1e-2 if case.dtype == "bfloat16" else 2e-3):
+                wrong.append(f"{name} is {figures[name]:.2e} from Triton's")
+        figures["rows, tied rows"] = [grads[1], others[1]]
+    for _ in range(10):
+        same("other bits at a repetition, or when remembered", run(), first)
+    same("other bits without the residual", run(residual=False), first)
+    modes = torch.zeros(case.heads[0], dtype=torch.int32, device="cuda")
+    same("other bits with modes", run(modes), first)
+    given = (Mode.ROW_CORRECTED, Mode.STABLE_SOFTMAX, Mode.EXACT_DELTA, Mode.PAPER_SOFTMAX | Mode.ROW_CORRECTED)
+    modes.copy_(torch.tensor([int(mode) for mode in (*given, *[0] * case.heads[0])])[: case.heads[0]])
+    shifts = (modes & int(Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX)) != 0
+    switched = [x for x in run(modes) if x is not None]
+    same("other bits beside a head that shifts", [x[:, ~shifts] for x in switched], [x[:, ~shifts] for x in kept])
+    if not all(bool((x[:, shifts] == 7.0).all()) for x in switched):
+        wrong.append("a head that shifts was written")
+    modes.fill_(int(Mode.STABLE_SOFTMAX))
+    if not all(bool((x == 7.0).all()) for x in run(modes) if x is not None):
+        wrong.append("heads that all shift were written")
+    return {"case": case._asdict(), "wrong": sorted(set(wrong)), **figures}
+
+
+def truth(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """O twice, log-sum-exp and row maximum in float64."""
+    group = query.shape[1] // key.shape[1]
+    q, k, v = query.double(), key.double().repeat_interleave(group, 1), value.double().repeat_interleave(group, 1)
+    scores = spec.scale * (q @ k.transpose(-1, -2))
+    if spec.causal != "none":
+        scores.masked_fill_(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -math.inf)
+    lse, row_max = scores.logsumexp(-1), scores.amax(-1)
+    out = torch.exp(scores.sub_(lse.nan_to_num(neginf=0.0)[..., None])) @ v
+    return out, out, lse, row_max
+
+
+def distance(given: Tensor, exact: Tensor) -> float:
+    """Of numbers of a row the largest, of tiles relative to the norm; infinite where infinities differ."""
+    given = given.double()
+    finite = exact.isfinite()
+    if not torch.equal(finite, given.isfinite()) or not torch.equal(exact[~finite], given[~finite]):
+        return math.inf
+    difference = (given - exact)[finite]
+    return float(difference.abs().max() if exact.dim() == 3 else difference.norm() / exact[finite].norm())
+
+
+def gradients(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, outputs: Any, given: Arguments
+) -> tuple[tuple[Tensor, ...], list[float]]:
+    """The backward of what a forward stored, and how many rows it counted as tied."""
+    state = new_state(query.shape[1], "cuda")
+    grads = backward.attention_backward(grad, Saved(query, key, value, *outputs), state, given)
+    counts = state.cpu().numpy()
+    ties = [slot_values(counts, slot).sum() for slot in (Slot.ROWS, Slot.TIED_ROWS_BF16)]
+    return grads, [float(x) for x in ties]
+
+
+def contenders(dim: int, length: int, *, causal: bool) -> dict[str, Callable[[], object]]:
+    """Forwards of 16,384 tokens of width 2048. They keep no residual where none is named; `free` take no turns."""
     torch.manual_seed(dim + length + causal)
     shape = (16_384 // length, 2048 // dim, length, dim)
     query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    q, k, v = (x[:1, :2].double() for x in (query, key, value))
-    truth = scaled_dot_product_attention(q, k, v, is_causal=causal)
-    out, _ = forward(query, key, value, causal=causal)
-    error = float((out[:1, :2].double() - truth).norm() / truth.norm())
+    out, lost = torch.empty_like(query), torch.empty_like(query)
+    lse, row_max = (torch.empty(shape[:3], device="cuda") for _ in range(2))
+    modes = torch.zeros(shape[1], dtype=torch.int32, device="cuda")
+    spec = AttentionSpec(dim**-0.5, "top_left" if causal else "none")
 
     def cudnn() -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return scaled_dot_product_attention(query, key, value, is_causal=causal)
 
-    with torch.no_grad():
-        took = stopwatch.medians(
-            {
-                "cudnn": cudnn,
-                "triton": lambda: flash_attention(query, key, value, causal=causal),
-                "gluon": lambda: forward(query, key, value, causal=causal),
-            }
-        )
-    return {"head_dim": dim, "causal": causal, "length": length, "error": error, **took}
+    def ours(kernel: str, given_modes: Tensor | None = None, residual: Tensor | None = None, **options: Any) -> None:
+        given = Arguments(given_modes, None, None, length, length, None, spec)
+        call = call_of(query, key, value, given)
+        outputs = (out, residual, lse, row_max)
+        if kernel == "triton":
+            config = configs(call.capability, call.block_d, call.mean_keys).forward
+            forward.launch_forward(call, config, (query, key, value), outputs, given)
+        else:
+            launch_hopper_forward(call, (query, key, value), outputs, given_modes, **options)
+
+    calls: dict[str, Callable[[], object]] = {
+        "cudnn": cudnn,
+        "served": lambda: flash_attention(query, key, value, causal=causal),
+        "triton": partial(ours, "triton"),
+        "triton, residual": partial(ours, "triton", None, lost),
+        "triton, residual, modes": partial(ours, "triton", modes, lost),
+        "prototype": lambda: hopper_prototype.forward(query, key, value, causal=causal),
+        "gluon": partial(ours, "gluon"),
+        "gluon, residual": partial(ours, "gluon", None, lost),
+        "gluon, residual, modes": partial(ours, "gluon", modes, lost),
+        "free": partial(ours, "gluon", turns=False),
+        "free, residual": partial(ours, "gluon", None, lost, turns=False),
+    }
+    if dim == 64:
+        calls["gluon, 3 stages"] = partial(ours, "gluon", stages=3)
+    return calls
+
+
+CELLS: Final = tuple(itertools.product((128, 64), (False, True), (1024, 4096, 8192)))
+
+
+GROUPS: Final = ("cudnn served triton prototype", "gluon", "free")
+"""First words of the contenders. Kernels that wait in different ways are tried apart: one may wait for ever."""
+
+
+def measure(cell: int, repeats: int, *groups: int) -> dict[str, Any]:
+    """Milliseconds of one cell's contenders of these groups; 0 repeats make their kernels, so that they lie on disk."""
+    dim, causal, length = CELLS[cell]
+    words = " ".join(GROUPS[group] for group in groups).split()
+    calls = {k: v for k, v in contenders(dim, length, causal=causal).items() if k.split(",")[0] in words}
+    wrong = []
+    for name, call in list(calls.items()):
+        try:
+            call()
+            torch.cuda.synchronize()
+        except Exception as error:
+            del calls[name]
+            wrong.append(f"{name}: {type(error).__name__}: {error}"[-300:])
+    said: dict[str, Any] = {"wrong": wrong, "head_dim": dim, "causal": causal, "length": length}
+    if repeats:
+        with torch.no_grad():
+            took = Stopwatch(repeats).medians(calls)
+        work = 4 * 16_384 * length * 2048 * (0.5 if causal else 1.0)
+        said |= {"milliseconds": took, "TFLOP/s": {name: round(work / ms / 1e9, 1) for name, ms in took.items()}}
+    return said
+
+
+def carry_out(tasks: list[str]) -> None:
+    """What a part's process does: one line of JSON for each task."""
+    for task in tasks:
+        name, *numbers = task.split()
+        try:
+            first, *rest = map(int, numbers)
+            said = check(CASES[first]) if name == "check" else measure(first, *rest)
+        except Exception as error:
+            said = {"wrong": [f"{type(error).__name__}: {error}"[-600:]]}
+        print(json.dumps(said), flush=True)
+        if any("CUDA error" in x or "AcceleratorError" in x for x in said.get("wrong", ())):
+            sys.exit(BROKEN)
+
+
+def in_processes(tasks: list[str], count: int, ends: float) -> list[dict[str, Any]]:
+    """What the tasks say, shared among as many processes, each killed where it says nothing for 75 seconds."""
+    command = [sys.executable, "-P", "-m", "foreshock.benchmarks.hopper_forward", "--tasks"]
+    parts = [Watched(command, tasks[i::count], 75.0, ends) for i in range(count)]
+    return [said for part in parts for said in part.wait()]
 
 
 def main() -> None:
-    """Measure the grid and print it. Needs a GPU of compute capability 9.0."""
+    """Check every case in eight processes, then measure the grid in one. Needs a GPU of compute capability 9.0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--seconds", type=float, default=240.0, help="when to stop")
+    parser.add_argument("--tasks", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("this needs an H100 or H200; on other machines `compiled` shows that the kernel compiles")
-    stopwatch, cells = Stopwatch(15), []
-    for dim, causal, length in itertools.product((64, 128), (False, True), (1024, 4096, 8192)):
-        cells.append(cell := measure(stopwatch, dim, length, causal=causal))
-        print(f"{cell}, cuDNN / Gluon {cell['cudnn'] / cell['gluon']:.2f}", flush=True)
+    if given.tasks:
+        carry_out(given.tasks)
+        return
+    begun = time.monotonic()
+    made = [(cell, group) for group in range(len(GROUPS)) for cell in range(len(CELLS))]
+    tasks = [*(f"check {i}" for i in range(len(CASES))), *(f"measure {cell} 0 {group}" for cell, group in made)]
+    result: dict[str, Any] = machine.header("python -P -m foreshock.benchmarks.hopper_forward --json FILE")
+    checks = in_processes(tasks, 8, begun + 0.7 * given.seconds)
+    wrong = [x for x in checks if x["wrong"]]
+    hung = {x["task"].split()[-1] for x in wrong if x["task"].startswith("measure") and "head_dim" not in x}
+    groups = " ".join(str(group) for group in range(len(GROUPS)) if str(group) not in hung)
+    timed = [f"measure {cell} 25 {groups}" for cell in range(len(CELLS))]
+    cells = in_processes(timed, 1, begun + given.seconds)
+    result |= {"tasks": len(tasks), "wrong": wrong, "cells": cells, "checks": checks}
+    result["seconds"] = round(time.monotonic() - begun)
     if given.json is not None:
-        header = machine.header("python -P -m foreshock.benchmarks.hopper_forward --json FILE")
-        given.json.write_text(json.dumps({**header, "unit": "milliseconds, median", "cells": cells}, indent=1) + "\n")
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{len(wrong)} of {len(checks)} tasks went wrong, of {len(tasks)} that were given", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ driver is given. That reaches below Triton's public surface, and is done for the
 the way of `CompiledKernel`, which is public.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import getclosurevars
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -21,6 +21,18 @@ _DIRECT: Final = triton.__version__.startswith("3.6.")
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
+def described(tensor: Tensor, rows: int, columns: int) -> tuple[Tensor, list[int], list[int], list[int]]:
+    """What a descriptor of a tensor [B, H, S, D] for tiles [1, 1, rows, columns] is made of."""
+    shape = list(tensor.shape)
+    # The stride of a dimension of one element is never used, but must be aligned.
+    strides = [s if n > 1 else 8 for s, n in zip(tensor.stride()[:3], shape, strict=False)]
+    return tensor, shape, [*strides, 1], [1, 1, rows, columns]
+
+
+def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(*described(tensor, rows, columns))
+
+
 class Launch(NamedTuple):
     """`kernel(*tensors, *numbers, **constants)` on a grid, with Triton's `options`."""
 
@@ -31,25 +43,19 @@ class Launch(NamedTuple):
     options: Mapping[str, Any] = _NOTHING
     tiles: Mapping[int, tuple[int, int]] = _NOTHING
     """Which of the tensors are read by Hopper's copy engine, by place, and the rows and columns of its tiles."""
+    descriptor: Callable[[Tensor, int, int], Any] = _descriptor
+    """Their descriptors, as the kernel's language takes them."""
 
 
-def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of a tensor [B, H, S, D], for tiles [1, 1, rows, columns]."""
-    shape = list(tensor.shape)
-    # The stride of a dimension of one element is never used, but must be aligned.
-    strides = [s if n > 1 else 8 for s, n in zip(tensor.stride()[:3], shape, strict=False)]
-    return TensorDescriptor(tensor, shape, [*strides, 1], [1, 1, rows, columns])
-
-
-def _given(tensors: tuple[Any, ...], tiles: Mapping[int, tuple[int, int]]) -> list[Any]:
-    return [_descriptor(x, *tiles[place]) if x is not None and place in tiles else x for place, x in enumerate(tensors)]
+def _given(tensors: tuple[Any, ...], tiles: Mapping[int, tuple[int, int]], descriptor: Any) -> list[Any]:
+    return [descriptor(x, *tiles[place]) if x is not None and place in tiles else x for place, x in enumerate(tensors)]
 
 
 class Ready:
     """A launch that was made, to be made again with tensors that differ from its first ones in their pointers alone."""
 
     def __init__(self, compiled: Any, launch: Launch, given: list[Any]) -> None:
-        self._compiled, self._grid, self._tiles = compiled, launch.grid, launch.tiles
+        self._compiled, self._grid, self._tiles = compiled, launch.grid, (launch.tiles, launch.descriptor)
         self._rest = (*launch.numbers, *launch.constants.values())
         self._direct = _direct_launch(compiled) if _DIRECT else None
         self._words: list[Any] = []
@@ -82,7 +88,7 @@ class Ready:
 
     def __call__(self, tensors: tuple[Tensor | int | None, ...]) -> None:
         if self._direct is None or _hooked():
-            self._compiled[self._grid](*_given(tensors, self._tiles), *self._rest)
+            self._compiled[self._grid](*_given(tensors, *self._tiles), *self._rest)
             return
         words = self._words.copy()
         active = driver.active
@@ -124,7 +130,7 @@ def _maps(compiled: Any, given: list[Any]) -> list[Any]:
     known = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     found: list[Any] = []
     for one in given:
-        if not isinstance(one, TensorDescriptor):
+        if one is None or isinstance(one, Tensor | int):
             found.append(None)
             continue
         meta = next(known)
@@ -135,6 +141,6 @@ def _maps(compiled: Any, given: list[Any]) -> list[Any]:
 
 def first_launch(launch: Launch, tensors: tuple[Tensor | int | None, ...]) -> Ready | None:
     """Launch by Triton's own way, which compiles; what is launched from then on, or None in the interpreter."""
-    given = _given(tensors, launch.tiles)
+    given = _given(tensors, launch.tiles, launch.descriptor)
     compiled = launch.kernel[launch.grid](*given, *launch.numbers, **launch.constants, **launch.options)
     return None if compiled is None else Ready(compiled, launch, given)
