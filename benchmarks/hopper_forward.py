@@ -342,7 +342,7 @@ def main() -> None:
     """Check every case in eight processes, then measure the grid in one. Needs a GPU of compute capability 9.0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write every figure here")
-    parser.add_argument("--seconds", type=float, default=240.0, help="when to stop")
+    parser.add_argument("--seconds", type=float, default=200.0, help="when to stop")
     parser.add_argument("--tasks", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
