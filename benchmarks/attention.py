@@ -26,7 +26,7 @@ from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, ne
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.spec import Arguments
 from foreshock.kernels.flash_attention.triton_kernels.backward import launch_backward
-from foreshock.kernels.flash_attention.triton_kernels.forward import launch_forward
+from foreshock.kernels.flash_attention.triton_kernels.forward import launch_fastest
 from foreshock.kernels.flash_attention.triton_kernels.passes import Tensors
 from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
@@ -76,7 +76,7 @@ class _Plain(torch.autograd.Function):
         out = torch.empty_like(query)
         lse = torch.empty(query.shape[:-1], device=query.device)
         row_max = torch.empty_like(lse)
-        launch_forward(call, chosen.forward, (query, key, value), (out, None, lse, row_max), given)
+        launch_fastest(call, (query, key, value), (out, None, lse, row_max), given)
         ctx.save_for_backward(query, key, value, out, lse, row_max)
         ctx.call, ctx.chosen = call, chosen
         return out

@@ -1,33 +1,357 @@
-"""The Hopper forward in Gluon compiles on any machine into what it is written for, and on such a GPU is right."""
+"""The forward for Hopper on such a GPU: who is served, that it is as exact as Triton's, and all that surrounds it."""
 
-import re
-import time
+import math
+from typing import NamedTuple
 
 import pytest
 import torch
+from tests.kernels.triton_calls import (
+    CUDA,
+    Inputs,
+    Outputs,
+    attend,
+    flags,
+    hidden,
+    largest_error,
+    random_inputs,
+    scaled,
+)
+from torch import Tensor
 
-hopper_forward = pytest.importorskip("foreshock.benchmarks.hopper_forward", reason="needs a Triton that has Gluon")
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-DEPTH, BLOCK = 16, 128
+from foreshock.contract.modes import Mode
+from foreshock.contract.slots import Slot
+from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, launch, new_state
+from foreshock.kernels.flash_attention.launch import call_of
+from foreshock.kernels.flash_attention.spec import Arguments, Saved, residual_scale
+from foreshock.kernels.flash_attention.triton_kernels import backward, forward, hopper
+from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
+
+pytestmark = [
+    pytest.mark.skipif(
+        not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
+    ),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # inductor imports TorchScript
+]
+MIXED = (
+    Mode.PLAIN,
+    Mode.ROW_CORRECTED,
+    Mode.STABLE_SOFTMAX,
+    Mode.PAPER_SOFTMAX,
+    Mode.EXACT_DELTA,
+    Mode.PAPER_SOFTMAX | Mode.ROW_CORRECTED,
+    Mode.STABLE_SOFTMAX | Mode.EXACT_DELTA,
+    Mode.PLAIN,
+)
+SHIFTED = [mode & (Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX) != 0 for mode in MIXED]
 
 
-@pytest.mark.parametrize(("dim", "causal", "residual"), [(128, False, True), (128, True, False), (64, True, True)])
-def test_it_compiles_into_asynchronous_products_with_the_softmax_between_them(
-    dim: int, causal: bool, residual: bool
+class Forward(NamedTuple):
+    """What a forward stores."""
+
+    out: Tensor
+    residual: Tensor
+    lse: Tensor
+    row_max: Tensor
+
+
+def arguments(inputs: Inputs, spec: AttentionSpec, modes: Tensor | None = None) -> Arguments:
+    return Arguments(modes, None, None, inputs.query.shape[2], inputs.key.shape[2], None, spec)
+
+
+def by_triton(inputs: Inputs, spec: AttentionSpec, modes: Tensor | None = None) -> Forward:
+    query, key, value, _ = inputs
+    given = arguments(inputs, spec, modes)
+    call = call_of(query, key, value, given)
+    rows = torch.empty(query.shape[:-1], device="cuda")
+    outputs = Forward(torch.empty_like(query), torch.empty_like(query), rows, torch.empty_like(rows))
+    config = configs(call.capability, call.block_d, call.mean_keys).forward
+    forward.launch_forward(call, config, (query, key, value), outputs, given)
+    return outputs
+
+
+def as_served(inputs: Inputs, spec: AttentionSpec, modes: Tensor | None = None) -> Forward:
+    query, key, value, _ = inputs
+    return Forward(*forward.attention_forward(query, key, value, arguments(inputs, spec, modes)))
+
+
+def servers(inputs: Inputs, spec: AttentionSpec, packed: Tensor | None = None) -> set[str]:
+    """The forwards that are launched for a call."""
+    query, key, value, _ = inputs
+    given = arguments(inputs, spec)._replace(cu_seqlens_q=packed, cu_seqlens_k=packed)
+    call = call_of(query, key, value, given)
+    call.ready.clear()
+    forward.attention_forward(query, key, value, given)
+    names = {known[0] if isinstance(known[0], str) else known[0][0] for known in call.ready}
+    return names - {"rest"}
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+def test_the_calls_that_it_is_written_for_are_served(causal: str) -> None:
+    spec = scaled(128, causal=causal)
+    for inputs in (
+        random_inputs(300, 300, 128),
+        random_inputs(300, 300, 128, 8, 2, 2, torch.float16),
+        Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in random_inputs(300, 300, 128))),
+    ):
+        assert servers(inputs, spec) == {"hopper forward"}
+    assert servers(random_inputs(300, 200, 128), scaled(128)) == {"hopper forward"}
+
+
+def test_all_others_are_left_to_triton() -> None:
+    inputs = random_inputs(256, 256, 128)
+    moved = [torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x) for x in inputs]
+    lengths = torch.tensor([0, 100, 256], dtype=torch.int32, device="cuda")
+    assert servers(inputs, scaled(128, window_left=64)) == {"forward"}
+    assert servers(inputs, scaled(128, softcap=20.0)) == {"forward"}
+    assert servers(Inputs(*moved), scaled(128)) == {"forward"}
+    assert servers(inputs, scaled(128), packed=lengths) == {"forward"}
+    assert servers(random_inputs(256, 256, 64), scaled(64)) == {"forward"}
+    assert servers(random_inputs(256, 300, 128), scaled(128, causal="bottom_right")) == {"forward"}
+
+
+def truth(inputs: Inputs, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """O, log-sum-exp and row maximum in float64."""
+    group = inputs.query.shape[1] // inputs.key.shape[1]
+    query, key, value = (x.double() for x in inputs[:3])
+    scores = spec.scale * (query @ key.repeat_interleave(group, 1).transpose(-1, -2))
+    scores.masked_fill_(hidden(spec, query.shape[2], key.shape[2]), -math.inf)
+    lse, row_max = scores.logsumexp(-1), scores.amax(-1)
+    weights = torch.exp(scores.sub_(lse.nan_to_num(neginf=0.0)[..., None]))
+    return weights @ value.repeat_interleave(group, 1), lse, row_max
+
+
+def errors(given: Forward, exact: tuple[Tensor, Tensor, Tensor], head: int) -> dict[str, float]:
+    """Of one head: O's relative to its norm, with and without the residual; else the largest."""
+    out, lse, row_max = (x[:, head] for x in exact)
+    finite = lse.isfinite()
+    high, low = given.out[:, head].double(), given.residual[:, head].double()
+    whole = high + low / residual_scale(given.out.dtype)
+    assert torch.equal(given.lse[:, head].isfinite(), finite)
+    return {
+        "out": float((high - out).norm() / out.norm()),
+        "out and residual": float((whole - out).norm() / out.norm()),
+        "lse": largest_error(given.lse[:, head][finite], lse[finite]),
+        "row_max": largest_error(given.row_max[:, head][finite], row_max[finite]),
+    }
+
+
+def assert_as_exact(ours: Forward, theirs: Forward, inputs: Inputs, spec: AttentionSpec) -> None:
+    exact = truth(inputs, spec)
+    assert torch.equal(ours.row_max, theirs.row_max)
+    for head in range(inputs.query.shape[1]):
+        for (name, error), allowed in zip(
+            errors(ours, exact, head).items(), errors(theirs, exact, head).values(), strict=True
+        ):
+            assert error <= 1.1 * allowed + 2e-6, (
+                f"{name} of head {head} errs by {error:.2e}, Triton's by {allowed:.2e}"
+            )
+
+
+CASES = [
+    *((torch.bfloat16, n, n, causal, 4, 4) for n in (1, 128, 129, 1000) for causal in ("none", "top_left")),
+    (torch.bfloat16, 333, 777, "none", 4, 1),
+    (torch.bfloat16, 777, 333, "none", 2, 2),
+    (torch.bfloat16, 1111, 1111, "top_left", 8, 2),
+    (torch.bfloat16, 2048, 2048, "bottom_right", 16, 16),
+    (torch.float16, 777, 777, "none", 4, 2),
+    (torch.float16, 1111, 1111, "top_left", 4, 2),
+]
+
+
+@pytest.mark.parametrize("which", ["whole", "causal"])
+def test_every_length_is_as_exact_as_by_triton_and_gives_equal_bits(which: str) -> None:
+    for dtype, length_q, length_k, causal, heads, kv_heads in CASES:
+        if (causal == "none") != (which == "whole"):
+            continue
+        inputs, spec = random_inputs(length_q, length_k, 128, heads, kv_heads, 3, dtype), scaled(128, causal=causal)
+        assert servers(inputs, spec) == {"hopper forward"}
+        ours = as_served(inputs, spec)
+        assert_as_exact(ours, by_triton(inputs, spec), inputs, spec)
+        for _ in range(5):
+            assert all(torch.equal(a, b) for a, b in zip(ours, as_served(inputs, spec), strict=True))
+        apart = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
+        assert all(torch.equal(a, b) for a, b in zip(ours, as_served(apart, spec), strict=True))
+        alone = as_served(inputs, scaled(128, causal=causal, residual=False))
+        assert alone.residual.numel() == 0
+        assert all(torch.equal(ours[i], alone[i]) for i in (0, 2, 3))
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+def test_a_key_that_no_query_weighs_and_nothing_round_the_outputs_are_harmed(causal: str) -> None:
+    inputs, spec = random_inputs(400, 400, 128), scaled(128, causal=causal, scale=0.3)
+    inputs.query.abs_()
+    inputs.key[:, :, 0] = -math.inf
+    assert_as_exact(as_served(inputs, spec), by_triton(inputs, spec), inputs, spec)
+    wide = [torch.full((1, 2, 464, 128), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    long = [torch.full((2 * 400 + 128,), 7.0, device="cuda") for _ in range(2)]
+    out, residual = (x[:, :, :400] for x in wide)
+    lse, row_max = (x[:800].view(1, 2, 400) for x in long)
+    query, key, value, _ = inputs
+    launch._CALLS.clear()  # calls are remembered without the strides of their outputs, which are always the query's
+    assert hopper.launched(
+        call_of(query, key, value, arguments(inputs, spec)), inputs[:3], (out, residual, lse, row_max), None
+    )
+    launch._CALLS.clear()
+    assert all(bool((x[:, :, 400:] == 7.0).all()) for x in wide)
+    assert all(bool((x[800:] == 7.0).all()) for x in long)
+
+
+def tied(
+    length: int, causal: str, dtype: torch.dtype = torch.bfloat16, kv_heads: int = 8
+) -> tuple[Inputs, AttentionSpec]:
+    """Inputs of eight heads in which many rows have several largest scores, near each other and tiles apart."""
+    inputs = random_inputs(length, length, 128, 8, kv_heads, 2, dtype)
+    inputs.key[:, :, length // 2 : length // 2 * 2] = inputs.key[:, :, : length // 2]
+    inputs.key[:, :, 1:40:2] = inputs.key[:, :, :40:2]
+    return inputs, scaled(128, causal=causal)
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+@pytest.mark.parametrize(("length", "dtype", "kv_heads"), [(640, torch.bfloat16, 8), (1000, torch.float16, 2)])
+def test_heads_of_every_mode_beside_each_other_are_as_exact_as_by_triton(
+    length: int, dtype: torch.dtype, kv_heads: int, causal: str
 ) -> None:
-    ptx = hopper_forward.compiled(dim, causal=causal, residual=residual).asm["ptx"]
-    scores, values = dim // DEPTH, BLOCK // DEPTH
-    # Of two groups of warps each: the first scores, the loop, and a block's last values beside the next one's scores.
-    assert len(re.findall(r"wgmma\.mma_async", ptx)) == 2 * (scores + 2 * (scores + values))
-    assert "cp.async.bulk.tensor.4d" in ptx
-    loop = ptx[ptx.index("wgmma.wait_group.sync.aligned 1;") :]
-    assert loop.index("ex2.approx") < loop.index("wgmma.wait_group.sync.aligned 0;")
-    assert "st.local" not in ptx
+    (inputs, spec), modes = tied(length, causal, dtype, kv_heads), flags(*MIXED)
+    assert servers(inputs, spec) == {"hopper forward"}
+    plain, ours, theirs = as_served(inputs, spec), as_served(inputs, spec, modes), by_triton(inputs, spec, modes)
+    assert_as_exact(ours, theirs, inputs, spec)
+    for head, shifted in enumerate(SHIFTED):
+        assert torch.equal(plain.out[:, head], ours.out[:, head]) != shifted
+    zeros = as_served(inputs, spec, torch.zeros_like(modes))
+    assert all(torch.equal(a, b) for a, b in zip(plain, zeros, strict=True))
+    for _ in range(10):
+        again = as_served(inputs, spec, modes)
+        assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
-def test_every_case_is_as_exact_as_the_triton_forward_gives_equal_bits_and_writes_nothing_else() -> None:
-    tasks = [f"check {i}" for i in range(len(hopper_forward.CASES))]
-    results = hopper_forward.in_processes(tasks, 4, time.monotonic() + 600)
-    assert [said for said in results if said["wrong"]] == []
-    assert len(results) == len(tasks)
+@pytest.mark.parametrize("mode", [Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX])
+def test_a_long_call_whose_heads_all_shift_ends_and_is_right(mode: Mode) -> None:
+    (inputs, spec), modes = tied(2048, "top_left"), flags(*[mode] * 8)
+    ours = [as_served(inputs, spec, modes) for _ in range(5)]
+    assert_as_exact(ours[0], by_triton(inputs, spec, modes), inputs, spec)
+    assert all(torch.equal(a, b) for other in ours[1:] for a, b in zip(ours[0], other, strict=True))
+
+
+def test_its_backward_counts_what_triton_s_does_and_gives_the_same_gradients() -> None:
+    (inputs, spec), modes = tied(640, "top_left"), flags(*MIXED)
+    ours = attend(inputs, spec, modes)
+    state = new_state(8, "cuda")
+    saved = Saved(*inputs[:3], *by_triton(inputs, spec, modes))
+    grads = backward.attention_backward(inputs.grad, saved, state, arguments(inputs, spec, modes))
+    theirs = Outputs(*saved[3:], *grads, state)
+    for slot in (
+        Slot.ROWS,
+        Slot.EMPTY_ROWS,
+        Slot.NONFINITE_ROWS,
+        Slot.TIED_ROWS_BF16,
+        Slot.TIED_ROWS_ONE,
+        Slot.SHIFTED_ROWS,
+    ):
+        assert ours.counts(slot) == theirs.counts(slot), slot
+    assert min(ours.counts(Slot.TIED_ROWS_BF16)) > 0
+    shifted = ours.counts(Slot.SHIFTED_ROWS)
+    assert [count > 0 for count in shifted] == SHIFTED
+    for name in ("grad_query", "grad_key", "grad_value"):
+        given, wanted = getattr(ours, name).double(), getattr(theirs, name).double()
+        assert (given - wanted).norm() <= 1e-2 * wanted.norm(), name
+
+
+def test_a_captured_graph_computes_the_same_bits_and_obeys_a_mode_changed_between() -> None:
+    (inputs, spec), modes = tied(640, "top_left"), flags(*[Mode.PLAIN] * 8)
+    query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
+    state = new_state(8, "cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        out = flash_attention(query, key, value, causal=True, state=state, modes=modes)
+        assert isinstance(out, Tensor)
+        return out.detach(), *torch.autograd.grad(out, (query, key, value), inputs.grad)
+
+    plain = [Mode.PLAIN] * 8
+    eager = []
+    for given in (plain, list(MIXED)):
+        modes.copy_(flags(*given))
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            eager.append([x.clone() for x in step()])
+        torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for given, wanted in zip((plain, list(MIXED), plain), (*eager, eager[0]), strict=True):
+        modes.copy_(flags(*given))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
+    assert not torch.equal(eager[0][0], eager[1][0])
+    assert torch.equal(eager[0][0], as_served(inputs, spec).out)
+
+
+def test_compiled_and_without_gradients_it_gives_the_same_bits() -> None:
+    inputs, spec = tied(640, "top_left")
+    modes = flags(*MIXED)
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = flash_attention(query, key, value, causal=True, modes=modes)
+        assert isinstance(out, Tensor)
+        return out
+
+    wanted = as_served(inputs, spec, modes).out
+    query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
+    compiled = torch.compile(model, fullgraph=True)(query, key, value)
+    assert torch.equal(compiled, wanted)
+    grads = [torch.autograd.grad(out, (query, key, value), inputs.grad) for out in (compiled, model(query, key, value))]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    with torch.no_grad():
+        assert torch.equal(model(query, key, value), wanted)
+    with torch.inference_mode():
+        assert torch.equal(model(*inputs[:3]), wanted)
+
+
+def test_gradients_are_as_near_to_float64_as_with_triton_s_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, spec = random_inputs(500, 500, 128, 4, 2, 2), scaled(128, causal="top_left")
+    query, key, value = (x.double().requires_grad_() for x in inputs[:3])
+    scores = spec.scale * (query @ key.repeat_interleave(2, 1).transpose(-1, -2))
+    weights = scores.masked_fill(hidden(spec, 500, 500), -math.inf).softmax(-1)
+    out = weights @ value.repeat_interleave(2, 1)
+    exact = torch.autograd.grad(out, (query, key, value), inputs.grad.double())
+    ours = attend(inputs, spec)
+    monkeypatch.setattr(hopper, "launched", lambda *_: False)
+    theirs = attend(inputs, spec)
+    for name, right in zip(("grad_query", "grad_key", "grad_value"), exact, strict=True):
+        error, allowed = ((getattr(x, name).double() - right).norm() / right.norm() for x in (ours, theirs))
+        assert error <= 1.05 * allowed, name
+
+
+def test_where_it_cannot_be_launched_triton_serves_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> object:
+        raise ImportError("no such Gluon")
+
+    inputs, spec = random_inputs(300, 300, 128), scaled(128)
+    monkeypatch.setattr(hopper, "_launch", broken)
+    monkeypatch.setattr(hopper, "_given_up", [])
+    with pytest.warns(UserWarning, match="no such Gluon"):
+        first = as_served(inputs, spec)
+    assert all(
+        torch.equal(a, b)
+        for x in (first, as_served(inputs, spec))
+        for a, b in zip(x, by_triton(inputs, spec), strict=True)
+    )
+
+
+def test_a_launch_that_is_remembered_computes_what_a_new_one_does() -> None:
+    modes = flags(*MIXED)
+    turns = [
+        (*tied(length, causal), given)
+        for length in (640, 1000)
+        for causal in ("none", "top_left")
+        for given in (None, modes)
+    ]
+    first = [as_served(*turn) for turn in turns]
+    moved = [(Inputs(*(x.clone() for x in inputs)), spec, given) for inputs, spec, given in turns]
+    again = [as_served(*turn) for turn in moved]
+    launch._CALLS.clear()
+    anew = [as_served(*turn) for turn in turns]
+    for one, other, third in zip(first, again, anew, strict=True):
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(one, other, third, strict=True))

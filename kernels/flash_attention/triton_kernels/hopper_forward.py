@@ -1,11 +1,9 @@
-"""The forward of attention for Hopper in Gluon: what forward.py stores, of heads that shift no row.
+"""The forward of attention for Hopper in Gluon: what forward.py computes, where hopper.py says so.
 
 One warp loads tiles by the copy engine. Two groups of four warps take turns: one multiplies while the other computes
 its softmax, and within a group the next scores are multiplied under the softmax of the last; the first scores of the
 next block of queries are multiplied with the last values of this one, before this one is written.
 """
-
-from typing import Final
 
 import torch
 import triton
@@ -21,80 +19,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from foreshock.contract.modes import Mode
-from foreshock.kernels.flash_attention import spec
 from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.triton_kernels.hopper import DIM
+from foreshock.kernels.flash_attention.triton_kernels.hopper_blocks import (
+    BLOCK,
+    HEAD_DIM,
+    LN2,
+    LOG2E,
+    PAPER_CAP_BF16,
+    PAPER_CAP_FP16,
+    PAPER_SOFTMAX,
+    RESIDUAL_SCALE_FP16,
+    ROWS,
+    STABLE_SOFTMAX,
+    STAGES,
+    TOLERANCE,
+    masked,
+    next_block,
+    rounded_to,
+    shift_of,
+)
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch, described
 
-BLOCK: Final = 128
-"""Queries of a block, half of them for each group of warps, and keys of a tile."""
-STAGES: Final = 2
-"""Tiles of keys, and of values, that lie in shared memory."""
-LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
-SHIFTED: gl.constexpr = gl.constexpr(int(Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX))
-RESIDUAL_SCALE_FP16: gl.constexpr = gl.constexpr(spec.residual_scale(torch.float16))
-
 
 @gluon.jit
-def place(turn, sizes, modes, CAUSAL: gl.constexpr):
-    """Plane and block of queries of a program's turn, and whether to pass it over: heads that shift their rows are left
-    to another kernel.
-
-    Under a causal mask a program takes blocks in pairs, one as many blocks from the end as the other from the start:
-    all pairs see as many keys, so that programs that take every num_programs-th pair end together.
-    """
-    blocks, _, heads, _, _, _ = sizes
-    if CAUSAL:
-        pairs = (blocks + 1) // 2
-        item = gl.program_id(0) + (turn // 2) * gl.num_programs(0)
-        plane = item // pairs
-        pair = item % pairs
-        second = turn % 2
-        block = pair + (1 - second) * (blocks - 1 - 2 * pair)
-        passed = (second == 1) & (2 * pair + 1 == blocks)  # of an odd number the middle one is its own pair
-    else:
-        item = gl.program_id(0) + turn * gl.num_programs(0)
-        plane = item // blocks
-        block = item % blocks
-        passed = turn < 0
-    if modes is not None:
-        passed = passed | ((gl.load(modes + plane % heads) & SHIFTED) != 0)
-    return plane, block, passed
-
-
-@gluon.jit
-def next_block(turn, sizes, modes, CAUSAL: gl.constexpr):
-    """From this turn on the first that has a block to compute: the turn, its plane, block and number of key tiles, and
-    whether there is any."""
-    _, planes, _, _, _, tiles = sizes
-    turn = gl.to_tensor(turn)
-    plane, block, passed = place(turn, sizes, modes, CAUSAL)
-    while (plane < planes) & passed:
-        turn += 1
-        plane, block, passed = place(turn, sizes, modes, CAUSAL)
-    tiles = gl.to_tensor(tiles)
-    if CAUSAL:
-        tiles = block + 1
-    return turn, plane, block, tiles, plane < planes
-
-
-@gluon.jit
-def rounded_to(x, DTYPE: gl.constexpr):
-    """x rounded to a 16-bit type, in fp32. Triton would convert bf16 back one by one, at a quarter of this speed."""
-    if gl.float16 == DTYPE:
-        return x.to(DTYPE).to(gl.float32)
-    return gl.inline_asm_elementwise(
-        """{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }""",
-        "=r,=r,r,r", [x], gl.float32, True, 2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def load(
-    descriptors, shared, full, empty, sizes, modes,
-    BLOCK: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads: each block's queries, then its tiles of keys and values from the last one down."""
+def load(descriptors, shared, full, empty, sizes, modes, CAUSAL: gl.constexpr):
+    """The warp that loads: each block's queries, then its tiles of keys and values from the last one down, once for
+    each pass over them."""
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = shared
     q_full, k_full, v_full = full
@@ -102,43 +53,46 @@ def load(
     _, _, heads, group, _, _ = sizes
     count = 0
     step = 0
-    turn, plane, block, tiles, more = next_block(0, sizes, modes, CAUSAL)
+    turn, plane, block, tiles, more = next_block(0, sizes, CAUSAL)
     while more:
         batch = plane // heads
         head = plane % heads
         mbarrier.wait(q_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
-        mbarrier.expect(q_full.index(count & 1), BLOCK * DIM * 2)
+        mbarrier.expect(q_full.index(count & 1), BLOCK * HEAD_DIM * 2)
         for half in gl.static_range(2):
-            first = block * BLOCK + half * (BLOCK // 2)
+            first = block * BLOCK + half * ROWS
             tile = q_tiles.index((count & 1) * 2 + half)
             tma.async_copy_global_to_shared(q_desc, [batch, head, first, 0], q_full.index(count & 1), tile)
-        for i in range(tiles):
-            at = [batch, head // group, (tiles - 1 - i) * BLOCK, 0]
-            slot = step % STAGES
-            phase = (step // STAGES) & 1
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            mbarrier.expect(k_full.index(slot), BLOCK * DIM * 2)
-            tma.async_copy_global_to_shared(k_desc, at, k_full.index(slot), k_tiles.index(slot))
-            mbarrier.wait(v_empty.index(slot), phase ^ 1)
-            mbarrier.expect(v_full.index(slot), BLOCK * DIM * 2)
-            tma.async_copy_global_to_shared(v_desc, at, v_full.index(slot), v_tiles.index(slot))
-            step += 1
+        passes = gl.to_tensor(1)
+        if modes is not None:
+            passes = gl.where((gl.load(modes + head) & PAPER_SOFTMAX) != 0, 3, 1)
+        for _ in range(passes):
+            for i in range(tiles):
+                at = [batch, head // group, (tiles - 1 - i) * BLOCK, 0]
+                slot = step % STAGES
+                phase = (step // STAGES) & 1
+                mbarrier.wait(k_empty.index(slot), phase ^ 1)
+                mbarrier.expect(k_full.index(slot), BLOCK * HEAD_DIM * 2)
+                tma.async_copy_global_to_shared(k_desc, at, k_full.index(slot), k_tiles.index(slot))
+                mbarrier.wait(v_empty.index(slot), phase ^ 1)
+                mbarrier.expect(v_full.index(slot), BLOCK * HEAD_DIM * 2)
+                tma.async_copy_global_to_shared(v_desc, at, v_full.index(slot), v_tiles.index(slot))
+                step += 1
         count += 1
-        turn, plane, block, tiles, more = next_block(turn + 1, sizes, modes, CAUSAL)
+        turn, plane, block, tiles, more = next_block(turn + 1, sizes, CAUSAL)
 
 
 @gluon.jit
 def attend(
     HALF: gl.constexpr, o_desc, r_desc, lse, row_max, shared, o_tiles, full, empty, turns, sizes, modes, units,
-    BLOCK: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-    TURNS: gl.constexpr,
+    CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: half of each block's queries. units: what turns a score into powers of two, and into
-    itself."""
-    ROWS: gl.constexpr = BLOCK // 2
+    itself. All who read a head's mode have to find the same, or one waits for ever: it changes between launches alone.
+    """
     DTYPE: gl.constexpr = o_desc.dtype
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     of_p: gl.constexpr = gl.DotOperandLayout(0, of_out, 2)
     by_row: gl.constexpr = gl.SliceLayout(1, of_scores)
     q_tiles, k_tiles, v_tiles = shared
@@ -147,61 +101,76 @@ def attend(
     _, _, heads, _, lengths, _ = sizes
     length_q, length_k = lengths
     unit, score_unit = units
+    CAP: gl.constexpr = PAPER_CAP_FP16 if gl.float16 == DTYPE else PAPER_CAP_BF16
     local = gl.arange(0, ROWS, layout=by_row)
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, of_scores))
     out = o_tiles.index(HALF)
     step = 0
     count = 0
-    turn, plane, block, tiles, more = next_block(0, sizes, modes, CAUSAL)
+    turn, plane, block, tiles, more = next_block(0, sizes, CAUSAL)
     mbarrier.wait(q_full.index(0), 0, pred=more)
     mbarrier.wait(k_full.index(0), 0, pred=more)
-    if TURNS:
-        mbarrier.wait(turns.index(HALF), 0)
+    mbarrier.wait(turns.index(HALF), 0)
     mine = 1
     nothing = gl.zeros([ROWS, BLOCK], gl.float32, of_scores)
-    query = q_tiles.index(HALF).reshape((ROWS, DIM))
-    keys = k_tiles.index(0).reshape((BLOCK, DIM)).permute((1, 0))
+    query = q_tiles.index(HALF).reshape((ROWS, HEAD_DIM))
+    keys = k_tiles.index(0).reshape((BLOCK, HEAD_DIM)).permute((1, 0))
     asked = warpgroup_mma(query, keys, nothing, use_acc=False, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turns.index(1 - HALF))
+    mbarrier.arrive(turns.index(1 - HALF))
     scores = warpgroup_mma_wait(0, deps=[asked])
     mbarrier.arrive(k_empty.index(0), pred=more)
     while more:
-        # The first tile that is looked at is the last one: it alone holds the diagonal, or the end of the keys.
         first = block * BLOCK + HALF * ROWS
-        start = (tiles - 1) * BLOCK
-        if CAUSAL:
-            # Where the compiler knew what this is, it would hold each column's place in a register.
-            limit = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first - start + local], gl.int32, False, 1)
-            scores = gl.where(limit[:, None] >= column[None, :], scores, float("-inf"))
-        elif TAIL:
-            scores = gl.where((start + column < length_k)[None, :], scores, float("-inf"))
+        query = q_tiles.index((count & 1) * 2 + HALF).reshape((ROWS, HEAD_DIM))
+        paper_shift = None
+        stable = False
+        if modes is not None:
+            mode = gl.load(modes + plane % heads)
+            paper = (mode & PAPER_SOFTMAX) != 0
+            stable = (mode & (STABLE_SOFTMAX | PAPER_SOFTMAX)) == STABLE_SOFTMAX
+            # The paper's shift takes two passes of its own: the largest score of a row, then how many are near it.
+            found = gl.full([ROWS], float("-inf"), gl.float32, by_row)
+            near = gl.zeros([ROWS], gl.int32, by_row)
+            for i in range(gl.where(paper, 2 * tiles, 0)):
+                start = (tiles - 1 - i % tiles) * BLOCK
+                seen = masked(scores, first, start, local, column, length_k, CAUSAL, TAIL) * score_unit
+                near += gl.where(i < tiles, 0, gl.sum((found[:, None] - seen <= TOLERANCE).to(gl.int32), 1))
+                found = gl.maximum(found, gl.max(seen, 1))
+                mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)  # not read
+                mbarrier.arrive(v_empty.index(step % STAGES))
+                step += 1
+                slot = step % STAGES
+                mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+                nothing = gl.zeros([ROWS, BLOCK], gl.float32, of_scores)
+                keys = k_tiles.index(slot).reshape((BLOCK, HEAD_DIM)).permute((1, 0))
+                asked = warpgroup_mma(query, keys, nothing, use_acc=False, is_async=True)
+                scores = warpgroup_mma_wait(0, deps=[asked])
+                mbarrier.arrive(k_empty.index(slot))
+            paper_shift = gl.where(near > 1, gl.minimum(gl.abs(found), CAP), 0.0) * LOG2E
+        # The first tile that is looked at is the last one: it alone holds the diagonal, or the end of the keys.
+        scores = masked(scores, first, (tiles - 1) * BLOCK, local, column, length_k, CAUSAL, TAIL)
         largest = gl.max(scores, 1)
-        # A row whose scores are all minus infinity: -inf - -inf would be NaN.
-        shift = gl.where(largest == float("-inf"), 0.0, largest * unit)
+        shift = shift_of(largest, units, paper_shift, stable)
         p = gl.exp2(gl.fma(scores, unit, -shift[:, None]))
         total = gl.sum(p, 1)
         before = gl.where(largest == float("-inf"), largest, shift)
         rounded = gl.convert_layout(p.to(DTYPE), of_p)
-        acc = gl.zeros([ROWS, DIM], gl.float32, of_out)
-        query = q_tiles.index((count & 1) * 2 + HALF).reshape((ROWS, DIM))
-        next_turn, next_plane, following, next_tiles, more = next_block(turn + 1, sizes, modes, CAUSAL)
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, of_out)
+        next_turn, next_plane, following, next_tiles, more = next_block(turn + 1, sizes, CAUSAL)
         for i in range(1, tiles):
             last = step % STAGES
             last_phase = (step // STAGES) & 1
             step += 1
             slot = step % STAGES
             mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-            if TURNS:
-                mbarrier.wait(turns.index(HALF), mine & 1)
+            mbarrier.wait(turns.index(HALF), mine & 1)
             mine += 1
             nothing = gl.zeros([ROWS, BLOCK], gl.float32, of_scores)
-            keys = k_tiles.index(slot).reshape((BLOCK, DIM)).permute((1, 0))
+            keys = k_tiles.index(slot).reshape((BLOCK, HEAD_DIM)).permute((1, 0))
             asked = warpgroup_mma(query, keys, nothing, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(last), last_phase)
-            added = warpgroup_mma(rounded, v_tiles.index(last).reshape((BLOCK, DIM)), acc, is_async=True)
-            if TURNS:
-                mbarrier.arrive(turns.index(1 - HALF))
+            added = warpgroup_mma(rounded, v_tiles.index(last).reshape((BLOCK, HEAD_DIM)), acc, is_async=True)
+            mbarrier.arrive(turns.index(1 - HALF))
             if r_desc is not None:  # noqa: SIM102
                 if i == 1:  # the last block's residual lies where its queries did, and has left by now
                     tma.store_wait(0)
@@ -209,7 +178,7 @@ def attend(
             scores = warpgroup_mma_wait(1, deps=[asked])
             mbarrier.arrive(k_empty.index(slot))
             largest = gl.maximum(largest, gl.max(scores, 1))
-            shift = gl.where(largest == float("-inf"), 0.0, largest * unit)
+            shift = shift_of(largest, units, paper_shift, stable)
             shrink = gl.exp2(before - shift)
             # One rounding, and the same `shift` for every entry and for the rescaling: what it lost cancels in P / l.
             p = gl.exp2(gl.fma(scores, unit, -shift[:, None]))
@@ -236,17 +205,15 @@ def attend(
         # The first scores of the next block; after the last one, of what still lies there, for nothing.
         mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1, pred=more)
         mbarrier.wait(k_full.index(slot), (step // STAGES) & 1, pred=more)
-        if TURNS:
-            mbarrier.wait(turns.index(HALF), mine & 1)
+        mbarrier.wait(turns.index(HALF), mine & 1)
         mine += 1
         nothing = gl.zeros([ROWS, BLOCK], gl.float32, of_scores)
-        keys = k_tiles.index(slot).reshape((BLOCK, DIM)).permute((1, 0))
-        query = q_tiles.index((count & 1) * 2 + HALF).reshape((ROWS, DIM))
+        keys = k_tiles.index(slot).reshape((BLOCK, HEAD_DIM)).permute((1, 0))
+        query = q_tiles.index((count & 1) * 2 + HALF).reshape((ROWS, HEAD_DIM))
         asked = warpgroup_mma(query, keys, nothing, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(last), last_phase)
-        added = warpgroup_mma(rounded, v_tiles.index(last).reshape((BLOCK, DIM)), acc, is_async=True)
-        if TURNS:
-            mbarrier.arrive(turns.index(1 - HALF))
+        added = warpgroup_mma(rounded, v_tiles.index(last).reshape((BLOCK, HEAD_DIM)), acc, is_async=True)
+        mbarrier.arrive(turns.index(1 - HALF))
         scores = warpgroup_mma_wait(1, deps=[asked])
         mbarrier.arrive(k_empty.index(slot), pred=more)
         total = gl.where(total == 0.0, 1.0, total)
@@ -265,14 +232,14 @@ def attend(
             lost = exact - high
             if gl.float16 == DTYPE:
                 lost *= RESIDUAL_SCALE_FP16
-            out.reshape((ROWS, DIM)).store(high.to(DTYPE))
+            out.reshape((ROWS, HEAD_DIM)).store(high.to(DTYPE))
             low = q_tiles.index(((count & 1) ^ 1) * 2 + HALF)
-            low.reshape((ROWS, DIM)).store(lost.to(DTYPE))
+            low.reshape((ROWS, HEAD_DIM)).store(lost.to(DTYPE))
             fence_async_shared()
             tma.async_copy_shared_to_global(o_desc, at_tile, out)
             tma.async_copy_shared_to_global(r_desc, at_tile, low)
         else:
-            out.reshape((ROWS, DIM)).store(exact.to(DTYPE))
+            out.reshape((ROWS, HEAD_DIM)).store(exact.to(DTYPE))
             fence_async_shared()
             tma.async_copy_shared_to_global(o_desc, at_tile, out)
         turn = next_turn
@@ -286,18 +253,17 @@ def attend(
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, o_desc, r_desc, lse, row_max, modes,
     blocks, planes, heads, group, length_q, length_k, tiles, unit, score_unit,
-    BLOCK: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-    TURNS: gl.constexpr,
+    CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Each program takes every num_programs-th block of queries, or pair of them.
 
     sizes: blocks of a plane, planes, heads, query heads of a key head, (queries, keys), tiles of keys.
     """
     DTYPE: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(DTYPE, [4, 1, 1, BLOCK // 2, DIM], q_desc.layout)
-    o_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK // 2, DIM], o_desc.layout)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK, DIM], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK, DIM], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [4, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    o_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, HEAD_DIM], o_desc.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK, HEAD_DIM], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK, HEAD_DIM], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -324,10 +290,10 @@ def hopper_forward_kernel(
     gl.warp_specialize(
         [
             (attend, (gl.constexpr(0), o_desc, r_desc, lse, row_max, shared, o_tiles, full, empty, turns, sizes, modes,
-                      units, BLOCK, DIM, STAGES, CAUSAL, TAIL, TURNS)),
+                      units, CAUSAL, TAIL)),
             (attend, (gl.constexpr(1), o_desc, r_desc, lse, row_max, shared, o_tiles, full, empty, turns, sizes, modes,
-                      units, BLOCK, DIM, STAGES, CAUSAL, TAIL, TURNS)),
-            (load, ((q_desc, k_desc, v_desc), shared, full, empty, sizes, modes, BLOCK, DIM, STAGES, CAUSAL)),
+                      units, CAUSAL, TAIL)),
+            (load, ((q_desc, k_desc, v_desc), shared, full, empty, sizes, modes, CAUSAL)),
         ],
         [4, 1],
         [240, 24],
@@ -341,46 +307,36 @@ def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(*described(tensor, rows, columns), layout)
 
 
-def serves(call: Call, *tensors: Tensor) -> bool:
-    """Whether this kernel computes a call's forward of heads that shift no row, of and into these tensors."""
-    spec = call.spec
-    seen = spec.window_left < 0 and (call.longest_q == call.longest_k if spec.causal != "none" else spec.right < 0)
-    plain = not call.compiled.PRESCALED and spec.dropout_p == 0
-    return call.capability == 90 and call.dim in (64, 128) and seen and plain and call.takes_descriptors(*tensors)
-
-
 def launch_hopper_forward(
     call: Call,
     inputs: tuple[Tensor, Tensor, Tensor],
     outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
     modes: Tensor | None,
-    *,
-    stages: int = STAGES,
-    turns: bool = True,
 ) -> None:
-    """One launch; the benchmark calls it to compare configurations. Of heads that shift rows nothing is written.
+    """One launch of what hopper.serves.
 
     inputs are query, key and value; outputs out, its residual (None keeps none), lse and row_max.
     """
 
     def settle() -> Launch:
-        blocks = triton.cdiv(call.longest_q, BLOCK)
+        block, rows = BLOCK.value, ROWS.value
+        blocks = triton.cdiv(call.longest_q, block)
         planes = call.sequences * call.heads
         causal = call.spec.causal != "none"
         items = planes * ((blocks + 1) // 2 if causal else blocks)
         processors = torch.cuda.get_device_properties(inputs[0].device).multi_processor_count
         groups = (call.heads, call.heads // call.kv_heads)
         lengths = (call.longest_q, call.longest_k)
-        tail = not causal and call.longest_k % BLOCK > 0
-        half, whole = (BLOCK // 2, call.dim), (BLOCK, call.dim)
+        tail = not causal and call.longest_k % block > 0
+        half, whole = (rows, DIM), (block, DIM)
         return Launch(
             hopper_forward_kernel,
             (min(items, processors), 1, 1),
-            (blocks, planes, *groups, *lengths, triton.cdiv(lengths[1], BLOCK), call.unit, call.score_unit),
-            {"BLOCK": BLOCK, "DIM": call.dim, "STAGES": stages, "CAUSAL": causal, "TAIL": tail, "TURNS": turns},
+            (blocks, planes, *groups, *lengths, triton.cdiv(lengths[1], block), call.unit, call.score_unit),
+            {"CAUSAL": causal, "TAIL": tail},
             {"num_warps": 4},
             {0: half, 1: whole, 2: whole, 3: half, 4: half},
             descriptor,
         )
 
-    call.launch(("hopper forward", stages, turns), (*inputs, *outputs, modes), settle)
+    call.launch("hopper forward", (*inputs, *outputs, modes), settle)

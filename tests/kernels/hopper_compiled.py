@@ -1,0 +1,37 @@
+"""The forward for Hopper as Triton compiles it for compute capability 9.0, on any machine."""
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from foreshock.kernels.flash_attention.triton_kernels.hopper import DIM
+from foreshock.kernels.flash_attention.triton_kernels.hopper_forward import hopper_forward_kernel
+
+
+def compiled(*, causal: bool, residual: bool, modes: bool, tail: bool = False, dtype: str = "bf16") -> Any:
+    """The kernel in one of its versions."""
+    kind = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+
+    def descriptor(rows: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, DIM], kind)
+        return f"tensordesc<{dtype}[1, 1, {rows}, {DIM}],{layout!r}>"
+
+    half, whole = descriptor(64), descriptor(128)
+    constants = {"CAUSAL": causal, "TAIL": tail}
+    signature: dict[str, Any] = {
+        **dict(zip(("q_desc", "k_desc", "v_desc", "o_desc"), (half, whole, whole, half), strict=True)),
+        "r_desc": half if residual else "constexpr",
+        **dict.fromkeys(("lse", "row_max"), "*fp32"),
+        "modes": "*i32" if modes else "constexpr",
+        **dict.fromkeys(("blocks", "planes", "heads", "group", "length_q", "length_k", "tiles"), "i32"),
+        **dict.fromkeys(("unit", "score_unit"), "fp32"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    places = list(signature)
+    nothing = {name: None for name, given in (("r_desc", residual), ("modes", modes)) if not given}
+    fixed = {(places.index(name),): value for name, value in {**constants, **nothing}.items()}
+    source = GluonASTSource(hopper_forward_kernel, signature, fixed, {})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

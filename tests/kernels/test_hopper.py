@@ -1,0 +1,189 @@
+"""Which forwards the kernel for Hopper takes, that Triton's serves without it, and what it compiles into."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from foreshock.kernels.flash_attention import AttentionSpec, launch
+from foreshock.kernels.flash_attention.launch import Call, call_of
+from foreshock.kernels.flash_attention.spec import Arguments
+from foreshock.kernels.flash_attention.triton_kernels import forward, hopper
+
+Shape = tuple[int, int, int]
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are made as on a GPU of compute capability 9.0; none is remembered, and nothing was given up yet."""
+    monkeypatch.setattr(launch, "_CALLS", {})
+    monkeypatch.setattr(launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(hopper, "_given_up", [])
+    monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
+
+
+def tensors(
+    queries: Shape = (2, 4, 256), keys: Shape = (2, 4, 256), dim: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (torch.empty(*shape, dim, dtype=dtype) for shape in (queries, keys, keys))
+    return query, key, value
+
+
+def call_for(inputs: tuple[Tensor, Tensor, Tensor], packed: Tensor | None = None, **options: object) -> Call:
+    query, key, value = inputs
+    spec = AttentionSpec(**({"scale": 0.1} | options))  # type: ignore[arg-type]
+    return call_of(query, key, value, Arguments(None, packed, packed, query.shape[2], key.shape[2], None, spec))
+
+
+def served(inputs: tuple[Tensor, Tensor, Tensor], **options: object) -> bool:
+    return hopper.serves(call_for(inputs, **options), *inputs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+def test_head_dim_128_is_served_in_both_types_whole_and_causal(dtype: torch.dtype, causal: str) -> None:
+    assert served(tensors(dtype=dtype), causal=causal)
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 1000])
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+def test_any_length_is_served(length: int, causal: str) -> None:
+    assert served(tensors((1, 4, length), (1, 4, length)), causal=causal)
+
+
+def test_grouped_heads_other_lengths_and_views_with_aligned_strides_are_served() -> None:
+    assert served(tensors((2, 8, 256), (2, 2, 256)), causal="top_left")
+    assert served(tensors((2, 4, 100), (2, 4, 300)))
+    for width in (128, 136):
+        query, key, value = torch.empty(3, 2, 256, 4, width, dtype=torch.bfloat16)[..., :128].transpose(2, 3).unbind()
+        assert served((query, key, value), causal="top_left")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_left": 64},
+        {"window_right": 64},
+        {"causal": "top_left", "window_left": 64},
+        {"softcap": 30.0},
+        {"dropout_p": 0.1},
+        {"scale": 0.0},
+        {"scale": -0.1},
+    ],
+)
+def test_what_the_kernel_does_not_compute_is_left_to_triton(options: dict[str, object]) -> None:
+    assert not served(tensors(), **options)
+
+
+@pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("lengths", [(100, 300), (300, 100)])
+def test_so_are_causal_masks_between_other_lengths(causal: str, lengths: tuple[int, int]) -> None:
+    assert not served(tensors((2, 4, lengths[0]), (2, 4, lengths[1])), causal=causal)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 120, 136, 256])
+def test_so_are_other_head_dims(dim: int) -> None:
+    assert not served(tensors(dim=dim))
+
+
+def test_so_are_packed_sequences() -> None:
+    inputs = tensors((1, 4, 256), (1, 4, 256))
+    assert not served(inputs, packed=torch.tensor([0, 100, 256], dtype=torch.int32))
+
+
+def test_so_are_tensors_that_the_copy_engine_cannot_read() -> None:
+    query, key, value = tensors()
+    shifted = torch.empty(query.numel() + 1, dtype=query.dtype)[1:].view_as(query)
+    narrow = torch.empty(2, 4, 256, 132, dtype=query.dtype)[..., :128]
+    repeated = torch.empty(2, 1, 256, 128, dtype=query.dtype).expand_as(key)
+    assert not served((shifted, key, value))
+    assert not served((query, narrow, value))
+    assert not served((query, key, repeated))
+
+
+@pytest.mark.parametrize("capability", [0, 80, 86, 89, 100, 120])
+def test_so_are_other_gpus(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_capability", lambda device: capability)
+    assert not served(tensors())
+
+
+def outputs_of(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, None, Tensor, Tensor]:
+    rows = torch.empty(inputs[0].shape[:-1])
+    return torch.empty_like(inputs[0]), None, rows, rows
+
+
+class Launches:
+    """Stands in for the kernel and for Triton's forward, and keeps who was launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
+        self.made: list[str] = []
+        self.failure = failure
+        monkeypatch.setattr(hopper, "_launch", self._kernel)
+        monkeypatch.setattr(forward, "launch_forward", lambda *_: self.made.append("triton"))
+
+    def _kernel(self) -> object:
+        if isinstance(self.failure, ImportError):
+            raise self.failure
+
+        def launched(*_: object) -> None:
+            if self.failure is not None:
+                raise self.failure
+            self.made.append("hopper")
+
+        return launched
+
+    def of(self, inputs: tuple[Tensor, Tensor, Tensor], **options: object) -> list[str]:
+        call = call_for(inputs, **options)  # type: ignore[arg-type]
+        given = Arguments(None, None, None, call.total_q, call.total_k, None, call.spec)
+        forward.launch_fastest(call, inputs, outputs_of(inputs), given)
+        made, self.made = self.made, []
+        return made
+
+
+def test_one_kernel_is_launched_and_the_choice_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, inputs = Launches(monkeypatch), tensors()
+    assert launches.of(inputs) == ["hopper"]
+    assert launches.of(inputs, softcap=30.0) == ["triton"]
+    monkeypatch.setattr(hopper, "serves", None)  # which is not asked again
+    assert launches.of(inputs) == ["hopper"]
+    assert launches.of(inputs, softcap=30.0) == ["triton"]
+
+
+@pytest.mark.parametrize("failure", [ImportError("no module named gluon"), RuntimeError("PassManager::run failed")])
+def test_where_the_kernel_cannot_be_had_triton_serves_and_one_warning_says_so(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = Launches(monkeypatch, failure)
+    with pytest.warns(UserWarning, match=rf"needs Triton 3\.6, could not be launched \({type(failure).__name__}"):
+        assert launches.of(tensors()) == ["triton"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert launches.of(tensors()) == launches.of(tensors((1, 4, 64), (1, 4, 64))) == ["triton"]
+
+
+def test_it_is_left_off_where_the_environment_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORESHOCK_KERNELS", "triton")
+    assert Launches(monkeypatch).of(tensors()) == ["triton"]
+
+
+@pytest.mark.parametrize(("causal", "residual"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("modes", [True, False])
+def test_it_compiles_into_a_loop_whose_softmax_runs_beside_a_product(causal: bool, residual: bool, modes: bool) -> None:
+    compiled = pytest.importorskip("tests.kernels.hopper_compiled", reason="needs a Triton that has Gluon").compiled
+    kernel = compiled(causal=causal, residual=residual, modes=modes)
+    steps = 128 // 16  # products of a tile's scores, and as many of its values
+    # Of two groups of warps each: the first scores, the loop, and a block's last values beside the next one's scores;
+    # with modes also the scores alone, which the paper's rule counts.
+    products = 2 * (steps + modes * steps + 2 * 2 * steps)
+    assert len(re.findall(r"wgmma\.mma_async", kernel.asm["ptx"])) == products
+    assert "cp.async.bulk.tensor.4d" in kernel.asm["ptx"]
+    # From the wait that leaves one product running to the wait for it: an exponential for each score of a thread, and
+    # one for each of its two rows, and no register that was put away in memory.
+    beside = re.findall(r"gsb0, 0x1(.*?)gsb0, 0x0", kernel.asm["sass"], re.DOTALL)
+    loops = [part for part in beside if "MUFU.EX2" in part]
+    assert {part.count("MUFU.EX2") for part in loops} == {64 + 2}  # of one group or of both: the text ends early
+    assert not re.search(r"\b(STL|LDL)\b", "".join(loops))
