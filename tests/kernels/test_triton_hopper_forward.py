@@ -160,22 +160,21 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("which", ["whole", "causal"])
-def test_every_length_is_as_exact_as_by_triton_and_gives_equal_bits(which: str) -> None:
-    for dtype, length_q, length_k, causal, heads, kv_heads in CASES:
-        if (causal == "none") != (which == "whole"):
-            continue
-        inputs, spec = random_inputs(length_q, length_k, 128, heads, kv_heads, 3, dtype), scaled(128, causal=causal)
-        assert servers(inputs, spec) == {"hopper forward"}
-        ours = as_served(inputs, spec)
-        assert_as_exact(ours, by_triton(inputs, spec), inputs, spec)
-        for _ in range(5):
-            assert all(torch.equal(a, b) for a, b in zip(ours, as_served(inputs, spec), strict=True))
-        apart = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
-        assert all(torch.equal(a, b) for a, b in zip(ours, as_served(apart, spec), strict=True))
-        alone = as_served(inputs, scaled(128, causal=causal, residual=False))
-        assert alone.residual.numel() == 0
-        assert all(torch.equal(ours[i], alone[i]) for i in (0, 2, 3))
+@pytest.mark.parametrize(("dtype", "length_q", "length_k", "causal", "heads", "kv_heads"), CASES)
+def test_every_length_is_as_exact_as_by_triton_and_gives_equal_bits(
+    dtype: torch.dtype, length_q: int, length_k: int, causal: str, heads: int, kv_heads: int
+) -> None:
+    inputs, spec = random_inputs(length_q, length_k, 128, heads, kv_heads, 3, dtype), scaled(128, causal=causal)
+    assert servers(inputs, spec) == {"hopper forward"}
+    ours = as_served(inputs, spec)
+    assert_as_exact(ours, by_triton(inputs, spec), inputs, spec)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(ours, as_served(inputs, spec), strict=True))
+    apart = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
+    assert all(torch.equal(a, b) for a, b in zip(ours, as_served(apart, spec), strict=True))
+    alone = as_served(inputs, scaled(128, causal=causal, residual=False))
+    assert alone.residual.numel() == 0
+    assert all(torch.equal(ours[i], alone[i]) for i in (0, 2, 3))
 
 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
