@@ -1,10 +1,13 @@
-"""Which forwards the kernel for Hopper takes, that Triton's serves without it, and what it compiles into."""
+"""Which forwards the kernel for Hopper takes where it is asked for, that Triton's serves without it, and what it
+compiles into."""
 
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels import machine_code
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -19,11 +22,12 @@ Shape = tuple[int, int, int]
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are made as on a GPU of compute capability 9.0; none is remembered, and nothing was given up yet."""
+    """Calls are made as on a GPU of compute capability 9.0 by who asks for the kernel; none is remembered, and nothing
+    was given up yet."""
     monkeypatch.setattr(launch, "_CALLS", {})
     monkeypatch.setattr(launch, "_capability", lambda device: 90)
     monkeypatch.setattr(hopper, "_given_up", [])
-    monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
+    monkeypatch.setenv("FORESHOCK_KERNELS", "hopper")
 
 
 def tensors(
@@ -123,7 +127,7 @@ class Launches:
         self.made: list[str] = []
         self.failure = failure
         monkeypatch.setattr(hopper, "_launch", self._kernel)
-        monkeypatch.setattr(forward, "launch_forward", lambda *_: self.made.append("triton"))
+        monkeypatch.setattr(forward, "launch_forward", self._triton)
 
     def _kernel(self) -> object:
         if isinstance(self.failure, ImportError):
@@ -136,9 +140,12 @@ class Launches:
 
         return launched
 
-    def of(self, inputs: tuple[Tensor, Tensor, Tensor], **options: object) -> list[str]:
+    def _triton(self, *_: object, shifted_only: bool) -> None:
+        self.made.append("triton for heads that shift" if shifted_only else "triton")
+
+    def of(self, inputs: tuple[Tensor, Tensor, Tensor], modes: Tensor | None = None, **options: object) -> list[str]:
         call = call_for(inputs, **options)  # type: ignore[arg-type]
-        given = Arguments(None, None, None, call.total_q, call.total_k, None, call.spec)
+        given = Arguments(modes, None, None, call.total_q, call.total_k, None, call.spec)
         forward.launch_fastest(call, inputs, outputs_of(inputs), given)
         made, self.made = self.made, []
         return made
@@ -153,32 +160,43 @@ def test_one_kernel_is_launched_and_the_choice_is_remembered(monkeypatch: pytest
     assert launches.of(inputs, softcap=30.0) == ["triton"]
 
 
+def test_where_heads_have_modes_triton_s_takes_those_that_shift_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
+    assert launches.of(tensors(), modes) == ["hopper", "triton for heads that shift"]
+    assert launches.of(tensors(), modes, softcap=30.0) == ["triton"]
+
+
 @pytest.mark.parametrize("failure", [ImportError("no module named gluon"), RuntimeError("PassManager::run failed")])
 def test_where_the_kernel_cannot_be_had_triton_serves_and_one_warning_says_so(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = Launches(monkeypatch, failure)
     with pytest.warns(UserWarning, match=rf"needs Triton 3\.6, could not be launched \({type(failure).__name__}"):
-        assert launches.of(tensors()) == ["triton"]
+        assert launches.of(tensors(), torch.zeros(4, dtype=torch.int32)) == ["triton"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert launches.of(tensors()) == launches.of(tensors((1, 4, 64), (1, 4, 64))) == ["triton"]
 
 
-def test_it_is_left_off_where_the_environment_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORESHOCK_KERNELS", "triton")
+@pytest.mark.parametrize("asked", [None, "", "triton"])
+def test_nobody_gets_it_without_asking(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORESHOCK_KERNELS")
+    if asked is not None:
+        monkeypatch.setenv("FORESHOCK_KERNELS", asked)
     assert Launches(monkeypatch).of(tensors()) == ["triton"]
+    assert Launches(monkeypatch).of(tensors((1, 4, 64), (1, 4, 64)), torch.zeros(4, dtype=torch.int32)) == ["triton"]
 
 
 @pytest.mark.parametrize(("causal", "residual"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("modes", [True, False])
-def test_it_compiles_into_a_loop_whose_softmax_runs_beside_a_product(causal: bool, residual: bool, modes: bool) -> None:
+def test_it_compiles_into_a_loop_whose_softmax_runs_beside_a_product(
+    causal: bool, residual: bool, modes: bool, tmp_path: Path
+) -> None:
     compiled = pytest.importorskip("tests.kernels.hopper_compiled", reason="needs a Triton that has Gluon").compiled
     kernel = compiled(causal=causal, residual=residual, modes=modes)
     steps = 128 // 16  # products of a tile's scores, and as many of its values
-    # Of two groups of warps each: the first scores, the loop, and a block's last values beside the next one's scores;
-    # with modes also the scores alone, which the paper's rule counts.
-    products = 2 * (steps + modes * steps + 2 * 2 * steps)
+    # Of two groups of warps each: the first scores, the loop, and a block's last values beside the next one's scores.
+    products = 2 * (steps + 2 * 2 * steps)
     assert len(re.findall(r"wgmma\.mma_async", kernel.asm["ptx"])) == products
     assert "cp.async.bulk.tensor.4d" in kernel.asm["ptx"]
     # From the wait that leaves one product running to the wait for it: an exponential for each score of a thread, and
@@ -187,3 +205,6 @@ def test_it_compiles_into_a_loop_whose_softmax_runs_beside_a_product(causal: boo
     loops = [part for part in beside if "MUFU.EX2" in part]
     assert {part.count("MUFU.EX2") for part in loops} == {64 + 2}  # of one group or of both: the text ends early
     assert not re.search(r"\b(STL|LDL)\b", "".join(loops))
+    lines = machine_code.listing(kernel, tmp_path)
+    assert sum("HGMMA" in line for line in lines) == products
+    assert machine_code.products_of_stale_registers(lines) == []

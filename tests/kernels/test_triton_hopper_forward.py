@@ -1,6 +1,8 @@
-"""The forward for Hopper on such a GPU: who is served, that it is as exact as Triton's, and all that surrounds it."""
+"""The forward for Hopper on such a GPU, where it is asked for: who is served, that it is as exact as Triton's, and all
+that surrounds it."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -47,6 +49,15 @@ MIXED = (
 SHIFTED = [mode & (Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX) != 0 for mode in MIXED]
 
 
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls remember who serves them: none outlives what it was asked under."""
+    monkeypatch.setenv("FORESHOCK_KERNELS", "hopper")
+    launch._CALLS.clear()
+    yield
+    launch._CALLS.clear()
+
+
 class Forward(NamedTuple):
     """What a forward stores."""
 
@@ -76,10 +87,10 @@ def as_served(inputs: Inputs, spec: AttentionSpec, modes: Tensor | None = None) 
     return Forward(*forward.attention_forward(query, key, value, arguments(inputs, spec, modes)))
 
 
-def servers(inputs: Inputs, spec: AttentionSpec, packed: Tensor | None = None) -> set[str]:
+def servers(inputs: Inputs, spec: AttentionSpec, packed: Tensor | None = None, modes: Tensor | None = None) -> set[str]:
     """The forwards that are launched for a call."""
     query, key, value, _ = inputs
-    given = arguments(inputs, spec)._replace(cu_seqlens_q=packed, cu_seqlens_k=packed)
+    given = arguments(inputs, spec, modes)._replace(cu_seqlens_q=packed, cu_seqlens_k=packed)
     call = call_of(query, key, value, given)
     call.ready.clear()
     forward.attention_forward(query, key, value, given)
@@ -213,7 +224,7 @@ def test_heads_of_every_mode_beside_each_other_are_as_exact_as_by_triton(
     length: int, dtype: torch.dtype, kv_heads: int, causal: str
 ) -> None:
     (inputs, spec), modes = tied(length, causal, dtype, kv_heads), flags(*MIXED)
-    assert servers(inputs, spec) == {"hopper forward"}
+    assert servers(inputs, spec, modes=modes) == {"hopper forward", "forward of shifted heads"}
     plain, ours, theirs = as_served(inputs, spec), as_served(inputs, spec, modes), by_triton(inputs, spec, modes)
     assert_as_exact(ours, theirs, inputs, spec)
     for head, shifted in enumerate(SHIFTED):

@@ -7,15 +7,19 @@ from tests.kernels.triton_calls import (
     DEVICE,
     INTERPRETED,
     Inputs,
+    flags,
     random_inputs,
     scaled,
 )
 from torch import Tensor
 
+from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import new_state, op
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 from foreshock.kernels.flash_attention.spec import Arguments
+from foreshock.kernels.flash_attention.triton_kernels.forward import launch_forward
+from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
 pytestmark = [*INTERPRETED, pytest.mark.usefixtures("kernels_serve_the_operators")]
 
@@ -82,3 +86,22 @@ def test_flags_and_lengths_may_be_a_column_of_a_table_or_one_number_expanded(
         packed = [None if x is None else x.contiguous() for x in (modes, lengths)]
         for one_of, other in zip(given, through_the_operators(inputs, *packed), strict=True):
             assert torch.equal(one_of, other)
+
+
+def test_a_launch_for_heads_that_shift_their_rows_writes_nothing_of_the_others() -> None:
+    inputs, spec = random_inputs(37, 37, 32, heads=4, kv_heads=2, seed=25), scaled(32, causal="top_left")
+    query, key, value, _ = inputs
+    modes = flags(Mode.PLAIN, Mode.STABLE_SOFTMAX, Mode.ROW_CORRECTED, Mode.PAPER_SOFTMAX)
+    given = Arguments(modes, None, None, 37, 37, None, spec)
+    call = call_of(query, key, value, given)
+    config = configs(call.capability, call.block_d, call.mean_keys).forward
+    whole, part = (
+        (torch.full_like(query, 7.0), torch.full_like(query, 7.0), rows, rows.clone())
+        for rows in (torch.full(query.shape[:-1], 7.0, device=DEVICE) for _ in range(2))
+    )
+    launch_forward(call, config, (query, key, value), whole, given)
+    launch_forward(call, config, (query, key, value), part, given, shifted_only=True)
+    for full, one in zip(whole, part, strict=True):
+        assert torch.equal(one[:, 1::2], full[:, 1::2])
+        assert bool((one[:, ::2] == 7.0).all())
+        assert not bool((full == 7.0).all(-1).any())

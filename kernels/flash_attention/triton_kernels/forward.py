@@ -176,9 +176,10 @@ def _block(
 @triton.jit
 def forward_kernel(
     query, key, value, out, residual, lse, row_max_out, modes, cu_seqlens_q, cu_seqlens_k,
-    seeds, strides, sizes, score_unit, order, SPEC: tl.constexpr, TILE: tl.constexpr,
+    seeds, strides, sizes, score_unit, order, SPEC: tl.constexpr, TILE: tl.constexpr, SHIFTED_ONLY: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head. The blocks that see most keys are started first."""
+    """One block of queries of one head. The blocks that see most keys are started first. SHIFTED_ONLY: nothing is
+    written of heads that do not shift their rows."""
     dtype: tl.constexpr = out.dtype.element_ty
     block, which = turn(order)
     first = (order[0] - 1 - block) * TILE.block_m
@@ -194,7 +195,10 @@ def forward_kernel(
         key = at_head(key, batch, kv_head, start_k, stride_k)
         value = at_head(value, batch, kv_head, start_k, stride_v)
     seed = load_seed(seeds)
-    if first < length_q:
+    taken = first < length_q
+    if SHIFTED_ONLY:
+        taken = taken & ((tl.load(modes + head) & (STABLE_SOFTMAX | PAPER_SOFTMAX)) != 0)
+    if taken:
         q = load_tile(query, batch, head, first, TILE.block_m, stride_q[2], length_q, dim, SPEC, True, TILE.tma)
         if TILE.operands_in_registers:
             q = in_registers(q)
@@ -213,7 +217,7 @@ def forward_kernel(
                     q, tensors, outputs, mode, first, rows, length_q, seen, chance, key_strides,
                     stride_o[2], numbers, True, SPEC, TILE, dtype,
                 )  # fmt: skip
-            else:
+            elif not SHIFTED_ONLY:
                 _block(
                     q, tensors, outputs, mode, first, rows, length_q, seen, chance, key_strides,
                     stride_o[2], numbers, False, SPEC, TILE, dtype,
@@ -254,9 +258,12 @@ def launch_fastest(
     outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
     given: Arguments,
 ) -> None:
-    """One launch of the kernel that serves the call: Hopper's (hopper.py), or the one above as `configs` cuts it."""
-    if not hopper.launched(call, inputs, outputs, given.modes):
-        launch_forward(call, configs(call.capability, call.block_d, call.mean_keys).forward, inputs, outputs, given)
+    """One launch of the kernel above as `configs` cuts it. Where Hopper's own serves (hopper.py), one of that, and one
+    of the kernel above for the heads that shift their rows."""
+    config = configs(call.capability, call.block_d, call.mean_keys).forward
+    served = hopper.launched(call, inputs, outputs, given.modes)
+    if not served or given.modes is not None:
+        launch_forward(call, config, inputs, outputs, given, shifted_only=served)
 
 
 def launch_forward(
@@ -265,10 +272,13 @@ def launch_forward(
     inputs: tuple[Tensor, Tensor, Tensor],
     outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
     given: Arguments,
+    *,
+    shifted_only: bool = False,
 ) -> None:
     """One launch under a given configuration; the benchmark calls it to compare configurations.
 
-    inputs are query, key and value; outputs out, its residual (None keeps none), lse and row_max.
+    inputs are query, key and value; outputs out, its residual (None keeps none), lse and row_max. shifted_only: of the
+    heads alone that shift their rows by `given.modes`.
     """
     query, key, value = inputs
 
@@ -280,10 +290,11 @@ def launch_forward(
             forward_kernel,
             (order[0] * order[1], 1, 1),
             (strides, call.sizes, float(call.score_unit), order),
-            {"SPEC": call.compiled, "TILE": tile},
+            {"SPEC": call.compiled, "TILE": tile, "SHIFTED_ONLY": shifted_only},
             tile.options,
             call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n)),
         )
 
     others = (given.modes, given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
-    call.launch(("forward", config), (*inputs, *outputs, *others), settle)
+    name = "forward of shifted heads" if shifted_only else "forward"
+    call.launch((name, config), (*inputs, *outputs, *others), settle)

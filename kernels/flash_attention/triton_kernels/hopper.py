@@ -1,4 +1,4 @@
-"""Which forwards the kernel for Hopper takes (hopper_forward.py); where it cannot be had, Triton's takes them."""
+"""Which forwards the kernel for Hopper takes (hopper_forward.py) where it is asked for; Triton's takes all others."""
 
 import os
 import warnings
@@ -31,12 +31,13 @@ def launched(
     outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
     modes: Tensor | None,
 ) -> bool:
-    """Launch the kernel where it serves, and say whether it did (arguments: forward.launch_forward)."""
+    """Launch the kernel where it serves and FORESHOCK_KERNELS=hopper asks for it, and say whether it did: then all is
+    stored of the heads that do not shift their rows (arguments: forward.launch_forward)."""
     chosen = call.plans.get(_NAME)
     if chosen is None:
-        allowed = os.environ.get("FORESHOCK_KERNELS") != "triton"
+        asked = os.environ.get("FORESHOCK_KERNELS") == "hopper"
         given = [x for x in (*inputs, *outputs[:2]) if x is not None]
-        chosen = call.plans[_NAME] = allowed and serves(call, *given)
+        chosen = call.plans[_NAME] = asked and serves(call, *given)
     if not chosen or _given_up:
         return False
     try:

@@ -1,4 +1,4 @@
-"""The forward of attention for Hopper in Gluon: what forward.py computes, where hopper.py says so.
+"""The forward of attention for Hopper in Gluon: what forward.py stores, of heads that shift no row.
 
 One warp loads tiles by the copy engine. Two groups of four warps take turns: one multiplies while the other computes
 its softmax, and within a group the next scores are multiplied under the softmax of the last; the first scores of the
@@ -19,33 +19,80 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from foreshock.contract.modes import Mode
+from foreshock.kernels.flash_attention import spec
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.triton_kernels.hopper import DIM
-from foreshock.kernels.flash_attention.triton_kernels.hopper_blocks import (
-    BLOCK,
-    HEAD_DIM,
-    LN2,
-    LOG2E,
-    PAPER_CAP_BF16,
-    PAPER_CAP_FP16,
-    PAPER_SOFTMAX,
-    RESIDUAL_SCALE_FP16,
-    ROWS,
-    STABLE_SOFTMAX,
-    STAGES,
-    TOLERANCE,
-    masked,
-    next_block,
-    rounded_to,
-    shift_of,
-)
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch, described
+
+BLOCK: gl.constexpr = gl.constexpr(128)
+"""Queries of a block, half of them for each group of warps, and keys of a tile."""
+ROWS: gl.constexpr = gl.constexpr(64)
+HEAD_DIM: gl.constexpr = gl.constexpr(DIM)
+STAGES: gl.constexpr = gl.constexpr(2)
+"""Tiles of keys, and of values, that lie in shared memory."""
+LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
+SHIFTED: gl.constexpr = gl.constexpr(int(Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX))
+RESIDUAL_SCALE_FP16: gl.constexpr = gl.constexpr(spec.residual_scale(torch.float16))
+
+
+@gluon.jit
+def place(turn, sizes, modes, CAUSAL: gl.constexpr):
+    """Plane and block of queries of a program's turn, and whether to pass it over: heads that shift their rows are left
+    to another kernel.
+
+    Under a causal mask a program takes blocks in pairs, one as many blocks from the end as the other from the start:
+    all pairs see as many keys, so that programs that take every num_programs-th pair end together.
+    """
+    blocks, _, heads, _, _, _ = sizes
+    if CAUSAL:
+        pairs = (blocks + 1) // 2
+        item = gl.program_id(0) + (turn // 2) * gl.num_programs(0)
+        plane = item // pairs
+        pair = item % pairs
+        second = turn % 2
+        block = pair + (1 - second) * (blocks - 1 - 2 * pair)
+        passed = (second == 1) & (2 * pair + 1 == blocks)  # of an odd number the middle one is its own pair
+    else:
+        item = gl.program_id(0) + turn * gl.num_programs(0)
+        plane = item // blocks
+        block = item % blocks
+        passed = turn < 0
+    if modes is not None:
+        passed = passed | ((gl.load(modes + plane % heads) & SHIFTED) != 0)
+    return plane, block, passed
+
+
+@gluon.jit
+def next_block(turn, sizes, modes, CAUSAL: gl.constexpr):
+    """From this turn on the first that has a block to compute: the turn, its plane, block and number of key tiles, and
+    whether there is any."""
+    _, planes, _, _, _, tiles = sizes
+    turn = gl.to_tensor(turn)
+    plane, block, passed = place(turn, sizes, modes, CAUSAL)
+    while (plane < planes) & passed:
+        turn += 1
+        plane, block, passed = place(turn, sizes, modes, CAUSAL)
+    tiles = gl.to_tensor(tiles)
+    if CAUSAL:
+        tiles = block + 1
+    return turn, plane, block, tiles, plane < planes
+
+
+@gluon.jit
+def rounded_to(x, DTYPE: gl.constexpr):
+    """x rounded to a 16-bit type, in fp32. Triton would convert bf16 back one by one, at a quarter of this speed."""
+    if gl.float16 == DTYPE:
+        return x.to(DTYPE).to(gl.float32)
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }""",
+        "=r,=r,r,r", [x], gl.float32, True, 2,
+    )  # fmt: skip
 
 
 @gluon.jit
 def load(descriptors, shared, full, empty, sizes, modes, CAUSAL: gl.constexpr):
-    """The warp that loads: each block's queries, then its tiles of keys and values from the last one down, once for
-    each pass over them."""
+    """The warp that loads: each block's queries, then its tiles of keys and values from the last one down."""
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = shared
     q_full, k_full, v_full = full
@@ -53,7 +100,7 @@ def load(descriptors, shared, full, empty, sizes, modes, CAUSAL: gl.constexpr):
     _, _, heads, group, _, _ = sizes
     count = 0
     step = 0
-    turn, plane, block, tiles, more = next_block(0, sizes, CAUSAL)
+    turn, plane, block, tiles, more = next_block(0, sizes, modes, CAUSAL)
     while more:
         batch = plane // heads
         head = plane % heads
@@ -63,23 +110,19 @@ def load(descriptors, shared, full, empty, sizes, modes, CAUSAL: gl.constexpr):
             first = block * BLOCK + half * ROWS
             tile = q_tiles.index((count & 1) * 2 + half)
             tma.async_copy_global_to_shared(q_desc, [batch, head, first, 0], q_full.index(count & 1), tile)
-        passes = gl.to_tensor(1)
-        if modes is not None:
-            passes = gl.where((gl.load(modes + head) & PAPER_SOFTMAX) != 0, 3, 1)
-        for _ in range(passes):
-            for i in range(tiles):
-                at = [batch, head // group, (tiles - 1 - i) * BLOCK, 0]
-                slot = step % STAGES
-                phase = (step // STAGES) & 1
-                mbarrier.wait(k_empty.index(slot), phase ^ 1)
-                mbarrier.expect(k_full.index(slot), BLOCK * HEAD_DIM * 2)
-                tma.async_copy_global_to_shared(k_desc, at, k_full.index(slot), k_tiles.index(slot))
-                mbarrier.wait(v_empty.index(slot), phase ^ 1)
-                mbarrier.expect(v_full.index(slot), BLOCK * HEAD_DIM * 2)
-                tma.async_copy_global_to_shared(v_desc, at, v_full.index(slot), v_tiles.index(slot))
-                step += 1
+        for i in range(tiles):
+            at = [batch, head // group, (tiles - 1 - i) * BLOCK, 0]
+            slot = step % STAGES
+            phase = (step // STAGES) & 1
+            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            mbarrier.expect(k_full.index(slot), BLOCK * HEAD_DIM * 2)
+            tma.async_copy_global_to_shared(k_desc, at, k_full.index(slot), k_tiles.index(slot))
+            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+            mbarrier.expect(v_full.index(slot), BLOCK * HEAD_DIM * 2)
+            tma.async_copy_global_to_shared(v_desc, at, v_full.index(slot), v_tiles.index(slot))
+            step += 1
         count += 1
-        turn, plane, block, tiles, more = next_block(turn + 1, sizes, CAUSAL)
+        turn, plane, block, tiles, more = next_block(turn + 1, sizes, modes, CAUSAL)
 
 
 @gluon.jit
@@ -88,8 +131,7 @@ def attend(
     CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: half of each block's queries. units: what turns a score into powers of two, and into
-    itself. All who read a head's mode have to find the same, or one waits for ever: it changes between launches alone.
-    """
+    itself."""
     DTYPE: gl.constexpr = o_desc.dtype
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -101,13 +143,12 @@ def attend(
     _, _, heads, _, lengths, _ = sizes
     length_q, length_k = lengths
     unit, score_unit = units
-    CAP: gl.constexpr = PAPER_CAP_FP16 if gl.float16 == DTYPE else PAPER_CAP_BF16
     local = gl.arange(0, ROWS, layout=by_row)
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, of_scores))
     out = o_tiles.index(HALF)
     step = 0
     count = 0
-    turn, plane, block, tiles, more = next_block(0, sizes, CAUSAL)
+    turn, plane, block, tiles, more = next_block(0, sizes, modes, CAUSAL)
     mbarrier.wait(q_full.index(0), 0, pred=more)
     mbarrier.wait(k_full.index(0), 0, pred=more)
     mbarrier.wait(turns.index(HALF), 0)
@@ -120,43 +161,25 @@ def attend(
     scores = warpgroup_mma_wait(0, deps=[asked])
     mbarrier.arrive(k_empty.index(0), pred=more)
     while more:
-        first = block * BLOCK + HALF * ROWS
-        query = q_tiles.index((count & 1) * 2 + HALF).reshape((ROWS, HEAD_DIM))
-        paper_shift = None
-        stable = False
-        if modes is not None:
-            mode = gl.load(modes + plane % heads)
-            paper = (mode & PAPER_SOFTMAX) != 0
-            stable = (mode & (STABLE_SOFTMAX | PAPER_SOFTMAX)) == STABLE_SOFTMAX
-            # The paper's shift takes two passes of its own: the largest score of a row, then how many are near it.
-            found = gl.full([ROWS], float("-inf"), gl.float32, by_row)
-            near = gl.zeros([ROWS], gl.int32, by_row)
-            for i in range(gl.where(paper, 2 * tiles, 0)):
-                start = (tiles - 1 - i % tiles) * BLOCK
-                seen = masked(scores, first, start, local, column, length_k, CAUSAL, TAIL) * score_unit
-                near += gl.where(i < tiles, 0, gl.sum((found[:, None] - seen <= TOLERANCE).to(gl.int32), 1))
-                found = gl.maximum(found, gl.max(seen, 1))
-                mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)  # not read
-                mbarrier.arrive(v_empty.index(step % STAGES))
-                step += 1
-                slot = step % STAGES
-                mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-                nothing = gl.zeros([ROWS, BLOCK], gl.float32, of_scores)
-                keys = k_tiles.index(slot).reshape((BLOCK, HEAD_DIM)).permute((1, 0))
-                asked = warpgroup_mma(query, keys, nothing, use_acc=False, is_async=True)
-                scores = warpgroup_mma_wait(0, deps=[asked])
-                mbarrier.arrive(k_empty.index(slot))
-            paper_shift = gl.where(near > 1, gl.minimum(gl.abs(found), CAP), 0.0) * LOG2E
         # The first tile that is looked at is the last one: it alone holds the diagonal, or the end of the keys.
-        scores = masked(scores, first, (tiles - 1) * BLOCK, local, column, length_k, CAUSAL, TAIL)
+        first = block * BLOCK + HALF * ROWS
+        start = (tiles - 1) * BLOCK
+        if CAUSAL:
+            # Where the compiler knew what this is, it would hold each column's place in a register.
+            limit = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first - start + local], gl.int32, False, 1)
+            scores = gl.where(limit[:, None] >= column[None, :], scores, float("-inf"))
+        elif TAIL:
+            scores = gl.where((start + column < length_k)[None, :], scores, float("-inf"))
         largest = gl.max(scores, 1)
-        shift = shift_of(largest, units, paper_shift, stable)
+        # A row whose scores are all minus infinity: -inf - -inf would be NaN.
+        shift = gl.where(largest == float("-inf"), 0.0, largest * unit)
         p = gl.exp2(gl.fma(scores, unit, -shift[:, None]))
         total = gl.sum(p, 1)
         before = gl.where(largest == float("-inf"), largest, shift)
         rounded = gl.convert_layout(p.to(DTYPE), of_p)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, of_out)
-        next_turn, next_plane, following, next_tiles, more = next_block(turn + 1, sizes, CAUSAL)
+        query = q_tiles.index((count & 1) * 2 + HALF).reshape((ROWS, HEAD_DIM))
+        next_turn, next_plane, following, next_tiles, more = next_block(turn + 1, sizes, modes, CAUSAL)
         for i in range(1, tiles):
             last = step % STAGES
             last_phase = (step // STAGES) & 1
@@ -178,7 +201,7 @@ def attend(
             scores = warpgroup_mma_wait(1, deps=[asked])
             mbarrier.arrive(k_empty.index(slot))
             largest = gl.maximum(largest, gl.max(scores, 1))
-            shift = shift_of(largest, units, paper_shift, stable)
+            shift = gl.where(largest == float("-inf"), 0.0, largest * unit)
             shrink = gl.exp2(before - shift)
             # One rounding, and the same `shift` for every entry and for the rescaling: what it lost cancels in P / l.
             p = gl.exp2(gl.fma(scores, unit, -shift[:, None]))
@@ -255,7 +278,8 @@ def hopper_forward_kernel(
     blocks, planes, heads, group, length_q, length_k, tiles, unit, score_unit,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Each program takes every num_programs-th block of queries, or pair of them.
+    """Each program takes every num_programs-th block of queries, or pair of them. Its warps have to find the same
+    modes, or one waits for ever: modes change between launches alone.
 
     sizes: blocks of a plane, planes, heads, query heads of a key head, (queries, keys), tiles of keys.
     """
@@ -313,7 +337,7 @@ def launch_hopper_forward(
     outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
     modes: Tensor | None,
 ) -> None:
-    """One launch of what hopper.serves.
+    """One launch of what hopper.serves. Of heads that shift their rows nothing is written.
 
     inputs are query, key and value; outputs out, its residual (None keeps none), lse and row_max.
     """
