@@ -1,0 +1,399 @@
+"""The prototype of the backward of attention for Hopper in Gluon, which hopper_backward.py checks and times.
+
+One pass over blocks of keys makes dK, dV and, by adding to fp32 numbers in device memory, dQ: five products where two
+Triton passes have seven. One warp loads tiles by the copy engine; two groups of four warps hold 64 keys each, and both
+need both groups' dS for dQ, of which each makes half of the columns. Served: head dim 128, bf16, full and top-left
+causal of equal lengths, grouped heads. dK and dV have equal bits for equal inputs; dQ, added in any order, has not.
+
+Statistics and row correction are left out. A row's sums would be sums of columns of P and dS here: ties beside exp2, u
+and what rounding dS removes beside its store, each added by an atomic to a number of the row, as dQ is. P K takes a
+sixth product into dQ's registers once dQ has left them; a mended delta needs all blocks of keys before the first dK.
+"""
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch, described
+from foreshock.kernels.flash_attention.triton_kernels.passes import Tensors
+from foreshock.kernels.flash_attention.triton_kernels.rows import launch_rows
+
+DIM: gl.constexpr = gl.constexpr(128)
+KEYS: gl.constexpr = gl.constexpr(64)
+"""Keys of a group of warps: half of a program's block."""
+QUERIES: gl.constexpr = gl.constexpr(64)
+"""Queries of a tile."""
+STAGES: gl.constexpr = gl.constexpr(2)
+"""Tiles of queries, of the gradient of O and of dS that lie in shared memory."""
+
+
+@builtin
+def add_to_global(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    """Have the copy engine add a tile to device memory: Triton 3.6 has the operation, its Gluon no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def block_of(sizes):
+    """Plane and block of keys of this program, in the order of places.turn."""
+    blocks, planes, section, _, _, _ = sizes
+    program = gl.program_id(0)
+    start = program // (section * blocks) * section
+    width = gl.minimum(section, planes - start)
+    program -= start * blocks
+    return start + program % width, program // width
+
+
+@gluon.jit
+def tiles_of(block, sizes, CAUSAL: gl.constexpr):
+    """The first tile of queries of a block of keys, and how many there are. Each block begins with its own, so that
+    programs which run together do not add to the same dQ."""
+    _, _, _, _, _, tiles = sizes
+    first = block * (2 * KEYS // QUERIES)
+    count = gl.to_tensor(tiles)
+    if CAUSAL:
+        count = tiles - first
+    return first, count
+
+
+@gluon.jit
+def load(descriptors, shared, full, empty, sizes, CAUSAL: gl.constexpr):
+    """The warp that loads: a block of keys and values, then tiles of queries with -lse and -delta, and of dO."""
+    q_desc, k_desc, v_desc, g_desc, r_desc = descriptors
+    q_tiles, k_tiles, v_tiles, g_tiles, r_tiles = shared
+    kv_full, q_full, g_full, _ = full
+    q_empty, g_empty, _ = empty
+    _, _, _, kv_heads, group, tiles = sizes
+    plane, block = block_of(sizes)
+    batch = plane // kv_heads
+    kv_head = plane % kv_heads
+    mbarrier.expect(kv_full, 4 * KEYS * DIM * 2)
+    for half in gl.static_range(2):
+        at = [batch, kv_head, (2 * block + half) * KEYS, 0]
+        tma.async_copy_global_to_shared(k_desc, at, kv_full, k_tiles.index(half))
+        tma.async_copy_global_to_shared(v_desc, at, kv_full, v_tiles.index(half))
+    first, count = tiles_of(block, sizes, CAUSAL)
+    step = 0
+    for member in range(group):
+        head = kv_head * group + member
+        for i in range(count):
+            row = (first + i) % tiles * QUERIES
+            slot = step % STAGES
+            phase = (step // STAGES) & 1
+            mbarrier.wait(q_empty.index(slot), phase ^ 1)
+            mbarrier.expect(q_full.index(slot), QUERIES * DIM * 2 + QUERIES * 16 * 2)
+            at = [batch, head, row, 0]
+            tma.async_copy_global_to_shared(q_desc, at, q_full.index(slot), q_tiles.index(slot))
+            at_rows = [batch * kv_heads * group + head, 0, row, 0]
+            tma.async_copy_global_to_shared(r_desc, at_rows, q_full.index(slot), r_tiles.index(slot))
+            mbarrier.wait(g_empty.index(slot), phase ^ 1)
+            mbarrier.expect(g_full.index(slot), QUERIES * DIM * 2)
+            tma.async_copy_global_to_shared(g_desc, at, g_full.index(slot), g_tiles.index(slot))
+            step += 1
+
+
+@gluon.jit
+def take_columns(FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """The matrix [KEYS, 16] whose product with folded rows adds up their columns FIRST to FIRST + 2."""
+    column = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :] + gl.zeros([KEYS, 16], gl.int32, LAYOUT)
+    return gl.where((column >= FIRST) & (column < FIRST + 3), 1.0, 0.0).to(gl.bfloat16)
+
+
+@gluon.jit
+def hidden_zero(step):
+    """0, in a way that the compiler does not see: what is addressed by it is not kept in registers through the loop."""
+    return gl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [step], gl.int32, False, 1)
+
+
+@gluon.jit
+def ask_scores(take, k_tile, q_tile, r_tile):
+    """As two products S^T - lse, in units of 1 / unit; or dP^T - delta, of values and the gradient of O."""
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    nothing = gl.zeros([KEYS, QUERIES], gl.float32, of_scores)
+    rows = r_tile.reshape((QUERIES, 16)).permute((1, 0))
+    asked = warpgroup_mma(take, rows, nothing, use_acc=False, is_async=True)
+    queries = q_tile.reshape((QUERIES, DIM)).permute((1, 0))
+    return warpgroup_mma(k_tile.reshape((KEYS, DIM)), queries, asked, is_async=True)
+
+
+@gluon.jit
+def ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF: gl.constexpr):
+    """Half of the columns of dQ, of both groups' keys, as two products."""
+    of_query: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
+    nothing = gl.zeros([QUERIES, DIM // 2], gl.float32, of_query)
+    k = k_tiles.index(zero).reshape((KEYS, DIM)).slice(HALF * (DIM // 2), DIM // 2, 1)
+    asked = warpgroup_mma(ds_tiles.index(slot * 2).permute((1, 0)), k, nothing, use_acc=False, is_async=True)
+    k = k_tiles.index(zero + 1).reshape((KEYS, DIM)).slice(HALF * (DIM // 2), DIM // 2, 1)
+    return warpgroup_mma(ds_tiles.index(slot * 2 + 1).permute((1, 0)), k, asked, is_async=True)
+
+
+@gluon.jit
+def ask_grads(p, dp, dv, dk, q_tile, g_tile, ds_tile, ds_empty, ds_full, phase):
+    """dV and dK of a tile, and dS in shared memory: the products, and their operands, which lie in registers."""
+    of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    of_p: gl.constexpr = gl.DotOperandLayout(0, of_grad, 2)
+    weights = gl.convert_layout(p.to(gl.bfloat16), of_p)
+    ds = (p * dp).to(gl.bfloat16)
+    mbarrier.wait(ds_empty, phase ^ 1)
+    ds_tile.store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full)
+    rounded = gl.convert_layout(ds, of_p)
+    added = warpgroup_mma(weights, g_tile.reshape((QUERIES, DIM)), dv, is_async=True)
+    adding = warpgroup_mma(rounded, q_tile.reshape((QUERIES, DIM)), dk, is_async=True)
+    return added, adding, weights, rounded
+
+
+@gluon.jit
+def weights_of(scores, turn, key, unit, CAUSAL: gl.constexpr):
+    """P^T of a tile, the turn-th from the block's first."""
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    if CAUSAL:
+        column = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, of_scores))
+        # Where the compiler knew what this is, it would hold each column's place in a register. In a branch for the two
+        # tiles that need it this mask makes ptxas spill.
+        limit = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [key - turn * QUERIES], gl.int32, False, 1)
+        scores = gl.where(column[None, :] >= limit[:, None], scores, float("-inf"))
+    return gl.exp2(scores * unit)
+
+
+@gluon.jit
+def attend(
+    HALF: gl.constexpr, outputs, shared, own, full, empty, sizes, units, CAUSAL: gl.constexpr, LATE: gl.constexpr
+):
+    """A group of four warps: 64 keys. units: what turns a score into powers of two, and the scale."""
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    of_take: gl.constexpr = gl.DotOperandLayout(0, of_scores, 2)
+    dq_desc, dk_desc, dv_desc = outputs
+    q_tiles, k_tiles, v_tiles, g_tiles, r_tiles = shared
+    ds_tiles, dq_tiles = own
+    kv_full, q_full, g_full, ds_full = full
+    q_empty, g_empty, ds_empty = empty
+    _, _, _, kv_heads, group, tiles = sizes
+    unit, scale = units
+    plane, block = block_of(sizes)
+    batch = plane // kv_heads
+    kv_head = plane % kv_heads
+    first, count = tiles_of(block, sizes, CAUSAL)
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, of_scores)) + HALF * KEYS
+    take_lse = take_columns(0, of_take)
+    take_delta = take_columns(3, of_take)
+    dk = gl.zeros([KEYS, DIM], gl.float32, of_grad)
+    dv = gl.zeros([KEYS, DIM], gl.float32, of_grad)
+    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(q_full.index(0), 0)
+    asked = ask_scores(take_lse, k_tiles.index(HALF), q_tiles.index(0), r_tiles.index(0))
+    mbarrier.wait(g_full.index(0), 0)
+    asked_p = ask_scores(take_delta, v_tiles.index(HALF), g_tiles.index(0), r_tiles.index(0))
+    scores = warpgroup_mma_wait(2, deps=[asked])
+    p = weights_of(scores, 0, key, unit, CAUSAL)
+    dp = warpgroup_mma_wait(0, deps=[asked_p])
+    head = kv_head * group
+    turn = 0
+    total = group * count
+    for step in range(total - 1):
+        # Nothing is in flight here. P and dP are those of this step; they are made for the next one further down.
+        zero = hidden_zero(step)
+        slot = step % STAGES
+        phase = (step // STAGES) & 1
+        after = (step + 1) % STAGES
+        next_phase = ((step + 1) // STAGES) & 1
+        added, adding, weights, rounded = ask_grads(
+            p, dp, dv, dk, q_tiles.index(slot), g_tiles.index(slot), ds_tiles.index(slot * 2 + HALF),
+            ds_empty.index(slot), ds_full.index(slot), phase,
+        )  # fmt: skip
+        at = [batch, head, (first + turn) % tiles * QUERIES, HALF * (DIM // 2)]
+        turn += 1
+        if turn == count:
+            turn = 0
+            head += 1
+        if LATE:  # the other group's dS is waited for after the next scores are asked for; dP then runs alone
+            mbarrier.wait(q_full.index(after), next_phase)
+            asked = ask_scores(take_lse, k_tiles.index(zero + HALF), q_tiles.index(after), r_tiles.index(after))
+            dv, dk, weights, rounded = warpgroup_mma_wait(2, deps=[added, adding, weights, rounded])
+            mbarrier.arrive(q_empty.index(slot))
+            mbarrier.arrive(g_empty.index(slot))
+            mbarrier.wait(ds_full.index(slot), phase)
+            asked_query = ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF)
+            scores = warpgroup_mma_wait(2, deps=[asked])
+            p = weights_of(scores, turn, key, unit, CAUSAL)
+            mbarrier.wait(ds_full.index(slot), phase)  # as below
+            dq = warpgroup_mma_wait(0, deps=[asked_query])
+        else:
+            mbarrier.wait(ds_full.index(slot), phase)
+            asked_query = ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF)
+            dv, dk, weights, rounded = warpgroup_mma_wait(2, deps=[added, adding, weights, rounded])
+            mbarrier.arrive(q_empty.index(slot))
+            mbarrier.arrive(g_empty.index(slot))
+            mbarrier.wait(q_full.index(after), next_phase)
+            asked = ask_scores(take_lse, k_tiles.index(zero + HALF), q_tiles.index(after), r_tiles.index(after))
+            dq = warpgroup_mma_wait(2, deps=[asked_query])
+        mbarrier.arrive(ds_empty.index(slot))
+        tma.store_wait(0)
+        dq_tile = dq_tiles.index(zero + HALF)
+        dq_tile.reshape((QUERIES, DIM // 2)).store(dq)
+        fence_async_shared()
+        add_to_global(dq_desc, at, dq_tile)
+        mbarrier.wait(g_full.index(after), next_phase)
+        asked_p = ask_scores(take_delta, v_tiles.index(zero + HALF), g_tiles.index(after), r_tiles.index(after))
+        if not LATE:
+            scores = warpgroup_mma_wait(2, deps=[asked])
+            p = weights_of(scores, turn, key, unit, CAUSAL)
+            # It has been waited for, and passes at once. Its branch keeps ptxas from moving exp2 behind the wait for
+            # the product that it is to run beside.
+            mbarrier.wait(g_full.index(after), next_phase)
+        dp = warpgroup_mma_wait(0, deps=[asked_p])
+    slot = (total - 1) % STAGES
+    phase = ((total - 1) // STAGES) & 1
+    added, adding, weights, rounded = ask_grads(
+        p, dp, dv, dk, q_tiles.index(slot), g_tiles.index(slot), ds_tiles.index(slot * 2 + HALF),
+        ds_empty.index(slot), ds_full.index(slot), phase,
+    )  # fmt: skip
+    mbarrier.wait(ds_full.index(slot), phase)
+    asked_query = ask_grad_query(ds_tiles, slot, k_tiles, hidden_zero(total), HALF)
+    dv, weights = warpgroup_mma_wait(3, deps=[added, weights])
+    out = v_tiles.index(HALF)  # the values of this group have been read for the last time
+    out.reshape((KEYS, DIM)).store(dv.to(gl.bfloat16))
+    fence_async_shared()
+    at = [batch, kv_head, (2 * block + HALF) * KEYS, 0]
+    tma.async_copy_shared_to_global(dv_desc, at, out)
+    dq, dk, rounded = warpgroup_mma_wait(0, deps=[asked_query, adding, rounded])
+    tma.store_wait(0)
+    dq_tile = dq_tiles.index(HALF)
+    dq_tile.reshape((QUERIES, DIM // 2)).store(dq)
+    out.reshape((KEYS, DIM)).store((dk * scale).to(gl.bfloat16))
+    fence_async_shared()
+    add_to_global(dq_desc, [batch, head, (first + turn) % tiles * QUERIES, HALF * (DIM // 2)], dq_tile)
+    tma.async_copy_shared_to_global(dk_desc, at, out)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def barriers(ARRIVALS: gl.constexpr):
+    """One for each tile in shared memory."""
+    made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit(do_not_specialize=("blocks", "planes", "section", "kv_heads", "group", "tiles"))
+def hopper_backward_kernel(
+    q_desc, k_desc, v_desc, g_desc, r_desc, dq_desc, dk_desc, dv_desc,
+    blocks, planes, section, kv_heads, group, tiles, unit, scale, CAUSAL: gl.constexpr, LATE: gl.constexpr,
+):  # fmt: skip
+    """128 keys of a key head. sizes: blocks of a plane, planes, planes of a section, key heads, query heads of a key
+    head, tiles of queries."""
+    of_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], gl.bfloat16)
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, QUERIES, DIM], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, KEYS, DIM], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, KEYS, DIM], v_desc.layout)
+    g_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, QUERIES, DIM], g_desc.layout)
+    r_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, QUERIES, 16], r_desc.layout)
+    ds_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, KEYS, QUERIES], of_ds)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 1, QUERIES, DIM // 2], dq_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    full = (kv_full, barriers(1), barriers(1), barriers(2))
+    empty = (barriers(2), barriers(2), barriers(2))
+    fence_async_shared()
+    sizes = (blocks, planes, section, kv_heads, group, tiles)
+    shared = (q_tiles, k_tiles, v_tiles, g_tiles, r_tiles)
+    outputs = (dq_desc, dk_desc, dv_desc)
+    own = (ds_tiles, dq_tiles)
+    units = (unit, scale)
+    loads = (q_desc, k_desc, v_desc, g_desc, r_desc)
+    gl.warp_specialize(
+        [
+            (attend, (gl.constexpr(0), outputs, shared, own, full, empty, sizes, units, CAUSAL, LATE)),
+            (attend, (gl.constexpr(1), outputs, shared, own, full, empty, sizes, units, CAUSAL, LATE)),
+            (load, (loads, shared, full, empty, sizes, CAUSAL)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@triton.jit
+def round_kernel(source, target, scale, count, BLOCK: tl.constexpr):
+    """dQ from its fp32 sums."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    tl.store(target + at, (tl.load(source + at, mask=inside) * scale).to(tl.bfloat16), mask=inside)
+
+
+TILES: Final = {place: (64, columns) for place, columns in enumerate((128, 128, 128, 128, 16, 64, 128, 128))}
+"""Of q, k, v, dO, folded rows, dQ, dK and dV: the rows and columns that the copy engine takes at once."""
+
+
+def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Of a tensor [B, H, S, D], for tiles [1, 1, rows, columns]."""
+    kind = gl.float32 if tensor.dtype == torch.float32 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], kind)
+    return TensorDescriptor(*described(tensor, rows, columns), layout)
+
+
+def compiled(*, causal: bool, late: bool = False) -> Any:
+    """The kernel as Triton compiles it for compute capability 9.0, on any machine."""
+    signature: dict[str, Any] = {}
+    for place, (rows, columns) in TILES.items():
+        kind, word = (gl.float32, "fp32") if place == 5 else (gl.bfloat16, "bf16")
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], kind)
+        signature[hopper_backward_kernel.arg_names[place]] = f"tensordesc<{word}[1, 1, {rows}, {columns}],{layout!r}>"
+    signature |= dict.fromkeys(("blocks", "planes", "section", "kv_heads", "group", "tiles"), "i32")
+    signature |= dict.fromkeys(("unit", "scale"), "fp32")
+    constants = {"CAUSAL": causal, "LATE": late}
+    signature |= dict.fromkeys(constants, "constexpr")
+    fixed = {(list(signature).index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(hopper_backward_kernel, signature, fixed, {})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def launch_hopper_backward(
+    call: Call, given: Tensors, grads: tuple[Tensor, Tensor, Tensor], sums: Tensor, *, late: bool = False
+) -> None:
+    """The rows pass, dK and dV with dQ's sums, and dQ. sums: fp32, with dQ's strides."""
+    if call.dim != DIM or sums.stride() != grads[0].stride() or not call.takes_descriptors(*given.operands, *grads):
+        raise ValueError(f"head dim {call.dim}, or a layout, that the prototype does not take; give dense bf16, D 128")
+    rows = launch_rows(call, given)
+    sums.zero_()
+
+    def settle() -> Launch:
+        blocks = triton.cdiv(call.longest_k, 128)
+        order = call.order(blocks, call.sequences * call.kv_heads, call.longest_q)
+        numbers = (*order, call.kv_heads, call.heads // call.kv_heads, triton.cdiv(call.longest_q, 64))
+        return Launch(
+            hopper_backward_kernel,
+            (order[0] * order[1], 1, 1),
+            (*numbers, call.unit, call.spec.scale),
+            {"CAUSAL": call.spec.causal != "none", "LATE": late},
+            {"num_warps": 4},
+            TILES,
+            descriptor,
+        )
+
+    call.launch(("hopper backward", late), (*given.operands, rows.folded, sums, *grads[1:]), settle)
+    count, block = sums.numel(), 2048
+    numbers = (call.spec.scale, count)
+    grid = (triton.cdiv(count, block), 1, 1)
+    call.launch("hopper dQ", (sums, grads[0]), lambda: Launch(round_kernel, grid, numbers, {"BLOCK": block}))
