@@ -33,8 +33,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch, described
-from foreshock.kernels.flash_attention.triton_kernels.passes import Tensors
+from foreshock.kernels.flash_attention.triton_kernels.passes import RowVectors, Tensors
 from foreshock.kernels.flash_attention.triton_kernels.rows import launch_rows
+
+Grads = tuple[Tensor, Tensor, Tensor]
 
 DIM: gl.constexpr = gl.constexpr(128)
 KEYS: gl.constexpr = gl.constexpr(64)
@@ -81,7 +83,7 @@ def load(descriptors, shared, full, empty, sizes, CAUSAL: gl.constexpr):
     q_desc, k_desc, v_desc, g_desc, r_desc = descriptors
     q_tiles, k_tiles, v_tiles, g_tiles, r_tiles = shared
     kv_full, q_full, g_full, _ = full
-    q_empty, g_empty, _ = empty
+    q_empty, g_empty = empty
     _, _, _, kv_heads, group, tiles = sizes
     plane, block = block_of(sizes)
     batch = plane // kv_heads
@@ -147,19 +149,22 @@ def ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF: gl.constexpr):
 
 
 @gluon.jit
-def ask_grads(p, dp, dv, dk, q_tile, g_tile, ds_tile, ds_empty, ds_full, phase):
-    """dV and dK of a tile, and dS in shared memory: the products, and their operands, which lie in registers."""
+def ask_grads(p, dp, dv, dk, q_tiles, g_tiles, ds_tiles, ds_full, slot, HALF: gl.constexpr):
+    """dV and dK of a tile, and dS in shared memory: the products, and their operands, which lie in registers.
+
+    The dS that lay there was read two steps ago by this group, and by the other one before its dS of the last step,
+    which this group has waited for.
+    """
     of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     of_p: gl.constexpr = gl.DotOperandLayout(0, of_grad, 2)
     weights = gl.convert_layout(p.to(gl.bfloat16), of_p)
     ds = (p * dp).to(gl.bfloat16)
-    mbarrier.wait(ds_empty, phase ^ 1)
-    ds_tile.store(ds)
+    ds_tiles.index(slot * 2 + HALF).store(ds)
     fence_async_shared()
-    mbarrier.arrive(ds_full)
+    mbarrier.arrive(ds_full.index(slot))
     rounded = gl.convert_layout(ds, of_p)
-    added = warpgroup_mma(weights, g_tile.reshape((QUERIES, DIM)), dv, is_async=True)
-    adding = warpgroup_mma(rounded, q_tile.reshape((QUERIES, DIM)), dk, is_async=True)
+    added = warpgroup_mma(weights, g_tiles.index(slot).reshape((QUERIES, DIM)), dv, is_async=True)
+    adding = warpgroup_mma(rounded, q_tiles.index(slot).reshape((QUERIES, DIM)), dk, is_async=True)
     return added, adding, weights, rounded
 
 
@@ -188,7 +193,7 @@ def attend(
     q_tiles, k_tiles, v_tiles, g_tiles, r_tiles = shared
     ds_tiles, dq_tiles = own
     kv_full, q_full, g_full, ds_full = full
-    q_empty, g_empty, ds_empty = empty
+    q_empty, g_empty = empty
     _, _, _, kv_heads, group, tiles = sizes
     unit, scale = units
     plane, block = block_of(sizes)
@@ -218,10 +223,7 @@ def attend(
         phase = (step // STAGES) & 1
         after = (step + 1) % STAGES
         next_phase = ((step + 1) // STAGES) & 1
-        added, adding, weights, rounded = ask_grads(
-            p, dp, dv, dk, q_tiles.index(slot), g_tiles.index(slot), ds_tiles.index(slot * 2 + HALF),
-            ds_empty.index(slot), ds_full.index(slot), phase,
-        )  # fmt: skip
+        added, adding, weights, rounded = ask_grads(p, dp, dv, dk, q_tiles, g_tiles, ds_tiles, ds_full, slot, HALF)
         at = [batch, head, (first + turn) % tiles * QUERIES, HALF * (DIM // 2)]
         turn += 1
         if turn == count:
@@ -248,7 +250,6 @@ def attend(
             mbarrier.wait(q_full.index(after), next_phase)
             asked = ask_scores(take_lse, k_tiles.index(zero + HALF), q_tiles.index(after), r_tiles.index(after))
             dq = warpgroup_mma_wait(2, deps=[asked_query])
-        mbarrier.arrive(ds_empty.index(slot))
         tma.store_wait(0)
         dq_tile = dq_tiles.index(zero + HALF)
         dq_tile.reshape((QUERIES, DIM // 2)).store(dq)
@@ -265,10 +266,7 @@ def attend(
         dp = warpgroup_mma_wait(0, deps=[asked_p])
     slot = (total - 1) % STAGES
     phase = ((total - 1) // STAGES) & 1
-    added, adding, weights, rounded = ask_grads(
-        p, dp, dv, dk, q_tiles.index(slot), g_tiles.index(slot), ds_tiles.index(slot * 2 + HALF),
-        ds_empty.index(slot), ds_full.index(slot), phase,
-    )  # fmt: skip
+    added, adding, weights, rounded = ask_grads(p, dp, dv, dk, q_tiles, g_tiles, ds_tiles, ds_full, slot, HALF)
     mbarrier.wait(ds_full.index(slot), phase)
     asked_query = ask_grad_query(ds_tiles, slot, k_tiles, hidden_zero(total), HALF)
     dv, weights = warpgroup_mma_wait(3, deps=[added, weights])
@@ -315,7 +313,7 @@ def hopper_backward_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     full = (kv_full, barriers(1), barriers(1), barriers(2))
-    empty = (barriers(2), barriers(2), barriers(2))
+    empty = (barriers(2), barriers(2))
     fence_async_shared()
     sizes = (blocks, planes, section, kv_heads, group, tiles)
     shared = (q_tiles, k_tiles, v_tiles, g_tiles, r_tiles)
@@ -369,18 +367,13 @@ def compiled(*, causal: bool, late: bool = False) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def launch_hopper_backward(
-    call: Call, given: Tensors, grads: tuple[Tensor, Tensor, Tensor], sums: Tensor, *, late: bool = False
+def launch_main(
+    call: Call, given: Tensors, rows: RowVectors, grads: Grads, sums: Tensor, *, late: bool = False
 ) -> None:
-    """The rows pass, dK and dV with dQ's sums, and dQ. sums: fp32, with dQ's strides."""
-    if call.dim != DIM or sums.stride() != grads[0].stride() or not call.takes_descriptors(*given.operands, *grads):
-        raise ValueError(f"head dim {call.dim}, or a layout, that the prototype does not take; give dense bf16, D 128")
-    rows = launch_rows(call, given)
-    sums.zero_()
+    """dK and dV, and dQ added to `sums`: fp32, with dQ's strides."""
 
     def settle() -> Launch:
-        blocks = triton.cdiv(call.longest_k, 128)
-        order = call.order(blocks, call.sequences * call.kv_heads, call.longest_q)
+        order = call.order(triton.cdiv(call.longest_k, 128), call.sequences * call.kv_heads, call.longest_q)
         numbers = (*order, call.kv_heads, call.heads // call.kv_heads, triton.cdiv(call.longest_q, 64))
         return Launch(
             hopper_backward_kernel,
@@ -393,7 +386,15 @@ def launch_hopper_backward(
         )
 
     call.launch(("hopper backward", late), (*given.operands, rows.folded, sums, *grads[1:]), settle)
+
+
+def launch_hopper_backward(call: Call, given: Tensors, grads: Grads, sums: Tensor, *, late: bool = False) -> None:
+    """The rows pass, dK and dV with the sums of dQ, and dQ."""
+    if call.dim != 128 or sums.stride() != grads[0].stride() or not call.takes_descriptors(*given.operands, *grads):
+        raise ValueError(f"head dim {call.dim}, or a layout, that the prototype does not take; give dense bf16, D 128")
+    rows = launch_rows(call, given)
+    sums.zero_()
+    launch_main(call, given, rows, grads, sums, late=late)
     count, block = sums.numel(), 2048
-    numbers = (call.spec.scale, count)
-    grid = (triton.cdiv(count, block), 1, 1)
+    numbers, grid = (call.spec.scale, count), (triton.cdiv(count, block), 1, 1)
     call.launch("hopper dQ", (sums, grads[0]), lambda: Launch(round_kernel, grid, numbers, {"BLOCK": block}))
