@@ -83,7 +83,6 @@ def load(descriptors, shared, full, empty, sizes, CAUSAL: gl.constexpr):
     q_desc, k_desc, v_desc, g_desc, r_desc = descriptors
     q_tiles, k_tiles, v_tiles, g_tiles, r_tiles = shared
     kv_full, q_full, g_full, _ = full
-    q_empty, g_empty = empty
     _, _, _, kv_heads, group, tiles = sizes
     plane, block = block_of(sizes)
     batch = plane // kv_heads
@@ -101,13 +100,12 @@ def load(descriptors, shared, full, empty, sizes, CAUSAL: gl.constexpr):
             row = (first + i) % tiles * QUERIES
             slot = step % STAGES
             phase = (step // STAGES) & 1
-            mbarrier.wait(q_empty.index(slot), phase ^ 1)
+            mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(q_full.index(slot), QUERIES * DIM * 2 + QUERIES * 16 * 2)
             at = [batch, head, row, 0]
             tma.async_copy_global_to_shared(q_desc, at, q_full.index(slot), q_tiles.index(slot))
             at_rows = [batch * kv_heads * group + head, 0, row, 0]
             tma.async_copy_global_to_shared(r_desc, at_rows, q_full.index(slot), r_tiles.index(slot))
-            mbarrier.wait(g_empty.index(slot), phase ^ 1)
             mbarrier.expect(g_full.index(slot), QUERIES * DIM * 2)
             tma.async_copy_global_to_shared(g_desc, at, g_full.index(slot), g_tiles.index(slot))
             step += 1
@@ -193,7 +191,6 @@ def attend(
     q_tiles, k_tiles, v_tiles, g_tiles, r_tiles = shared
     ds_tiles, dq_tiles = own
     kv_full, q_full, g_full, ds_full = full
-    q_empty, g_empty = empty
     _, _, _, kv_heads, group, tiles = sizes
     unit, scale = units
     plane, block = block_of(sizes)
@@ -233,8 +230,7 @@ def attend(
             mbarrier.wait(q_full.index(after), next_phase)
             asked = ask_scores(take_lse, k_tiles.index(zero + HALF), q_tiles.index(after), r_tiles.index(after))
             dv, dk, weights, rounded = warpgroup_mma_wait(2, deps=[added, adding, weights, rounded])
-            mbarrier.arrive(q_empty.index(slot))
-            mbarrier.arrive(g_empty.index(slot))
+            mbarrier.arrive(empty.index(slot))
             mbarrier.wait(ds_full.index(slot), phase)
             asked_query = ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF)
             scores = warpgroup_mma_wait(2, deps=[asked])
@@ -245,8 +241,7 @@ def attend(
             mbarrier.wait(ds_full.index(slot), phase)
             asked_query = ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF)
             dv, dk, weights, rounded = warpgroup_mma_wait(2, deps=[added, adding, weights, rounded])
-            mbarrier.arrive(q_empty.index(slot))
-            mbarrier.arrive(g_empty.index(slot))
+            mbarrier.arrive(empty.index(slot))
             mbarrier.wait(q_full.index(after), next_phase)
             asked = ask_scores(take_lse, k_tiles.index(zero + HALF), q_tiles.index(after), r_tiles.index(after))
             dq = warpgroup_mma_wait(2, deps=[asked_query])
@@ -313,7 +308,7 @@ def hopper_backward_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     full = (kv_full, barriers(1), barriers(1), barriers(2))
-    empty = (barriers(2), barriers(2))
+    empty = barriers(2)
     fence_async_shared()
     sizes = (blocks, planes, section, kv_heads, group, tiles)
     shared = (q_tiles, k_tiles, v_tiles, g_tiles, r_tiles)
