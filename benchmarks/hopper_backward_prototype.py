@@ -5,9 +5,10 @@ Triton passes have seven. One warp loads tiles by the copy engine; two groups of
 need both groups' dS for dQ, of which each makes half of the columns. Served: head dim 128, bf16, full and top-left
 causal of equal lengths, grouped heads. dK and dV have equal bits for equal inputs; dQ, added in any order, has not.
 
-Statistics and row correction are left out. A row's sums would be sums of columns of P and dS here: ties beside exp2, u
-and what rounding dS removes beside its store, each added by an atomic to a number of the row, as dQ is. P K takes a
-sixth product into dQ's registers once dQ has left them; a mended delta needs all blocks of keys before the first dK.
+Statistics and row correction are left out. A row is a column of P^T and dS^T, spread over warps, groups and programs:
+floors of ties would be summed beside exp2, u and what rounding dS removes beside its store, and each sum added to a
+number of the row by an atomic, as dQ is. P K takes P beside dS in shared memory and a sixth product, into registers that
+dQ has left; round_kernel could then correct dQ. A mended delta needs all blocks of keys before the first dK.
 """
 
 from typing import Any, Final
