@@ -7,8 +7,8 @@ causal of equal lengths, grouped heads. dK and dV have equal bits for equal inpu
 
 Statistics and row correction are left out. A row is a column of P^T and dS^T, spread over warps, groups and programs:
 floors of ties would be summed beside exp2, u and what rounding dS removes beside its store, and each sum added to a
-number of the row by an atomic, as dQ is. P K takes P beside dS in shared memory and a sixth product, into registers that
-dQ has left; round_kernel could then correct dQ. A mended delta needs all blocks of keys before the first dK.
+number of the row by an atomic, as dQ is. P K takes P beside dS in shared memory and a sixth product, in registers that
+dQ left; round_kernel could then correct dQ. A mended delta needs all blocks of keys before the first dK.
 """
 
 from typing import Any, Final
