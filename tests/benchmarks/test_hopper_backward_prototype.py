@@ -1,9 +1,11 @@
 """The prototype of the Hopper backward compiles on any machine into what it is written for."""
 
 import re
+from pathlib import Path
 
 import pytest
 
+machine_code = pytest.importorskip("tests.kernels.machine_code", reason="the listing is made by Triton's tools")
 prototype = pytest.importorskip(
     "foreshock.benchmarks.hopper_backward_prototype", reason="needs a Triton that has Gluon"
 )
@@ -13,7 +15,7 @@ SHARED_MEMORY = 232_448
 
 @pytest.mark.parametrize(("causal", "late"), [(False, False), (True, False), (True, True)])
 def test_it_compiles_into_five_products_a_tile_that_keep_to_registers_and_shared_memory(
-    causal: bool, late: bool
+    causal: bool, late: bool, tmp_path: Path
 ) -> None:
     made = prototype.compiled(causal=causal, late=late)
     ptx = made.asm["ptx"]
@@ -25,6 +27,9 @@ def test_it_compiles_into_five_products_a_tile_that_keep_to_registers_and_shared
     assert "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add" in ptx
     assert "st.local" not in ptx
     assert made.metadata.shared <= SHARED_MEMORY
+    lines = machine_code.listing(made, tmp_path)
+    assert any("HGMMA" in line for line in lines)
+    assert machine_code.products_of_stale_registers(lines) == []
 
 
 @pytest.mark.parametrize("causal", [False, True])
