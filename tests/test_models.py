@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "models.md").read_text()
 COLLECT = """
@@ -24,6 +26,7 @@ sys.exit(pytest.main(given, plugins=[Marks()]))
 """
 
 
+@pytest.mark.full
 def test_the_table_of_modes_has_a_place_for_every_mark_of_a_test_and_no_other() -> None:
     """In a process of its own: it collects tests."""
     command = [sys.executable, "-P", "-c", COLLECT]

@@ -62,6 +62,7 @@ def run(suite: Path, *arguments: str) -> str:
     return subprocess.run(command, cwd=suite, capture_output=True, text=True, timeout=240).stdout
 
 
+@pytest.mark.full
 def test_a_quick_run_says_what_it_left_out_and_a_failed_one_how_to_run_that_again(suite: Path) -> None:
     said = run(suite)
     assert "6 failed, 2 passed, 1 deselected" in said
@@ -70,6 +71,7 @@ def test_a_quick_run_says_what_it_left_out_and_a_failed_one_how_to_run_that_agai
     assert "-vv --tier quick 'tests/test_few.py::test_that_fails[0]' 'tests/test_few.py::test_that_fails[1]'" in said
 
 
+@pytest.mark.full
 def test_the_full_tier_holds_what_the_quick_one_leaves_out(suite: Path) -> None:
     said = run(suite, "--tier", "full", "-m", "full")
     assert "1 passed, 8 deselected" in said

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from foreshock.contract.wire import Batch, Sample
 from foreshock.server.testing import LiveService
 
 
+@pytest.mark.full
 def test_clients_of_the_ingest_benchmark_are_answered(tmp_path: Path) -> None:
     with LiveService(tmp_path) as service:
         result = run_load(Load(service.url, clients=2, runs=2, seconds=1.0, name="bench"), processes=1)

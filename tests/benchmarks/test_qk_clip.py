@@ -22,6 +22,7 @@ def test_the_act_is_made_at_every_head_or_at_none(score: float, times: int) -> N
     assert same == (score < 4 * THRESHOLD)  # just past the threshold every number is written as it was
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_every_arm_is_timed() -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from tests.cli.typed import foreshock
 from typer.testing import CliRunner
 
@@ -51,6 +52,7 @@ def test_a_run_that_trains_is_not_deleted_and_one_that_ended_is_when_it_is_confi
     assert "to-delete" not in foreshock("runs", "--url", service.url).output
 
 
+@pytest.mark.full
 def test_who_may_not_delete_is_not_asked_to_confirm_it(tmp_path: Path) -> None:
     secret = "long-enough-secret"
     reader = Token.of("reader", secret, ("ingest", "read"))

@@ -79,6 +79,7 @@ def test_training_needs_pytorch_and_says_how_to_get_it() -> None:
     assert "is not installed" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [

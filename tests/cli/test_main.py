@@ -74,6 +74,7 @@ def test_every_command_answers_in_json_whose_shape_is_documented() -> None:
         assert f"`foreshock {name} " in rows or f"`foreshock {group} ... --json" in rows, name
 
 
+@pytest.mark.full
 def test_no_token_and_a_wrong_one_read_differently(tmp_path: Path) -> None:
     with LiveService(tmp_path, {"FORESHOCK_TOKEN": "the-right-one-of-all"}) as live:
         none = foreshock("runs", "--url", live.url)

@@ -67,6 +67,7 @@ def test_what_is_wrong_at_the_start_is_said_and_no_secret_with_it(
     assert "pydantic" not in said, "that is how it was found, not what is wrong"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("address", "words"),
     [
@@ -81,6 +82,7 @@ def test_the_password_of_a_database_that_cannot_be_used_is_not_said(address: str
     assert "phrase" not in said
 
 
+@pytest.mark.full
 def test_a_port_that_is_taken_is_a_sentence_that_says_what_to_do(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -145,6 +145,7 @@ def test_two_hundred_runs_that_fall_silent_make_two_messages_at_most_and_two_whe
     assert len(messages) - len(fired) <= 2
 
 
+@pytest.mark.full
 def test_a_dead_service_is_told_to_people_and_not_to_itself_and_holds_back_what_follows_from_it(
     tmp_path: Path,
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_dead_service_is_told_to_people_and_not_to_itself_and_holds_back_what_
     assert ("ForeshockRunHung", "late") not in world.alerts("/people")
 
 
+@pytest.mark.full
 def test_a_run_s_alerts_are_one_message_and_a_critical_one_holds_its_warnings_back_but_never_a_switch(
     tmp_path: Path,
 ) -> None:
@@ -194,6 +196,7 @@ def test_a_run_s_alerts_are_one_message_and_a_critical_one_holds_its_warnings_ba
     assert ("ForeshockAgentFault", "a") not in world.alerts("/service")
 
 
+@pytest.mark.full
 @pytest.mark.promise("S24")
 def test_people_are_told_heads_mode_and_command_and_it_is_over_when_the_run_has_ended(tmp_path: Path) -> None:
     ended = threading.Event()

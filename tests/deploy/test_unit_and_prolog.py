@@ -108,6 +108,7 @@ def test_what_a_job_names_itself_stays_and_torchrun_gives_the_ranks(var_tmp: Pat
     assert list(var_tmp.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.promise("A18")
 def test_each_worker_of_the_real_torchrun_under_slurm_is_a_rank_of_its_own(
     tmp_path: Path, var_tmp: Path, monkeypatch: pytest.MonkeyPatch

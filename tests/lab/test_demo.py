@@ -23,6 +23,7 @@ TINY = replace(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("show", [ON_CPU, ON_GPU], ids=lambda show: show.recipe.name)
 def test_every_training_of_the_demo_has_the_shipped_detectors_and_the_shipped_cure(show: Show) -> None:
     for arm in show.arms:

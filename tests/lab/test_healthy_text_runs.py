@@ -22,6 +22,7 @@ def first_warnings(folder: str, names: tuple[str, ...], config: DetectorConfig) 
     return [score.first_warning_step for score in score_traces(traces, config)]
 
 
+@pytest.mark.full
 def test_the_seals_name_every_held_out_run_that_is_published_as_it_was_scored_and_no_run_twice() -> None:
     folder = TRACES / "real-text"
     seals = [json.loads(path.read_text())["runs"] for path in sorted(folder.glob("held-out*.json"))]

@@ -73,6 +73,7 @@ def losses_into(seen: list[float]) -> Callable[[int, Any], None]:
     return lambda step, loss: seen.append(float(loss))
 
 
+@pytest.mark.full
 def test_a_run_that_resumes_is_the_one_that_was_never_interrupted(begin: Begin) -> None:
     expected: list[float] = []
     seen: list[float] = []
@@ -91,6 +92,7 @@ def test_a_run_that_resumes_is_the_one_that_was_never_interrupted(begin: Begin) 
     assert [line["step"] for line in progress(resumed)] == [10, 17, 20, 30, 34]
 
 
+@pytest.mark.full
 def test_the_agent_goes_on_with_what_it_knew(begin: Begin) -> None:
     begin(steps=20).train()
     saved = newest(begin())
@@ -108,6 +110,7 @@ def test_the_agent_goes_on_with_what_it_knew(begin: Begin) -> None:
         assert same(training.checkpoint()["optimizers"], saved["optimizers"])
 
 
+@pytest.mark.full
 def test_what_a_dead_process_made_after_its_last_checkpoint_is_made_again(begin: Begin) -> None:
     def dies(step: int, loss: Any) -> None:
         if step == 27:
@@ -142,6 +145,7 @@ def test_sigterm_ends_a_run_with_a_checkpoint_and_is_as_before_afterwards(begin:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.full
 def test_another_variant_starts_from_the_checkpoint_before_the_warning(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +194,7 @@ def test_another_text_is_refused(begin: Begin, corpus: Corpus) -> None:
         begin(steps=20, resume=True, corpus=replace(corpus, sha256="0" * 64)).train()
 
 
+@pytest.mark.full
 def test_held_out_text_is_read_at_checkpoints_and_changes_nothing(begin: Begin, corpus: Corpus) -> None:
     said: list[str] = []
     read, unread = (

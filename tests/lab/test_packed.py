@@ -26,6 +26,7 @@ VALUES = st.recursive(
 LINES = st.lists(st.dictionaries(st.sampled_from(["kind", "loss", "slots", "step"]), VALUES), min_size=1, max_size=6)
 
 
+@pytest.mark.full
 @given(LINES)
 def test_lines_that_were_packed_read_back_text_for_text(lines: list[dict[str, Any]]) -> None:
     assert text_of(unpack(pack(lines))) == text_of(lines)  # unlike ==, text tells 1 from 1.0

@@ -80,6 +80,7 @@ def test_a_recompute_counts_once_on_its_own_layer_and_changes_no_bit(
     assert_same(train(model(place, KINDS[kind])), plain)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", MARKED_PLACES)
 def test_a_compiled_recompute_counts_once_on_its_own_layer(place: str, plain: tuple[list[Tensor], list[Any]]) -> None:
     got = train(model(place, KINDS["non-reentrant"]), lambda m: torch.compile(m, backend="aot_eager", fullgraph=True))

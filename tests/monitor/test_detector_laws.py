@@ -235,6 +235,7 @@ def test_a_drift_that_ends_with_its_learning_rate_is_no_warning() -> None:
     assert under("constant", 1.0, 10_000, told=True)[0] is not None
 
 
+@pytest.mark.full
 @settings(max_examples=12, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),

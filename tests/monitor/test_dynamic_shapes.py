@@ -58,6 +58,7 @@ def tiny_llama() -> nn.Module:
     return tiny("Llama", **DECODER).train()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "attention"),
     [

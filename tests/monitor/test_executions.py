@@ -141,6 +141,7 @@ def eager(model: str, dtype: torch.dtype, autocast: bool, micro_batches: int) ->
     return watched(MODELS[model][0](mode), mode.loop)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "name", "mode"), CASES)
 def test_a_mode_of_execution_changes_no_bit_and_no_count(model: str, name: str, mode: Mode) -> None:
     make, heads, rows = MODELS[model]

@@ -55,6 +55,7 @@ def llama(attention: str, watched: bool = True) -> tuple[list[Tensor], list[wire
     return [p.detach().clone() for p in model.parameters()], listener.of(wire.Sample)
 
 
+@pytest.mark.full
 @pytest.mark.execution("FlexAttention", "keep")
 def test_flex_attention_of_transformers_keeps_its_bits_and_counts_as_its_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_validate_device", lambda *operands: None)  # which refuses to train on a CPU

@@ -263,6 +263,7 @@ def test_accumulated_micro_batches_give_the_mean_loss_of_the_step(tmp_path: Path
     assert [rows_per_head(s) for s in callback.samples()] == [[4 * 12] * 4] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("restore", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_path: Path, restore: bool) -> None:
     settings = {**QUICK, "sample_every_steps": 3}
@@ -293,6 +294,7 @@ def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_p
     assert trainer.state.global_step == 9
 
 
+@pytest.mark.full
 def test_a_training_that_began_without_foreshock_goes_on_with_its_own_step_numbers(tmp_path: Path) -> None:
     train(tmp_path, None, 4)
     callback = Observed(**QUICK)
@@ -312,6 +314,7 @@ def test_a_checkpoint_names_no_foreshock_attention_and_holds_no_secret(tmp_path:
     assert state["stateful_callbacks"]["ForeshockCallback"]["attributes"]["saved"]["step"] == 4
 
 
+@pytest.mark.full
 def test_a_training_that_failed_can_be_started_again(tmp_path: Path) -> None:
     class FailsOnce(Observed):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:

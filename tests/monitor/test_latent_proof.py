@@ -321,6 +321,7 @@ def test_a_call_that_does_not_tell_scales_nothing_and_the_next_that_does_is_enou
         assert not torch.equal(weight, before)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_compiled_code_shows_nothing_and_goes_on_being_scaled_after_one_step_without_it() -> None:

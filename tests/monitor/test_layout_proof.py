@@ -231,6 +231,7 @@ def blocks(*, again: bool = False) -> nn.Module:
     return Model()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of what it compiles
 @pytest.mark.promise("A14")
 @pytest.mark.promise("A23")

@@ -171,6 +171,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["flash_attn", *(pytest.param(name, marks=pytest.mark.full) for name in list(COMPILED)[1:])]
 )

@@ -135,6 +135,7 @@ def offset_under(bias: Tensor) -> float:
     return float(offset[0])
 
 
+@pytest.mark.full
 @promise
 def test_the_far_keys_of_an_alibi_are_seen_and_the_offset_never_jumps() -> None:
     query, key, _, _ = tensors(torch.float64, kv_heads=4)

@@ -64,6 +64,7 @@ def reader(dropout: float) -> Reader:
     return model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dropout", "dynamic", "lengths"),
     [

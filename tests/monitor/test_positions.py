@@ -114,6 +114,7 @@ def test_a_model_that_is_compiled_whole_and_counts_its_own_positions_is_served_b
     assert counted == [[12] * 8]  # a probe counts five
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("args", "named"),
     [

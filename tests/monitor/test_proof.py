@@ -129,6 +129,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("switched", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_kernel_that_differs_serves_no_call_and_the_reason_stands_in_the_report_and_in_the_answer(

@@ -137,6 +137,7 @@ def test_a_single_head_without_a_dimension_of_its_own_counts_as_one(masked: bool
     alike(state, expected)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(
     "ignore:.*Function'> should not be instantiated:DeprecationWarning"
 )  # of PyTorch's own doing

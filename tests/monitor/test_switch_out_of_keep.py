@@ -128,6 +128,7 @@ COMPILERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "way"),
     [
@@ -146,6 +147,7 @@ def test_a_model_of_transformers_is_switched_and_switched_back_however_it_is_com
     assert_the_switch_ran(ordered(FAMILIES[family](), step_of), sampled=5, every=24)
 
 
+@pytest.mark.full
 def test_a_model_compiled_whole_whose_sequences_are_packed_refuses_a_switch_once_a_step_has_shown_it() -> None:
     packed = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
     model, listener = FAMILIES["Llama"](), Listener()
@@ -162,6 +164,7 @@ def test_a_model_compiled_whole_whose_sequences_are_packed_refuses_a_switch_once
         assert "kept, sampled" in agent.report()
 
 
+@pytest.mark.full
 def test_ranks_that_share_weights_or_heads_switch_alike(tmp_path: Path) -> None:
     for rank in trained(Path(__file__), 2, tmp_path, seconds=240):
         assert_the_switch_ran(rank["FSDP2"], sampled=5, every=24)
@@ -228,6 +231,7 @@ def test_a_layer_that_did_not_run_waits_while_its_peer_is_switched() -> None:
         assert told == [("c1", "applied", ((0, 0), (0, 1)), 1), (None, "applied", ((1, 0), (1, 1)), 2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step_of", [eager, compiled])
 @pytest.mark.parametrize("saved_after", [SWITCH, SWITCH + 1])
 def test_a_switched_run_that_resumes_goes_on_to_the_last_bit(saved_after: int, step_of: Step) -> None:
@@ -254,6 +258,7 @@ def test_a_switched_run_that_resumes_goes_on_to_the_last_bit(saved_after: int, s
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.promise("A14")
 @pytest.mark.parametrize("step_of", [eager, compiled, accumulated])
 @pytest.mark.parametrize("drops", [False, True])

@@ -113,6 +113,7 @@ def _compiled_code_is_forgotten() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "kind", "mode"), CASES)
 def test_a_transformers_model_in_a_mode_of_execution_changes_no_bit_and_no_count(
     name: str, kind: str, mode: Mode

@@ -105,6 +105,7 @@ def drill(folder: Path, url: str, restored: str, environment: dict[str, str]) ->
     assert f"{last} rows, all verified" in cli("audit", "verify", str(trail))
 
 
+@pytest.mark.full
 def test_a_sqlite_store_is_backed_up_during_ingest_and_restored(tmp_path: Path) -> None:
     url, restored = f"sqlite:///{tmp_path}/foreshock.db", f"sqlite:///{tmp_path}/restored/foreshock.db"
     drill(tmp_path, url, restored, {})
@@ -124,6 +125,7 @@ def test_a_postgresql_store_is_backed_up_during_ingest_and_restored(
     assert "already exists" in again
 
 
+@pytest.mark.full
 def test_a_backup_overwrites_nothing_and_a_restore_neither(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/foreshock.db"
     with LiveService(tmp_path, {"FORESHOCK_DATABASE_URL": url}):
@@ -192,6 +194,7 @@ def test_an_export_shows_that_the_service_rewrote_its_past(export: Path, tmp_pat
     assert Path(copy).read_bytes() == export.read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.promise("S21")
 def test_database_log_backup_and_what_is_restored_are_their_owners_alone(tmp_path: Path) -> None:
     def rights(*names: str) -> set[str]:

@@ -114,6 +114,7 @@ def test_what_comes_after_the_end_of_a_connection_is_dropped() -> None:
     assert packets.sent == []
 
 
+@pytest.mark.full
 @pytest.mark.promise("S19")
 @pytest.mark.parametrize("packet", [b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 20, b"nothing that is HTTP\r\n\r\n"])
 def test_a_strangers_packets_write_next_to_nothing_into_the_log(tmp_path: Path, packet: bytes) -> None:
@@ -130,6 +131,7 @@ def test_a_strangers_packets_write_next_to_nothing_into_the_log(tmp_path: Path, 
     assert len(written) < 2000
 
 
+@pytest.mark.full
 @pytest.mark.promise("S19")
 def test_a_body_at_the_login_has_five_seconds(tmp_path: Path) -> None:
     with LiveService(tmp_path, {"FORESHOCK_TOKEN": SECRET}) as service, connected(service) as connection:

@@ -43,6 +43,7 @@ class Ledger:
         assert not self._thread.is_alive()
 
 
+@pytest.mark.full
 @pytest.mark.promise("S1")
 def test_kill_nine_under_load_loses_nothing_acknowledged_and_doubles_nothing(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]

@@ -8,6 +8,7 @@ from tests.server.test_tenants import OTHER, OWN, TOKENS, two_tenants
 from foreshock.server.runs.eventlog import cursor_of
 
 
+@pytest.mark.full
 @pytest.mark.promise("S21")
 @pytest.mark.parametrize(
     "last", ["0", "-1", "", "x", f"999 {OWN}", f"1 {OTHER}", f"1{OWN}", "9" * 400, "1 \u00e9", f"1 {'r' * 300}"]

@@ -209,6 +209,7 @@ def requests(draw: st.DrawFn, fuzzed: Fuzzed) -> tuple[str, str, bytes | None]:
     return method.upper(), path + ("?" + "&".join(query) if query else ""), body
 
 
+@pytest.mark.full
 @pytest.mark.promise("S5")
 def test_no_request_made_from_the_document_breaks_the_service(fuzzed: Fuzzed, many: settings) -> None:
     @many
@@ -255,6 +256,7 @@ def nearly_right_batches(draw: st.DrawFn) -> bytes:
     return bytes(body[: draw(st.one_of(st.just(len(body)), st.integers(0, len(body))))])
 
 
+@pytest.mark.full
 @pytest.mark.promise("S5")
 def test_no_batch_that_is_nearly_right_breaks_the_service(fuzzed: Fuzzed, many: settings) -> None:
     answers: set[int] = set()

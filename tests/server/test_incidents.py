@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +58,7 @@ def after(player: Any, batches: list[Batch]) -> list[dict[str, Any]]:
     return shown
 
 
+@pytest.mark.full
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_a_flood_of_144_heads_on_four_ranks_is_one_incident_in_whatever_order_it_comes(player: Any, seed: int) -> None:

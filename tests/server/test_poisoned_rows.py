@@ -192,6 +192,7 @@ WOUNDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[pytest.mark.full] * (n % 3 > 0)) for n, what in enumerate(WOUNDS)]
 )

@@ -93,6 +93,7 @@ def _until_each_has_sent_more(senders: list[Sender]) -> None:
     _until(lambda: all(sender.acknowledged > said for sender, said in zip(senders, before, strict=True)))
 
 
+@pytest.mark.full
 @pytest.mark.promise("S16")
 def test_killed_while_replicas_migrate_the_next_start_ends_the_migration(server: PostgresServer, url: str) -> None:
     migrating = subprocess.Popen(
@@ -115,6 +116,7 @@ def test_killed_while_replicas_migrate_the_next_start_ends_the_migration(server:
     asyncio.run(look())
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:<psycopg.ServerCursor:ResourceWarning")  # it cannot be closed: its server is gone
 def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_next_try(
     server: PostgresServer, url: str, player: Any, monkeypatch: pytest.MonkeyPatch

@@ -91,6 +91,7 @@ def test_a_body_that_is_wrong_is_told_field_by_field_without_what_it_held() -> N
     assert "s3cret" not in answer.text
 
 
+@pytest.mark.full
 @given(
     errors=st.lists(
         st.fixed_dictionaries(

@@ -54,6 +54,7 @@ async def restarted(service: Any, number: int) -> None:
     await service.store(rank, *events, age=0.1)
 
 
+@pytest.mark.full
 @pytest.mark.promise("S12")
 @pytest.mark.promise("S17")
 def test_a_restart_costs_the_same_after_ten_others_as_after_five_hundred(play: Any) -> None:

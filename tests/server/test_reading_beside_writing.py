@@ -47,6 +47,7 @@ PART_HELD = 0.1
 """Of the processor time that an answer takes, what one callback of the event loop may."""
 
 
+@pytest.mark.full
 @pytest.mark.servers
 @pytest.mark.parametrize("store", ["SQLite", "PostgreSQL"])
 def test_large_answers_are_read_and_written_beside_the_event_loop(
@@ -101,6 +102,7 @@ def test_readers_of_a_run_of_400_x_128_heads_do_not_stop_ingest(play: Any, sizes
     play(story)
 
 
+@pytest.mark.full
 def test_sigterm_ends_the_service_in_order_while_many_read_and_many_send(tmp_path: Path, sizes: Any) -> None:
     wide, readers = FakeRank(layers=400, heads=range(128)), sizes("readers", quick=24, long=48)
 

@@ -88,6 +88,7 @@ def in_order_behind() -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.full
 @pytest.mark.promise("S2")
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), repeats=st.integers(0, 20), at_once=st.integers(1, 8))

@@ -62,6 +62,7 @@ def test_the_ranks_of_a_job_that_starts_on_all_replicas_at_once_deadlock_nobody(
     record_property("ranks that start at once", number)
 
 
+@pytest.mark.full
 @pytest.mark.promise("S11")
 @pytest.mark.promise("S21")
 def test_orders_answers_repeats_and_decisions_at_once_deadlock_nobody_and_no_two_events_get_one_number(

@@ -11,6 +11,7 @@ from foreshock.server.curves.rollups import COARSE, build, built_spans
 from foreshock.server.testing import FakeRank
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("metric", ["run.loss", "head.score_max", "head.score_offset", "run.worst_risk"])
 def test_rolled_up_spans_say_what_the_samples_say(play: Any, metric: str) -> None:
     async def story(service: Any) -> None:

@@ -69,6 +69,7 @@ async def everything(service: Any) -> dict[str, int]:
     return found
 
 
+@pytest.mark.full
 def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stays(live: Callable[..., None]) -> None:
     async def story(service: Any) -> None:
         rank = await trained(service, "sweep/lr-6e-4/seed-11")

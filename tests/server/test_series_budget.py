@@ -11,6 +11,7 @@ from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 
 
+@pytest.mark.full
 @pytest.mark.promise("S6")
 def test_two_hundred_runs_of_12_x_12_heads_show_every_warning_and_count_what_is_left_out(play: Any) -> None:
     """At the settings as they come: the budget is 50,000 series, and these runs would fill it twice."""

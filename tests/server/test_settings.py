@@ -102,6 +102,7 @@ def test_the_command_says_in_a_sentence_why_it_does_not_start(
     assert "Traceback" not in said
 
 
+@pytest.mark.full
 def test_a_process_that_does_not_start_ends_with_the_sentence_alone(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "foreshock.server"],

@@ -43,6 +43,7 @@ def full_disk(service: LiveService) -> Iterator[None]:
         resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (hard, hard))
 
 
+@pytest.mark.full
 def test_on_a_disk_that_fills_up_nothing_is_acknowledged_and_when_there_is_room_again_all_goes_on(
     tmp_path: Path,
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_store_that_has_become_read_only_is_read_and_refuses_batches_for_now(p
     play(story)
 
 
+@pytest.mark.full
 def test_after_its_log_was_taken_away_the_store_opens_and_what_is_sent_again_is_kept_once(tmp_path: Path) -> None:
     rank = FakeRank()
     with LiveService(tmp_path) as service, service.client() as client:
@@ -122,6 +124,7 @@ def test_a_torn_file_is_refused_in_one_sentence(tmp_path: Path, torn: Callable[[
     assert "Traceback" not in str(said.value)
 
 
+@pytest.mark.full
 def test_pages_that_decayed_within_the_file_stop_no_batch_of_another_run(tmp_path: Path) -> None:
     path, rank = tmp_path / "foreshock.db", FakeRank(run="healthy")
     old.store_at(path)

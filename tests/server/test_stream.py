@@ -76,6 +76,7 @@ def test_the_service_goes_down_in_order_with_a_client_still_listening(live_servi
         assert live_service.stop(timeout_seconds=10) == 0
 
 
+@pytest.mark.full
 @pytest.mark.promise("S17")
 def test_a_client_that_leaves_while_its_missed_events_are_read_leaves_no_task_behind(play: Any) -> None:
     """As the framework ends a stream: it cancels again at every turn of the event loop until the stream has ended."""

@@ -141,6 +141,7 @@ def test_a_tenants_events_are_numbered_as_if_the_thousand_of_another_tenant_had_
     assert told[1000] == told[0]
 
 
+@pytest.mark.full
 @pytest.mark.promise("S7")
 @pytest.mark.parametrize(
     ("back", "replayed"),

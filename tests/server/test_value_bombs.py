@@ -31,6 +31,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.promise("S5")
 def test_no_small_body_takes_much_memory(tmp_path: Path) -> None:
     with LiveService(tmp_path) as service, service.client() as client:
@@ -43,6 +44,7 @@ def test_no_small_body_takes_much_memory(tmp_path: Path) -> None:
             assert peak_bytes(service.pid) - before < 20 * len(body) + 128 * 2**20, name
 
 
+@pytest.mark.full
 @pytest.mark.promise("S5")
 def test_a_batch_of_a_very_wide_model_has_room(live_service: LiveService) -> None:
     rank = FakeRank(layers=400, heads=range(128))

@@ -105,6 +105,7 @@ def test_no_alert_orders_a_switch_that_cannot_help(
     play(story)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("scope", "heads"), [("head", 2), ("layer", 3), ("model", 6)])
 def test_an_alert_about_an_incident_switches_what_the_run_would_switch_by_itself(
     play: Any, scope: str, heads: int

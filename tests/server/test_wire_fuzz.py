@@ -131,6 +131,7 @@ def headers() -> st.SearchStrategy[dict[str, str]]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.promise("S5")
 def test_whatever_the_wire_brings_every_reader_goes_on(fuzzed: Fuzzed, many: settings) -> None:
     answers: Counter[int] = Counter()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.servers
 
 
+@pytest.mark.full
 def test_5120_heads_are_scrubbed_with_one_question_at_a_time(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:

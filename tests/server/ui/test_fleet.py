@@ -117,6 +117,7 @@ def test_what_is_asked_for_stands_in_the_address_and_is_asked_again_there(chromi
     assert "sweep/000" not in listed(chromium)
 
 
+@pytest.mark.full
 def test_a_hung_run_is_told_from_one_that_trains_and_from_one_that_is_silent(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:
@@ -271,6 +272,7 @@ def themed(request: pytest.FixtureRequest, chromium: Chrome) -> Iterator[Chrome]
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("view", ["runs", "run", "comparison", "login"])
 def test_axe_core_finds_no_barrier(
     themed: Chrome, fleet: Service, request: pytest.FixtureRequest, axe: str, view: str

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.servers
 
 
+@pytest.mark.full
 def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Service, feeder: Feeder) -> None:
     chromium.get(service.url)
     wait("the stream is open", lambda: text(chromium, ".connection") == "live")
@@ -136,6 +137,7 @@ def test_a_page_whose_first_question_fails_asks_again(
     assert all("ERR_BLOCKED" in line for line in refused), refused
 
 
+@pytest.mark.full
 def test_a_lost_connection_is_said_and_what_was_missed_comes_after_it(
     chromium: Chrome, service: Service, feeder: Feeder, complaints: Callable[[], list[str]]
 ) -> None:

@@ -53,6 +53,7 @@ def test_an_order_may_join_modes_and_one_takes_the_place_of_what_it_excludes(
     assert feeder.obey() == ["exact_delta+stable_softmax"]
 
 
+@pytest.mark.full
 @pytest.mark.promise("S22")
 def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
     chromium: Chrome, service: Service, feeder: Feeder
@@ -172,6 +173,7 @@ def test_a_service_with_a_token_asks_for_it_once_and_takes_orders_from_the_page_
     chromium.get("about:blank")
 
 
+@pytest.mark.full
 def test_a_token_that_may_only_send_is_named_with_the_scope_that_it_lacks(chromium: Chrome, tmp_path: Path) -> None:
     secret = "only-for-sending-0001"
     token = {"name": "cluster", "sha256": hashlib.sha256(secret.encode()).hexdigest(), "scopes": ["ingest"]}
