@@ -79,6 +79,8 @@ class Detectors:
             raise ValueError(f"readings of shape {readings.score_offset.shape} were given to {len(self.heads)} heads")
         if readings.step < self.run.last_step:
             self.run, self._conditions = self.run.set_back(self.config), None
+        if self._conditions is not None:  # the delta bias of heads whose mode changes begins anew
+            self._conditions.bias_supports_drift[self.run.modes != readings.modes] = False
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
             broken = self.run.non_finite.update(readings, self.config.overflow_steps)
             tripped = dict.fromkeys(broken[: _MOST_RAISED + 1], NON_FINITE)

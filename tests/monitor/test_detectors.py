@@ -311,3 +311,17 @@ def test_after_a_set_back_a_verdict_is_updated_once_the_new_past_is_long_enough_
     again = play(line, 10_000, detectors, 5000, bias=0.6)[1]
     assert again
     assert all(verdict.evidence and "nan" not in verdict.sentence for verdict in again)
+
+
+@pytest.mark.parametrize("until", [6000, 6050])
+def test_the_bias_of_the_mode_before_explains_nothing_of_a_head_whose_mode_has_changed(until: int) -> None:
+    """Not before the next block closes either."""
+    found = {}
+    for mode in (Mode.PLAIN, Mode.STABLE_SOFTMAX):
+        detectors, told = play(creep, until=until, bias=0.6)
+        assert not told
+        modes, broken = np.zeros(N, dtype=np.int32), np.zeros(N)
+        modes[SICK], broken[SICK] = int(mode), 7.0
+        [verdict] = detectors.update(reading(until + EVERY, creep, bias=0.6, modes=modes, nonfinite_rows=broken))
+        found[mode] = verdict.cause
+    assert found == {Mode.PLAIN: "rounding", Mode.STABLE_SOFTMAX: "other"}
