@@ -208,7 +208,6 @@ def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(map(torch.equal, some, others))
 
 
-@pytest.mark.full
 @pytest.mark.execution("FlexAttention", "keep")
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_of_flex_attention_counts_as_the_truth_and_no_bit_changes(case: str) -> None:
@@ -249,7 +248,6 @@ class InAPartial(Flex):
         return self.held(query, key, value, **self.options)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", [ByName, InAClass, InAPartial])
 def test_a_compiled_flex_attention_is_watched_wherever_it_is_held_and_compiled_no_second_time(kind: type[Flex]) -> None:
     counter = compiled_flex(fullgraph=True)
@@ -264,9 +262,8 @@ def test_a_compiled_flex_attention_is_watched_wherever_it_is_held_and_compiled_n
     assert same_bits(trained(gpt(kind, "alibi"))[0], unwatched)  # compiled for the first time while it is watched
 
 
-@pytest.mark.full
 @pytest.mark.execution("FlexAttention", "torch.compile")
-@pytest.mark.parametrize("case", ["table", *[pytest.param(c, marks=pytest.mark.full) for c in ("alibi", "documents")]])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.full) for c in ("table", "alibi", "documents")])
 def test_a_compiled_model_keeps_one_graph_and_its_bits_and_makes_one_more_for_steps_that_are_sampled(case: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     unwatched, _ = trained(torch.compile(gpt(Flex, case), backend=counter, fullgraph=True), 4, watched=False)
