@@ -48,11 +48,12 @@ class RunRow:
 def run_rows(paths: Sequence[Path]) -> list[RunRow]:
     """The runs of `paths` by recipe, backend, arm and seed. Raises ValueError for a file that is no trace."""
     traces = [read_trace(path) for path in paths]
-    failing: dict[tuple[object, ...], HeadRef | None] = {}
-    for trace in traces:
+    heads = [failing_head(trace, None) for trace in traces]
+    observed: dict[tuple[object, ...], HeadRef | None] = {}
+    for trace, head in zip(traces, heads, strict=True):
         if trace.header.get("policy") == "observe":
-            failing[_key(trace)] = failing.get(_key(trace)) or failing_head(trace, None)
-    runs = [_run(trace, failing_head(trace, None) or failing.get(_key(trace))) for trace in traces]
+            observed[_key(trace)] = observed.get(_key(trace)) or head
+    runs = [_run(trace, head or observed.get(_key(trace))) for trace, head in zip(traces, heads, strict=True)]
     return sorted(runs, key=lambda run: (run.recipe, run.backend or "", run.arm, run.seed))
 
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, SupportsFloat
 
 import numpy as np
 import torch
@@ -32,8 +32,7 @@ from foreshock.lab.texts.corpus import VOCABULARY, Corpus, standard_library
 from foreshock.lab.training.arm import CONTROL, PAPER, UNTREATED, Arm
 from foreshock.lab.training.recipe import Recipe
 from foreshock.lab.training.recipes import find_recipe
-from foreshock.lab.training.recorder import Recorder
-from foreshock.lab.training.run import Training
+from foreshock.lab.training.run import Training, train
 
 _LEVEL: Final = 100
 """Steps that a loss is the mean of."""
@@ -159,28 +158,26 @@ def measure(cell: Cell, *, steps: int | None = None, traces: Path | None = None)
         if isinstance(event, wire.Sample) and (words := event.words()) is not None:
             scores.append((event.step, float(slot_values(words, Slot.SCORE_MAX).max())))
 
-    training.agent.subscribe(listen)
-    losses, acted = [], cell.on != "warning"
+    losses: list[float] = []
+    waits = cell.on == "warning"
+
+    def act(step: int, loss: SupportsFloat) -> None:
+        nonlocal waits
+        losses.append(float(loss))
+        if verdicts and waits:
+            waits = False
+            if switches:
+                training.agent.set_mode(training.agent.modes(), "row_corrected", reason="the first warning")
+            if clips:
+                training.agent.set_qk_clip(True, reason="the first warning")
+
     with ExitStack() as stack:
-        header = recipe.header(arm, cell.seed, training.agent.run) | asdict(cell)
-        place = None if traces is None else traces / f"{name_of(cell)}{RECORDED}"
-        writer = None if place is None else stack.enter_context(TraceWriter(place, header))
-        stack.enter_context(training.on_stream())
-        stack.enter_context(training.agent)
-        recorder = None if writer is None else Recorder(training, writer)
-        if recorder is not None:
-            stack.callback(recorder.flush)
-        while training.step < recipe.steps:
-            losses.append(training.advance().clone())
-            if recorder is not None:
-                recorder.step()
-            if verdicts and not acted:
-                acted = True
-                if switches:
-                    training.agent.set_mode(training.agent.modes(), "row_corrected", reason="the first warning")
-                if clips:
-                    training.agent.set_qk_clip(True, reason="the first warning")
-    final = float(torch.stack(losses[-_LEVEL:]).mean())
+        writer = None
+        if traces is not None:
+            header = recipe.header(arm, cell.seed, training.agent.run) | asdict(cell)
+            writer = stack.enter_context(TraceWriter(traces / f"{name_of(cell)}{RECORDED}", header))
+        train(training, recipe.steps, sinks=(listen,), on_step=act, writer=writer)
+    final = float(torch.tensor(losses[-_LEVEL:]).mean())
     last = [score for step, score in scores if step > recipe.steps - _LEVEL]
     return Run(
         **asdict(cell),
