@@ -96,7 +96,8 @@ def test_on_a_warning_the_remedy_comes_once_and_not_before(remedy: str, monkeypa
             monkeypatch.setattr(self.agent, "set_qk_clip", lambda *_, **__: done.append(("clip", self.step)))
         loss = advance(self)
         if self.step in (3, 5):
-            listening[-1](verdict.model_copy(update={"step": self.step}))
+            for sink in listening:
+                sink(verdict.model_copy(update={"step": self.step}))
         return loss
 
     monkeypatch.setattr(Training, "advance", advanced)
