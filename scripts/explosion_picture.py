@@ -15,13 +15,11 @@ from foreshock.contract.metrics import catalog
 from foreshock.lab.recording.trace import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNS = ROOT / "lab" / "traces" / "cure"
-PAPER = ROOT / "lab" / "traces" / "paper"
+TRACES = ROOT / "lab" / "traces"
+RUNS, PAPER = TRACES / "cure", TRACES / "paper"
 
 
 class Picture(NamedTuple):
-    """What is drawn, and where."""
-
     name: str
     runs: dict[Path, tuple[str, str]]
     """File of each run, its label and colour. The first one is warned about."""
