@@ -1,0 +1,85 @@
+"""What docs/evidence.md says of the paper's model is what its recordings show."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreshock.contract import wire
+from foreshock.contract.metrics import catalog
+from foreshock.lab.recording.trace import Trace, read_trace
+
+ROOT = Path(__file__).parents[1]
+RUNS = ROOT / "lab" / "traces" / "paper"
+EVIDENCE = (ROOT / "docs" / "evidence.md").read_text().split("### The paper's model explodes")[1].split("\n### ")[0]
+FAILING = (1, 9)
+"""Layer and head."""
+
+
+def run(name: str) -> Trace:
+    return read_trace(RUNS / f"{name}_seed1.trace.xz")
+
+
+def explosion(trace: Trace) -> int | None:
+    """The first step at which the loss is a quarter above what it was 50 to 200 steps before, and stays a fifth above
+    in the mean of 20 steps."""
+    loss = trace.steps.loss
+    for at in range(200, len(loss) - 20):
+        before = float(np.median(loss[at - 200 : at - 50]))
+        if loss[at] > 1.25 * before and loss[at : at + 20].mean() > 1.2 * before:
+            return int(trace.steps.step[at])
+    return None
+
+
+def offsets(trace: Trace) -> dict[int, float]:
+    """Of the failing head, by step."""
+    row = trace.heads.index(FAILING)
+    return {s.step: catalog.read("head.score_offset", w)[row] for s in trace.samples if (w := s.words()) is not None}
+
+
+def first_warning(trace: Trace) -> wire.Verdict:
+    return next(e for e in trace.events if isinstance(e, wire.Verdict) and e.state == "raised")
+
+
+@pytest.mark.parametrize(
+    ("name", "exploded"),
+    [
+        ("paper-gpt2-64k_flash-untreated", 4358),
+        ("paper-gpt2-64k-bias_flash-untreated", 4567),
+        ("paper-gpt2-64k_row-corrected", None),
+        ("branched/paper-gpt2-64k_control", None),
+        ("branched/paper-gpt2-64k_exact-delta", 3702),
+        ("branched/paper-gpt2-64k_row-corrected", 3702),
+        ("branched/paper-gpt2-64k_qk-clip", 3724),
+    ],
+)
+def test_the_paper_s_model_explodes_where_it_is_said_to_and_nowhere_else(name: str, exploded: int | None) -> None:
+    trace = run(name)
+    assert explosion(trace) == exploded
+    last = int(trace.steps.step[-1])
+    said = f"not by {last:,}" if exploded is None else f"{exploded:,}"
+    assert said in EVIDENCE
+
+
+@pytest.mark.parametrize("name", ["paper-gpt2-64k_flash-untreated", "paper-gpt2-64k-bias_flash-untreated"])
+def test_it_was_warned_about_before_that_and_the_cause_was_score_growth(name: str) -> None:
+    trace = run(name)
+    warning = first_warning(trace)
+    assert f"{warning.step:,}" in EVIDENCE
+    assert f"{(explosion(trace) or 0) - warning.step}" in EVIDENCE
+    assert (warning.layer, warning.cause) == (1, "score growth")
+
+
+def test_the_offset_of_its_failing_head_grows_unless_rows_are_corrected_and_shrinks_in_float32() -> None:
+    failing, corrected = (offsets(run(f"paper-gpt2-64k_{arm}")) for arm in ("flash-untreated", "row-corrected"))
+    control = list(offsets(run("branched/paper-gpt2-64k_control")).values())
+    assert f"{failing[2960]:.0f} at 2,960" in EVIDENCE
+    assert max(map(abs, corrected.values())) < 5
+    assert f"from {control[0]:,.0f} to {control[-1]:.0f}" in EVIDENCE
+
+
+@pytest.mark.parametrize("name", ["paper-gpt2-64k_flash-untreated", "paper-gpt2-64k_row-corrected"])
+def test_the_losses_of_its_table_are_means_of_a_hundred_steps(name: str) -> None:
+    steps = run(name).steps
+    means = [steps.loss[(steps.step > end - 100) & (steps.step <= end)].mean() for end in (3500, 4000, 4500)]
+    assert ", ".join(f"{mean:.3f}" for mean in means) in EVIDENCE
