@@ -76,7 +76,7 @@ class _Plain(torch.autograd.Function):
         out = torch.empty_like(query)
         lse = torch.empty(query.shape[:-1], device=query.device)
         row_max = torch.empty_like(lse)
-        launch_fastest(call, (query, key, value), (out, None, lse, row_max), given)
+        launch_fastest(call, (query, key, value), (out, None, lse, row_max, None), given)
         ctx.save_for_backward(query, key, value, out, lse, row_max)
         ctx.call, ctx.chosen = call, chosen
         return out
@@ -85,7 +85,7 @@ class _Plain(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, row_max = ctx.saved_tensors
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        given = Tensors(grad, query, key, value, out, None, lse, row_max, None, None, None, None, None)
+        given = Tensors(grad, query, key, value, out, None, lse, row_max, None, None, None, None, None, None)
         launch_backward(ctx.call, ctx.chosen, given, grads)
         return (*grads, None)
 

@@ -96,7 +96,7 @@ def test_a_launch_for_heads_that_shift_their_rows_writes_nothing_of_the_others()
     call = call_of(query, key, value, given)
     config = configs(call.capability, call.block_d, call.mean_keys).forward
     whole, part = (
-        (torch.full_like(query, 7.0), torch.full_like(query, 7.0), rows, rows.clone())
+        (torch.full_like(query, 7.0), torch.full_like(query, 7.0), rows, rows.clone(), rows.clone())
         for rows in (torch.full(query.shape[:-1], 7.0, device=DEVICE) for _ in range(2))
     )
     launch_forward(call, config, (query, key, value), whole, given)

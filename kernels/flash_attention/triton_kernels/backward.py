@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward in Triton, in three passes: rows (delta), dQ (counts ties), dK and dV; then the statistics.
+"""FlashAttention-2 backward in Triton, in three passes: rows (delta), dQ, dK and dV; then the statistics.
 
 No pass uses atomics: every block of rows writes its own partial statistics, and one small kernel adds them up in a
 fixed order, so that equal inputs give equal bits; it then adds each sum to the state at once, by an atomic, so that
@@ -28,6 +28,8 @@ def attention_backward(
     grad_lse: the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
     query, key, value = saved[:3]
+    if state is not None and saved.second.shape != saved.row_max.shape:
+        raise ValueError("the forward was given no state, so that ties cannot be counted; give it to both, or to none")
     grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
     call = call_of(query, key, value, given, grad_out, *saved[3:], state, grad_lse)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.triton_kernels.passes import Outputs
 
 DIM: Final = 128
 """The head dim that it is written for."""
@@ -28,7 +29,7 @@ def serves(call: Call, *tensors: Tensor) -> bool:
 def launched(
     call: Call,
     inputs: tuple[Tensor, Tensor, Tensor],
-    outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    outputs: Outputs,
     modes: Tensor | None,
 ) -> bool:
     """Launch the kernel where it serves and FORESHOCK_KERNELS=hopper asks for it, and say whether it did: then all is
