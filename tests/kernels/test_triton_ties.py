@@ -1,5 +1,7 @@
 """Scores that stand at their row's maximum, counted by the kernels: tiny and huge ones, and at any tile."""
 
+import math
+
 import pytest
 import torch
 from tests.kernels.triton_calls import (
@@ -8,11 +10,15 @@ from tests.kernels.triton_calls import (
     DEVICE,
     INTERPRETED,
     Inputs,
+    hidden,
     random_inputs,
     scaled,
 )
+from torch.testing import assert_close
 
 from foreshock.contract.slots import Slot
+from foreshock.kernels.flash_attention.spec import Arguments, CausalAlignment
+from foreshock.kernels.flash_attention.triton_kernels import forward
 
 pytestmark = INTERPRETED
 
@@ -59,15 +65,15 @@ def test_ties_of_huge_scores_are_counted(attention: object, exponent: int) -> No
         assert given.counts(Slot.TIED_ROWS_ONE) == [want] * heads
 
 
-@BY_MASK
+@pytest.mark.parametrize(("causal", "window"), [("none", -1), ("top_left", -1), ("bottom_right", -1), ("none", 0)])
 def test_the_second_largest_score_of_every_row_is_kept(causal: CausalAlignment, window: int) -> None:
     inputs = random_inputs(70, 75, 32, heads=4, kv_heads=2, seed=26)
-    spec = scaled(32, causal=causal, window_left=window)
+    spec = scaled(32, causal=causal, window_left=window, window_right=window)
     query, key, value, _ = inputs
     given = Arguments(None, None, None, 70, 75, None, spec)
     _, _, _, largest, second = forward.attention_forward(query, key, value, given)
-    scores = reference_scores(inputs, spec)
-    exact = scores.topk(2, -1).values
+    scores = spec.scale * query.double() @ key.double().repeat_interleave(2, 1).mT
+    exact = scores.masked_fill(hidden(spec, 70, 75), -math.inf).topk(2, -1).values
     assert_close(largest.double(), exact[..., 0], rtol=0, atol=2e-5)
     assert_close(second.double(), exact[..., 1], rtol=0, atol=2e-5)
     alone = exact[..., 1] == -math.inf
