@@ -28,7 +28,7 @@ def serves(call: Call, *tensors: Tensor) -> bool:
 def launched(
     call: Call,
     inputs: tuple[Tensor, Tensor, Tensor],
-    outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    outputs: tuple[Tensor | None, ...],
     modes: Tensor | None,
 ) -> bool:
     """Launch the kernel where it serves and FORESHOCK_KERNELS=hopper asks for it, and say whether it did: then all is
