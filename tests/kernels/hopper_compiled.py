@@ -11,7 +11,9 @@ from foreshock.kernels.flash_attention.triton_kernels.hopper import DIM
 from foreshock.kernels.flash_attention.triton_kernels.hopper_forward import hopper_forward_kernel
 
 
-def compiled(*, causal: bool, residual: bool, modes: bool, tail: bool = False, dtype: str = "bf16") -> Any:
+def compiled(
+    *, causal: bool, residual: bool, modes: bool, second: bool, tail: bool = False, dtype: str = "bf16"
+) -> Any:
     """The kernel in one of its versions."""
     kind = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
@@ -25,13 +27,15 @@ def compiled(*, causal: bool, residual: bool, modes: bool, tail: bool = False, d
         **dict(zip(("q_desc", "k_desc", "v_desc", "o_desc"), (half, whole, whole, half), strict=True)),
         "r_desc": half if residual else "constexpr",
         **dict.fromkeys(("lse", "row_max"), "*fp32"),
+        "second": "*fp32" if second else "constexpr",
         "modes": "*i32" if modes else "constexpr",
         **dict.fromkeys(("blocks", "planes", "heads", "group", "length_q", "length_k", "tiles"), "i32"),
         **dict.fromkeys(("unit", "score_unit"), "fp32"),
         **dict.fromkeys(constants, "constexpr"),
     }
     places = list(signature)
-    nothing = {name: None for name, given in (("r_desc", residual), ("modes", modes)) if not given}
+    optional = (("r_desc", residual), ("second", second), ("modes", modes))
+    nothing = {name: None for name, given in optional if not given}
     fixed = {(places.index(name),): value for name, value in {**constants, **nothing}.items()}
     source = GluonASTSource(hopper_forward_kernel, signature, fixed, {})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
