@@ -7,6 +7,9 @@ from torch import Tensor
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.triton_kernels.tuning import Config
 
+Grads = tuple[Tensor, Tensor, Tensor]
+"""dQ, dK and dV."""
+
 
 class Tensors(NamedTuple):
     """What the passes read, as `foreshock::attention_backward` describes it (op.py)."""
