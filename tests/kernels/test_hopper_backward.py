@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 from foreshock.kernels.flash_attention import AttentionSpec, launch, new_state
 from foreshock.kernels.flash_attention.launch import Call, call_of
-from foreshock.kernels.flash_attention.spec import Arguments
+from foreshock.kernels.flash_attention.spec import Arguments, Saved
 from foreshock.kernels.flash_attention.triton_kernels import backward, hopper
 from foreshock.kernels.flash_attention.triton_kernels.passes import Grads, Tensors
 from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
@@ -55,10 +55,10 @@ class Problem:
     ) -> None:
         query, out, residual = (torch.empty(2, heads[0], lengths[0], dim, dtype=dtype) for _ in range(3))
         key, value = (torch.empty(2, heads[1], lengths[1], dim, dtype=dtype) for _ in range(2))
-        lse, row_max = torch.empty(2, *query.shape[:-1]).unbind()
+        vectors = torch.empty(len(Saved._fields) - 5, *query.shape[:-1])
         grad_out = torch.empty_like(query) if grad_out is None else grad_out
         spec = AttentionSpec(**({"scale": 0.1} | options))  # type: ignore[arg-type]
-        saved, state = (query, key, value, out, residual, lse, row_max), new_state(heads[0], "cpu")
+        saved, state = Saved(query, key, value, out, residual, *vectors), new_state(heads[0], "cpu")
         self.given = Tensors(grad_out, *saved, state, modes, None, None, None, grad_lse)
         arguments = Arguments(modes, None, None, *lengths, None, spec)
         self.call: Call = call_of(query, key, value, arguments, grad_out, *saved[3:], state, grad_lse)
