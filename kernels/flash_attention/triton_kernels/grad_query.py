@@ -141,9 +141,9 @@ def _block(
 @triton.jit
 def grad_query_kernel(
     query, key, value, grad_out, grad_query, grad_lses, log2_lses, deltas, folded, modes, cu_seqlens_q, cu_seqlens_k,
-    seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
+    seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr, CORRECTED_ONLY: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries of one head."""
+    """dQ of one block of queries of one head. CORRECTED_ONLY: of the heads alone whose rows are corrected."""
     dtype: tl.constexpr = grad_query.dtype.element_ty
     BLOCK_M: tl.constexpr = TILE.block_m
     block, which = turn(order)
@@ -159,7 +159,10 @@ def grad_query_kernel(
         value = at_head(value, batch, kv_head, start_k, stride_v)
         grad_out = at_head(grad_out, batch, head, start_q, stride_o)
     seed = load_seed(seeds)
-    if first < length_q:
+    taken = first < length_q
+    if CORRECTED_ONLY:
+        taken = taken & ((tl.load(modes + head) & ROW_CORRECTED) != 0)
+    if taken:
         queries = first + tl.arange(0, BLOCK_M)
         inside = queries < length_q
         # A tile is waited for where it is loaded: what is asked for before it arrives meanwhile.
@@ -187,7 +190,7 @@ def grad_query_kernel(
                     operands, tensors, outputs, first, inside, rows, length_q, of_rows, seen, chance,
                     key_strides, stride_g[2], numbers, True, SPEC, TILE, dtype,
                 )  # fmt: skip
-            else:
+            elif not CORRECTED_ONLY:
                 _block(
                     operands, tensors, outputs, first, inside, rows, length_q, of_rows, seen, chance,
                     key_strides, stride_g[2], numbers, False, SPEC, TILE, dtype,
@@ -199,8 +202,10 @@ def grad_query_kernel(
             )  # fmt: skip
 
 
-def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVectors, grad_query: Tensor) -> None:
-    """dQ, and where rows are corrected, delta."""
+def launch_grad_query(
+    call: Call, config: Config, given: Tensors, rows: RowVectors, grad_query: Tensor, *, corrected_only: bool = False
+) -> None:
+    """dQ, and where rows are corrected, delta; corrected_only: of the heads alone whose rows `given.modes` corrects."""
 
     def settle() -> Launch:
         tile = settled(call, config, given)
@@ -209,7 +214,7 @@ def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVecto
             grad_query_kernel,
             (order[0] * order[1], 1, 1),
             ((*given.strides, grad_query.stride()), call.sizes, order),
-            {"SPEC": call.compiled, "TILE": tile},
+            {"SPEC": call.compiled, "TILE": tile, "CORRECTED_ONLY": corrected_only},
             tile.options,
             call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n, tile.block_m)),
         )
@@ -222,4 +227,5 @@ def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVecto
         given.modes,
     )
     packed = (given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
-    call.launch(("dQ", config), (*given.operands, grad_query, *vectors, *packed), settle)
+    name = "dQ of corrected heads" if corrected_only else "dQ"
+    call.launch((name, config), (*given.operands, grad_query, *vectors, *packed), settle)

@@ -7,6 +7,8 @@ from torch import Tensor
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.triton_kernels.tuning import Config
 
+Grads = tuple[Tensor, Tensor, Tensor]
+"""dQ, dK and dV."""
 Outputs = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]
 """Of a forward: out, what rounding took from it, lse, largest and second largest score of each row; None: not kept."""
 
