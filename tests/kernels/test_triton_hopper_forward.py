@@ -51,8 +51,7 @@ SHIFTED = [mode & (Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX) != 0 for mode in MI
 
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls remember who serves them: none outlives what it was asked under. Every backward is Triton's, which gives
-    equal bits."""
+    """Calls remember who serves them: none outlives what it was asked under. Backwards are Triton's, of equal bits."""
     monkeypatch.setenv("FORESHOCK_KERNELS", "hopper")
     monkeypatch.setattr(hopper, "takes_backward", lambda *_: False)
     launch._CALLS.clear()
