@@ -300,6 +300,8 @@ def flash_attention(
     max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None. What
     lies past a length that was given too small is NaN (where the lengths lie on a CPU, it is refused).
     return_lse: also return the log-sum-exp [B, H, Sq], in nats; gradients pass through it, once.
+    On Hopper at head dim 128, dQ is summed in an order that varies, and so do its last bits; under
+    torch.use_deterministic_algorithms(True) equal inputs give equal bits.
     A NaN or infinity in a key or value reaches, on a GPU, every row whose tile of keys holds it, hidden from it or not.
     Raises ValueError with a sentence for anything else, additive masks included.
     Source: FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2); the statistics are those of arXiv 2510.04212,

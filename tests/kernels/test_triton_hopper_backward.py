@@ -1,5 +1,5 @@
-"""The backward for Hopper on such a GPU, where it is asked for: who is served, that it is as exact as Triton's, and all
-that surrounds it. The forward is Triton's but in one test, so that what fails here is the backward."""
+"""The backward for Hopper on such a GPU: who is served, that it is as exact as Triton's, and all that surrounds it.
+The forward is Triton's but in one test, so that what fails here is the backward."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -44,9 +44,9 @@ LAUNCHED = hopper.launched
 
 
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls remember who serves them: none outlives what it was asked under."""
-    monkeypatch.setenv("FORESHOCK_KERNELS", "hopper")
+def not_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls remember who serves them: none outlives a test."""
+    monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
     monkeypatch.setattr(hopper, "launched", lambda *_: False)
     launch._CALLS.clear()
     yield

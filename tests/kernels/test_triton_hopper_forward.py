@@ -1,5 +1,4 @@
-"""The forward for Hopper on such a GPU, where it is asked for: who is served, that it is as exact as Triton's, and all
-that surrounds it."""
+"""The forward for Hopper on such a GPU: who is served, that it is as exact as Triton's, and all that surrounds it."""
 
 import math
 from collections.abc import Iterator
@@ -50,9 +49,9 @@ SHIFTED = [mode & (Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX) != 0 for mode in MI
 
 
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls remember who serves them: none outlives what it was asked under. Backwards are Triton's, of equal bits."""
-    monkeypatch.setenv("FORESHOCK_KERNELS", "hopper")
+def not_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls remember who serves them: none outlives a test. Backwards are Triton's, of equal bits."""
+    monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
     monkeypatch.setattr(hopper, "takes_backward", lambda *_: False)
     launch._CALLS.clear()
     yield

@@ -1,5 +1,5 @@
-"""Which forwards and backwards the kernels for Hopper take (hopper_forward.py, hopper_backward.py) where they are asked
-for; Triton's take all others."""
+"""Which forwards and backwards the kernels for Hopper take (hopper_forward.py, hopper_backward.py); Triton's take all
+others, and all where FORESHOCK_KERNELS=triton asks for them alone."""
 
 import os
 import warnings
@@ -36,8 +36,8 @@ def launched(
     outputs: Outputs,
     modes: Tensor | None,
 ) -> bool:
-    """Launch the forward where it serves and FORESHOCK_KERNELS=hopper asks for it, and say whether it did: then all is
-    stored of the heads that do not shift their rows (arguments: forward.launch_forward)."""
+    """Launch the forward where it serves, and say whether it did: then all is stored of the heads that do not shift
+    their rows (arguments: forward.launch_forward)."""
     chosen = call.plans.get(_NAME)
     if chosen is None:
         chosen = _choose(call, _NAME, *inputs, *(x for x in outputs[:2] if x is not None))
@@ -47,8 +47,8 @@ def launched(
 
 
 def takes_backward(call: Call, given: Tensors, grads: Grads) -> bool:
-    """Whether the backward is to be launched: it serves, FORESHOCK_KERNELS=hopper asks for it, and nobody wants equal
-    bits (torch.use_deterministic_algorithms), which its dQ has not. That may change from one call to the next."""
+    """Whether the backward is to be launched: it serves, and nobody wants equal bits, which its dQ has not
+    (torch.use_deterministic_algorithms). That may change from one call to the next."""
     chosen = call.plans.get(_NAME_BACKWARD)
     if chosen is None:
         chosen = _choose(call, _NAME_BACKWARD, *given.operands, *grads)
@@ -62,7 +62,7 @@ def launched_backward(call: Call, given: Tensors, rows: RowVectors, grads: Grads
 
 
 def _choose(call: Call, name: str, *tensors: Tensor) -> bool:
-    chosen = call.plans[name] = os.environ.get("FORESHOCK_KERNELS") == "hopper" and serves(call, *tensors)
+    chosen = call.plans[name] = os.environ.get("FORESHOCK_KERNELS") != "triton" and serves(call, *tensors)
     return chosen
 
 
