@@ -33,6 +33,8 @@ from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 TOKENS = 16_384
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 _OPERATIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+_PEERS = {"sdpa_flash": "flash", "sdpa_cudnn": "cuDNN", "flex": "flex"}
+"""How the tables call the peers, by the names of their cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class _Plain(torch.autograd.Function):
         out = torch.empty_like(query)
         lse = torch.empty(query.shape[:-1], device=query.device)
         row_max = torch.empty_like(lse)
-        launch_fastest(call, (query, key, value), (out, None, lse, row_max), given)
+        launch_fastest(call, (query, key, value), (out, None, lse, row_max, None), given)
         ctx.save_for_backward(query, key, value, out, lse, row_max)
         ctx.call, ctx.chosen = call, chosen
         return out
@@ -85,7 +87,7 @@ class _Plain(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, row_max = ctx.saved_tensors
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        given = Tensors(grad, query, key, value, out, None, lse, row_max, None, None, None, None, None)
+        given = Tensors(grad, query, key, value, out, None, lse, row_max, None, None, None, None, None, None)
         launch_backward(ctx.call, ctx.chosen, given, grads)
         return (*grads, None)
 
@@ -211,12 +213,12 @@ def _ratio(cell: dict[str, Any], peer: str) -> str:
 
 
 def markdown(cells: list[dict[str, Any]]) -> str:
-    """The table of kernels/flash_attention/README.md: milliseconds (TFLOP/s), then peer / foreshock for each peer."""
-    lines = [
-        "| D, heads | mask | S | forward | / flash / cuDNN / flex | backward | / flash / cuDNN / flex | both "
-        "| / flash / cuDNN / flex |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    """A table of kernels/flash_attention/README.md: milliseconds (TFLOP/s), then peer / foreshock for each peer that
+    was timed."""
+    peers = [name for name in _PEERS if any(name in cell for cell in cells)]
+    ratios = "/ " + " / ".join(_PEERS[name] for name in peers)
+    columns = ["D, heads", "mask", "S", *(column for which in PASSES for column in (which, ratios))]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for start in range(0, len(cells), len(PASSES)):
         first = cells[start]
         shape = Shape(*(first[key] for key in ("head_dim", "heads", "kv_heads", "seq_len", "causal")))
@@ -225,7 +227,7 @@ def markdown(cells: list[dict[str, Any]]) -> str:
         for cell in cells[start : start + len(PASSES)]:
             rate = _OPERATIONS[cell["pass"]] * shape.flops / cell["foreshock"] / 1e9
             columns.append(f"{cell['foreshock']:.3f} ({rate:.0f})")
-            columns.append(" / ".join(_ratio(cell, peer) for peer in ("sdpa_flash", "sdpa_cudnn", "flex")))
+            columns.append(" / ".join(_ratio(cell, peer) for peer in peers))
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
 
@@ -240,7 +242,7 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
             "statistics_cost_worst_cell": max(ratios) - 1,
         }
     for which in PASSES:
-        for peer in ("sdpa_flash", "sdpa_cudnn", "flex"):
+        for peer in _PEERS:
             ratios = [c[peer] / c["foreshock"] for c in cells if c["pass"] == which and c.get(peer)]
             if ratios:
                 result[f"{which}_least_ratio_to_{peer}"] = min(ratios)

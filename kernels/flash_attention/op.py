@@ -65,7 +65,7 @@ def _attention_forward(
     max_seqlen_k: int,
     dropout_seed: Tensor | None,
     spec: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attention of query [B, H, Sq, D] over key, value [B, Hkv, Sk, D]; any strides.
 
     Under `kernel` and `paper` numerics the inputs are bf16 or fp16. `state` is not touched here: it travels to the
@@ -75,27 +75,40 @@ def _attention_forward(
 
     Returns out [B, H, Sq, D] in the query's layout and dtype; what rounding took from it, likewise (`residual_dtype`),
     times `residual_scale`, or nothing [0] where the spec keeps none;
-    log-sum-exp and row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
+    log-sum-exp and the largest two of the scores, [B, H, Sq] each (`compute_dtype`), -inf for a row that sees no key.
+    The second largest, which tells the kernels' backward of ties, is left out, as [0], where that counts nothing, and
+    where no kernel can serve.
     """
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
     given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
     if (kernels := _kernels(query, given.spec)) is not None:  # which write in the query's layout
-        out, residual, lse, row_max = kernels.attention_forward(query, key, value, given)
+        counted = state is not None
+        out, residual, lse, row_max, second = kernels.attention_forward(query, key, value, given, counted=counted)
     else:
         with torch.autocast(query.device.type, enabled=False):  # products are rounded as the numerics say
-            out, residual, lse, row_max = reference.attention_forward(query, key, value, given)
+            out, residual, lse, row_max, second = reference.attention_forward(query, key, value, given)
+        if _keeps_second(query, state, given.spec):
+            second = lse.new_full(lse.shape, -math.inf)  # nothing reads it
         out, residual = _laid_out(out, query), _laid_out(residual, query) if given.spec.residual else residual
-    return out, residual, lse, row_max
+    return out, residual, lse, row_max, second
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    spec = spec_of(arguments[7])
+def _keeps_second(query: Tensor, state: Tensor | None, spec: AttentionSpec) -> bool:
+    """Whether the second largest scores have their shape: known without the device, as a graph needs it."""
+    return state is not None and spec.residual and spec.numerics == "kernel" and query.is_cuda
+
+
+def _fake_forward(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    spec = spec_of(arguments[6])
     rows, numerics, kept = query.shape[:-1], spec.numerics, residual_dtype(query.dtype, spec.numerics)
     return (
         torch.empty_like(query),
         torch.empty_like(query, dtype=kept) if spec.residual else query.new_empty(0, dtype=kept),
         query.new_empty(rows, dtype=compute_dtype(numerics)),
         query.new_empty(rows, dtype=compute_dtype(numerics)),
+        query.new_empty(rows if _keeps_second(query, state, spec) else 0, dtype=compute_dtype(numerics)),
     )
 
 
@@ -108,6 +121,7 @@ def _attention_backward(
     out_residual: Tensor,
     lse: Tensor,
     row_max: Tensor,
+    second: Tensor,
     state: Tensor | None,
     modes: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -123,7 +137,7 @@ def _attention_backward(
     `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing.
     `grad_lse` is the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
-    saved = Saved(query, key, value, out, out_residual, lse, row_max)
+    saved = Saved(query, key, value, out, out_residual, lse, row_max, second)
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
     given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
     if (kernels := _kernels(query, given.spec)) is not None:
@@ -286,6 +300,8 @@ def flash_attention(
     max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None. What
     lies past a length that was given too small is NaN (where the lengths lie on a CPU, it is refused).
     return_lse: also return the log-sum-exp [B, H, Sq], in nats; gradients pass through it, once.
+    On Hopper at head dim 128, dQ is summed in an order that varies, and so do its last bits; under
+    torch.use_deterministic_algorithms(True) equal inputs give equal bits.
     A NaN or infinity in a key or value reaches, on a GPU, every row whose tile of keys holds it, hidden from it or not.
     Raises ValueError with a sentence for anything else, additive masks included.
     Source: FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2); the statistics are those of arXiv 2510.04212,

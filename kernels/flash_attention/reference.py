@@ -34,15 +34,16 @@ from foreshock.kernels.flash_attention.visibility import hide
 
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, given: Arguments
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, out_residual, lse and row_max, as `foreshock::attention_forward` (op.py) describes them."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, out_residual, lse and row_max, as `foreshock::attention_forward` (op.py) describes them; and [0] in place of
+    the second largest scores, since the backward below counts ties in all of them."""
     modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, spec = given
     operand, residual = operand_dtype(query.dtype), residual_dtype(query.dtype, spec.numerics)
     if query.numel() == 0 or key.numel() == 0:
         row_max = torch.full(query.shape[:-1], -math.inf, dtype=compute_dtype(spec.numerics), device=query.device)
         shape = query.shape if spec.residual else torch.Size([0])
         kept_residual = query.new_zeros(shape, dtype=residual)
-        return query.new_zeros(query.shape), kept_residual, row_max, row_max.clone()
+        return query.new_zeros(query.shape), kept_residual, row_max, row_max.clone(), row_max.new_empty(0)
     wide = compute_dtype(spec.numerics)
     queries, keys, values = (_of_heads(x, query.shape[1], wide) for x in (query, key, value))
     scores = _scores(queries, keys, operand, spec, cu_seqlens_q, cu_seqlens_k).scores
@@ -76,7 +77,7 @@ def attention_forward(
     if spec.residual:
         lost = exact - _round(out.to(wide), operand)
         out_residual = (lost * residual_scale(residual)).to(residual)
-    return out.to(query.dtype), out_residual, lse, row_max
+    return out.to(query.dtype), out_residual, lse, row_max, lse.new_empty(0)
 
 
 def _exact_delta(modes: Tensor | None, spec: AttentionSpec, device: torch.device) -> Tensor:
@@ -95,7 +96,7 @@ def attention_backward(
 
     grad_lse: the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
-    (query, key, value, _, _, lse, row_max), modes, spec = saved, arguments.modes, arguments.spec
+    (query, key, value, _, _, lse, row_max, _), modes, spec = saved, arguments.modes, arguments.spec
     if query.numel() == 0 or key.numel() == 0:
         if state is not None:
             nothing, never = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.bool)
@@ -160,7 +161,7 @@ def _score_gradient(
     grad_out: Tensor, saved: Saved, state: Tensor | None, arguments: Arguments, grad_lse: Tensor | None
 ) -> _ScoreGradient:
     """The first half of the backward, with the statistics: what dV, dQ and dK are then products of."""
-    query, key, value, out, out_residual, lse, row_max = saved
+    query, key, value, out, out_residual, lse, row_max, _ = saved
     modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, spec = arguments
     operand, wide = operand_dtype(query.dtype), lse.dtype
     queries, keys, values, grads = (_of_heads(x, query.shape[1], wide) for x in (query, key, value, grad_out))

@@ -81,9 +81,10 @@ class AttentionSpec:
     @property
     def text(self) -> str:
         """The fields in order, parted by spaces, as the operators take them: one argument costs PyTorch's dispatcher
-        much less than seven."""
+        much less than seven. The last word counts the forward's outputs: PyTorch keeps compiled graphs on disk by their
+        arguments, and would take one that an older version of the operator left there."""
         numbers = f"{self.scale} {self.causal} {self.window_left} {self.window_right} {self.softcap} {self.dropout_p}"
-        return f"{numbers} {self.numerics} {self.residual:d}"
+        return f"{numbers} {self.numerics} {self.residual:d} 5"
 
 
 def constants(*numbers: float) -> tuple[float, ...]:
@@ -96,7 +97,7 @@ def constants(*numbers: float) -> tuple[float, ...]:
 @lru_cache(maxsize=1024)
 def spec_of(text: str) -> AttentionSpec:
     """The spec whose `text` this is."""
-    scale, causal, left, right, softcap, dropout_p, numerics, residual = text.split()
+    scale, causal, left, right, softcap, dropout_p, numerics, residual, _ = text.split()
     return AttentionSpec(
         float(scale),
         cast(CausalAlignment, causal),
@@ -137,6 +138,7 @@ class Saved(NamedTuple):
     residual: Tensor
     lse: Tensor
     row_max: Tensor
+    second: Tensor
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,9 +1,9 @@
-"""Which forwards the kernel for Hopper takes where it is asked for, that Triton's serves without it, and what it
-compiles into."""
+"""Which forwards the kernel for Hopper takes, that Triton's serves without it, and what it compiles into."""
 
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +22,12 @@ Shape = tuple[int, int, int]
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are made as on a GPU of compute capability 9.0 by who asks for the kernel; none is remembered, and nothing
-    was given up yet."""
+    """Calls are made as on a GPU of compute capability 9.0 by who asks for nothing; none is remembered, and nothing was
+    given up yet."""
     monkeypatch.setattr(launch, "_CALLS", {})
     monkeypatch.setattr(launch, "_capability", lambda device: 90)
     monkeypatch.setattr(hopper, "_given_up", [])
-    monkeypatch.setenv("FORESHOCK_KERNELS", "hopper")
+    monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
 
 
 def tensors(
@@ -115,9 +115,9 @@ def test_so_are_other_gpus(capability: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert not served(tensors())
 
 
-def outputs_of(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, None, Tensor, Tensor]:
+def outputs_of(inputs: tuple[Tensor, Tensor, Tensor]) -> Any:
     rows = torch.empty(inputs[0].shape[:-1])
-    return torch.empty_like(inputs[0]), None, rows, rows
+    return torch.empty_like(inputs[0]), None, rows, rows, rows
 
 
 class Launches:
@@ -178,33 +178,56 @@ def test_where_the_kernel_cannot_be_had_triton_serves_and_one_warning_says_so(
         assert launches.of(tensors()) == launches.of(tensors((1, 4, 64), (1, 4, 64))) == ["triton"]
 
 
-@pytest.mark.parametrize("asked", [None, "", "triton"])
-def test_nobody_gets_it_without_asking(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FORESHOCK_KERNELS")
-    if asked is not None:
-        monkeypatch.setenv("FORESHOCK_KERNELS", asked)
+def test_who_asks_for_triton_s_alone_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORESHOCK_KERNELS", "triton")
     assert Launches(monkeypatch).of(tensors()) == ["triton"]
     assert Launches(monkeypatch).of(tensors((1, 4, 64), (1, 4, 64)), torch.zeros(4, dtype=torch.int32)) == ["triton"]
 
 
-@pytest.mark.parametrize(("causal", "residual"), [(False, True), (True, True), (True, False)])
+def compiled(**version: Any) -> Any:
+    made = pytest.importorskip("tests.kernels.hopper_compiled", reason="needs a Triton that has Gluon")
+    return made.compiled(**version)
+
+
+def softmaxes(kernel: Any) -> list[str]:
+    """From the wait that leaves one product running to the wait for it, in the loop of one group of warps or of both,
+    since the text ends early."""
+    beside = re.findall(r"gsb0, 0x1(.*?)gsb0, 0x0", kernel.asm["sass"], re.DOTALL)
+    return [part for part in beside if "MUFU.EX2" in part]
+
+
+@pytest.mark.parametrize(
+    ("causal", "residual", "second"), [(False, True, True), (True, True, True), (True, False, False)]
+)
 @pytest.mark.parametrize("modes", [True, False])
 def test_it_compiles_into_a_loop_whose_softmax_runs_beside_a_product(
-    causal: bool, residual: bool, modes: bool, tmp_path: Path
+    causal: bool, residual: bool, second: bool, modes: bool, tmp_path: Path
 ) -> None:
-    compiled = pytest.importorskip("tests.kernels.hopper_compiled", reason="needs a Triton that has Gluon").compiled
-    kernel = compiled(causal=causal, residual=residual, modes=modes)
+    kernel = compiled(causal=causal, residual=residual, modes=modes, second=second)
     steps = 128 // 16  # products of a tile's scores, and as many of its values
     # Of two groups of warps each: the first scores, the loop, and a block's last values beside the next one's scores.
     products = 2 * (steps + 2 * 2 * steps)
     assert len(re.findall(r"wgmma\.mma_async", kernel.asm["ptx"])) == products
     assert "cp.async.bulk.tensor.4d" in kernel.asm["ptx"]
-    # From the wait that leaves one product running to the wait for it: an exponential for each score of a thread, and
-    # one for each of its two rows, and no register that was put away in memory.
-    beside = re.findall(r"gsb0, 0x1(.*?)gsb0, 0x0", kernel.asm["sass"], re.DOTALL)
-    loops = [part for part in beside if "MUFU.EX2" in part]
-    assert {part.count("MUFU.EX2") for part in loops} == {64 + 2}  # of one group or of both: the text ends early
+    # An exponential for each score of a thread, and one for each of its two rows, and no register that was put away in
+    # memory.
+    loops = softmaxes(kernel)
+    assert {part.count("MUFU.EX2") for part in loops} == {64 + 2}
     assert not re.search(r"\b(STL|LDL)\b", "".join(loops))
     lines = machine_code.listing(kernel, tmp_path)
     assert sum("HGMMA" in line for line in lines) == products
     assert machine_code.products_of_stale_registers(lines) == []
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_second_largest_score_costs_two_minima_or_maxima_a_score_most_of_them_beside_exponentials(
+    causal: bool,
+) -> None:
+    loops = {second: softmaxes(compiled(causal=causal, residual=True, modes=True, second=second)) for second in (0, 1)}
+    # A thread holds 32 scores of each of two rows. Without it: their largest, four threads' largest, the running one.
+    assert {part.count("FMNMX") for part in loops[0]} == {2 * (31 + 2 + 1)}
+    # A score's larger and smaller of two, and the largest of the smaller ones; then the running pair.
+    assert {part.count("FMNMX") for part in loops[1]} == {2 * (31 + 31 + 30 + 2 + 4)}
+    before = [part[: part.index("MUFU.EX2")].count("FMNMX") for part in loops[1]]
+    assert max(before) < 98, "most of it is to run while the exponentials are computed, which nothing else does"
+    assert all(part.count("SHFL") == loops[0][0].count("SHFL") for part in loops[1])

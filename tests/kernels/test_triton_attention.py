@@ -266,7 +266,7 @@ def test_strides_are_honoured(layout: str) -> None:
 
     given = Inputs(*map(laid_out, plain))
     strided, packed = attend(given, scaled(32)), attend(Inputs(*(x.contiguous() for x in given)), scaled(32))
-    for a, b in zip(strided[:7], packed[:7], strict=True):
+    for a, b in zip(strided[:-1], packed[:-1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
     assert strided.counts(Slot.ROWS) == packed.counts(Slot.ROWS)
 
@@ -292,7 +292,7 @@ def test_extreme_scores_stay_finite_and_lse_stays_within_its_bounds(size: float,
     large = inputs._replace(query=(inputs.query * size), key=(inputs.key * size))
     spec = scaled(32, scale=1.0)
     given = attend(large, spec)
-    assert all(x.isfinite().all() for x in given[:7])
+    assert all(x.isfinite().all() for x in given[:-1])
     assert (given.row_max <= given.lse + 1e-6 * given.lse.abs()).all()
     assert (given.lse <= given.row_max + math.log(48) + 1e-5 + 1e-6 * given.row_max.abs()).all()
     assert given.counts(Slot.ROWS) == [48, 48]

@@ -199,7 +199,7 @@ def test_what_lies_round_the_outputs_is_not_written() -> None:
     before = [x.clone() for x in padded]
     result = attend(Inputs(views[0], views[1], views[2], inputs.grad), scaled(dim))
     assert all(torch.equal(a, b) for a, b in zip(before, padded, strict=True))
-    assert all(x.isfinite().all() for x in result[:7])
+    assert all(x.isfinite().all() for x in result[:-1])
 
 
 def test_a_switched_head_is_arrested_where_its_neighbours_are_untouched() -> None:
@@ -214,7 +214,7 @@ def test_a_switched_head_is_arrested_where_its_neighbours_are_untouched() -> Non
     assert not math.isclose(results[0][1][:, 2].double().sum().item(), results[1][1][:, 2].double().sum().item())
 
 
-def test_the_backward_needs_40_bytes_a_row_beside_its_gradients() -> None:
+def test_the_backward_needs_30_bytes_a_row_beside_its_gradients() -> None:
     inputs = random_inputs(4096, 4096, 64, 16, 16)
     attend(inputs, scaled(64, causal="top_left"))
     query, key, value, grad = inputs
@@ -226,7 +226,7 @@ def test_the_backward_needs_40_bytes_a_row_beside_its_gradients() -> None:
     before = torch.cuda.memory_allocated()
     grads = attention_backward(grad, query, key, value, *saved, state, None, *rest)
     grown = torch.cuda.max_memory_allocated() - before
-    assert grown <= sum(2 * x.numel() for x in grads) + 40 * 16 * 4096 + 2**16
+    assert grown <= sum(2 * x.numel() for x in grads) + 30 * 16 * 4096 + 2**16
 
 
 def test_backwards_of_two_streams_that_count_into_one_state_lose_no_row() -> None:

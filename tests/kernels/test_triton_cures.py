@@ -19,7 +19,14 @@ from torch import Tensor
 
 from foreshock.contract.modes import Mode, parse_mode
 from foreshock.contract.slots import Slot
-from foreshock.kernels.flash_attention import AttentionSpec
+from foreshock.kernels.flash_attention import AttentionSpec, new_state
+from foreshock.kernels.flash_attention.launch import call_of
+from foreshock.kernels.flash_attention.spec import Arguments
+from foreshock.kernels.flash_attention.triton_kernels import forward
+from foreshock.kernels.flash_attention.triton_kernels.grad_query import launch_grad_query
+from foreshock.kernels.flash_attention.triton_kernels.passes import Tensors
+from foreshock.kernels.flash_attention.triton_kernels.rows import launch_rows
+from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
 pytestmark = INTERPRETED
 
@@ -104,7 +111,7 @@ def test_a_cured_head_is_right_and_the_others_keep_their_bits(
     for slot in (Slot.SCORE_MAX, Slot.SCORE_OFFSET_SUM):
         assert given.counts(slot) == pytest.approx(expected.counts(slot), rel=1e-4, abs=0.05 * length_q)
     if name == "row_corrected":
-        assert all(torch.equal(a, b) for a, b in zip(given[:4], plain[:4], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(given[:5], plain[:5], strict=True))
         assert torch.equal(given.grad_value, plain.grad_value)
         assert torch.equal(given.state, plain.state)
 
@@ -150,3 +157,53 @@ def test_dropout_keeps_what_the_reference_keeps_under_a_cure() -> None:
         error = largest_error(getattr(expected, field), getattr(exact, field))
         assert largest_error(getattr(given, field), getattr(exact, field)) <= 2 * error + 1e-5, field
     assert same_but_for(given, attend(inputs, spec, flags(Mode.PLAIN, Mode.PLAIN), seed=seed), 0)
+
+
+def test_a_pass_for_corrected_heads_alone_makes_their_dq_and_delta_to_the_bit_and_touches_no_other() -> None:
+    modes = flags(Mode.PLAIN, Mode.ROW_CORRECTED, Mode.EXACT_DELTA, Mode.EXACT_DELTA | Mode.ROW_CORRECTED)
+    inputs, spec = common(random_inputs(70, 70, 32, 4, 2), 300.0), scaled(32, causal="top_left")
+    query, key, value, grad = inputs
+    given = Arguments(modes, None, None, 70, 70, None, spec)
+    saved = (query, key, value, *forward.attention_forward(query, key, value, given))
+    tensors = Tensors(grad, *saved, new_state(4, DEVICE), modes, None, None, None)
+    call = call_of(query, key, value, given, grad, *saved[3:])
+    config = configs(call.capability, call.block_d, call.mean_keys).grad_query
+
+    untouched = torch.full_like(query, 7.0)
+
+    def launched(*passes: bool) -> list[Tensor]:
+        """dQ, delta and folded rows [B, H, Sq, ...] after the first pass and these, each for all heads or not."""
+        rows, grad_query = launch_rows(call, tensors), untouched.clone()
+        for corrected_only in passes:
+            launch_grad_query(call, config, tensors, rows, grad_query, corrected_only=corrected_only)
+        assert isinstance(rows.delta, Tensor)
+        assert isinstance(rows.folded, Tensor)
+        return [grad_query, rows.delta, rows.folded.view(*query.shape[:3], 8)]
+
+    for before, all_heads, alone in zip(launched(), launched(False), launched(True), strict=True):
+        for head, corrected in enumerate((False, True, False, True)):
+            assert torch.equal(alone[:, head], (all_heads if corrected else before)[:, head])
+            assert torch.equal(alone[:, head], before[:, head]) != corrected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("rows_of_heads", [False, True])
+def test_the_sums_of_hopper_s_backward_become_dq_of_the_heads_that_are_not_corrected(
+    heads: int, rows_of_heads: bool, dtype: torch.dtype
+) -> None:
+    hopper_backward = pytest.importorskip(
+        "foreshock.kernels.flash_attention.triton_kernels.hopper_backward", reason="needs a Triton that has Gluon"
+    )
+    sums = torch.randn(2, heads, 13, 128, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    if rows_of_heads:
+        sums = sums.transpose(1, 2).contiguous().transpose(1, 2)
+    wanted = (sums * 0.3).to(dtype)
+    spec, modes = scaled(128, scale=0.3), flags(*[Mode.PLAIN, Mode.ROW_CORRECTED] * 2)[:heads].clone()
+    for given in (None, torch.zeros_like(modes), modes):
+        grad_query = torch.full_like(wanted, 7.0)
+        call = call_of(wanted, wanted, wanted, Arguments(given, None, None, 13, 13, None, spec))
+        hopper_backward.launch_rounding(call, sums, grad_query, given)
+        for head in range(heads):
+            corrected = given is modes and bool(modes[head])
+            assert torch.equal(grad_query[:, head], (torch.full_like(wanted, 7.0) if corrected else wanted)[:, head])

@@ -1,5 +1,4 @@
-"""The forward for Hopper on such a GPU, where it is asked for: who is served, that it is as exact as Triton's, and all
-that surrounds it."""
+"""The forward for Hopper on such a GPU: who is served, that it is as exact as Triton's, and all that surrounds it."""
 
 import math
 from collections.abc import Iterator
@@ -50,9 +49,10 @@ SHIFTED = [mode & (Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX) != 0 for mode in MI
 
 
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls remember who serves them: none outlives what it was asked under."""
-    monkeypatch.setenv("FORESHOCK_KERNELS", "hopper")
+def not_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls remember who serves them: none outlives a test. Backwards are Triton's, of equal bits."""
+    monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
+    monkeypatch.setattr(hopper, "takes_backward", lambda *_: False)
     launch._CALLS.clear()
     yield
     launch._CALLS.clear()
@@ -65,6 +65,7 @@ class Forward(NamedTuple):
     residual: Tensor
     lse: Tensor
     row_max: Tensor
+    second: Tensor
 
 
 def arguments(inputs: Inputs, spec: AttentionSpec, modes: Tensor | None = None) -> Arguments:
@@ -76,7 +77,7 @@ def by_triton(inputs: Inputs, spec: AttentionSpec, modes: Tensor | None = None) 
     given = arguments(inputs, spec, modes)
     call = call_of(query, key, value, given)
     rows = torch.empty(query.shape[:-1], device="cuda")
-    outputs = Forward(torch.empty_like(query), torch.empty_like(query), rows, torch.empty_like(rows))
+    outputs = Forward(torch.empty_like(query), torch.empty_like(query), *(torch.empty_like(rows) for _ in range(3)))
     config = configs(call.capability, call.block_d, call.mean_keys).forward
     forward.launch_forward(call, config, (query, key, value), outputs, given)
     return outputs
@@ -122,35 +123,39 @@ def test_all_others_are_left_to_triton() -> None:
     assert servers(random_inputs(256, 300, 128), scaled(128, causal="bottom_right")) == {"forward"}
 
 
-def truth(inputs: Inputs, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """O, log-sum-exp and row maximum in float64."""
+def truth(inputs: Inputs, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """O, log-sum-exp, the largest score of each row and the second largest in float64."""
     group = inputs.query.shape[1] // inputs.key.shape[1]
     query, key, value = (x.double() for x in inputs[:3])
     scores = spec.scale * (query @ key.repeat_interleave(group, 1).transpose(-1, -2))
     scores.masked_fill_(hidden(spec, query.shape[2], key.shape[2]), -math.inf)
-    lse, row_max = scores.logsumexp(-1), scores.amax(-1)
+    lse = scores.logsumexp(-1)
+    row_max, second = torch.nn.functional.pad(scores, (0, 1), value=-math.inf).topk(2).values.unbind(-1)
     weights = torch.exp(scores.sub_(lse.nan_to_num(neginf=0.0)[..., None]))
-    return weights @ value.repeat_interleave(group, 1), lse, row_max
+    return weights @ value.repeat_interleave(group, 1), lse, row_max, second
 
 
-def errors(given: Forward, exact: tuple[Tensor, Tensor, Tensor], head: int) -> dict[str, float]:
+def errors(given: Forward, exact: tuple[Tensor, ...], head: int) -> dict[str, float]:
     """Of one head: O's relative to its norm, with and without the residual; else the largest."""
-    out, lse, row_max = (x[:, head] for x in exact)
-    finite = lse.isfinite()
+    out, lse, row_max, second = (x[:, head] for x in exact)
+    finite, several = lse.isfinite(), second.isfinite()
     high, low = given.out[:, head].double(), given.residual[:, head].double()
     whole = high + low / residual_scale(given.out.dtype)
     assert torch.equal(given.lse[:, head].isfinite(), finite)
+    assert torch.equal(given.second[:, head] == -math.inf, ~several)
     return {
         "out": float((high - out).norm() / out.norm()),
         "out and residual": float((whole - out).norm() / out.norm()),
         "lse": largest_error(given.lse[:, head][finite], lse[finite]),
         "row_max": largest_error(given.row_max[:, head][finite], row_max[finite]),
+        "second": largest_error(given.second[:, head][several], second[several]) if several.any() else 0.0,
     }
 
 
 def assert_as_exact(ours: Forward, theirs: Forward, inputs: Inputs, spec: AttentionSpec) -> None:
     exact = truth(inputs, spec)
     assert torch.equal(ours.row_max, theirs.row_max)
+    assert torch.equal(ours.second, theirs.second)
     for head in range(inputs.query.shape[1]):
         for (name, error), allowed in zip(
             errors(ours, exact, head).items(), errors(theirs, exact, head).values(), strict=True
@@ -161,7 +166,7 @@ def assert_as_exact(ours: Forward, theirs: Forward, inputs: Inputs, spec: Attent
 
 
 CASES = [
-    *((torch.bfloat16, n, n, causal, 4, 4) for n in (1, 128, 129, 1000) for causal in ("none", "top_left")),
+    *((torch.bfloat16, n, n, causal, 4, 4) for n in (1, 2, 64, 127, 128, 129, 1000) for causal in ("none", "top_left")),
     (torch.bfloat16, 333, 777, "none", 4, 1),
     (torch.bfloat16, 777, 333, "none", 2, 2),
     (torch.bfloat16, 1111, 1111, "top_left", 8, 2),
@@ -195,17 +200,44 @@ def test_a_key_that_no_query_weighs_and_nothing_round_the_outputs_are_harmed(cau
     inputs.key[:, :, 0] = -math.inf
     assert_as_exact(as_served(inputs, spec), by_triton(inputs, spec), inputs, spec)
     wide = [torch.full((1, 2, 464, 128), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    long = [torch.full((2 * 400 + 128,), 7.0, device="cuda") for _ in range(2)]
+    long = [torch.full((2 * 400 + 128,), 7.0, device="cuda") for _ in range(3)]
     out, residual = (x[:, :, :400] for x in wide)
-    lse, row_max = (x[:800].view(1, 2, 400) for x in long)
+    rows = [x[:800].view(1, 2, 400) for x in long]
     query, key, value, _ = inputs
     launch._CALLS.clear()  # calls are remembered without the strides of their outputs, which are always the query's
-    assert hopper.launched(
-        call_of(query, key, value, arguments(inputs, spec)), inputs[:3], (out, residual, lse, row_max), None
-    )
+    call = call_of(query, key, value, arguments(inputs, spec))
+    assert hopper.launched(call, inputs[:3], (out, residual, rows[0], rows[1], rows[2]), None)
     launch._CALLS.clear()
     assert all(bool((x[:, :, 400:] == 7.0).all()) for x in wide)
     assert all(bool((x[800:] == 7.0).all()) for x in long)
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+@pytest.mark.parametrize("length", [1, 2, 64, 127, 129, 1000])
+def test_of_equal_keys_the_second_score_is_the_largest_to_the_bit(length: int, causal: str) -> None:
+    inputs, several = random_inputs(length, length, 128), torch.arange(length) > 0
+    inputs.key[:] = inputs.key[:, :, :1].clone()
+    given = as_served(inputs, scaled(128, causal=causal))
+    if causal == "none":
+        several[:] = length > 1
+    assert torch.equal(given.second[:, :, several], given.row_max[:, :, several])
+    assert (given.second[:, :, ~several] == -math.inf).all()
+    assert given.row_max.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+@pytest.mark.parametrize("places", [(0, 1), (0, 2), (1, 8), (63, 64), (5, 133), (256, 383), (640, 999)])
+def test_a_row_is_tied_where_it_sees_the_largest_key_twice_and_nowhere_else(
+    places: tuple[int, int], causal: str
+) -> None:
+    (first, again), inputs, rows = places, random_inputs(1000, 1000, 128), torch.arange(1000)
+    inputs.query.abs_()
+    inputs.key[:, :, [first, again]] = 4.0
+    given = as_served(inputs, scaled(128, causal=causal))
+    equal = given.second == given.row_max
+    assert equal[:, :, (rows >= again) | (causal == "none")].all()
+    if causal != "none":
+        assert not equal[:, :, (rows >= first) & (rows < again)].any()
 
 
 def tied(

@@ -4,10 +4,12 @@ import pytest
 import torch
 from tests.kernels.triton_calls import (
     BY,
+    CUDA,
     DEVICE,
     INTERPRETED,
     Inputs,
     flags,
+    largest_error,
     random_inputs,
     scaled,
 )
@@ -17,7 +19,7 @@ from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import new_state, op
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
-from foreshock.kernels.flash_attention.spec import Arguments
+from foreshock.kernels.flash_attention.spec import Arguments, residual_scale
 from foreshock.kernels.flash_attention.triton_kernels.forward import launch_forward
 from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
@@ -96,12 +98,22 @@ def test_a_launch_for_heads_that_shift_their_rows_writes_nothing_of_the_others()
     call = call_of(query, key, value, given)
     config = configs(call.capability, call.block_d, call.mean_keys).forward
     whole, part = (
-        (torch.full_like(query, 7.0), torch.full_like(query, 7.0), rows, rows.clone())
+        (torch.full_like(query, 7.0), torch.full_like(query, 7.0), rows, rows.clone(), rows.clone())
         for rows in (torch.full(query.shape[:-1], 7.0, device=DEVICE) for _ in range(2))
     )
     launch_forward(call, config, (query, key, value), whole, given)
     launch_forward(call, config, (query, key, value), part, given, shifted_only=True)
     for full, one in zip(whole, part, strict=True):
-        assert torch.equal(one[:, 1::2], full[:, 1::2])
         assert bool((one[:, ::2] == 7.0).all())
         assert not bool((full == 7.0).all(-1).any())
+    if not CUDA:
+        assert all(torch.equal(one[:, 1::2], full[:, 1::2]) for full, one in zip(whole, part, strict=True))
+        return
+    # Two kernels to a compiler, which may round otherwise in fp32. O is compared before its own rounding; where an entry
+    # of P falls to the other side, O moves by at most a bf16 step of that share of the largest value.
+    (full_out, *full_rows), (out, *rows) = (
+        (x[0].float() + x[1].float() / residual_scale(query.dtype), *x[2:]) for x in (whole, part)
+    )
+    assert largest_error(out[:, 1::2], full_out[:, 1::2]) <= 2.0**-8 * float(value.abs().max())
+    for full, one in zip(full_rows, rows, strict=True):
+        torch.testing.assert_close(one[:, 1::2], full[:, 1::2], rtol=0.0, atol=1e-6)

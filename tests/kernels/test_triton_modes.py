@@ -96,7 +96,7 @@ def test_rows_whose_scores_are_all_far_below_zero_are_those_of_the_same_scores_s
     shifted = attend(Inputs(query, key, value, grad), spec)
     assert low.out.isfinite().all()
     torch.testing.assert_close(low.out.float(), shifted.out.float(), rtol=0.0, atol=0.05)
-    for given, wanted in zip(low[4:7], shifted[4:7], strict=True):
+    for given, wanted in zip(low[-4:-1], shifted[-4:-1], strict=True):
         assert given.isfinite().all()
         torch.testing.assert_close(given.float()[..., 1:], wanted.float()[..., 1:], rtol=0.05, atol=0.1)
     assert low.counts(Slot.NONFINITE_ROWS) == [0.0]

@@ -1,5 +1,7 @@
 """Scores that stand at their row's maximum, counted by the kernels: tiny and huge ones, and at any tile."""
 
+import math
+
 import pytest
 import torch
 from tests.kernels.triton_calls import (
@@ -8,11 +10,15 @@ from tests.kernels.triton_calls import (
     DEVICE,
     INTERPRETED,
     Inputs,
+    hidden,
     random_inputs,
     scaled,
 )
+from torch.testing import assert_close
 
 from foreshock.contract.slots import Slot
+from foreshock.kernels.flash_attention.spec import Arguments, CausalAlignment
+from foreshock.kernels.flash_attention.triton_kernels import forward
 
 pytestmark = INTERPRETED
 
@@ -57,3 +63,41 @@ def test_ties_of_huge_scores_are_counted(attention: object, exponent: int) -> No
         given = attention(Inputs(same, key, value.to(DEVICE), grad.to(DEVICE)), scaled(64))  # type: ignore[operator]
         assert given.counts(Slot.TIED_ROWS_BF16) == [want] * heads
         assert given.counts(Slot.TIED_ROWS_ONE) == [want] * heads
+
+
+@pytest.mark.parametrize(("causal", "window"), [("none", -1), ("top_left", -1), ("bottom_right", -1), ("none", 0)])
+def test_the_second_largest_score_of_every_row_is_kept(causal: CausalAlignment, window: int) -> None:
+    inputs = random_inputs(70, 75, 32, heads=4, kv_heads=2, seed=26)
+    spec = scaled(32, causal=causal, window_left=window, window_right=window)
+    query, key, value, _ = inputs
+    given = Arguments(None, None, None, 70, 75, None, spec)
+    _, _, _, largest, second = forward.attention_forward(query, key, value, given)
+    scores = spec.scale * query.double() @ key.double().repeat_interleave(2, 1).mT
+    exact = scores.masked_fill(hidden(spec, 70, 75), -math.inf).topk(2, -1).values
+    assert_close(largest.double(), exact[..., 0], rtol=0, atol=2e-5)
+    assert_close(second.double(), exact[..., 1], rtol=0, atol=2e-5)
+    alone = exact[..., 1] == -math.inf
+    assert torch.equal(second == -math.inf, alone)
+    assert bool(alone.any()) == (causal == "top_left" or window == 0)
+
+
+def test_two_equal_keys_make_the_largest_two_scores_equal_to_the_bit_wherever_they_lie() -> None:
+    query, key, value, _ = random_inputs(32, 200, 32, heads=1, seed=27)
+    key[..., 1:, :] *= 0.01
+    key[..., 0, :] = 4.0
+    query = query.abs()
+    for place in (1, 2, 31, 64, 199):
+        twice = key.clone()
+        twice[..., place, :] = 4.0
+        given = Arguments(None, None, None, 32, 200, None, scaled(32))
+        _, _, _, largest, second = forward.attention_forward(query, twice, value, given)
+        assert torch.equal(largest, second)
+        assert not bool((forward.attention_forward(query, key, value, given)[4] == largest).any())
+
+
+def test_a_forward_whose_backward_counts_nothing_keeps_none() -> None:
+    query, key, value, _ = random_inputs(32, 32, 32, seed=28)
+    given = Arguments(None, None, None, 32, 32, None, scaled(32))
+    assert forward.attention_forward(query, key, value, given, counted=False)[4].numel() == 0
+    alone = given._replace(spec=scaled(32, residual=False))
+    assert forward.attention_forward(query, key, value, alone)[4].numel() == 0

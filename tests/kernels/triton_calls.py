@@ -38,6 +38,7 @@ class Outputs(NamedTuple):
     residual: Tensor
     lse: Tensor
     row_max: Tensor
+    second: Tensor
     grad_query: Tensor
     grad_key: Tensor
     grad_value: Tensor
@@ -90,7 +91,7 @@ def attend(
     state = new_state(query.shape[1], query.device)
     saved = Saved(query, key, value, *outputs)
     grads = (reference if by_reference else backward).attention_backward(grad, saved, state, given, grad_lse)
-    return Outputs(*saved[3:7], grads[0], grads[1], grads[2], state)
+    return Outputs(*saved[3:8], grads[0], grads[1], grads[2], state)
 
 
 def attend_by_reference(inputs: Inputs, spec: AttentionSpec, **options: object) -> Outputs:

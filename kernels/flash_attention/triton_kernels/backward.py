@@ -1,9 +1,12 @@
-"""FlashAttention-2 backward in Triton, in three passes: rows (delta), dQ (counts ties), dK and dV; then the statistics.
+"""FlashAttention-2 backward in Triton, in three passes: rows (delta), dQ, dK and dV; then the statistics.
 
 No pass uses atomics: every block of rows writes its own partial statistics, and one small kernel adds them up in a
 fixed order, so that equal inputs give equal bits; it then adds each sum to the state at once, by an atomic, so that
 backwards of several streams may count into one state. The dQ
 pass comes before the dK, dV pass, for which it mends delta where a head's rows are corrected.
+
+Where Hopper's own backward is taken (hopper.py), that makes dQ, dK and dV in one pass, and adds to dQ in any order. The
+dQ pass then comes before it for heads whose rows are corrected.
 """
 
 import torch
@@ -12,10 +15,11 @@ from torch import Tensor
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
+from foreshock.kernels.flash_attention.triton_kernels import hopper
 from foreshock.kernels.flash_attention.triton_kernels.counting import launch_count
 from foreshock.kernels.flash_attention.triton_kernels.grad_key import launch_grad_key
 from foreshock.kernels.flash_attention.triton_kernels.grad_query import launch_grad_query
-from foreshock.kernels.flash_attention.triton_kernels.passes import Tensors
+from foreshock.kernels.flash_attention.triton_kernels.passes import Grads, Tensors
 from foreshock.kernels.flash_attention.triton_kernels.rows import launch_rows
 from foreshock.kernels.flash_attention.triton_kernels.tuning import Configs, configs
 
@@ -28,6 +32,8 @@ def attention_backward(
     grad_lse: the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
     query, key, value = saved[:3]
+    if state is not None and saved.second.shape != saved.row_max.shape:
+        raise ValueError("the forward was given no state, so that ties cannot be counted; give it to both, or to none")
     grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
     call = call_of(query, key, value, given, grad_out, *saved[3:], state, grad_lse)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
@@ -48,13 +54,21 @@ def attention_backward(
     return grads
 
 
-def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: tuple[Tensor, Tensor, Tensor]) -> None:
-    """The three passes under given configurations, and the statistics."""
-    name = ("made", chosen, *[tensor is None for tensor in given])
+def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: Grads) -> None:
+    """The three passes under given configurations, or Hopper's own in place of two, and the statistics."""
+    by_hopper = hopper.takes_backward(call, given, grads)
+    name = ("made", chosen, by_hopper, *[tensor is None for tensor in given])
     made = call.plans.get(name, False)
     rows = launch_rows(call, given, made and call.takes_addresses())
-    launch_grad_query(call, chosen.grad_query, given, rows, grads[0])
-    launch_grad_key(call, chosen.grad_key, given, rows, grads[1:])
+    if by_hopper:
+        if given.modes is not None:
+            launch_grad_query(call, chosen.grad_query, given, rows, grads[0], corrected_only=True)
+        if not hopper.launched_backward(call, given, rows, grads):
+            launch_backward(call, chosen, given, grads)  # which begins again, as delta may have been mended
+            return
+    else:
+        launch_grad_query(call, chosen.grad_query, given, rows, grads[0])
+        launch_grad_key(call, chosen.grad_key, given, rows, grads[1:])
     if given.state is not None:
         launch_count(call, given, rows, given.state)
     if not made:

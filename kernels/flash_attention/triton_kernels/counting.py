@@ -9,11 +9,16 @@ from torch import Tensor
 
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SLOT_COUNT, Slot
 from foreshock.kernels.flash_attention.launch import Call
-from foreshock.kernels.flash_attention.triton_kernels.blocks import LOG2E, PAPER_SOFTMAX, STABLE_SOFTMAX
+from foreshock.kernels.flash_attention.triton_kernels.blocks import (
+    LOG2E,
+    PAPER_SOFTMAX,
+    PAPER_TOLERANCE,
+    STABLE_SOFTMAX,
+)
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch
 from foreshock.kernels.flash_attention.triton_kernels.passes import RowVectors, Tensors
 from foreshock.kernels.flash_attention.triton_kernels.places import diagonal, one_head
-from foreshock.kernels.flash_attention.triton_kernels.ties import count_again, tie_factors, tied
+from foreshock.kernels.flash_attention.triton_kernels.ties import tied
 
 _SLOTS: tl.constexpr = tl.constexpr(SLOT_COUNT)
 _SLOTS_WIDE: tl.constexpr = tl.constexpr(triton.next_power_of_2(SLOT_COUNT))
@@ -77,28 +82,6 @@ def _put(partial, slot: tl.constexpr, blocks, value):
 
 
 @triton.jit
-def _count_slow_rows(
-    query, key, row_max, codes, large, first_row, papers, place, rows, length_q, length_k, longest_q,
-    strides, sizes, score_unit, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
-    """Count the ties of those of ROWS rows again that the dQ pass could not (ties.count_again)."""
-    parts = tl.cdiv(longest_q, PART)
-    flags = large + tl.program_id(1) * parts
-    part = first_row // PART + tl.arange(0, ROWS // PART)
-    flagged = tl.max(tl.load(flags + part, mask=part < parts, other=0).to(tl.int32), 0)
-    if (flagged != 0) | (papers != 0):
-        for first in range(first_row, tl.minimum(first_row + ROWS, length_q), BLOCK):
-            own = first // PART + tl.arange(0, BLOCK // PART if BLOCK > PART else 1)
-            slow = tl.max(tl.load(flags + own, mask=own < parts, other=0).to(tl.int32), 0)
-            if (slow != 0) | (papers != 0):
-                count_again(
-                    query, key, row_max, codes, first, papers, place, rows, length_q, length_k, strides,
-                    sizes, score_unit, BLOCK, SPEC,
-                )  # fmt: skip
-        tl.debug_barrier()  # other threads read the codes
-
-
-@triton.jit
 def merge(
     state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, strides,
     PACKED: tl.constexpr, BLOCK: tl.constexpr,
@@ -134,33 +117,25 @@ def merge(
 
 @triton.jit
 def count_kernel(
-    query, key, lse, row_max, deltas, biases, codes, large, done, modes, partial, state,
-    cu_seqlens_q, cu_seqlens_k, strides, longest_q, sizes, score_unit,
-    SPEC: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    lse, row_max, seconds, deltas, biases, done, modes, partial, state, cu_seqlens_q, cu_seqlens_k, strides, sizes,
+    SPEC: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The statistics of a block of rows, int64 [planes, SLOT_COUNT, blocks]; the last program of a head adds all of
     its blocks to the state."""
     block = tl.program_id(0)
-    heads, _, total_q, _, _, _, unit, _, left, right, _, _ = sizes
-    place, _, rows, start_q, length_q, start_k, length_k = one_head(
-        tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC
-    )
-    batch, head, kv_head = place
+    heads, _, total_q, _, _, _, _, _, left, right, _, _ = sizes
+    place, _, rows, _, length_q, _, length_k = one_head(tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC)
+    _, head, _ = place
     mode = 0
     if modes is not None:
         mode = tl.load(modes + head)
-    _count_slow_rows(
-        query, key, row_max, codes, large, block * ROWS, mode & PAPER_SOFTMAX,
-        (batch, head, kv_head, start_q, start_k), rows, length_q, length_k, longest_q, (strides[0], strides[1]), sizes,
-        score_unit, ROWS, PART, BLOCK, SPEC,
-    )  # fmt: skip
     queries = block * ROWS + tl.arange(0, ROWS)
     inside = queries < length_q
     largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
+    second = tl.load(seconds + rows + queries, mask=inside, other=0.0)
     log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
     delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
     bias = tl.load(biases + rows + queries, mask=inside, other=0.0)
-    code = tl.load(codes + rows + queries, mask=inside, other=0).to(tl.int32)
     high = length_k + queries * 0
     low = queries * 0
     offset = diagonal(length_q, length_k, SPEC.TOP_LEFT)
@@ -180,9 +155,9 @@ def count_kernel(
     blocks = tl.num_programs(0)
     own = partial + tl.program_id(1).to(tl.int64) * _SLOTS * blocks + block
     _put(own, ROWS_SLOT, blocks, tl.sum(counted.to(tl.int64), 0))
-    _, _, wide_alone, narrow_alone, bf16_is_wide = tie_factors(largest, log_sum * LOG2E, score_unit, unit, DTYPE)
-    tied_bf16, tied_one = tied(code, wide_alone, narrow_alone, bf16_is_wide)
-    shifted = ((code >> 14) != 0) | ((mode & STABLE_SOFTMAX) != 0)
+    tied_bf16, tied_one = tied(largest, second, DTYPE)
+    papers = (largest - second <= PAPER_TOLERANCE) & (largest != 0.0) & ((mode & PAPER_SOFTMAX) != 0)
+    shifted = papers | ((mode & STABLE_SOFTMAX) != 0)
     _put(own, TIED_BF16_SLOT, blocks, tl.sum((counted & tied_bf16).to(tl.int64), 0))
     _put(own, TIED_ONE_SLOT, blocks, tl.sum((counted & tied_one).to(tl.int64), 0))
     _put(own, SHIFTED_SLOT, blocks, tl.sum((counted & shifted).to(tl.int64), 0))
@@ -204,23 +179,19 @@ def count_kernel(
     tl.debug_barrier()  # all of this program's threads have written
     entries = tl.num_programs(1) // heads * blocks
     if tl.atomic_add(done + head, 1, sem="acq_rel") == entries - 1:
-        merge(state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, strides[2], SPEC.PACKED, 128)
+        merge(state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, strides, SPEC.PACKED, 128)
 
 
 def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) -> None:
     """Every statistic of every row, added to the state."""
-    query, key = given.query, given.key
     call.launch(
         "count",
         (
-            query,
-            key,
             given.lse,
             given.row_max,
+            given.second,
             rows.delta,
             rows.bias,
-            rows.codes,
-            rows.large,
             rows.done,
             given.modes,
             rows.partial,
@@ -231,12 +202,10 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
         lambda: Launch(
             count_kernel,
             (triton.cdiv(call.longest_q, COUNT_ROWS), call.sequences * call.heads, 1),
-            ((query.stride(), key.stride(), state.stride()), call.longest_q, call.sizes, float(call.score_unit)),
+            (state.stride(), call.sizes),
             {
                 "SPEC": call.compiled,
                 "ROWS": COUNT_ROWS,
-                "PART": call.row_block,
-                "BLOCK": 32 if call.capability == 0 else 64,
                 "DTYPE": tl.bfloat16 if given.out.dtype == torch.bfloat16 else tl.float16,
             },
             {"num_warps": 4, "num_stages": 1},

@@ -1,4 +1,4 @@
-"""FlashAttention-2 forward in Triton: O, what rounding took from it, log-sum-exp and row maximum."""
+"""FlashAttention-2 forward in Triton: O, what rounding took from it, log-sum-exp, each row's largest two scores."""
 
 import math
 
@@ -28,6 +28,7 @@ from foreshock.kernels.flash_attention.triton_kernels.blocks import (
     to_operand,
 )
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch
+from foreshock.kernels.flash_attention.triton_kernels.passes import Outputs
 from foreshock.kernels.flash_attention.triton_kernels.places import (
     at_head,
     diagonal,
@@ -36,6 +37,7 @@ from foreshock.kernels.flash_attention.triton_kernels.places import (
     turn,
     visible,
 )
+from foreshock.kernels.flash_attention.triton_kernels.ties import largest_two
 from foreshock.kernels.flash_attention.triton_kernels.tuning import Config, configs
 
 PAPER_CAP_BF16: tl.constexpr = tl.constexpr(PAPER_SHIFT_CAP[torch.bfloat16])
@@ -57,10 +59,11 @@ def stable_shift(row_max):
 @triton.jit
 def _attend(
     running, shift, q, tensors, low, high, queries, seen, chance, strides, numbers,
-    MASKED: tl.constexpr, SHIFT: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+    MASKED: tl.constexpr, SHIFT: tl.constexpr, SECOND: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys [low, high) into the running accumulator, row sum and row maximum."""
-    acc, total, row_max, before = running
+    """Take the keys [low, high) into the running accumulator, row sum, largest and, if asked, second largest score."""
+    acc, total, row_max, second, before = running
     paper, paper_shift = shift
     key, value, batch, kv_head = tensors
     _, length_k, _, _ = seen
@@ -74,7 +77,12 @@ def _attend(
         keys = start + tl.arange(0, BLOCK_N)
         if MASKED:
             scores = tl.where(visible(queries[:, None], keys[None, :], seen, SPEC), scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        if SECOND:
+            largest, next_largest = largest_two(scores)
+            second = tl.maximum(tl.minimum(row_max, largest), tl.maximum(second, next_largest))
+            new_max = tl.maximum(row_max, largest)
+        else:
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
         subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * unit)
         if SHIFT:
@@ -93,7 +101,7 @@ def _attend(
         row_max = new_max
         # Not 0 while nothing was seen: exp2(0 - subtracted) overflows when the first scores lie far below zero.
         before = tl.where(new_max == float("-inf"), new_max, subtracted)
-    return acc, total, row_max, before
+    return acc, total, row_max, second, before
 
 
 @triton.jit
@@ -101,26 +109,23 @@ def _paper_shift(
     q, tensors, low, high, queries, seen, stride_k, numbers,
     SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The paper's shift of each row in powers of two, from two passes over its scores: maximum, then ties."""
+    """The paper's shift of each row in powers of two, from a pass over its scores before the one that needs it."""
     key, _, batch, kv_head = tensors
     _, length_k, _, _ = seen
     dim, _, scale, softcap, score_unit, _ = numbers
     BLOCK_N: tl.constexpr = TILE.block_n
     largest = tl.full(queries.shape, float("-inf"), tl.float32)
+    second = largest
     for start in tl.range(low, high, BLOCK_N):
         k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, SPEC, True, TILE.tma)
         scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC) * score_unit
         mask = visible(queries[:, None], (start + tl.arange(0, BLOCK_N))[None, :], seen, SPEC)
-        largest = tl.maximum(largest, tl.max(tl.where(mask, scores, float("-inf")), 1))
-    count = tl.zeros(queries.shape, tl.int32)
-    for start in tl.range(low, high, BLOCK_N):
-        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, SPEC, True, TILE.tma)
-        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC) * score_unit
-        mask = visible(queries[:, None], (start + tl.arange(0, BLOCK_N))[None, :], seen, SPEC)
-        count += tl.sum((mask & (largest[:, None] - scores <= PAPER_TOLERANCE)).to(tl.int32), 1)
+        here, next_here = largest_two(tl.where(mask, scores, float("-inf")))
+        second = tl.maximum(tl.minimum(largest, here), tl.maximum(second, next_here))
+        largest = tl.maximum(largest, here)
     # m becomes 2 m when m > 0 and 0 when m < 0: a shift by |m|, capped.
     cap: tl.constexpr = PAPER_CAP_BF16 if tl.bfloat16 == DTYPE else PAPER_CAP_FP16
-    return tl.where(count > 1, tl.minimum(tl.abs(largest), cap), 0.0) * LOG2E
+    return tl.where(largest - second <= PAPER_TOLERANCE, tl.minimum(tl.abs(largest), cap), 0.0) * LOG2E
 
 
 @triton.jit
@@ -129,7 +134,8 @@ def _block(
     SHIFT: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The whole forward of one block of queries, in one of its versions."""
-    out, residual, lse, row_max_out = outputs
+    out, residual, lse, row_max_out, second_out = outputs
+    SECOND: tl.constexpr = second_out is not None
     dim, _, _, _, score_unit, keep_scale = numbers
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
@@ -138,7 +144,7 @@ def _block(
     low, full_low, full_high, high = key_ranges(first, last, seen, TILE.block_n, SPEC.HAS_LEFT, SPEC.HAS_RIGHT)
     total = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    running = (tl.zeros((BLOCK_M, BLOCK_D), tl.float32), total, row_max, row_max)
+    running = (tl.zeros((BLOCK_M, BLOCK_D), tl.float32), total, row_max, row_max, row_max)
     shift = (False, total)
     if SHIFT:
         paper = (mode & PAPER_SOFTMAX) != 0
@@ -149,21 +155,23 @@ def _block(
     if SPEC.HAS_LEFT:
         running = _attend(
             running, shift, q, tensors, low, full_low, queries, seen, chance, strides, numbers, True, SHIFT,
-            SPEC, TILE, DTYPE,
+            SECOND, SPEC, TILE, DTYPE,
         )  # fmt: skip
     running = _attend(
         running, shift, q, tensors, full_low, full_high, queries, seen, chance, strides, numbers, False, SHIFT,
-        SPEC, TILE, DTYPE,
+        SECOND, SPEC, TILE, DTYPE,
     )  # fmt: skip
-    acc, total, row_max, before = _attend(
+    acc, total, row_max, second, before = _attend(
         running, shift, q, tensors, full_high, high, queries, seen, chance, strides, numbers, True, SHIFT,
-        SPEC, TILE, DTYPE,
+        SECOND, SPEC, TILE, DTYPE,
     )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
     exact = acc * (keep_scale / total)[:, None]
     store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, SPEC)
     inside = queries < length_q
     tl.store(row_max_out + rows + queries, row_max * score_unit, mask=inside)
+    if SECOND:
+        tl.store(second_out + rows + queries, second * score_unit, mask=inside)
     log_sum = (before + tl.log2(total)) * LN2
     tl.store(lse + rows + queries, tl.where(row_max == float("-inf"), row_max, log_sum), mask=inside)
     if residual is not None:
@@ -175,7 +183,7 @@ def _block(
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, residual, lse, row_max_out, modes, cu_seqlens_q, cu_seqlens_k,
+    query, key, value, out, residual, lse, row_max_out, second_out, modes, cu_seqlens_q, cu_seqlens_k,
     seeds, strides, sizes, score_unit, order, SPEC: tl.constexpr, TILE: tl.constexpr, SHIFTED_ONLY: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. The blocks that see most keys are started first. SHIFTED_ONLY: nothing is
@@ -203,7 +211,7 @@ def forward_kernel(
         if TILE.operands_in_registers:
             q = in_registers(q)
         tensors = (key, value, batch, kv_head)
-        outputs = (out, residual, lse, row_max_out)
+        outputs = (out, residual, lse, row_max_out, second_out)
         seen = (diagonal(length_q, length_k, SPEC.TOP_LEFT), length_k, left, right)
         chance = (seed, plane, start_q, start_k, threshold)
         key_strides = (stride_k[2], stride_v[2])
@@ -230,32 +238,36 @@ def forward_kernel(
 
 
 def attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, given: Arguments
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The forward of `foreshock::attention_forward`: out, out_residual, lse, row_max (arguments: see op.py)."""
+    query: Tensor, key: Tensor, value: Tensor, given: Arguments, *, counted: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The forward of `foreshock::attention_forward`: out, out_residual, lse, row_max, second (arguments: see op.py).
+
+    counted: whether a backward will count the statistics, for which it needs `second`.
+    """
     call = call_of(query, key, value, given)
     out = torch.empty_like(query)
     residual = torch.empty_like(query) if given.spec.residual else None
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     row_max = torch.empty_like(lse)
-    nothing = query.new_empty(0) if residual is None else residual
-    if call.blank(out, nothing):
-        lse.fill_(-math.inf)
-        row_max.fill_(-math.inf)
-        return out, nothing, lse, row_max
-    outputs = (out, residual, lse, row_max)
+    second = torch.empty_like(lse) if counted and residual is not None else None
+    kept = [lse.new_empty(0) if one is None else one for one in (residual, second)]
+    if call.blank(out, kept[0]):
+        for rows in (lse, row_max, kept[1]):
+            rows.fill_(-math.inf)
+        return out, kept[0], lse, row_max, kept[1]
+    outputs = (out, residual, lse, row_max, second)
     with on_device(query):
         launch_fastest(call, (query, key, value), outputs, given)
         if call.packed:
-            fills = ((out, 0.0), (nothing, 0.0), (lse, -math.inf), (row_max, -math.inf))
+            fills = ((out, 0.0), (kept[0], 0.0), *((rows, -math.inf) for rows in (lse, row_max, kept[1])))
             call.blank_rest(given.cu_seqlens_q, call.longest_q, *(fill for fill in fills if fill[0].numel()))
-    return out, nothing, lse, row_max
+    return out, kept[0], lse, row_max, kept[1]
 
 
 def launch_fastest(
     call: Call,
     inputs: tuple[Tensor, Tensor, Tensor],
-    outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    outputs: Outputs,
     given: Arguments,
 ) -> None:
     """One launch of the kernel above as `configs` cuts it. Where Hopper's own serves (hopper.py), one of that, and one
@@ -270,15 +282,14 @@ def launch_forward(
     call: Call,
     config: Config,
     inputs: tuple[Tensor, Tensor, Tensor],
-    outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    outputs: Outputs,
     given: Arguments,
     *,
     shifted_only: bool = False,
 ) -> None:
     """One launch under a given configuration; the benchmark calls it to compare configurations.
 
-    inputs are query, key and value; outputs out, its residual (None keeps none), lse and row_max. shifted_only: of the
-    heads alone that shift their rows by `given.modes`.
+    inputs are query, key and value. shifted_only: of the heads alone that shift their rows by `given.modes`.
     """
     query, key, value = inputs
 

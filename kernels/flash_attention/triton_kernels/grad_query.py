@@ -1,4 +1,4 @@
-"""The pass of the backward that makes dQ, counts ties, and mends delta where a head's rows are corrected."""
+"""The pass of the backward that makes dQ, and mends delta where a head's rows are corrected."""
 
 import triton
 import triton.language as tl
@@ -29,24 +29,21 @@ from foreshock.kernels.flash_attention.triton_kernels.places import (
     visible,
 )
 from foreshock.kernels.flash_attention.triton_kernels.rows import fold
-from foreshock.kernels.flash_attention.triton_kernels.ties import add_floors, code_of_floors
 from foreshock.kernels.flash_attention.triton_kernels.tuning import Config
 
 
 @triton.jit
 def _add_keys(
-    acc, floors, defect, operands, tensors, low, high, queries, of_rows, seen, chance, strides, numbers,
-    MASKED: tl.constexpr, CORRECT: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
-    SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+    acc, defect, operands, tensors, low, high, queries, of_rows, seen, chance, strides, numbers,
+    MASKED: tl.constexpr, CORRECT: tl.constexpr, STAGES: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys [low, high) to dQ of one block of queries, what ties in them to its floors (ties.py), and to its
-    defect, where rows are corrected: P K, and the row sums of dS before and after the slope of a cap, and of dS and P
-    as they are multiplied."""
-    wide_floors, narrow_floors = floors
+    """Add the keys [low, high) to dQ of one block of queries, and to its defect, where rows are corrected: P K, and the
+    row sums of dS before and after the slope of a cap, and of dS and P as they are multiplied."""
     mixed_keys, sum_grad, sum_sloped, sum_rounded, sum_p = defect
     q, grad_out = operands
     key, value, batch, kv_head = tensors
-    log2_lse, delta, wide, narrow, _ = of_rows
+    log2_lse, delta, _ = of_rows
     _, length_k, _, _ = seen
     seed, plane, start_q, start_k, threshold = chance
     stride_k, stride_v = strides
@@ -61,9 +58,6 @@ def _add_keys(
         if MASKED:
             scores = tl.where(visible(queries[:, None], keys[None, :], seen, SPEC), scores, float("-inf"))
         p = tl.exp2(tl.fma(scores, unit, -log2_lse[:, None]))
-        if COUNT:
-            wide_floors = add_floors(wide_floors, p, wide)
-            narrow_floors = add_floors(narrow_floors, p, narrow)
         if SPEC.DROPOUT:
             keep = kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold)
             grad_p = tl.where(keep, grad_p * keep_scale, 0.0)
@@ -84,22 +78,20 @@ def _add_keys(
             sum_p = add_rows(sum_p, weights)
             if SPEC.SOFTCAP:
                 sum_sloped += tl.sum(grad_s, 1)
-    return acc, (wide_floors, narrow_floors), (mixed_keys, sum_grad, sum_sloped, sum_rounded, sum_p)
+    return acc, (mixed_keys, sum_grad, sum_sloped, sum_rounded, sum_p)
 
 
 @triton.jit
 def _block(
     operands, tensors, outputs, first, inside, rows, length_q, of_rows, seen, chance, strides, stride_g, numbers,
-    CORRECT: tl.constexpr, COUNT: tl.constexpr,
-    SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+    CORRECT: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries, in one of its versions."""
-    grad_query, deltas, codes, folded = outputs
-    _, delta, _, _, row_sum = of_rows
+    grad_query, deltas, folded = outputs
+    _, delta, row_sum = of_rows
     dim, _, scale, _, _ = numbers
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
-    BLOCK_N: tl.constexpr = TILE.block_n
     queries = first + tl.arange(0, BLOCK_M)
     if TILE.operands_in_registers and not CORRECT:
         q, do = operands
@@ -107,25 +99,23 @@ def _block(
     # A second accumulator leaves no registers for operands: they stay in shared memory, for a stage of the pipeline.
     STAGES: tl.constexpr = 2 if TILE.operands_in_registers and CORRECT else None
     last = tl.minimum(first + BLOCK_M, length_q) - 1
-    low, full_low, full_high, high = key_ranges(first, last, seen, BLOCK_N, SPEC.HAS_LEFT, SPEC.HAS_RIGHT)
+    low, full_low, full_high, high = key_ranges(first, last, seen, TILE.block_n, SPEC.HAS_LEFT, SPEC.HAS_RIGHT)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    none = tl.full((BLOCK_M, BLOCK_N // 32, 4), 8388608.0, tl.float32)
-    floors = (none, none)
     nothing = tl.zeros((BLOCK_M,), tl.float32)
     sums = no_sums(BLOCK_M)
     defect = (acc, nothing, nothing, sums, sums)
     if SPEC.HAS_LEFT:
-        acc, floors, defect = _add_keys(
-            acc, floors, defect, operands, tensors, low, full_low, queries, of_rows, seen, chance, strides, numbers,
-            True, CORRECT, COUNT, STAGES, SPEC, TILE, DTYPE,
+        acc, defect = _add_keys(
+            acc, defect, operands, tensors, low, full_low, queries, of_rows, seen, chance, strides, numbers,
+            True, CORRECT, STAGES, SPEC, TILE, DTYPE,
         )  # fmt: skip
-    acc, floors, defect = _add_keys(
-        acc, floors, defect, operands, tensors, full_low, full_high, queries, of_rows, seen, chance, strides, numbers,
-        False, CORRECT, COUNT, STAGES, SPEC, TILE, DTYPE,
+    acc, defect = _add_keys(
+        acc, defect, operands, tensors, full_low, full_high, queries, of_rows, seen, chance, strides, numbers,
+        False, CORRECT, STAGES, SPEC, TILE, DTYPE,
     )  # fmt: skip
-    acc, floors, defect = _add_keys(
-        acc, floors, defect, operands, tensors, full_high, high, queries, of_rows, seen, chance, strides, numbers,
-        True, CORRECT, COUNT, STAGES, SPEC, TILE, DTYPE,
+    acc, defect = _add_keys(
+        acc, defect, operands, tensors, full_high, high, queries, of_rows, seen, chance, strides, numbers,
+        True, CORRECT, STAGES, SPEC, TILE, DTYPE,
     )  # fmt: skip
     if CORRECT:
         mixed_keys, sum_grad, sum_sloped, sum_rounded, sum_p = defect
@@ -146,18 +136,14 @@ def _block(
             mask = inside[:, None] & (column >= 3) & (column < 6)
             tl.store(pointers, fold(-delta, column - 3).to(tl.bfloat16), mask=mask)
     store_tile(grad_query, acc * scale, first, stride_g, length_q, dim, BLOCK_M, SPEC)
-    if COUNT:
-        wide_floors, narrow_floors = floors
-        code = code_of_floors(wide_floors, narrow_floors)
-        tl.store(codes + rows + queries, code.to(tl.int16), mask=inside)
 
 
 @triton.jit
 def grad_query_kernel(
-    query, key, value, grad_out, grad_query, grad_lses, log2_lses, deltas, factors, codes, folded, modes,
-    cu_seqlens_q, cu_seqlens_k, seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
+    query, key, value, grad_out, grad_query, grad_lses, log2_lses, deltas, folded, modes, cu_seqlens_q, cu_seqlens_k,
+    seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr, CORRECTED_ONLY: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries of one head; and of every row an int16, how many of its scores tie (ties.py)."""
+    """dQ of one block of queries of one head. CORRECTED_ONLY: of the heads alone whose rows are corrected."""
     dtype: tl.constexpr = grad_query.dtype.element_ty
     BLOCK_M: tl.constexpr = TILE.block_m
     block, which = turn(order)
@@ -173,54 +159,53 @@ def grad_query_kernel(
         value = at_head(value, batch, kv_head, start_k, stride_v)
         grad_out = at_head(grad_out, batch, head, start_q, stride_o)
     seed = load_seed(seeds)
-    if first < length_q:
+    taken = first < length_q
+    if CORRECTED_ONLY:
+        taken = taken & ((tl.load(modes + head) & ROW_CORRECTED) != 0)
+    if taken:
         queries = first + tl.arange(0, BLOCK_M)
         inside = queries < length_q
         # A tile is waited for where it is loaded: what is asked for before it arrives meanwhile.
         log2_lse = tl.load(log2_lses + rows + queries, mask=inside, other=float("inf"))
         delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
-        wide = delta
-        narrow = delta
-        if factors is not None:
-            wide = tl.load(factors + 2 * (rows + queries), mask=inside, other=0.0)
-            narrow = tl.load(factors + 2 * (rows + queries) + 1, mask=inside, other=0.0)
         q = load_tile(query, batch, head, first, BLOCK_M, stride_q[2], length_q, dim, SPEC, True, TILE.tma)
         do = load_tile(grad_out, batch, head, first, BLOCK_M, stride_o[2], length_q, dim, SPEC, True, TILE.tma)
         operands = (q, do)
         tensors = (key, value, batch, kv_head)
-        outputs = (grad_query, deltas, codes, folded)
+        outputs = (grad_query, deltas, folded)
         row_sum = 0.0
         if grad_lses is not None:
             row_sum = tl.load(grad_lses + rows + queries, mask=inside, other=0.0)
             row_sum = tl.where(log2_lse < 1e30, row_sum, 0.0)
-        of_rows = (log2_lse, delta, wide, narrow, row_sum)
+        of_rows = (log2_lse, delta, row_sum)
         seen = (diagonal(length_q, length_k, SPEC.TOP_LEFT), length_k, left, right)
         chance = (seed, plane, start_q, start_k, threshold)
         key_strides = (stride_k[2], stride_v[2])
         numbers = (dim, unit, scale, softcap, keep_scale)
         # Whole versions, chosen once: a branch inside a loop would stop its pipelining.
-        COUNT: tl.constexpr = codes is not None
         if modes is not None:
             mode = tl.load(modes + head)
             if (mode & ROW_CORRECTED) != 0:
                 _block(
                     operands, tensors, outputs, first, inside, rows, length_q, of_rows, seen, chance,
-                    key_strides, stride_g[2], numbers, True, COUNT, SPEC, TILE, dtype,
+                    key_strides, stride_g[2], numbers, True, SPEC, TILE, dtype,
                 )  # fmt: skip
-            else:
+            elif not CORRECTED_ONLY:
                 _block(
                     operands, tensors, outputs, first, inside, rows, length_q, of_rows, seen, chance,
-                    key_strides, stride_g[2], numbers, False, COUNT, SPEC, TILE, dtype,
+                    key_strides, stride_g[2], numbers, False, SPEC, TILE, dtype,
                 )  # fmt: skip
         else:
             _block(
                 operands, tensors, outputs, first, inside, rows, length_q, of_rows, seen, chance, key_strides,
-                stride_g[2], numbers, False, COUNT, SPEC, TILE, dtype,
+                stride_g[2], numbers, False, SPEC, TILE, dtype,
             )  # fmt: skip
 
 
-def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVectors, grad_query: Tensor) -> None:
-    """dQ, and the flags of every row."""
+def launch_grad_query(
+    call: Call, config: Config, given: Tensors, rows: RowVectors, grad_query: Tensor, *, corrected_only: bool = False
+) -> None:
+    """dQ, and where rows are corrected, delta; corrected_only: of the heads alone whose rows `given.modes` corrects."""
 
     def settle() -> Launch:
         tile = settled(call, config, given)
@@ -229,7 +214,7 @@ def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVecto
             grad_query_kernel,
             (order[0] * order[1], 1, 1),
             ((*given.strides, grad_query.stride()), call.sizes, order),
-            {"SPEC": call.compiled, "TILE": tile},
+            {"SPEC": call.compiled, "TILE": tile, "CORRECTED_ONLY": corrected_only},
             tile.options,
             call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n, tile.block_m)),
         )
@@ -238,10 +223,9 @@ def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVecto
         given.grad_lse,
         rows.log2_lse,
         rows.delta,
-        rows.factors,
-        rows.codes,
         rows.folded,
         given.modes,
     )
     packed = (given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
-    call.launch(("dQ", config), (*given.operands, grad_query, *vectors, *packed), settle)
+    name = "dQ of corrected heads" if corrected_only else "dQ"
+    call.launch((name, config), (*given.operands, grad_query, *vectors, *packed), settle)

@@ -24,6 +24,7 @@ from foreshock.kernels.flash_attention import spec
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.triton_kernels.hopper import DIM
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch, described
+from foreshock.kernels.flash_attention.triton_kernels.passes import Outputs
 
 BLOCK: gl.constexpr = gl.constexpr(128)
 """Queries of a block, half of them for each group of warps, and keys of a tile."""
@@ -91,6 +92,24 @@ def rounded_to(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def merged(first, second, other_first, other_second):
+    """The two largest numbers of two pairs that are in order."""
+    least = gl.minimum(first, other_first)
+    return gl.maximum(first, other_first), gl.maximum(least, gl.maximum(second, other_second))
+
+
+@gluon.jit
+def of_threads(scores, SECOND: gl.constexpr):
+    """Of each row the largest score, or the two largest, of each of the four threads that hold it, in pairs of columns:
+    [rows, 4]."""
+    even, odd = gl.split(scores.reshape((ROWS, BLOCK // 8, 4, 2)))
+    if SECOND:
+        return gl.reduce((gl.maximum(even, odd), gl.minimum(even, odd)), 1, merged)
+    else:  # without which the compiler would look at the return below in any case
+        return gl.max(gl.maximum(even, odd), 1)
+
+
+@gluon.jit
 def load(descriptors, shared, full, empty, sizes, modes, CAUSAL: gl.constexpr):
     """The warp that loads: each block's queries, then its tiles of keys and values from the last one down."""
     q_desc, k_desc, v_desc = descriptors
@@ -127,11 +146,11 @@ def load(descriptors, shared, full, empty, sizes, modes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def attend(
-    HALF: gl.constexpr, o_desc, r_desc, lse, row_max, shared, o_tiles, full, empty, turns, sizes, modes, units,
+    HALF: gl.constexpr, o_desc, r_desc, lse, row_max, second, shared, o_tiles, full, empty, turns, sizes, modes, units,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: half of each block's queries. units: what turns a score into powers of two, and into
-    itself."""
+    """A group of four warps: half of each block's queries. second: where each row's second largest score goes, counted
+    with repetition. units: what turns a score into powers of two, and into itself."""
     DTYPE: gl.constexpr = o_desc.dtype
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -170,7 +189,11 @@ def attend(
             scores = gl.where(limit[:, None] >= column[None, :], scores, float("-inf"))
         elif TAIL:
             scores = gl.where((start + column < length_k)[None, :], scores, float("-inf"))
-        largest = gl.max(scores, 1)
+        if second is None:
+            largest = gl.max(scores, 1)
+        else:
+            firsts, seconds = of_threads(scores, True)
+            largest = gl.convert_layout(gl.max(firsts, 1), by_row)
         # A row whose scores are all minus infinity: -inf - -inf would be NaN.
         shift = gl.where(largest == float("-inf"), 0.0, largest * unit)
         p = gl.exp2(gl.fma(scores, unit, -shift[:, None]))
@@ -200,13 +223,21 @@ def attend(
                     mbarrier.arrive(q_empty.index((count & 1) ^ 1), pred=count > 0)
             scores = warpgroup_mma_wait(1, deps=[asked])
             mbarrier.arrive(k_empty.index(slot))
-            largest = gl.maximum(largest, gl.max(scores, 1))
+            if second is None:
+                largest = gl.maximum(largest, gl.max(scores, 1))
+            else:
+                largest = gl.convert_layout(gl.max(gl.maximum(firsts, of_threads(scores, False)), 1), by_row)
             shift = gl.where(largest == float("-inf"), 0.0, largest * unit)
             shrink = gl.exp2(before - shift)
             # One rounding, and the same `shift` for every entry and for the rescaling: what it lost cancels in P / l.
             p = gl.exp2(gl.fma(scores, unit, -shift[:, None]))
             total = total * shrink + gl.sum(p, 1)
             before = gl.where(largest == float("-inf"), largest, shift)
+            if second is not None:
+                # Nothing waits for it: written here, it runs beside the exponentials. What `largest` took, the compiler
+                # does not compute again.
+                found = of_threads(scores, True)
+                firsts, seconds = merged(firsts, seconds, found[0], found[1])
             after = gl.convert_layout(p.to(DTYPE), of_p)
             # It has been waited for, and passes at once. Its branch keeps ptxas from moving the softmax behind the wait
             # for the product that it is to run beside.
@@ -244,6 +275,9 @@ def attend(
         at = plane.to(gl.int64) * length_q + first + local
         gl.store(lse + at, log_sum, mask=first + local < length_q)
         gl.store(row_max + at, largest * score_unit, mask=first + local < length_q)
+        if second is not None:
+            after_largest = gl.convert_layout(gl.reduce((firsts, seconds), 1, merged)[1], by_row)
+            gl.store(second + at, after_largest * score_unit, mask=first + local < length_q)
         mbarrier.wait(v_full.index(last), last_phase)
         acc, rounded = warpgroup_mma_wait(0, deps=[added, rounded])
         mbarrier.arrive(v_empty.index(last))
@@ -274,7 +308,7 @@ def attend(
 
 @gluon.jit(do_not_specialize=("blocks", "planes", "heads", "group", "length_q", "length_k", "tiles"))
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, r_desc, lse, row_max, modes,
+    q_desc, k_desc, v_desc, o_desc, r_desc, lse, row_max, second, modes,
     blocks, planes, heads, group, length_q, length_k, tiles, unit, score_unit,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
@@ -313,10 +347,10 @@ def hopper_forward_kernel(
     empty = (q_empty, k_empty, v_empty)
     gl.warp_specialize(
         [
-            (attend, (gl.constexpr(0), o_desc, r_desc, lse, row_max, shared, o_tiles, full, empty, turns, sizes, modes,
-                      units, CAUSAL, TAIL)),
-            (attend, (gl.constexpr(1), o_desc, r_desc, lse, row_max, shared, o_tiles, full, empty, turns, sizes, modes,
-                      units, CAUSAL, TAIL)),
+            (attend, (gl.constexpr(0), o_desc, r_desc, lse, row_max, second, shared, o_tiles, full, empty, turns,
+                      sizes, modes, units, CAUSAL, TAIL)),
+            (attend, (gl.constexpr(1), o_desc, r_desc, lse, row_max, second, shared, o_tiles, full, empty, turns,
+                      sizes, modes, units, CAUSAL, TAIL)),
             (load, ((q_desc, k_desc, v_desc), shared, full, empty, sizes, modes, CAUSAL)),
         ],
         [4, 1],
@@ -334,12 +368,12 @@ def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def launch_hopper_forward(
     call: Call,
     inputs: tuple[Tensor, Tensor, Tensor],
-    outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    outputs: Outputs,
     modes: Tensor | None,
 ) -> None:
     """One launch of what hopper.serves. Of heads that shift their rows nothing is written.
 
-    inputs are query, key and value; outputs out, its residual (None keeps none), lse and row_max.
+    inputs are query, key and value; outputs out, its residual, lse, row_max and second (None: is not computed).
     """
 
     def settle() -> Launch:

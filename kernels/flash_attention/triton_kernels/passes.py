@@ -1,4 +1,4 @@
-"""What the passes of the backward read, and what one leaves for the others."""
+"""What the forward writes, what the passes of the backward read, and what one leaves for the others."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,11 @@ from torch import Tensor
 
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.triton_kernels.tuning import Config
+
+Grads = tuple[Tensor, Tensor, Tensor]
+"""dQ, dK and dV."""
+Outputs = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]
+"""Of a forward: out, what rounding took from it, lse, largest and second largest score of each row; None: not kept."""
 
 
 class Tensors(NamedTuple):
@@ -17,9 +22,10 @@ class Tensors(NamedTuple):
     value: Tensor
     out: Tensor
     residual: Tensor | None
-    """None in the benchmark's plain variant alone."""
     lse: Tensor
     row_max: Tensor
+    second: Tensor | None
+    """None, as the residual, in the benchmark's plain variant alone."""
     state: Tensor | None
     modes: Tensor | None
     cu_seqlens_q: Tensor | None
@@ -50,17 +56,11 @@ class RowVectors(NamedTuple):
     delta: Vector
     bias: Vector
     """Delta's, fp32 as the two before it."""
-    factors: Vector | None
-    """fp32 [B, H, Sq, 2]: what finds ties (ties.py); None where nothing is counted, as the next two."""
-    large: Vector | None
-    """int8 [planes, blocks]: blocks of rows, some of whose maxima are too large or too small for `factors`."""
-    codes: Vector | None
-    """int16, from the dQ pass: how many scores tie (ties.py); 2^14 more where the paper's rule shifted."""
     folded: Vector | None
     """bf16 [B * H, 1, Sq, 8]: -lse / unit and -delta as three summands each, read as the first half of 16; None where
     they cannot be folded."""
     done: Vector | None
-    """int32 [H]: programs of a head that have counted."""
+    """int32 [H]: programs of a head that have counted; None where nothing is counted, as the next."""
     partial: Vector | None
     """int64 [planes, SLOT_COUNT, blocks of COUNT_ROWS rows]: what each program counts."""
     memory: Tensor

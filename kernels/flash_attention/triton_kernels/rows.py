@@ -17,11 +17,10 @@ from foreshock.kernels.flash_attention.triton_kernels.blocks import (
     load_tile,
     to_operand,
 )
-from foreshock.kernels.flash_attention.triton_kernels.counting import COUNT_ROWS, finite
+from foreshock.kernels.flash_attention.triton_kernels.counting import COUNT_ROWS
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch
 from foreshock.kernels.flash_attention.triton_kernels.passes import RowVectors, Tensors
 from foreshock.kernels.flash_attention.triton_kernels.places import at_head, one_head
-from foreshock.kernels.flash_attention.triton_kernels.ties import FAST_TIES_BELOW, FAST_TIES_FROM, tie_factors
 
 
 @triton.jit
@@ -36,15 +35,15 @@ def fold(rows, column):
 
 @triton.jit
 def row_kernel(
-    grad_out, out, residual, lse, row_max, grad_lses, log2_lses, deltas, folded, biases,
-    factors, large, done, modes, cu_seqlens_q, cu_seqlens_k, strides, sizes,
+    grad_out, out, residual, lse, grad_lses, log2_lses, deltas, folded, biases, done, modes,
+    cu_seqlens_q, cu_seqlens_k, strides, sizes,
     SPEC: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta of a block of rows, from O as stored or, where the mode says so, from O before its rounding; what rounding
     O did to delta; and what the other passes need to form P."""
     block = tl.program_id(0)
     stride_g, stride_o = strides
-    heads, _, _, _, dim, unit, score_unit = sizes
+    heads, _, _, _, dim, unit = sizes
     place, _, rows, start_q, length_q, _, _ = one_head(tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC)
     batch, head, _ = place
     first = block * ROWS
@@ -79,15 +78,8 @@ def row_kernel(
         parts = fold(-log2_lse / unit, column) + fold(-delta, column - 3)
         pointers = folded + (rows + queries)[:, None] * 8 + column
         tl.store(pointers, parts.to(tl.bfloat16), mask=inside[:, None] & (column < 8))
-    if factors is not None:
+    if done is not None:
         tl.store(biases + rows + queries, bias, mask=inside)
-        largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
-        found = tie_factors(largest, log2_lse, score_unit, unit, out.dtype.element_ty)
-        tl.store(factors + 2 * (rows + queries), found[0], mask=inside)
-        tl.store(factors + 2 * (rows + queries) + 1, found[1], mask=inside)
-        size = tl.abs(largest)
-        odd = inside & finite(largest) & ((size >= FAST_TIES_BELOW) | (size < FAST_TIES_FROM))
-        tl.store(large + tl.program_id(1) * tl.num_programs(0) + block, tl.max(odd.to(tl.int8), 0))
         if (block == 0) & (tl.program_id(1) < heads):
             tl.store(done + tl.program_id(1), 0)  # no program of the counting kernel has finished yet
 
@@ -102,16 +94,13 @@ class _Plan(NamedTuple):
 def _plan(call: Call, given: Tensors) -> _Plan:
     rows, planes = tuple(given.lse.shape), call.sequences * call.heads
     counts = given.state is not None
-    single, double = (torch.float32, rows), (torch.float32, (*rows, 2))
+    single = (torch.float32, rows)
     parts: list[tuple[int, torch.dtype, tuple[int, ...]] | None] = []
     size = 0
     for needed, (dtype, shape) in (
         (True, single),
         (True, single),
         (True, single),
-        (counts, double),
-        (counts, (torch.int8, (triton.cdiv(call.longest_q, call.row_block), planes))),
-        (counts, (torch.int16, rows)),
         (call.foldable, (torch.bfloat16, (rows[0] * rows[1], 1, rows[2], 8))),
         (counts, (torch.int32, (call.heads,))),
         (counts, (torch.int64, (planes, SLOT_COUNT, triton.cdiv(call.longest_q, COUNT_ROWS)))),
@@ -150,14 +139,11 @@ def launch_rows(call: Call, given: Tensors, addresses: bool = False) -> RowVecto
             given.out,
             given.residual,
             lse,
-            given.row_max,
             given.grad_lse,
             rows.log2_lse,
             rows.delta,
             rows.folded,
             rows.bias,
-            rows.factors,
-            rows.large,
             rows.done,
             given.modes,
             given.cu_seqlens_q,
@@ -168,7 +154,7 @@ def launch_rows(call: Call, given: Tensors, addresses: bool = False) -> RowVecto
             (triton.cdiv(call.longest_q, call.row_block), call.sequences * call.heads, 1),
             (
                 (given.grad_out.stride(), given.out.stride()),
-                (*call.planes, call.dim, float(call.unit), float(call.score_unit)),
+                (*call.planes, call.dim, float(call.unit)),
             ),
             {"SPEC": call.compiled, "ROWS": call.row_block},
             {"num_warps": 4},

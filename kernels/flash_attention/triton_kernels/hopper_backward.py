@@ -1,14 +1,11 @@
-"""The prototype of the backward of attention for Hopper in Gluon, which hopper_backward.py checks and times.
+"""The backward of attention for Hopper in Gluon: what grad_query.py and grad_key.py make, in one pass.
 
-One pass over blocks of keys makes dK, dV and, by adding to fp32 numbers in device memory, dQ: five products where two
-Triton passes have seven. One warp loads tiles by the copy engine; two groups of four warps hold 64 keys each, and both
-need both groups' dS for dQ, of which each makes half of the columns. Served: head dim 128, bf16, full and top-left
-causal of equal lengths, grouped heads. dK and dV have equal bits for equal inputs; dQ, added in any order, has not.
+It goes over blocks of keys and makes dK, dV and, by adding to fp32 numbers in device memory, dQ: five products where
+two Triton passes have seven. One warp loads tiles by the copy engine; two groups of four warps hold 64 keys each, and
+both need both groups' dS for dQ, of which each makes half of the columns. dK and dV have equal bits for equal inputs;
+dQ, added in any order, has not.
 
-Statistics and row correction are left out. A row is a column of P^T and dS^T, spread over warps, groups and programs:
-floors of ties would be summed beside exp2, u and what rounding dS removes beside its store, and each sum added to a
-number of the row by an atomic, as dQ is. P K takes P beside dS in shared memory and a sixth product, in registers that
-dQ left; round_kernel could then correct dQ. A mended delta needs all blocks of keys before the first dK.
+dQ of heads whose rows are corrected is not taken from here: Triton's pass makes it first, and mends delta for this one.
 """
 
 from typing import Any, Final
@@ -18,10 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -33,13 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.triton_kernels import hopper
+from foreshock.kernels.flash_attention.triton_kernels.blocks import ROW_CORRECTED, to_operand
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch, described
-from foreshock.kernels.flash_attention.triton_kernels.passes import RowVectors, Tensors
-from foreshock.kernels.flash_attention.triton_kernels.rows import launch_rows
+from foreshock.kernels.flash_attention.triton_kernels.passes import Grads, RowVectors, Tensors
 
-Grads = tuple[Tensor, Tensor, Tensor]
-
-DIM: gl.constexpr = gl.constexpr(128)
+DIM: gl.constexpr = gl.constexpr(hopper.DIM)
 KEYS: gl.constexpr = gl.constexpr(64)
 """Keys of a group of warps: half of a program's block."""
 QUERIES: gl.constexpr = gl.constexpr(64)
@@ -156,8 +150,8 @@ def ask_grads(p, dp, dv, dk, q_tiles, g_tiles, ds_tiles, ds_full, slot, HALF: gl
     """
     of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     of_p: gl.constexpr = gl.DotOperandLayout(0, of_grad, 2)
-    weights = gl.convert_layout(p.to(gl.bfloat16), of_p)
-    ds = (p * dp).to(gl.bfloat16)
+    weights = gl.convert_layout(p.to(q_tiles.dtype), of_p)
+    ds = (p * dp).to(q_tiles.dtype)
     ds_tiles.index(slot * 2 + HALF).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot))
@@ -182,8 +176,9 @@ def weights_of(scores, turn, key, unit, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def attend(
-    HALF: gl.constexpr, outputs, shared, own, full, empty, sizes, units, CAUSAL: gl.constexpr, LATE: gl.constexpr
-):
+    HALF: gl.constexpr, outputs, shared, own, full, empty, sizes, units, length, CAUSAL: gl.constexpr,
+    TAIL: gl.constexpr,
+):  # fmt: skip
     """A group of four warps: 64 keys. units: what turns a score into powers of two, and the scale."""
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -201,6 +196,12 @@ def attend(
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, of_scores)) + HALF * KEYS
     take_lse = take_columns(0, of_take)
     take_delta = take_columns(3, of_take)
+    if TAIL:
+        # Of a key past the last one no lse and no delta is taken: P is 1 whatever the lse, and dS is 0.
+        row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, of_take)) + (2 * block + HALF) * KEYS
+        nothing = gl.zeros([KEYS, 16], gl.bfloat16, of_take)
+        take_lse = gl.where((row < length)[:, None], take_lse, nothing)
+        take_delta = gl.where((row < length)[:, None], take_delta, nothing)
     dk = gl.zeros([KEYS, DIM], gl.float32, of_grad)
     dv = gl.zeros([KEYS, DIM], gl.float32, of_grad)
     mbarrier.wait(kv_full, 0)
@@ -227,25 +228,19 @@ def attend(
         if turn == count:
             turn = 0
             head += 1
-        if LATE:  # the other group's dS is waited for after the next scores are asked for; dP then runs alone
-            mbarrier.wait(q_full.index(after), next_phase)
-            asked = ask_scores(take_lse, k_tiles.index(zero + HALF), q_tiles.index(after), r_tiles.index(after))
-            dv, dk, weights, rounded = warpgroup_mma_wait(2, deps=[added, adding, weights, rounded])
-            mbarrier.arrive(empty.index(slot))
-            mbarrier.wait(ds_full.index(slot), phase)
-            asked_query = ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF)
-            scores = warpgroup_mma_wait(2, deps=[asked])
-            p = weights_of(scores, turn, key, unit, CAUSAL)
-            mbarrier.wait(ds_full.index(slot), phase)  # as below
-            dq = warpgroup_mma_wait(0, deps=[asked_query])
-        else:
-            mbarrier.wait(ds_full.index(slot), phase)
-            asked_query = ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF)
-            dv, dk, weights, rounded = warpgroup_mma_wait(2, deps=[added, adding, weights, rounded])
-            mbarrier.arrive(empty.index(slot))
-            mbarrier.wait(q_full.index(after), next_phase)
-            asked = ask_scores(take_lse, k_tiles.index(zero + HALF), q_tiles.index(after), r_tiles.index(after))
-            dq = warpgroup_mma_wait(2, deps=[asked_query])
+        # The other group's dS is waited for after the next scores are asked for; dP then runs alone.
+        mbarrier.wait(q_full.index(after), next_phase)
+        asked = ask_scores(take_lse, k_tiles.index(zero + HALF), q_tiles.index(after), r_tiles.index(after))
+        dv, dk, weights, rounded = warpgroup_mma_wait(2, deps=[added, adding, weights, rounded])
+        mbarrier.arrive(empty.index(slot))
+        mbarrier.wait(ds_full.index(slot), phase)
+        asked_query = ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF)
+        scores = warpgroup_mma_wait(2, deps=[asked])
+        p = weights_of(scores, turn, key, unit, CAUSAL)
+        # It has been waited for, and passes at once. Its branch keeps ptxas from moving exp2 behind the wait for the
+        # product that it is to run beside.
+        mbarrier.wait(ds_full.index(slot), phase)
+        dq = warpgroup_mma_wait(0, deps=[asked_query])
         tma.store_wait(0)
         dq_tile = dq_tiles.index(zero + HALF)
         dq_tile.reshape((QUERIES, DIM // 2)).store(dq)
@@ -253,12 +248,6 @@ def attend(
         add_to_global(dq_desc, at, dq_tile)
         mbarrier.wait(g_full.index(after), next_phase)
         asked_p = ask_scores(take_delta, v_tiles.index(zero + HALF), g_tiles.index(after), r_tiles.index(after))
-        if not LATE:
-            scores = warpgroup_mma_wait(2, deps=[asked])
-            p = weights_of(scores, turn, key, unit, CAUSAL)
-            # It has been waited for, and passes at once. Its branch keeps ptxas from moving exp2 behind the wait for
-            # the product that it is to run beside.
-            mbarrier.wait(g_full.index(after), next_phase)
         dp = warpgroup_mma_wait(0, deps=[asked_p])
     slot = (total - 1) % STAGES
     phase = ((total - 1) // STAGES) & 1
@@ -267,7 +256,7 @@ def attend(
     asked_query = ask_grad_query(ds_tiles, slot, k_tiles, hidden_zero(total), HALF)
     dv, weights = warpgroup_mma_wait(3, deps=[added, weights])
     out = v_tiles.index(HALF)  # the values of this group have been read for the last time
-    out.reshape((KEYS, DIM)).store(dv.to(gl.bfloat16))
+    out.reshape((KEYS, DIM)).store(dv.to(q_tiles.dtype))
     fence_async_shared()
     at = [batch, kv_head, (2 * block + HALF) * KEYS, 0]
     tma.async_copy_shared_to_global(dv_desc, at, out)
@@ -275,7 +264,7 @@ def attend(
     tma.store_wait(0)
     dq_tile = dq_tiles.index(HALF)
     dq_tile.reshape((QUERIES, DIM // 2)).store(dq)
-    out.reshape((KEYS, DIM)).store((dk * scale).to(gl.bfloat16))
+    out.reshape((KEYS, DIM)).store((dk * scale).to(q_tiles.dtype))
     fence_async_shared()
     add_to_global(dq_desc, [batch, head, (first + turn) % tiles * QUERIES, HALF * (DIM // 2)], dq_tile)
     tma.async_copy_shared_to_global(dk_desc, at, out)
@@ -294,17 +283,18 @@ def barriers(ARRIVALS: gl.constexpr):
 @gluon.jit(do_not_specialize=("blocks", "planes", "section", "kv_heads", "group", "tiles"))
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, g_desc, r_desc, dq_desc, dk_desc, dv_desc,
-    blocks, planes, section, kv_heads, group, tiles, unit, scale, CAUSAL: gl.constexpr, LATE: gl.constexpr,
+    blocks, planes, section, kv_heads, group, tiles, unit, scale, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """128 keys of a key head. sizes: blocks of a plane, planes, planes of a section, key heads, query heads of a key
-    head, tiles of queries."""
-    of_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], gl.bfloat16)
-    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, QUERIES, DIM], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, KEYS, DIM], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, KEYS, DIM], v_desc.layout)
-    g_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, QUERIES, DIM], g_desc.layout)
+    head, tiles of queries. TAIL: the last block of keys is not full; a causal mask hides what it lacks."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    of_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, QUERIES, DIM], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, KEYS, DIM], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, KEYS, DIM], v_desc.layout)
+    g_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, QUERIES, DIM], g_desc.layout)
     r_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, QUERIES, 16], r_desc.layout)
-    ds_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, KEYS, QUERIES], of_ds)
+    ds_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * 2, KEYS, QUERIES], of_ds)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 1, QUERIES, DIM // 2], dq_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
@@ -317,10 +307,13 @@ def hopper_backward_kernel(
     own = (ds_tiles, dq_tiles)
     units = (unit, scale)
     loads = (q_desc, k_desc, v_desc, g_desc, r_desc)
+    length = gl.constexpr(0)
+    if TAIL:
+        length = k_desc.shape[2]
     gl.warp_specialize(
         [
-            (attend, (gl.constexpr(0), outputs, shared, own, full, empty, sizes, units, CAUSAL, LATE)),
-            (attend, (gl.constexpr(1), outputs, shared, own, full, empty, sizes, units, CAUSAL, LATE)),
+            (attend, (gl.constexpr(0), outputs, shared, own, full, empty, sizes, units, length, CAUSAL, TAIL)),
+            (attend, (gl.constexpr(1), outputs, shared, own, full, empty, sizes, units, length, CAUSAL, TAIL)),
             (load, (loads, shared, full, empty, sizes, CAUSAL)),
         ],
         [4, 1],
@@ -329,68 +322,68 @@ def hopper_backward_kernel(
 
 
 @triton.jit
-def round_kernel(source, target, scale, count, BLOCK: tl.constexpr):
-    """dQ from its fp32 sums."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    tl.store(target + at, (tl.load(source + at, mask=inside) * scale).to(tl.bfloat16), mask=inside)
+def round_kernel(sums, grad_query, modes, rows, heads, head_rows, scale, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """dQ from its fp32 sums, which lie as it does: `rows` of them, of which each head's follow one another by
+    head_rows. Of heads that are corrected dQ is there already."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    taken = row < rows
+    if modes is not None:
+        mode = tl.load(modes + row // head_rows % heads, mask=taken, other=0)
+        taken = taken & ((mode & ROW_CORRECTED) == 0)
+    at = row.to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    total = tl.load(sums + at, mask=taken[:, None], other=0.0)
+    tl.store(grad_query + at, to_operand(total * scale, grad_query.dtype.element_ty), mask=taken[:, None])
 
 
 TILES: Final = {place: (64, columns) for place, columns in enumerate((128, 128, 128, 128, 16, 64, 128, 128))}
 """Of q, k, v, dO, folded rows, dQ, dK and dV: the rows and columns that the copy engine takes at once."""
+_ROUNDED_ROWS: Final = 16
+_KINDS: Final = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Of a tensor [B, H, S, D], for tiles [1, 1, rows, columns]."""
-    kind = gl.float32 if tensor.dtype == torch.float32 else gl.bfloat16
-    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], kind)
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], _KINDS[tensor.dtype])
     return TensorDescriptor(*described(tensor, rows, columns), layout)
 
 
-def compiled(*, causal: bool, late: bool = False) -> Any:
-    """The kernel as Triton compiles it for compute capability 9.0, on any machine."""
-    signature: dict[str, Any] = {}
-    for place, (rows, columns) in TILES.items():
-        kind, word = (gl.float32, "fp32") if place == 5 else (gl.bfloat16, "bf16")
-        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], kind)
-        signature[hopper_backward_kernel.arg_names[place]] = f"tensordesc<{word}[1, 1, {rows}, {columns}],{layout!r}>"
-    signature |= dict.fromkeys(("blocks", "planes", "section", "kv_heads", "group", "tiles"), "i32")
-    signature |= dict.fromkeys(("unit", "scale"), "fp32")
-    constants = {"CAUSAL": causal, "LATE": late}
-    signature |= dict.fromkeys(constants, "constexpr")
-    fixed = {(list(signature).index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(hopper_backward_kernel, signature, fixed, {})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-
-
-def launch_main(
-    call: Call, given: Tensors, rows: RowVectors, grads: Grads, sums: Tensor, *, late: bool = False
-) -> None:
-    """dK and dV, and dQ added to `sums`: fp32, with dQ's strides."""
+def launch_rounding(call: Call, sums: Tensor, grad_query: Tensor, modes: Tensor | None) -> None:
+    """dQ, of dense rows, from sums with the same strides; of the heads whose rows `modes` does not correct."""
 
     def settle() -> Launch:
-        order = call.order(triton.cdiv(call.longest_k, 128), call.sequences * call.kv_heads, call.longest_q)
-        numbers = (*order, call.kv_heads, call.heads // call.kv_heads, triton.cdiv(call.longest_q, 64))
+        rows = sums.numel() // hopper.DIM
+        return Launch(
+            round_kernel,
+            (triton.cdiv(rows, _ROUNDED_ROWS), 1, 1),
+            (rows, call.heads, max(1, sums.stride(1) // hopper.DIM), float(call.spec.scale)),
+            {"BLOCK": _ROUNDED_ROWS, "HEAD_DIM": hopper.DIM},
+            {"num_warps": 4},
+        )
+
+    call.launch("hopper dQ", (sums, grad_query, modes), settle)
+
+
+def launch_hopper_backward(call: Call, given: Tensors, rows: RowVectors, grads: Grads) -> None:
+    """dK and dV of what hopper.takes_backward, and dQ of the heads whose rows are not corrected.
+
+    While it runs the sums of dQ take 4 bytes an element.
+    """
+    sums = torch.zeros_like(grads[0], dtype=torch.float32)  # dense as dQ is, with the same strides
+
+    def settle() -> Launch:
+        block = 2 * KEYS.value
+        order = call.order(triton.cdiv(call.longest_k, block), call.sequences * call.kv_heads, call.longest_q)
+        numbers = (*order, call.kv_heads, call.heads // call.kv_heads, triton.cdiv(call.longest_q, QUERIES.value))
+        causal = call.spec.causal != "none"
         return Launch(
             hopper_backward_kernel,
             (order[0] * order[1], 1, 1),
-            (*numbers, call.unit, call.spec.scale),
-            {"CAUSAL": call.spec.causal != "none", "LATE": late},
+            (*numbers, float(call.unit), float(call.spec.scale)),
+            {"CAUSAL": causal, "TAIL": not causal and call.longest_k % block > 0},
             {"num_warps": 4},
             TILES,
             descriptor,
         )
 
-    call.launch(("hopper backward", late), (*given.operands, rows.folded, sums, *grads[1:]), settle)
-
-
-def launch_hopper_backward(call: Call, given: Tensors, grads: Grads, sums: Tensor, *, late: bool = False) -> None:
-    """The rows pass, dK and dV with the sums of dQ, and dQ."""
-    if call.dim != 128 or sums.stride() != grads[0].stride() or not call.takes_descriptors(*given.operands, *grads):
-        raise ValueError(f"head dim {call.dim}, or a layout, that the prototype does not take; give dense bf16, D 128")
-    rows = launch_rows(call, given)
-    sums.zero_()
-    launch_main(call, given, rows, grads, sums, late=late)
-    count, block = sums.numel(), 2048
-    numbers, grid = (call.spec.scale, count), (triton.cdiv(count, block), 1, 1)
-    call.launch("hopper dQ", (sums, grads[0]), lambda: Launch(round_kernel, grid, numbers, {"BLOCK": block}))
+    call.launch("hopper backward", (*given.operands, rows.folded, sums, *grads[1:]), settle)
+    launch_rounding(call, sums, grads[0], given.modes)

@@ -1,0 +1,235 @@
+"""Which backwards the kernel for Hopper takes, what is launched beside it, and what it compiles into."""
+
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.kernels import machine_code
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from foreshock.kernels.flash_attention import AttentionSpec, launch, new_state
+from foreshock.kernels.flash_attention.launch import Call, call_of
+from foreshock.kernels.flash_attention.spec import Arguments, Saved
+from foreshock.kernels.flash_attention.triton_kernels import backward, hopper
+from foreshock.kernels.flash_attention.triton_kernels.passes import Grads, Tensors
+from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
+
+DIM, KEYS, QUERIES, DEPTH = 128, 64, 64, 16
+SHARED_MEMORY = 232_448
+CORRECTED, TRITON = ["rows", "dQ of corrected heads"], ["rows", "dQ", "dK, dV"]
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls are made as on a GPU of compute capability 9.0 by who asks for nothing; none is remembered, nothing was
+    given up yet, and gradients may differ in their bits."""
+    monkeypatch.setattr(launch, "_CALLS", {})
+    monkeypatch.setattr(launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(hopper, "_given_up_backward", [])
+    monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+class Problem:
+    """A backward's call and tensors, of [B, H, S, D]; nothing is in them."""
+
+    def __init__(
+        self,
+        lengths: tuple[int, int] = (256, 256),
+        heads: tuple[int, int] = (4, 4),
+        dim: int = DIM,
+        dtype: torch.dtype = torch.bfloat16,
+        grad_out: Tensor | None = None,
+        modes: Tensor | None = None,
+        grad_lse: Tensor | None = None,
+        **options: object,
+    ) -> None:
+        query, out, residual = (torch.empty(2, heads[0], lengths[0], dim, dtype=dtype) for _ in range(3))
+        key, value = (torch.empty(2, heads[1], lengths[1], dim, dtype=dtype) for _ in range(2))
+        vectors = torch.empty(len(Saved._fields) - 5, *query.shape[:-1])
+        grad_out = torch.empty_like(query) if grad_out is None else grad_out
+        spec = AttentionSpec(**({"scale": 0.1} | options))  # type: ignore[arg-type]
+        saved, state = Saved(query, key, value, out, residual, *vectors), new_state(heads[0], "cpu")
+        self.given = Tensors(grad_out, *saved, state, modes, None, None, None, grad_lse)
+        arguments = Arguments(modes, None, None, *lengths, None, spec)
+        self.call: Call = call_of(query, key, value, arguments, grad_out, *saved[3:], state, grad_lse)
+        self.grads: Grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+    @property
+    def taken(self) -> bool:
+        return hopper.takes_backward(self.call, self.given, self.grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize("length", [1, 127, 128, 1000])
+def test_head_dim_128_is_taken_in_both_types_whole_and_causal(length: int, causal: str, dtype: torch.dtype) -> None:
+    assert Problem((length, length), dtype=dtype, causal=causal).taken
+
+
+def test_so_are_grouped_heads_other_lengths_modes_and_gradients_of_the_log_sum_exp() -> None:
+    assert Problem(heads=(8, 2), causal="top_left").taken
+    assert Problem((100, 300)).taken
+    assert Problem((300, 100)).taken
+    assert Problem(modes=torch.zeros(4, dtype=torch.int32)).taken
+    assert Problem(grad_lse=torch.zeros(2, 4, 256)).taken
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window_left": 64}, {"window_right": 64}, {"softcap": 30.0}, {"dropout_p": 0.1}, {"scale": 0.0}, {"scale": -0.1}],
+)
+def test_what_the_kernel_does_not_compute_is_left_to_triton(options: dict[str, object]) -> None:
+    assert not Problem(**options).taken  # type: ignore[arg-type]
+    assert not Problem(causal="top_left", **({"window_left": 64} | options)).taken  # type: ignore[arg-type]
+
+
+def test_so_are_causal_masks_between_other_lengths_and_other_head_dims() -> None:
+    assert not any(Problem(lengths, causal="top_left").taken for lengths in ((100, 300), (300, 100)))
+    assert not any(Problem(dim=dim).taken for dim in (64, 120, 136, 256))
+
+
+def test_so_are_gradients_that_the_copy_engine_cannot_read() -> None:
+    shape = (2, 4, 256, DIM)
+    shifted = torch.empty(2 * 4 * 256 * DIM + 1, dtype=torch.bfloat16)[1:].view(shape)
+    repeated = torch.empty(2, 1, 256, DIM, dtype=torch.bfloat16).expand(shape)
+    assert not Problem(grad_out=shifted).taken
+    assert not Problem(grad_out=repeated).taken
+
+
+@pytest.mark.parametrize("capability", [0, 80, 89, 100])
+def test_so_are_other_gpus(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_capability", lambda device: capability)
+    assert not Problem().taken
+
+
+def test_who_asks_for_triton_s_alone_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORESHOCK_KERNELS", "triton")
+    assert not Problem().taken
+
+
+class Launches:
+    """Stands in for every pass, and keeps which were launched, and whether with addresses for tensors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
+        self.made: list[str] = []
+        self.failure = failure
+        self.addresses: list[bool] = []
+        monkeypatch.setattr(Call, "takes_addresses", lambda _: True)
+        monkeypatch.setattr(hopper, "_launch_backward", self._kernel)
+        monkeypatch.setattr(backward, "launch_rows", self._rows)
+        monkeypatch.setattr(backward, "launch_grad_query", self._grad_query)
+        monkeypatch.setattr(backward, "launch_grad_key", lambda *_: self.made.append("dK, dV"))
+        monkeypatch.setattr(backward, "launch_count", lambda *_: self.made.append("count"))
+
+    def _kernel(self) -> object:
+        if isinstance(self.failure, ImportError):
+            raise self.failure
+
+        def launched(*_: object) -> None:
+            if self.failure is not None:
+                raise self.failure
+            self.made.append("hopper")
+
+        return launched
+
+    def _rows(self, call: Call, given: Tensors, addresses: bool) -> None:
+        self.made.append("rows")
+        self.addresses.append(addresses)
+
+    def _grad_query(self, *_: object, corrected_only: bool = False) -> None:
+        self.made.append("dQ of corrected heads" if corrected_only else "dQ")
+
+    def of(self, problem: Problem) -> list[str]:
+        chosen = configs(90, DIM, problem.call.mean_keys)
+        backward.launch_backward(problem.call, chosen, problem.given, problem.grads)
+        made, self.made = self.made, []
+        return made
+
+
+def test_one_kernel_stands_for_two_passes_and_the_choice_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    assert launches.of(Problem()) == ["rows", "hopper", "count"]
+    assert launches.of(Problem(softcap=30.0)) == [*TRITON, "count"]
+    monkeypatch.setattr(hopper, "serves", None)  # which is not asked again
+    assert launches.of(Problem()) == ["rows", "hopper", "count"]
+    assert launches.of(Problem(softcap=30.0)) == [*TRITON, "count"]
+
+
+def test_where_heads_have_modes_dq_of_corrected_heads_comes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
+    assert launches.of(Problem(modes=modes)) == [*CORRECTED, "hopper", "count"]
+    assert launches.of(Problem(modes=modes, softcap=30.0)) == [*TRITON, "count"]
+
+
+def test_who_wants_equal_bits_gets_triton_s_passes_from_one_call_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    made = []
+    for deterministic in (False, True, False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        made.append(launches.of(Problem()))
+    assert made == [["rows", "hopper", "count"], [*TRITON, "count"]] * 2
+    # No launch of either way was made when the first call of each came: these need tensors.
+    assert launches.addresses == [False, False, True, True]
+
+
+@pytest.mark.parametrize("failure", [ImportError("no module named gluon"), RuntimeError("PassManager::run failed")])
+def test_where_the_kernel_cannot_be_had_triton_begins_again_and_one_warning_says_so(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, modes = Launches(monkeypatch, failure), torch.zeros(4, dtype=torch.int32)
+    with pytest.warns(UserWarning, match=rf"backward for Hopper, .* could not be launched \({type(failure).__name__}"):
+        assert launches.of(Problem(modes=modes)) == [*CORRECTED, *TRITON, "count"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert launches.of(Problem(modes=modes)) == launches.of(Problem((64, 64))) == [*TRITON, "count"]
+
+
+def test_where_memory_is_short_that_is_said_and_the_kernel_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch, torch.OutOfMemoryError("no memory for the sums"))
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for the sums"):
+        launches.of(Problem())
+    launches.made, launches.failure = [], None
+    assert launches.of(Problem()) == ["rows", "hopper", "count"]
+
+
+VERSIONS = [(False, False, "bf16"), (False, True, "bf16"), (True, False, "bf16"), (True, False, "fp16")]
+
+
+@pytest.mark.parametrize(("causal", "tail", "dtype"), VERSIONS)
+def test_it_compiles_into_five_products_a_tile_that_keep_to_registers_and_shared_memory(
+    causal: bool, tail: bool, dtype: str, tmp_path: Path
+) -> None:
+    compiled = pytest.importorskip("tests.kernels.hopper_compiled", reason="needs a Triton that has Gluon")
+    kernel = compiled.compiled_backward(causal=causal, tail=tail, dtype=dtype)
+    of_scores = 1 + DIM // DEPTH  # the first adds -lse, or -delta
+    grads = 2 * QUERIES // DEPTH
+    of_query = 2 * KEYS // DEPTH
+    # Of two groups each: the first tile's P and dP, the loop, and the last tile's gradients.
+    products = 2 * 2 * (2 * of_scores + grads + of_query)
+    assert len(re.findall(r"wgmma\.mma_async", kernel.asm["ptx"])) == products
+    assert "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add" in kernel.asm["ptx"]
+    assert "st.local" not in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    lines = machine_code.listing(kernel, tmp_path)
+    assert sum("HGMMA" in line for line in lines) == products
+    assert machine_code.products_of_stale_registers(lines) == []
+    # ptxas puts two registers of each group away beside dK's operands, as it did where this was measured, and no more.
+    assert sum(bool(re.search(r"\bSTL\b", line)) for line in lines) <= 4
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_exponentials_stand_between_asking_for_a_product_and_waiting_for_it(causal: bool) -> None:
+    compiled = pytest.importorskip("tests.kernels.hopper_compiled", reason="needs a Triton that has Gluon")
+    ptx = compiled.compiled_backward(causal=causal).asm["ptx"]
+    between = re.findall(r"wgmma\.wait_group\.sync\.aligned 2;(.*?)wgmma\.wait_group", ptx, re.DOTALL)
+    # A thread has 32 of the 64 x 64 scores of each group.
+    assert [part.count("ex2.approx") for part in between if "ex2.approx" in part].count(KEYS * QUERIES // DIM) >= 2
