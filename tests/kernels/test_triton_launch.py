@@ -109,8 +109,8 @@ def test_a_launch_for_heads_that_shift_their_rows_writes_nothing_of_the_others()
     if not CUDA:
         assert all(torch.equal(one[:, 1::2], full[:, 1::2]) for full, one in zip(whole, part, strict=True))
         return
-    # Two kernels to a compiler, which may round otherwise in fp32. O is compared before its own rounding; where an entry
-    # of P falls to the other side, O moves by at most a bf16 step of that share of the largest value.
+    # Two kernels to a compiler, which may round otherwise in fp32. O is compared before its own rounding; where entries
+    # of P fall to another side, O moves by at most a bf16 step of the largest value.
     (full_out, *full_rows), (out, *rows) = (
         (x[0].float() + x[1].float() / residual_scale(query.dtype), *x[2:]) for x in (whole, part)
     )
