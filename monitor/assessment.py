@@ -175,8 +175,7 @@ def rounding(bias: KeyBias, rotary: bool, normalised: bool) -> list[str]:
     return [
         "Drift by rounding: perhaps. GPT-2 small without biases failed so, in the paper and here, at a rate of 1e-3 "
         "(docs/evidence.md).",
-        '  First remedy: attention="kernels", which counts every row: the sample of a kept attention was too thin '
-        "there to see the cause.",
+        "  First remedy: watch it; a switch of mode is there if a head is warned about.",
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 from foreshock.contract import wire
 from foreshock.contract.metrics import catalog
 from foreshock.lab.recording.trace import Trace, read_trace
+from foreshock.lab.scoring.score import score_traces
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "lab" / "traces" / "paper"
@@ -83,3 +84,13 @@ def test_the_losses_of_its_table_are_means_of_a_hundred_steps(name: str) -> None
     steps = run(name).steps
     means = [steps.loss[(steps.step > end - 100) & (steps.step <= end)].mean() for end in (3500, 4000, 4500)]
     assert ", ".join(f"{mean:.3f}" for mean in means) in EVIDENCE
+
+
+@pytest.mark.full
+def test_today_s_detectors_warn_of_its_recordings_as_rounding_and_leave_the_run_alone_that_does_not_fail() -> None:
+    scores = score_traces([run("paper-gpt2-64k_flash-untreated"), run("paper-gpt2-64k-bias_flash-untreated")])
+    for score in scores:
+        assert f"{score.first_warning_step:,}" in EVIDENCE
+        assert (score.layer, score.cause) == (1, "rounding")
+    (quiet,) = score_traces([run("paper-gpt2-64k_row-corrected")])
+    assert quiet.warnings == 0

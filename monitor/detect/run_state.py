@@ -16,7 +16,7 @@ from foreshock.monitor.detect.non_finite import NonFiniteTracker
 from foreshock.monitor.detect.readings import Readings, is_finite
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
-LAYOUT: Final = 3
+LAYOUT: Final = 4
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
 _ENDS: Final = int(ROUNDING_ENDS)
 """A flag beside a number of NumPy's takes some forty times as long."""
@@ -52,8 +52,6 @@ class RunState:
     non_finite: NonFiniteTracker = field(default_factory=NonFiniteTracker)
     alarms: dict[int, Alarm] = field(default_factory=dict)
     """by head, or RUN: the verdicts that are raised and not cleared"""
-    first_step: int = -1
-    """from which on the run was watched; -1 before its first sample"""
     last_step: int = -1
     peak_rate: float = 0.0
     """highest learning rate"""
@@ -76,7 +74,7 @@ class RunState:
 
     def set_back(self, config: DetectorConfig) -> Self:
         """Of a run that was set back to an older checkpoint: its past is forgotten, its verdicts stand."""
-        kept = ("modes", "rounds", "alarms", "first_step", "last_step", "peak_rate", "peak_rate_step")
+        kept = ("modes", "rounds", "alarms", "last_step", "peak_rate", "peak_rate_step")
         return replace(self.begin(self.heads, config), **{name: getattr(self, name) for name in kept})
 
     @property
@@ -93,14 +91,11 @@ class RunState:
         return self.rounds and not self.modes[head] & _ENDS
 
     def past_warmup(self, earliest_steps: int) -> bool:
-        """Growth is judged after these, and after twice the time in which the learning rate was seen to rise."""
-        rise = max(self.peak_rate_step - self.first_step, 0)
-        return self.last_step >= max(earliest_steps, self.peak_rate_step + rise)
+        """Growth is judged after these, and once the learning rate rises no more."""
+        return self.last_step >= earliest_steps and self.last_step > self.peak_rate_step
 
     def add(self, readings: Readings) -> bool:
         """Add a sample to the open block; whether that closes it."""
-        if self.first_step < 0:
-            self.first_step = readings.since_step
         if self.peak_rate_step > readings.step:  # a run that was set back has its peak yet to come
             self.peak_rate, self.peak_rate_step = 0.0, 0
         if readings.learning_rate is not None and readings.learning_rate > self.peak_rate:

@@ -12,7 +12,7 @@ class DetectorConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     earliest_steps: int = Field(
-        default=500, ge=0, description="no growth is judged before this step, nor before twice the learning rate's rise"
+        default=500, ge=0, description="no growth is judged before this step, nor while the learning rate rises"
     )
     window_steps: int = Field(default=4000, ge=100, description="longest past that growth is measured over")
     block_steps: int = Field(

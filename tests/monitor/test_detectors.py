@@ -154,13 +154,20 @@ def test_a_failure_within_1500_steps_is_warned_about_in_the_first_half_of_its_li
     assert told[0].cause == "rounding"
 
 
-def test_growth_is_not_judged_before_twice_the_rise_of_the_learning_rate() -> None:
-    for warmup, warned in ((100, True), (2500, False)):
-        detectors, told = Detectors(HEADS), []
-        for step in range(EVERY, 4500, EVERY):
-            rate = 1e-3 * min(1.0, step / warmup)
-            told += detectors.update(reading(step, line, bias=0.6, learning_rate=rate))
-        assert bool(told) == warned
+def first_warning_under_a_warm_up_of(steps: int) -> int | None:
+    detectors = Detectors(HEADS)
+    for step in range(EVERY, 4500, EVERY):
+        rate = 1e-3 * min(1.0, step / steps)
+        if told := detectors.update(reading(step, line, bias=0.6, learning_rate=rate)):
+            return told[0].step
+    return None
+
+
+def test_growth_is_not_judged_while_the_learning_rate_rises_and_is_as_soon_as_that_ends() -> None:
+    sooner = first_warning_under_a_warm_up_of(100)
+    assert sooner is not None
+    assert first_warning_under_a_warm_up_of(4500) is None
+    assert first_warning_under_a_warm_up_of(sooner - 500) == sooner  # twice that has not gone by
 
 
 @pytest.mark.parametrize("field", ["score_offset", "largest_score", "delta_bias_sum", "rows"])

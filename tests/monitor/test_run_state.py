@@ -82,11 +82,12 @@ def test_a_damaged_state_is_refused_with_a_sentence_and_the_detectors_go_on_as_t
     assert detectors.state_dict() == before
 
 
-def test_growth_is_judged_after_twice_the_rise_of_the_learning_rate_and_never_before_the_earliest_step() -> None:
+def test_growth_is_judged_once_the_learning_rate_rises_no_more_and_never_before_the_earliest_step() -> None:
     assert not at_rates(at_100=1e-3, at_450=1e-3).past_warmup(500)
     assert at_rates(at_100=1e-3, at_500=1e-3).past_warmup(500)
-    assert not at_rates(at_100=1e-4, at_900=1e-3, at_1700=1e-3).past_warmup(500)
-    assert at_rates(at_100=1e-4, at_900=1e-3, at_1750=1e-3).past_warmup(500)  # watched from step 50 on
+    assert not at_rates(at_100=1e-4, at_900=1e-3).past_warmup(500)
+    assert at_rates(at_100=1e-4, at_900=1e-3, at_950=1e-3).past_warmup(500)
+    assert at_rates(at_100=1e-4, at_900=1e-3, at_950=9e-4).past_warmup(500)
     assert after(50, 500).past_warmup(500)  # no rate is told
 
 
