@@ -153,10 +153,12 @@ class Detectors:
         signals = dict(tripped) | {i: stand[i].signal for i in settled if stand[i].signal != NON_FINITE}
         evidence, supported = self._evidence(list(signals)), self._supported(signals)
         far = {i: math.inf if i == RUN else max(0.0, abs(evidence[i].offset)) for i in tripped}  # NaN: 0
+        conditions = self._conditions
+        explained = {i for i in supported & tripped.keys() if conditions and conditions.bias_supports_drift[i]}
         can_round = run.past_warmup(config.earliest_steps) and not any(
             last.severity == "critical" and last.cause != "rounding" and last.signal != NON_FINITE
             for index, last in stand.items()
-            if index not in supported or index not in tripped
+            if index not in explained
         )
         news: dict[int, Finding] = {}
         for index in sorted(signals, key=lambda i: far.get(i, -1.0), reverse=True):

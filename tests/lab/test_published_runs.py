@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.recording.trace import read_trace, readings
 from foreshock.lab.scoring.score import score_traces
 from foreshock.lab.scoring.table import Row, table
+from foreshock.monitor.detect.detectors import Detectors
 
 LAB = Path(__file__).parents[2] / "lab"
 
@@ -42,3 +43,9 @@ def test_the_page_holds_what_the_published_runs_give() -> None:
         _, _, after = page.partition(f"{split}, {rows[0].healthy_steps:,} healthy steps:")
         shown = after.lstrip().partition("\n\n")[0].splitlines()
         assert [row for row in shown if row in map(line, rows)] == list(map(line, rows))
+
+
+def test_rounding_is_not_named_while_a_head_is_critical_whose_delta_bias_does_not_support_it_by_now() -> None:
+    trace = read_trace(LAB / "traces" / "matrix" / "score-growth-by-Muon_qk_clip-start_seed4.trace.xz")
+    detectors = Detectors(trace.heads)
+    assert {verdict.cause for sample in readings(trace) for verdict in detectors.update(sample)} == {"score growth"}
