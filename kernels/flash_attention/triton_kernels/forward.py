@@ -37,7 +37,7 @@ from foreshock.kernels.flash_attention.triton_kernels.places import (
     turn,
     visible,
 )
-from foreshock.kernels.flash_attention.triton_kernels.ties import largest_two
+from foreshock.kernels.flash_attention.triton_kernels.ties import largest_two, merged
 from foreshock.kernels.flash_attention.triton_kernels.tuning import Config, configs
 
 PAPER_CAP_BF16: tl.constexpr = tl.constexpr(PAPER_SHIFT_CAP[torch.bfloat16])
@@ -79,8 +79,7 @@ def _attend(
             scores = tl.where(visible(queries[:, None], keys[None, :], seen, SPEC), scores, float("-inf"))
         if SECOND:
             largest, next_largest = largest_two(scores)
-            second = tl.maximum(tl.minimum(row_max, largest), tl.maximum(second, next_largest))
-            new_max = tl.maximum(row_max, largest)
+            new_max, second = merged(row_max, second, largest, next_largest)
         else:
             new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
@@ -121,8 +120,7 @@ def _paper_shift(
         scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC) * score_unit
         mask = visible(queries[:, None], (start + tl.arange(0, BLOCK_N))[None, :], seen, SPEC)
         here, next_here = largest_two(tl.where(mask, scores, float("-inf")))
-        second = tl.maximum(tl.minimum(largest, here), tl.maximum(second, next_here))
-        largest = tl.maximum(largest, here)
+        largest, second = merged(largest, second, here, next_here)
     # m becomes 2 m when m > 0 and 0 when m < 0: a shift by |m|, capped.
     cap: tl.constexpr = PAPER_CAP_BF16 if tl.bfloat16 == DTYPE else PAPER_CAP_FP16
     return tl.where(largest - second <= PAPER_TOLERANCE, tl.minimum(tl.abs(largest), cap), 0.0) * LOG2E

@@ -7,7 +7,8 @@ from foreshock.kernels.flash_attention.triton_kernels.blocks import INTERPRET
 
 
 @triton.jit
-def _merged(largest, second, other_largest, other_second):
+def merged(largest, second, other_largest, other_second):
+    """The largest two of two such pairs."""
     return tl.maximum(largest, other_largest), tl.maximum(
         tl.minimum(largest, other_largest), tl.maximum(second, other_second)
     )
@@ -23,7 +24,7 @@ def largest_two(scores):
         return largest, tl.where(tl.sum(at_largest.to(tl.int32), 1) > 1, largest, below)
     # Neighbours lie in one thread, and of two numbers a minimum and a maximum are all there is to find.
     first, second = tl.split(scores.reshape(scores.shape[0], scores.shape[1] // 2, 2))
-    return tl.reduce((tl.maximum(first, second), tl.minimum(first, second)), 1, _merged)
+    return tl.reduce((tl.maximum(first, second), tl.minimum(first, second)), 1, merged)
 
 
 @triton.jit
