@@ -4,14 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.loading import module_at
 
-from foreshock.contract import wire
 from foreshock.contract.metrics import catalog
 from foreshock.lab.recording.trace import Trace, read_trace
 from foreshock.lab.scoring.score import score_traces
 
 ROOT = Path(__file__).parents[1]
-RUNS = ROOT / "lab" / "traces" / "paper"
+PICTURES = module_at(ROOT / "scripts" / "explosion_picture.py")
+RUNS = PICTURES.PAPER
 EVIDENCE = (ROOT / "docs" / "evidence.md").read_text().split("### The paper's model explodes")[1].split("\n### ")[0]
 FAILING = (1, 9)
 """Layer and head."""
@@ -38,10 +39,6 @@ def offsets(trace: Trace) -> dict[int, float]:
     return {s.step: catalog.read("head.score_offset", w)[row] for s in trace.samples if (w := s.words()) is not None}
 
 
-def first_warning(trace: Trace) -> wire.Verdict:
-    return next(e for e in trace.events if isinstance(e, wire.Verdict) and e.state == "raised")
-
-
 @pytest.mark.parametrize(
     ("name", "exploded"),
     [
@@ -65,7 +62,7 @@ def test_the_paper_s_model_explodes_where_it_is_said_to_and_nowhere_else(name: s
 @pytest.mark.parametrize("name", ["paper-gpt2-64k_flash-untreated", "paper-gpt2-64k-bias_flash-untreated"])
 def test_it_was_warned_about_before_that_and_the_cause_was_score_growth(name: str) -> None:
     trace = run(name)
-    warning = first_warning(trace)
+    warning = PICTURES.first_warning(trace)
     assert f"{warning.step:,}" in EVIDENCE
     assert f"{(explosion(trace) or 0) - warning.step}" in EVIDENCE
     assert (warning.layer, warning.cause) == (1, "score growth")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels import machine_code
+from tests.kernels.stand_in_launch import StandInLaunch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -120,25 +121,13 @@ def outputs_of(inputs: tuple[Tensor, Tensor, Tensor]) -> Any:
     return torch.empty_like(inputs[0]), None, rows, rows, rows
 
 
-class Launches:
+class Launches(StandInLaunch):
     """Stands in for the kernel and for Triton's forward, and keeps who was launched."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
-        self.made: list[str] = []
-        self.failure = failure
-        monkeypatch.setattr(hopper, "_launch", self._kernel)
+        super().__init__(failure)
+        monkeypatch.setattr(hopper, "_launch", self.kernel)
         monkeypatch.setattr(forward, "launch_forward", self._triton)
-
-    def _kernel(self) -> object:
-        if isinstance(self.failure, ImportError):
-            raise self.failure
-
-        def launched(*_: object) -> None:
-            if self.failure is not None:
-                raise self.failure
-            self.made.append("hopper")
-
-        return launched
 
     def _triton(self, *_: object, shifted_only: bool) -> None:
         self.made.append("triton for heads that shift" if shifted_only else "triton")

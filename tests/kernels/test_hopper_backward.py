@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.kernels import machine_code
+from tests.kernels.stand_in_launch import StandInLaunch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -116,30 +117,18 @@ def test_who_asks_for_triton_s_alone_gets_no_other(monkeypatch: pytest.MonkeyPat
     assert not Problem().taken
 
 
-class Launches:
+class Launches(StandInLaunch):
     """Stands in for every pass, and keeps which were launched, and whether with addresses for tensors."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
-        self.made: list[str] = []
-        self.failure = failure
+        super().__init__(failure)
         self.addresses: list[bool] = []
         monkeypatch.setattr(Call, "takes_addresses", lambda _: True)
-        monkeypatch.setattr(hopper, "_launch_backward", self._kernel)
+        monkeypatch.setattr(hopper, "_launch_backward", self.kernel)
         monkeypatch.setattr(backward, "launch_rows", self._rows)
         monkeypatch.setattr(backward, "launch_grad_query", self._grad_query)
         monkeypatch.setattr(backward, "launch_grad_key", lambda *_: self.made.append("dK, dV"))
         monkeypatch.setattr(backward, "launch_count", lambda *_: self.made.append("count"))
-
-    def _kernel(self) -> object:
-        if isinstance(self.failure, ImportError):
-            raise self.failure
-
-        def launched(*_: object) -> None:
-            if self.failure is not None:
-                raise self.failure
-            self.made.append("hopper")
-
-        return launched
 
     def _rows(self, call: Call, given: Tensors, addresses: bool) -> None:
         self.made.append("rows")

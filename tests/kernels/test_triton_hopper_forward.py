@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from tests.kernels.triton_calls import (
-    CUDA,
+    ON_HOPPER,
     Inputs,
     Outputs,
     attend,
@@ -27,14 +27,7 @@ from foreshock.kernels.flash_attention.spec import Arguments, Saved, residual_sc
 from foreshock.kernels.flash_attention.triton_kernels import backward, forward, hopper
 from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
-pytestmark = [
-    pytest.mark.skipif(
-        not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
-    ),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
-    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # inductor imports TorchScript
-]
+pytestmark = ON_HOPPER
 MIXED = (
     Mode.PLAIN,
     Mode.ROW_CORRECTED,

@@ -20,6 +20,15 @@ INTERPRETED = [
 """Marks of modules whose kernels run in Triton's interpreter where there is no GPU."""
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+ON_HOPPER = [
+    pytest.mark.skipif(
+        not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
+    ),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # inductor imports TorchScript
+]
+"""Marks of modules that need a GPU of compute capability 9.0."""
 
 
 class Inputs(NamedTuple):
