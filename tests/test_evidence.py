@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.loading import module_at
 
+from foreshock.contract import wire
 from foreshock.contract.metrics import catalog
 from foreshock.lab.recording.trace import Trace, read_trace
 from foreshock.lab.scoring.score import score_traces
@@ -66,6 +67,15 @@ def test_it_was_warned_about_before_that_and_the_cause_was_score_growth(name: st
     assert f"{warning.step:,}" in EVIDENCE
     assert f"{(explosion(trace) or 0) - warning.step}" in EVIDENCE
     assert (warning.layer, warning.cause) == (1, "score growth")
+
+
+def test_a_score_of_100_was_noted_earlier_and_in_the_run_that_did_not_fail_as_well() -> None:
+    failing, corrected = (run(f"paper-gpt2-64k_{arm}") for arm in ("flash-untreated", "row-corrected"))
+    note = next(e for e in failing.events if isinstance(e, wire.Verdict))
+    assert (note.severity, note.signal) == ("info", "score")
+    assert f"{PICTURES.first_warning(failing).step - note.step:,} steps earlier" in EVIDENCE
+    assert "layer 1 head 9" not in note.sentence
+    assert any(isinstance(e, wire.Verdict) and e.severity == "info" for e in corrected.events)
 
 
 def test_the_offset_of_its_failing_head_grows_unless_rows_are_corrected_and_shrinks_in_float32() -> None:
