@@ -37,8 +37,15 @@ from foreshock.kernels.flash_attention.spec import (
 @cache
 def _triton() -> Any:
     """The Triton kernels, or None where there are none or FORESHOCK_KERNELS=reference asks for none."""
-    if os.environ.get("FORESHOCK_KERNELS") == "reference":
+    asked = os.environ.get("FORESHOCK_KERNELS", "")
+    if asked == "reference":
         return None
+    if asked not in ("", "triton"):
+        warnings.warn(
+            f"FORESHOCK_KERNELS is {asked!r}; give 'triton' for no kernels written for Hopper, or 'reference' for no "
+            "kernels at all: the fastest serve, as where it is not set",
+            stacklevel=2,
+        )
     try:
         from foreshock.kernels.flash_attention.triton_kernels import backward, forward
     except ImportError as error:

@@ -146,3 +146,23 @@ def test_missing_kernels_give_one_warning_and_the_reference(monkeypatch: pytest.
     with pytest.warns(UserWarning, match="Triton kernels are not available"):
         assert op._triton() is None
     assert op._triton() is None  # and no second warning, which would be an error
+
+
+@pytest.mark.usefixtures("fresh_choice")
+@pytest.mark.parametrize("given", ["Triton", "refrence", "gluon"])
+def test_a_choice_of_kernels_that_there_is_not_is_named_once_with_those_that_there_are(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="without it another warning says so")
+    monkeypatch.setenv("FORESHOCK_KERNELS", given)
+    with pytest.warns(UserWarning, match=f"FORESHOCK_KERNELS is '{given}'; give 'triton' .* or 'reference'"):
+        assert op._triton() is not None
+    assert op._triton() is not None  # and no second warning, which would be an error
+
+
+@pytest.mark.usefixtures("fresh_choice")
+@pytest.mark.parametrize("given", ["", "triton"])
+def test_nothing_is_said_of_one_that_there_is(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="without it a warning says so")
+    monkeypatch.setenv("FORESHOCK_KERNELS", given)
+    assert op._triton() is not None
