@@ -32,6 +32,14 @@ def test_a_wrong_output_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         self_check.run("cpu")
 
 
+def test_one_that_is_wrong_at_the_head_dim_of_hopper_s_own_kernels_alone_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken(monkeypatch, lambda out, **_: out * 1.05 if out.shape[3] == 128 else out)
+    with pytest.raises(RuntimeError, match=r"head dim 128: O is off by .* PyTorch's own bf16 by"):
+        self_check.run("cpu")
+
+
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, lambda out, **_: out.detach() + 1.05 * (out - out.detach()))
     with pytest.raises(RuntimeError, match=r"d[QKV] is off by"):
