@@ -15,7 +15,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foreshock.kernels.flash_attention import flash_attention
+from foreshock.kernels.flash_attention import flash_attention, new_state
 from foreshock.kernels.flash_attention.spec import CausalAlignment, Numerics, operand_dtype
 from foreshock.monitor.model.discovery import SDPA
 
@@ -125,14 +125,19 @@ _ENDS: Final = (0, LENGTH // 3, LENGTH)
 
 
 def _ours(kind: Kind) -> Callable[..., Tensor]:
-    packed: dict[str, Any] = {}
+    heads = KEY_HEADS * kind.group
+    # With a state and modes, as a watched layer calls them: without these other versions of the kernels are launched.
+    watched: dict[str, Any] = {
+        "state": new_state(heads, kind.device),
+        "modes": torch.zeros(heads, dtype=torch.int32, device=kind.device),
+    }
     if kind.packed:
         ends = torch.tensor(_ENDS, dtype=torch.int32, device=kind.device)
-        packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        watched |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rule: dict[str, Any] = {"causal": kind.causal, "window": kind.window, "softcap": kind.softcap}
-        out = flash_attention(query, key, value, **rule, scale=kind.scale, numerics=kind.numerics, **packed)
+        out = flash_attention(query, key, value, **rule, scale=kind.scale, numerics=kind.numerics, **watched)
         return cast(Tensor, out)
 
     return ours

@@ -14,6 +14,7 @@ from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention
 from torch import Tensor
 
 from foreshock.contract import wire
+from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention import proof
@@ -54,6 +55,24 @@ def test_our_kernels_compute_what_pytorchs_attention_does_in_calls_of_every_kind
 ) -> None:
     for head_dim, group in ((16, 1), (64, 2)):
         assert difference(Kind(device, dtype, numerics, head_dim, group, **call)) is None
+
+
+@pytest.mark.parametrize("call", CALLS[:1] + CALLS[5:6], ids=str)
+def test_they_are_called_as_a_watched_layer_calls_them_which_may_launch_others_than_a_call_that_counts_nothing(
+    call: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def called(*operands: Tensor, state: Tensor, modes: Tensor, **options: Any) -> Any:
+        given.append((state, modes))
+        return flash_attention(*operands, state=state, modes=modes, **options)
+
+    monkeypatch.setattr(proof, "flash_attention", called)
+    assert difference(Kind("cpu", "bfloat16", "kernel", 16, 2, **call)) is None
+    ((state, modes),) = given
+    assert modes.tolist() == [0] * len(state)
+    rows = proof.LENGTH * (1 if call else 2)
+    assert state[:, Slot.ROWS].tolist() == [rows] * len(state), "the backward counts"
 
 
 def half_as_large(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
