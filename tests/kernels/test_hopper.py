@@ -208,6 +208,20 @@ def test_it_compiles_into_a_loop_whose_softmax_runs_beside_a_product(
     assert machine_code.products_of_stale_registers(lines) == []
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("causal", "tail", "second", "dtype"),
+    [(False, True, True, "bf16"), (True, False, False, "bf16"), (True, False, True, "fp16")],
+)
+def test_no_product_takes_a_stale_tile_past_the_last_key_nor_where_nothing_is_counted_nor_in_fp16(
+    causal: bool, tail: bool, second: bool, dtype: str, tmp_path: Path
+) -> None:
+    kernel = compiled(causal=causal, residual=True, modes=True, second=second, tail=tail, dtype=dtype)
+    lines = machine_code.listing(kernel, tmp_path)
+    assert any("HGMMA" in line for line in lines)
+    assert machine_code.products_of_stale_registers(lines) == []
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_second_largest_score_costs_two_minima_or_maxima_a_score_most_of_them_beside_exponentials(
     causal: bool,
