@@ -16,6 +16,7 @@ def trained(program: Path, world: int, folder: Path, *arguments: str, seconds: f
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONSAFEPATH": "1",
+        "PYTHONFAULTHANDLER": "1",  # a process that a signal ends says where it was
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
@@ -33,5 +34,5 @@ def trained(program: Path, world: int, folder: Path, *arguments: str, seconds: f
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    assert status == 0, (folder / "log").read_text()[-6000:]
+    assert status == 0, (folder / "log").read_text()[-20_000:]
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
