@@ -54,6 +54,17 @@ def test_head_dim_128_is_served_in_both_types_whole_and_causal(dtype: torch.dtyp
     assert served(tensors(dtype=dtype), causal=causal)
 
 
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("3.5.1", False), ("3.6.0", True), ("3.7.1", True), ("3.8.0", True), ("3.9.0", False), ("3.60.0", False)],
+)
+def test_only_versions_of_triton_whose_machine_code_was_searched_serve(
+    version: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    assert served(tensors()) == known
+
+
 @pytest.mark.parametrize("length", [1, 127, 128, 1000])
 @pytest.mark.parametrize("causal", ["none", "top_left"])
 def test_any_length_is_served(length: int, causal: str) -> None:
@@ -160,7 +171,7 @@ def test_where_the_kernel_cannot_be_had_triton_serves_and_one_warning_says_so(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = Launches(monkeypatch, failure)
-    with pytest.warns(UserWarning, match=rf"needs Triton 3\.6, could not be launched \({type(failure).__name__}"):
+    with pytest.warns(UserWarning, match=rf"for Hopper could not be launched \({type(failure).__name__}"):
         assert launches.of(tensors(), torch.zeros(4, dtype=torch.int32)) == ["triton"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -175,7 +175,7 @@ def test_where_the_kernel_cannot_be_had_triton_begins_again_and_one_warning_says
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches, modes = Launches(monkeypatch, failure), torch.zeros(4, dtype=torch.int32)
-    with pytest.warns(UserWarning, match=rf"backward for Hopper, .* could not be launched \({type(failure).__name__}"):
+    with pytest.warns(UserWarning, match=rf"backward for Hopper could not be launched \({type(failure).__name__}"):
         assert launches.of(Problem(modes=modes)) == [*CORRECTED, *TRITON, "count"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Final
 
 import torch
+import triton
 from torch import Tensor
 
 from foreshock.kernels.flash_attention.launch import Call
@@ -15,6 +16,9 @@ from foreshock.kernels.flash_attention.triton_kernels.passes import Grads, Outpu
 
 DIM: Final = 128
 """The head dim that they are written for."""
+SEARCHED: Final = ("3.6.", "3.7.", "3.8.")
+"""The versions of Triton from which what they compile into was searched for products of stale registers (3.6.0, 3.7.1
+and 3.8.0). A later one may order them otherwise, and nothing would tell. 3.6 alone ran on GPUs."""
 _NAME: Final = "hopper forward"
 _NAME_BACKWARD: Final = "hopper backward"
 _given_up: Final[list[Exception]] = []
@@ -27,7 +31,8 @@ def serves(call: Call, *tensors: Tensor) -> bool:
     spec = call.spec
     all_seen = spec.right < 0 or (spec.causal != "none" and call.longest_q == call.longest_k)
     plain = spec.window_left < 0 and not call.compiled.PRESCALED and spec.dropout_p == 0
-    return call.capability == 90 and call.dim == DIM and all_seen and plain and call.takes_descriptors(*tensors)
+    fits = call.capability == 90 and call.dim == DIM and triton.__version__.startswith(SEARCHED)
+    return fits and all_seen and plain and call.takes_descriptors(*tensors)
 
 
 def launched(
@@ -74,7 +79,7 @@ def _launches(what: str, given_up: list[Exception], launch: Callable[[], None]) 
     except Exception as error:  # an import's or a compiler's; what else is wrong, the other launch will say
         given_up.append(error)
         warnings.warn(
-            f"foreshock's {what} for Hopper, which needs Triton 3.6, could not be launched ({type(error).__name__}: "
+            f"foreshock's {what} for Hopper could not be launched ({type(error).__name__}: "
             f"{error}); the slower {what} serves in its place",
             stacklevel=3,
         )
