@@ -143,20 +143,22 @@ class Clipping:
 
     def set(self, on: bool, *, step: int, reason: str) -> wire.Clipped:
         """Switch it on or off, as a person asked. Raises ValueError where it cannot be on."""
+        if not isinstance(on, bool):  # "never" would switch it on
+            raise ValueError(f"set_qk_clip takes True or False, got {on!r:.100}; its words are for attach(qk_clip=...)")
         if on and self._over:
             raise ValueError(f"QK-Clip stays off: {self._over}")
         self._held = not on
         return self._switched(on, step, reason)
 
     def _switched(self, on: bool, step: int, reason: str) -> wire.Clipped:
+        after = "" if on else "; weights that were scaled stay so: training has gone on from them"
+        event = wire.Clipped(id=self._new_id(), step=step, on=on, total=self._total, reason=f"{reason}{after}"[:500])
         if on and not self.on:
             self._clip = self._clip or self._new_clip()
             self._clip.begin()
         self.on, self._asked = on, self._asked or on
         self._ask_for_all_rows(step + 1)
-        after = "" if on else "; weights that were scaled stay so: training has gone on from them"
         logger.warning("foreshock, step %d: QK-Clip is %s: %s%s", step, "on" if on else "off", reason, after)
-        event = wire.Clipped(id=self._new_id(), step=step, on=on, total=self._total, reason=(reason + after)[:500])
         self._emit(event)
         return event
 

@@ -126,6 +126,22 @@ def test_by_hand_it_is_switched_on_and_off_between_steps_with_an_event_and_a_lin
     assert [line.split(": ")[1] for line in lines] == ["QK-Clip is on", "QK-Clip is off"]
 
 
+@pytest.mark.parametrize("wrong", ["never", "always", "warned", 1, None])
+def test_by_hand_it_takes_true_or_false_and_no_word_of_the_setting_switches_it_on(
+    wrong: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener, model = Listener(), two_layers()
+    no_reason: Any = None
+    with attach(model, **EVERY) as agent:
+        agent.subscribe(listener)
+        with pytest.raises(ValueError, match="takes True or False, got"):
+            agent.set_qk_clip(wrong, "the scores grow")
+        assert not changed(agent, model)
+        assert agent.set_qk_clip(True, no_reason).on
+    assert "QK-Clip is off" not in caplog.text
+    assert [each.on for each in listener.of(wire.Clipped) if not each.heads] == [True]
+
+
 def test_switched_on_by_hand_it_goes_by_the_steps_that_follow() -> None:
     model = two_layers()
     with attach(model, **(EVERY | {"sample_every_steps": 100, "qk_clip_threshold": 20.0})) as agent:
