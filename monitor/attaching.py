@@ -20,6 +20,7 @@ from foreshock.contract.slots import identity_row
 from foreshock.contract.wire import MAX_LAYERS, Layer
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
+from foreshock.monitor.apart import apart
 from foreshock.monitor.assessment import openness, rounding
 from foreshock.monitor.attached_model import AttachedModel, served_by
 from foreshock.monitor.attention.backend_selector import BackendSelector
@@ -68,10 +69,11 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
     if len(watched) > MAX_LAYERS:
         raise ValueError(f"{len(watched)} attention layers were found; at most {MAX_LAYERS} can be watched")
     device = device_of(watched[0].module, model)
-    state = torch.from_numpy(identity_row()).repeat(sum(f.heads for f in watched), 1).to(device)
-    modes = torch.zeros(len(state), dtype=torch.int32, device=device)
-    layers = _layers_of(watched, state, modes, settings)
-    selector = BackendSelector(layers, state, settings)
+    with apart(device):
+        state = torch.from_numpy(identity_row()).repeat(sum(f.heads for f in watched), 1).to(device)
+        modes = torch.zeros(len(state), dtype=torch.int32, device=device)
+        layers = _layers_of(watched, state, modes, settings)
+        selector = BackendSelector(layers, state, settings)
     of_modules = [(f.module, layer.layout) for f, layer in zip(watched, layers, strict=True) if layer.layout]
     lookout = Lookout(model, [f.name for f in found], settings.heads, of_modules)
     undo = _install(model, watched, layers, selector, lookout)

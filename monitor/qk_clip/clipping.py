@@ -12,6 +12,7 @@ from foreshock.contract import wire
 from foreshock.contract.decision import calls_for
 from foreshock.contract.orders import CLIP_ORDERS, ClipWhen, clip_order
 from foreshock.contract.slots import Floats, Slot, slot_values
+from foreshock.monitor.apart import apart
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
@@ -271,7 +272,8 @@ class Clipping:
         layers, selector = self._attached.layers, self._attached.selector
         unknown = ["no call has shown it yet"] * len(layers)
         tau = self._config.qk_clip_threshold
-        return QKClip(layers, unknown, self._attached.state, threshold=tau, largest=selector.largest)
+        with apart(self._attached.state.device):
+            return QKClip(layers, unknown, self._attached.state, threshold=tau, largest=selector.largest)
 
     def _look_again(self, clip: QKClip) -> bool:
         """Find the weights anew where a call has shown them, or they or those who serve them have changed."""

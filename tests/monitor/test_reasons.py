@@ -113,6 +113,22 @@ def test_a_forward_that_calls_no_function_that_is_met_is_told_from_one_that_did_
     assert "(never) counted nothing in step 1: its forward or backward did not run through the watched" in told
 
 
+def test_a_multihead_attention_that_is_asked_for_its_weights_is_told_how_to_be_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class ByDefault(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x)[0]  # type: ignore[no-any-return]
+
+    told = told_of(ByDefault(), caplog)
+    assert "(attention) counted nothing in step 1: it computes its probabilities itself under need_weights=True" in told
+    assert "its default; give need_weights=False" in told
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
