@@ -368,14 +368,16 @@ class Clipping:
         """Whether it is on and what it did, in a line; "" where it was never asked for."""
         if not self._asked and not self._over and not self._done:
             return ""
-        line = f"QK-Clip is {'on' if self.on else 'off'} at {self._config.qk_clip_threshold:g}"
+        now = "on" if self.on else "off until scores grow" if self.when == "warned" and not self._over else "off"
+        line = f"QK-Clip is {now} at {self._config.qk_clip_threshold:g}"
         if self._over:
             line += f", {self._over}"
         if self._done:
             scalings = sum(times for times, _ in self._done.values())
             least = min(least for _, least in self._done.values())
             line += f"; {len(self._done)} heads were scaled, {scalings} times in all, smallest factor {least:.3g}"
-        refused = self._refusals({} if self._clip is None else self._clip.refused)
+        clip = self._clip if self._clip is None or self.on or self._over else self._trial()  # while off, nobody looks
+        refused = [] if clip is None else self._refusals(clip.refused)
         return line + (f"; left out: {'; '.join(refused)}" if refused else "")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------

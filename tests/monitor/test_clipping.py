@@ -196,6 +196,16 @@ def test_warned_begins_at_a_standing_warning_of_scores_that_grow_and_at_no_other
         assert ("QK-Clip is on" in agent.report()) == on
 
 
+def test_while_it_waits_the_report_says_for_what_and_leaves_out_no_layer_that_it_can_scale() -> None:
+    model = two_layers()
+    with attach(model, qk_clip="warned", **EVERY) as agent:
+        assert not changed(agent, model, 2)
+        assert agent.report().splitlines()[-1] == "QK-Clip is off until scores grow at 0.05"
+        agent.set_qk_clip(True, "to look")
+        assert changed(agent, model)
+        assert "left out" not in agent.report()
+
+
 def test_after_a_persons_no_a_warning_that_stands_does_not_switch_it_on_and_a_new_one_does() -> None:
     model = two_layers()
     with attach(model, qk_clip="warned", policy="auto", **EVERY) as agent:
