@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from foreshock.contract.environment import refuse_misspelt
 from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
@@ -295,6 +295,9 @@ def make_config(config: AgentConfig | None, overrides: dict[str, Any]) -> AgentC
         return AgentConfig(**{**given, **overrides})
     except ValidationError as error:
         raise ValueError("; ".join(_sentence(dict(e)) for e in error.errors(include_input=False))) from None
+    except SettingsError as error:  # of a variable whose setting is a dictionary
+        example = 'FORESHOCK_LABELS={"team": "vision"}'
+        raise ValueError(f"{error}: such a variable holds JSON, as {example}") from None
 
 
 def _sentence(error: dict[str, Any]) -> str:

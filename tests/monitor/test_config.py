@@ -176,6 +176,16 @@ def test_every_mistake_is_one_sentence_and_no_value_that_was_given_is_shown(
     assert "pydantic" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["LABELS", "HEADS", "LAYERS", "DETECTORS"])
+def test_a_variable_that_is_no_json_where_a_dictionary_is_wanted_is_told_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(f"FORESHOCK_{name}", "team=s3cret")
+    with pytest.raises(ValueError, match=rf'"{name.lower()}".*: such a variable holds JSON, as FORESHOCK_') as caught:
+        make_config(None, {})
+    assert "s3cret" not in str(caught.value)
+
+
 def test_versions_name_what_is_installed() -> None:
     found = versions()
     assert {"python", "torch", "foreshock"} <= set(found)
