@@ -66,6 +66,11 @@ class Decision:
     ask: Ask = "none"
 
 
+def checkpoint_before(step: float) -> str:
+    """What a run goes back to that broke in `step`: before the first one there is no checkpoint of its own."""
+    return f"a checkpoint before step {step:,.0f}" if step > 1 else "where it began"
+
+
 def decision(
     cause: IncidentCause,
     policy: Policy | None,
@@ -91,7 +96,7 @@ def decision(
     over: whether nothing grows any more; ended: whether the run has ended; clip: `Started.qk_clip`.
     """
     act = act_on(cause, policy, clip)
-    checkpoint = "a checkpoint before " + ("the first warning" if before_step is None else f"step {before_step:,}")
+    checkpoint = "a checkpoint before the first warning" if before_step is None else checkpoint_before(before_step)
     given = f"{_count(switched, heads)} switched"
     if ended and progress != "arrested":
         cured = curable(cause) and progress == "not arrested"

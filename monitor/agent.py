@@ -31,7 +31,7 @@ from foreshock.monitor.detect.notes import Notes
 from foreshock.monitor.guard import Guard, logger
 from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.qk_clip.clipping import Clipping
-from foreshock.monitor.resuming import UNREADABLE, SavedState, read_saved, step_in
+from foreshock.monitor.resuming import UNREADABLE, SavedState, read_saved, step_in, steps_done
 from foreshock.monitor.sampler import Sampler
 from foreshock.monitor.sampling.collector import Counted
 from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
@@ -204,7 +204,7 @@ class Agent:
 
     def _record_coverage(self, counted: Counted) -> None:
         """Record which layers a sample counts, and send anew who serves and measures each where that changed."""
-        if self._coverage.record(counted.words, counted.since_step, counted.step):
+        if self._undo is not None and self._coverage.record(counted.words, counted.since_step, counted.step):
             self._coverage.show(counted.step)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
         started = self._outbox.started
@@ -280,8 +280,9 @@ class Agent:
 
     def begin_at(self, step: int) -> None:
         """Number the steps on from `step`, where training resumes without this agent's state. Before step 1 only."""
-        if not self._started:
-            self._schedule.step = self._sampler.collector.since_step = step
+        with self._guards["agent"]:
+            if not self._started:
+                self._schedule.step = self._sampler.collector.since_step = steps_done(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Step, modes and detector state, JSON-able. Call it at a step boundary, where the checkpoint is written.

@@ -59,10 +59,12 @@ def assess(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 
     Says what foreshock would watch and how, which attention PyTorch picks on the model's device and what watching
     costs, which of the two failures of docs/failure.md and docs/score-growth.md the model is open to and on what
-    evidence, and the first remedy of each. Raises ValueError for anything but a torch.nn.Module.
+    evidence, and the first remedy of each. Raises ValueError for anything but a torch.nn.Module and an optimizer.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"assess takes a torch.nn.Module, got {type(model).__name__}")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"optimizer is a torch.optim.Optimizer, got {type(optimizer).__name__}")
     found = find_attention(model, make_config(None, {}).heads)
     watched = [each for each in found if each.problem is None]
     bias, rotary, normalised = openness(model, watched)
@@ -108,7 +110,7 @@ def _bias(projection: nn.Module) -> KeyBias:
 
 def has_rotary(model: nn.Module, watched: Iterable[Found]) -> bool:
     """Whether a name in the model, or in the code of its attention, says that positions rotate queries and keys."""
-    named = ((name.rpartition(".")[2], type(m).__name__, *m._buffers) for name, m in model.named_modules())
+    named = ((name.rpartition(".")[2], type(m).__name__, *m._buffers.keys()) for name, m in model.named_modules())
     return any(any(map(_ROTARY.search, names)) for names in chain(named, (found.looks_up for found in watched)))
 
 

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import os
+import re
 import sys
 import threading
 import weakref
@@ -11,12 +12,15 @@ from contextlib import ExitStack
 from typing import Final, Unpack
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
+from foreshock.contract.message import first_error
 from foreshock.contract.slots import identity_row
 from foreshock.contract.wire import MAX_LAYERS, Layer
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
+from foreshock.monitor.apart import apart
 from foreshock.monitor.assessment import openness, rounding
 from foreshock.monitor.attached_model import AttachedModel, served_by
 from foreshock.monitor.attention.backend_selector import BackendSelector
@@ -65,10 +69,11 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
     if len(watched) > MAX_LAYERS:
         raise ValueError(f"{len(watched)} attention layers were found; at most {MAX_LAYERS} can be watched")
     device = device_of(watched[0].module, model)
-    state = torch.from_numpy(identity_row()).repeat(sum(f.heads for f in watched), 1).to(device)
-    modes = torch.zeros(len(state), dtype=torch.int32, device=device)
-    layers = _layers_of(watched, state, modes, settings)
-    selector = BackendSelector(layers, state, settings)
+    with apart(device):
+        state = torch.from_numpy(identity_row()).repeat(sum(f.heads for f in watched), 1).to(device)
+        modes = torch.zeros(len(state), dtype=torch.int32, device=device)
+        layers = _layers_of(watched, state, modes, settings)
+        selector = BackendSelector(layers, state, settings)
     of_modules = [(f.module, layer.layout) for f, layer in zip(watched, layers, strict=True) if layer.layout]
     lookout = Lookout(model, [f.name for f in found], settings.heads, of_modules)
     undo = _install(model, watched, layers, selector, lookout)
@@ -114,7 +119,7 @@ def _place(config: AgentConfig | None) -> dict[str, int]:
 
     Nor may a launcher know of all: of processes that its own process spawned, each has inherited its number.
     """
-    if config is not None and not config.model_fields_set.isdisjoint(("rank", "world_size")):
+    if isinstance(config, AgentConfig) and not config.model_fields_set.isdisjoint(("rank", "world_size")):
         return {}
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return {}
@@ -201,19 +206,29 @@ def _install(
 def _described(watched: list[Found], settings: AgentConfig, ours: str) -> tuple[Layer, ...]:
     """The layers as the service gets them; `ours`: what of ours serves them, where it does."""
     sampled = settings.attention != "kernels"
-    return tuple(
-        Layer(
-            layer=settings.layers.get(f.name, settings.first_layer + index),
-            name=f.name or "model",
-            heads=tuple(range(settings.first_head + f.first_head, settings.first_head + f.first_head + f.heads)),
-            kv_heads=f.kv_heads or f.heads,  # older services take no less than one
-            kv_heads_known=f.kv_heads > 0,
-            head_dim=f.head_dim,
-            served_by="probe" if sampled else ours,
-            sampled=sampled,
-        )
-        for index, f in enumerate(watched)
-    )
+    layers: dict[int, Layer] = {}
+    for index, f in enumerate(watched):
+        name, number = f.name or "model", settings.layers.get(f.name, settings.first_layer + index)
+        first_head = settings.first_head + f.first_head
+        if number in layers:
+            raise ValueError(
+                f"{layers[number].name} and {name} both have the layer number {number}; give every attention module a "
+                "number of its own: layers={name: number}"
+            )
+        try:
+            layers[number] = Layer(
+                layer=number,
+                name=re.sub(r"[^\w.:/-]", "_", name, flags=re.ASCII)[-128:],  # a key of nn.ModuleDict may be any text
+                heads=tuple(range(first_head, first_head + f.heads)),
+                kv_heads=f.kv_heads or f.heads,  # older services take no less than one
+                kv_heads_known=f.kv_heads > 0,
+                head_dim=f.head_dim,
+                served_by="probe" if sampled else ours,
+                sampled=sampled,
+            )
+        except ValidationError as error:
+            raise ValueError(f"{name} cannot be watched: {first_error(error)}") from None
+    return tuple(layers.values())
 
 
 def _report(model: nn.Module, settings: AgentConfig, found: list[Found], selector: BackendSelector, ours: str) -> str:

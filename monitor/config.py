@@ -9,9 +9,10 @@ import secrets
 import time
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AliasChoices, Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from foreshock.contract.environment import refuse_misspelt
 from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
@@ -122,7 +123,7 @@ class AgentConfig(BaseSettings):
     first_head: int = Field(default=0, ge=0)
     """Global number of this rank's first head in every layer. Needed where the model's own modules hold only some of
     the heads; tensor parallelism by PyTorch's parallelize_module is recognised and needs no number."""
-    heads: dict[str, int] = Field(default_factory=dict)
+    heads: dict[str, PositiveInt] = Field(default_factory=dict)
     """If the number of heads of an attention module cannot be inferred, pass it, by its name: {"blocks.0.attn": 8}."""
 
     spool_directory: Path | None = Field(default_factory=_default_spool_directory)
@@ -194,6 +195,8 @@ class AgentConfig(BaseSettings):
             raise ValueError("url must start with http:// or https://, for example http://127.0.0.1:8765")
         if value is not None and "@" in value:
             raise ValueError("url must carry no user name or password; give token=... or set FORESHOCK_TOKEN")
+        if value is not None and not _has_host(value):
+            raise ValueError("url must name a host, and a port by its number, for example http://127.0.0.1:8765")
         return value
 
     @model_validator(mode="after")
@@ -223,6 +226,14 @@ class AgentConfig(BaseSettings):
                 f"{self.world_size} processes need one name for their run: give run=... or set FORESHOCK_RUN on all"
             )
         return self
+
+
+def _has_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0  # a port that is none raises
+    except ValueError:
+        return False
 
 
 _LAUNCHERS: Final = (
@@ -277,17 +288,25 @@ def _launcher_run() -> str | None:
 
 def make_config(config: AgentConfig | None, overrides: dict[str, Any]) -> AgentConfig:
     """`config` with `overrides` on top, both validated. Raises ValueError with one sentence per mistake."""
+    if config is not None and not isinstance(config, AgentConfig):
+        raise ValueError(f"config is an AgentConfig, got {type(config).__name__}; give settings by name, as run=...")
     given = config.model_dump(include=config.model_fields_set) if config is not None else {}
     try:
         return AgentConfig(**{**given, **overrides})
     except ValidationError as error:
         raise ValueError("; ".join(_sentence(dict(e)) for e in error.errors(include_input=False))) from None
+    except SettingsError as error:  # of a variable whose setting is a dictionary
+        example = 'FORESHOCK_LABELS={"team": "vision"}'
+        raise ValueError(f"{error}: such a variable holds JSON, as {example}") from None
 
 
 def _sentence(error: dict[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"{where} is not a setting of the agent; settings are {', '.join(AgentConfig.model_fields)}"
+        whose, fields = "the agent", AgentConfig.model_fields
+        if error["loc"][0] == "detectors":
+            whose, fields = "the detectors", DetectorConfig.model_fields
+        return f"{where} is not a setting of {whose}; settings are {', '.join(fields)}"
     message = str(error["msg"]).removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
 

@@ -1,7 +1,7 @@
 """What an agent has saved, read again: checked as a whole before anything of it is taken up."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, SupportsInt
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -48,3 +48,11 @@ def step_in(state: object) -> int | None:
     """The step at which a state was saved, also where nothing else of it can be used."""
     step = state.get("step") if isinstance(state, dict) else None
     return step if isinstance(step, int) and step >= 0 else None
+
+
+def steps_done(step: object) -> int:
+    """A number of steps, from whatever a checkpoint holds it as. Raises ValueError with a sentence for what is none."""
+    done = int(step) if isinstance(step, SupportsInt) and step == step else -1  # NaN is not itself
+    if done < 0:
+        raise ValueError(f"begin_at takes the number of steps that are done, 0 or more, got {step!r:.100}")
+    return done

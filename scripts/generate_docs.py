@@ -194,6 +194,7 @@ _GIVEN_AS = {
     "Identifier": "str",
     "ModeName": "str",
     "dict[Identifier, str]": "dict[str, str]",
+    "dict[str, PositiveInt]": "dict[str, int]",
     "SecretStr | None": "str | SecretStr | None",
     "Path | None": "str | Path | None",
     "DetectorConfig": "DetectorConfig | dict[str, Any]",

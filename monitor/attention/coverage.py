@@ -61,6 +61,7 @@ class CoverageReport:
         self._returns = 0
         """Samples in which one of them came back."""
         self._looked = False
+        self._outside_before: Final = outside.trained
         self._samples, self._wait, self._next_table = 0, 1, 0
         self._shown: list[str] = []
 
@@ -92,11 +93,11 @@ class CoverageReport:
         first, self._looked = not self._looked, True
         if first:
             self._warn(np.flatnonzero(~counted), step, since_step)
-            if outside.calls:
+            if (calls := outside.trained - self._outside_before) > 0:
                 logger.warning(
                     "foreshock: scaled_dot_product_attention was called %d times outside every watched module; those "
                     "calls are not watched",
-                    outside.calls,
+                    calls,
                 )
         else:
             self._warn_of_those_that_stopped(counted, since_step, step)

@@ -47,6 +47,8 @@ class _Traced:
 class _Outside:
     calls: int = 0
     """Calls of attention outside every watched module, in the whole process."""
+    trained: int = 0
+    """Those of them that may train: not of evaluation, of an average or of a teacher."""
     layers: Final[WeakSet[WatchedLayer]] = WeakSet()
     """Layers of every agent attached."""
 
@@ -121,7 +123,7 @@ def forget() -> None:
     """No agent is attached any more."""
     _mine.outer.clear()
     leave()
-    _traced.entered, outside.calls = False, 0
+    _traced.entered, outside.calls, outside.trained = False, 0, 0
 
 
 def note_interception() -> None:
@@ -161,6 +163,7 @@ def note_call_outside() -> None:
             "not PyTorch's; use torch.utils.checkpoint, or checkpoint whole attention modules or blocks"
         )
     outside.calls += 1
+    outside.trained += torch.is_grad_enabled()
     if outside.calls <= _LOOKED_AT:
         _name_the_layer_of_a_caller()
 

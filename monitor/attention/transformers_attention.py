@@ -71,7 +71,9 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
         unknown = _unknown(name, query, mask, kwargs, len(args) > 5)
         kept = unknown
         if not name.startswith("flash_attention"):
-            kept = f"its attention is {name}, which stays; set_attn_implementation('sdpa') lets kernels serve"
+            kept = f"its attention is {name}, which stays"
+            if unknown is None and not kwargs.get("softcap"):  # of both transformers' sdpa would compute something else
+                kept += "; set_attn_implementation('sdpa') lets kernels serve"
         elif kept is None and (mask is not None or kwargs.get("position_bias") is not None):
             kept = MASKED
         options = unknown or _described(module, name, query, key, mask, kwargs)

@@ -147,6 +147,8 @@ class WatchedLayer:
         if self.met:
             again = ", or only backwards that are differentiated again, which are not counted"
             return "no backward ran through it" + ("" if self.keeps else again)
+        if self.ran and isinstance(self.home(), nn.MultiheadAttention):
+            return "it computes its probabilities itself under need_weights=True, its default; give need_weights=False"
         if self.ran:
             return "its forward ran, but computed attention by none of the functions that are met"
         return NOT_RUN

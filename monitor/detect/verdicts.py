@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from foreshock.contract import wire
 from foreshock.contract.causes import CAUSES, Cause
-from foreshock.contract.decision import cause_of
+from foreshock.contract.decision import cause_of, checkpoint_before
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, Forecast
 from foreshock.monitor.detect.non_finite import NON_FINITE
 
@@ -82,8 +82,9 @@ def sentence(subject: str, found: Finding, ahead: Forecast) -> str:
     seen = found.evidence
     if found.signal == NON_FINITE:
         what = "its loss or gradient norm is" if subject == "The run" else "its attention rows are"
-        since = "this step" if math.isnan(seen.suspect_step) else f"step {seen.suspect_step:,.0f}"
-        return f"{subject}: {what} not finite. Every weight is at risk; go back to a checkpoint before {since}."
+        unknown = math.isnan(seen.suspect_step)
+        sound = "a checkpoint before this step" if unknown else checkpoint_before(seen.suspect_step)
+        return f"{subject}: {what} not finite. Every weight is at risk; go back to {sound}."
     drifts = found.signal == "offset"
     start, now = (seen.offset_before, seen.offset) if drifts else (seen.score_before, seen.score)
     what = "drifts: its scores moved as a whole from" if drifts else "grows: its largest |score| went from"

@@ -133,7 +133,7 @@ def is_by_hand(module: nn.Module) -> bool:
     """Whether its code takes a softmax and a matrix product, in one function, in two methods of its own or with a
     softmax that is a module of its own: attention that no function of a library computes."""
     named = any(_ATTENTION.search(kind.__name__) for kind in type(module).__mro__ if kind.__module__ not in _BASES)
-    queries = any(_QUERIES.fullmatch(name) for name in (*module._modules, *module._parameters))
+    queries = any(_QUERIES.fullmatch(name) for name in (*module._modules.keys(), *module._parameters.keys()))
     if not named and not queries:
         return False
     codes = [function.__code__ for function in functions_of(module)]

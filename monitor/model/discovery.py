@@ -144,7 +144,8 @@ def _find_attention(model: nn.Module, given_heads: dict[str, int]) -> list[Found
     aliases: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(name)
-    parents = {f"{name}.{child}" if name else child: m for name, m in model.named_modules() for child in m._modules}
+    # .items(): the dictionary of a module that TorchScript compiled cannot be iterated itself
+    parents = {f"{name}.{c}" if name else c: m for name, m in model.named_modules() for c, _ in m._modules.items()}
     found: list[Found] = []
     libraries: list[str] = []
     for name, module in model.named_modules():

@@ -12,6 +12,7 @@ from foreshock.contract import wire
 from foreshock.contract.decision import calls_for
 from foreshock.contract.orders import CLIP_ORDERS, ClipWhen, clip_order
 from foreshock.contract.slots import Floats, Slot, slot_values
+from foreshock.monitor.apart import apart
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
@@ -143,20 +144,22 @@ class Clipping:
 
     def set(self, on: bool, *, step: int, reason: str) -> wire.Clipped:
         """Switch it on or off, as a person asked. Raises ValueError where it cannot be on."""
+        if not isinstance(on, bool):  # "never" would switch it on
+            raise ValueError(f"set_qk_clip takes True or False, got {on!r:.100}; its words are for attach(qk_clip=...)")
         if on and self._over:
             raise ValueError(f"QK-Clip stays off: {self._over}")
         self._held = not on
         return self._switched(on, step, reason)
 
     def _switched(self, on: bool, step: int, reason: str) -> wire.Clipped:
+        after = "" if on else "; weights that were scaled stay so: training has gone on from them"
+        event = wire.Clipped(id=self._new_id(), step=step, on=on, total=self._total, reason=f"{reason}{after}"[:500])
         if on and not self.on:
             self._clip = self._clip or self._new_clip()
             self._clip.begin()
         self.on, self._asked = on, self._asked or on
         self._ask_for_all_rows(step + 1)
-        after = "" if on else "; weights that were scaled stay so: training has gone on from them"
         logger.warning("foreshock, step %d: QK-Clip is %s: %s%s", step, "on" if on else "off", reason, after)
-        event = wire.Clipped(id=self._new_id(), step=step, on=on, total=self._total, reason=(reason + after)[:500])
         self._emit(event)
         return event
 
@@ -269,7 +272,8 @@ class Clipping:
         layers, selector = self._attached.layers, self._attached.selector
         unknown = ["no call has shown it yet"] * len(layers)
         tau = self._config.qk_clip_threshold
-        return QKClip(layers, unknown, self._attached.state, threshold=tau, largest=selector.largest)
+        with apart(self._attached.state.device):
+            return QKClip(layers, unknown, self._attached.state, threshold=tau, largest=selector.largest)
 
     def _look_again(self, clip: QKClip) -> bool:
         """Find the weights anew where a call has shown them, or they or those who serve them have changed."""
@@ -364,14 +368,16 @@ class Clipping:
         """Whether it is on and what it did, in a line; "" where it was never asked for."""
         if not self._asked and not self._over and not self._done:
             return ""
-        line = f"QK-Clip is {'on' if self.on else 'off'} at {self._config.qk_clip_threshold:g}"
+        now = "on" if self.on else "off until scores grow" if self.when == "warned" and not self._over else "off"
+        line = f"QK-Clip is {now} at {self._config.qk_clip_threshold:g}"
         if self._over:
             line += f", {self._over}"
         if self._done:
             scalings = sum(times for times, _ in self._done.values())
             least = min(least for _, least in self._done.values())
             line += f"; {len(self._done)} heads were scaled, {scalings} times in all, smallest factor {least:.3g}"
-        refused = self._refusals({} if self._clip is None else self._clip.refused)
+        clip = self._clip if self._clip is None or self.on or self._over else self._trial()  # while off, nobody looks
+        refused = [] if clip is None else self._refusals(clip.refused)
         return line + (f"; left out: {'; '.join(refused)}" if refused else "")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------

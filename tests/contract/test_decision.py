@@ -48,6 +48,16 @@ def test_rounding_is_answered_as_the_policy_says(policy: Policy, done: str, to_d
     assert made.to_do == to_do
 
 
+@pytest.mark.parametrize(
+    ("step", "back"),
+    [(1, "where it began"), (2, "a checkpoint before step 2"), (None, "a checkpoint before the first")],
+)
+def test_who_is_sent_back_to_before_the_first_step_is_not_asked_for_a_checkpoint(step: int | None, back: str) -> None:
+    for ended in (False, True):
+        made = decision("not finite", "observe", mitigation="row_corrected", before_step=step, ended=ended)
+        assert f" from {back}" in made.to_do
+
+
 def test_a_cure_that_fails_leads_to_a_stronger_one_where_there_is_one_and_to_a_checkpoint() -> None:
     weak = decision("rounding", "auto", mitigation="exact_delta", progress="not arrested", before_step=3375)
     assert weak.to_do.startswith(

@@ -72,6 +72,27 @@ def test_a_sample_is_the_same_whatever_stands_round_the_boundary(name: str) -> N
 
 
 @pytest.mark.promise("A21")
+@pytest.mark.parametrize("attention", ["keep", "kernels"])
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_what_stands_round_attach_and_orders_changes_nothing_later(name: str, attention: Any) -> None:
+    model, listener = tiny_gpt(CausalSelfAttention(16, 4)), Listener()
+    settings: dict[str, Any] = {"attention": attention, "sample_every_seconds": 0.0, "quiet": True, "strict": True}
+    with SURROUNDINGS[name]():
+        agent = attach(model, run="apart", qk_clip_threshold=0.05, qk_clip_every_steps=1, **settings)
+        agent.subscribe(listener)
+        agent.set_mode([(0, 1)], "row_corrected", reason="tried")
+        agent.set_qk_clip(True, reason="tried")
+    for step in range(3):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        agent.step(loss.detach(), grad_norm=1.0)
+    agent.close()
+    assert agent.faults == {}
+    assert [event.outcome for event in listener.of(wire.Switched)] == ["applied"]
+    assert any(event.heads for event in listener.of(wire.Clipped))
+
+
+@pytest.mark.promise("A21")
 def test_a_loop_that_stands_under_one_autocast_has_its_norms_taken() -> None:
     layer, listener = CausalSelfAttention(16, 4), Listener()
     model = tiny_gpt(layer)

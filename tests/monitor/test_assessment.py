@@ -118,9 +118,11 @@ def test_assessing_runs_and_changes_nothing() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_what_is_no_module_is_refused_in_a_sentence() -> None:
+def test_what_is_no_module_and_no_optimizer_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"takes a torch\.nn\.Module, got str"):
         assess("gpt2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"optimizer is a torch\.optim\.Optimizer, got list"):
+        assess(tiny_gpt(), [])  # type: ignore[arg-type]
 
 
 def test_attach_says_the_sentence_about_rounding_above_its_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,14 @@
 
 import copy
 import logging
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.monitor import tiny_models
+from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import (
     CausalSelfAttention,
@@ -71,6 +73,13 @@ def test_a_module_that_does_not_tell_its_heads_is_named_and_can_be_told(caplog: 
         (tiny_gpt, {"run": "two words"}, "is not an identifier"),
         (tiny_gpt, {"rank": 3}, "rank 3 needs a world_size of at least 4"),
         (tiny_gpt, {"world_size": 4}, "4 processes need one name for their run"),
+        (tiny_gpt, {"config": "my-run"}, "config is an AgentConfig, got str; give settings by name"),
+        (tiny_gpt, {"heads": {"blocks.0": 0}}, "heads.blocks.0: Input should be greater than 0"),
+        (tiny_gpt, {"heads": {"blocks.0": -2}}, "heads.blocks.0: Input should be greater than 0"),
+        (tiny_gpt, {"layers": {"blocks.0": -1}}, "blocks.0 cannot be watched: layer: Input should be greater than or"),
+        (tiny_gpt, {"layers": {"blocks.0": 1}}, "blocks.0 and blocks.1 both have the layer number 1; give every"),
+        (tiny_gpt, {"first_layer": 99_999}, "blocks.1 cannot be watched: layer: Input should be less than or equal"),
+        (tiny_gpt, {"first_head": 1023}, "blocks.0 cannot be watched: heads.1: Input should be less than 1024"),
     ],
 )
 def test_a_mistake_of_configuration_is_a_sentence_before_step_1(
@@ -81,6 +90,7 @@ def test_a_mistake_of_configuration_is_a_sentence_before_step_1(
         attach(make(), **overrides)
     assert sentence in str(caught.value)
     assert "secret" not in str(caught.value)
+    assert "pydantic" not in str(caught.value)
     assert F.scaled_dot_product_attention is original
 
 
@@ -97,6 +107,21 @@ def test_global_numbers_are_used_where_a_rank_holds_a_part() -> None:
     _, listener = watch(tiny_gpt(), steps=1, first_layer=4, first_head=2)
     layers = listener.of(wire.Started)[0].layers
     assert [(layer.layer, layer.heads) for layer in layers] == [(4, (2, 3)), (5, (2, 3))]
+
+
+@pytest.mark.parametrize("key", ["text encoder", "größe (1+2)", "a" * 200])
+def test_a_module_whose_name_is_any_text_is_watched_under_a_name_that_the_service_takes(key: str) -> None:
+    model = nn.Sequential(nn.ModuleDict({key: CausalSelfAttention(16, 2)}))
+    model.forward = lambda x: model[0][key](x)  # type: ignore[method-assign, index]
+    listener = Listener()
+    with attach(model, **EVERY_STEP) as agent:
+        agent.subscribe(listener)
+        model(torch.randn(2, 12, 16)).sum().backward()
+        agent.step()
+        assert f"0.{key}" in agent.report()
+    (started,) = listener.of(wire.Started)
+    assert wire.Started.model_validate(started.model_dump()).layers[0].name in f"0.{re.sub('[^a-z0-9.]', '_', key)}"
+    assert rows_of(listener) == [24] * 2
 
 
 def sageattn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """What a person does before the first step, and a training that goes on with another model than the one watched."""
 
+import json
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.monitor.tiny_models import tiny_gpt, train_step
@@ -69,6 +71,41 @@ def test_a_training_that_goes_on_with_another_model_is_told_once(caplog: pytest.
         steps(agent, watched, 4)
         steps(agent, other, 20)
         assert len([r for r in caplog.records if "no layer counted" in r.message]) == 2
+
+
+def test_a_training_that_goes_on_after_detach_is_not_told_that_its_model_is_the_wrong_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_gpt()
+    with attach(model, **QUIET) as agent, caplog.at_level(logging.WARNING, "foreshock"):
+        steps(agent, model, 4)
+        agent.detach()
+        steps(agent, model, 40)
+        assert agent.current_step == 44
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("given", "done"), [(torch.tensor(6), 6), (np.int64(6), 6), (6.0, 6)])
+def test_steps_are_numbered_on_from_whatever_a_checkpoint_holds_their_number_as(given: Any, done: int) -> None:
+    model = tiny_gpt()
+    with attach(model, **QUIET) as agent:
+        agent.begin_at(given)
+        steps(agent, model, 2)
+        assert json.loads(json.dumps(agent.state_dict()))["step"] == agent.current_step == done + 2
+
+
+@pytest.mark.promise("A15")
+@pytest.mark.parametrize("given", ["6", None, -6, float("nan"), [6]])
+def test_what_is_no_number_of_steps_is_named_and_the_training_goes_on(
+    given: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_gpt()
+    with attach(model, **QUIET | {"strict": False}) as agent, caplog.at_level(logging.WARNING, "foreshock"):
+        agent.begin_at(given)
+        steps(agent, model, 2)
+        assert agent.current_step == 2
+        assert agent.faults == {"agent": 1}
+    assert "begin_at takes the number of steps" in caplog.text
 
 
 @pytest.mark.parametrize("forgotten", [True, False])

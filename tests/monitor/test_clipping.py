@@ -126,6 +126,22 @@ def test_by_hand_it_is_switched_on_and_off_between_steps_with_an_event_and_a_lin
     assert [line.split(": ")[1] for line in lines] == ["QK-Clip is on", "QK-Clip is off"]
 
 
+@pytest.mark.parametrize("wrong", ["never", "always", "warned", 1, None])
+def test_by_hand_it_takes_true_or_false_and_no_word_of_the_setting_switches_it_on(
+    wrong: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener, model = Listener(), two_layers()
+    no_reason: Any = None
+    with attach(model, **EVERY) as agent:
+        agent.subscribe(listener)
+        with pytest.raises(ValueError, match="takes True or False, got"):
+            agent.set_qk_clip(wrong, "the scores grow")
+        assert not changed(agent, model)
+        assert agent.set_qk_clip(True, no_reason).on
+    assert "QK-Clip is off" not in caplog.text
+    assert [each.on for each in listener.of(wire.Clipped) if not each.heads] == [True]
+
+
 def test_switched_on_by_hand_it_goes_by_the_steps_that_follow() -> None:
     model = two_layers()
     with attach(model, **(EVERY | {"sample_every_steps": 100, "qk_clip_threshold": 20.0})) as agent:
@@ -178,6 +194,16 @@ def test_warned_begins_at_a_standing_warning_of_scores_that_grow_and_at_no_other
         agent.state_dict()  # the verdict of step 1 has come
         assert changed(agent, model) == on
         assert ("QK-Clip is on" in agent.report()) == on
+
+
+def test_while_it_waits_the_report_says_for_what_and_leaves_out_no_layer_that_it_can_scale() -> None:
+    model = two_layers()
+    with attach(model, qk_clip="warned", **EVERY) as agent:
+        assert not changed(agent, model, 2)
+        assert agent.report().splitlines()[-1] == "QK-Clip is off until scores grow at 0.05"
+        agent.set_qk_clip(True, "to look")
+        assert changed(agent, model)
+        assert "left out" not in agent.report()
 
 
 def test_after_a_persons_no_a_warning_that_stands_does_not_switch_it_on_and_a_new_one_does() -> None:

@@ -154,8 +154,15 @@ def test_a_token_is_read_without_the_line_break_behind_it_and_bytes_that_are_no_
     [
         ({"token": 7, "url": "http://ann:s3cret@host"}, ["token: ", "url: url must carry no user name or password"]),
         ({"sample_every_step": 3}, ["sample_every_step is not a setting of the agent; settings are run, labels, url"]),
+        (
+            {"detectors": {"horizon": 3}},
+            ["detectors.horizon is not a setting of the detectors; settings"],
+        ),
         ({"labels": {"two words": "x"}, "probe_rows": 0}, ["labels.two words.", "probe_rows: "]),
         ({"mirror": "no-such-tracker"}, ["mirror: "]),
+        ({"url": "http://"}, ["url: url must name a host"]),
+        ({"url": "http://ann:s3cret"}, ["url: url must name a host, and a port by its number"]),
+        ({"url": "https://[::1"}, ["url: url must name a host"]),
     ],
 )
 def test_every_mistake_is_one_sentence_and_no_value_that_was_given_is_shown(
@@ -167,6 +174,16 @@ def test_every_mistake_is_one_sentence_and_no_value_that_was_given_is_shown(
     assert all(any(one.startswith(sentence) for one in told) for sentence in sentences), told
     assert "s3cret" not in str(caught.value)
     assert "pydantic" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["LABELS", "HEADS", "LAYERS", "DETECTORS"])
+def test_a_variable_that_is_no_json_where_a_dictionary_is_wanted_is_told_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(f"FORESHOCK_{name}", "team=s3cret")
+    with pytest.raises(ValueError, match=rf'"{name.lower()}".*: such a variable holds JSON, as FORESHOCK_') as caught:
+        make_config(None, {})
+    assert "s3cret" not in str(caught.value)
 
 
 def test_versions_name_what_is_installed() -> None:

@@ -1,5 +1,6 @@
 """PyTorch's own attention function is met while an agent is attached, and given back."""
 
+import copy
 import logging
 
 import pytest
@@ -11,6 +12,7 @@ from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import (
     AttentionByName,
     CausalSelfAttention,
+    batch,
     tiny_gpt,
     train_step,
 )
@@ -47,6 +49,21 @@ def test_calls_outside_every_watched_module_are_named(caplog: pytest.LogCaptureF
         agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
     agent.close()
     assert any("outside every watched module" in r.message for r in caplog.records)
+
+
+def test_calls_outside_that_train_nothing_or_came_before_attach_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    other, model = tiny_gpt(), tiny_gpt(seed=1)
+    x = torch.randn(1, 2, 4, 8)
+    with attach(other, **EVERY_STEP):
+        F.scaled_dot_product_attention(x, x, x)
+        with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **EVERY_STEP) as agent:
+            average = copy.deepcopy(model)
+            with torch.no_grad():
+                average(batch(0))
+            with torch.inference_mode():
+                average(batch(0))
+            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+    assert "outside every watched module" not in caplog.text
 
 
 def test_two_models_are_watched_side_by_side() -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.monitor.tiny_models import CausalSelfAttention
 from torch import Tensor, nn
 
-from foreshock.monitor import attach
+from foreshock.monitor import assess, attach
 from foreshock.monitor.model.discovery import find_attention
 
 WIDTH, HEADS = 16, 2
@@ -113,6 +113,22 @@ def test_a_forward_that_calls_no_function_that_is_met_is_told_from_one_that_did_
     assert "(never) counted nothing in step 1: its forward or backward did not run through the watched" in told
 
 
+def test_a_multihead_attention_that_is_asked_for_its_weights_is_told_how_to_be_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class ByDefault(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x)[0]  # type: ignore[no-any-return]
+
+    told = told_of(ByDefault(), caplog)
+    assert "(attention) counted nothing in step 1: it computes its probabilities itself under need_weights=True" in told
+    assert "its default; give need_weights=False" in told
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
@@ -130,6 +146,16 @@ def test_attention_in_a_function_that_torchscript_compiled_does_not_go_unseen(ca
     told = told_of(nn.Sequential(Scripted(torch.jit.script(attend)), CausalSelfAttention(WIDTH, HEADS)), caplog)
     assert "layer 0 (0) counted nothing in step 1: its forward ran, but computed attention by none of the" in told
     assert "watched 1 of 2 attention layers" in told
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is:DeprecationWarning")
+def test_a_module_that_torchscript_compiled_stands_in_no_ones_way(caplog: pytest.LogCaptureFixture) -> None:
+    parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH)
+    model = nn.Sequential(*map(torch.jit.script, parts), CausalSelfAttention(WIDTH, HEADS))
+    told = told_of(model, caplog)
+    assert "the attention of 1.self_attn is not watched: it computes its attention by hand" in told
+    assert "watched 1 of 2 attention layers" in told
+    assert assess(model).watched == 1
 
 
 def test_heads_that_nothing_tells_of_can_be_announced_one_by_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -177,3 +177,17 @@ def test_sequences_packed_by_position_numbers_are_never_taken_for_one(compiled: 
 
 def counts(trained: Trained) -> Any:
     return np.stack(trained.words)[..., list(COUNT_SLOTS)]
+
+
+@pytest.mark.parametrize(("name", "advised"), [("llama", True), ("gemma2, softcap", False)])
+def test_an_implementation_is_advised_only_where_it_computes_the_same_attention(name: str, advised: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = MAKERS[name]()
+    model.set_attn_implementation("eager")
+    with attach(model, **EVERY_STEP) as agent:
+        model(batch(0), labels=batch(0)).loss.backward()
+        agent.step()
+        agent.step()
+        report = agent.report()
+    assert "its attention is eager, which stays" in report
+    assert ("set_attn_implementation('sdpa') lets kernels serve" in report) == advised
