@@ -4,6 +4,7 @@ import os
 import sys
 from typing import Any
 
+from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from foreshock.client import ServiceError
@@ -35,6 +36,8 @@ def sentence(error: Exception) -> str:
         if extra:
             how = f"pip install '.[{extra}]' in foreshock's clone"
             return f"this command needs {error.name}, which is not installed: {how}"
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
     return str(error)
 
 
