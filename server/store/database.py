@@ -253,6 +253,8 @@ def _sqlite_connect(connection: Any, _record: Any) -> None:
     own = f"cache_size=-{_CACHE_KIB}", f"wal_autocheckpoint={_WAL_PAGES}"
     cursor.execute("PRAGMA page_count")
     [pages] = cursor.fetchone()
+    cursor.execute("PRAGMA database_list")
+    _close_to_others(cursor.fetchone()[2])
     of_a_new_file = () if pages else ("auto_vacuum=INCREMENTAL",)  # elsewhere it would write, also to a full disk
     for pragma in (
         *of_a_new_file,
@@ -274,12 +276,16 @@ def _give_back(connection: Connection, kept: int) -> None:
 
 
 def make_private(file: Path) -> None:
-    """Make an empty file that its owner alone may read; what lies there already is closed to others, if it is ours.
+    """Make an empty file that its owner alone may read, unless something lies there.
 
     What SQLite makes beside a database gets the rights of the database.
     """
     with suppress(FileExistsError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+
+
+def _close_to_others(file: str) -> None:
+    """Of a database that SQLite has opened: a slip in the address may name a folder, or a file of the system."""
     for ending in BESIDE:
         with suppress(FileNotFoundError, PermissionError):
             Path(f"{file}{ending}").chmod(0o600)
