@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
-from foreshock.contract.environment import refuse_misspelt, sentences
+from foreshock.contract.environment import as_header_carries, refuse_misspelt, sentences
 from foreshock.contract.wire import MAX_BATCH_BYTES
 from foreshock.server.outgoing import OutgoingError, Target
 
@@ -197,13 +197,9 @@ class Settings(BaseSettings):
         Raises ValueError with a sentence for a secret that is too short, and for names that stand twice.
         """
         secret = "" if self.token is None else self.token.get_secret_value().strip()
-        if self.token is not None and (
-            len(secret) < _TOKEN_CHARACTERS or not (secret.isascii() and secret.isprintable())
-        ):
-            raise ValueError(
-                f"FORESHOCK_TOKEN needs {_TOKEN_CHARACTERS} characters or more of printable ASCII, on one line: a "
-                "header carries no others"
-            )
+        if self.token is not None and len(secret) < _TOKEN_CHARACTERS:
+            raise ValueError(f"FORESHOCK_TOKEN needs {_TOKEN_CHARACTERS} characters or more")
+        secret = secret and as_header_carries(secret)
         found = (*((Token.of("token", secret, ALL_SCOPES),) if secret else ()), *self.tokens)
         if len({one.name for one in found}) != len(found):
             raise ValueError("two tokens have the same name; the audit trail could not distinguish them")

@@ -156,6 +156,18 @@ def test_an_address_that_is_not_foreshock_is_a_sentence(reply: httpx.Response, s
         client.run("r")
 
 
+def test_a_token_is_sent_without_the_line_break_behind_it() -> None:
+    heard: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        heard.append(request)
+        return httpx.Response(200, json={"run": "r"})
+
+    with Service("http://elsewhere", "secret-7\n", transport=httpx.MockTransport(answer)) as client:
+        client.run("r")
+    assert heard[0].headers["authorization"] == "Bearer secret-7"
+
+
 def test_address_and_token_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[httpx.Request] = []
 

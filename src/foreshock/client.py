@@ -24,6 +24,8 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
+from foreshock.contract.environment import as_header_carries
+
 DEFAULT_URL: Final = "http://127.0.0.1:8765"
 SETTLED: Final = frozenset({"applied", "refused", "expired", "dry_run", "rejected", "cancelled"})
 """States of a command that no longer change."""
@@ -357,9 +359,10 @@ def http_client(
         known = False
     if not known:
         raise ServiceError(f"{url} is no address of a service; give http://HOST:PORT or https://HOST")
-    if token and not (token.isascii() and token.isprintable()):
-        raise ServiceError("the token holds a character that no header carries; give printable ASCII on one line")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        headers = {"Authorization": f"Bearer {as_header_carries(token)}"} if token else {}
+    except ValueError as error:
+        raise ServiceError(str(error)) from None
     return httpx.Client(base_url=url, headers=headers, timeout=timeout_seconds, transport=transport)
 
 

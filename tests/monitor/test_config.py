@@ -143,6 +143,9 @@ def test_a_token_is_read_without_the_line_break_behind_it_and_bytes_that_are_no_
     file = tmp_path / "token"
     file.write_text("s3cret-token\n")
     assert token_in(file).get_secret_value() == "s3cret-token"
+    given = make_config(None, {"token": "s3cret-token\n"}).token  # as a secret of Kubernetes often ends
+    assert given is not None
+    assert given.get_secret_value() == "s3cret-token"
     file.write_bytes(b"\xff\xfe\x00s3cret")
     with pytest.raises(ValueError, match="cannot be read: UnicodeDecodeError") as caught:
         token_in(file)
@@ -156,6 +159,11 @@ def test_a_token_is_read_without_the_line_break_behind_it_and_bytes_that_are_no_
         ({"sample_every_step": 3}, ["sample_every_step is not a setting of the agent; settings are run, labels, url"]),
         ({"labels": {"two words": "x"}, "probe_rows": 0}, ["labels.two words.", "probe_rows: "]),
         ({"mirror": "no-such-tracker"}, ["mirror: "]),
+        ({"token": "s3cret on\ntwo lines"}, ["token: a token must be printable ASCII on one line"]),
+        ({"token": "s3crét"}, ["token: a token must be printable ASCII on one line"]),
+        ({"url": "http://[::1"}, ["url: url must name a host"]),
+        ({"url": "http://:8765"}, ["url: url must name a host"]),
+        ({"url": "http://host:port"}, ["url: url must name a host"]),
     ],
 )
 def test_every_mistake_is_one_sentence_and_no_value_that_was_given_is_shown(
