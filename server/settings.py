@@ -102,6 +102,8 @@ class Settings(BaseSettings):
     """Batches written by one commit at most: those who wait for a full group stay within the agents' deadline."""
     stream_clients: ClassVar[int] = 1024
     """Streams at once: half of the connections, so that agents keep the others."""
+    stream_ping_seconds: ClassVar[float] = 15.0
+    """A quiet stream says so often that it lives, and looks whether its session does: proxies close what is silent."""
     stream_queue_events: ClassVar[int] = 256
     """Events waiting for a slow client, then it is cut off: it comes back, and resumes from the log."""
     worst_heads: ClassVar[int] = 16
