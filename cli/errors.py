@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
+from foreshock.cli.output import shown
 from foreshock.client import ServiceError
 
 _EXTRAS = {
@@ -56,5 +57,5 @@ class Commands(TyperGroup):
         except (CommandError, ServiceError, ModuleNotFoundError, ValueError, OSError) as error:
             if isinstance(error, ModuleNotFoundError) and sentence(error) == str(error):
                 raise
-            print(f"foreshock: {sentence(error)}", file=sys.stderr)
+            print(f"foreshock: {shown(sentence(error))}", file=sys.stderr)
             sys.exit(1)
