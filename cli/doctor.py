@@ -16,6 +16,7 @@ from rich.table import Table
 
 from foreshock import __version__
 from foreshock.cli.output import print_json
+from foreshock.client import ServiceError, http_client
 
 State = Literal["ok", "absent", "wrong"]
 _MARKS: dict[State, str] = {"ok": "[green]ok[/green]", "absent": "[yellow]absent[/yellow]", "wrong": "[red]wrong[/red]"}
@@ -91,7 +92,10 @@ def _guarded(what: str, check: Callable[[], str]) -> Finding:
 
 def _service(url: str) -> Finding:
     try:
-        reply = httpx.get(f"{url}/healthz", timeout=2.0)
+        with http_client(url, None, 2.0) as client:
+            reply = client.get("/healthz")
+    except ServiceError as error:
+        return Finding("service", "wrong", str(error))
     except httpx.HTTPError as error:
         return Finding(
             "service", "absent", f"none answers at {url} ({type(error).__name__}); start one: foreshock serve"

@@ -4,8 +4,10 @@ import os
 import sys
 from typing import Any
 
+from pydantic import ValidationError
 from typer.core import TyperGroup
 
+from foreshock.cli.output import shown
 from foreshock.client import ServiceError
 
 _EXTRAS = {
@@ -35,6 +37,8 @@ def sentence(error: Exception) -> str:
         if extra:
             how = f"pip install '.[{extra}]' in foreshock's clone"
             return f"this command needs {error.name}, which is not installed: {how}"
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
     return str(error)
 
 
@@ -53,5 +57,5 @@ class Commands(TyperGroup):
         except (CommandError, ServiceError, ModuleNotFoundError, ValueError, OSError) as error:
             if isinstance(error, ModuleNotFoundError) and sentence(error) == str(error):
                 raise
-            print(f"foreshock: {sentence(error)}", file=sys.stderr)
+            print(f"foreshock: {shown(sentence(error))}", file=sys.stderr)
             sys.exit(1)

@@ -10,9 +10,12 @@ from io import StringIO
 from typing import Any, Final
 
 from rich.console import Console
+from rich.text import Text
 
 _PIPED_COLUMNS: Final = 10_000
 """Nothing is shortened or broken where nobody watches."""
+_ORDERS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal acts on, or that turn the order of others; a line break and a tab stay."""
 _BLANKS: Final = re.compile(r" +$", re.MULTILINE)
 
 DONE, FAILED, UNANSWERED, REFUSED = 0, 1, 3, 4
@@ -34,14 +37,28 @@ class _Unpadded(StringIO):
         sys.stdout.flush()
 
 
+class _Console(Console):
+    """What others wrote moves no cursor: agents and people say sentences, which a terminal would take for orders."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(shown(text), **options)
+
+
+def shown(text: str) -> str:
+    """Text as a terminal may get it, its own lines kept."""
+    return _ORDERS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def console() -> Console:
     """A console for tables and sentences."""
-    return Console() if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS, file=_Unpadded())
+    if sys.stdout.isatty():
+        return _Console(emoji=False)
+    return _Console(emoji=False, width=_PIPED_COLUMNS, file=_Unpadded())
 
 
 def print_json(data: Any) -> None:
     """One JSON document; numbers that JSON has no word for are null."""
-    print(json.dumps(plain(data), indent=2, ensure_ascii=False, allow_nan=False))
+    print(_json(data, indent=2))
 
 
 def print_result(data: Any, sentence: str, *, as_json: bool) -> None:
@@ -54,7 +71,12 @@ def print_result(data: Any, sentence: str, *, as_json: bool) -> None:
 
 def print_json_line(data: Any) -> None:
     """One JSON document on one line, at once."""
-    print(json.dumps(plain(data), ensure_ascii=False, allow_nan=False), flush=True)
+    print(_json(data), flush=True)
+
+
+def _json(data: Any, indent: int | None = None) -> str:
+    text = json.dumps(plain(data), indent=indent, ensure_ascii=False, allow_nan=False)
+    return _ORDERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def print_csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from foreshock.cli.errors import CommandError
@@ -74,7 +75,7 @@ def show_run(client: Service, run: str, console: Console) -> None:
     if shared := detail.get("shared_ranks"):
         console.print(shared, style="yellow", markup=False)
     for warning in detail["warnings"]:
-        console.print(f"[yellow]{warning['severity']}[/yellow]  step {warning['step']}: {warning['sentence']}")
+        console.print(f"[yellow]{warning['severity']}[/yellow]  step {warning['step']}: {escape(warning['sentence'])}")
     if not detail["warnings"]:
         console.print("No active warning.")
 
@@ -219,7 +220,7 @@ def show_commands(commands: list[dict[str, Any]], console: Console, wait_seconds
             if command["state"] == "cancelled":
                 console.print(f"  rank {answer['rank']} had it: {answer['outcome'] or 'no answer yet'}")
             elif answer["outcome"] not in (None, "applied") or (answer["outcome"] and not answer["heads"]):
-                console.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}")
+                console.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}", markup=False)
         run = command["run"]
         if command["state"] == "cancelled" and command["ranks"]:
             console.print(f"`foreshock switch {run} --undo {command['id']}` takes back what was applied.")

@@ -50,6 +50,14 @@ def _alike(one: str, other: str) -> float:
     return SequenceMatcher(None, one, other).ratio()
 
 
+def as_header_carries(token: str) -> str:
+    """The token without blanks at its ends, where a secret often has a line break. Raises ValueError without it."""
+    bare = token.strip()
+    if not (bare and bare.isascii() and bare.isprintable()):
+        raise ValueError("a token must be printable ASCII on one line, for a header to carry it; give another one")
+    return bare
+
+
 def sentences(error: ValidationError) -> list[str]:
     """What is wrong with each setting, by the variable's name and never by its value."""
     found = []

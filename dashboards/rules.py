@@ -30,7 +30,10 @@ class Links:
     """Address of the folder with the runbook pages; by default their place in the source tree."""
 
     def __post_init__(self) -> None:
-        for name in ("grafana", "service", "runbooks"):
+        for name, field in type(self).__dataclass_fields__.items():
+            given = getattr(self, name)
+            if given != field.default and not given.startswith(("http://", "https://")):
+                raise ValueError(f"{given!r} is no address; give http:// or https:// and the name of a machine")
             object.__setattr__(self, name, getattr(self, name).rstrip("/"))
 
 

@@ -9,12 +9,12 @@ import secrets
 import time
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
-from urllib.parse import urlsplit
 
+import httpx
 from pydantic import AliasChoices, Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
-from foreshock.contract.environment import refuse_misspelt
+from foreshock.contract.environment import as_header_carries, refuse_misspelt
 from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
 from foreshock.contract.orders import ClipWhen as ClipWhen
 from foreshock.contract.orders import SwitchScope
@@ -193,11 +193,16 @@ class AgentConfig(BaseSettings):
     def _url_is_http(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):
             raise ValueError("url must start with http:// or https://, for example http://127.0.0.1:8765")
+        if value is not None and not _names_a_host(value):
+            raise ValueError("url must name a host, and a port as a number, for example http://127.0.0.1:8765")
         if value is not None and "@" in value:
             raise ValueError("url must carry no user name or password; give token=... or set FORESHOCK_TOKEN")
-        if value is not None and not _has_host(value):
-            raise ValueError("url must name a host, and a port by its number, for example http://127.0.0.1:8765")
         return value
+
+    @field_validator("token")
+    @classmethod
+    def _token_fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
+        return None if value is None else SecretStr(as_header_carries(value.get_secret_value()))
 
     @model_validator(mode="after")
     def _token_is_known(self) -> Self:
@@ -228,11 +233,10 @@ class AgentConfig(BaseSettings):
         return self
 
 
-def _has_host(url: str) -> bool:
+def _names_a_host(url: str) -> bool:
     try:
-        parts = urlsplit(url)
-        return bool(parts.hostname) and parts.port != 0  # a port that is none raises
-    except ValueError:
+        return bool(httpx.URL(url).host)
+    except httpx.InvalidURL:
         return False
 
 
@@ -265,7 +269,7 @@ def token_in(file: Path) -> SecretStr:
         raise ValueError(f"token_file {file} cannot be read: {type(error).__name__}") from None
     if not found:
         raise ValueError(f"token_file {file} is empty; it must hold the token")
-    return SecretStr(found)
+    return SecretStr(as_header_carries(found))
 
 
 _PLAIN_NAME: Final = "run-%Y%m%d-%H%M%S-"

@@ -3,15 +3,16 @@
 import hashlib
 import ipaddress
 import os
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
-from foreshock.contract.environment import refuse_misspelt, sentences
+from foreshock.contract.environment import as_header_carries, refuse_misspelt, sentences
 from foreshock.contract.wire import MAX_BATCH_BYTES
 from foreshock.server.outgoing import OutgoingError, Target
 
@@ -56,9 +57,7 @@ class Settings(BaseSettings):
     )
     migrate: bool | None = Field(default=None, description="bring the schema up to date at start; default: SQLite only")
 
-    token: SecretStr | None = Field(
-        default=None, min_length=_TOKEN_CHARACTERS, description="a secret that may do everything"
-    )
+    token: SecretStr | None = Field(default=None, description="a secret that may do everything")
     tokens: tuple[Token, ...] = Field(default=(), description="JSON list of hashed, scoped tokens")
 
     connections: int = Field(
@@ -103,6 +102,8 @@ class Settings(BaseSettings):
     """Batches written by one commit at most: those who wait for a full group stay within the agents' deadline."""
     stream_clients: ClassVar[int] = 1024
     """Streams at once: half of the connections, so that agents keep the others."""
+    stream_ping_seconds: ClassVar[float] = 15.0
+    """A quiet stream says so often that it lives, and looks whether its session does: proxies close what is silent."""
     stream_queue_events: ClassVar[int] = 256
     """Events waiting for a slow client, then it is cut off: it comes back, and resumes from the log."""
     worst_heads: ClassVar[int] = 16
@@ -144,6 +145,29 @@ class Settings(BaseSettings):
                     raise ValueError(f"a notification URL cannot be used: {error}") from None
         return self
 
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _proxies_can_be_recognised(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for each in given:
+            try:
+                ipaddress.ip_network(each)
+            except ValueError:
+                raise ValueError(f"{each!r} is no address or network; give such as 10.0.0.7 or 10.0.0.0/24") from None
+        return given
+
+    @field_validator("public_url")
+    @classmethod
+    def _links_can_be_followed(cls, given: str) -> str:
+        try:
+            whole = not given or (given.startswith(("http://", "https://")) and urlsplit(given).hostname)
+        except ValueError:
+            whole = False
+        if not whole:
+            raise ValueError(
+                "give http:// or https:// and the name of a machine, such as https://foreshock.example.org"
+            )
+        return given
+
     @model_validator(mode="before")
     @classmethod
     def _nothing_misspelt(cls, given: Any) -> Any:
@@ -175,11 +199,15 @@ class Settings(BaseSettings):
         Raises ValueError with a sentence for a secret that is too short, and for names that stand twice.
         """
         secret = "" if self.token is None else self.token.get_secret_value().strip()
-        if self.token is not None and (len(secret) < _TOKEN_CHARACTERS or "\n" in secret):
-            raise ValueError(f"token needs {_TOKEN_CHARACTERS} characters or more, on one line")
+        if self.token is not None and len(secret) < _TOKEN_CHARACTERS:
+            raise ValueError(f"FORESHOCK_TOKEN needs {_TOKEN_CHARACTERS} characters or more")
+        secret = secret and as_header_carries(secret)
         found = (*((Token.of("token", secret, ALL_SCOPES),) if secret else ()), *self.tokens)
         if len({one.name for one in found}) != len(found):
             raise ValueError("two tokens have the same name; the audit trail could not distinguish them")
+        for one, other in combinations(found, 2):
+            if one.sha256 == other.sha256:
+                raise ValueError(f"tokens {one.name} and {other.name} have the same secret; give each its own")
         return found
 
     @classmethod

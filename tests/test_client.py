@@ -110,6 +110,36 @@ def test_what_cannot_be_answered_is_a_sentence(service: Service, ask: object, se
 
 
 @pytest.mark.parametrize(
+    "run", ["other/../team-a/run-9", "team-a/run-9?", "team-a/run-9#2", "team-a/./run-9", "\x01\udcff"]
+)
+def test_a_name_never_means_the_run_that_an_address_would_make_of_it(service: Service, run: str) -> None:
+    asked = (
+        lambda: service.run(run),
+        lambda: service.delete(run, reason="a test"),
+        lambda: service.switch(run, "row_corrected", reason="a test"),
+        lambda: list(service.events(run)),
+    )
+    for ask in asked:
+        with pytest.raises(ServiceError, match="There is no run"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8765", "ftp://127.0.0.1", "http://[::1", "http://", "http://127.0.0.1:port"]
+)
+def test_what_is_no_address_of_a_service_is_a_sentence(url: str) -> None:
+    with pytest.raises(ServiceError, match=r"is no address of a service; give http://HOST:PORT"):
+        Service(url)
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "schlüssel", "nul\0"])
+def test_a_token_that_no_header_carries_is_a_sentence_without_it(token: str) -> None:
+    with pytest.raises(ServiceError, match="printable ASCII") as refused:
+        Service("http://127.0.0.1:8765", token)
+    assert token not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("reply", "sentence"),
     [
         (httpx.Response(200, text="<html>"), "answered no JSON; is it foreshock"),
@@ -124,6 +154,18 @@ def test_an_address_that_is_not_foreshock_is_a_sentence(reply: httpx.Response, s
         pytest.raises(ServiceError, match=sentence),
     ):
         client.run("r")
+
+
+def test_a_token_is_sent_without_the_line_break_behind_it() -> None:
+    heard: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        heard.append(request)
+        return httpx.Response(200, json={"run": "r"})
+
+    with Service("http://elsewhere", "secret-7\n", transport=httpx.MockTransport(answer)) as client:
+        client.run("r")
+    assert heard[0].headers["authorization"] == "Bearer secret-7"
 
 
 def test_address_and_token_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

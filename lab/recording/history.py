@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from foreshock.client import Service
+from foreshock.client import Service, path_of
 from foreshock.contract import wire
 from foreshock.contract.metrics.catalog import HEAD_METRICS
 from foreshock.contract.slots import Floats
@@ -96,7 +96,7 @@ def live(run: str, service: Service) -> History:
     """
     detail = service.run(run)
     heads = [(layer["layer"], head) for layer in detail["layers"] for head in layer["heads"]]
-    steps: list[int] = service.get(f"/v1/runs/{run}/matrix", metric=READ[0], max_steps=_POINTS)["steps"]
+    steps: list[int] = service.get(path_of("runs", run, "matrix"), metric=READ[0], max_steps=_POINTS)["steps"]
     if not steps:
         raise ValueError(f"{run} has sent no sample to {service.url} yet")
     layers, numbers = [layer for layer, _ in heads], [head for _, head in heads]

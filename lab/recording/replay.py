@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from foreshock.client import http_client
 from foreshock.contract import wire
 from foreshock.lab.recording.pace import Pace
 from foreshock.lab.recording.packed import PACKED, RECORDED
@@ -81,8 +82,7 @@ def replay_together(
     with ExitStack() as stack:
         senders: dict[str, _Sender] = {}
         if url is not None:
-            headers = {"Authorization": f"Bearer {token}"} if token else {}
-            client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=30.0))
+            client = stack.enter_context(http_client(url, token, 30.0))
             senders = {run: _Sender(client, url, run) for run in traces}
         for part in _due(events, pace or Pace(), on_event):
             for run, sender in senders.items():

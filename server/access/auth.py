@@ -73,7 +73,7 @@ class AuthMiddleware:
         self.app = app
         self.shares = shares
         self.keyring = keyring
-        self.hosts = frozenset(settings.allowed_hosts)
+        self.hosts = frozenset(map(_host_name, settings.allowed_hosts))
         self.guesses = LoginLimit()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:

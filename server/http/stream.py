@@ -6,22 +6,23 @@ that names an event which is not there, or not its own, hears what happens from 
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import StreamingResponse
 
-from foreshock.server.access.auth import Reader
+from foreshock.server.access.auth import Reader, caller_of
 from foreshock.server.runs.broadcast import REPLAYED_AT_ONCE, Broadcaster, Client, StreamEvent, stream_event
 from foreshock.server.runs.eventlog import cursor_of, events_after, newest_cursor
 from foreshock.server.store.database import BusyError
 from foreshock.server.store.executors import ClosingError
 
 router = APIRouter()
-_PING_SECONDS: Final = 15.0
 _HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -58,10 +59,19 @@ async def _listen(
 async def stream(request: Request, client: Annotated[Client, Depends(_listen)]) -> StreamingResponse:
     """Server-sent events, of one run or of all; `started`, `verdict`, `switched`, `command`, `finished`, `sample`."""
     broadcaster: Broadcaster = request.app.state.broadcaster
-    return StreamingResponse(_send_events(broadcaster, client), media_type="text/event-stream", headers=_HEADERS)
+    events = _send_events(broadcaster, client, partial(_is_let_in, request))
+    return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
 
 
-async def _send_events(broadcaster: Broadcaster, client: Client) -> AsyncIterator[bytes]:
+async def _is_let_in(request: Request) -> bool:
+    """Whether the session goes on, if the client has come with one."""
+    caller, keyring = caller_of(request), request.app.state.keyring
+    return caller.csrf_token is None or await keyring.caller(request.headers) == caller
+
+
+async def _send_events(
+    broadcaster: Broadcaster, client: Client, is_let_in: Callable[[], Awaitable[bool]]
+) -> AsyncIterator[bytes]:
     yield format_sse_event(comment="listening", retry=2000)
     sent = client.since
     while client.resumes and not client.lost:
@@ -76,9 +86,17 @@ async def _send_events(broadcaster: Broadcaster, client: Client) -> AsyncIterato
                 yield stream_event(sent, event).written
         if len(missed) < REPLAYED_AT_ONCE:
             break
+    ping, looked = broadcaster.settings.stream_ping_seconds, time.monotonic()
     while not broadcaster.closed:
         try:
-            async with asyncio.timeout(_PING_SECONDS):
+            if time.monotonic() - looked >= ping:
+                if not await is_let_in():
+                    return
+                looked = time.monotonic()
+        except (SQLAlchemyError, ClosingError):
+            return  # the client comes back
+        try:
+            async with asyncio.timeout(ping):
                 item = await client.waiting.get()
         except TimeoutError:
             yield KEEPALIVE_COMMENT

@@ -4,15 +4,17 @@ import os
 import shutil
 import sqlite3
 import subprocess
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Connection, func, select
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import SQLAlchemyError
 
 from foreshock.server.store import audit
-from foreshock.server.store.database import BESIDE, Store, StoreError, make_private
+from foreshock.server.store.database import BESIDE, Store, StoreError, address_of, make_private
 from foreshock.server.store.schema import batches, runs
 
 
@@ -23,18 +25,15 @@ def backup(url: str, file: Path) -> None:
     """
     if file.exists():
         raise StoreError(f"{file} exists; a backup overwrites nothing, give another name")
-    partial = file.with_name(file.name + ".partial")
-    partial.unlink(missing_ok=True)
-    make_private(partial)
-    parsed = make_url(url)
-    if _is_sqlite(parsed):
-        _copy_sqlite(_file_of(parsed), partial)
-    else:
-        tool, database = _postgresql(parsed, "pg_dump")
-        _call([*tool, "--format=custom", "--no-owner", "--no-privileges", f"--file={partial}", database], parsed)
-    with partial.open("rb+") as written:
-        os.fsync(written.fileno())
-    partial.rename(file)
+    address = address_of(url)
+    with _made_whole(file) as partial:
+        if source := _file_of(address):
+            _copy_sqlite(source, partial)
+        else:
+            tool, database = _postgresql(address, "pg_dump")
+            _call([*tool, "--format=custom", "--no-owner", "--no-privileges", f"--file={partial}", database], address)
+        with partial.open("rb+") as written:
+            os.fsync(written.fileno())
 
 
 def restore(file: Path, url: str) -> None:
@@ -42,23 +41,33 @@ def restore(file: Path, url: str) -> None:
 
     Stop the service first. Raises StoreError with a sentence.
     """
-    parsed = make_url(url)
+    address = address_of(url)
     if not file.is_file():
         raise StoreError(f"there is no file {file}")
-    if _is_sqlite(parsed):
-        target = _file_of(parsed)
+    if target := _file_of(address):
         # a write-ahead log that belongs to another file would be played into this one
         if there := [name for end in BESIDE if (name := target.with_name(target.name + end)).exists()]:
             raise StoreError(f"{', '.join(map(str, there))} exists; stop the service and move it away first")
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(target.name + ".partial")
-        make_private(partial)
-        _copy_sqlite(file, partial)
-        partial.rename(target)
+        with _made_whole(target) as partial:
+            _copy_sqlite(file, partial)
     else:
-        tool, database = _postgresql(parsed, "pg_restore")
+        tool, database = _postgresql(address, "pg_restore")
         options = ["--exit-on-error", "--single-transaction", "--no-owner", "--no-privileges", f"--dbname={database}"]
-        _call([*tool, *options, str(file)], parsed)
+        _call([*tool, *options, str(file)], address)
+
+
+@contextmanager
+def _made_whole(file: Path) -> Iterator[Path]:
+    """Where to write it: the file has its name when that succeeded, and nothing of it is left when it did not."""
+    partial = file.with_name(file.name + ".partial")
+    partial.unlink(missing_ok=True)
+    make_private(partial)
+    try:
+        yield partial
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -74,11 +83,15 @@ class Held:
 
 
 async def examine(url: str) -> Held:
-    """What a store holds. Raises BrokenChainError when its audit trail was changed."""
+    """What a store holds. Raises StoreError where there is none, BrokenChainError when its audit trail was changed."""
+    if (file := _file_of(address_of(url))) and not file.is_file():  # SQLite would make one
+        raise StoreError(f"there is no file {file}")
     store = Store(url)
     try:
         await store.check_schema()
         return await store.read(_count)
+    except SQLAlchemyError as error:
+        raise StoreError(f"the database cannot be used: {str(error).splitlines()[0]}") from None
     finally:
         await store.close()
 
@@ -92,14 +105,9 @@ def _count(connection: Connection) -> Held:
     return Held(found[0], found[1], chain.sequence)
 
 
-def _is_sqlite(url: URL) -> bool:
-    return url.drivername.split("+")[0] == "sqlite"
-
-
-def _file_of(url: URL) -> Path:
-    if not url.database:
-        raise StoreError("database_url names no file; give sqlite:///path/to/file.db")
-    return Path(url.database)
+def _file_of(address: URL) -> Path | None:
+    """SQLite's file; None for PostgreSQL."""
+    return Path(str(address.database)) if address.get_backend_name() == "sqlite" else None
 
 
 def _copy_sqlite(source: Path, target: Path) -> None:
@@ -110,17 +118,16 @@ def _copy_sqlite(source: Path, target: Path) -> None:
             old.backup(new)  # all pages in one read transaction: a writer beside it neither waits nor spoils it
             new.execute("PRAGMA journal_mode=DELETE")  # one file, without a write-ahead log beside it
             [verdict] = new.execute("PRAGMA integrity_check").fetchone()
+            ours = new.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone()
     except sqlite3.DatabaseError as error:
-        target.unlink(missing_ok=True)
         raise StoreError(f"{source} cannot be copied: {error}") from None
+    if ours is None:
+        raise StoreError(f"{source} holds no store of foreshock; give the file that `foreshock serve` writes")
     if verdict != "ok":
-        target.unlink(missing_ok=True)
         raise StoreError(f"{source} is damaged: {verdict}")
 
 
 def _postgresql(url: URL, tool: str) -> tuple[list[str], str]:
-    if url.drivername.split("+")[0] not in ("postgresql", "postgres"):
-        raise StoreError(f"database_url begins with {url.drivername!r}; give sqlite:/// or postgresql://")
     found = shutil.which(tool)
     if found is None:
         raise StoreError(f"{tool} is not on the PATH; it comes with PostgreSQL's client programs")

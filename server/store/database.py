@@ -58,6 +58,28 @@ class StoreError(ValueError):
     """The store cannot be used as it is; the message says what to do."""
 
 
+def address_of(url: str) -> URL:
+    """A store's address with the driver that reaches it. Raises StoreError, which holds nothing of what was given."""
+    try:
+        parsed = make_url(url)
+    except (ValueError, SQLAlchemyError):  # whose words hold parts of it
+        raise StoreError(
+            "FORESHOCK_DATABASE_URL is no address; give sqlite:///path/to/file.db or "
+            "postgresql://user:password@host:5432/database, with %40 for an @ within the password"
+        ) from None
+    backend = parsed.drivername.split("+")[0]
+    if backend not in _DRIVERS:
+        raise StoreError(
+            f"database_url begins with {parsed.drivername!r}; give sqlite:///path/to/file.db or "
+            "postgresql://user:password@host/database"
+        )
+    if backend == "sqlite" and (parsed.database or ":memory:") == ":memory:":
+        raise StoreError("database_url names no file; give sqlite:///path/to/file.db")
+    if backend == "sqlite" and parsed.query:
+        raise StoreError("database_url has options after a ?, and SQLite takes none; give sqlite:///path/to/file.db")
+    return parsed.set(drivername=_DRIVERS[backend])
+
+
 class BusyError(Exception):
     """More large reads wait than the store takes."""
 
@@ -66,26 +88,11 @@ class Store:
     """Connections to the database. `write` is exclusive within the process; `read` is not."""
 
     def __init__(self, url: str) -> None:
-        try:
-            parsed = make_url(url)
-        except (ValueError, SQLAlchemyError):  # whose words hold parts of it
-            raise StoreError(
-                "FORESHOCK_DATABASE_URL is no address; give sqlite:///path/to/file.db or "
-                "postgresql://user:password@host:5432/database, with %40 for an @ within the password"
-            ) from None
-        backend = parsed.drivername.split("+")[0]
-        if backend not in _DRIVERS:
-            raise StoreError(
-                f"database_url begins with {parsed.drivername!r}; give sqlite:///path/to/file.db or "
-                "postgresql://user:password@host/database"
-            )
-        self.sqlite = backend == "sqlite"
-        if self.sqlite and not parsed.database:
-            raise StoreError("database_url names no file; give sqlite:///path/to/file.db")
-        if self.sqlite and parsed.database:
-            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        self.path = Path(parsed.database) if self.sqlite and parsed.database else None
-        address = parsed.set(drivername=_DRIVERS[backend])
+        address = address_of(url)
+        self.sqlite = address.get_backend_name() == "sqlite"
+        self.path = Path(address.database) if self.sqlite and address.database else None
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         # The writer's connection is its own: readers, however many, never take it.
         self.writer = Executor("write", _engine(address, 1, write=True), 1)
         self.reader = Executor("read", _engine(address, _READS), _READS)
@@ -246,6 +253,8 @@ def _sqlite_connect(connection: Any, _record: Any) -> None:
     own = f"cache_size=-{_CACHE_KIB}", f"wal_autocheckpoint={_WAL_PAGES}"
     cursor.execute("PRAGMA page_count")
     [pages] = cursor.fetchone()
+    cursor.execute("PRAGMA database_list")
+    _close_to_others(cursor.fetchone()[2])
     of_a_new_file = () if pages else ("auto_vacuum=INCREMENTAL",)  # elsewhere it would write, also to a full disk
     for pragma in (
         *of_a_new_file,
@@ -267,12 +276,16 @@ def _give_back(connection: Connection, kept: int) -> None:
 
 
 def make_private(file: Path) -> None:
-    """Make an empty file that its owner alone may read; what lies there already is closed to others, if it is ours.
+    """Make an empty file that its owner alone may read, unless something lies there.
 
     What SQLite makes beside a database gets the rights of the database.
     """
     with suppress(FileExistsError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+
+
+def _close_to_others(file: str) -> None:
+    """Of a database that SQLite has opened: a slip in the address may name a folder, or a file of the system."""
     for ending in BESIDE:
         with suppress(FileNotFoundError, PermissionError):
             Path(f"{file}{ending}").chmod(0o600)

@@ -18,10 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
+from urllib.parse import quote
 
 import httpx
 import numpy as np
 import numpy.typing as npt
+
+from foreshock.contract.environment import as_header_carries
 
 DEFAULT_URL: Final = "http://127.0.0.1:8765"
 SETTLED: Final = frozenset({"applied", "refused", "expired", "dry_run", "rejected", "cancelled"})
@@ -114,8 +117,7 @@ class Service:
     ) -> None:
         self.url: Final = url or os.environ.get("FORESHOCK_URL") or DEFAULT_URL
         token = token or os.environ.get("FORESHOCK_TOKEN")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_seconds, transport=transport)
+        self._http = http_client(self.url, token, timeout_seconds, transport)
 
     def __enter__(self) -> Self:
         return self
@@ -135,16 +137,18 @@ class Service:
 
     def run(self, run: str) -> dict[str, Any]:
         """One run at its last step: its layers, the modes of its heads, its active warnings in words."""
-        return self._object(self.get(f"/v1/runs/{run}"))
+        return self._object(self.get(path_of("runs", run)))
 
     def incidents(self, run: str) -> list[dict[str, Any]]:
         """What is wrong with a run, the most urgent first; heads by the steps left. Each incident has its `causes`, and
         its `remedies` in the order in which they are tried: one for each cause."""
-        return list(self._object(self.get(f"/v1/runs/{run}/incidents"))["incidents"])
+        return list(self._object(self.get(path_of("runs", run, "incidents")))["incidents"])
 
     def acknowledge(self, run: str, incident: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Say that somebody looks after an incident; the incident as it stands then."""
-        return self._object(self.post(f"/v1/runs/{run}/acknowledge", {"incident": incident, **_said(who, reason)}))
+        return self._object(
+            self.post(path_of("runs", run, "acknowledge"), {"incident": incident, **_said(who, reason)})
+        )
 
     def describe(
         self,
@@ -161,18 +165,18 @@ class Service:
         """
         said = {"display_name": display_name, "tags": None if tags is None else list(tags), "notes": notes}
         given = {key: value for key, value in said.items() if value is not None}
-        return self._object(self._send("PATCH", f"/v1/runs/{run}", json={"who": who or getpass.getuser(), **given}))
+        return self._object(self._send("PATCH", path_of("runs", run), json={"who": who or getpass.getuser(), **given}))
 
     def delete(self, run: str, *, reason: str, who: str | None = None) -> None:
         """Delete a run that no longer trains, with everything stored of it; for a token with the scope `delete`.
 
         It cannot be taken back; `who` and `reason` stand in the audit trail.
         """
-        self._answer("DELETE", f"/v1/runs/{run}", params=_said(who, reason), timeout=_DELETION_SECONDS)
+        self._answer("DELETE", path_of("runs", run), params=_said(who, reason), timeout=_DELETION_SECONDS)
 
     def events(self, run: str, *kinds: str) -> Iterator[dict[str, Any]]:
         """What happened in a run, newest first; `kinds` such as verdict or switched, all kinds by default."""
-        return self._pages(f"/v1/runs/{run}/events", "events", kind=list(kinds) or None)
+        return self._pages(path_of("runs", run, "events"), "events", kind=list(kinds) or None)
 
     def series(
         self,
@@ -193,7 +197,7 @@ class Service:
             raise ServiceError("head needs layer: heads are numbered within their layer")
         name = ":".join(str(part) for part in (metric, layer, head) if part is not None)
         reply = self.get(
-            f"/v1/runs/{run}/curves", line=name, from_step=from_step, to_step=to_step, max_points=max_points
+            path_of("runs", run, "curves"), line=name, from_step=from_step, to_step=to_step, max_points=max_points
         )
         if reply["unknown"]:
             raise ServiceError(f"run {run} has no layer {layer}" + ("" if head is None else f" head {head}"))
@@ -217,7 +221,7 @@ class Service:
 
     def matrix(self, run: str, metric: str, step: int | None = None) -> Matrix:
         """One metric of every head, at `step` or just before it; at the last step by default."""
-        path, query = f"/v1/runs/{run}/matrix", {"metric": metric, "max_steps": 0}
+        path, query = path_of("runs", run, "matrix"), {"metric": metric, "max_steps": 0}
         reply = part = self.get(path, step=step, **query)
         rows = [(part["heads"], row) for row in part["values"]]
         layers = list(part["layers"])
@@ -236,11 +240,11 @@ class Service:
 
     def commands(self, run: str) -> list[dict[str, Any]]:
         """The newest orders to a run, newest first."""
-        return list(self.get(f"/v1/runs/{run}/commands")["commands"])
+        return list(self.get(path_of("runs", run, "commands"))["commands"])
 
     def command(self, command: str) -> dict[str, Any]:
         """One order and its way through the ranks."""
-        return self._object(self.get(f"/v1/commands/{command}"))
+        return self._object(self.get(path_of("commands", command)))
 
     def switch(
         self,
@@ -258,28 +262,30 @@ class Service:
         `reason` stand in the audit trail; `who` is the name of this user by default.
         """
         order = {"heads": heads, "mode": mode, "dry_run": dry_run, **_said(who, reason)}
-        return self._object(self.post(f"/v1/runs/{run}/commands", order))
+        return self._object(self.post(path_of("runs", run, "commands"), order))
 
     def switches(self, run: str, mode: str) -> dict[str, Any]:
         """What ordering `mode` for every head would change, where each keeps its own mode beside it: an order for each
         of `changes`, and the heads that are `kept` as they are."""
-        return self._object(self.get(f"/v1/runs/{run}/switches", mode=mode))
+        return self._object(self.get(path_of("runs", run, "switches"), mode=mode))
 
     def undo(self, command: str, *, reason: str, dry_run: bool = False, who: str | None = None) -> list[dict[str, Any]]:
         """Order the modes back that `command` changed; returns the orders that do it."""
-        return list(self.post(f"/v1/commands/{command}/undo", {"dry_run": dry_run, **_said(who, reason)})["commands"])
+        return list(
+            self.post(path_of("commands", command, "undo"), {"dry_run": dry_run, **_said(who, reason)})["commands"]
+        )
 
     def approve(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Let a proposed switch go out."""
-        return self._object(self.post(f"/v1/commands/{command}/approve", _said(who, reason)))
+        return self._object(self.post(path_of("commands", command, "approve"), _said(who, reason)))
 
     def reject(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Turn a proposed switch down."""
-        return self._object(self.post(f"/v1/commands/{command}/reject", _said(who, reason)))
+        return self._object(self.post(path_of("commands", command, "reject"), _said(who, reason)))
 
     def cancel(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Stop an order that is under way: no further rank gets it. What ranks did already stays, and can be undone."""
-        return self._object(self.post(f"/v1/commands/{command}/cancel", _said(who, reason)))
+        return self._object(self.post(path_of("commands", command, "cancel"), _said(who, reason)))
 
     def wait(self, command: dict[str, Any], seconds: float = 30.0) -> dict[str, Any]:
         """The order once every agent that it concerns has answered, or as it stands after `seconds`."""
@@ -335,6 +341,29 @@ class Service:
         if not reply.is_success:
             raise ServiceError(_problem(reply))
         return reply
+
+
+def path_of(*parts: str) -> str:
+    """An address under /v1. What is in a name ends it nowhere: neither a slash with dots nor a question mark."""
+    return "/v1/" + "/".join(quote(part, safe="", errors="replace") for part in parts)
+
+
+def http_client(
+    url: str, token: str | None, timeout_seconds: float, transport: httpx.BaseTransport | None = None
+) -> httpx.Client:
+    """Connections to the service at `url`. Raises ServiceError for an address or a token that cannot be one."""
+    try:
+        parts = httpx.URL(url)
+        known = parts.scheme in ("http", "https") and bool(parts.host)
+    except httpx.InvalidURL:
+        known = False
+    if not known:
+        raise ServiceError(f"{url} is no address of a service; give http://HOST:PORT or https://HOST")
+    try:
+        headers = {"Authorization": f"Bearer {as_header_carries(token)}"} if token else {}
+    except ValueError as error:
+        raise ServiceError(str(error)) from None
+    return httpx.Client(base_url=url, headers=headers, timeout=timeout_seconds, transport=transport)
 
 
 def _said(who: str | None, reason: str) -> dict[str, Any]:

@@ -19,3 +19,11 @@ def test_boards_and_rules_are_written_elsewhere_for_other_addresses(tmp_path: Pa
     refused = foreshock("dashboards", "generate", *addresses)
     assert refused.exit_code == 1
     assert "--out" in refused.stderr
+
+
+def test_an_address_that_no_link_could_lead_to_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for option in ("--grafana-url", "--service-url", "--runbooks-url"):
+        done = foreshock("dashboards", "generate", "--out", str(tmp_path), option, "foreshock.example")
+        assert done.exit_code == 1
+        assert "'foreshock.example' is no address; give http:// or https://" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from tests.cli.typed import ROOT, foreshock
+from tests.cli.typed import ROOT, TRACE, foreshock
 
 from foreshock import __version__
 from foreshock.cli.main import app
@@ -40,6 +40,21 @@ def test_a_service_that_is_down_is_a_sentence(words: list[str]) -> None:
     assert done.exit_code == 1
     assert "no service answers at http://127.0.0.1:9" in done.stderr
     assert "foreshock serve" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["runs"], ["replay", str(TRACE)], ["doctor"]])
+def test_what_is_no_address_of_a_service_is_a_sentence(words: list[str]) -> None:
+    for url in ("http://[::1", "127.0.0.1:9"):
+        done = foreshock(*words, "--url", url)
+        assert f"{url} is no address of a service" in (done.output + done.stderr).replace("\n", " ")
+        assert done.exit_code == 1
+
+
+def test_a_name_that_no_run_can_have_is_a_sentence_on_one_line() -> None:
+    done = foreshock("replay", str(TRACE), "--url", "http://127.0.0.1:9", "--run", "two words")
+    assert done.exit_code == 1
+    assert "'two words' is not an identifier; allowed are" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_missing_extra_names_the_install_command() -> None:

@@ -13,7 +13,9 @@ import httpx
 import pytest
 from tests.cli.typed import foreshock
 
-from foreshock.cli.runs import duration, state_of
+from foreshock.cli.output import console
+from foreshock.cli.runs import duration, show_commands, state_of
+from foreshock.client import Service
 from foreshock.contract.wire import Finished, Outcome
 from foreshock.server.testing import AnsweringAgent, FakeRank, LiveService
 
@@ -209,3 +211,41 @@ def test_qk_clip_is_ordered_by_a_word_of_its_own_and_what_it_is_not_is_a_sentenc
     ):
         done = foreshock("switch", "run-1", *words, "--reason", "test", "--url", service.url)
         assert (done.exit_code, sentence in done.stderr) == (1, True)
+
+
+def test_what_an_agent_or_a_person_wrote_moves_no_cursor_and_is_no_markup(service: LiveService) -> None:
+    """A token that may only ingest writes what the one on call reads in a terminal."""
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e[/bold][red]x[/red]:fire:"
+    rank = FakeRank(run="evil:fire:1", boot="b9")
+    warned = rank.verdict(1, sentence=f"Drifts {evil}", signal=evil)
+    service.post(rank.batch(rank.started(), rank.sample(1), warned))
+    with service.client() as client:
+        said = {"who": f"Eve {evil}", "notes": f"Notes {evil}", "display_name": "[/bold]", "tags": ["[/red]"]}
+        assert client.patch("/v1/runs/evil:fire:1", json=said).status_code == 200
+        order = {"who": "Eve", "reason": f"Because {evil}", "mode": "exact_delta"}
+        assert client.post("/v1/runs/evil:fire:1/commands", json=order).status_code == 201
+    [made] = service.post(rank.batch(rank.sample(2))).commands
+    refused = rank.answer(made, 2, "refused").model_copy(update={"reason": f"Refused {evil}"})
+    service.post(rank.batch(refused))
+    asked = (
+        ("runs", "evil:fire:1"),
+        ("runs",),
+        ("incidents", "evil:fire:1"),
+        ("describe", "evil:fire:1", "--tag", "new"),
+        ("runs", "evil:fire:1", "--json"),
+        ("incidents", "evil:fire:1", "--json"),
+    )
+    for words in asked:
+        told = foreshock(*words, "--url", service.url)
+        assert told.exit_code == 0, told.output
+        assert [each for each in told.stdout if not each.isprintable() and each not in "\n\ufffd"] == [], words
+        if "--json" not in words:
+            assert "\N{FIRE}" not in told.stdout
+    assert "evil:fire:1" in foreshock("runs", "--url", service.url).stdout
+    assert "[/bold][red]x[/red]" in foreshock("runs", "evil:fire:1", "--url", service.url).stdout
+    with Service(service.url) as client:
+        shown = console()
+        with shown.capture() as captured:
+            show_commands([client.command(made.id)], shown, 1.0)
+    assert "Refused" in captured.get()
+    assert not set(captured.get()) & set("\x1b\x07\x9b\u202e")

@@ -219,7 +219,7 @@ SAID = {
 def test_one_secret_each_makes_a_receiver_of_its_kind(tmp_path: Path, kinds: list[str]) -> None:
     options: list[str] = []
     for kind in kinds:
-        (tmp_path / kind).write_text(f"{SAID[kind]}\n")
+        (tmp_path / kind).write_bytes(f"{SAID[kind]}\r\n".encode())  # as an editor of Windows leaves it
         options += [f"--{kind}", str(tmp_path / kind)]
     folder = secrets_folder(tmp_path / "secrets", *options)
     text = (folder / "alertmanager.yml").read_text()
@@ -251,7 +251,13 @@ def test_who_gives_no_receiver_is_told_that_nobody_is_woken(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("written", "words"), [(None, "takes a file that holds its secret"), ("ops@example.org", "smtp://USER")]
+    ("written", "words"),
+    [
+        (None, "takes a file that holds its secret"),
+        ("\nsmtp://on-the-second-line", "takes a file that holds its secret in the first line"),
+        ("\r\n", "takes a file that holds its secret in the first line"),
+        ("ops@example.org", "smtp://USER"),
+    ],
 )
 def test_a_receiver_without_its_secret_is_refused_before_anything_is_made(
     tmp_path: Path, written: str | None, words: str

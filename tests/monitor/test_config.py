@@ -143,6 +143,9 @@ def test_a_token_is_read_without_the_line_break_behind_it_and_bytes_that_are_no_
     file = tmp_path / "token"
     file.write_text("s3cret-token\n")
     assert token_in(file).get_secret_value() == "s3cret-token"
+    given = make_config(None, {"token": "s3cret-token\n"}).token  # as a secret of Kubernetes often ends
+    assert given is not None
+    assert given.get_secret_value() == "s3cret-token"
     file.write_bytes(b"\xff\xfe\x00s3cret")
     with pytest.raises(ValueError, match="cannot be read: UnicodeDecodeError") as caught:
         token_in(file)
@@ -161,8 +164,12 @@ def test_a_token_is_read_without_the_line_break_behind_it_and_bytes_that_are_no_
         ({"labels": {"two words": "x"}, "probe_rows": 0}, ["labels.two words.", "probe_rows: "]),
         ({"mirror": "no-such-tracker"}, ["mirror: "]),
         ({"url": "http://"}, ["url: url must name a host"]),
-        ({"url": "http://ann:s3cret"}, ["url: url must name a host, and a port by its number"]),
+        ({"url": "http://ann:s3cret"}, ["url: url must name a host, and a port as a number"]),
         ({"url": "https://[::1"}, ["url: url must name a host"]),
+        ({"token": "s3cret on\ntwo lines"}, ["token: a token must be printable ASCII on one line"]),
+        ({"token": "s3crét"}, ["token: a token must be printable ASCII on one line"]),
+        ({"url": "http://:8765"}, ["url: url must name a host"]),
+        ({"url": "http://host:port"}, ["url: url must name a host"]),
     ],
 )
 def test_every_mistake_is_one_sentence_and_no_value_that_was_given_is_shown(

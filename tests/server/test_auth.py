@@ -179,7 +179,8 @@ def test_without_a_token_requests_from_other_origins_are_refused(play: Any) -> N
 
 
 @pytest.mark.promise("S18")
-def test_probes_of_the_own_machine_are_answered_beside_the_names_of_the_proxy(play: Any) -> None:
+@pytest.mark.parametrize("name", ["foreshock.example.org", "Foreshock.Example.org:443"])
+def test_probes_of_the_own_machine_are_answered_beside_the_names_of_the_proxy(play: Any, name: str) -> None:
     async def story(service: Any) -> None:
         async def asked(path: str, host: str, **more: str) -> int:
             headers = {"host": host, "authorization": f"Bearer {SECRET}", **more}
@@ -192,7 +193,7 @@ def test_probes_of_the_own_machine_are_answered_beside_the_names_of_the_proxy(pl
         assert await asked("/metrics", "127.0.0.1", origin="https://foreshock.example.org") == 403
         assert await asked("/metrics", "foreshock.example.org", origin="http://127.0.0.1") == 403
 
-    play(story, token=SECRET, allowed_hosts=("foreshock.example.org",))
+    play(story, token=SECRET, allowed_hosts=(name,))
 
 
 @pytest.mark.promise("S21")

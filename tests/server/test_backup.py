@@ -3,9 +3,10 @@
 import asyncio
 import os
 import shutil
+import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,52 @@ def test_a_damaged_file_is_no_backup(tmp_path: Path) -> None:
     said = cli("store", "restore", str(broken), "--database-url", url, fails=True)
     assert "Traceback" not in said
     assert not (tmp_path / "new.db").exists()
+
+
+def test_a_store_that_is_not_there_is_said_to_be_missing_and_is_not_made(tmp_path: Path) -> None:
+    """A misspelt address would otherwise be found whole, and its backup hold nothing."""
+    url = f"sqlite:///{tmp_path}/misspelt/foreshock.db"
+    assert "there is no file" in cli("store", "check", "--database-url", url, fails=True)
+    assert "there is no file" in cli("store", "backup", str(tmp_path / "copy"), "--database-url", url, fails=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_without_a_store_is_neither_backed_up_nor_restored(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "other.db")) as other:
+        other.execute("CREATE TABLE notes (text)")
+    other_url, new = f"sqlite:///{tmp_path}/other.db", f"sqlite:///{tmp_path}/new.db"
+    assert "no store of foreshock" in cli(
+        "store", "backup", str(tmp_path / "copy"), "--database-url", other_url, fails=True
+    )
+    assert "no store of foreshock" in cli(
+        "store", "restore", str(tmp_path / "other.db"), "--database-url", new, fails=True
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["other.db"]
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("nonsense", "is no address; give sqlite:///"),
+        ("postgresql://ann:secret@127.0.0.1:port/x", "is no address; give sqlite:///"),
+        ("mysql://ann:secret@127.0.0.1/x", "begins with 'mysql'"),
+        ("sqlite:///{folder}/text.db", "not a database"),
+        ("sqlite:///{folder}/text.db?mode=memory", "options after a ?"),
+        ("sqlite:///:memory:", "names no file"),
+        ("postgresql://ann:secret@127.0.0.1:9/x", "127.0.0.1"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "backup", "restore"])
+def test_a_store_that_cannot_be_used_is_a_sentence(tmp_path: Path, command: str, url: str, sentence: str) -> None:
+    (tmp_path / "text.db").write_text("no database at all, but a text")
+    file = {"check": [], "backup": [str(tmp_path / "copy")], "restore": [str(tmp_path / "text.db")]}[command]
+    result = CliRunner().invoke(app, ["store", command, *file, "--database-url", url.format(folder=tmp_path)])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception  # said by the command line, no traceback
+    assert "secret" not in result.output
+    if command == "check":
+        assert sentence in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["text.db"]
 
 
 @pytest.fixture

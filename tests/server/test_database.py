@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from alembic import command
 from sqlalchemy import insert, select, text
+from sqlalchemy.exc import SQLAlchemyError
 from tests.server.postgresql import new_database
 
 from foreshock.server.runs.eventlog import write_events
@@ -47,6 +48,28 @@ def test_a_database_of_a_newer_version_or_of_none_is_refused_with_a_sentence(tmp
         await store.close()
 
     asyncio.run(look())
+
+
+@pytest.mark.parametrize("kind", ["folder", "text", "link"])
+def test_what_is_no_database_keeps_the_rights_that_it_has(tmp_path: Path, kind: str) -> None:
+    """A misspelt address may name the system's own files, and the service may run as root."""
+    path, text_file = tmp_path / "x.db", tmp_path / "passwd"
+    text_file.write_text("root:x:0:0\n")
+    text_file.chmod(0o644)
+    if kind == "folder":
+        path.mkdir(0o755)
+    else:
+        path.symlink_to(text_file) if kind == "link" else text_file.rename(path)
+    before = path.stat().st_mode
+
+    async def look() -> None:
+        store = Store(f"sqlite:///{path}")
+        with pytest.raises(SQLAlchemyError):
+            await store.migrate()
+        await store.close()
+
+    asyncio.run(look())
+    assert path.stat().st_mode == before
 
 
 @pytest.mark.promise("S16")

@@ -113,6 +113,19 @@ def test_a_run_named_like_an_address_is_refused_with_a_sentence(play: Any) -> No
     play(story)
 
 
+@pytest.mark.parametrize("name", [".", ".."])
+def test_a_run_that_no_address_could_name_is_refused_with_a_sentence(play: Any, name: str) -> None:
+    """Every client, browsers too, takes a part of dots out of an address before it asks."""
+
+    async def story(service: Any) -> None:
+        rank = FakeRank(run=name)
+        answer = await service.post(rank.batch(rank.started()))
+        assert answer.status_code == 422
+        assert "may not be dots alone" in answer.json()["detail"]
+
+    play(story)
+
+
 @pytest.mark.promise("S13")
 def test_control_characters_in_texts_reach_no_log_line(play: Any) -> None:
     async def story(service: Any) -> None:

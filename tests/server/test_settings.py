@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from foreshock.server.__main__ import main
-from foreshock.server.settings import Settings, UnusableSettingsError, settings_of
+from foreshock.server.settings import Settings, Token, UnusableSettingsError, settings_of
 
 ROOT = Path(__file__).parents[2]
 SECRET = "a-secret-of-sixteen-or-more"
@@ -59,6 +59,45 @@ def test_the_shipped_settings_do_not_start_without_their_tokens(monkeypatch: pyt
 @pytest.mark.parametrize("url", ["", "http://localhost:8765", "http://127.0.0.1:8765", "http://[::1]:8765/"])
 def test_a_page_for_this_machine_alone_needs_no_token(url: str) -> None:
     assert Settings(public_url=url).all_tokens == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("FORESHOCK_TRUSTED_PROXIES", '["proxy.example.org"]', "'proxy.example.org' is no address or network"),
+        ("FORESHOCK_TRUSTED_PROXIES", '["10.0.0.0/33"]', "'10.0.0.0/33' is no address or network"),
+        ("FORESHOCK_TRUSTED_PROXIES", '["10.0.0.5/8"]', "'10.0.0.5/8' is no address or network"),
+        ("FORESHOCK_TRUSTED_PROXIES", '["*"]', "'*' is no address or network"),
+        ("FORESHOCK_PUBLIC_URL", "foreshock.example.org", "http:// or https://"),
+        ("FORESHOCK_PUBLIC_URL", "javascript:alert(1)", "http:// or https://"),
+        ("FORESHOCK_PUBLIC_URL", "https://", "http:// or https://"),
+        ("FORESHOCK_PUBLIC_URL", "https://[::1", "http:// or https://"),
+        ("FORESHOCK_TOKEN", "short", "16 characters or more"),
+        ("FORESHOCK_TOKEN", "ein-überlanges-Geheimnis", "printable ASCII"),
+        ("FORESHOCK_TOKEN", "sixteen-characters\a-and-a-bell", "printable ASCII"),
+    ],
+)
+def test_what_could_never_work_is_refused_at_the_start(
+    name: str, value: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORESHOCK_TOKEN", SECRET)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UnusableSettingsError) as refused:
+        settings_of()
+    assert sentence in str(refused.value)
+    assert "items after validation" not in str(refused.value)
+    if name == "FORESHOCK_TOKEN":
+        assert value not in str(refused.value)
+
+
+@pytest.mark.promise("S7")
+def test_one_secret_is_not_two_tokens_of_which_the_last_would_rule() -> None:
+    """A token meant to read would do what another one may, if their secrets were the same."""
+    own = Token.of("everything", SECRET, ("admin",))
+    with pytest.raises(ValidationError, match="tokens look and everything have the same secret"):
+        Settings(tokens=(Token.of("look", SECRET, ("read",)), own))
+    with pytest.raises(ValidationError, match="have the same secret"):
+        Settings(token=SECRET, tokens=(own,))  # type: ignore[arg-type]
 
 
 def test_secrets_come_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +166,7 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 import asyncio, httpx
 from foreshock.server.app import create_app
-from foreshock.server.settings import Settings, UnusableSettingsError, settings_of
+from foreshock.server.settings import Settings, Token, UnusableSettingsError, settings_of
 from foreshock.server.testing import FakeRank
 async def main():
     app = create_app(Settings(database_url="sqlite:///{tmp_path}/x.db"))

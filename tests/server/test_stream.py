@@ -4,7 +4,11 @@ import asyncio
 import gc
 import json
 import random
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -76,11 +80,62 @@ def test_the_service_goes_down_in_order_with_a_client_still_listening(live_servi
         assert live_service.stop(timeout_seconds=10) == 0
 
 
+@contextmanager
+def training(client: httpx.Client) -> Iterator[None]:
+    """While it lasts, a run sends a sample twenty times a second."""
+    rank, over = FakeRank(), threading.Event()
+
+    def train() -> None:
+        step = 0
+        while not over.wait(0.05):
+            step += 1
+            send(client, rank, rank.sample(step))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.promise("S7")
+@pytest.mark.parametrize("busy", [False, True], ids=["quiet", "busy"])
+def test_a_stream_ends_with_the_session_that_opened_it_and_with_no_other(tmp_path: Path, busy: bool) -> None:
+    secret = "a-secret-of-sixteen-or-more"
+    with (
+        LiveService(tmp_path, {"FORESHOCK_TOKEN": secret}, stream_ping_seconds=0.3) as live,
+        live.client(secret) as bearer,
+        live.client() as ends,
+        live.client() as stays,
+    ):
+        csrf = {"x-csrf-token": ends.post("/v1/login", json={"token": secret}).json()["csrf_token"]}
+        stays.post("/v1/login", json={"token": secret})
+        with ExitStack() as stack:
+            first, second, third = (
+                stack.enter_context(client.stream("GET", "/v1/stream", timeout=5.0)).iter_lines()
+                for client in (ends, stays, bearer)
+            )
+            for lines in (first, second, third):
+                assert next(lines) == ": listening"
+            assert ends.post("/v1/logout", headers=csrf, timeout=5.0).status_code == 200
+            if busy:
+                stack.enter_context(training(bearer))
+            assert len(list(islice(first, 120))) < 120  # it ends, with little more
+            send(bearer, FakeRank(run="news"), FakeRank(run="news").started())
+            for lines in (second, third):
+                assert any('"run":"news"' in line for line in lines)
+
+
 @pytest.mark.full
 @pytest.mark.promise("S17")
 def test_a_client_that_leaves_while_its_missed_events_are_read_leaves_no_task_behind(play: Any) -> None:
     """As the framework ends a stream: it cancels again at every turn of the event loop until the stream has ended."""
     leaves = random.Random(7)
+
+    async def let_in() -> bool:
+        return True
 
     async def story(service: Any) -> None:
         rank, said = FakeRank(), []
@@ -90,7 +145,7 @@ def test_a_client_that_leaves_while_its_missed_events_are_read_leaves_no_task_be
         for _ in range(60):
             client = Client(None, "", ("ann", "10.0.0.1"), asyncio.Queue(8), resumes=True)
             with anyio.move_on_after(leaves.uniform(0.0, 0.05)):
-                async for _ in _send_events(service.app.state.broadcaster, client):
+                async for _ in _send_events(service.app.state.broadcaster, client, let_in):
                     pass
         await asyncio.sleep(0.1)
         gc.collect()
