@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from foreshock.cli.errors import Commands
+from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.options import AsJson, Token, Url
 from foreshock.client import DEFAULT_URL, Service
 
@@ -84,14 +84,17 @@ def audit_export(
     from foreshock.cli.output import print_result
     from foreshock.server.store.audit import Chain, read_line
 
-    lines = file.read_bytes().splitlines() if file.exists() else []
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    if lines and not lines[-1].endswith(b"\n"):
+        raise CommandError(f"the last row of {file} was not written whole; delete that line and export again")
     chain = Chain(read_line(lines[-1])) if lines else Chain()
     before = chain.sequence
-    with Service(url, token, timeout_seconds=30.0) as client, file.open("ab") as out:
+    with Service(url, token, timeout_seconds=30.0) as client:
         while rows := client.audit_export(chain.sequence):
             for line in rows.splitlines():
                 chain.follow(read_line(line))
-            out.write(rows)
+            with file.open("ab") as out:  # no earlier, so that an export that fails leaves no empty trail
+                out.write(rows)
     new, last = chain.sequence - before, chain.sequence
     done = {"file": str(file), "appended": new, "rows": last, "hash": chain.hash}
     print_result(done, f"{new} rows appended to {file}, which ends with row {last}", as_json=as_json)
@@ -107,5 +110,7 @@ def audit_verify(file: Export, as_json: AsJson = False) -> None:
     with file.open("rb") as lines:
         for line in lines:
             chain.follow(read_line(line))
+    if chain.sequence == 0:
+        raise CommandError(f"{file} holds no row, so nothing was verified; give a file that `audit export` wrote")
     done = {"file": str(file), "rows": chain.sequence, "hash": chain.hash}
     print_result(done, f"{chain.sequence} rows, all verified; the last hash is {chain.hash}", as_json=as_json)

@@ -228,6 +228,21 @@ def test_a_row_that_was_changed_left_out_or_moved_is_named(export: Path, tmp_pat
         assert said in cli("audit", "verify", str(file), fails=True)
 
 
+def test_an_export_that_failed_leaves_no_file_and_an_empty_one_is_not_called_verified(tmp_path: Path) -> None:
+    file = tmp_path / "trail.jsonl"
+    cli("audit", "export", str(file), "--url", "http://127.0.0.1:9", fails=True)
+    assert not file.exists()
+    file.touch()
+    assert "holds no row, so nothing was verified" in cli("audit", "verify", str(file), fails=True)
+
+
+def test_a_row_that_was_not_written_whole_is_told_of_with_what_to_do(export: Path) -> None:
+    half = export.read_bytes()[:-7]
+    export.write_bytes(half)
+    assert "delete that line and export again" in cli("audit", "export", str(export), fails=True)
+    assert export.read_bytes() == half
+
+
 def test_an_export_shows_that_the_service_rewrote_its_past(export: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
