@@ -227,8 +227,8 @@ class Agent:
         mode: a name of docs/reference/modes.md, several joined by +, or plain. reason: kept with the event.
         None for heads whose attention the model keeps: foreshock's kernels take them with the next step, and the event,
         "applied" or "refused", follows when that has run. Call it between steps; before the first, it outlives a saved
-        state. Raises ValueError for what does not exist, and for heads whose own attention is known to stay whatever
-        their mode; of every head that is watched those are left out.
+        state. Raises ValueError for what does not exist, after `detach`, and for heads whose own attention is known to
+        stay whatever their mode; of every head those are left out.
         """
         switched = self._switchboard.switch(heads, mode, step=self.current_step, reason=reason)
         if switched is not None:
@@ -343,6 +343,7 @@ class Agent:
         """Take everything out of the model again, which is then exactly as before `attach`."""
         if self._undo is not None and os.getpid() == self._pid:
             undo, self._undo = self._undo, None
+            self._switchboard.why_refused = lambda row, mode: "the agent was detached from its model; attach another"
             undo()
 
     def close(self, status: Status = "completed") -> None:
@@ -370,8 +371,7 @@ class Agent:
         return self._closed or os.getpid() != self._pid
 
     def __del__(self) -> None:
-        # Nobody can step it any more. What was counted is sent in a thread, which the end of the process waits for:
-        # garbage is collected in the middle of anything, and in the agent's own threads too.
+        # Nobody can step it any more. Its rest is sent in a thread: garbage is collected in the midst of anything.
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:
             try:
                 self.detach()  # here, since settings of torch.compile belong to the thread that made them

@@ -140,3 +140,12 @@ def fails_after(work: Callable[..., None]) -> Callable[..., None]:
         raise RuntimeError("a fault on the way out")
 
     return failing
+
+
+@pytest.mark.parametrize("mode", ["row_corrected", "plain"])
+def test_no_head_is_switched_by_an_agent_that_was_detached(mode: str) -> None:
+    agent = attach(tiny_gpt(), **EVERY_STEP)
+    agent.detach()
+    with pytest.raises(ValueError, match="the agent was detached from its model"):
+        agent.set_mode([(0, 0)], mode, reason="a drift")
+    agent.close()
