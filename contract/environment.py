@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from typing import Final
 
+import httpx
 from pydantic import ValidationError
 
 from foreshock.contract.variables import VARIABLES
@@ -48,6 +49,15 @@ def _letters(name: str) -> str:
 
 def _alike(one: str, other: str) -> float:
     return SequenceMatcher(None, one, other).ratio()
+
+
+def names_a_host(url: str) -> bool:
+    """Whether it is an address of http or https with the name of a machine in it."""
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.host)
 
 
 def as_header_carries(token: str) -> str:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreshock.contract.slots import COUNT_SLOTS, SLOT_COUNT, Slot, identity_row
-from foreshock.kernels.flash_attention import flash_attention
+from foreshock.contract.slots import COUNT_SLOTS, SLOT_COUNT, Slot
+from foreshock.kernels.flash_attention import flash_attention, new_state
 
 _SHAPES: Final = ((2, 4, 96, 64), (2, 4, 300, 128))
 """[B, H, S, D]. At head dim 128 Hopper has kernels of its own: several of their tiles, and a part of one."""
@@ -17,10 +17,6 @@ def _inputs(device: str, shape: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(4)]
     return [tensor.to(device) for tensor in drawn]
-
-
-def _state(device: str, heads: int) -> Tensor:
-    return torch.from_numpy(identity_row()).repeat(heads, 1).to(device)
 
 
 def _gradients(inputs: list[Tensor], attention: object) -> list[Tensor]:
@@ -48,7 +44,7 @@ def _compare(device: str, shape: tuple[int, ...]) -> float:
     wide = [tensor.cpu().double() for tensor in inputs]
     truth = _gradients(wide, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
     peer = _gradients(inputs, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    state = _state(device, heads)
+    state = new_state(heads, device)
     modes = torch.zeros(heads, dtype=torch.int32, device=device)  # as a watched layer has them
     ours = _gradients(inputs, lambda q, k, v: flash_attention(q, k, v, causal=True, state=state, modes=modes))
     at = f"at head dim {dim}"
@@ -63,7 +59,7 @@ def _compare(device: str, shape: tuple[int, ...]) -> float:
     if state.shape != (heads, SLOT_COUNT) or rows != [batch * length] * heads:
         raise RuntimeError(f"{at}: {rows} rows were counted per head instead of {batch * length}")
     if device != "cpu":
-        expected, on_cpu = _state("cpu", heads), [t.cpu() for t in inputs]
+        expected, on_cpu = new_state(heads), [t.cpu() for t in inputs]
         _gradients(on_cpu, lambda q, k, v: flash_attention(q, k, v, causal=True, state=expected))
         # A tie is decided by the last bit of a score, which the order of a sum may move: allow one row in a hundred.
         counts = list(COUNT_SLOTS)

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from foreshock.contract.message import first_error
-from foreshock.contract.slots import identity_row
 from foreshock.contract.wire import MAX_LAYERS, Layer
+from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.apart import apart
@@ -70,7 +70,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
         raise ValueError(f"{len(watched)} attention layers were found; at most {MAX_LAYERS} can be watched")
     device = device_of(watched[0].module, model)
     with apart(device):
-        state = torch.from_numpy(identity_row()).repeat(sum(f.heads for f in watched), 1).to(device)
+        state = new_state(sum(f.heads for f in watched), device)
         modes = torch.zeros(len(state), dtype=torch.int32, device=device)
         layers = _layers_of(watched, state, modes, settings)
         selector = BackendSelector(layers, state, settings)

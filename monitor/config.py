@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
 
-import httpx
 from pydantic import AliasChoices, Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
-from foreshock.contract.environment import as_header_carries, refuse_misspelt
+from foreshock.contract.environment import as_header_carries, names_a_host, refuse_misspelt
 from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
 from foreshock.contract.orders import ClipWhen as ClipWhen
 from foreshock.contract.orders import SwitchScope
@@ -193,7 +192,7 @@ class AgentConfig(BaseSettings):
     def _url_is_http(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):
             raise ValueError("url must start with http:// or https://, for example http://127.0.0.1:8765")
-        if value is not None and not _names_a_host(value):
+        if value is not None and not names_a_host(value):
             raise ValueError("url must name a host, and a port as a number, for example http://127.0.0.1:8765")
         if value is not None and "@" in value:
             raise ValueError("url must carry no user name or password; give token=... or set FORESHOCK_TOKEN")
@@ -231,13 +230,6 @@ class AgentConfig(BaseSettings):
                 f"{self.world_size} processes need one name for their run: give run=... or set FORESHOCK_RUN on all"
             )
         return self
-
-
-def _names_a_host(url: str) -> bool:
-    try:
-        return bool(httpx.URL(url).host)
-    except httpx.InvalidURL:
-        return False
 
 
 _LAUNCHERS: Final = (

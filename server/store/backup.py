@@ -14,7 +14,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import SQLAlchemyError
 
 from foreshock.server.store import audit
-from foreshock.server.store.database import BESIDE, Store, StoreError, address_of, make_private
+from foreshock.server.store.database import BESIDE, Store, StoreError, address_of, file_of, make_private
 from foreshock.server.store.schema import batches, runs
 
 
@@ -27,7 +27,7 @@ def backup(url: str, file: Path) -> None:
         raise StoreError(f"{file} exists; a backup overwrites nothing, give another name")
     address = address_of(url)
     with _made_whole(file) as partial:
-        if source := _file_of(address):
+        if source := file_of(address):
             _copy_sqlite(source, partial)
         else:
             tool, database = _postgresql(address, "pg_dump")
@@ -44,7 +44,7 @@ def restore(file: Path, url: str) -> None:
     address = address_of(url)
     if not file.is_file():
         raise StoreError(f"there is no file {file}")
-    if target := _file_of(address):
+    if target := file_of(address):
         # a write-ahead log that belongs to another file would be played into this one
         if there := [name for end in BESIDE if (name := target.with_name(target.name + end)).exists()]:
             raise StoreError(f"{', '.join(map(str, there))} exists; stop the service and move it away first")
@@ -84,7 +84,7 @@ class Held:
 
 async def examine(url: str) -> Held:
     """What a store holds. Raises StoreError where there is none, BrokenChainError when its audit trail was changed."""
-    if (file := _file_of(address_of(url))) and not file.is_file():  # SQLite would make one
+    if (file := file_of(address_of(url))) and not file.is_file():  # SQLite would make one
         raise StoreError(f"there is no file {file}")
     store = Store(url)
     try:
@@ -103,11 +103,6 @@ def _count(connection: Connection) -> Held:
         for row in rows:
             chain.follow(row)
     return Held(found[0], found[1], chain.sequence)
-
-
-def _file_of(address: URL) -> Path | None:
-    """SQLite's file; None for PostgreSQL."""
-    return Path(str(address.database)) if address.get_backend_name() == "sqlite" else None
 
 
 def _copy_sqlite(source: Path, target: Path) -> None:

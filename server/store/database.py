@@ -80,6 +80,11 @@ def address_of(url: str) -> URL:
     return parsed.set(drivername=_DRIVERS[backend])
 
 
+def file_of(address: URL) -> Path | None:
+    """SQLite's file; None for PostgreSQL."""
+    return Path(str(address.database)) if address.get_backend_name() == "sqlite" else None
+
+
 class BusyError(Exception):
     """More large reads wait than the store takes."""
 
@@ -89,8 +94,8 @@ class Store:
 
     def __init__(self, url: str) -> None:
         address = address_of(url)
-        self.sqlite = address.get_backend_name() == "sqlite"
-        self.path = Path(address.database) if self.sqlite and address.database else None
+        self.path = file_of(address)
+        self.sqlite = self.path is not None
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         # The writer's connection is its own: readers, however many, never take it.

@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from foreshock.contract.environment import as_header_carries
+from foreshock.contract.environment import as_header_carries, names_a_host
 
 DEFAULT_URL: Final = "http://127.0.0.1:8765"
 SETTLED: Final = frozenset({"applied", "refused", "expired", "dry_run", "rejected", "cancelled"})
@@ -352,12 +352,7 @@ def http_client(
     url: str, token: str | None, timeout_seconds: float, transport: httpx.BaseTransport | None = None
 ) -> httpx.Client:
     """Connections to the service at `url`. Raises ServiceError for an address or a token that cannot be one."""
-    try:
-        parts = httpx.URL(url)
-        known = parts.scheme in ("http", "https") and bool(parts.host)
-    except httpx.InvalidURL:
-        known = False
-    if not known:
+    if not names_a_host(url):
         raise ServiceError(f"{url} is no address of a service; give http://HOST:PORT or https://HOST")
     try:
         headers = {"Authorization": f"Bearer {as_header_carries(token)}"} if token else {}
