@@ -27,7 +27,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     given up yet."""
     monkeypatch.setattr(launch, "_CALLS", {})
     monkeypatch.setattr(launch, "_capability", lambda device: 90)
-    monkeypatch.setattr(hopper, "_given_up", [])
+    monkeypatch.setattr(hopper.FORWARD, "failures", [])
     monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
 
 
@@ -137,7 +137,7 @@ class Launches(StandInLaunch):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
         super().__init__(failure)
-        monkeypatch.setattr(hopper, "_launch", self.kernel)
+        monkeypatch.setattr(hopper.FORWARD, "load", self.kernel)
         monkeypatch.setattr(forward, "launch_forward", self._triton)
 
     def _triton(self, *_: object, shifted_only: bool) -> None:

@@ -31,7 +31,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     given up yet, and gradients may differ in their bits."""
     monkeypatch.setattr(launch, "_CALLS", {})
     monkeypatch.setattr(launch, "_capability", lambda device: 90)
-    monkeypatch.setattr(hopper, "_given_up_backward", [])
+    monkeypatch.setattr(hopper.BACKWARD, "failures", [])
     monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
@@ -124,7 +124,7 @@ class Launches(StandInLaunch):
         super().__init__(failure)
         self.addresses: list[bool] = []
         monkeypatch.setattr(Call, "takes_addresses", lambda _: True)
-        monkeypatch.setattr(hopper, "_launch_backward", self.kernel)
+        monkeypatch.setattr(hopper.BACKWARD, "load", self.kernel)
         monkeypatch.setattr(backward, "launch_rows", self._rows)
         monkeypatch.setattr(backward, "launch_grad_query", self._grad_query)
         monkeypatch.setattr(backward, "launch_grad_key", lambda *_: self.made.append("dK, dV"))

@@ -63,7 +63,7 @@ def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: Grads) -
     if by_hopper:
         if given.modes is not None:
             launch_grad_query(call, chosen.grad_query, given, rows, grads[0], corrected_only=True)
-        if not hopper.launched_backward(call, given, rows, grads):
+        if not hopper.BACKWARD.launched(call, given, rows, grads):
             launch_backward(call, chosen, given, grads)  # which begins again, as delta may have been mended
             return
     else:

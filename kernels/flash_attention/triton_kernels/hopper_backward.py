@@ -363,7 +363,7 @@ def launch_rounding(call: Call, sums: Tensor, grad_query: Tensor, modes: Tensor 
     call.launch("hopper dQ", (sums, grad_query, modes), settle)
 
 
-def launch_hopper_backward(call: Call, given: Tensors, rows: RowVectors, grads: Grads) -> None:
+def launch(call: Call, given: Tensors, rows: RowVectors, grads: Grads) -> None:
     """dK and dV of what hopper.takes_backward, and dQ of the heads whose rows are not corrected.
 
     While it runs the sums of dQ take 4 bytes an element.

@@ -365,7 +365,7 @@ def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(*described(tensor, rows, columns), layout)
 
 
-def launch_hopper_forward(
+def launch(
     call: Call,
     inputs: tuple[Tensor, Tensor, Tensor],
     outputs: Outputs,
