@@ -116,8 +116,10 @@ def _drawn(kind: Kind, dtype: torch.dtype) -> tuple[Tensor, ...]:
         shape = 1 if kind.packed else 2, LENGTH, heads, kind.head_dim
         return torch.randn(shape, generator=random, device=kind.device).add_(mean).to(dtype).transpose(1, 2)
 
-    heads = KEY_HEADS * kind.group
-    return draw(heads, _OFFSET), draw(KEY_HEADS, _OFFSET), draw(KEY_HEADS, 0.0), draw(heads, 0.0)
+    heads, usual = KEY_HEADS * kind.group, kind.head_dim**-0.5
+    query, *others = draw(heads, _OFFSET), draw(KEY_HEADS, _OFFSET), draw(KEY_HEADS, 0.0), draw(heads, 0.0)
+    # Where rows see one key almost alone, rounding differs from row to row by more than FACTOR.
+    return query * (usual / max(usual, abs(kind.scale or 0.0))), *others
 
 
 _ENDS: Final = (0, LENGTH // 3, LENGTH)

@@ -57,6 +57,16 @@ def test_our_kernels_compute_what_pytorchs_attention_does_in_calls_of_every_kind
         assert difference(Kind(device, dtype, numerics, head_dim, group, **call)) is None
 
 
+@pytest.mark.parametrize("scale", [0.5, 1.0, -8.0])
+def test_scores_of_a_large_scale_are_compared_at_the_size_that_the_usual_scale_gives(scale: float) -> None:
+    def largest(given: float | None) -> float:
+        query, key, *_ = proof._drawn(Kind("cpu", "float64", "float64", 64, 1, scale=given), torch.float64)
+        return float((query @ key.mT).abs().max()) * abs(given or 64**-0.5)
+
+    assert largest(scale) == pytest.approx(largest(None))
+    assert largest(0.01) < largest(None)
+
+
 @pytest.mark.parametrize("call", CALLS[:1] + CALLS[5:6], ids=str)
 def test_they_are_called_as_a_watched_layer_calls_them_which_may_launch_others_than_a_call_that_counts_nothing(
     call: dict[str, Any], monkeypatch: pytest.MonkeyPatch
