@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from foreshock.kernels.flash_attention.triton_kernels.hopper import DIM
-from foreshock.kernels.flash_attention.triton_kernels.hopper_backward import TILES, hopper_backward_kernel
+from foreshock.kernels.flash_attention.triton_kernels.hopper_backward import hopper_backward_kernel, tiles
 from foreshock.kernels.flash_attention.triton_kernels.hopper_forward import hopper_forward_kernel
 
 
@@ -42,19 +42,18 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def compiled_backward(*, causal: bool, tail: bool = False, dtype: str = "bf16") -> Any:
+def compiled_backward(*, causal: bool, tail: bool = False, dtype: str = "bf16", shared: bool = False) -> Any:
     """The backward in one of its versions."""
     kinds = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
-    words = [dtype] * len(TILES)
-    words[4:6] = "bf16", "fp32"  # the folded rows, and the sums of dQ
+    words = [*[dtype] * 4, "bf16", "fp32", *["fp32" if shared else dtype] * 2]  # folded rows, dQ, then dK and dV
     names = hopper_backward_kernel.arg_names
     signature: dict[str, Any] = {}
-    for place, (rows, columns) in TILES.items():
+    for place, (rows, columns) in tiles(shared=shared).items():
         layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], kinds[words[place]])
         signature[names[place]] = f"tensordesc<{words[place]}[1, 1, {rows}, {columns}],{layout!r}>"
-    signature |= dict.fromkeys(("blocks", "planes", "section", "kv_heads", "group", "tiles"), "i32")
+    signature |= dict.fromkeys(("blocks", "planes", "section", "tiles", "heads", "group", "members"), "i32")
     signature |= dict.fromkeys(("unit", "scale"), "fp32")
-    constants = {"CAUSAL": causal, "TAIL": tail}
+    constants = {"CAUSAL": causal, "TAIL": tail, "SHARED": shared}
     signature |= dict.fromkeys(constants, "constexpr")
     fixed = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(hopper_backward_kernel, signature, fixed, {})

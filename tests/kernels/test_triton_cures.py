@@ -25,6 +25,7 @@ from foreshock.kernels.flash_attention.spec import Arguments
 from foreshock.kernels.flash_attention.triton_kernels import forward
 from foreshock.kernels.flash_attention.triton_kernels.grad_query import launch_grad_query
 from foreshock.kernels.flash_attention.triton_kernels.passes import Tensors
+from foreshock.kernels.flash_attention.triton_kernels.rounding import launch_rounding
 from foreshock.kernels.flash_attention.triton_kernels.rows import launch_rows
 from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
@@ -192,9 +193,6 @@ def test_a_pass_for_corrected_heads_alone_makes_their_dq_and_delta_to_the_bit_an
 def test_the_sums_of_hopper_s_backward_become_dq_of_the_heads_that_are_not_corrected(
     heads: int, rows_of_heads: bool, dtype: torch.dtype
 ) -> None:
-    hopper_backward = pytest.importorskip(
-        "foreshock.kernels.flash_attention.triton_kernels.hopper_backward", reason="needs a Triton that has Gluon"
-    )
     sums = torch.randn(2, heads, 13, 128, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     if rows_of_heads:
         sums = sums.transpose(1, 2).contiguous().transpose(1, 2)
@@ -203,7 +201,7 @@ def test_the_sums_of_hopper_s_backward_become_dq_of_the_heads_that_are_not_corre
     for given in (None, torch.zeros_like(modes), modes):
         grad_query = torch.full_like(wanted, 7.0)
         call = call_of(wanted, wanted, wanted, Arguments(given, None, None, 13, 13, None, spec))
-        hopper_backward.launch_rounding(call, sums, grad_query, given)
+        launch_rounding(call, "dQ", sums, grad_query, 0.3, given)
         for head in range(heads):
             corrected = given is modes and bool(modes[head])
             assert torch.equal(grad_query[:, head], (torch.full_like(wanted, 7.0) if corrected else wanted)[:, head])

@@ -2,8 +2,10 @@
 
 It goes over blocks of keys and makes dK, dV and, by adding to fp32 numbers in device memory, dQ: five products where
 two Triton passes have seven. One warp loads tiles by the copy engine; two groups of four warps hold 64 keys each, and
-both need both groups' dS for dQ, of which each makes half of the columns. dK and dV have equal bits for equal inputs;
-dQ, added in any order, has not.
+both need both groups' dS for dQ, of which each makes half of the columns.
+
+A program takes some of the query heads that share a key head, one after the other (`members_of`). Where these are not
+all, it adds to fp32 numbers of dK and dV as well. What is added in any order has not equal bits for equal inputs.
 
 dQ of heads whose rows are corrected is not taken from here: Triton's pass makes it first, and mends delta for this one.
 """
@@ -12,7 +14,6 @@ from typing import Any, Final
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -29,9 +30,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.triton_kernels import hopper
-from foreshock.kernels.flash_attention.triton_kernels.blocks import ROW_CORRECTED, to_operand
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch, described
 from foreshock.kernels.flash_attention.triton_kernels.passes import Grads, RowVectors, Tensors
+from foreshock.kernels.flash_attention.triton_kernels.rounding import launch_rounding
 
 DIM: gl.constexpr = gl.constexpr(hopper.DIM)
 KEYS: gl.constexpr = gl.constexpr(64)
@@ -50,21 +51,22 @@ def add_to_global(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None)
 
 
 @gluon.jit
-def block_of(sizes):
-    """Plane and block of keys of this program, in the order of places.turn."""
-    blocks, planes, section, _, _, _ = sizes
+def place_of(sizes):
+    """Sequence, first query head and block of keys of this program, in the order of places.turn."""
+    blocks, planes, section, _, heads, _, members = sizes
     program = gl.program_id(0)
     start = program // (section * blocks) * section
     width = gl.minimum(section, planes - start)
     program -= start * blocks
-    return start + program % width, program // width
+    head = (start + program % width) * members
+    return head // heads, head % heads, program // width
 
 
 @gluon.jit
 def tiles_of(block, sizes, CAUSAL: gl.constexpr):
     """The first tile of queries of a block of keys, and how many there are. Each block begins with its own, so that
     programs which run together do not add to the same dQ."""
-    _, _, _, _, _, tiles = sizes
+    _, _, _, tiles, _, _, _ = sizes
     first = block * (2 * KEYS // QUERIES)
     count = gl.to_tensor(tiles)
     if CAUSAL:
@@ -78,10 +80,9 @@ def load(descriptors, shared, full, empty, sizes, CAUSAL: gl.constexpr):
     q_desc, k_desc, v_desc, g_desc, r_desc = descriptors
     q_tiles, k_tiles, v_tiles, g_tiles, r_tiles = shared
     kv_full, q_full, g_full, _ = full
-    _, _, _, kv_heads, group, tiles = sizes
-    plane, block = block_of(sizes)
-    batch = plane // kv_heads
-    kv_head = plane % kv_heads
+    _, _, _, tiles, heads, group, members = sizes
+    batch, head, block = place_of(sizes)
+    kv_head = head // group
     mbarrier.expect(kv_full, 4 * KEYS * DIM * 2)
     for half in gl.static_range(2):
         at = [batch, kv_head, (2 * block + half) * KEYS, 0]
@@ -89,17 +90,16 @@ def load(descriptors, shared, full, empty, sizes, CAUSAL: gl.constexpr):
         tma.async_copy_global_to_shared(v_desc, at, kv_full, v_tiles.index(half))
     first, count = tiles_of(block, sizes, CAUSAL)
     step = 0
-    for member in range(group):
-        head = kv_head * group + member
+    for member in range(head, head + members):
         for i in range(count):
             row = (first + i) % tiles * QUERIES
             slot = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(q_full.index(slot), QUERIES * DIM * 2 + QUERIES * 16 * 2)
-            at = [batch, head, row, 0]
+            at = [batch, member, row, 0]
             tma.async_copy_global_to_shared(q_desc, at, q_full.index(slot), q_tiles.index(slot))
-            at_rows = [batch * kv_heads * group + head, 0, row, 0]
+            at_rows = [batch * heads + member, 0, row, 0]
             tma.async_copy_global_to_shared(r_desc, at_rows, q_full.index(slot), r_tiles.index(slot))
             mbarrier.expect(g_full.index(slot), QUERIES * DIM * 2)
             tma.async_copy_global_to_shared(g_desc, at, g_full.index(slot), g_tiles.index(slot))
@@ -162,6 +162,22 @@ def ask_grads(p, dp, dv, dk, q_tiles, g_tiles, ds_tiles, ds_full, slot, HALF: gl
 
 
 @gluon.jit
+def add_grad(desc, at, grad, tile):
+    """Add dK or dV of a group of warps to the numbers that its programs share, one half of the columns after the other,
+    by way of a tile [1, 1, KEYS, DIM // 2] that the copy engine may still read."""
+    left, right = grad.reshape((KEYS, 2, DIM // 2)).permute((0, 2, 1)).split()
+    batch, head, row = at
+    tma.store_wait(0)
+    tile.reshape((KEYS, DIM // 2)).store(left)
+    fence_async_shared()
+    add_to_global(desc, [batch, head, row, 0], tile)
+    tma.store_wait(0)
+    tile.reshape((KEYS, DIM // 2)).store(right)
+    fence_async_shared()
+    add_to_global(desc, [batch, head, row, DIM // 2], tile)
+
+
+@gluon.jit
 def weights_of(scores, turn, key, unit, CAUSAL: gl.constexpr):
     """P^T of a tile, the turn-th from the block's first."""
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
@@ -177,7 +193,7 @@ def weights_of(scores, turn, key, unit, CAUSAL: gl.constexpr):
 @gluon.jit
 def attend(
     HALF: gl.constexpr, outputs, shared, own, full, empty, sizes, units, length, CAUSAL: gl.constexpr,
-    TAIL: gl.constexpr,
+    TAIL: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: 64 keys. units: what turns a score into powers of two, and the scale."""
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
@@ -187,11 +203,9 @@ def attend(
     q_tiles, k_tiles, v_tiles, g_tiles, r_tiles = shared
     ds_tiles, dq_tiles = own
     kv_full, q_full, g_full, ds_full = full
-    _, _, _, kv_heads, group, tiles = sizes
+    _, _, _, tiles, _, group, members = sizes
     unit, scale = units
-    plane, block = block_of(sizes)
-    batch = plane // kv_heads
-    kv_head = plane % kv_heads
+    batch, head, block = place_of(sizes)
     first, count = tiles_of(block, sizes, CAUSAL)
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, of_scores)) + HALF * KEYS
     take_lse = take_columns(0, of_take)
@@ -212,9 +226,8 @@ def attend(
     scores = warpgroup_mma_wait(2, deps=[asked])
     p = weights_of(scores, 0, key, unit, CAUSAL)
     dp = warpgroup_mma_wait(0, deps=[asked_p])
-    head = kv_head * group
     turn = 0
-    total = group * count
+    total = members * count
     for step in range(total - 1):
         # Nothing is in flight here. P and dP are those of this step; they are made for the next one further down.
         zero = hidden_zero(step)
@@ -256,18 +269,24 @@ def attend(
     asked_query = ask_grad_query(ds_tiles, slot, k_tiles, hidden_zero(total), HALF)
     dv, weights = warpgroup_mma_wait(3, deps=[added, weights])
     out = v_tiles.index(HALF)  # the values of this group have been read for the last time
-    out.reshape((KEYS, DIM)).store(dv.to(q_tiles.dtype))
-    fence_async_shared()
-    at = [batch, kv_head, (2 * block + HALF) * KEYS, 0]
-    tma.async_copy_shared_to_global(dv_desc, at, out)
+    at = [batch, head // group, (2 * block + HALF) * KEYS, 0]
+    if not SHARED:
+        out.reshape((KEYS, DIM)).store(dv.to(q_tiles.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dv_desc, at, out)
     dq, dk, rounded = warpgroup_mma_wait(0, deps=[asked_query, adding, rounded])
     tma.store_wait(0)
     dq_tile = dq_tiles.index(HALF)
     dq_tile.reshape((QUERIES, DIM // 2)).store(dq)
-    out.reshape((KEYS, DIM)).store((dk * scale).to(q_tiles.dtype))
+    if not SHARED:
+        out.reshape((KEYS, DIM)).store((dk * scale).to(q_tiles.dtype))
     fence_async_shared()
     add_to_global(dq_desc, [batch, head, (first + turn) % tiles * QUERIES, HALF * (DIM // 2)], dq_tile)
-    tma.async_copy_shared_to_global(dk_desc, at, out)
+    if SHARED:
+        add_grad(dv_desc, at[:3], dv, dq_tile)
+        add_grad(dk_desc, at[:3], dk * scale, dq_tile)
+    else:
+        tma.async_copy_shared_to_global(dk_desc, at, out)
     tma.store_wait(0)
 
 
@@ -280,13 +299,15 @@ def barriers(ARRIVALS: gl.constexpr):
     return made
 
 
-@gluon.jit(do_not_specialize=("blocks", "planes", "section", "kv_heads", "group", "tiles"))
+@gluon.jit(do_not_specialize=("blocks", "planes", "section", "tiles", "heads", "group", "members"))
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, g_desc, r_desc, dq_desc, dk_desc, dv_desc,
-    blocks, planes, section, kv_heads, group, tiles, unit, scale, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
+    blocks, planes, section, tiles, heads, group, members, unit, scale,
+    CAUSAL: gl.constexpr, TAIL: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """128 keys of a key head. sizes: blocks of a plane, planes, planes of a section, key heads, query heads of a key
-    head, tiles of queries. TAIL: the last block of keys is not full; a causal mask hides what it lacks."""
+    """128 keys, seen by some query heads of a key head. sizes: blocks of a plane, planes, planes of a section, tiles of
+    queries, query heads, how many of them share a key head, and how many this program takes. TAIL: the last block of
+    keys is not full; a causal mask hides what it lacks. SHARED: dK and dV are fp32 numbers to add to."""
     DTYPE: gl.constexpr = q_desc.dtype
     of_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)
     q_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, QUERIES, DIM], q_desc.layout)
@@ -301,7 +322,7 @@ def hopper_backward_kernel(
     full = (kv_full, barriers(1), barriers(1), barriers(2))
     empty = barriers(2)
     fence_async_shared()
-    sizes = (blocks, planes, section, kv_heads, group, tiles)
+    sizes = (blocks, planes, section, tiles, heads, group, members)
     shared = (q_tiles, k_tiles, v_tiles, g_tiles, r_tiles)
     outputs = (dq_desc, dk_desc, dv_desc)
     own = (ds_tiles, dq_tiles)
@@ -312,8 +333,8 @@ def hopper_backward_kernel(
         length = k_desc.shape[2]
     gl.warp_specialize(
         [
-            (attend, (gl.constexpr(0), outputs, shared, own, full, empty, sizes, units, length, CAUSAL, TAIL)),
-            (attend, (gl.constexpr(1), outputs, shared, own, full, empty, sizes, units, length, CAUSAL, TAIL)),
+            (attend, (gl.constexpr(0), outputs, shared, own, full, empty, sizes, units, length, CAUSAL, TAIL, SHARED)),
+            (attend, (gl.constexpr(1), outputs, shared, own, full, empty, sizes, units, length, CAUSAL, TAIL, SHARED)),
             (load, (loads, shared, full, empty, sizes, CAUSAL)),
         ],
         [4, 1],
@@ -321,23 +342,12 @@ def hopper_backward_kernel(
     )
 
 
-@triton.jit
-def round_kernel(sums, grad_query, modes, rows, heads, head_rows, scale, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """dQ from its fp32 sums, which lie as it does: `rows` of them, of which each head's follow one another by
-    head_rows. Of heads that are corrected dQ is there already."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    taken = row < rows
-    if modes is not None:
-        mode = tl.load(modes + row // head_rows % heads, mask=taken, other=0)
-        taken = taken & ((mode & ROW_CORRECTED) == 0)
-    at = row.to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    total = tl.load(sums + at, mask=taken[:, None], other=0.0)
-    tl.store(grad_query + at, to_operand(total * scale, grad_query.dtype.element_ty), mask=taken[:, None])
+def tiles(*, shared: bool) -> dict[int, tuple[int, int]]:
+    """Of q, k, v, dO, folded rows, dQ, dK and dV: the rows and columns that the copy engine takes at once."""
+    return {place: (64, columns) for place, columns in enumerate((128, 128, 128, 128, 16, 64, *_GRADS[shared]))}
 
 
-TILES: Final = {place: (64, columns) for place, columns in enumerate((128, 128, 128, 128, 16, 64, 128, 128))}
-"""Of q, k, v, dO, folded rows, dQ, dK and dV: the rows and columns that the copy engine takes at once."""
-_ROUNDED_ROWS: Final = 16
+_GRADS: Final = {False: (128, 128), True: (64, 64)}
 _KINDS: Final = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -347,43 +357,51 @@ def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(*described(tensor, rows, columns), layout)
 
 
-def launch_rounding(call: Call, sums: Tensor, grad_query: Tensor, modes: Tensor | None) -> None:
-    """dQ, of dense rows, from sums with the same strides; of the heads whose rows `modes` does not correct."""
+def members_of(call: Call, processors: int) -> int:
+    """How many query heads that share a key head a program takes: as many as leave enough programs for a GPU's
+    processors, since what is made of several heads is added but once.
 
-    def settle() -> Launch:
-        rows = sums.numel() // hopper.DIM
-        return Launch(
-            round_kernel,
-            (triton.cdiv(rows, _ROUNDED_ROWS), 1, 1),
-            (rows, call.heads, max(1, sums.stride(1) // hopper.DIM), float(call.spec.scale)),
-            {"BLOCK": _ROUNDED_ROWS, "HEAD_DIM": hopper.DIM},
-            {"num_warps": 4},
-        )
-
-    call.launch("hopper dQ", (sums, grad_query, modes), settle)
+    Under a causal mask programs differ in their work, so that more of them have to be left. Those of short blocks run
+    ahead of the others there, to heads whose tiles no neighbour reads at that time: eight heads took 18 to 31 % longer
+    than four (benchmarks/results/hopper_grouped_h100.json).
+    """
+    group = call.heads // call.kv_heads
+    programs = triton.cdiv(call.longest_k, 2 * KEYS.value) * call.sequences * call.heads
+    causal = call.spec.causal != "none"
+    most, wanted = (min(group, 4), 4.0 * processors) if causal else (group, 1.5 * processors)
+    return next((x for x in range(most, 1, -1) if group % x == 0 and programs // x >= wanted), 1)
 
 
 def launch(call: Call, given: Tensors, rows: RowVectors, grads: Grads) -> None:
     """dK and dV of what hopper.takes_backward, and dQ of the heads whose rows are not corrected.
 
-    While it runs the sums of dQ take 4 bytes an element.
+    While it runs the sums of dQ take 4 bytes an element; so do those of dK and dV where programs share them.
     """
-    sums = torch.zeros_like(grads[0], dtype=torch.float32)  # dense as dQ is, with the same strides
+    group, members = call.heads // call.kv_heads, call.plans.get("hopper members")
+    if members is None:
+        processors = torch.cuda.get_device_properties(grads[0].device).multi_processor_count
+        members = call.plans["hopper members"] = members_of(call, processors)
+    shared = members < group
+    # Sums are dense as their gradients are, with the same strides.
+    sums = [torch.zeros_like(grad, dtype=torch.float32) for grad in (grads if shared else grads[:1])]
 
     def settle() -> Launch:
         block = 2 * KEYS.value
-        order = call.order(triton.cdiv(call.longest_k, block), call.sequences * call.kv_heads, call.longest_q)
-        numbers = (*order, call.kv_heads, call.heads // call.kv_heads, triton.cdiv(call.longest_q, QUERIES.value))
+        planes = call.sequences * call.heads // members
+        order = call.order(triton.cdiv(call.longest_k, block), planes, call.longest_q)
+        numbers = (*order, triton.cdiv(call.longest_q, QUERIES.value), call.heads, group, members)
         causal = call.spec.causal != "none"
         return Launch(
             hopper_backward_kernel,
             (order[0] * order[1], 1, 1),
             (*numbers, float(call.unit), float(call.spec.scale)),
-            {"CAUSAL": causal, "TAIL": not causal and call.longest_k % block > 0},
+            {"CAUSAL": causal, "TAIL": not causal and call.longest_k % block > 0, "SHARED": shared},
             {"num_warps": 4},
-            TILES,
+            tiles(shared=shared),
             descriptor,
         )
 
-    call.launch("hopper backward", (*given.operands, rows.folded, sums, *grads[1:]), settle)
-    launch_rounding(call, sums, grads[0], given.modes)
+    call.launch("hopper backward", (*given.operands, rows.folded, *sums, *grads[len(sums) :]), settle)
+    launch_rounding(call, "hopper dQ", sums[0], grads[0], float(call.spec.scale), given.modes)
+    for name, total, grad in zip(("hopper dK", "hopper dV"), sums[1:], grads[1:], strict=False):
+        launch_rounding(call, name, total, grad, 1.0, None)

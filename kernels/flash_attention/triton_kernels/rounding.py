@@ -1,0 +1,44 @@
+"""Gradients from the fp32 sums that the backward for Hopper adds to (hopper_backward.py)."""
+
+from typing import Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.triton_kernels import hopper
+from foreshock.kernels.flash_attention.triton_kernels.blocks import ROW_CORRECTED, to_operand
+from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch
+
+_ROWS: Final = 16
+
+
+@triton.jit
+def round_kernel(sums, grad, modes, rows, heads, head_rows, scale, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """A gradient from its fp32 sums, which lie as it does: `rows` of them, of which each head's follow one another by
+    head_rows. Of heads that are corrected dQ is there already."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    taken = row < rows
+    if modes is not None:
+        mode = tl.load(modes + row // head_rows % heads, mask=taken, other=0)
+        taken = taken & ((mode & ROW_CORRECTED) == 0)
+    at = row.to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    total = tl.load(sums + at, mask=taken[:, None], other=0.0)
+    tl.store(grad + at, to_operand(total * scale, grad.dtype.element_ty), mask=taken[:, None])
+
+
+def launch_rounding(call: Call, name: str, sums: Tensor, grad: Tensor, scale: float, modes: Tensor | None) -> None:
+    """A gradient, of dense rows, from sums with the same strides; of the heads whose rows `modes` does not correct."""
+
+    def settle() -> Launch:
+        rows = sums.numel() // hopper.DIM
+        return Launch(
+            round_kernel,
+            (triton.cdiv(rows, _ROWS), 1, 1),
+            (rows, call.heads, max(1, sums.stride(1) // hopper.DIM), scale),
+            {"BLOCK": _ROWS, "HEAD_DIM": hopper.DIM},
+            {"num_warps": 4},
+        )
+
+    call.launch(name, (sums, grad, modes), settle)
