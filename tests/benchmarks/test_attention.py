@@ -15,53 +15,65 @@ from foreshock.benchmarks.stopwatch import PASSES
 from foreshock.kernels.flash_attention import op
 
 ROOT = Path(__file__).parents[2]
-RESULT = json.loads((ROOT / "benchmarks/results/attention_h200.json").read_text())
-TODAY = json.loads((ROOT / "benchmarks/results/attention_hopper_h200.json").read_text())
-GROUPED = json.loads((ROOT / "benchmarks/results/attention_grouped_h200.json").read_text())
-"""Grouped heads, which the last run did not reach, of the run before."""
+RESULT, TIES, GROUPED = (
+    json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    for name in ("attention_h200", "attention_hopper_h200", "hopper_grouped_h100")
+)
+PAGE = (ROOT / "kernels/flash_attention/README.md").read_text()
 
 
 def test_every_cell_of_the_grid_is_kept_with_every_contender() -> None:
     keys = ("head_dim", "heads", "kv_heads", "seq_len", "causal", "pass")
-    kept = [tuple(cell[key] for key in keys) for cell in RESULT["cells"] + GROUPED["cells"]]
+    kept = [tuple(cell[key] for key in keys) for cell in RESULT["cells"]]
     wanted = [(s.head_dim, s.heads, s.kv_heads, s.seq_len, s.causal, which) for s in grid() for which in PASSES]
     assert kept == wanted
-    for cell in RESULT["cells"] + GROUPED["cells"]:
+    for cell in RESULT["cells"]:
         for name in ("foreshock", "foreshock_plain", "sdpa_flash", "sdpa_cudnn", "flex"):
             assert 0 < cell[name] < 1000
 
 
-def served() -> list[dict[str, Any]]:
-    """The cells of today's kernels: Hopper's serve head dim 128."""
-    return [*(cell for cell in TODAY["triton"]["cells"] if cell["head_dim"] != 128), *TODAY["hopper"]["cells"]]
-
-
-def test_the_readme_shows_the_tables_and_the_summary_follows_from_the_cells() -> None:
-    page = (ROOT / "kernels/flash_attention/README.md").read_text()
-    others = [c for c in RESULT["cells"] if c["seq_len"] in (2048, 16384) or c["kv_heads"] != c["heads"]]
-    assert markdown(served()) in page
-    assert markdown(others + GROUPED["cells"]) in page
+def test_the_readme_shows_the_table_and_the_summary_follows_from_the_cells() -> None:
+    shown = [c for c in RESULT["cells"] if c["seq_len"] in (1024, 4096, 16384) or c["kv_heads"] != c["heads"]]
+    assert markdown(shown) in PAGE
     told = summary(RESULT["cells"])
     assert told == pytest.approx({name: RESULT["summary"][name] for name in told})
 
 
-def test_what_the_readme_says_of_todays_kernels_follows_from_the_cells() -> None:
-    page = (ROOT / "kernels/flash_attention/README.md").read_text()
-    found, in_time = summary(served()), summary([cell for cell in served() if "host_late" not in cell])
+def test_what_the_readme_says_beside_cudnn_and_of_statistics_follows_from_the_cells() -> None:
+    found = summary(RESULT["cells"])
 
-    def beside(figures: dict[str, float], which: str) -> str:
-        return " and ".join(f"{figures[f'{which}_{name}_ratio_to_sdpa_cudnn']:.2f}" for name in ("mean", "least"))
+    def beside(which: str) -> str:
+        return " and ".join(f"{found[f'{which}_{name}_ratio_to_sdpa_cudnn']:.2f}" for name in ("mean", "least"))
 
-    assert f"forward {beside(found, 'forward')} (aims" in page
-    assert f"backward {beside(found, 'backward')} (aims" in page
-    assert f"without the host's cell {beside(in_time, 'backward')}; both {beside(found, 'both')}" in page
+    assert f"forward {beside('forward')} (aims" in PAGE
+    assert f"backward {beside('backward')} (aims" in PAGE
+    assert f"both {beside('both')}. " in PAGE
+    others = summary([c for c in RESULT["cells"] if c["kv_heads"] == c["heads"] or c["head_dim"] == 64])
+    assert f"Without grouped heads of D 128 the least is {others['backward_least_ratio_to_sdpa_cudnn']:.2f}." in PAGE
     cost, worst = (100 * found[f"statistics_cost{name}"] for name in ("", "_worst_cell"))
-    assert f"it is {cost:.1f} % (worst {worst:.1f};" in page
+    assert f"add {cost:.1f} % to both passes from S = 2048 on (worst {worst:.1f})" in PAGE
+
+
+def test_what_the_readme_says_of_shared_key_heads_follows_from_the_cells() -> None:
+    def beside_cudnn(heads: int, tokens: int, length: int, whose: str) -> str:
+        (cell,) = (
+            cell["milliseconds"]
+            for cell in GROUPED["cells"]
+            if (cell["heads"], cell["tokens"], cell["seq_len"]) == (heads, tokens, length)
+            and cell["causal"]
+            and cell["kv_heads"] < heads
+        )
+        return f"{cell['cudnn'] / cell[whose]:.2f}"
+
+    short, long = beside_cudnn(16, 16384, 2048, "triton"), beside_cudnn(16, 16384, 8192, "2 a program")
+    assert f"16/2 heads {short} at S = 2048 and {long} at 8192" in PAGE
+    now, before = (beside_cudnn(8, 8192, 8192, f"{members} a program") for members in (1, 8))
+    assert f"8/1 heads, one sequence of 8192, {now}, where it was {before}." in PAGE
 
 
 def shares(name: str, head_dim: int | None = None) -> float:
     """By how much the time of a pass changed with the ties in the forward: the geometric mean of its cells."""
-    before, after = (TODAY[tree]["cells"] for tree in ("before", "triton"))
+    before, after = (TIES[tree]["cells"] for tree in ("before", "triton"))
     return statistics.geometric_mean(
         new["foreshock"] / old["foreshock"]
         for old, new in zip(before, after, strict=True)
@@ -70,10 +82,9 @@ def shares(name: str, head_dim: int | None = None) -> float:
 
 
 def test_what_the_readme_says_of_ties_in_the_forward_follows_from_the_cells() -> None:
-    page = (ROOT / "kernels/flash_attention/README.md").read_text()
     both, backward = ([f"{shares(name, dim):.3f}" for dim in (None, 64, 128)] for name in ("both", "backward"))
-    assert f"both passes take {both[0]} of the time (D 64 {both[1]}, D 128 {both[2]})" in page
-    assert f"the backward {backward[0]} ({backward[1]}, {backward[2]})" in page
+    assert f"both passes take {both[0]} of the time (D 64 {both[1]}, D 128 {both[2]})" in PAGE
+    assert f"the backward {backward[0]} ({backward[1]}, {backward[2]})" in PAGE
 
 
 def test_a_peer_that_was_not_timed_has_no_column_and_one_that_refused_has_no_ratio() -> None:

@@ -96,5 +96,5 @@ def takes_backward(call: Call, given: Tensors, grads: Grads) -> bool:
 
 
 _SHORT: Final = 2048
-"""Up to so many keys Triton's backward took 5 to 19 % less time where query heads share a key head under a causal mask
+"""Up to so many keys it took 5 to 19 % longer than Triton's where query heads share a key head under a causal mask
 (benchmarks/results/hopper_grouped_h100.json)."""
