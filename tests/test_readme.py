@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.test_evidence import explosion
 
 from foreshock.lab.recording.trace import read_trace
 
@@ -63,10 +64,12 @@ def test_the_costs_are_those_that_were_measured() -> None:
 
 def test_the_picture_s_steps_are_those_of_the_runs() -> None:
     picture = runpy.run_path(str(ROOT / "scripts" / "explosion_picture.py"))
-    trace = read_trace(picture["RUNS"] / "shared-values_untreated_seed2.trace.xz")
-    warned = picture["first_warning"](trace).step
-    exploded = next(s.step for s in trace.samples if s.step > warned and s.loss is not None and s.loss > 1.5)
-    assert f"its warning at step {warned:,}" in README
+    switched, untreated, _ = map(read_trace, picture["RUNS"])
+    warned, exploded = picture["first_warning"](switched).step, explosion(untreated)
+    assert exploded is not None
+    assert explosion(switched) is None
+    assert f"the loss explodes at step {exploded:,}; warned about at step {warned:,} and switched" in README
+    assert f"warned about {exploded - warned:,} steps before its untreated twin exploded" in README
     assert f"it stands {exploded - warned:,} steps before" in README
 
 

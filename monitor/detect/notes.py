@@ -16,7 +16,9 @@ _NAMED: Final = 4
 
 
 class Notes:
-    """Each head is noted once in a run, also when that is resumed."""
+    """Told when the first head passes, and whenever twice as many have: 1, 2, 4, 8 heads. A note for each head came 23
+    to 80 times in 6,000 steps of GPT-2 small (lab/traces/paper). A run that is resumed goes on with the heads that
+    passed before."""
 
     def __init__(self, heads: Sequence[wire.HeadRef]) -> None:
         self._heads: Final = heads
@@ -24,13 +26,15 @@ class Notes:
 
     def of(self, step: int, largest: Floats, warned: Iterable[wire.Verdict]) -> wire.Verdict | None:
         """A note of the heads whose largest score [N] has come to `NOTED_SCORE` for the first time; None where none
-        has. A head that is warned about needs no note."""
+        has, or not twice as many as were told of. A head that is warned about needs no note."""
         passed = {self._heads[row]: float(largest[row]) for row in np.flatnonzero(largest >= NOTED_SCORE).tolist()}
         silent = self.noted | {(each.layer, each.head) for each in warned}
+        before = len(self.noted)
         self.noted |= passed.keys()
         new = [(head, score) for head, score in passed.items() if head not in silent]
-        if not new:
+        if not new or len(self.noted).bit_length() == before.bit_length():
             return None
+        count = f", as those of {before} heads before" if before else ""
         named = ", ".join(f"layer {layer} head {head} ({score:.0f})" for (layer, head), score in new[:_NAMED])
         more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
         return wire.Verdict(
@@ -41,6 +45,6 @@ class Notes:
             cause="score growth",
             signal="score",
             evidence={"score": max(score for _, score in new)},
-            sentence=f"Note: the largest score of {named}{more} passed {NOTED_SCORE:g} for the first time. Healthy "
-            "heads do so too; if it goes on growing, docs/score-growth.md has the remedies.",
+            sentence=f"Note: the largest score of {named}{more} passed {NOTED_SCORE:g} for the first time{count}. "
+            "Healthy heads do so too; if it goes on growing, docs/score-growth.md has the remedies.",
         )

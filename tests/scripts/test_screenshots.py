@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 SHOTS = module_at(ROOT / "scripts" / "screenshots.py")
 DETAILS = {f"details-{scheme}{suffix}" for scheme in ("light", "dark") for suffix in ("", "-phone")}
 ELSEWHERE = {
-    "explosion": "scripts/explosion_picture.py",
     "paper-run": "scripts/explosion_picture.py",
     "lab-explosion": "lab/NOTEBOOK.md",
     "lab-leads": "lab/NOTEBOOK.md",
