@@ -118,10 +118,7 @@ def test_so_are_short_calls_whose_heads_share_keys_under_a_causal_mask_where_tri
 def test_a_program_takes_as_many_heads_of_a_key_head_as_leave_a_gpu_s_processors_enough_programs(
     length: int, heads: tuple[int, int], causal: str, members: int
 ) -> None:
-    module = pytest.importorskip(
-        "foreshock.kernels.flash_attention.triton_kernels.hopper_backward", reason="needs a Triton that has Gluon"
-    )
-    assert module.members_of(Problem((length, length), heads, causal=causal).call, 132) == members
+    assert hopper.members_of(Problem((length, length), heads, causal=causal).call, 132) == members
 
 
 def test_so_are_causal_masks_between_other_lengths_and_other_head_dims() -> None:

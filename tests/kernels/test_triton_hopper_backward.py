@@ -40,13 +40,12 @@ LAUNCHED = hopper.launched
 
 @pytest.fixture(autouse=True)
 def not_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls remember who serves them: none outlives a test. Each program takes one query head, so that those that share
-    a key head add to its gradients, but where a test says otherwise; short calls of these are served as well."""
+    """Calls remember who serves them: none outlives a test. Each program takes one query head, but where a test says
+    otherwise, and short calls of heads that share a key head are served as well."""
     monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
     monkeypatch.setattr(hopper, "_SHORT", 0)
     take(1, monkeypatch)
     monkeypatch.setattr(hopper, "launched", lambda *_: False)
-    launch._CALLS.clear()
     yield
     torch.use_deterministic_algorithms(False)
     launch._CALLS.clear()
@@ -54,8 +53,7 @@ def not_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def take(members: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each program take so many query heads, or all of a key head if that has fewer."""
-    module = hopper.BACKWARD.load().__module__
-    monkeypatch.setattr(f"{module}.members_of", lambda call, _: min(members, call.heads // call.kv_heads))
+    monkeypatch.setattr(hopper, "members_of", lambda call, _: min(members, call.heads // call.kv_heads))
     launch._CALLS.clear()
 
 

@@ -16,6 +16,8 @@ from foreshock.kernels.flash_attention.triton_kernels.passes import Grads, Outpu
 
 DIM: Final = 128
 """The head dim that they are written for."""
+BLOCK: Final = 128
+"""Keys of a program of the backward."""
 SEARCHED: Final = ("3.6.", "3.7.", "3.8.")
 """The versions of Triton from which what they compile into was searched for products of stale registers (3.6.0, 3.7.1
 and 3.8.0). A later one may order them otherwise, and nothing would tell. 3.6 alone ran on GPUs."""
@@ -98,3 +100,18 @@ def takes_backward(call: Call, given: Tensors, grads: Grads) -> bool:
 _SHORT: Final = 2048
 """Up to so many keys it took 5 to 19 % longer than Triton's where query heads share a key head under a causal mask
 (benchmarks/results/hopper_grouped_h100.json)."""
+
+
+def members_of(call: Call, processors: int) -> int:
+    """How many query heads that share a key head a program takes: as many as leave enough programs for a GPU's
+    processors, since what is made of several heads is added but once.
+
+    Under a causal mask programs differ in their work, so that more of them have to be left. Those of short blocks run
+    ahead of the others there, to heads whose tiles no neighbour reads at that time: eight heads took 18 to 31 % longer
+    than four (benchmarks/results/hopper_grouped_h100.json).
+    """
+    group = call.heads // call.kv_heads
+    programs = triton.cdiv(call.longest_k, BLOCK) * call.sequences * call.heads
+    causal = call.spec.causal != "none"
+    most, wanted = (min(group, 4), 4.0 * processors) if causal else (group, 1.5 * processors)
+    return next((x for x in range(most, 1, -1) if group % x == 0 and programs // x >= wanted), 1)

@@ -4,8 +4,9 @@ It goes over blocks of keys and makes dK, dV and, by adding to fp32 numbers in d
 two Triton passes have seven. One warp loads tiles by the copy engine; two groups of four warps hold 64 keys each, and
 both need both groups' dS for dQ, of which each makes half of the columns.
 
-A program takes some of the query heads that share a key head, one after the other (`members_of`). Where these are not
-all, it adds to fp32 numbers of dK and dV as well. What is added in any order has not equal bits for equal inputs.
+A program takes some of the query heads that share a key head, one after the other (`hopper.members_of`). Where these
+are not all, it adds to fp32 numbers of dK and dV as well. What is added in any order has not equal bits for equal
+inputs.
 
 dQ of heads whose rows are corrected is not taken from here: Triton's pass makes it first, and mends delta for this one.
 """
@@ -35,7 +36,7 @@ from foreshock.kernels.flash_attention.triton_kernels.passes import Grads, RowVe
 from foreshock.kernels.flash_attention.triton_kernels.rounding import launch_rounding
 
 DIM: gl.constexpr = gl.constexpr(hopper.DIM)
-KEYS: gl.constexpr = gl.constexpr(64)
+KEYS: gl.constexpr = gl.constexpr(hopper.BLOCK // 2)
 """Keys of a group of warps: half of a program's block."""
 QUERIES: gl.constexpr = gl.constexpr(64)
 """Queries of a tile."""
@@ -357,21 +358,6 @@ def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(*described(tensor, rows, columns), layout)
 
 
-def members_of(call: Call, processors: int) -> int:
-    """How many query heads that share a key head a program takes: as many as leave enough programs for a GPU's
-    processors, since what is made of several heads is added but once.
-
-    Under a causal mask programs differ in their work, so that more of them have to be left. Those of short blocks run
-    ahead of the others there, to heads whose tiles no neighbour reads at that time: eight heads took 18 to 31 % longer
-    than four (benchmarks/results/hopper_grouped_h100.json).
-    """
-    group = call.heads // call.kv_heads
-    programs = triton.cdiv(call.longest_k, 2 * KEYS.value) * call.sequences * call.heads
-    causal = call.spec.causal != "none"
-    most, wanted = (min(group, 4), 4.0 * processors) if causal else (group, 1.5 * processors)
-    return next((x for x in range(most, 1, -1) if group % x == 0 and programs // x >= wanted), 1)
-
-
 def launch(call: Call, given: Tensors, rows: RowVectors, grads: Grads) -> None:
     """dK and dV of what hopper.takes_backward, and dQ of the heads whose rows are not corrected.
 
@@ -380,22 +366,21 @@ def launch(call: Call, given: Tensors, rows: RowVectors, grads: Grads) -> None:
     group, members = call.heads // call.kv_heads, call.plans.get("hopper members")
     if members is None:
         processors = torch.cuda.get_device_properties(grads[0].device).multi_processor_count
-        members = call.plans["hopper members"] = members_of(call, processors)
+        members = call.plans["hopper members"] = hopper.members_of(call, processors)
     shared = members < group
     # Sums are dense as their gradients are, with the same strides.
     sums = [torch.zeros_like(grad, dtype=torch.float32) for grad in (grads if shared else grads[:1])]
 
     def settle() -> Launch:
-        block = 2 * KEYS.value
         planes = call.sequences * call.heads // members
-        order = call.order(triton.cdiv(call.longest_k, block), planes, call.longest_q)
+        order = call.order(triton.cdiv(call.longest_k, hopper.BLOCK), planes, call.longest_q)
         numbers = (*order, triton.cdiv(call.longest_q, QUERIES.value), call.heads, group, members)
         causal = call.spec.causal != "none"
         return Launch(
             hopper_backward_kernel,
             (order[0] * order[1], 1, 1),
             (*numbers, float(call.unit), float(call.spec.scale)),
-            {"CAUSAL": causal, "TAIL": not causal and call.longest_k % block > 0, "SHARED": shared},
+            {"CAUSAL": causal, "TAIL": not causal and call.longest_k % hopper.BLOCK > 0, "SHARED": shared},
             {"num_warps": 4},
             tiles(shared=shared),
             descriptor,
