@@ -7,16 +7,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreshock.contract.slots import COUNT_SLOTS, SLOT_COUNT, Slot
-from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention import each_version, flash_attention, new_state
 
-_SHAPES: Final = ((2, 4, 96, 64), (2, 4, 300, 128))
-"""[B, H, S, D]. At head dim 128 Hopper has kernels of its own: several of their tiles, and a part of one."""
+_SHAPES: Final = ((4, 96, 64), (4, 300, 128), (2, 300, 128))
+"""Key heads, length and head dim, of HEADS query heads. At head dim 128 Hopper has kernels of its own: several of their
+tiles, and a part of one; and others where query heads share a key head."""
+_BATCH: Final = 2
+_HEADS: Final = 4
 
 
-def _inputs(device: str, shape: tuple[int, ...]) -> list[Tensor]:
+def _inputs(device: str, kv_heads: int, length: int, dim: int) -> list[Tensor]:
+    """Query, key, value and the gradient of O."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(4)]
-    return [tensor.to(device) for tensor in drawn]
+    heads = (_HEADS, kv_heads, kv_heads, _HEADS)
+    return [torch.randn(_BATCH, h, length, dim, generator=generator).to(torch.bfloat16).to(device) for h in heads]
+
+
+def _peer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 def _gradients(inputs: list[Tensor], attention: object) -> list[Tensor]:
@@ -33,21 +41,23 @@ def run(device: str) -> str:
     The bound is the house's law for kernels: at most twice the error of PyTorch's own attention in bf16 (promise K1).
     Raises RuntimeError with the figures when something is wrong.
     """
-    worst = max(_compare(device, shape) for shape in _SHAPES)
+    worst = max(
+        _compare(device, kv_heads, length, dim)
+        for kv_heads, length, dim in _SHAPES
+        for _ in each_version(dim, _HEADS // kv_heads)
+    )
     return f"O, dQ, dK, dV within {worst:.2f} of PyTorch's own bf16 error (allowed 2); every row counted"
 
 
-def _compare(device: str, shape: tuple[int, ...]) -> float:
+def _compare(device: str, kv_heads: int, length: int, dim: int) -> float:
     """The largest of our errors in units of PyTorch's."""
-    batch, heads, length, dim = shape
-    inputs = _inputs(device, shape)
-    wide = [tensor.cpu().double() for tensor in inputs]
-    truth = _gradients(wide, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    peer = _gradients(inputs, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    state = new_state(heads, device)
-    modes = torch.zeros(heads, dtype=torch.int32, device=device)  # as a watched layer has them
+    inputs = _inputs(device, kv_heads, length, dim)
+    truth = _gradients([tensor.cpu().double() for tensor in inputs], _peer)
+    peer = _gradients(inputs, _peer)
+    state = new_state(_HEADS, device)
+    modes = torch.zeros(_HEADS, dtype=torch.int32, device=device)  # as a watched layer has them
     ours = _gradients(inputs, lambda q, k, v: flash_attention(q, k, v, causal=True, state=state, modes=modes))
-    at = f"at head dim {dim}"
+    at = f"at head dim {dim} with {kv_heads} key heads"
     worst = 0.0
     for name, mine, theirs, true in zip(("O", "dQ", "dK", "dV"), ours, peer, truth, strict=True):
         error = (mine.cpu().double() - true).abs().max().item()
@@ -56,13 +66,13 @@ def _compare(device: str, shape: tuple[int, ...]) -> float:
         if not error <= 2 * bound:
             raise RuntimeError(f"{at}: {name} is off by {error:.2e} from float64; PyTorch's own bf16 by {bound:.2e}")
     rows = state[:, Slot.ROWS].tolist()
-    if state.shape != (heads, SLOT_COUNT) or rows != [batch * length] * heads:
-        raise RuntimeError(f"{at}: {rows} rows were counted per head instead of {batch * length}")
+    if state.shape != (_HEADS, SLOT_COUNT) or rows != [_BATCH * length] * _HEADS:
+        raise RuntimeError(f"{at}: {rows} rows were counted per head instead of {_BATCH * length}")
     if device != "cpu":
-        expected, on_cpu = new_state(heads), [t.cpu() for t in inputs]
+        expected, on_cpu = new_state(_HEADS), [t.cpu() for t in inputs]
         _gradients(on_cpu, lambda q, k, v: flash_attention(q, k, v, causal=True, state=expected))
         # A tie is decided by the last bit of a score, which the order of a sum may move: allow one row in a hundred.
         counts = list(COUNT_SLOTS)
-        if (state.cpu()[:, counts] - expected[:, counts]).abs().max().item() > batch * length / 100:
+        if (state.cpu()[:, counts] - expected[:, counts]).abs().max().item() > _BATCH * length / 100:
             raise RuntimeError(f"{at}: the counts of the kernel differ from the reference's")
     return worst

@@ -7,7 +7,7 @@ forward nor a pass without backward counts anything (docs/design.md, decision 1)
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final, Literal, TypedDict, Unpack, overload
@@ -47,17 +47,31 @@ def _triton() -> Any:
             stacklevel=2,
         )
     try:
-        from foreshock.kernels.flash_attention.triton_kernels import backward, forward
+        from foreshock.kernels.flash_attention.triton_kernels import backward, forward, hopper
     except ImportError as error:
         warnings.warn(f"foreshock's Triton kernels are not available ({error}); attention is slow here", stacklevel=2)
         return None
-    return SimpleNamespace(attention_forward=forward.attention_forward, attention_backward=backward.attention_backward)
+    return SimpleNamespace(
+        attention_forward=forward.attention_forward,
+        attention_backward=backward.attention_backward,
+        each_version=hopper.each_version,
+    )
 
 
 def _kernels(query: Tensor, spec: AttentionSpec) -> Any:
     """The Triton kernels where they serve, called as those of `reference` are; else None."""
     served = query.is_cuda and spec.numerics == "kernel" and torch.cuda.get_device_capability(query.device) >= (8, 0)
     return _triton() if served else None
+
+
+def each_version(head_dim: int, group: int) -> Iterator[None]:
+    """A loop in whose turns a call of this head dim and so many query heads a key head is computed by each version of
+    the kernels that serves such calls of some length; for checks of the kernels."""
+    kernels = _triton() if torch.cuda.is_available() and group > 1 else None
+    if kernels is None:
+        yield
+    else:
+        yield from kernels.each_version(head_dim, group)
 
 
 def _attention_forward(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from foreshock.kernels.flash_attention import AttentionSpec, launch, new_state
+from foreshock.kernels.flash_attention import AttentionSpec, each_version, launch, new_state
 from foreshock.kernels.flash_attention.launch import Call, call_of
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 from foreshock.kernels.flash_attention.triton_kernels import backward, hopper
@@ -118,7 +118,29 @@ def test_so_are_short_calls_whose_heads_share_keys_under_a_causal_mask_where_tri
 def test_a_program_takes_as_many_heads_of_a_key_head_as_leave_a_gpu_s_processors_enough_programs(
     length: int, heads: tuple[int, int], causal: str, members: int
 ) -> None:
-    assert hopper.members_of(Problem((length, length), heads, causal=causal).call, 132) == members
+    assert hopper.fastest_members(Problem((length, length), heads, causal=causal).call, 132) == members
+
+
+def test_a_check_goes_through_every_version_also_where_triton_is_faster_and_leaves_the_choice_as_it_was() -> None:
+    def fails() -> None:
+        for _ in hopper.each_version(DIM, 4):
+            raise KeyError
+
+    problem = Problem(heads=(8, 2), causal="top_left")
+    assert not problem.taken
+    seen = [(problem.taken, hopper.members_of(problem.call, torch.device("cpu"))) for _ in hopper.each_version(DIM, 4)]
+    assert seen == [(True, 1), (True, 4)]
+    assert [problem.taken for _ in hopper.each_version(64, 4)] == [False]
+    with pytest.raises(KeyError):
+        fails()
+    assert not problem.taken
+    assert "hopper members" not in problem.call.plans
+
+
+def test_without_a_gpu_or_shared_heads_there_is_one_version() -> None:
+    assert list(each_version(DIM, 1)) == [None]
+    if not torch.cuda.is_available():
+        assert list(each_version(DIM, 4)) == [None]
 
 
 def test_so_are_causal_masks_between_other_lengths_and_other_head_dims() -> None:

@@ -1,6 +1,6 @@
 """The comparison with the truth that attach() and `foreshock doctor` make before a kernel is trusted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -36,8 +36,23 @@ def test_one_that_is_wrong_at_the_head_dim_of_hopper_s_own_kernels_alone_is_foun
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken(monkeypatch, lambda out, **_: out * 1.05 if out.shape[3] == 128 else out)
-    with pytest.raises(RuntimeError, match=r"head dim 128: O is off by .* PyTorch's own bf16 by"):
+    with pytest.raises(RuntimeError, match=r"head dim 128 with 4 key heads: O is off by .* PyTorch's own bf16 by"):
         self_check.run("cpu")
+
+
+def test_one_that_is_wrong_in_one_version_of_the_kernels_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions: list[int] = []
+
+    def each(dim: int, group: int) -> Iterator[None]:
+        for version in range(group):
+            versions.append(version)
+            yield
+
+    monkeypatch.setattr(self_check, "each_version", each)
+    broken(monkeypatch, lambda out, **_: out * 1.05 if versions[-1] == 1 else out)
+    with pytest.raises(RuntimeError, match=r"head dim 128 with 2 key heads: O is off"):
+        self_check.run("cpu")
+    assert versions == [0, 0, 0, 1]
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,25 @@ def test_scores_of_a_large_scale_are_compared_at_the_size_that_the_usual_scale_g
     assert largest(0.01) < largest(None)
 
 
+def test_each_version_of_the_kernels_that_may_serve_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[tuple[int, int]] = []
+
+    def each(head_dim: int, group: int) -> Iterator[None]:
+        for _ in range(group):
+            turns.append((head_dim, group))
+            yield
+
+    def wrong(query: Tensor, *others: Tensor, **options: Any) -> Any:
+        return flash_attention(query, *others, **options) * (1.1 if len(turns) == 2 else 1.0)
+
+    monkeypatch.setattr(proof, "each_version", each)
+    assert difference(Kind("cpu", "float32", "float32", 16, 2)) is None
+    turns.clear()
+    monkeypatch.setattr(proof, "flash_attention", wrong)
+    assert "the output of our kernels is off" in str(difference(Kind("cpu", "float32", "float32", 16, 2)))
+    assert turns == [(16, 2)] * 2
+
+
 @pytest.mark.parametrize("call", CALLS[:1] + CALLS[5:6], ids=str)
 def test_they_are_called_as_a_watched_layer_calls_them_which_may_launch_others_than_a_call_that_counts_nothing(
     call: dict[str, Any], monkeypatch: pytest.MonkeyPatch

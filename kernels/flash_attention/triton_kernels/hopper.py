@@ -3,7 +3,7 @@ others, and all where FORESHOCK_KERNELS=triton asks for them alone."""
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Final
 
@@ -92,7 +92,7 @@ def takes_backward(call: Call, given: Tensors, grads: Grads) -> bool:
     """Whether the backward is to be launched: it serves and is the faster one, and nobody wants equal bits, which its
     sums have not (torch.use_deterministic_algorithms). That may change from one call to the next."""
     slower = call.heads > call.kv_heads and call.spec.causal != "none" and call.longest_k <= _SHORT
-    if slower or torch.are_deterministic_algorithms_enabled():
+    if (slower and not _asked) or torch.are_deterministic_algorithms_enabled():
         return False
     return BACKWARD.chosen(call, *given.operands, *grads)
 
@@ -102,7 +102,33 @@ _SHORT: Final = 2048
 (benchmarks/results/hopper_grouped_h100.json)."""
 
 
-def members_of(call: Call, processors: int) -> int:
+def each_version(dim: int, group: int) -> Iterator[None]:
+    """In each turn of this loop calls of `group` query heads a key head are served by another version of the backward,
+    also where Triton's is faster: which one serves depends on lengths, and who checks a call knows one of them."""
+    try:
+        for members in sorted({1, group}) if dim == DIM else [0]:
+            _asked[:] = [members] if members else []
+            yield
+    finally:
+        _asked.clear()
+
+
+_asked: Final[list[int]] = []
+"""Of `each_version`."""
+
+
+def members_of(call: Call, device: torch.device) -> int:
+    """How many query heads that share a key head a program takes."""
+    if _asked:
+        return _asked[0]
+    members = call.plans.get("hopper members")
+    if members is None:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        members = call.plans["hopper members"] = fastest_members(call, processors)
+    return int(members)
+
+
+def fastest_members(call: Call, processors: int) -> int:
     """How many query heads that share a key head a program takes: as many as leave enough programs for a GPU's
     processors, since what is made of several heads is added but once.
 

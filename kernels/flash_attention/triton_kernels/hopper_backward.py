@@ -363,10 +363,7 @@ def launch(call: Call, given: Tensors, rows: RowVectors, grads: Grads) -> None:
 
     While it runs the sums of dQ take 4 bytes an element; so do those of dK and dV where programs share them.
     """
-    group, members = call.heads // call.kv_heads, call.plans.get("hopper members")
-    if members is None:
-        processors = torch.cuda.get_device_properties(grads[0].device).multi_processor_count
-        members = call.plans["hopper members"] = hopper.members_of(call, processors)
+    group, members = call.heads // call.kv_heads, hopper.members_of(call, grads[0].device)
     shared = members < group
     # Sums are dense as their gradients are, with the same strides.
     sums = [torch.zeros_like(grad, dtype=torch.float32) for grad in (grads if shared else grads[:1])]
@@ -386,7 +383,7 @@ def launch(call: Call, given: Tensors, rows: RowVectors, grads: Grads) -> None:
             descriptor,
         )
 
-    call.launch("hopper backward", (*given.operands, rows.folded, *sums, *grads[len(sums) :]), settle)
+    call.launch(("hopper backward", members), (*given.operands, rows.folded, *sums, *grads[len(sums) :]), settle)
     launch_rounding(call, "hopper dQ", sums[0], grads[0], float(call.spec.scale), given.modes)
     for name, total, grad in zip(("hopper dK", "hopper dV"), sums[1:], grads[1:], strict=False):
         launch_rounding(call, name, total, grad, 1.0, None)
