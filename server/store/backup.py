@@ -14,7 +14,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import SQLAlchemyError
 
 from foreshock.server.store import audit
-from foreshock.server.store.database import BESIDE, Store, StoreError, address_of, file_of, make_private
+from foreshock.server.store.database import BESIDE, Store, StoreError, address_of, file_of, make_private, unusable
 from foreshock.server.store.schema import batches, runs
 
 
@@ -91,7 +91,7 @@ async def examine(url: str) -> Held:
         await store.check_schema()
         return await store.read(_count)
     except SQLAlchemyError as error:
-        raise StoreError(f"the database cannot be used: {str(error).splitlines()[0]}") from None
+        raise unusable(error, url) from None
     finally:
         await store.close()
 
