@@ -1,6 +1,7 @@
 """Backup and restore, drilled: what was acknowledged before the backup is there after it, and the audit trail holds."""
 
 import asyncio
+import json
 import os
 import shutil
 import sqlite3
@@ -14,6 +15,8 @@ from tests.server.postgresql import new_database
 from typer.testing import CliRunner
 
 from foreshock.cli.main import app
+from foreshock.server.models import AuditRow
+from foreshock.server.store.audit import row_hash
 from foreshock.server.testing import FakeRank, LiveService
 
 JSON = {"content-type": "application/json"}
@@ -252,8 +255,30 @@ def test_an_export_shows_that_the_service_rewrote_its_past(export: Path, tmp_pat
         for _ in range(8):
             assert client.post("/v1/runs/run-0/commands", json=ORDER).status_code == 201
         copy = shutil.copy(export, tmp_path / "copy.jsonl")
-        assert "follows another one" in cli("audit", "export", str(copy), "--url", service.url, fails=True)
+        assert "was changed after it was exported" in cli(
+            "audit", "export", str(copy), "--url", service.url, fails=True
+        )
     assert Path(copy).read_bytes() == export.read_bytes()
+
+
+def test_an_export_shows_that_the_last_row_was_rewritten_or_cut_off_before_another_follows(
+    export: Path, tmp_path: Path
+) -> None:
+    """Whoever hides an order takes the newest rows away, and nothing may follow them for days."""
+    tail = sqlite3.connect(tmp_path / "foreshock.db")
+    with LiveService(tmp_path) as service, closing(tail):
+        last = json.loads(export.read_bytes().splitlines()[-1])
+        forged = AuditRow.model_validate(last | {"actor": "eve"})
+        with tail:
+            change = "UPDATE audit SET actor = 'eve', hash = ? WHERE sequence = ?"
+            tail.execute(change, (row_hash(forged), last["sequence"]))
+        said = cli("audit", "export", str(export), "--url", service.url, fails=True)
+        assert f"row {last['sequence']} was changed" in said
+        with tail:
+            tail.execute("DELETE FROM audit WHERE sequence = ?", (last["sequence"],))
+        said = cli("audit", "export", str(export), "--url", service.url, fails=True)
+    assert f"ends before row {last['sequence']}" in said
+    assert "begin a new file" in said
 
 
 @pytest.mark.full
