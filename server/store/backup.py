@@ -88,7 +88,7 @@ async def examine(url: str) -> Held:
         raise StoreError(f"there is no file {file}")
     store = Store(url)
     try:
-        await store.check_schema()
+        await store.check_readable()  # what is counted is there in every schema that is known
         return await store.read(_count)
     except SQLAlchemyError as error:
         raise unusable(error, url) from None

@@ -151,25 +151,26 @@ class Store:
         await self._check_known()
         await self.write(_upgrade)
 
+    async def check_readable(self) -> None:
+        """Raises StoreError unless a foreshock made the schema: this version, or an earlier one that it upgrades."""
+        if await self._check_known() is None:
+            raise StoreError("the database holds no store of foreshock")
+
     async def check_schema(self) -> None:
         """Raises StoreError unless the schema is exactly this version's."""
-        await self._check_known()
-        current, head = await self._revisions()
+        current, head = await self._check_known(), _migrations().get_current_head()
         if current != head:
             raise StoreError(
                 f"the database is at schema {current or 'none'}, this service needs {head}; start one service with "
                 "FORESHOCK_MIGRATE=true, or take a backup and do so"
             )
 
-    async def _revisions(self) -> tuple[str | None, str | None]:
+    async def _check_known(self) -> str | None:
+        """The revision of the schema, None where there is none. Raises StoreError for one that is not known."""
         current = await self.read(lambda connection: MigrationContext.configure(connection).get_current_revision())
-        return current, _migrations().get_current_head()
-
-    async def _check_known(self) -> None:
-        current, _ = await self._revisions()
         known = [script.revision for script in _migrations().walk_revisions()]
         if current is None or current in known:
-            return
+            return current
         if current < known[-1]:
             raise StoreError(
                 f"the database has schema {current}, of a foreshock from before the first release, and this one reads "

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from tests.server import golden_store
 from tests.server.postgresql import new_database
 from typer.testing import CliRunner
 
@@ -143,6 +144,18 @@ def test_a_backup_overwrites_nothing_and_a_restore_neither(tmp_path: Path) -> No
     assert "foreshock.db-wal exists" in cli("store", "restore", str(file), "--database-url", url, fails=True)
     assert "there is no file" in cli("store", "restore", str(tmp_path / "no"), "--database-url", url, fails=True)
     assert sorted(path.name for path in tmp_path.glob("*.partial*")) == []
+
+
+def test_a_backup_from_before_an_upgrade_is_restored_and_checked_by_the_newer_build(tmp_path: Path) -> None:
+    """Its schema is older: the service brings it up to date at its start, and whoever restores must not be told no."""
+    golden_store.store_at(tmp_path / "old.backup")
+    url = f"sqlite:///{tmp_path}/foreshock.db"
+    held = cli("store", "restore", str(tmp_path / "old.backup"), "--database-url", url)
+    assert "the audit trail of" in held
+    assert cli("store", "check", "--database-url", url) == held
+    with LiveService(tmp_path):
+        pass
+    assert cli("store", "check", "--database-url", url) == held
 
 
 def test_a_damaged_file_is_no_backup(tmp_path: Path) -> None:
