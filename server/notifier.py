@@ -95,7 +95,7 @@ class Notifier:
         after = self._cursor(connection, _CURSOR, float(newest))  # what happened before the first start is not sent
         oldest = select(func.min(events.c.unix_seconds)).where(events.c.id > after, events.c.kind.in_(_KINDS))
         first = connection.execute(oldest).scalar()
-        if first is not None and time.time() - first < self.settings.notify_gather_seconds:
+        if first is not None and 0 <= time.time() - first < self.settings.notify_gather_seconds:
             return []
         found = events_after(connection, int(after), _AT_ONCE, kinds=_KINDS)
         seen = found[-1][0] if len(found) == _AT_ONCE else max([newest, *(cursor for cursor, _ in found)])

@@ -184,7 +184,10 @@ def test_a_run_that_falls_silent_is_told_after_a_clock_was_a_day_ahead_and_is_se
         await service.store(rank, rank.started(), rank.sample(1))
         ahead[0] += 1.0
         await notifier.turn()
+        await service.store(rank, rank.verdict(1, head=0))
         ahead[0] = 0.0
+        await notifier.turn()
+        assert "clocked" in out.said.pop()
         await service.store(rank, rank.sample(2))
         assert (await service.get("/v1/runs/clocked"))["last_seen_unix_seconds"] <= time.time()
         await notifier.turn()
