@@ -71,7 +71,9 @@ class Settings(BaseSettings):
     )
     max_series: int = Field(default=50_000, ge=100, description="series in /metrics; the rest is dropped and counted")
     retention_seconds: float | None = Field(
-        default=90 * 86_400.0, gt=0, description="runs silent for longer are deleted; the audit trail stays"
+        default=90 * 86_400.0,
+        gt=0,
+        description="runs silent for longer are deleted, none with inf; the audit trail stays",
     )
 
     verify_steps: int = Field(
