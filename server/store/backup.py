@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from sqlalchemy import Connection, func, select
 from sqlalchemy.engine import URL
@@ -63,11 +64,19 @@ def _made_whole(file: Path) -> Iterator[Path]:
     partial = file.with_name(file.name + ".partial")
     partial.unlink(missing_ok=True)
     make_private(partial)
-    try:
-        yield partial
-        partial.rename(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    with partial.open("rb") as own:
+        try:
+            yield partial
+            if _is_gone(own):  # what lies there by now is the other's, and not whole
+                raise StoreError(f"another program began to write {file} meanwhile; wait for it, or give another name")
+            partial.rename(file)
+        finally:
+            if not _is_gone(own):
+                partial.unlink(missing_ok=True)
+
+
+def _is_gone(file: BinaryIO) -> bool:
+    return os.fstat(file.fileno()).st_nlink == 0
 
 
 @dataclass(frozen=True)

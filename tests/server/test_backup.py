@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 
 from foreshock.cli.main import app
 from foreshock.server.models import AuditRow
+from foreshock.server.store import backup as store_backup
 from foreshock.server.store.audit import row_hash
+from foreshock.server.store.database import StoreError
 from foreshock.server.testing import FakeRank, LiveService
 
 JSON = {"content-type": "application/json"}
@@ -144,6 +146,22 @@ def test_a_backup_overwrites_nothing_and_a_restore_neither(tmp_path: Path) -> No
     assert "foreshock.db-wal exists" in cli("store", "restore", str(file), "--database-url", url, fails=True)
     assert "there is no file" in cli("store", "restore", str(tmp_path / "no"), "--database-url", url, fails=True)
     assert sorted(path.name for path in tmp_path.glob("*.partial*")) == []
+
+
+def test_of_two_backups_into_one_file_at_once_one_is_refused_and_the_other_is_whole(tmp_path: Path) -> None:
+    """By hand while the nightly one runs: the first one done gave its name to what the other was still writing."""
+    file = tmp_path / "nightly.backup"
+    first = store_backup._made_whole(file)
+    first.__enter__()
+    with store_backup._made_whole(file) as second:
+        second.write_text("half of the ")
+        with pytest.raises(StoreError, match="another program began to write"):
+            first.__exit__(None, None, None)
+        assert not file.exists()
+        with second.open("a") as out:
+            out.write("second")
+    assert file.read_text() == "half of the second"
+    assert list(tmp_path.glob("*.partial")) == []
 
 
 def test_a_backup_from_before_an_upgrade_is_restored_and_checked_by_the_newer_build(tmp_path: Path) -> None:
