@@ -77,7 +77,7 @@ def audit_export(
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Append the new rows of the audit trail to FILE, after verifying that they follow the last row of the file.
+    """Append the new rows of the audit trail to FILE, after verifying that its last row stands and that they follow it.
 
     The token needs the scope `read` for every run.
     """
@@ -90,6 +90,9 @@ def audit_export(
     chain = Chain(read_line(lines[-1])) if lines else Chain()
     before = chain.sequence
     with Service(url, token, timeout_seconds=30.0) as client:
+        if lines:
+            still = client.audit_export(before - 1).splitlines()
+            chain.stands(read_line(still[0]) if still else None)
         while rows := client.audit_export(chain.sequence):
             for line in rows.splitlines():
                 chain.follow(read_line(line))

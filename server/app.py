@@ -43,7 +43,7 @@ from foreshock.server.pause import pause
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.listing import SummaryCache
 from foreshock.server.settings import Settings
-from foreshock.server.store.database import Store, StoreError
+from foreshock.server.store.database import Store, unusable
 from foreshock.server.store.executors import ClosingError
 from foreshock.server.store.retention import Retention
 from foreshock.server.store.trouble import log_store_error
@@ -141,6 +141,7 @@ def _serve_page(app: FastAPI) -> None:
         log.warning("the page is not built; the service answers as an API alone", looked_in=dist.name)
         return
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(dist / "index.html", headers={"cache-control": "no-cache"})
@@ -174,7 +175,7 @@ async def _open_once(settings: Settings) -> None:
     try:
         await _make_ready(store, settings)
     except (OSError, SQLAlchemyError) as error:
-        raise StoreError(f"the database cannot be used: {str(error).splitlines()[0]}") from None
+        raise unusable(error, settings.database_url) from None
     finally:
         await store.close()
 

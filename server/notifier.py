@@ -34,6 +34,8 @@ from foreshock.server.store.trouble import log_store_error
 
 log = structlog.get_logger()
 _CURSOR: Final = "notified"
+_AHEAD_SECONDS: Final = 3600.0
+"""More than the clocks of two replicas differ by, which would tell of the same silence in turn."""
 _SILENT_CURSOR: Final = "notified silence"
 _KINDS: Final = ("incident", "switched", "command")
 _AT_ONCE: Final = 1000
@@ -93,7 +95,7 @@ class Notifier:
         after = self._cursor(connection, _CURSOR, float(newest))  # what happened before the first start is not sent
         oldest = select(func.min(events.c.unix_seconds)).where(events.c.id > after, events.c.kind.in_(_KINDS))
         first = connection.execute(oldest).scalar()
-        if first is not None and time.time() - first < self.settings.notify_gather_seconds:
+        if first is not None and 0 <= time.time() - first < self.settings.notify_gather_seconds:
             return []
         found = events_after(connection, int(after), _AT_ONCE, kinds=_KINDS)
         seen = found[-1][0] if len(found) == _AT_ONCE else max([newest, *(cursor for cursor, _ in found)])
@@ -126,6 +128,8 @@ class Notifier:
         """Active runs that have not been heard of for SILENT_SECONDS since the last look."""
         until = time.time() - SILENT_SECONDS
         after = self._cursor(connection, _SILENT_CURSOR, until)
+        if after > until + _AHEAD_SECONDS:  # looked at by a clock that was ahead, and is right again
+            self._move(connection, _SILENT_CURSOR, until)
         if until - after < 6 * self.settings.notify_gather_seconds or until <= after:
             return []  # ranks of one cluster fall silent within a heartbeat of each other, and are sent together
         self._move(connection, _SILENT_CURSOR, until)

@@ -3,6 +3,7 @@
 import hashlib
 import ipaddress
 import os
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -18,6 +19,7 @@ from foreshock.server.outgoing import OutgoingError, Target
 
 Scope = Literal["ingest", "read", "act", "delete", "admin"]
 _TOKEN_CHARACTERS = 16
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:[0-9]+)?", re.ASCII)
 ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "delete", "admin")
 
 
@@ -69,7 +71,9 @@ class Settings(BaseSettings):
     )
     max_series: int = Field(default=50_000, ge=100, description="series in /metrics; the rest is dropped and counted")
     retention_seconds: float | None = Field(
-        default=90 * 86_400.0, gt=0, description="runs silent for longer are deleted; the audit trail stays"
+        default=90 * 86_400.0,
+        gt=0,
+        description="runs silent for longer are deleted, none with inf; the audit trail stays",
     )
 
     verify_steps: int = Field(
@@ -144,6 +148,14 @@ class Settings(BaseSettings):
                 except OutgoingError as error:
                     raise ValueError(f"a notification URL cannot be used: {error}") from None
         return self
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_can_be_named(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for each in given:  # one that no request can name would shut everybody out, an empty one let those in without
+            if not _HOST.fullmatch(each):
+                raise ValueError(f"{each!r} is no host; give the name alone, such as foreshock.example.org")
+        return given
 
     @field_validator("trusted_proxies")
     @classmethod

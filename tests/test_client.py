@@ -1,5 +1,6 @@
 """The Python client, against a real service in its own process."""
 
+import os
 from collections.abc import Iterator
 
 import httpx
@@ -34,6 +35,19 @@ def test_runs_and_their_events_come_page_by_page(service: Service) -> None:
     assert service.run("team-a/run-9")["warnings"][0]["sentence"] == "layer 2 head 5 drifts"
     assert [event["kind"] for event in service.events("team-a/run-9")] == ["incident", "verdict", "started"]
     assert [event["kind"] for event in service.events("team-a/run-9", "started")] == ["started"]
+
+
+def test_who_has_no_name_on_this_machine_may_order_all_the_same(
+    service: Service, live: LiveService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that runs as a bare number has no name to look up, and an order cannot wait for one."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 3_999_999_999)
+    with AnsweringAgent(live, FakeRank(run="nameless")):
+        order = service.switch("nameless", "row_corrected", reason="a test", dry_run=True)
+        assert service.describe("nameless", notes="a test")["notes"] == "a test"
+    assert order["issued_by"] == "user 3999999999 (local)"
 
 
 def test_a_series_is_numpy_and_becomes_a_frame_of_pandas(service: Service) -> None:

@@ -24,13 +24,13 @@ def refusal(
     """Why a machine may not switch these heads now, or propose another `action`, or None. An order that is carried out
     is no reason: it has made the heads what they are, or was undone."""
     table = commands.c
-    now = time.time()
+    now, cooldown = time.time(), settings.webhook_cooldown_seconds
     ours = (table.run_id == run_id, table.source.in_(_MACHINES), table.state != "rejected")
-    recent = connection.execute(
-        select(func.max(table.created)).where(*ours, table.created > now - settings.webhook_cooldown_seconds)
-    )
+    # one that lies ahead by more than another replica's clock may was ordered by a clock that was wrong
+    lately = table.created > now - cooldown, table.created <= now + cooldown
+    recent = connection.execute(select(func.max(table.created)).where(*ours, *lately))
     if (last := recent.scalar()) is not None:
-        return f"the run's cool-down lasts {settings.webhook_cooldown_seconds - (now - last):.0f} s more"
+        return f"the run's cool-down lasts {cooldown - (now - last):.0f} s more"
     other = [name for name, order in ORDERS.items() if order.action == action]
     same = table.mode.in_(other) if other else table.mode.not_in(ORDERS)
     under_way = table.run_id == run_id, table.state.in_((*OPEN, "proposed")), ~table.dry_run, same

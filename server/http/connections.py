@@ -6,14 +6,20 @@ more are let in when all of them are at work, and are answered at /healthz alone
 """
 
 import asyncio
+import resource
+from contextlib import suppress
 from typing import Any, ClassVar, Final, cast
 
+import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from foreshock.server.access.limits import LOGIN
 from foreshock.server.settings import Settings
 
+log = structlog.get_logger()
 _RESERVE: Final = 64
+_OTHER_FILES: Final = 128
+"""Open files beside connections: the store has up to three for each of its nine, and as many for what it sorts."""
 _HEADER_BYTES: Final = 65_536
 _STATUS_LINE: Final = b"HTTP/1.1 "
 _PIPELINED: Final = 16
@@ -190,9 +196,35 @@ class _Connection(HttpToolsProtocol):
 def bounded(settings: Settings) -> type[_Connection]:
     """The protocol of one service's connections."""
     limits: dict[str, Any] = {
-        "most": settings.connections,
+        "most": _within_open_files(settings.connections),
         "header_seconds": settings.header_seconds,
         "body_seconds": settings.body_seconds,
         "waiting": {},
     }
     return type("Connection", (_Connection,), limits)
+
+
+def _within_open_files(connections: int) -> int:
+    """So many connections, or as many as the process may have open files for. Its limit is raised as far as it goes.
+
+    Without a file left no connection is accepted, and the rule that makes room for new ones is never asked.
+    """
+    wanted = connections + _RESERVE + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with suppress(ValueError, OverflowError, OSError):  # some systems allow less than their hard limit says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    if soft >= wanted:
+        return connections
+    fewer = max(1, soft - _RESERVE - _OTHER_FILES)
+    log.warning(
+        "fewer connections than FORESHOCK_CONNECTIONS: the process may not open more files; raise LimitNOFILE of its "
+        "unit, or `ulimit -Hn`",
+        connections=fewer,
+        wanted=connections,
+        open_files=soft,
+    )
+    return fewer

@@ -323,12 +323,14 @@ async def get_metrics(request: Request, caller: Reader) -> Response:
     return Response(body, headers={"content-type": content_type})
 
 
+@router.head("/healthz", include_in_schema=False)
 @router.get("/healthz")
 async def get_healthz() -> Health:
     """The process lives."""
     return Health(status="ok", checks={})
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz")
 async def get_readyz(request: Request) -> Any:
     """The service can store a batch: it has written something within the last second. For probes, without a token.

@@ -63,14 +63,17 @@ _MERGE_BOOTS = Many(
     ["row_id"],
 )
 _WRITE_SAMPLES = Many(samples.insert(), [column.name for column in samples.c if column is not samples.c.id])
+_AHEAD_SECONDS = 60.0
+"""What a run was heard of later than now is another replica's clock; beyond that, a clock that was wrong."""
+_HEARD_LATER = runs.c.last_seen.between(bindparam("now"), bindparam("soon"))
 _SEE_RUNS = Many(
     update(runs)
     .where(runs.c.id == bindparam("own"))
     .values(
-        last_seen=case((runs.c.last_seen < bindparam("now"), bindparam("now")), else_=runs.c.last_seen),
+        last_seen=case((_HEARD_LATER, runs.c.last_seen), else_=bindparam("now")),
         changes=runs.c.changes + literal_column("1"),
     ),
-    ["own", "now"],
+    ["own", "now", "soon"],
 )
 """Made once: to put a statement together takes longer than to execute it."""
 _REMEMBERED = 4096
@@ -126,7 +129,8 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
     record_shared_ranks(connection, [rows[i] for i in sorted(living)], now)
     brought = [(done.run_ids[batch.run], done.boot_ids[key_of(batch)], batch) for batch in done.new]
     merge_warnings(connection, brought)
-    _SEE_RUNS.execute(connection, [{"own": run_id, "now": now} for run_id in sorted(run_ids)])
+    seen = {"now": now, "soon": now + _AHEAD_SECONDS}
+    _SEE_RUNS.execute(connection, [{"own": run_id, **seen} for run_id in sorted(run_ids)])
     return done
 
 

@@ -92,6 +92,19 @@ class Chain:
     def __init__(self, last: AuditRow | None = None) -> None:
         self.sequence, self.hash = (last.sequence, last.hash) if last else (0, GENESIS)
 
+    def stands(self, row: AuditRow | None) -> None:
+        """Compare the last row that was taken with what stands in its place. Raises BrokenChainError where it differs.
+
+        Otherwise nothing would show that the newest rows were rewritten or cut off, until others follow them.
+        """
+        if row is None:
+            raise BrokenChainError(
+                f"the audit trail ends before row {self.sequence}, which was exported: rows were taken away, or an "
+                "older backup was restored; keep this file and begin a new file"
+            )
+        if (row.sequence, row.hash, row_hash(row)) != (self.sequence, self.hash, self.hash):
+            raise BrokenChainError(f"the audit trail is broken: row {self.sequence} was changed after it was exported")
+
     def follow(self, row: AuditRow) -> None:
         """Take the next row. Raises BrokenChainError when it is not the one that followed."""
         if row.sequence != self.sequence + 1:

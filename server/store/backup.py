@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from sqlalchemy import Connection, func, select
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import SQLAlchemyError
 
 from foreshock.server.store import audit
-from foreshock.server.store.database import BESIDE, Store, StoreError, address_of, file_of, make_private
+from foreshock.server.store.database import BESIDE, Store, StoreError, address_of, file_of, make_private, unusable
 from foreshock.server.store.schema import batches, runs
 
 
@@ -63,11 +64,19 @@ def _made_whole(file: Path) -> Iterator[Path]:
     partial = file.with_name(file.name + ".partial")
     partial.unlink(missing_ok=True)
     make_private(partial)
-    try:
-        yield partial
-        partial.rename(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    with partial.open("rb") as own:
+        try:
+            yield partial
+            if _is_gone(own):  # what lies there by now is the other's, and not whole
+                raise StoreError(f"another program began to write {file} meanwhile; wait for it, or give another name")
+            partial.rename(file)
+        finally:
+            if not _is_gone(own):
+                partial.unlink(missing_ok=True)
+
+
+def _is_gone(file: BinaryIO) -> bool:
+    return os.fstat(file.fileno()).st_nlink == 0
 
 
 @dataclass(frozen=True)
@@ -88,10 +97,10 @@ async def examine(url: str) -> Held:
         raise StoreError(f"there is no file {file}")
     store = Store(url)
     try:
-        await store.check_schema()
+        await store.check_readable()  # what is counted is there in every schema that is known
         return await store.read(_count)
     except SQLAlchemyError as error:
-        raise StoreError(f"the database cannot be used: {str(error).splitlines()[0]}") from None
+        raise unusable(error, url) from None
     finally:
         await store.close()
 

@@ -20,7 +20,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from foreshock.server.store.executors import Executor, Work
 from foreshock.server.store.schema import metadata, runs
@@ -51,11 +51,34 @@ _PAGES_AT_ONCE: Final = 2048
 """Of those at once, while ingest waits: some hundredths of a second."""
 BESIDE: Final = ("", "-wal", "-shm")
 """What SQLite keeps of one database: the file, its write-ahead log, and the index of that."""
+_RESTORE: Final = (
+    "move it away with its -wal and -shm, keep them, and bring the newest backup back with `foreshock store restore` "
+    "(docs/deploy.md, Backup); if it never held a store, name another file in FORESHOCK_DATABASE_URL"
+)
+_REACH: Final = "the service's user must be able to write the file and its folder"
+_REMEDIES: Final = {
+    "SQLITE_CORRUPT": f"it is damaged: {_RESTORE}",
+    "SQLITE_NOTADB": f"it is damaged or no database: {_RESTORE}",
+    "SQLITE_BUSY": "another program holds it: end that first, since one process alone may serve a SQLite file",
+    "SQLITE_CANTOPEN": _REACH,
+    "SQLITE_READONLY": _REACH,
+    "SQLITE_FULL": "make room on its disk",
+    "SQLITE_IOERR": "make room on its disk, and look for errors of that disk in the system's log",
+}
+"""What to do, by the beginning of SQLite's name for the error."""
 T = TypeVar("T")
 
 
 class StoreError(ValueError):
     """The store cannot be used as it is; the message says what to do."""
+
+
+def unusable(error: Exception, url: str) -> StoreError:
+    """The sentence for a database at `url` that failed so when it was opened: what was found, where, what to do."""
+    said = f"the database cannot be used: {str(error).splitlines()[0]}"
+    name = getattr(error.orig, "sqlite_errorname", "") if isinstance(error, DBAPIError) else ""
+    remedy = next((words for known, words in _REMEDIES.items() if name.startswith(known)), None)
+    return StoreError(said if remedy is None else f"{said} ({file_of(address_of(url))}); {remedy}")
 
 
 def address_of(url: str) -> URL:
@@ -128,25 +151,26 @@ class Store:
         await self._check_known()
         await self.write(_upgrade)
 
+    async def check_readable(self) -> None:
+        """Raises StoreError unless a foreshock made the schema: this version, or an earlier one that it upgrades."""
+        if await self._check_known() is None:
+            raise StoreError("the database holds no store of foreshock")
+
     async def check_schema(self) -> None:
         """Raises StoreError unless the schema is exactly this version's."""
-        await self._check_known()
-        current, head = await self._revisions()
+        current, head = await self._check_known(), _migrations().get_current_head()
         if current != head:
             raise StoreError(
                 f"the database is at schema {current or 'none'}, this service needs {head}; start one service with "
                 "FORESHOCK_MIGRATE=true, or take a backup and do so"
             )
 
-    async def _revisions(self) -> tuple[str | None, str | None]:
+    async def _check_known(self) -> str | None:
+        """The revision of the schema, None where there is none. Raises StoreError for one that is not known."""
         current = await self.read(lambda connection: MigrationContext.configure(connection).get_current_revision())
-        return current, _migrations().get_current_head()
-
-    async def _check_known(self) -> None:
-        current, _ = await self._revisions()
         known = [script.revision for script in _migrations().walk_revisions()]
         if current is None or current in known:
-            return
+            return current
         if current < known[-1]:
             raise StoreError(
                 f"the database has schema {current}, of a foreshock from before the first release, and this one reads "

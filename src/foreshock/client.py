@@ -165,7 +165,7 @@ class Service:
         """
         said = {"display_name": display_name, "tags": None if tags is None else list(tags), "notes": notes}
         given = {key: value for key, value in said.items() if value is not None}
-        return self._object(self._send("PATCH", path_of("runs", run), json={"who": who or getpass.getuser(), **given}))
+        return self._object(self._send("PATCH", path_of("runs", run), json={"who": who or _user(), **given}))
 
     def delete(self, run: str, *, reason: str, who: str | None = None) -> None:
         """Delete a run that no longer trains, with everything stored of it; for a token with the scope `delete`.
@@ -363,7 +363,15 @@ def http_client(
 
 def _said(who: str | None, reason: str) -> dict[str, Any]:
     """Who acts, by default this user, and why: for the audit trail."""
-    return {"who": who or getpass.getuser(), "reason": reason}
+    return {"who": who or _user(), "reason": reason}
+
+
+def _user() -> str:
+    """The name of this user, or the number where there is none, as in many containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the second from Python 3.13 on
+        return f"user {os.getuid()}"
 
 
 def _floats(values: Sequence[Any]) -> Floats:

@@ -4,18 +4,23 @@ import asyncio
 import re
 import signal
 import socket
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from sqlalchemy import create_engine
+from sqlalchemy.exc import OperationalError
 from structlog.testing import capture_logs
 
 from foreshock.server import app as put_together
 from foreshock.server.app import AddressError, Server, create_app, serve
 from foreshock.server.settings import Settings
-from foreshock.server.store.database import Store, StoreError
+from foreshock.server.store.backup import examine
+from foreshock.server.store.database import Store, StoreError, unusable
 from foreshock.server.store.executors import ClosingError
 
 
@@ -35,6 +40,28 @@ def test_a_store_that_cannot_be_used_is_refused_in_a_sentence(tmp_path: Path) ->
         asyncio.run(put_together._open_once(Settings(database_url=f"sqlite:///{torn}")))
     assert "\n" not in str(caught.value)
     assert torn.read_bytes() == b"no database at all" * 100
+
+
+def test_a_damaged_store_is_told_with_its_file_and_the_way_back_to_a_backup(tmp_path: Path, empty_store: Path) -> None:
+    """The sentence is read by whoever is woken: SQLite's own names neither the file nor what to do."""
+    torn = tmp_path / "torn.db"
+    pages = empty_store.read_bytes()
+    torn.write_bytes(pages[:100] + b"\xff" * 400 + pages[500:])
+    for ask in (put_together._open_once(Settings(database_url=f"sqlite:///{torn}")), examine(f"sqlite:///{torn}")):
+        with pytest.raises(StoreError, match="malformed") as caught:
+            asyncio.run(ask)
+        assert str(torn) in str(caught.value)
+        assert "foreshock store restore" in str(caught.value)
+        assert "docs/deploy.md, Backup" in str(caught.value)
+
+
+def test_a_store_that_another_program_holds_is_told_with_its_file_and_what_to_do(tmp_path: Path) -> None:
+    held = f"sqlite:///{tmp_path}/held.db"
+    with closing(sqlite3.connect(tmp_path / "held.db")) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(OperationalError) as met, create_engine(held, connect_args={"timeout": 0}).connect() as late:
+            late.exec_driver_sql("CREATE TABLE runs (id)")
+    assert re.search(r"is locked \(.*held\.db\); another program holds it", str(unusable(met.value, held)))
 
 
 @pytest.mark.parametrize(("migrate", "migrated"), [(None, True), (True, True), (False, False)])

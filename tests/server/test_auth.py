@@ -58,7 +58,9 @@ def test_every_route_says_which_scope_it_needs() -> None:
                 unguarded |= {(method, route.path) for method in route.methods}
     assert unguarded == {
         ("GET", "/healthz"),
+        ("HEAD", "/healthz"),
         ("GET", "/readyz"),
+        ("HEAD", "/readyz"),
         ("GET", "/v1/session"),
         ("POST", "/v1/login"),
         ("POST", "/v1/logout"),

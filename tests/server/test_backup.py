@@ -1,6 +1,7 @@
 """Backup and restore, drilled: what was acknowledged before the backup is there after it, and the audit trail holds."""
 
 import asyncio
+import json
 import os
 import shutil
 import sqlite3
@@ -10,10 +11,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from tests.server import golden_store
 from tests.server.postgresql import new_database
 from typer.testing import CliRunner
 
 from foreshock.cli.main import app
+from foreshock.server.models import AuditRow
+from foreshock.server.store import backup as store_backup
+from foreshock.server.store.audit import row_hash
+from foreshock.server.store.database import StoreError
 from foreshock.server.testing import FakeRank, LiveService
 
 JSON = {"content-type": "application/json"}
@@ -142,6 +148,34 @@ def test_a_backup_overwrites_nothing_and_a_restore_neither(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.glob("*.partial*")) == []
 
 
+def test_of_two_backups_into_one_file_at_once_one_is_refused_and_the_other_is_whole(tmp_path: Path) -> None:
+    """By hand while the nightly one runs: the first one done gave its name to what the other was still writing."""
+    file = tmp_path / "nightly.backup"
+    first = store_backup._made_whole(file)
+    first.__enter__()
+    with store_backup._made_whole(file) as second:
+        second.write_text("half of the ")
+        with pytest.raises(StoreError, match="another program began to write"):
+            first.__exit__(None, None, None)
+        assert not file.exists()
+        with second.open("a") as out:
+            out.write("second")
+    assert file.read_text() == "half of the second"
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+def test_a_backup_from_before_an_upgrade_is_restored_and_checked_by_the_newer_build(tmp_path: Path) -> None:
+    """Its schema is older: the service brings it up to date at its start, and whoever restores must not be told no."""
+    golden_store.store_at(tmp_path / "old.backup")
+    url = f"sqlite:///{tmp_path}/foreshock.db"
+    held = cli("store", "restore", str(tmp_path / "old.backup"), "--database-url", url)
+    assert "the audit trail of" in held
+    assert cli("store", "check", "--database-url", url) == held
+    with LiveService(tmp_path):
+        pass
+    assert cli("store", "check", "--database-url", url) == held
+
+
 def test_a_damaged_file_is_no_backup(tmp_path: Path) -> None:
     broken = tmp_path / "broken.db"
     broken.write_bytes(b"SQLite format 3\x00" + b"\xff" * 8000)
@@ -252,8 +286,30 @@ def test_an_export_shows_that_the_service_rewrote_its_past(export: Path, tmp_pat
         for _ in range(8):
             assert client.post("/v1/runs/run-0/commands", json=ORDER).status_code == 201
         copy = shutil.copy(export, tmp_path / "copy.jsonl")
-        assert "follows another one" in cli("audit", "export", str(copy), "--url", service.url, fails=True)
+        assert "was changed after it was exported" in cli(
+            "audit", "export", str(copy), "--url", service.url, fails=True
+        )
     assert Path(copy).read_bytes() == export.read_bytes()
+
+
+def test_an_export_shows_that_the_last_row_was_rewritten_or_cut_off_before_another_follows(
+    export: Path, tmp_path: Path
+) -> None:
+    """Whoever hides an order takes the newest rows away, and nothing may follow them for days."""
+    tail = sqlite3.connect(tmp_path / "foreshock.db")
+    with LiveService(tmp_path) as service, closing(tail):
+        last = json.loads(export.read_bytes().splitlines()[-1])
+        forged = AuditRow.model_validate(last | {"actor": "eve"})
+        with tail:
+            change = "UPDATE audit SET actor = 'eve', hash = ? WHERE sequence = ?"
+            tail.execute(change, (row_hash(forged), last["sequence"]))
+        said = cli("audit", "export", str(export), "--url", service.url, fails=True)
+        assert f"row {last['sequence']} was changed" in said
+        with tail:
+            tail.execute("DELETE FROM audit WHERE sequence = ?", (last["sequence"],))
+        said = cli("audit", "export", str(export), "--url", service.url, fails=True)
+    assert f"ends before row {last['sequence']}" in said
+    assert "begin a new file" in said
 
 
 @pytest.mark.full

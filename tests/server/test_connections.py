@@ -1,10 +1,13 @@
 """Who connects and then does nothing, or next to nothing, takes nobody's place."""
 
 import asyncio
+import resource
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
@@ -184,6 +187,25 @@ def test_health_and_ranks_are_answered_while_silent_connections_fill_every_place
                 headers = {"content-type": "application/json"}
                 assert client.post("/v1/batches", content=batch, headers=headers).status_code == 200
         assert sum(_alive(connection) for connection in silent) <= 40
+
+
+@pytest.mark.promise("S4")
+@pytest.mark.parametrize("most", [4096, 256], ids=["soft limit alone", "hard limit too"])
+def test_silent_connections_do_not_use_up_the_files_that_the_process_may_open(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell gives a process 1024 open files, and 2000 connections are promised: nobody else would be let in."""
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (256, most))
+    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, preexec_fn=few))
+    settings = {"FORESHOCK_CONNECTIONS": "300"}
+    with LiveService(tmp_path, settings, header_seconds=600.0) as service, ExitStack() as opened:
+        for _ in range(400):
+            opened.enter_context(connected(service))
+        with service.client() as client:
+            assert client.get("/healthz").status_code == 200
+            assert client.get("/readyz").status_code == 200
+    told = (tmp_path / "service.log").read_text()
+    assert ("fewer connections than FORESHOCK_CONNECTIONS" in told) == (most < 300)
 
 
 @pytest.mark.promise("S4")

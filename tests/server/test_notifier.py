@@ -4,6 +4,7 @@ import json
 import time
 from typing import Any
 
+import pytest
 from pydantic import SecretStr
 from sqlalchemy import update
 
@@ -166,5 +167,34 @@ def test_two_hundred_runs_that_fall_silent_together_are_at_most_two_messages_and
         assert message.startswith("Warning: 190 runs have sent nothing for 5 minutes: fleet/run-000, ")
         assert "and 184 more" in message
         assert len(message) < LONGEST
+
+    play(story)
+
+
+def test_a_run_that_falls_silent_is_told_after_a_clock_was_a_day_ahead_and_is_set_right(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a machine that starts with a wrong clock: until that day came, no run was silent, and nobody was told."""
+    right, ahead = time.time, [86_400.0]
+    monkeypatch.setattr(time, "time", lambda: right() + ahead[0])
+
+    async def story(service: Any) -> None:
+        out, rank = Out(), FakeRank(run="clocked", layers=1, heads=(0,))
+        notifier = await notifier_of(service, out)
+        await service.store(rank, rank.started(), rank.sample(1))
+        ahead[0] += 1.0
+        await notifier.turn()
+        await service.store(rank, rank.verdict(1, head=0))
+        ahead[0] = 0.0
+        await notifier.turn()
+        assert "clocked" in out.said.pop()
+        await service.store(rank, rank.sample(2))
+        assert (await service.get("/v1/runs/clocked"))["last_seen_unix_seconds"] <= time.time()
+        await notifier.turn()
+        ahead[0] = SILENT_SECONDS + 60.0
+        await notifier.turn()
+        assert (await service.get("/v1/runs/clocked"))["condition"] == "silent"
+        [message] = out.said
+        assert "clocked has sent nothing" in message
 
     play(story)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from foreshock.server.http import readiness
+from foreshock.server.testing import LiveService
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -29,6 +30,14 @@ def test_a_service_that_can_store_is_ready_again_and_again(play: Any) -> None:
         assert [await asked(service) for _ in range(3)] == [(200, "ok")] * 3
 
     play(story)
+
+
+def test_a_load_balancer_may_ask_with_head_and_gets_what_get_says_without_the_body(live_service: LiveService) -> None:
+    with live_service.client() as client:
+        for path in ("/healthz", "/readyz", "/"):
+            asked, told = client.head(path), client.get(path)
+            assert (asked.status_code, asked.content) == (200, b""), path
+            assert asked.headers["content-length"] == told.headers["content-length"] == str(len(told.content))
 
 
 def test_a_probe_needs_no_token_and_costs_one_write_a_second_however_many_ask(

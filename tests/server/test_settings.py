@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from foreshock.server.__main__ import main
 from foreshock.server.settings import Settings, Token, UnusableSettingsError, settings_of
@@ -68,6 +68,11 @@ def test_a_page_for_this_machine_alone_needs_no_token(url: str) -> None:
         ("FORESHOCK_TRUSTED_PROXIES", '["10.0.0.0/33"]', "'10.0.0.0/33' is no address or network"),
         ("FORESHOCK_TRUSTED_PROXIES", '["10.0.0.5/8"]', "'10.0.0.5/8' is no address or network"),
         ("FORESHOCK_TRUSTED_PROXIES", '["*"]', "'*' is no address or network"),
+        ("FORESHOCK_ALLOWED_HOSTS", '["https://foreshock.example.org"]', "the name alone"),
+        ("FORESHOCK_ALLOWED_HOSTS", '["foreshock.example.org/"]', "the name alone"),
+        ("FORESHOCK_ALLOWED_HOSTS", '["*.example.org"]', "the name alone"),
+        ("FORESHOCK_ALLOWED_HOSTS", '[""]', "the name alone"),
+        ("FORESHOCK_ALLOWED_HOSTS", '["a.example.org, b.example.org"]', "the name alone"),
         ("FORESHOCK_PUBLIC_URL", "foreshock.example.org", "http:// or https://"),
         ("FORESHOCK_PUBLIC_URL", "javascript:alert(1)", "http:// or https://"),
         ("FORESHOCK_PUBLIC_URL", "https://", "http:// or https://"),
@@ -88,6 +93,11 @@ def test_what_could_never_work_is_refused_at_the_start(
     assert "items after validation" not in str(refused.value)
     if name == "FORESHOCK_TOKEN":
         assert value not in str(refused.value)
+
+
+def test_hosts_may_be_names_addresses_and_have_a_port() -> None:
+    hosts = ("foreshock.example.org", "10.0.0.7", "[fd00::7]", "[::1]:80", "foreshock:8765", "under_score.svc")
+    assert Settings(token=SecretStr(SECRET), allowed_hosts=hosts).allowed_hosts == hosts
 
 
 @pytest.mark.promise("S7")

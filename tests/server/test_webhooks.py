@@ -150,6 +150,28 @@ def test_webhook_switches_have_a_cool_down(play: Any) -> None:
     play(busy, name="busy", webhook_cooldown_seconds=0)
 
 
+def test_a_switch_ordered_by_a_clock_that_was_ahead_holds_up_no_other_once_it_is_right(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, ahead = time.time, [86_400.0]
+    monkeypatch.setattr(time, "time", lambda: right() + ahead[0])
+
+    async def story(service: Any) -> None:
+        rank, found = FakeRank(), []
+        await service.store(rank, rank.started(policy="auto"), rank.sample(1))
+        for head in range(3):
+            await service.store(rank, rank.verdict(2 + head, head=head, name=f"warn-{head}"))
+            body = delivery()
+            body["alerts"][0]["startsAt"] += str(head)
+            found.append(await alert(service, body))
+            ordered = (await service.store(rank, rank.sample(2 + head))).commands
+            await service.store(rank, rank.sample(3 + head), *(rank.answer(one, 3 + head) for one in ordered))
+            ahead[0] = 0.0
+        assert found == ["ordered", "ordered", "refused"]
+
+    play(story)
+
+
 @pytest.mark.parametrize(
     ("changes", "result"),
     [
