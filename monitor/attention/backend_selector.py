@@ -82,6 +82,10 @@ class BackendSelector:
         self._sampling.due = due and not self._sampling.fault
         self._name_what_a_captured_step_hides(step)
 
+    def measured_since(self, step: int) -> bool:
+        """Whether the probe measured a step after `step`."""
+        return self._measured > step
+
     def compute_in_full(self, wanted: bool) -> None:
         """Whether the next step computes the scores of all rows of kept attention, for `largest`."""
         self._sampling.in_full = wanted
