@@ -366,9 +366,7 @@ class Agent:
         # Nobody can step it any more. Its rest is sent in a thread: garbage is collected in the midst of anything.
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:
             if not self._started and not self.config.quiet:
-                logger.warning(
-                    "foreshock: nothing holds the agent, so it leaves; keep what attach returns, and step it"
-                )
+                logger.warning("foreshock: nothing holds the agent, so it leaves; keep what attach returns and step it")
             try:
                 self.detach()  # here, since settings of torch.compile belong to the thread that made them
             finally:
