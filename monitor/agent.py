@@ -72,7 +72,7 @@ class Agent:
         self.detectors = Detectors(self._heads, config.detectors)
         watched = attached.layers, attached.selector, attached.unwatched
         self._coverage = CoverageReport(*watched, pause_steps(config), attached.layouts, shows=config.shows)
-        self._detector_thread = DetectorThread(self._detect)
+        self._detector_thread = DetectorThread(_detect)
         self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
         self._console = ConsoleReporter(config, attached.layers)
         self._outbox = Outbox(self._guards, console_prints=self._console.prints)
@@ -81,8 +81,9 @@ class Agent:
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], new_id, self._outbox.emit)
         self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
         self._schedule = self._sampler.schedule
-        self._switchboard.acts["qk_clip"] = lambda order: self._clipping.obey(
-            order, self.detectors.active, step=self.current_step
+        me = weakref.proxy(self)  # in no circle: an agent that is dropped leaves there, and not in the midst of a step
+        self._switchboard.acts["qk_clip"] = lambda order: me._clipping.obey(
+            order, me.detectors.active, step=me.current_step
         )
         self._started = self._closed = self._busy = False
         self._at_exit = functools.partial(_close, weakref.ref(self))
@@ -163,17 +164,8 @@ class Agent:
             self._publish(result)
         for sample in counted:
             self._guards["qk_clip"].run(self._clipping.arrived, sample)
-            self._detector_thread.put(sample)
+            self._detector_thread.put(self._guards["detectors"], self.detectors, self._attached, sample)
         self._guards["switch"].run(lambda: self._switching.obey(self._outbox.commands(), self.current_step))
-
-    def _detect(self, counted: Counted) -> DetectorResult:
-        """Update the detectors by a sample; runs in their thread."""
-
-        def detect() -> DetectorResult:
-            verdicts = self.detectors.update(self._attached.readings(counted))
-            return DetectorResult(counted, verdicts, self.detectors.risk)
-
-        return self._guards["detectors"].run(detect) or DetectorResult(counted, [], None)
 
     def _publish(self, result: DetectorResult) -> None:
         counted, verdicts, risk = result
@@ -373,6 +365,8 @@ class Agent:
     def __del__(self) -> None:
         # Nobody can step it any more. Its rest is sent in a thread: garbage is collected in the midst of anything.
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            if not self._started and not self.config.quiet:
+                logger.warning("foreshock: nothing holds the agent, so it leaves; keep what attach returns and step it")
             try:
                 self.detach()  # here, since settings of torch.compile belong to the thread that made them
             finally:
@@ -398,3 +392,9 @@ def _close(dropped: "weakref.ref[Agent]") -> None:
     """Close an agent when the process ends, without having kept it and its model alive until then."""
     if (agent := dropped()) is not None:
         agent.close("stopped")
+
+
+def _detect(guard: Guard, detectors: Detectors, attached: AttachedModel, counted: Counted) -> DetectorResult:
+    """Update the detectors by a sample; runs in their thread, which never holds the agent."""
+    detect = lambda: DetectorResult(counted, detectors.update(attached.readings(counted)), detectors.risk)  # noqa: E731
+    return guard.run(detect) or DetectorResult(counted, [], None)

@@ -78,8 +78,13 @@ class BackendSelector:
             self.faults["probe"] = 1
         if self._sampling.due:
             self._measured = step
-        self._sampling.due = step + 1 - self._measured >= self._every_steps or step < watch_until
+        due = step + 1 - self._measured >= self._every_steps or step < watch_until
+        self._sampling.due = due and not self._sampling.fault
         self._name_what_a_captured_step_hides(step)
+
+    def measured_since(self, step: int) -> bool:
+        """Whether the probe measured a step after `step`."""
+        return self._measured > step
 
     def compute_in_full(self, wanted: bool) -> None:
         """Whether the next step computes the scores of all rows of kept attention, for `largest`."""

@@ -151,8 +151,9 @@ class CoverageReport:
         layers = [self._watched(number) for number in range(len(self._layers))]
         sampled = np.array([layer.sampled for layer in layers])
         for alike in (sampled, ~sampled):
-            if not counted[alike].any():
-                continue  # none of them: nothing was measured in this sample, or there was no backward
+            if not counted[alike].any() or (alike is sampled and not self._selector.measured_since(since_step)):
+                continue  # none of them: nothing was measured in this sample, or there was no backward; or those that
+                # counted did so while our kernels served them, before they were switched back
             self._missed[alike & ~counted] += 1
             self._missed[counted] = 0
             long = np.flatnonzero(alike & (self._missed >= self._patience) & (self._last >= 0)).tolist()

@@ -133,8 +133,9 @@ def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
 def _measured_now(key: str, query: Tensor) -> bool:
     """Whether the running step is measured. Compiled code that asks is compiled again where the answer changes."""
     sampling = _samplings.get(key)
-    if sampling is None or sampling.fault:
+    if sampling is None:
         return False
+    # not whether there was a fault since: a recompute has to save what its forward saved
     return sampling.due or (not torch.compiler.is_compiling() and _capturing(query))
 
 

@@ -171,7 +171,9 @@ def note_call_outside() -> None:
 def _name_the_layer_of_a_caller() -> None:
     frame: FrameType | None = sys._getframe(3)  # of who called attention
     while frame is not None:
-        caller = frame.f_locals.get("self")
+        # A forward's frame alone, which ends soon: before Python 3.13 a frame that was asked for its locals keeps them
+        # alive as they are now until it ends, and those of a training loop are a loss with its graph.
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if isinstance(caller, nn.Module) and isinstance(layer := vars(caller).get(LAYER_ATTRIBUTE), WatchedLayer):
             layer.leave_alone("its code is called past the hooks of PyTorch, as by .forward(x); call the module itself")
             return

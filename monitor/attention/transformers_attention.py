@@ -28,6 +28,7 @@ _HARMLESS: Final = (
     "return_dict",
     "num_items_in_batch",
     "position_embeddings",
+    "deterministic",
 )
 """Arguments that reach an attention function without a word about which scores it computes."""
 
@@ -129,7 +130,8 @@ def _described(
     return {
         "mask": scores_mask,
         "causal": "bottom_right" if causal else "none",
-        "window": (window - 1, -1) if window and causal else (-1, -1),
+        # its width counts the token itself and, where nothing is causal, reaches as far to either side
+        "window": (window - 1, -1 if causal else window - 1) if window and name != "eager" else (-1, -1),
         "scale": scaling,
         "softcap": softcap or 0.0,
         "dropout_p": dropout or 0.0,

@@ -97,7 +97,7 @@ class Collector:
         if grad_norm is not None:
             self._grad_norms.append(self._scalar(grad_norm, "grad_norm"))
         if learning_rate is not None:
-            self._learning_rate = float(learning_rate)
+            self._learning_rate = float(self._scalar(learning_rate, "learning_rate"))
 
     def _whole(self, norm: Any) -> Any:
         """The norm, or None where this process holds a part of it only, as clip_grad_norm_ returns it under FSDP2."""
@@ -115,7 +115,11 @@ class Collector:
 
     def _scalar(self, value: Any, name: str) -> Tensor | float:
         if not isinstance(value, Tensor):
-            return float(value)
+            try:
+                return float(value)
+            except (TypeError, ValueError):
+                hint = ", as scheduler.get_last_lr()[0]" if name == "learning_rate" else ""
+                raise ValueError(f"{name} is {repr(value)[:100]}; give one number{hint}") from None
         if value.numel() != 1:
             raise ValueError(f"{name} has shape {list(value.shape)}; give one number, for example its mean")
         scalar: Tensor = value.detach() if value.dim() == 0 else value.detach().reshape(())

@@ -30,7 +30,7 @@ class DetectorResult(NamedTuple):
 class DetectorThread:
     """Calls `detect` for one sample after the other, in a daemon thread that starts with the first one."""
 
-    def __init__(self, detect: Callable[[Counted], DetectorResult]) -> None:
+    def __init__(self, detect: Callable[..., DetectorResult]) -> None:
         self._detect = detect
         self._waiting: queue.SimpleQueue[Callable[[], DetectorResult] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[DetectorResult | BaseException] = queue.SimpleQueue()
@@ -38,10 +38,10 @@ class DetectorThread:
         self._late = False
         self._thread: threading.Thread | None = None
 
-    def put(self, counted: Counted) -> None:
-        """Hand a sample over; its verdicts come with a later `take`."""
+    def put(self, *sample: object) -> None:
+        """Hand a sample over, as `detect` takes it; its verdicts come with a later `take`."""
         self._under_way += 1
-        self._waiting.put(functools.partial(self._detect, counted))
+        self._waiting.put(functools.partial(self._detect, *sample))
         if self._thread is None:
             queues = self._waiting, self._results
             thread = threading.Thread(target=_work, args=queues, name="foreshock-detectors", daemon=True)

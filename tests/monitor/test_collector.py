@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,18 @@ def test_a_loss_that_the_training_overwrites_later_is_kept_as_it_was() -> None:
 def test_what_is_not_one_number_is_refused_by_its_name(loss: object, norm: object, named: str) -> None:
     with pytest.raises(ValueError, match=rf"{named} has shape \[2\]; give one number, for example its mean"):
         Collector(fresh_state()).note(loss, norm, None)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        (("low", None, None), r"^loss is 'low'; give one number$"),
+        ((1.0, None, [1e-3]), r"^learning_rate is \[0.001\]; give one number, as scheduler.get_last_lr\(\)\[0\]$"),
+    ],
+)
+def test_what_is_no_number_is_refused_with_what_it_is_and_what_to_give(numbers: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Collector(fresh_state()).note(*numbers)
 
 
 def test_notes_without_a_sample_make_one_due() -> None:

@@ -178,9 +178,11 @@ def test_an_implementation_that_is_set_in_the_middle_of_a_run_counts_on(attentio
 def test_detach_takes_the_agent_off_any_model_that_carries_one() -> None:
     original = F.scaled_dot_product_attention
     model = tiny_gpt()
-    attach(model, **EVERY_STEP)
+    agent = attach(model, **EVERY_STEP)
+    assert traces(model)
     detach(model)
     detach(model)
+    del agent  # held until here, or it would have left by itself
     assert not traces(model)
     assert F.scaled_dot_product_attention is original
     attach(model, **EVERY_STEP).close()

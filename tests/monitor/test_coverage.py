@@ -42,7 +42,7 @@ def selector(*keeps: bool) -> Any:
     watched = [SimpleNamespace(sampled=k, unserved={}, why_not_counted="no backward ran through it") for k in keeps]
     return SimpleNamespace(
         layers=watched, how_served=lambda n: "kept, sampled" if keeps[n] else "kernels",
-        what_a_switch_meets=list,
+        what_a_switch_meets=list, measured_since=lambda step: True,
     )  # fmt: skip
 
 

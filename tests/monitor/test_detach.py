@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.utils.checkpoint
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.test_executions import MODELS, Mode, encoder_layer
 from tests.monitor.test_huggingface import MODELS as TRANSFORMERS
-from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt
+from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt, train_step
 from torch import nn
 from torch.nn.attention import varlen
 from transformers import masking_utils, modeling_utils
@@ -109,6 +110,28 @@ def test_a_model_whose_agent_was_dropped_trains_on_as_before_attach() -> None:
     dropped = weakref.ref(attach(model, **EVERY_STEP))
     assert is_collected(dropped)
     assert snapshot(model) == before
+
+
+@pytest.mark.promise("A25")
+def test_an_agent_that_was_dropped_leaves_at_once_and_never_in_the_midst_of_a_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Between a forward and its recompute, where garbage may be collected, it would end the training."""
+    model = tiny_gpt(checkpoint=partial(torch.utils.checkpoint.checkpoint, use_reentrant=False))
+    before = snapshot(model)
+    gc.collect()
+    gc.disable()
+    try:
+        attach(model, **{**EVERY_STEP, "quiet": False})
+        assert snapshot(model) == before
+        assert "nothing holds the agent, so it leaves; keep what attach returns" in caplog.text
+        agent: Agent | None = attach(model, **EVERY_STEP)
+        assert agent is not None
+        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+        agent = None
+        assert snapshot(model) == before
+    finally:
+        gc.enable()
 
 
 def is_collected(held: weakref.ref[Any]) -> bool:

@@ -12,6 +12,7 @@ from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, flex_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flex_attention as integration
 
@@ -19,6 +20,7 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
 from foreshock.monitor.attention import flex as watching
+from foreshock.monitor.attention import probe
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -117,3 +119,31 @@ def test_the_largest_score_is_that_of_every_row_of_a_call_that_asks_for_it_and_i
         np.testing.assert_allclose(slot_values(words, Slot.SCORE_MAX), rows.amax((0, 2)), rtol=1e-6)
         np.testing.assert_allclose(slot_values(words, Slot.ROW_MAX_ABS), finite.abs().amax((0, 2)), rtol=1e-6)
         assert slot_values(words, Slot.ROWS).tolist() == [1, 1]
+
+
+class Shifted(CausalSelfAttention):
+    """Gives its scores to a function."""
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = flex_attention(query, key, value, score_mod=lambda score, b, h, q, k: score + (q >= k))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_a_probe_that_fails_between_a_forward_and_its_recompute_leaves_the_training_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("no memory for it")
+
+    monkeypatch.setattr(flex, "_validate_device", lambda *operands: None)
+    monkeypatch.setattr(probe, "measure", failing)
+    torch.manual_seed(0)
+    layers = Shifted(16, 2), Shifted(16, 2)
+    model = tiny_gpt(*layers, checkpoint=partial(checkpoint, use_reentrant=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model, **{**EVERY_STEP, "attention": "keep", "strict": False}) as agent:
+        for step in range(3):
+            agent.step(train_step(model, optimizer, step))
+        assert agent.faults["probe"] == 1
+    assert caplog.text.count("the probe is off from now on") == 1

@@ -7,11 +7,20 @@ import torch
 from tests.monitor.executions import Trained, watched
 from tests.monitor.library_calls import KEPT, assert_alike
 from tests.monitor.stand_ins import flash_attn_2
-from tests.monitor.test_huggingface import MODELS as MAKERS
+from tests.monitor.test_foreign_models import DECODER, tiny
+from tests.monitor.test_huggingface import MODELS
 from torch import Tensor, nn
 from transformers import modeling_flash_attention_utils as flash
 
 ROWS, LENGTH, STEPS = 2, 12, 2
+BOTH_WAYS: Any = {**DECODER, "sliding_window": 6, "query_pre_attn_scalar": 8, "use_bidirectional_attention": True}
+ENCODER: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MAKERS: Any = MODELS | {
+    "gemma3, window to both sides": lambda: tiny("Gemma3Text", "Model", **BOTH_WAYS),
+    "modernbert, window to both sides": lambda: tiny(
+        "ModernBert", "ForMaskedLM", **ENCODER, local_attention=6, cls_token_id=1, sep_token_id=2
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +62,7 @@ def trained(name: str, kind: str, implementation: str = "flash_attention_2", **s
         losses, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(STEPS):
             given = inputs(kind, step)
-            logits = model(**given).logits
+            logits = model(**given)[0]
             real = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
             losses.append(logits[real].logsumexp(-1).square().mean())
             torch.autograd.backward(losses[-1])
@@ -68,7 +77,14 @@ def trained(name: str, kind: str, implementation: str = "flash_attention_2", **s
     return Trained(loop(model, lambda loss: None), [p.detach().clone() for p in model.parameters()])
 
 
-CASES = [("llama", "whole"), ("llama", "padded"), ("llama", "packed"), ("mistral, sliding window", "packed")]
+CASES = [
+    ("llama", "whole"),
+    ("llama", "padded"),
+    ("llama", "packed"),
+    ("mistral, sliding window", "packed"),
+    ("gemma3, window to both sides", "whole"),
+    ("modernbert, window to both sides", "whole"),
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -88,3 +104,10 @@ def test_our_kernels_take_the_place_of_flash_attn_for_whole_padded_and_packed_ro
         torch.testing.assert_close(mine, own, rtol=1e-4, atol=1e-5)
     assert "2 x kernels (" in got.report
     assert_alike(got, trained(name, kind, **KEPT))
+
+
+def test_an_argument_that_is_for_flash_attn_alone_leaves_eager_attention_measured() -> None:
+    name = "modernbert, window to both sides"  # it passes `deterministic` whatever computes its attention
+    got = trained(name, "whole", "eager", **KEPT)
+    assert got.rows == [ROWS * LENGTH * STEPS] * 8
+    assert_alike(got, trained(name, "whole", **KEPT))

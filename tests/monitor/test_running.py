@@ -1,6 +1,7 @@
 """Which layer's forward is running: nested, interrupted, computed again, and in every thread by itself."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -162,6 +163,14 @@ def test_a_call_outside_is_counted_and_the_module_whose_code_it_is_is_named() ->
     assert "call the module itself" in reason
     running.forget()
     assert running.outside.calls == 0
+
+
+def test_a_call_outside_keeps_nothing_alive_that_those_who_called_it_let_go_of() -> None:
+    loss = torch.ones(2, requires_grad=True).sum()
+    kept = weakref.ref(loss)
+    attention()
+    del loss
+    assert kept() is None
 
 
 def test_a_recompute_that_lost_its_layer_is_refused_where_our_kernels_served() -> None:

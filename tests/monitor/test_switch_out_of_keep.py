@@ -231,6 +231,20 @@ def test_a_layer_that_did_not_run_waits_while_its_peer_is_switched() -> None:
         assert told == [("c1", "applied", ((0, 0), (0, 1)), 1), (None, "applied", ((1, 0), (1, 1)), 2)]
 
 
+@pytest.mark.parametrize(("switched", "undone"), [(1, 4), (8, 9)])
+def test_a_switch_taken_back_before_the_next_sample_makes_no_peer_look_as_if_it_had_stopped(
+    switched: int, undone: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Our kernels count every step of the switched layer; its peer is measured in one of ten, and in none of these."""
+    model = tiny_gpt()
+    with attach(model, **{**KEEP, "sample_every_steps": 10}) as agent:
+        for step in range(12):
+            if step in (switched, undone):
+                agent.set_mode([(0, 0)], "row_corrected" if step == switched else "plain", reason="tried")
+            agent.step(eager(model, step))
+    assert "counted nothing" not in caplog.text
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("step_of", [eager, compiled])
 @pytest.mark.parametrize("saved_after", [SWITCH, SWITCH + 1])
