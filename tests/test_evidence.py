@@ -121,7 +121,7 @@ def test_a_score_of_100_was_noted_earlier_and_in_the_run_that_did_not_fail_as_we
 def test_the_offset_of_its_failing_head_grows_unless_rows_are_corrected_and_shrinks_in_float32() -> None:
     failing, corrected = (offsets(run(f"paper-gpt2-64k_{arm}")) for arm in ("flash-untreated", "row-corrected"))
     control = list(offsets(run("branched/paper-gpt2-64k_control")).values())
-    assert f"{failing[2960]:.0f} at 2,960" in EVIDENCE
+    assert f"from {failing[1500]:.1f} nats at step 1,500 to {failing[2960]:.0f} at 2,960" in EVIDENCE
     assert max(map(abs, corrected.values())) < 5
     switched = offsets(run("paper-gpt2-64k_flash-rescued"))
     assert f"from {switched[2560]:.0f} nats to {abs(switched[6000]):.0f}" in EVIDENCE

@@ -86,7 +86,7 @@ def test_the_command_joins_a_trace_and_a_checkpoint(tmp_path: Path, checkpoints:
         "--batches", "2", "--json", str(tmp_path / "d.json"),
     )  # fmt: skip
     assert said.exit_code == 0, said.output
-    for words in ("warned at step", "As recorded", "dW_Q off its truth", "foreshock switch RUN --layer 0 --head 0"):
+    for words in ("warned at step", "As recorded", "dW_Q off its truth", "foreshock switch RUN --mode row_corrected"):
         assert words in said.output
     found = json.loads((tmp_path / "d.json").read_text())
     assert found["named"] == [[0, 0]]
