@@ -274,7 +274,9 @@ def replay(
     steps_per_second: Annotated[
         float | None, typer.Option(help="How fast to play; by default as fast as possible.", min=0.001)
     ] = None,
-    offline: Annotated[bool, typer.Option(help="Only print what the detectors say, without a service.")] = False,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Only print what the detectors say, without a service.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Play a recorded run through the same detectors, service and page. What was not recorded stays unknown."""

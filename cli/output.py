@@ -10,6 +10,7 @@ from io import StringIO
 from typing import Any, Final
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 _PIPED_COLUMNS: Final = 10_000
@@ -54,6 +55,13 @@ def console() -> Console:
     if sys.stdout.isatty():
         return _Console(emoji=False)
     return _Console(emoji=False, width=_PIPED_COLUMNS, file=_Unpadded())
+
+
+def print_whole(table: Table, to: Console) -> None:
+    """A table whose numbers stand whole: in a terminal that is narrower, its lines go on in the next one."""
+    whole = to.measure(table, options=to.options.update(max_width=_PIPED_COLUMNS)).maximum
+    table.width = whole if whole > to.width else None
+    to.print(table, soft_wrap=True)
 
 
 def print_json(data: Any) -> None:

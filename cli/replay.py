@@ -33,8 +33,6 @@ def play(
     Raises ValueError for a file that is no trace, before anything is started. As JSON every event is a line, and the
     last one says what was played.
     """
-    if not trace.is_file():
-        raise ValueError(f"there is no trace at {trace}; the recorded runs are part of the repository, in lab/traces")
     played = read_trace(trace)
     with ExitStack() as stack:
         own = url is None and not offline

@@ -1,7 +1,8 @@
 """`foreshock runs`, `foreshock export` and `foreshock switch`: what the service knows, and an order to it, as text."""
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer
@@ -51,9 +52,8 @@ def show_run(client: Service, run: str, console: Console) -> None:
     detail = client.run(run)
     console.print(
         f"[bold]{detail['run']}[/bold]  {state_of(detail, time.time())}  step {_text(detail['last_step'], '{}')}  "
-        f"loss {_text(detail['loss'], '{:.4f}')}  policy {detail['policy'] or '-'}"
+        f"loss {_text(detail['loss'], '{:.4f}')}  {policy_of(detail)}"
         + (f"  QK-Clip {detail['qk_clip']}" if detail.get("qk_clip") else "")
-        + (f" (a warning switches its {detail['switch_scope']})" if detail.get("switch_scope") else "")
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("layer", "name", "heads", "switched heads", "worst risk"):
@@ -102,6 +102,21 @@ def show_description(detail: dict[str, Any], console: Console) -> None:
             console.print(f"{word}: {', '.join(value) if isinstance(value, list) else value}", markup=False)
 
 
+_SWITCHED = {"head": "its head", "layer": "all heads of its layer", "model": "all heads"}
+_AT_A_WARNING = {"auto": "switches", "approve": "proposes to switch"}
+
+
+def policy_of(detail: Mapping[str, Any]) -> str:
+    """The policy, and what a warning does under it."""
+    policy, scope = detail["policy"] or "-", detail.get("switch_scope")
+    acts = (
+        f" (a warning {_AT_A_WARNING[policy]} {_SWITCHED.get(scope, scope)})"
+        if scope and policy in _AT_A_WARNING
+        else ""
+    )
+    return f"policy {policy}{acts}"
+
+
 def _text(value: float | str | None, pattern: str) -> str:
     return "-" if value is None else value if isinstance(value, str) else pattern.format(value)
 
@@ -142,7 +157,9 @@ def _points(series: Series) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
     columns = [series.steps, series.low, series.high, series.last]
     names = ["step", "low", "high", "last"]
     if series.worst_head is not None:
-        columns, names = [*columns, series.worst_head], [*names, "worst_head"]
+        names = [*names, "worst_head"]
+        heads = (None if math.isnan(head) else int(head) for head in series.worst_head)
+        return names, zip(*(column.tolist() for column in columns), heads, strict=True)
     return names, zip(*(column.tolist() for column in columns), strict=True)
 
 

@@ -92,6 +92,10 @@ def test_the_warnings_came_as_long_before_the_untreated_runs_failed_as_is_said()
         to_512.append(f"{next(step for step, w in words if catalog.read('head.score_max', w).max() >= 512) - at:,}")
     assert f"came {' and '.join(leads)} steps before" in EVIDENCE
     assert f"{' and '.join(to_512)} before a score of 512" in EVIDENCE
+    raised = (e for e in ours.events if isinstance(e, wire.Verdict) and (e.state, e.cause) == ("raised", "rounding"))
+    first, second, *_ = raised
+    assert (second.layer, second.head) == FAILING
+    assert f"named head {first.head} first, and head {second.head}, which failed, at {second.step:,}" in EVIDENCE
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -117,7 +121,7 @@ def test_a_score_of_100_was_noted_earlier_and_in_the_run_that_did_not_fail_as_we
 def test_the_offset_of_its_failing_head_grows_unless_rows_are_corrected_and_shrinks_in_float32() -> None:
     failing, corrected = (offsets(run(f"paper-gpt2-64k_{arm}")) for arm in ("flash-untreated", "row-corrected"))
     control = list(offsets(run("branched/paper-gpt2-64k_control")).values())
-    assert f"{failing[2960]:.0f} at 2,960" in EVIDENCE
+    assert f"from {failing[1500]:.1f} nats at step 1,500 to {failing[2960]:.0f} at 2,960" in EVIDENCE
     assert max(map(abs, corrected.values())) < 5
     switched = offsets(run("paper-gpt2-64k_flash-rescued"))
     assert f"from {switched[2560]:.0f} nats to {abs(switched[6000]):.0f}" in EVIDENCE
@@ -140,5 +144,6 @@ def test_today_s_detectors_warn_of_its_recordings_as_rounding_and_leave_the_run_
     for score in scores:
         assert f"{score.first_warning_step:,}" in EVIDENCE
         assert (score.layer, score.cause) == (1, "rounding")
-    (quiet,) = score_traces([run("paper-gpt2-64k_row-corrected")])
-    assert quiet.warnings == 0
+    quiet = [run("paper-gpt2-64k_row-corrected"), *(run("paper-gpt2-64k_flash-rescued", seed) for seed in (1, 2))]
+    assert all(score.warnings == 0 for score in score_traces(quiet))
+    assert "Replayed from their recordings, which join samples, they are not warned about." in EVIDENCE

@@ -60,6 +60,10 @@ def test_the_costs_are_those_that_were_measured() -> None:
     (costs,) = re.findall(r"^1\. On an H200 (.*)$", README, re.MULTILINE)
     assert set(re.findall(r"\d+\.\d %", costs)) == measured
     assert all(float(share.split()[0]) < 2.5 for share in measured), "the first screen says about two per cent"
+    modes = json.loads((ROOT / "benchmarks" / "results" / "attention_modes_h200.json").read_text())["summary"]
+    both = [each for each in modes if (each["pass"], each["name"]) == ("both", "row_corrected")]
+    least, most = sorted(100 * (each["mean_ratio"] - 1) for each in both)
+    assert f"[{least:.0f} to {most:.0f} % longer]" in costs
 
 
 def test_the_picture_s_steps_are_those_of_the_runs() -> None:

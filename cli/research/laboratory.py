@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Table
 
-from foreshock.cli.output import print_json
+from foreshock.cli.output import print_json, print_whole
 from foreshock.cli.research.scores import COLUMNS, cell
 from foreshock.lab.training.arm import ARMS, UNTREATED, Arm, find_arm, variant
 from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe
@@ -125,7 +125,7 @@ def run_table(traces: Sequence[Path], console: Console, *, json: Path | None) ->
         )
     for run in runs:
         shown.add_row(*map(cell, run.values()))
-    console.print(shown)
+    print_whole(shown, console)
     console.print(
         "first warning, cause: of the agent, as it trained. head right: it named the head whose |score| was the first "
         "at 512, here or in the observed run of the seed. loss end: mean of the last 1000 steps."

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from foreshock.cli.output import print_whole
 from foreshock.lab.recording.packed import PACKED, RECORDED
 from foreshock.lab.scoring.table import lab_score
 
@@ -21,7 +22,7 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None, seal
         bar = progress.add_task("scoring", total=len(traces))
         scores, result = lab_score(traces, report=report, seal=seal, on_trace=lambda _: progress.advance(bar))
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("trace", overflow="fold", min_width=16)
+    table.add_column("trace")
     for name in ("truth", "steps", "warned", "layer", "head", "signal", "cause", "forecast", "at 512", "quality loss"):
         table.add_column(name, justify="right")
     for each in scores:
@@ -38,7 +39,7 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None, seal
             each.harm_step,
         )
         table.add_row(Path(each.file).name.removesuffix(RECORDED).removesuffix(PACKED), *map(cell, cells))
-    console.print(table)
+    print_whole(table, console)
     console.print(
         "warned: step of the first warning. forecast: steps from then until the head's largest |score| is 512."
     )
@@ -56,7 +57,7 @@ def _print_monitors(rows: Sequence[dict[str, Any]], console: Console) -> None:
     """A table for each split: detection, lead and false alarms of every monitor."""
     for split in dict.fromkeys(row["split"] for row in rows):
         shown = Table(box=None, pad_edge=False, header_style="bold", title=f"{split} runs", title_justify="left")
-        shown.add_column("monitor", overflow="fold", min_width=16)
+        shown.add_column("monitor")
         columns = (
             "threshold",
             "warned",
@@ -83,7 +84,7 @@ def _print_monitors(rows: Sequence[dict[str, Any]], console: Console) -> None:
                 cell(row["upper_bound_per_10k"]),
                 f"{row['causes_right']}/{row['causes']}" if row["causes"] else "-",
             )
-        console.print(shown)
+        print_whole(shown, console)
         console.print(f"healthy steps: {max(row['healthy_steps'] for row in rows if row['split'] == split):,}\n")
 
 
@@ -103,7 +104,7 @@ def _print_incidents(rows: Sequence[dict[str, Any]], console: Console) -> None:
             "-" if row["named"] is None else f"{row['named']}/{row['named_of']}{_interval(row, 'named', '.0%')}",
             "-" if row["causes_right"] is None else f"{row['causes_right']}/{row['causes']}",
         )
-    console.print(shown)
+    print_whole(shown, console)
     console.print(
         "incidents: all warnings of one cause are one. undecided: quality loss was expected after the run's end. "
         "head named: the head that fails was among the first three as late as a warning is in time. Brackets: 95 %, "

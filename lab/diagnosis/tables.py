@@ -104,17 +104,17 @@ def _rows(cells: dict[str, Callable[[One], str]], ones: Sequence[One]) -> list[R
 
 
 def advise(diagnosis: Diagnosis) -> list[str]:
-    """What to do: the verdict's advice, and for every head that was warned about a switch, or where else to look."""
+    """What to do: the verdict's advice, and a switch of every head if rounding was warned about, or where else to look.
+
+    A switch of the warned head alone did not hold (lab/NOTEBOOK.md)."""
     advice = [] if diagnosis.verdict is None else list(diagnosis.verdict.advice)
     warned = {(c.layer, c.head): c.cause for c in diagnosis.courses if c.warned_step is not None}
-    rounding = sorted(head for head, cause in warned.items() if cause == "rounding")
-    for layer in sorted({layer for layer, _ in rounding}):
-        chosen = " ".join(f"--head {head}" for at, head in rounding if at == layer)
+    if "rounding" in warned.values():
         advice.append(
-            f"Take the rounding out: foreshock switch RUN --layer {layer} {chosen} --mode {DEFAULT_MITIGATION} "
-            "--reason diagnosis; or attach with policy=auto."
+            f"Take the rounding out of all heads: foreshock switch RUN --mode {DEFAULT_MITIGATION} --reason diagnosis; "
+            "or attach with policy=auto."
         )
-    if other := sorted(set(warned) - set(rounding)):
+    if other := sorted(head for head, cause in warned.items() if cause != "rounding"):
         heads = ", ".join(f"layer {layer} head {head}" for layer, head in other)
         advice.append(
             f"{heads}: the cause is another than rounding. Look at the learning rate, the data and the gradient norm "

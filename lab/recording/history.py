@@ -46,7 +46,8 @@ class History:
     def course(self, metric: str, head: tuple[int, int]) -> Floats:
         """One metric of one head, [T]. Raises ValueError for a head that the run does not have."""
         if head not in self.heads:
-            raise ValueError(f"{self.name} has no layer {head[0]} head {head[1]}")
+            has = " to ".join(f"{layer}.{number}" for layer, number in (min(self.heads), max(self.heads)))
+            raise ValueError(f"{self.name} has no head {head[0]}.{head[1]}; it has {has}")
         return self.values[metric][:, self.heads.index(head)]
 
     def blocks(self, metric: str, head: tuple[int, int]) -> tuple[Floats, Floats]:

@@ -53,6 +53,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
     Raises ValueError with a sentence for a file that is neither, or not whole.
     """
+    if not path.exists():
+        raise ValueError(f"there is no trace at {path}; the recorded runs are part of the repository, in lab/traces")
     try:
         given = path.read_bytes()
         if given.startswith(_XZ):

@@ -195,12 +195,15 @@ class Service:
         """
         if head is not None and layer is None:
             raise ServiceError("head needs layer: heads are numbered within their layer")
+        if from_step is not None and to_step is not None and from_step > to_step:
+            raise ServiceError(f"from_step {from_step} lies after to_step {to_step}; give the lower one first")
         name = ":".join(str(part) for part in (metric, layer, head) if part is not None)
         reply = self.get(
             path_of("runs", run, "curves"), line=name, from_step=from_step, to_step=to_step, max_points=max_points
         )
         if reply["unknown"]:
-            raise ServiceError(f"run {run} has no layer {layer}" + ("" if head is None else f" head {head}"))
+            named = f"layer {layer}" + ("" if head is None else f" head {head}")
+            raise ServiceError(f"run {run} has no {named}; `foreshock runs {run}` lists them")
         if len(reply["lines"]) != 1:
             has = ", ".join(str(line["layer"]) for line in reply["lines"]) or "none yet"
             raise ServiceError(f"{metric} belongs to heads: name a layer of run {run}; it has {has}")

@@ -77,6 +77,13 @@ def leaves(command: Any, *name: str) -> Iterator[tuple[str, set[str]]]:
         yield " ".join(name), {option for given in command.params for option in given.opts}
 
 
+def test_no_help_is_cut_at_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    cut = [name for name, _ in leaves(typer.main.get_command(app)) if "…" in foreshock(*name.split(), "--help").output]
+    assert not cut
+
+
 def test_every_command_answers_in_json_whose_shape_is_documented() -> None:
     page = (ROOT / "docs" / "command-line.md").read_text()
     rows = " ".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `"))

@@ -14,7 +14,7 @@ import pytest
 from tests.cli.typed import foreshock
 
 from foreshock.cli.output import console
-from foreshock.cli.runs import duration, show_commands, state_of
+from foreshock.cli.runs import duration, policy_of, show_commands, state_of
 from foreshock.client import Service
 from foreshock.contract.wire import Finished, Outcome
 from foreshock.server.testing import AnsweringAgent, FakeRank, LiveService
@@ -173,7 +173,25 @@ def test_the_list_and_a_curve_are_exported_as_csv(crowded: LiveService) -> None:
             io.StringIO(foreshock("export", LONG, "head.score_max", "--layer", "1", "--url", crowded.url).output)
         )
     )
-    assert {point["worst_head"] for point in worst} <= {"0.0", "1.0", "2.0"}
+    assert {point["worst_head"] for point in worst} <= {"0", "1", "2"}
+    pages = foreshock("export", LONG, "head.score_max", "--layer", "1", "--json", "--url", crowded.url).output
+    assert all(isinstance(point["worst_head"], int) for point in json.loads(pages)["points"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "scope", "said"),
+    [
+        ("auto", "model", "policy auto (a warning switches all heads)"),
+        ("auto", "layer", "policy auto (a warning switches all heads of its layer)"),
+        ("approve", "head", "policy approve (a warning proposes to switch its head)"),
+        ("observe", "model", "policy observe"),
+        ("auto", None, "policy auto"),
+    ],
+)
+def test_what_a_warning_switches_is_said_beside_the_policy_and_not_where_it_switches_nothing(
+    policy: str, scope: str | None, said: str
+) -> None:
+    assert policy_of({"policy": policy, "switch_scope": scope}) == said
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("applied", 0), ("refused", 4), (None, 3)])

@@ -50,6 +50,16 @@ def test_forecasts_and_monitors_are_those_of_the_report(tmp_path: Path) -> None:
     assert "healthy steps: " in out.getvalue()
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_number_and_no_column_is_cut_in_a_terminal_that_is_narrower_than_the_table(width: int) -> None:
+    told, whole = StringIO(), wide()
+    scores.score([TRACE], Console(file=told, width=width, force_terminal=False), report=None)
+    scores.score([TRACE], whole[0], report=None)
+    assert "…" not in told.getvalue()
+    assert "quality loss" in told.getvalue()
+    assert set(whole[1].getvalue().split()) <= set(told.getvalue().split())
+
+
 @given(value=st.none() | st.floats(-1e300, 1e300) | st.integers() | st.text(max_size=5))
 def test_a_cell_is_a_dash_four_digits_or_what_it_is(value: Any) -> None:
     told = scores.cell(value)

@@ -86,7 +86,7 @@ def test_the_command_joins_a_trace_and_a_checkpoint(tmp_path: Path, checkpoints:
         "--batches", "2", "--json", str(tmp_path / "d.json"),
     )  # fmt: skip
     assert said.exit_code == 0, said.output
-    for words in ("warned at step", "As recorded", "dW_Q off its truth", "foreshock switch RUN --layer 0 --head 0"):
+    for words in ("warned at step", "As recorded", "dW_Q off its truth", "foreshock switch RUN --mode row_corrected"):
         assert words in said.output
     found = json.loads((tmp_path / "d.json").read_text())
     assert found["named"] == [[0, 0]]
@@ -128,13 +128,13 @@ def test_a_run_of_the_service_is_diagnosed_like_its_trace(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["nothing.jsonl.gz"], "No such file"),
+        (["nothing.jsonl.gz"], "there is no trace at nothing.jsonl.gz; the recorded runs are"),
         (["{folder}/text"], "is nothing that torch loads safely"),
         (["{folder}/other.pt"], "is no checkpoint of the laboratory"),
         (["{folder}/number.pt"], "holds a int; give a checkpoint"),
         (["math:pi"], "names no function: math has none"),
         (["{trace}", "--head", "first"], "names no head; write LAYER.HEAD"),
-        (["{trace}", "--head", "9.9"], "has no layer 9 head 9"),
+        (["{trace}", "--head", "9.9"], "has no head 9.9; it has 0.0 to "),
         (["{trace}", "--numerics", "fp8"], "numerics 'fp8' does not exist"),
         (["some-run", "--url", "http://127.0.0.1:9"], "no service answers at http://127.0.0.1:9"),
     ],
