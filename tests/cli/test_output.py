@@ -1,0 +1,46 @@
+"""What a command says, to people and to machines."""
+
+import io
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table
+
+from foreshock.cli import output
+
+
+@given(st.text())
+def test_what_is_shown_moves_no_cursor_and_keeps_its_lines(text: str) -> None:
+    told = output.shown(text)
+    assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in told)
+    assert not set(told) & set("\x7f\x1b\x9b\u202e\u2066")
+    assert len(told) == len(text)
+    assert told.count("\n") == text.count("\n")
+
+
+@given(st.lists(st.floats() | st.none() | st.text(), max_size=5))
+def test_json_is_read_back_and_numbers_that_it_has_no_word_for_are_null(values: list[object]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", stream := io.StringIO())
+        output.print_json({"values": tuple(values)})
+    wanted = [None if isinstance(x, float) and not math.isfinite(x) else x for x in values]
+    assert json.loads(stream.getvalue()) == {"values": wanted}
+
+
+def test_csv_has_names_first_and_nothing_where_nothing_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_csv(["a", "b", "c"], [[1, None, math.nan], ["x,y", 0.5, math.inf]])
+    assert capsys.readouterr().out.splitlines() == ["a,b,c", "1,,", '"x,y",0.5,inf']
+
+
+@pytest.mark.parametrize("width", [10, 30, 200])
+def test_a_table_s_cells_stand_whole_in_a_terminal_of_any_width(width: int) -> None:
+    table = Table("first column", "second column")
+    table.add_row("0.123456789", "a sentence of five words")
+    stream = io.StringIO()
+    output.print_whole(table, Console(file=stream, width=width, force_terminal=False))
+    for cell in ("first column", "second column", "0.123456789", "a sentence of five words"):
+        assert cell in stream.getvalue()
