@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreshock.contract.slots import COUNT_SLOTS, SLOT_COUNT, Slot
-from foreshock.kernels.flash_attention import each_version, flash_attention, new_state
+from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention.op import each_version
 
 _SHAPES: Final = ((4, 96, 64), (4, 300, 128), (2, 300, 128))
 """Key heads, length and head dim, of HEADS query heads. At head dim 128 Hopper has kernels of its own: several of their

@@ -1,7 +1,7 @@
 """Flash attention that watches itself."""
 
-from foreshock.kernels.flash_attention.op import each_version, flash_attention
+from foreshock.kernels.flash_attention.op import flash_attention
 from foreshock.kernels.flash_attention.spec import AttentionSpec, CausalAlignment, Numerics
 from foreshock.kernels.flash_attention.statistics import new_state
 
-__all__ = ["AttentionSpec", "CausalAlignment", "Numerics", "each_version", "flash_attention", "new_state"]
+__all__ = ["AttentionSpec", "CausalAlignment", "Numerics", "flash_attention", "new_state"]

@@ -15,7 +15,8 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foreshock.kernels.flash_attention import each_version, flash_attention, new_state
+from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention.op import each_version
 from foreshock.kernels.flash_attention.spec import CausalAlignment, Numerics, operand_dtype
 from foreshock.monitor.model.discovery import SDPA
 

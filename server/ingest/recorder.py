@@ -63,8 +63,9 @@ _MERGE_BOOTS = Many(
     ["row_id"],
 )
 _WRITE_SAMPLES = Many(samples.insert(), [column.name for column in samples.c if column is not samples.c.id])
-_AHEAD_SECONDS = 60.0
-"""What a run was heard of later than now is another replica's clock; beyond that, a clock that was wrong."""
+_AHEAD_SECONDS = 7200.0
+"""What a run was heard of later than now is another replica's clock, or one that was set back by an hour, as for the
+summer; beyond that, a clock that was wrong."""
 _HEARD_LATER = runs.c.last_seen.between(bindparam("now"), bindparam("soon"))
 _SEE_RUNS = Many(
     update(runs)

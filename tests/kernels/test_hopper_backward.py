@@ -13,8 +13,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from foreshock.kernels.flash_attention import AttentionSpec, each_version, launch, new_state
+from foreshock.kernels.flash_attention import AttentionSpec, launch, new_state
 from foreshock.kernels.flash_attention.launch import Call, call_of
+from foreshock.kernels.flash_attention.op import each_version
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 from foreshock.kernels.flash_attention.triton_kernels import backward, hopper
 from foreshock.kernels.flash_attention.triton_kernels.passes import Grads, Tensors
