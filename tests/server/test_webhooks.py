@@ -1,4 +1,5 @@
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -125,26 +126,28 @@ def test_an_alert_about_an_incident_switches_what_the_run_would_switch_by_itself
     play(story)
 
 
-def test_webhook_switches_have_a_cool_down(play: Any) -> None:
-    async def results(service: Any) -> list[str]:
-        """Of an alert after each of three heads began to drift; the rank carries out what is ordered."""
-        rank, found = FakeRank(), []
-        await service.store(rank, rank.started(policy="auto"), rank.sample(1))
-        for head in range(3):
-            await service.store(rank, rank.verdict(2 + head, head=head, name=f"warn-{head}"))
-            body = delivery()
-            body["alerts"][0]["startsAt"] += str(head)
-            found.append(await alert(service, body))
-            ordered = (await service.store(rank, rank.sample(2 + head))).commands
-            await service.store(rank, rank.sample(3 + head), *(rank.answer(one, 3 + head) for one in ordered))
-        return found
+async def alerts_of_three_heads(service: Any, after_each: Callable[[], None] = lambda: None) -> list[str]:
+    """What came of an alert after each of three heads began to drift; the rank carries out what is ordered."""
+    rank, found = FakeRank(), []
+    await service.store(rank, rank.started(policy="auto"), rank.sample(1))
+    for head in range(3):
+        await service.store(rank, rank.verdict(2 + head, head=head, name=f"warn-{head}"))
+        body = delivery()
+        body["alerts"][0]["startsAt"] += str(head)
+        found.append(await alert(service, body))
+        ordered = (await service.store(rank, rank.sample(2 + head))).commands
+        await service.store(rank, rank.sample(3 + head), *(rank.answer(one, 3 + head) for one in ordered))
+        after_each()
+    return found
 
+
+def test_webhook_switches_have_a_cool_down(play: Any) -> None:
     async def quiet(service: Any) -> None:
-        assert await results(service) == ["ordered", "refused", "refused"]
+        assert await alerts_of_three_heads(service) == ["ordered", "refused", "refused"]
         assert (await service.get("/v1/audit"))["rows"][0]["action"] == "webhook refused"
 
     async def busy(service: Any) -> None:
-        assert await results(service) == ["ordered", "ordered", "ordered"]
+        assert await alerts_of_three_heads(service) == ["ordered", "ordered", "ordered"]
 
     play(quiet)
     play(busy, name="busy", webhook_cooldown_seconds=0)
@@ -156,17 +159,11 @@ def test_a_switch_ordered_by_a_clock_that_was_ahead_holds_up_no_other_once_it_is
     right, ahead = time.time, [86_400.0]
     monkeypatch.setattr(time, "time", lambda: right() + ahead[0])
 
+    def set_right() -> None:
+        ahead[0] = 0.0
+
     async def story(service: Any) -> None:
-        rank, found = FakeRank(), []
-        await service.store(rank, rank.started(policy="auto"), rank.sample(1))
-        for head in range(3):
-            await service.store(rank, rank.verdict(2 + head, head=head, name=f"warn-{head}"))
-            body = delivery()
-            body["alerts"][0]["startsAt"] += str(head)
-            found.append(await alert(service, body))
-            ordered = (await service.store(rank, rank.sample(2 + head))).commands
-            await service.store(rank, rank.sample(3 + head), *(rank.answer(one, 3 + head) for one in ordered))
-            ahead[0] = 0.0
+        found = await alerts_of_three_heads(service, set_right)
         assert found == ["ordered", "ordered", "refused"]
 
     play(story)
