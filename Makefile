@@ -76,7 +76,6 @@ check-rest: .venv/.dev
 	@$(PY) scripts/generate_docs.py --check
 	@$(BIN)/codespell $(PROSE)
 	@$(PY) scripts/check_prose.py
-	@$(PY) scripts/check_tests.py
 	@$(MAKE) --no-print-directory site
 
 format: .venv/.dev ## let the formatter write
