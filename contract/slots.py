@@ -42,6 +42,8 @@ class Slot(IntEnum):
     SKIPPED_ROWS = 13
     ENTROPY_ROWS = 14
     ENTROPY_SUM = 15
+    NONFINITE_INPUT_ROWS = 16
+    NONFINITE_OUTPUT_ROWS = 17
 
 
 SLOT_COUNT: Final = len(Slot)
@@ -71,7 +73,10 @@ SLOTS: Final[dict[Slot, SlotInfo]] = {
     Slot.SHIFTED_ROWS: SlotInfo("int64", "sum", 0, "Rows whose softmax a stabilised mode shifted."),
     Slot.EMPTY_ROWS: SlotInfo("int64", "sum", 0, "Rows with no visible key; kept out of every other slot."),
     Slot.NONFINITE_ROWS: SlotInfo(
-        "int64", "sum", 0, "Rows with a NaN or infinite score, output or delta; kept out of every other slot."
+        "int64",
+        "sum",
+        0,
+        "Rows with a NaN or infinite score, output or delta; counted in no other slot but its two parts.",
     ),
     Slot.SCORE_MAX: SlotInfo("float64", "max", -np.inf, "Largest scaled score."),
     Slot.ROW_MAX_ABS: SlotInfo("float64", "max", -np.inf, "Largest absolute value of a row's maximum score."),
@@ -85,6 +90,12 @@ SLOTS: Final[dict[Slot, SlotInfo]] = {
     ),
     Slot.ENTROPY_ROWS: SlotInfo("int64", "sum", 0, "Rows counted in ROWS whose entropy is known: sampled ones."),
     Slot.ENTROPY_SUM: SlotInfo("float64", "sum", 0, "Sum of the entropies of rows, lse - sum P S (nats)."),
+    Slot.NONFINITE_INPUT_ROWS: SlotInfo(
+        "int64", "sum", 0, "Part of NONFINITE_ROWS: attention was given a query, key or value that is not finite."
+    ),
+    Slot.NONFINITE_OUTPUT_ROWS: SlotInfo(
+        "int64", "sum", 0, "Part of NONFINITE_ROWS: the inputs are finite and the model's attention output is not."
+    ),
 }
 
 COUNT_SLOTS: Final = tuple(slot for slot, info in SLOTS.items() if info.dtype == "int64")

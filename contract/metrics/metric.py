@@ -127,9 +127,14 @@ class Metric:
         return np.abs(values) if self.signed else values
 
 
-def share(part: Slot, whole: Slot = Slot.ROWS) -> HeadReading:
-    """One slot over another, NaN where the other counted nothing."""
-    return HeadReading(read=lambda words: ratio(slot_values(words, part), slot_values(words, whole)))
+def share(part: Slot, *whole: Slot) -> HeadReading:
+    """One slot over the sum of others, by default over ROWS; NaN where the others counted nothing."""
+
+    def read(words: Words) -> Floats:
+        first, *rest = whole or (Slot.ROWS,)
+        return ratio(slot_values(words, part), sum((slot_values(words, x) for x in rest), slot_values(words, first)))
+
+    return HeadReading(read=read)
 
 
 def share_of_looked_at(part: Slot) -> HeadReading:

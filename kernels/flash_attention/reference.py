@@ -177,7 +177,8 @@ def _score_gradient(
         shifted = torch.zeros_like(tied_one) if shift is None else shift > 0
         tied_bf16, tied_one, shifted = (rows.squeeze(-1) for rows in (tied_bf16, tied_one, shifted))
         ties = (tied_bf16, tied_one, shifted)
-        accumulate(state, Rows(row_max, lse, *ties, visible_keys, delta_hp, delta_bias))
+        finite = out.abs().amax(-1) < math.inf
+        accumulate(state, Rows(row_max, lse, *ties, visible_keys, delta_hp, delta_bias, computed_finite=finite))
 
     weights = _exp(scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)))
     delta = torch.where(_exact_delta(modes, spec, query.device), delta_hp, delta_lp)

@@ -25,6 +25,8 @@ from foreshock.kernels.flash_attention.triton_kernels.counting import (
     EMPTY_SLOT,
     ENTROPY_ROWS_SLOT,
     ENTROPY_SUM_SLOT,
+    NONFINITE_INPUT_SLOT,
+    NONFINITE_OUTPUT_SLOT,
     NONFINITE_SLOT,
     ROW_MAX_ABS_SLOT,
     ROWS_SLOT,
@@ -51,7 +53,9 @@ _KEYS: tl.constexpr = tl.constexpr(4)
 _DELTA: tl.constexpr = tl.constexpr(5)
 _BIAS: tl.constexpr = tl.constexpr(6)
 _ENTROPY: tl.constexpr = tl.constexpr(7)
-PLANES = 8
+_FINITE: tl.constexpr = tl.constexpr(8)
+"""Whether the output is finite: bit 0 as computed again, bit 1 as the model has it."""
+PLANES = 9
 _UNSEEN: tl.constexpr = tl.constexpr(UNSEEN)
 _BLIND: tl.constexpr = tl.constexpr(BLIND)
 _NO_WEIGHT: tl.constexpr = tl.constexpr(-256.0)
@@ -139,6 +143,12 @@ def scores_of(
 
 
 @triton.jit
+def all_finite(rows):
+    """Whether every number of each row is finite. A sum could overflow, and a maximum could drop a NaN."""
+    return tl.sum((finite(rows) == 0).to(tl.int32), 1) == 0
+
+
+@triton.jit
 def row_statistics_kernel(
     grad_out, out, query, key, value, mask, cu_queries, cu_keys, tick, kept, strides, sizes, score_numbers,
     MARGIN: tl.constexpr, DRAWN: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -206,10 +216,9 @@ def row_statistics_kernel(
         weights = tl.exp2(exponent)
         row_sum += tl.sum(weights, 1)
         depth += tl.sum(weights * tl.maximum(exponent, _NO_WEIGHT), 1)
-        if not SPEC.DROPOUT:
-            keys = start + tl.arange(0, KEYS)
-            values = load_rows(value, keys, stride_v[2], keys < length_k, dim_v, BLOCK_DV)
-            product = tl.dot(to_operand(weights, out.dtype.element_ty), values, product)
+        keys = start + tl.arange(0, KEYS)
+        values = load_rows(value, keys, stride_v[2], keys < length_k, dim_v, BLOCK_DV)
+        product = tl.dot(to_operand(weights, out.dtype.element_ty), values, product)
     if MASK == _ADDED:
         visible = tl.where(visible == visible, visible, 1.0)  # where what was added is not finite
         visible = tl.where(most_added <= _BLIND, 0.0, visible)
@@ -220,8 +229,10 @@ def row_statistics_kernel(
     delta = tl.sum(grad * given, 1)
     bias = delta * 0.0
     known_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    exact = product / known_sum[:, None]
     if not SPEC.DROPOUT:
-        bias = tl.sum(grad * (given - product / known_sum[:, None]), 1)
+        bias = tl.sum(grad * (given - exact), 1)
+    sound = all_finite(exact).to(tl.int32) + 2 * all_finite(given).to(tl.int32)
     plane = entries * count * tl.num_programs(2)
     kept += (head * entries + place) * count + local
     tl.store(kept + _ROW_MAX * plane, largest, mask=inside)  # a NaN among the scores is one in their sum
@@ -231,6 +242,7 @@ def row_statistics_kernel(
     tl.store(kept + _KEYS * plane, visible, mask=inside)
     tl.store(kept + _DELTA * plane, delta - bias, mask=inside)
     tl.store(kept + _BIAS * plane, bias, mask=inside)
+    tl.store(kept + _FINITE * plane, sound.to(tl.float32), mask=inside)
     tl.store(kept + _ENTROPY * plane, (tl.log2(known_sum) - depth / known_sum) * LN2, mask=inside)
 
 
@@ -250,6 +262,8 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, BLOCK:
         tied_one = counted_rows
         empty = counted_rows
         nonfinite = counted_rows
+        nonfinite_input = counted_rows
+        nonfinite_output = counted_rows
         score_max = tl.full((), float("-inf"), tl.float64)
         row_max_abs = score_max
         offset_sum = tl.full((), 0.0, tl.float64)
@@ -269,6 +283,8 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, BLOCK:
             delta = tl.load(kept + _DELTA * plane + rows, mask=inside, other=0.0)
             bias = tl.load(kept + _BIAS * plane + rows, mask=inside, other=0.0)
             entropy = tl.load(kept + _ENTROPY * plane + rows, mask=inside, other=0.0)
+            sound = tl.load(kept + _FINITE * plane + rows, mask=inside, other=0.0).to(tl.int32)
+            entered = finite(largest) & finite(lse) & ((sound & 1) != 0)
             whole = finite(largest) & finite(lse) & finite(delta) & finite(bias)
             seen = inside & (keys > 0)
             counted = seen & whole
@@ -279,7 +295,10 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, BLOCK:
             tied_bf16 += tl.sum((counted & (ties_bf16 > 1)).to(tl.int64), 0)
             tied_one += tl.sum((counted & (ties_one > 1)).to(tl.int64), 0)
             empty += tl.sum((inside & (keys == 0)).to(tl.int64), 0)
-            nonfinite += tl.sum((seen & (whole == 0)).to(tl.int64), 0)
+            broken = seen & (whole == 0)
+            nonfinite += tl.sum(broken.to(tl.int64), 0)
+            nonfinite_input += tl.sum((broken & (entered == 0)).to(tl.int64), 0)
+            nonfinite_output += tl.sum((broken & entered & ((sound & 2) == 0)).to(tl.int64), 0)
             score_max = tl.maximum(score_max, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
             size = tl.where(counted, tl.abs(largest), lowest)
             row_max_abs = tl.maximum(row_max_abs, tl.max(size, 0).to(tl.float64))
@@ -294,6 +313,8 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, BLOCK:
         add_count(state + TIED_ONE_SLOT * stride_slot, tied_one)
         add_count(state + EMPTY_SLOT * stride_slot, empty)
         add_count(state + NONFINITE_SLOT * stride_slot, nonfinite)
+        add_count(state + NONFINITE_INPUT_SLOT * stride_slot, nonfinite_input)
+        add_count(state + NONFINITE_OUTPUT_SLOT * stride_slot, nonfinite_output)
         raise_maximum(state + SCORE_MAX_SLOT * stride_slot, score_max)
         raise_maximum(state + ROW_MAX_ABS_SLOT * stride_slot, row_max_abs)
         add_sum(state + SCORE_OFFSET_SUM_SLOT * stride_slot, offset_sum)

@@ -33,6 +33,8 @@ _COUNTS: Final = _runs(
         Slot.SHIFTED_ROWS,
         Slot.EMPTY_ROWS,
         Slot.NONFINITE_ROWS,
+        Slot.NONFINITE_INPUT_ROWS,
+        Slot.NONFINITE_OUTPUT_ROWS,
     ]
 )
 _MAXIMA: Final = _runs([Slot.SCORE_MAX, Slot.ROW_MAX_ABS])
@@ -94,6 +96,10 @@ class Rows:
     """delta_lp - delta_hp = -rowsum(dO * O_residual)."""
     entropy: Tensor | None = None
     """lse - sum P S of rows that are sampled (nats)."""
+    computed_finite: Tensor | None = None
+    """Whether the output is finite when it is computed again from query, key and value in at least float32, bool."""
+    output_finite: Tensor | None = None
+    """Whether the model's own output is finite, bool."""
 
 
 def accumulate(state: Tensor, rows: Rows) -> None:
@@ -104,10 +110,18 @@ def accumulate(state: Tensor, rows: Rows) -> None:
     # A sum is finite only if all its parts are; abs() < inf is false for NaN too.
     finite = (rows.row_max + rows.lse + rows.delta + rows.delta_bias).abs() < math.inf
     counted = finite & seen
-    counts = torch.stack([counted, rows.tied_bf16, rows.tied_one, rows.shifted, seen, finite])
+    # A finite query and key have finite scores in float32, so that other scores show an input that is not finite.
+    input_finite = (rows.row_max + rows.lse).abs() < math.inf
+    if rows.computed_finite is not None:
+        input_finite &= rows.computed_finite
+    output_sound = torch.ones_like(finite) if rows.output_finite is None else rows.output_finite | ~input_finite
+    counts = torch.stack(
+        [counted, rows.tied_bf16, rows.tied_one, rows.shifted, seen, finite, input_finite, output_sound]
+    )
     counts[1:4] &= counted
-    counts[4:6].logical_not_()  # empty; not finite
+    counts[4:].logical_not_()  # empty; not finite, and its two parts
     counts[5] &= seen
+    counts[6:] &= counts[5]
     added = counts.sum((1, 3)).T
     for own, given in _COUNTS:
         state[:, own] += added[:, given]

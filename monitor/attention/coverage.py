@@ -64,6 +64,8 @@ class CoverageReport:
         self._outside_before: Final = outside.trained
         self._samples, self._wait, self._next_table = 0, 1, 0
         self._shown: list[str] = []
+        self._empty_rows = ""
+        """A line about rows that see no key in the first sample."""
 
     def add_unwatched(self, found: Mapping[str, str]) -> None:
         """Attention was found that has no layer: by name of its module, and why."""
@@ -92,6 +94,7 @@ class CoverageReport:
             return False  # as nearly always: every layer counts, and the table shows it
         first, self._looked = not self._looked, True
         if first:
+            self._note_empty_rows(words)
             self._warn(np.flatnonzero(~counted), step, since_step)
             if (calls := outside.trained - self._outside_before) > 0:
                 logger.warning(
@@ -127,6 +130,20 @@ class CoverageReport:
     def _hits(self, words: Words) -> npt.NDArray[np.bool_]:
         rows = words[:, Slot.ROWS] | words[:, Slot.EMPTY_ROWS] | words[:, Slot.NONFINITE_ROWS]
         return np.logical_or.reduceat(rows != 0, self._first)
+
+    def _note_empty_rows(self, words: Words) -> None:
+        """Rows without a visible key are harmless in most kernels, and the usual cause where NaN follows."""
+        words = words[self._first]
+        empty = words[:, Slot.EMPTY_ROWS]
+        every = empty + words[:, Slot.ROWS] + words[:, Slot.NONFINITE_ROWS]
+        if not empty.any():
+            return
+        worst = int(np.argmax(empty / np.maximum(every, 1)))
+        names = [layer.name for layer, count in zip(self._layers, empty, strict=True) if count]
+        self._empty_rows = (
+            f"{empty[worst]} of {every[worst]} measured rows of a head see no key ({listed(names)}): the mask hides "
+            "every key, as left padding under a causal mask does; if NaN appears, suspect these rows first"
+        )
 
     def _warn_of_silence(self, step: int) -> None:
         """Warn that no layer counts any more, once, when that has lasted; never where few steps make a sample each."""
@@ -211,4 +228,5 @@ class CoverageReport:
         lines = [f"{len(names)} x {how} ({listed(names)})" for how, names in groups.items()]
         every = len(self._layers) - states.count("replaced") + self._unwatched
         lines += self._selector.what_a_switch_meets()
+        lines += [self._empty_rows] if self._empty_rows else []
         return "\n".join([*lines, f"watched {states.count('counts')} of {every} attention layers"])

@@ -235,14 +235,17 @@ def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor,
     # in 16 bits under every numerics, as our kernels read it
     output = _of_rows(call.out, entry, row).to(operand).to(scores.dtype)
     delta = (grad * output).sum(-1)
-    delta_bias = torch.zeros_like(delta)
-    if spec.dropout_p == 0:  # with dropout only the kernel knows which weights it dropped
-        rounded = weights.to(operand).to(weights.dtype) if spec.numerics in ("kernel", "paper") else weights
-        exact = _times(rounded, values) / known_sum.unsqueeze(-1)
-        delta_bias = (grad * (output - exact)).sum(-1)
+    rounded = weights.to(operand).to(weights.dtype) if spec.numerics in ("kernel", "paper") else weights
+    exact = _times(rounded, values) / known_sum.unsqueeze(-1)
+    # with dropout only the kernel knows which weights it dropped
+    delta_bias = (grad * (output - exact)).sum(-1) if spec.dropout_p == 0 else torch.zeros_like(delta)
+    computed_finite, output_finite = (x.abs().amax(-1) < math.inf for x in (exact, output))
     never = torch.zeros_like(tied_one)
     row_max = row_max.squeeze(-1)
-    return Rows(row_max, lse, tied_bf16, tied_one, never, visible, delta - delta_bias, delta_bias, entropy)
+    delta -= delta_bias
+    return Rows(
+        row_max, lse, tied_bf16, tied_one, never, visible, delta, delta_bias, entropy, computed_finite, output_finite
+    )
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:

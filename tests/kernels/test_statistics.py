@@ -33,8 +33,9 @@ def oracle_row(query: Floats, keys: Floats, values: Floats, grad: Floats, case: 
     if case["numerics"] == "paper":
         scores = [bf16(s) for s in scores]
     maximum = max(scores)
-    if not all(map(math.isfinite, [*scores, *grad, *values.ravel()])):
-        return {Slot.NONFINITE_ROWS: 1}
+    entered = all(map(math.isfinite, [*scores, *values.ravel()]))
+    if not (entered and all(map(math.isfinite, grad))):
+        return {Slot.NONFINITE_ROWS: 1, Slot.NONFINITE_INPUT_ROWS: int(not entered)}
     weights = [math.exp(s - maximum) for s in scores]
     rounded = [bf16(w) for w in weights]
     exact = weights @ values / math.fsum(weights)
@@ -146,7 +147,8 @@ def compare(got: Floats, expected: Floats, *, exact: bool) -> None:
     """What a state holds of every slot [H, SLOT_COUNT] against the loop's."""
     counts = [Slot.ROWS, Slot.TIED_ROWS_BF16, Slot.TIED_ROWS_ONE, Slot.SHIFTED_ROWS, Slot.EMPTY_ROWS, Slot.SKIPPED_ROWS]
     np.testing.assert_array_equal(got[:, counts], expected[:, counts])
-    np.testing.assert_array_equal(got[:, Slot.NONFINITE_ROWS], expected[:, Slot.NONFINITE_ROWS])
+    broken = [Slot.NONFINITE_ROWS, Slot.NONFINITE_INPUT_ROWS, Slot.NONFINITE_OUTPUT_ROWS]
+    np.testing.assert_array_equal(got[:, broken], expected[:, broken])
     for slot in (Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
         np.testing.assert_allclose(got[:, slot], expected[:, slot], rtol=1e-12 if exact else 2e-6, atol=2e-5)
     # In fp32 a score of 50 is known to 3e-6, which may move a residual by one step of bf16: 2^-8 of itself.
@@ -253,7 +255,11 @@ def test_a_nan_key_touches_only_the_rows_that_see_it() -> None:
     assert torch.isnan(out[:, :, 4:]).all()
 
 
-def test_a_nonfinite_gradient_is_counted() -> None:
+@pytest.mark.parametrize(("broken", "rows", "entered"), [(0, [1, 0], [1, 0]), (2, [5, 0], [5, 0]), (3, [1, 0], [0, 0])])
+def test_a_nonfinite_gradient_is_told_from_a_nonfinite_input(broken: int, rows: list[int], entered: list[int]) -> None:
     inputs = tensors("gaussian", (1, 2, 2, 5, 5, 8))
-    inputs[3][0, 0, 2, 0] = math.inf
-    assert values_of(counted(inputs, PLAIN))[:, Slot.NONFINITE_ROWS].tolist() == [1, 0]
+    inputs[broken][0, 0, 2, 0] = math.inf
+    got = values_of(counted(inputs, PLAIN))
+    assert got[:, Slot.NONFINITE_ROWS].tolist() == rows
+    assert got[:, Slot.NONFINITE_INPUT_ROWS].tolist() == entered
+    assert got[:, Slot.NONFINITE_OUTPUT_ROWS].tolist() == [0, 0]

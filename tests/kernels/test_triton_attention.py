@@ -197,6 +197,23 @@ def test_one_poisoned_query_is_one_row_counted_and_touches_no_other(poison: floa
         assert all(map(math.isfinite, sick.counts(slot))), slot.name
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("broken", ["query", "key", "value", "grad"])
+def test_a_nonfinite_gradient_is_told_from_a_nonfinite_input(broken: str, packed: bool) -> None:
+    inputs = random_inputs(70, 70, heads=2)
+    getattr(inputs, broken)[0, 1, 37, 3] = math.nan
+    cu = torch.tensor([0, 10, 70], dtype=torch.int32, device=DEVICE) if packed else None
+    for run in (attend, attend_by_reference):
+        counted = run(inputs, scaled(32, causal="top_left"), cu_seqlens_q=cu, cu_seqlens_k=cu)
+        healthy, sick = counted.counts(Slot.NONFINITE_ROWS)
+        assert healthy == 0
+        assert (
+            1 <= sick <= 70 - 32 + 32 * (broken == "value")
+        )  # a value that is not finite reaches all rows of its tile
+        assert counted.counts(Slot.NONFINITE_INPUT_ROWS) == [0, 0 if broken == "grad" else sick]
+        assert counted.counts(Slot.NONFINITE_OUTPUT_ROWS) == [0, 0]
+
+
 @pytest.mark.promise("K3")
 def test_rows_that_see_no_key_are_zero_counted_and_pass_nothing_back() -> None:
     inputs = random_inputs(40, 8)

@@ -146,9 +146,13 @@ def test_empty_rows_and_rows_that_are_not_finite_are_counted_apart() -> None:
     call = tensors(torch.bfloat16, length_q=18, length_k=7)
     call.query[0, 1, 15] = float("nan")
     call.key[1, 0, 3] = float("nan")
+    call.out[0, 2, 16, 0] = float("inf")
+    call.grad_out[1, 3, 17, 0] = float("nan")
     ours, truth = both(call, 10**6, causal="bottom_right")
     assert slot_values(ours, Slot.EMPTY_ROWS).tolist() == [22] * 4
-    assert slot_values(ours, Slot.NONFINITE_ROWS).tolist() == [4, 5, 0, 0]
+    assert slot_values(ours, Slot.NONFINITE_ROWS).tolist() == [4, 5, 1, 1]
+    assert slot_values(ours, Slot.NONFINITE_INPUT_ROWS).tolist() == [4, 5, 0, 0]
+    assert slot_values(ours, Slot.NONFINITE_OUTPUT_ROWS).tolist() == [0, 0, 1, 0]
     assert_same(ours, truth)
 
 

@@ -182,3 +182,15 @@ def test_what_no_table_showed_yet_is_known_at_the_end() -> None:
     for step, counts in enumerate([(True, False, False), (True, True, False), (True, True, True)], start=1):
         report.record(words(*counts), step - 1, step)
     assert report.table_is_stale
+
+
+def test_rows_that_see_no_key_are_named_after_the_first_sample_alone() -> None:
+    report = CoverageReport(layers(), selector(True, True, True))
+    first = words(True, True, True)
+    first[:, Slot.ROWS], first[2, Slot.ROWS], first[2, Slot.EMPTY_ROWS] = 72, 48, 24
+    report.record(first, 0, 1)
+    assert "24 of 72 measured rows of a head see no key (h.1): the mask hides every key" in report.table()
+    healthy = CoverageReport(layers(), selector(True, True, True))
+    healthy.record(words(True, True, True), 0, 1)
+    healthy.record(first, 1, 2)
+    assert "see no key" not in healthy.table()

@@ -104,14 +104,20 @@ def test_the_bias_is_that_of_the_users_own_output() -> None:
     np.testing.assert_allclose(slot_values(words, Slot.DELTA_BIAS_SUM), truth, rtol=1e-9)
 
 
-def test_rows_that_are_not_finite_are_counted_and_kept_out_of_the_sums() -> None:
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_rows_are_not_finite_by_their_input_their_output_or_the_gradient(dropout_p: float) -> None:
     query, key, value, grad = tensors(torch.float32, kv_heads=4)
     query[0, 1, 3] = math.nan
+    value[1, 1, 5] = math.inf
     grad[2, 2, 7] = math.inf
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW), numerics="float32")
-    assert slot_values(words, Slot.NONFINITE_ROWS).tolist() == [0, 1, 1, 0]
-    assert slot_values(words, Slot.ROWS).tolist() == [72, 71, 71, 72]
+    out[1, 3, 2, 0] = math.nan  # as a broken kernel gives
+    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW), numerics="float32", dropout_p=dropout_p)
+    rows = query.shape[2]
+    assert slot_values(words, Slot.NONFINITE_ROWS).tolist() == [0, 1 + rows, 1, 1]
+    assert slot_values(words, Slot.NONFINITE_INPUT_ROWS).tolist() == [0, 1 + rows, 0, 0]
+    assert slot_values(words, Slot.NONFINITE_OUTPUT_ROWS).tolist() == [0, 0, 0, 1]
+    assert slot_values(words, Slot.ROWS).tolist() == [72, 71 - rows, 71, 71]
     assert np.isfinite([slot_values(words, slot) for slot in SUM_SLOTS]).all()
 
 

@@ -17,7 +17,7 @@ from foreshock.kernels.flash_attention.triton_kernels.blocks import (
 )
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch
 from foreshock.kernels.flash_attention.triton_kernels.passes import RowVectors, Tensors
-from foreshock.kernels.flash_attention.triton_kernels.places import diagonal, one_head
+from foreshock.kernels.flash_attention.triton_kernels.places import at_head, diagonal, one_head
 from foreshock.kernels.flash_attention.triton_kernels.ties import tied
 
 _SLOTS: tl.constexpr = tl.constexpr(SLOT_COUNT)
@@ -28,6 +28,8 @@ TIED_ONE_SLOT: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_ONE))
 SHIFTED_SLOT: tl.constexpr = tl.constexpr(int(Slot.SHIFTED_ROWS))
 EMPTY_SLOT: tl.constexpr = tl.constexpr(int(Slot.EMPTY_ROWS))
 NONFINITE_SLOT: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_ROWS))
+NONFINITE_INPUT_SLOT: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_INPUT_ROWS))
+NONFINITE_OUTPUT_SLOT: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_OUTPUT_ROWS))
 SCORE_MAX_SLOT: tl.constexpr = tl.constexpr(int(Slot.SCORE_MAX))
 ROW_MAX_ABS_SLOT: tl.constexpr = tl.constexpr(int(Slot.ROW_MAX_ABS))
 SCORE_OFFSET_SUM_SLOT: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUM))
@@ -43,7 +45,7 @@ _IS_MAXIMUM: tl.constexpr = tl.constexpr(sum(1 << slot for slot in MAX_SLOTS))
 _COUNTED: Final = (
     *(ROWS_SLOT, TIED_BF16_SLOT, TIED_ONE_SLOT, SHIFTED_SLOT, EMPTY_SLOT, NONFINITE_SLOT, SCORE_MAX_SLOT),
     *(ROW_MAX_ABS_SLOT, SCORE_OFFSET_SUM_SLOT, SCORE_OFFSET_SUMSQ_SLOT),
-    *(DELTA_BIAS_SUM_SLOT, DELTA_BIAS_ABS_SLOT, DELTA_BIAS_SUMSQ_SLOT),
+    *(DELTA_BIAS_SUM_SLOT, DELTA_BIAS_ABS_SLOT, DELTA_BIAS_SUMSQ_SLOT, NONFINITE_INPUT_SLOT),
 )
 _IS_COUNTED: tl.constexpr = tl.constexpr(sum(1 << slot.value for slot in _COUNTED))
 
@@ -117,15 +119,16 @@ def merge(
 
 @triton.jit
 def count_kernel(
-    lse, row_max, seconds, deltas, biases, done, modes, partial, state, cu_seqlens_q, cu_seqlens_k, strides, sizes,
+    lse, row_max, seconds, deltas, biases, done, modes, out, partial, state, cu_seqlens_q, cu_seqlens_k, strides, sizes,
     SPEC: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The statistics of a block of rows, int64 [planes, SLOT_COUNT, blocks]; the last program of a head adds all of
     its blocks to the state."""
     block = tl.program_id(0)
     heads, _, total_q, _, _, _, _, _, left, right, _, _ = sizes
-    place, _, rows, _, length_q, _, length_k = one_head(tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC)
-    _, head, _ = place
+    stride_state, stride_o, dim = strides
+    place, _, rows, start_q, length_q, _, length_k = one_head(tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC)
+    batch, head, _ = place
     mode = 0
     if modes is not None:
         mode = tl.load(modes + head)
@@ -144,8 +147,15 @@ def count_kernel(
     if SPEC.HAS_LEFT:
         low = tl.maximum(low, queries + (offset - left))
     keys = tl.maximum(high - low, 0)
-    whole = finite(largest) & finite(log_sum) & finite(delta) & finite(bias)
+    # A finite query and key have finite scores in float32, so that other scores show an input that is not finite.
+    entered = finite(largest) & finite(log_sum)
+    whole = entered & finite(delta) & finite(bias)
     seen = inside & (keys > 0)
+    unknown = seen & entered & (whole == 0)
+    if tl.max(unknown.to(tl.int32), 0) > 0:  # the value was not finite, or the gradient was
+        row = at_head(out, batch, head, start_q, stride_o) + queries.to(tl.int64) * stride_o[2]
+        for column in range(dim):
+            entered = entered & finite(tl.load(row + column, mask=unknown, other=0.0).to(tl.float32))
     counted = seen & whole
     empty = inside & (keys == 0)
     keys = tl.where(counted, keys, 1)
@@ -163,6 +173,7 @@ def count_kernel(
     _put(own, SHIFTED_SLOT, blocks, tl.sum((counted & shifted).to(tl.int64), 0))
     _put(own, EMPTY_SLOT, blocks, tl.sum(empty.to(tl.int64), 0))
     _put(own, NONFINITE_SLOT, blocks, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
+    _put(own, NONFINITE_INPUT_SLOT, blocks, tl.sum((seen & (entered == 0)).to(tl.int64), 0))
     _put(own, SCORE_MAX_SLOT, blocks, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
     _put(own, ROW_MAX_ABS_SLOT, blocks, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64))
     _put(own, SCORE_OFFSET_SUM_SLOT, blocks, tl.sum(offsets, 0))
@@ -179,7 +190,7 @@ def count_kernel(
     tl.debug_barrier()  # all of this program's threads have written
     entries = tl.num_programs(1) // heads * blocks
     if tl.atomic_add(done + head, 1, sem="acq_rel") == entries - 1:
-        merge(state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, strides, SPEC.PACKED, 128)
+        merge(state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, stride_state, SPEC.PACKED, 128)
 
 
 def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) -> None:
@@ -194,6 +205,7 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
             rows.bias,
             rows.done,
             given.modes,
+            given.out,
             rows.partial,
             state,
             given.cu_seqlens_q,
@@ -202,7 +214,7 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
         lambda: Launch(
             count_kernel,
             (triton.cdiv(call.longest_q, COUNT_ROWS), call.sequences * call.heads, 1),
-            (state.stride(), call.sizes),
+            ((state.stride(), given.out.stride(), call.dim), call.sizes),
             {
                 "SPEC": call.compiled,
                 "ROWS": COUNT_ROWS,
