@@ -40,8 +40,8 @@ class Alert:
     """A template: what was done already."""
     to_do: str = ""
     """A template: what to do in this case; without it, `action`."""
-    keep_firing_for: str = "0s"
-    """How long it goes on firing afterwards, so that what comes and goes is one alert."""
+    keep_firing_for: str = "3m"
+    """How long it goes on firing afterwards: a lost scrape or a restart of the service resolves nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

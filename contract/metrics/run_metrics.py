@@ -35,6 +35,13 @@ RUN_METRICS: Final = (
         board="overview",
     ),
     Metric(
+        key="run.norms_step",
+        title="Step of the spectral norms",
+        help="Optimizer step at which the spectral norms on show were measured: by default they come every 100 steps.",
+        bad="Far behind the step of the run: the norms are no longer measured.",
+        board="run",
+    ),
+    Metric(
         key="run.last_heard",
         title="Last heard of",
         help="When the service last heard of the run, be it a heartbeat (Unix time).",
@@ -47,7 +54,6 @@ RUN_METRICS: Final = (
                 name="ForeshockRunUnreachable",
                 expr=f"time() - {{m}} > {SILENT_SECONDS:g}",
                 for_="1m",
-                keep_firing_for="2m",
                 severity="warning",
                 summary="Run {{ $labels.run }} has sent nothing for {{ $value | humanizeDuration }}",
                 description="Not even heartbeats come: the training process is gone, or cannot reach the service.",

@@ -3,7 +3,7 @@
 Labels come from closed sets and from names that the wire format has checked. The number of series is bounded: state,
 step and warnings of every run come first, one round after the other, tenants in turn; then what else is known of whole
 runs, layers, heads. What does not fit into the budget is left out and counted. What was made of a run is kept until it
-changes.
+changes. What the newest sample lacks is shown as it was measured last.
 """
 
 import asyncio

@@ -20,6 +20,7 @@ from foreshock.server.http.lines import Labels, Line, line
 from foreshock.server.messages import words_of
 from foreshock.server.models import ActiveWarning
 from foreshock.server.runs.incidents import incidents_of
+from foreshock.server.runs.last_measured import NORMS, Earlier, carry, earlier_samples
 from foreshock.server.runs.listing import Losses, active_warnings, losses
 from foreshock.server.runs.newest import newest_samples, status_of
 from foreshock.server.store import process_starts
@@ -55,6 +56,8 @@ class RunRows:
     raised: list[ActiveWarning] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
     newest: tuple[Axis, list[Row[Any]]] | None = None
+    earlier: Earlier | None = None
+    """Samples with what the newest reading lacks."""
     causes: Counter[str] = field(default_factory=Counter)
     switches: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(mode, outcome) of every switch."""
@@ -74,6 +77,8 @@ def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: in
     newest = newest_samples(connection, list(found))
     for run_id, own in newest.items():
         found[run_id].newest = own
+    for run_id, earlier in earlier_samples(connection, newest).items():
+        found[run_id].earlier = earlier
     starts = {run_id: run.boots for run_id, run in found.items() if run.raised}
     made = incidents_of(connection, list(starts), verify_steps, starts=starts, newest=newest)
     for run_id, incidents in made.items():
@@ -103,10 +108,17 @@ def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: in
 def series_of(rows: RunRows) -> tuple[RunSeries, MergedSteps | None]:
     """The series of a run, but for its tables, and its newest reading."""
     reading = merge(*rows.newest) if rows.newest is not None else None
+    norms_step = None
+    if reading is not None and rows.newest is not None:
+        if any(not np.isnan(reading.fields[name][-1]).all() for name in NORMS):
+            norms_step = int(reading.steps[-1])
+        if rows.earlier is not None:
+            carried = carry(rows.newest[0], reading, rows.earlier)
+            norms_step = carried if norms_step is None else norms_step
     series = RunSeries(finished=status_of(rows.boots) != "active")
     written: set[tuple[str, Labels]] = set()
     series.urgent = [_lines(entries, written) for entries in _urgent(rows, reading, finished=series.finished)]
-    series.whole = _lines(_whole(rows, reading), written)
+    series.whole = _lines(_whole(rows, reading, norms_step), written)
     return series, reading
 
 
@@ -158,13 +170,14 @@ def _of_incident(run: str, incident: Incident) -> list[Entry]:
     return entries
 
 
-def _whole(rows: RunRows, reading: MergedSteps | None) -> list[Entry]:
+def _whole(rows: RunRows, reading: MergedSteps | None, norms_step: int | None) -> list[Entry]:
     whole: list[Entry] = []
 
     def add(key: str, value: float | None, *labels: str) -> None:
         if value is not None:
             whole.append((_NAMES[key], (rows.name, *labels), value))
 
+    add("run.norms_step", norms_step)
     add("run.nonfinite_steps", float(rows.lost.nonfinite_steps))
     # a zero, so that a panel of a good run is not empty
     for reason, count in _by_known({"queue_full": 0, **rows.lost.dropped}, DROP_REASONS).items():

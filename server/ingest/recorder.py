@@ -19,6 +19,7 @@ from foreshock.server.curves.rollups import COARSE, forget, forget_runs
 from foreshock.server.ingest.newest_warnings import merge_warnings
 from foreshock.server.ingest.process_order import Arrival, place, record_shared_ranks, supersede
 from foreshock.server.runs.eventlog import write_events
+from foreshock.server.runs.last_measured import with_sample
 from foreshock.server.runs.words import (
     clipped_sentence,
     finished_sentence,
@@ -51,6 +52,7 @@ _MERGED = (
     "replayed",
     "newest_step",
     "stepped",
+    "measured",
 )
 
 
@@ -284,6 +286,7 @@ def _merge_boots(
             elif isinstance(event, Sample):
                 # gradients that overflow beside a finite loss are those of a step that a loss scaler skips
                 has_loss = event.loss is not None or event.loss_nonfinite_steps
+                boot["measured"] = with_sample(boot["measured"], event)
                 boot["nonfinite_steps"] += event.loss_nonfinite_steps if has_loss else event.grad_norm_nonfinite_steps
                 if boot["earliest_step"] is None or event.since_step < boot["earliest_step"]:
                     boot["earliest_step"] = event.since_step

@@ -69,6 +69,7 @@ boots: Final = Table(
     Column("replayed", Boolean, nullable=False, server_default=false()),  # it has never spoken for itself
     Column("newest_step", BigInteger, nullable=False, server_default="0"),  # of its samples and heartbeats
     Column("stepped", Double),  # when it came, on the service's clock: since then no step is known to have ended
+    Column("measured", Text),  # runs.last_measured.with_sample
     UniqueConstraint("run_id", "rank", "boot"),
     Index("boots_by_place", "run_id", "rank", "place"),
     Index("newest_boots", "run_id", "newest", "place"),

@@ -1,0 +1,130 @@
+"""/metrics shows what is measured now and then at every scrape, as it was measured last."""
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from foreshock.contract.metrics.catalog import BY_KEY
+from foreshock.contract.slots import Slot
+from foreshock.contract.wire import Array, Finished, Sample
+from foreshock.server.runs.last_measured import with_sample
+from foreshock.server.testing import FakeRank
+
+NORMS = ("query_norm", "key_norm", "query_key_norm")
+RARE = (*NORMS, "clip_factor", "clipped_steps", "entropy", "grad_norm", "learning_rate")
+
+
+def sample(rank: FakeRank, step: int, *rare: str, of: float | None = None) -> Sample:
+    """A sample of a step that measured these beside its states; each is the step, or `of`."""
+    value = float(step) if of is None else of
+    words = rank.words(step)
+    if "entropy" in rare:
+        words[:, Slot.ENTROPY_ROWS] = 10
+        words.view(np.float64)[:, Slot.ENTROPY_SUM] = 10 * value
+    arrays = {name: Array.of(np.full(rank.count, value, np.float32)) for name in rare if name in (*NORMS, *RARE[3:5])}
+    numbers = {name: value if name in rare else None for name in RARE[6:]}
+    return rank.sample(step).model_copy(update={"states": Array.of(words), **arrays, **numbers})
+
+
+async def shown(service: Any, run: str = "run-1") -> dict[str, set[float]]:
+    """By metric the values of a run's series."""
+    text = (await service.client.get("/metrics")).text
+    found: dict[str, set[float]] = {}
+    for family in parse_text(text):
+        for one in family.samples:
+            if one.labels.get("run") == run:
+                found.setdefault(one.name, set()).add(one.value)
+    return found
+
+
+def rare_of(found: dict[str, set[float]]) -> dict[str, set[float]]:
+    of_heads = [BY_KEY[f"head.{name}"] for name in RARE[:6]]
+    names = [metric.name for metric in of_heads] + [metric.layer_name for metric in of_heads]
+    names += ["foreshock_run_grad_norm", "foreshock_run_learning_rate", "foreshock_run_norms_step"]
+    return {name: found.get(name, set()) for name in names}
+
+
+@pytest.mark.promise("S25")
+@pytest.mark.parametrize("rare", [RARE, *((name,) for name in RARE)])
+def test_what_was_measured_once_is_in_every_scrape_from_then_on(play: Any, rare: tuple[str, ...]) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await service.store(rank, rank.started(), sample(rank, 1))
+        unmeasured = await shown(service)
+        await service.store(rank, sample(rank, 2, *rare))
+        measured = await shown(service)
+        new = measured.keys() - unmeasured.keys()
+        assert any(rare[0] in name for name in new)
+        for step in range(3, 40):
+            await service.store(rank, sample(rank, step))
+            now = await shown(service)
+            assert now["foreshock_run_step"] == {step}
+            assert rare_of(now) == rare_of(measured)
+        await service.store(rank, sample(rank, 40, *rare))
+        again = rare_of(await shown(service))
+        assert {value for name in new for value in again.get(name, ())} == {40.0}
+
+    play(story)
+
+
+def test_the_last_known_norms_survive_a_restart_of_the_service_and_a_resume_of_the_run(play: Any) -> None:
+    async def before(service: Any) -> None:
+        rank = FakeRank(boot="1700000000000-a")
+        await service.store(rank, rank.started(), sample(rank, 1, *RARE))
+        await service.store(rank, *(sample(rank, step) for step in range(2, 300)))
+
+    async def after(service: Any) -> None:
+        expected = rare_of(await shown(service))
+        assert expected["foreshock_head_query_norm"] == {1.0} == expected["foreshock_run_norms_step"]
+        rank = FakeRank(boot="1700000009000-b")
+        await service.store(rank, rank.started(step=200))
+        assert rare_of(await shown(service)) == expected
+        await service.store(rank, sample(rank, 201))
+        assert rare_of(await shown(service)) == expected
+
+    play(before)
+    play(after)
+
+
+def test_ranks_of_which_one_is_ahead_show_the_norms_of_every_head(play: Any) -> None:
+    async def story(service: Any) -> None:
+        ranks = [FakeRank(rank=number, heads=(2 * number, 2 * number + 1)) for number in range(2)]
+        for rank in ranks:
+            await service.store(rank, rank.started(), sample(rank, 10, *NORMS))
+        for step in (20, 30):
+            for rank in ranks:
+                await service.store(rank, sample(rank, step, *(NORMS if step == 30 else ())))
+                now = await shown(service)
+                assert len(now["foreshock_head_mode"]) == 1
+                assert len(now["foreshock_layer_query_norm"]) == 1
+                assert now["foreshock_head_query_norm"] <= {10.0, 30.0}
+        assert now["foreshock_head_query_norm"] == {30.0}
+        await service.store(ranks[0], sample(ranks[0], 40))
+        await service.store(ranks[0], Finished(step=40, unix_seconds=1.0, status="completed"))
+        assert (await shown(service))["foreshock_head_query_norm"] == {30.0}
+
+    play(story)
+
+
+@given(st.lists(st.sets(st.sampled_from(RARE)), min_size=1, max_size=5))
+def test_which_samples_measured_what_does_not_depend_on_their_order_of_arrival(measured: list[set[str]]) -> None:
+    rank = FakeRank(layers=1, heads=(0,))
+    sent = [sample(rank, step, *rare) for step, rare in enumerate(measured, 1)]
+    left = set()
+    for order in itertools.permutations(sent):
+        known: str | None = None
+        for one in order:
+            known = with_sample(known, one)
+        steps = json.loads(known or "")
+        newest, always = steps.pop("")
+        left.add((newest, frozenset(always), frozenset(steps.items())))
+        for name in RARE:
+            last = max((step for step, rare in enumerate(measured, 1) if name in rare), default=None)
+            assert (newest if name in always else steps.get(name)) == last
+    assert len(left) == 1
