@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from foreshock.contract.route import RouteError, variables_of_tls
 from foreshock.monitor.transport.spool import Spool, Store
 
 logger: Final = logging.getLogger("foreshock")
@@ -25,33 +26,39 @@ class Outage:
         self._failures = 0
         self._warned = False
         self._warned_at = -_AGAIN_SECONDS
+        self._why = ""
 
-    def failed(self, error: BaseException) -> None:
-        """A try ended without an answer."""
+    def failed(self, error: BaseException, route: str = "") -> None:
+        """A try ended without an answer. `route`: the proxy that it used, as words to follow the address."""
         self._failures += 1
-        if self._failures >= _FAILURES and not self._warned and time.monotonic() >= self._warned_at + _AGAIN_SECONDS:
-            self._warn_gone(error)
+        variable = variables_of_tls() if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
+        named = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self._why = str(error) if isinstance(error, RouteError) else named
+        self._why += f"; the trusted certificates are those of {variable}" if variable else ""
+        enough = self._failures >= _FAILURES or isinstance(error, RouteError)
+        if enough and not self._warned and time.monotonic() >= self._warned_at + _AGAIN_SECONDS:
+            self._warned, self._warned_at = True, time.monotonic()
+            self._warn(
+                f"no service answers at {self._url}{route} ({self._why}); training goes on, and what it reports is "
+                "kept for it"
+            )
 
-    def _warn_gone(self, error: BaseException) -> None:
-        self._warned, self._warned_at = True, time.monotonic()
-        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._warn(f"no service answers at {self._url} ({why}); training goes on, and what it reports is kept for it")
-
-    def answered(self) -> None:
+    def answered(self, status: int = 200) -> None:
         """An answer came, whatever it is."""
         if self._warned:
             self._warn(f"the service at {self._url} answers again")
-        self._failures, self._warned = 0, False
+        self._failures, self._warned, self._why = 0, False, f"it answered {status}"
 
     def ended(self, stores: Sequence[Store], dropped: Counter[str]) -> None:
         """The process ends: what could not be delivered, and what was lost."""
         kept = [store for store in stores if isinstance(store, Spool) and len(store)]
         lost = sum(len(store) for store in stores if not isinstance(store, Spool))
+        last = f"; the last try: {self._why}" if self._why else ""
         if kept:
             count, folder = sum(map(len, kept)), kept[0].path.parent
-            self._warn(f"not sent yet: {_batches(count)} in {folder}, for the next process of this run to send")
+            self._warn(f"not sent yet: {_batches(count)} in {folder}, for the next process of this run to send{last}")
         if lost:
-            self._warn(f"lost, since no service at {self._url} took them and there is no spool: {_batches(lost)}")
+            self._warn(f"lost, since no service at {self._url} took them and there is no spool: {_batches(lost)}{last}")
         if dropped:
             counts = ", ".join(f"{count} ({reason})" for reason, count in sorted(dropped.items()))
             self._warn(f"events that were never sent: {counts}")

@@ -3,21 +3,26 @@
 import asyncio
 import email.utils
 import json
+import logging
 import math
 import random
+import re
 import socket
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx
 from pydantic import SecretStr
 
 from foreshock.contract import wire
+from foreshock.contract.route import route_to
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER
 from foreshock.monitor.config import token_in
+
+logger: Final = logging.getLogger("foreshock")
 
 FIRST_DELAY_SECONDS: Final = 1.0
 LONGEST_DELAY_SECONDS: Final = 60.0
@@ -63,17 +68,81 @@ class Bearer:
         return self._token != before
 
 
-async def post(
-    client: httpx.AsyncClient, payload: bytes, headers: dict[str, str]
-) -> tuple[int, str | None, bytes | None]:
-    """(status, Retry-After, body); the body is None when it is longer than wire.MAX_ACK_BYTES."""
-    async with client.stream("POST", "/v1/batches", content=payload, headers=headers) as response:
-        body = bytearray()
-        async for chunk in response.aiter_raw():
-            body += chunk
-            if len(body) > wire.MAX_ACK_BYTES:
-                return response.status_code, response.headers.get("retry-after"), None
-        return response.status_code, response.headers.get("retry-after"), bytes(body)
+class Answer(NamedTuple):
+    """What is read of an answer; nothing else of it outlives the request."""
+
+    status: int
+    retry_after: str | None = None
+    body: bytes | None = None
+    """None when it is longer than wire.MAX_ACK_BYTES."""
+
+
+class Connection:
+    """POSTs batches to one service, by the route that the environment names.
+
+    It drives httpx's transport without its client, which would keep cookies, read the address of a redirect, and log
+    a line for each request.
+    """
+
+    def __init__(self, url: str, seconds: float) -> None:
+        base = httpx.URL(url)
+        self._url = base.copy_with(raw_path=base.raw_path.rstrip(b"/") + b"/v1/batches")
+        # shorter than the total deadline: a handshake that times out closes its socket, a cancelled one does not
+        self._timeout = httpx.Timeout(seconds, connect=0.4 * seconds).as_dict()
+        self._transport: httpx.AsyncHTTPTransport | None = None
+        self.route = ""
+        """Which proxy is used, as words to follow the address; empty without one."""
+
+    def open(self) -> None:
+        """Before each `post`. Raises RouteError while a variable of the environment cannot be used."""
+        if self._transport is not None:
+            return
+        route = route_to(str(self._url))
+        if str(route) != self.route:
+            self.route = str(route)
+            logger.info("foreshock: batches are sent to %s%s", self._url, self.route)
+        self._transport = httpx.AsyncHTTPTransport(verify=route.tls, proxy=route.proxy, trust_env=False)
+
+    async def post(self, payload: bytes, headers: dict[str, str]) -> Answer:
+        """Raises OSError and httpx's errors."""
+        assert self._transport is not None
+        own = {"User-Agent": "foreshock-agent", "Accept-Encoding": "identity", "Content-Type": "application/json"}
+        request = httpx.Request(
+            "POST", self._url, headers=own | headers, content=payload, extensions={"timeout": self._timeout}
+        )
+        response = await self._transport.handle_async_request(request)
+        try:
+            body: bytes | None = b""
+            async for chunk in response.aiter_raw():
+                body = (body or b"") + chunk
+                if len(body) > wire.MAX_ACK_BYTES:
+                    body = None
+                    break
+            return Answer(response.status_code, response.headers.get("retry-after"), body)
+        finally:
+            await response.aclose()
+
+    async def close(self) -> None:
+        """Close the connections; the next `open` reads the environment and its files again."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            with suppress(Exception):
+                await transport.aclose()
+
+
+def speaks_of_the_batch(answer: Answer) -> bool:
+    """Whether a refusal concerns the batch itself, so that sending it again is useless.
+
+    A 400 without JSON comes from a server that did not read the batch, such as one that finds the request's head too
+    long. Every other refusal (a redirect, a token, an address, a limit) ends when a person corrects the setting.
+    """
+    if answer.status != 400:
+        return answer.status == 422
+    try:
+        is_object = isinstance(json.loads(answer.body or b""), dict)
+    except (ValueError, RecursionError):
+        return False
+    return is_object and not re.search(rb"\b(header|cookie)", (answer.body or b"").lower())
 
 
 class ResolvingLoop(asyncio.SelectorEventLoop):
@@ -88,6 +157,8 @@ class ResolvingLoop(asyncio.SelectorEventLoop):
                 found, error = socket.getaddrinfo(host, port, **options), None
             except OSError as failure:
                 found, error = None, failure
+            except UnicodeError as failure:  # a name that is not one, as of a proxy in the environment
+                found, error = None, OSError(f"not the name of a host: {failure}")
             try:
                 self.call_soon_threadsafe(settle, found, error)
             except RuntimeError:
@@ -108,11 +179,6 @@ class ResolvingLoop(asyncio.SelectorEventLoop):
 def is_retryable(status: int) -> bool:
     """408, 429 and every 5xx: trouble that passes by itself."""
     return status in (408, 429) or 500 <= status < 600
-
-
-def is_final(status: int) -> bool:
-    """400 and 422 speak of the batch itself; all else (a redirect, a token, an address, a limit) someone can mend."""
-    return status in (400, 422)
 
 
 def retry_delay(failures: int, retry_after: str | None, random_unit: float | None = None) -> float:

@@ -10,6 +10,7 @@ import fcntl
 import os
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -69,9 +70,9 @@ class PrivateFolder:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            close(self._fd)  # the default holds it: when the interpreter ends, `os` may be gone from this module
 
 
 def refused(path: Path, why: str) -> PermissionError:

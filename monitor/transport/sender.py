@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,13 +23,14 @@ from foreshock.monitor.guard import Guard
 from foreshock.monitor.sampling.sample import SampleDraft
 from foreshock.monitor.transport.outage import Outage
 from foreshock.monitor.transport.posting import (
+    Answer,
     Bearer,
+    Connection,
     ResolvingLoop,
     headers_of,
-    is_final,
     is_retryable,
-    post,
     retry_delay,
+    speaks_of_the_batch,
     without_samples,
 )
 from foreshock.monitor.transport.spool import MemoryStore, Spool, Store, leftovers, run_folder
@@ -42,6 +44,9 @@ SLOW_FAILURES: Final = 8
 """Where an answer waits for somebody to mend something, the back-off begins as after this many failures: a minute."""
 MAX_TRIES_TOO_LARGE: Final = 60
 """Tries of a batch that is too large without its samples; then it goes, for those behind it."""
+TOKEN_REFUSED: Final = (401, 403)
+"""After one of these, the file of the token is looked at every TOKEN_SECONDS, and a new token is tried at once."""
+TOKEN_SECONDS: Final = 1.0
 EVENT_BYTES: Final = 1024
 """What an event without arrays counts for in the queue."""
 
@@ -74,6 +79,7 @@ class Sender:
         self._own: Store = MemoryStore(boot, config.queue_bytes)
         self._spool: Spool | None = None
         self._bearer = Bearer(config.token, config.token_file)
+        self._connection = Connection(str(config.url), config.request_seconds)
         self._outage = Outage(config.url, warns=config.rank == 0)
         self._failures = 0
         self._too_large = 0
@@ -135,32 +141,27 @@ class Sender:
 
     async def _main(self) -> None:
         self._loop, self._stop, self._more = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        self._open_stores()
+        with self._guard:
+            self._open_stores()
         self._ready.set()
-        async with self._client() as client:
-            cutting = asyncio.create_task(self._cut_again_and_again())
-            sending = asyncio.create_task(self._send_again_and_again(client))
-            await self._stop.wait()
-            cutting.cancel()
-            with self._guard:
-                self._cut()
-            self._all_cut = True
-            self._more.set()
-            await asyncio.wait({sending}, timeout=self._close_seconds * 0.8)
-            sending.cancel()
-            await asyncio.gather(cutting, sending, return_exceptions=True)
+        cutting = asyncio.create_task(self._cut_again_and_again())
+        sending = asyncio.create_task(self._send_again_and_again())
+        await self._stop.wait()
+        cutting.cancel()
+        with self._guard:
+            self._cut()
+        self._all_cut = True
+        self._more.set()
+        await asyncio.wait({sending}, timeout=self._close_seconds * 0.8)
+        sending.cancel()
+        await asyncio.gather(cutting, sending, return_exceptions=True)
+        await self._connection.close()
         with self._guard:
             self._outage.ended(self._stores, self.dropped)
         for store in self._stores:
             if isinstance(store, Spool):
                 with self._guard:
                     store.close()
-
-    def _client(self) -> httpx.AsyncClient:
-        headers = {"User-Agent": "foreshock-agent", "Accept-Encoding": "identity", "Content-Type": "application/json"}
-        # shorter than the total deadline: a handshake that times out closes its socket, a cancelled one does not
-        steps = httpx.Timeout(self._config.request_seconds, connect=0.4 * self._config.request_seconds)
-        return httpx.AsyncClient(base_url=str(self._config.url), headers=headers, timeout=steps)
 
     def _open_stores(self) -> None:
         self._stores = [self._own]
@@ -272,7 +273,7 @@ class Sender:
 
     # ---- batches become requests ----------------------------------------------------------------------------------
 
-    async def _send_again_and_again(self, client: httpx.AsyncClient) -> None:
+    async def _send_again_and_again(self) -> None:
         assert self._more is not None
         while self._guard.on:
             before = self.faults["sender"]
@@ -284,7 +285,7 @@ class Sender:
                         return
                     self._more.clear()
                     await self._more.wait()
-                elif not await self._deliver(client, *waiting) and await self._back_off():
+                elif not await self._deliver(*waiting) and await self._back_off():
                     return
             if self.faults["sender"] > before:
                 await asyncio.sleep(1)
@@ -308,46 +309,51 @@ class Sender:
         """Wait before the next try; True when the agent closes meanwhile."""
         assert self._stop is not None
         self.retries += 1
-        try:
-            async with asyncio.timeout(retry_delay(self._failures, self._retry_after)):
-                await self._stop.wait()
-        except TimeoutError:
-            return False
-        return True
+        until = time.monotonic() + retry_delay(self._failures, self._retry_after)
+        closing = False
+        while not closing and (left := until - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, TOKEN_SECONDS)):
+                    closing = await self._stop.wait()
+            if self._logged_status in TOKEN_REFUSED and self._bearer.renewed():
+                return False
+        return closing
 
     _retry_after: str | None = None
 
-    async def _deliver(self, client: httpx.AsyncClient, store: Store, sequence: int, payload: bytes) -> bool:
+    async def _deliver(self, store: Store, sequence: int, payload: bytes) -> bool:
         """Post one batch; True when it is done with: stored, or refused for good."""
         self._retry_after = None
         words_only = False
         headers = headers_of(self._boot, time.monotonic() - self._began_at, store.boot) | self._bearer.header
         try:
+            self._connection.open()
             async with asyncio.timeout(self._config.request_seconds):
-                status, retry_after, body = await post(client, payload, headers)
-                if status == 413 and (smaller := without_samples(payload)) is not None:
+                answer = await self._connection.post(payload, headers)
+                if answer.status == 413 and (smaller := without_samples(payload)) is not None:
                     words_only = True
-                    status, retry_after, body = await post(client, smaller, headers) if smaller else (422, None, None)
+                    answer = await self._connection.post(smaller, headers) if smaller else Answer(422)
         except (TimeoutError, httpx.HTTPError, OSError) as error:
-            self._outage.failed(error)
+            await self._connection.close()
+            self._outage.failed(error, self._connection.route)
             self._failures += 1
             return False
-        self._outage.answered()
-        if 200 <= status < 300 and self._acknowledged(store, sequence, body):
+        status = answer.status
+        self._outage.answered(status)
+        if 200 <= status < 300 and self._acknowledged(store, sequence, answer.body):
             self._failures = self._too_large = self._logged_status = 0
             if words_only:
                 self.dropped["refused_413"] += 1
             store.pop()
             return True
-        renewed = status == 401 and self._bearer.renewed()
+        self._retry_after = answer.retry_after
+        renewed = status in TOKEN_REFUSED and self._bearer.renewed()
         if 200 <= status < 300 or is_retryable(status) or renewed:
             self._failures += 1
-            self._retry_after = retry_after
             return False
         self._too_large += status == 413
-        if not is_final(status) and self._too_large < MAX_TRIES_TOO_LARGE:
+        if not speaks_of_the_batch(answer) and self._too_large < MAX_TRIES_TOO_LARGE:
             self._failures = max(self._failures + 1, SLOW_FAILURES)
-            self._retry_after = retry_after
             self._log_kept(status)
             return False
         self._too_large = 0
@@ -361,8 +367,9 @@ class Sender:
         if status != self._logged_status:
             self._logged_status = status
             logger.warning(
-                "foreshock: the service or a proxy answers %d: look at the token (401, 403), the address (3xx, 404) "
-                "and the largest body (413); batches are kept and tried again about once a minute",
+                "foreshock: the service or a proxy answers %d: look at the token (401, 403), the address (3xx, 404), "
+                "the largest head (400, 431) and the largest body (413); batches are kept and tried again about once "
+                "a minute",
                 status,
             )
 

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +15,9 @@ Handler = Callable[["HostileServer", socket.socket, bytes], None]
 class HostileServer:
     """Listens on loopback. `behaviour` gets the connection and the request's body; it may be changed at any time."""
 
-    def __init__(self, behaviour: Handler) -> None:
+    def __init__(self, behaviour: Handler, tls: ssl.SSLContext | None = None) -> None:
         self.behaviour = behaviour
+        self._tls = tls
         self.batches: list[dict[str, Any]] = []
         """Every batch that was received whole."""
         self.headers: list[str] = []
@@ -40,11 +42,17 @@ class HostileServer:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with suppress(OSError, ValueError), connection:
+        with (
+            suppress(OSError, ValueError),
+            connection if self._tls is None else self._encrypted(connection) as connection,
+        ):
             while (body := self._read_request(connection)) is not None:
                 self.requests_at.append(time.monotonic())
                 self.batches.append(json.loads(body))
                 self.behaviour(self, connection, body)
+
+    def _encrypted(self, connection: socket.socket) -> socket.socket:
+        return connection if self._tls is None else self._tls.wrap_socket(connection, server_side=True)
 
     def _read_request(self, connection: socket.socket) -> bytes | None:
         data = b""
@@ -134,9 +142,9 @@ def endless(server: HostileServer, connection: socket.socket, body: bytes) -> No
 
 
 @contextmanager
-def hostile_server(behaviour: Handler) -> Iterator[HostileServer]:
+def hostile_server(behaviour: Handler, tls: ssl.SSLContext | None = None) -> Iterator[HostileServer]:
     """A server for the length of a test."""
-    server = HostileServer(behaviour)
+    server = HostileServer(behaviour, tls)
     try:
         yield server
     finally:

@@ -1,5 +1,6 @@
 """A sender as the agent starts one, what it is given, and what a hostile server saw of it."""
 
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport.sender import Sender
 from foreshock.server.testing.fixed import settings_with
 
+CERTIFICATE = Path(__file__).parents[1] / "server" / "loopback_certificate.pem"
+"""Of hooks.example.com, with its key."""
 BUSY_SECONDS = 3.0
 """What a machine with other work may add to a deadline."""
 IN_ORDER_SECONDS = 30.0
@@ -35,6 +38,13 @@ def started_sender(url: str, spool: Path | None = None, *, boot: str = "boot-1",
     made = Sender(config, run="a-run", boot=boot, health=lambda: (7, {"detectors": 1}))
     made.start()
     return made
+
+
+def tls_of_hooks() -> ssl.SSLContext:
+    """TLS of a server that speaks as hooks.example.com."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(CERTIFICATE)
+    return tls
 
 
 def sample(step: int) -> wire.Sample:

@@ -209,3 +209,27 @@ def test_back_off_is_real_when_nothing_is_patched() -> None:
         began = time.monotonic()
         to.close(2)
         assert time.monotonic() - began < 2 + BUSY_SECONDS
+
+
+@pytest.mark.promise("A3")
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_token_that_is_renewed_after_its_refusal_is_tried_within_seconds_and_at_the_close(
+    closing: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("of-yesterday\n")
+
+    def only_the_new_one(server: HostileServer, connection: socket.socket, body: bytes) -> None:
+        is_new = "Bearer of-today" in server.headers[-1]
+        acknowledge(server, connection, body) if is_new else reply(connection, 401, b"{}")
+
+    with hostile_server(only_the_new_one) as server:
+        to = started_sender(server.url, token_file=file)
+        send(to, 1)
+        eventually("the refusal", lambda: to._logged_status == 401)
+        file.write_text("of-today\n")
+        if not closing:
+            eventually("the new token", lambda: not len(to._own), 10.0)
+        to.close(IN_ORDER_SECONDS)
+    assert (steps_at(server), len(to._own), dict(to.dropped)) == ([1], 0, {})
+    assert len(server.batches) == 2

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,16 @@ def test_beside_a_refused_folder_the_way_through_memory_goes_on(
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"foreshock: the spool is off, unsent batches stay in memory: {tmp_path} may be written to")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_outlives_its_module_is_closed_without_a_word(tmp_path: Path) -> None:
+    """As with dill, which keeps objects until the interpreter has emptied the modules."""
+    program = """if True:
+        import sys
+        from pathlib import Path
+        from foreshock.monitor.transport import private_folder
+        sys.kept = private_folder.PrivateFolder(Path(sys.argv[1]))
+        vars(private_folder)["os"] = None
+        """
+    ended = subprocess.run([sys.executable, "-P", "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

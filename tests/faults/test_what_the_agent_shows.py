@@ -10,7 +10,7 @@ from tests.faults.hostile_server import (
     acknowledge,
     hostile_server,
 )
-from tests.faults.sending import eventually, send, started_sender
+from tests.faults.sending import CERTIFICATE, eventually, send, started_sender, tls_of_hooks
 
 import foreshock.monitor
 from foreshock.contract import wire
@@ -37,14 +37,18 @@ def test_the_token_travels_in_one_header_and_is_never_logged(caplog: pytest.LogC
 
 
 @pytest.mark.promise("A16")
-def test_a_certificate_that_nobody_vouches_for_is_refused() -> None:
-    to = started_sender("https://127.0.0.1:9")
-    eventually("the thread", lambda: to._ready.is_set())
-    client = to._client()
-    context = client._transport._pool._ssl_context  # type: ignore[attr-defined]
-    assert context.check_hostname
-    assert context.verify_mode.name == "CERT_REQUIRED"
-    to.close(1)
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_certificate_that_nobody_vouches_for_or_of_another_host_is_refused(
+    trusted: bool, quick_retries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if trusted:  # it is that of hooks.example.com
+        monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+    with hostile_server(acknowledge, tls_of_hooks()) as server:
+        to = started_sender(server.url.replace("http:", "https:"))
+        send(to, 1)
+        eventually("two tries", lambda: to.retries >= 2)
+        to.close(1)
+    assert server.batches == []
 
 
 def sources() -> Iterator[tuple[str, ast.AST]]:

@@ -1,0 +1,149 @@
+"""The way of an HTTP request to one address, as the environment describes it: its proxy, and the trusted certificates.
+
+httpx reads the same variables, but it fails on some of their usual values (`NO_PROXY=[::1]`), names none of them in its
+errors, and sends requests to a loopback address through the proxy.
+"""
+
+import ipaddress
+import os
+import re
+import socket
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+_READ_BY_TLS: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR", "SSLKEYLOGFILE", "OPENSSL_CONF")
+
+
+class RouteError(OSError):
+    """A variable of the environment names something unusable. The sentence names the variable, and holds no secret."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """How to reach one address. str() is empty, or says which proxy is used and which variable named it."""
+
+    proxy: httpx.Proxy | None
+    variable: str
+    """The variable that named the proxy."""
+    tls: ssl.SSLContext | bool
+    """False where neither the address nor the proxy speaks TLS."""
+
+    def __str__(self) -> str:
+        if self.proxy is None:
+            return ""
+        where = self.proxy.url  # without its login, which Proxy has taken out
+        return f" through the proxy {where.scheme}://{where.netloc.decode('ascii')} ({self.variable})"
+
+
+def route_to(url: str) -> Route:
+    """The route to `url`. Raises RouteError if a variable that this route needs cannot be used."""
+    address = httpx.URL(url)
+    variable, value = _proxy_of(address)
+    proxy = _proxy(variable, value) if value else None
+    needs_tls = address.scheme == "https" or (proxy is not None and proxy.url.scheme == "https")
+    tls = trusted_certificates() if needs_tls else False
+    if proxy is not None and isinstance(tls, ssl.SSLContext):
+        proxy = httpx.Proxy(proxy.url, ssl_context=tls, auth=proxy.auth)
+    return Route(proxy, variable if value else "", tls)
+
+
+def transport_to(url: str) -> httpx.HTTPTransport:
+    """httpx's connections by this route. Raises RouteError."""
+    route = route_to(url)
+    return httpx.HTTPTransport(verify=route.tls, proxy=route.proxy, trust_env=False)
+
+
+def trusted_certificates() -> ssl.SSLContext:
+    """Those of SSL_CERT_FILE, else of SSL_CERT_DIR, else those that come with httpx. Raises RouteError."""
+    file, folder = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
+    try:
+        if file:
+            if not Path(file).is_file():  # a pipe would hold the caller up
+                raise FileNotFoundError("there is no such regular file")
+            return ssl.create_default_context(cafile=file)
+        if folder:
+            if not any(Path(part).is_dir() and os.access(part, os.R_OK) for part in folder.split(os.pathsep)):
+                raise FileNotFoundError("there is no such readable folder")
+            return ssl.create_default_context(capath=folder)
+        return httpx.create_ssl_context(trust_env=False)
+    except (OSError, ValueError) as error:
+        named = " ".join(f"{name}={os.environ[name]}" for name in _READ_BY_TLS if os.environ.get(name))
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise RouteError(f"{named} cannot be used for TLS: {why}") from None
+
+
+def variables_of_tls() -> str:
+    """The variable that says which certificates are trusted; empty without one."""
+    return next((name for name in _READ_BY_TLS[:2] if os.environ.get(name)), "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address means this machine."""
+    bare = host.strip("[]").rstrip(".").lower()
+    if bare == "localhost" or bare.endswith(".localhost"):
+        return True
+    address = _ip(bare)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address is not None and (address.is_loopback or address.is_unspecified)
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        pass
+    try:
+        return ipaddress.IPv4Address(socket.inet_aton(text)) if re.fullmatch(r"[0-9a-fx.]+", text) else None
+    except OSError:  # also 127.1 and 2130706433 are addresses to a socket
+        return None
+
+
+def _proxy_of(address: httpx.URL) -> tuple[str, str]:
+    """(variable, value); two empty texts for a direct connection. A variable that is set and empty names no proxy."""
+    if is_loopback(address.host) or _is_excepted(address):
+        return "", ""
+    for kind in (address.scheme, "all"):
+        for name in (f"{kind}_proxy", f"{kind}_proxy".upper()):
+            if name in os.environ:
+                if os.environ[name].strip():
+                    return name, os.environ[name].strip()
+                break
+    return "", ""
+
+
+def _proxy(variable: str, value: str) -> httpx.Proxy:
+    try:
+        proxy = httpx.Proxy(value if "://" in value else f"http://{value}")
+        if not proxy.url.host:
+            raise ValueError
+    except (ValueError, httpx.InvalidURL):
+        raise RouteError(f"{variable} is not the address of a proxy; write it like http://HOST:PORT") from None
+    if proxy.url.scheme.startswith("socks") and find_spec("socksio") is None:
+        raise RouteError(f"{variable} names a SOCKS proxy, which needs socksio: pip install 'httpx[socks]'")
+    return proxy
+
+
+def _is_excepted(address: httpx.URL) -> bool:
+    """Whether NO_PROXY names the host: by name, by a domain above it, by address, by network, or by *."""
+    host, own = address.host.rstrip(".").lower(), _ip(address.host)
+    port = address.port or {"http": 80, "https": 443}.get(address.scheme)
+    for entry in re.split(r"[,\s]+", os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).lower()):
+        name = entry.partition("://")[2] or entry
+        if match := re.fullmatch(r"(\[.*\]|[^:]*):(\d+)", name):
+            if int(match[2]) != port:
+                continue
+            name = match[1]
+        name = name.replace("[", "").replace("]", "").lstrip("*").strip(".")
+        if entry == "*" or (name and (host == name or host.endswith(f".{name}"))):
+            return True
+        with suppress(ValueError):  # a name, not a network
+            if own is not None and own in ipaddress.ip_network(name, strict=False):
+                return True
+    return False

@@ -1,0 +1,224 @@
+"""Proxies, exceptions and certificates that the environment names, usable or not: batches are cut and kept."""
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import certifi
+import pytest
+from tests.faults.hostile_server import acknowledge, closed_port, hostile_server
+from tests.faults.sending import CERTIFICATE, IN_ORDER_SECONDS, eventually, send, started_sender, steps_at, tls_of_hooks
+
+from foreshock.contract.route import RouteError, is_loopback, route_to
+
+pytestmark = pytest.mark.promise("A27")
+
+AWAY = "http://service.example:8765"
+"""Reached through a proxy only."""
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*PROXIES, *map(str.lower, PROXIES), *CERTIFICATES):
+        monkeypatch.delenv(name, raising=False)
+
+
+def words(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"NO_PROXY": "localhost,127.0.0.1,[::1],.corp"},
+        {"HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "[::1]:bad,[,]"},
+        {"ALL_PROXY": "socks5://127.0.0.1:9"},
+        {"all_proxy": "socks5h://127.0.0.1:9"},
+        {"HTTP_PROXY": "127.0.0.1:bad"},
+        {"http_proxy": "ftp://nowhere"},
+        {"SSL_CERT_FILE": "/nope/ca.pem", "SSL_CERT_DIR": "/nope", "REQUESTS_CA_BUNDLE": "/nope/ca.pem"},
+    ],
+)
+def test_a_service_on_this_machine_is_reached_whatever_the_environment_holds(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with hostile_server(acknowledge) as server:
+        to = started_sender(server.url, request_seconds=10.0)
+        send(to, 1, 2, 3)
+        to.close(IN_ORDER_SECONDS)
+        assert steps_at(server) == [1, 2, 3]
+    assert (dict(to.dropped), dict(to.faults), words(caplog)) == ({}, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:9"),
+        ("HTTP_PROXY", "127.0.0.1:bad"),
+        ("http_proxy", "http://user:se:cret@"),
+        ("HTTP_PROXY", "ftp://127.0.0.1"),
+    ],
+)
+def test_a_proxy_that_cannot_be_used_is_named_and_batches_are_kept_until_it_can(
+    name: str,
+    value: str,
+    tmp_path: Path,
+    quick_retries: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("foreshock.contract.route.find_spec", lambda _name: None)
+    monkeypatch.setenv(name, value)
+    with hostile_server(acknowledge) as proxy:
+        to = started_sender(AWAY, tmp_path)
+        send(to, 1)
+        eventually("it is spooled and tried", lambda: len(to._own) and to.retries >= 3)
+        assert [name in line and AWAY in line for line in words(caplog)] == [True]
+        assert "se:cret" not in caplog.text
+        monkeypatch.setenv(name, proxy.url)
+        send(to, 2)
+        eventually("both arrive through the proxy", lambda: steps_at(proxy) == [1, 2] and not len(to._own))
+        to.close(IN_ORDER_SECONDS)
+    assert (dict(to.dropped), dict(to.faults)) == ({}, {})
+    assert proxy.headers[0].startswith(f"POST {AWAY}/v1/batches HTTP/1.1")
+
+
+@pytest.mark.parametrize("name", ["SSL_CERT_FILE", "SSL_CERT_DIR"])
+@pytest.mark.parametrize("trouble", ["missing", "malformed", "a pipe", "of others"])
+def test_certificates_that_cannot_be_used_are_named_and_read_again_until_they_can(
+    name: str,
+    trouble: str,
+    tmp_path: Path,
+    quick_retries: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *rest, **options: found("127.0.0.1" if "example" in str(host) else host, *rest, **options),
+    )
+    trusted = tmp_path / "trusted"
+    if trouble == "malformed":
+        trusted.write_text("no certificate\n")
+    elif trouble == "a pipe":
+        os.mkfifo(trusted)
+    elif trouble == "of others":
+        shutil.copy(certifi.where(), trusted) if name == "SSL_CERT_FILE" else trusted.mkdir()
+    monkeypatch.setenv(name, str(trusted))
+    with hostile_server(acknowledge, tls_of_hooks()) as server:
+        url = f"https://hooks.example.com:{server.url.rpartition(':')[2]}"
+        to = started_sender(url, tmp_path / "spool", request_seconds=10.0)
+        send(to, 1)
+        eventually("it is spooled and tried", lambda: len(to._own) and to.retries >= 3)
+        assert [name in line and url in line for line in words(caplog)] == [True]
+        if trusted.is_dir():
+            trusted.rmdir()
+        trusted.unlink(missing_ok=True)
+        if name == "SSL_CERT_FILE":
+            shutil.copy(CERTIFICATE, trusted)
+        else:
+            trusted.mkdir()
+            shutil.copy(CERTIFICATE, trusted / f"{subject_hash(CERTIFICATE)}.0")
+        send(to, 2)
+        eventually("both arrive", lambda: steps_at(server) == [1, 2] and not len(to._own))
+        to.close(IN_ORDER_SECONDS)
+    assert (dict(to.dropped), dict(to.faults)) == ({}, {})
+
+
+def subject_hash(certificate: Path) -> str:
+    """The name under which OpenSSL looks for it."""
+    asked = ["openssl", "x509", "-noout", "-hash", "-in", str(certificate)]
+    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_proxy_in_use_is_named_without_its_login(
+    quick_retries: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    port = closed_port().rpartition(":")[2]
+    monkeypatch.setenv("HTTP_PROXY", f"http://ann:secret-word@localhost:{port}")
+    to = started_sender(AWAY)
+    send(to, 1)
+    eventually("it is told", lambda: words(caplog))
+    to.close(IN_ORDER_SECONDS)
+    route = f"{AWAY}/v1/batches through the proxy http://localhost:{port} (HTTP_PROXY)"
+    assert any(f"batches are sent to {route}" in record.getMessage() for record in caplog.records)
+    assert f"through the proxy http://localhost:{port} (HTTP_PROXY)" in words(caplog)[0]
+    assert "secret-word" not in caplog.text
+
+
+def test_what_the_environment_cost_is_told_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://[")
+    monkeypatch.setenv("SSL_CERT_FILE", "/nope/ca.pem")
+    to = started_sender("https://service.example")
+    send(to, 1)
+    eventually("a try", lambda: to.retries)
+    to.close(IN_ORDER_SECONDS)
+    assert "there is no spool: 1 batch; the last try: SSL_CERT_FILE=/nope/ca.pem cannot be used" in words(caplog)[-1]
+
+
+@pytest.mark.parametrize(
+    ("host", "no_proxy", "direct"),
+    [
+        ("[fd00::7]", "[fd00::7]", True),
+        ("[fd00::7]", "fd00::/8", True),
+        ("[fd00::7]:8765", "[fd00::7]:8765", True),
+        ("[fd00::7]:8765", "[fd00::7]:1", False),
+        ("[fd00::7]", "[fd00::8],[", False),
+        ("10.1.2.3", "10.0.0.0/8", True),
+        ("10.1.2.3", "11.0.0.0/8 10.1.2.3", True),
+        ("service.corp", ".corp", True),
+        ("service.corp", "CORP", True),
+        ("service.corp", "*.corp", True),
+        ("servicecorp", "corp", False),
+        ("service.corp:80", "service.corp:80", True),
+        ("service.corp", "other,*", True),
+        ("service.corp", "", False),
+    ],
+)
+def test_hosts_that_no_proxy_names_are_reached_directly(
+    host: str, no_proxy: str, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", no_proxy)
+    monkeypatch.setenv("HTTP_PROXY", "proxy.example:3128")
+    assert (str(route_to(f"http://{host}")) == "") is direct
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.8.8.8", "127.1", "2130706433", "0.0.0.0", "localhost", "LOCALHOST.", "a.localhost", "::1",
+     "[::1]", "::ffff:127.0.0.1"],
+)  # fmt: skip
+def test_a_loopback_address_is_known_in_every_spelling(host: str) -> None:
+    assert is_loopback(host)
+    assert not is_loopback("service.example")
+    assert not is_loopback("10.0.0.1")
+
+
+def test_the_first_variable_that_applies_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[dict[str, Any], str, str]] = [
+        ({"ALL_PROXY": "http://all:1"}, "http", "http://all:1 (ALL_PROXY)"),
+        ({"HTTPS_PROXY": "http://tls:2"}, "http", "http://all:1 (ALL_PROXY)"),
+        ({"HTTPS_PROXY": "http://tls:2"}, "https", "http://tls:2 (HTTPS_PROXY)"),
+        ({"https_proxy": "lower:3"}, "https", "http://lower:3 (https_proxy)"),
+        ({"https_proxy": "", "ALL_PROXY": ""}, "https", ""),
+    ]
+    for environment, scheme, proxy in given:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert str(route_to(f"{scheme}://service.example")).removeprefix(" through the proxy ") == proxy
+    monkeypatch.setenv("https_proxy", "https://")
+    with pytest.raises(RouteError, match="https_proxy is not the address of a proxy"):
+        route_to("https://service.example")
