@@ -12,9 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from foreshock.server.models import Problem, ProblemItem
-from foreshock.server.store.database import BusyError
 from foreshock.server.store.executors import ClosingError
 from foreshock.server.store.trouble import is_away
+from foreshock.server.store.turns import BusyError
 
 log = structlog.get_logger()
 MAX_ERRORS = 10
@@ -97,7 +97,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(BusyError)
     async def on_busy(_: Request, __: BusyError) -> Response:
-        return problem(429, "More large reads wait than the service takes; try again.", headers={"retry-after": "2"})
+        return problem(
+            429,
+            "Too many of your reads wait already. Retry after the time in Retry-After.",
+            headers={"retry-after": "2"},
+        )
 
     @app.exception_handler(HTTPException)
     async def on_http(_: Request, error: HTTPException) -> Response:

@@ -1,5 +1,6 @@
 """The API that people and the page use: runs, curves, matrix, events, commands, audit trail, session."""
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
@@ -43,6 +44,7 @@ from foreshock.server.settings import Settings
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store, lock_runs
 from foreshock.server.store.executors import Work
+from foreshock.server.store.turns import LeftError, Turns
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
 
@@ -61,12 +63,21 @@ def _verify_steps(request: Request) -> int:
     return settings.verify_steps
 
 
-async def _read_much(request: Request, read: Work[bytes]) -> Response:
-    """Read, and write the answer, beside the event loop, unless the client has gone while it waited for its turn."""
-    async with _store(request).heavy_read_slot():
-        if await request.is_disconnected():
-            raise ClientDisconnect
-        return Response(await _store(request).read(read), media_type="application/json")
+async def _read_in_turn(request: Request, turns: Turns, read: Work[bytes]) -> Response:
+    """Read, and write the answer, beside the event loop, unless the client leaves while it waits for its turn."""
+    leaves = asyncio.ensure_future(_until_gone(request))
+    try:
+        async with turns.turn(caller_of(request).name, leaves):
+            return Response(await _store(request).read(read), media_type="application/json")
+    except LeftError:
+        raise ClientDisconnect from None
+    finally:
+        leaves.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @router.get("/v1/runs", response_model=RunList)
@@ -86,7 +97,7 @@ async def get_runs(
         found = list_runs(connection, known, prefix, search, cursor, limit, steps)
         return found.model_dump_json().encode()
 
-    return await _read_much(request, read)
+    return await _read_in_turn(request, _store(request).small, read)
 
 
 @router.get("/v1/runs/{run:path}/curves", response_model=Curves)
@@ -107,7 +118,7 @@ async def get_curves(
         found = find_run(connection, run)
         return as_json(curves(connection, roller, found, wanted, (from_step, to_step), max_points))
 
-    return await _read_much(request, read)
+    return await _read_in_turn(request, _store(request).large, read)
 
 
 @router.get("/v1/runs/{run:path}/matrix", response_model=Matrix)
@@ -127,7 +138,7 @@ async def get_matrix(
         run_id = find_run(connection, run).id
         return matrix(connection, run_id, run, wanted, step, max_steps, from_layer).model_dump_json().encode()
 
-    return await _read_much(request, read)
+    return await _read_in_turn(request, _store(request).large, read)
 
 
 @router.get("/v1/runs/{run:path}/events")
@@ -225,7 +236,7 @@ async def get_run(request: Request, _: Reader, run: str) -> Response:
         row = find_run(connection, run)
         return run_detail(connection, row, _verify_steps(request)).model_dump_json().encode()
 
-    return await _read_much(request, read)
+    return await _read_in_turn(request, _store(request).small, read)
 
 
 @router.get("/v1/commands/{command}")

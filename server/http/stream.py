@@ -19,8 +19,8 @@ from starlette.responses import StreamingResponse
 from foreshock.server.access.auth import Reader, caller_of
 from foreshock.server.runs.broadcast import REPLAYED_AT_ONCE, Broadcaster, Client, StreamEvent, stream_event
 from foreshock.server.runs.eventlog import cursor_of, events_after, newest_cursor
-from foreshock.server.store.database import BusyError
 from foreshock.server.store.executors import ClosingError
+from foreshock.server.store.turns import BusyError
 
 router = APIRouter()
 _HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -77,7 +77,7 @@ async def _send_events(
     while client.resumes and not client.lost:
         read = partial(events_after, cursor=sent, limit=REPLAYED_AT_ONCE, run=client.run)
         try:
-            async with broadcaster.store.heavy_read_slot():
+            async with broadcaster.store.large.turn(client.owner[0]):
                 missed = await broadcaster.store.read(read)
         except (BusyError, ClosingError):
             return  # the client comes back

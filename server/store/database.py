@@ -4,10 +4,9 @@ SQLite runs in WAL mode with synchronous=FULL: what is committed survives a kill
 by URL and may be shared by several replicas of the service.
 """
 
-import asyncio
 import os
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -24,15 +23,16 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from foreshock.server.store.executors import Executor, Work
 from foreshock.server.store.schema import metadata, runs
+from foreshock.server.store.turns import Turns
 
 _EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
 _MIGRATION_LOCK: Final = _EVENTS_LOCK + 1
 _READS: Final = 8
-"""Reads at once; large ones of people, of scrapes and for roll-ups take five of them at most."""
-_HEAVY_READS: Final = 2
-"""Of those, large ones that people ask for; each may hold a few hundred MiB, and takes a processor from who writes."""
-_HEAVY_WAITING: Final = 64
-"""Large reads that wait or work; beyond, the client is asked to come back."""
+"""Reads at once; those that take turns, those of scrapes and those for roll-ups take seven of them at most."""
+_TURNS: Final = 2
+"""Large reads at once that people ask for; each may hold a few hundred MiB, and takes a processor from who writes."""
+_WAITING: Final = 64
+"""Reads of one caller that wait for a turn; beyond, the caller is asked to come back."""
 _CACHE_KIB: Final = 8192
 """Pages that a connection to SQLite keeps. Each keeps its own; the system's cache serves all of them."""
 _WAL_PAGES: Final = 4000
@@ -108,10 +108,6 @@ def file_of(address: URL) -> Path | None:
     return Path(str(address.database)) if address.get_backend_name() == "sqlite" else None
 
 
-class BusyError(Exception):
-    """More large reads wait than the store takes."""
-
-
 class Store:
     """Connections to the database. `write` is exclusive within the process; `read` is not."""
 
@@ -124,23 +120,12 @@ class Store:
         # The writer's connection is its own: readers, however many, never take it.
         self.writer = Executor("write", _engine(address, 1, write=True), 1)
         self.reader = Executor("read", _engine(address, _READS), _READS)
-        self._turns, self._heavy_waiting = asyncio.Semaphore(_HEAVY_READS), 0
+        self.large, self.small = Turns(_TURNS, _WAITING), Turns(_TURNS, _WAITING)
+        """Turns at reading curves, matrices and missed events; and, since those take long, at lists and single runs."""
 
     async def read(self, read: Work[T]) -> T:
         """Read one consistent state, beside the event loop. Raises ClosingError when the service goes down."""
         return await self.reader.run(read)
-
-    @asynccontextmanager
-    async def heavy_read_slot(self) -> AsyncIterator[None]:
-        """Wait for a turn to read much, a few at once. Raises BusyError when many wait."""
-        if self._heavy_waiting >= _HEAVY_WAITING:
-            raise BusyError
-        self._heavy_waiting += 1
-        try:
-            async with self._turns:
-                yield
-        finally:
-            self._heavy_waiting -= 1
 
     async def write(self, change: Work[T]) -> T:
         """A transaction, beside the event loop: committed when the change returns, rolled back when it raises."""

@@ -15,14 +15,14 @@ from starlette.exceptions import HTTPException
 
 from foreshock.server.access.problems import MAX_ERRORS, ProblemError, install, items, problem
 from foreshock.server.models import Problem, ProblemItem
-from foreshock.server.store.database import BusyError
 from foreshock.server.store.executors import ClosingError
+from foreshock.server.store.turns import BusyError
 
 INSIDE = "SELECT secret FROM /srv/foreshock/data.db"
 WAYS: dict[str, tuple[Exception, int, str]] = {
     "ours": (ProblemError(409, "It is decided.", headers={"x-why": "late"}), 409, "It is decided."),
     "going down": (ClosingError(INSIDE), 503, "The service is going down; try again."),
-    "busy": (BusyError(INSIDE), 429, "More large reads wait than the service takes; try again."),
+    "busy": (BusyError(INSIDE), 429, "Too many of your reads wait already. Retry after the time in Retry-After."),
     "store away": (OperationalError(INSIDE, {}, OSError(INSIDE)), 503, "The store cannot be used just now; try again."),
     "server gone": (
         DBAPIError(INSIDE, {}, OSError(INSIDE), connection_invalidated=True),

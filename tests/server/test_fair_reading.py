@@ -1,0 +1,178 @@
+"""Callers take turns at reading much: whoever asks for much waits for it, and nobody else does."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreshock.server.settings import Token
+from foreshock.server.store.turns import BusyError, LeftError, Turns
+from foreshock.server.testing import FakeRank
+
+pytestmark = pytest.mark.promise("S26")
+
+ANN, BOB = "ann-has-this-secret", "bob-has-this-secret"
+TOKENS = (Token.of("ann", ANN, ("ingest", "read")), Token.of("bob", BOB, ("ingest", "read"), "b/"))
+CURVES = "/v1/runs/b/one/curves?line=run.loss"
+
+
+async def settled() -> None:
+    """Let everything run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=24))
+def test_whoever_waits_has_a_turn_within_as_many_as_there_are_callers(
+    at_once: int, requests: list[tuple[str, bool]]
+) -> None:
+    """Some requests leave while they wait, half of those by being cancelled."""
+
+    async def play() -> None:
+        turns, served, release = Turns(at_once, 100), list[str](), asyncio.Semaphore(0)
+        loop = asyncio.get_running_loop()
+        leavers: list[tuple[asyncio.Task[None], asyncio.Future[None]]] = []
+
+        async def ask(caller: str, leaves: asyncio.Future[None]) -> None:
+            async with turns.turn(caller, leaves):
+                served.append(caller)
+                await release.acquire()
+
+        asked: list[asyncio.Task[None]] = []
+        for caller, stays in requests:
+            leaves: asyncio.Future[None] = loop.create_future()
+            asked.append(asyncio.create_task(ask(caller, leaves)))
+            if not stays and len(asked) > at_once:
+                leavers.append((asked[-1], leaves))
+        await settled()
+        for number, (task, leaves) in enumerate(leavers):
+            if number % 2:
+                task.cancel()
+            else:
+                leaves.set_result(None)
+        await settled()
+        gone = {task for task, _ in leavers}
+        waiting = [
+            caller for (caller, _), task in list(zip(requests, asked, strict=True))[at_once:] if task not in gone
+        ]
+        begun = len(served)
+        for _ in waiting:
+            release.release()
+            await settled()
+        order = served[begun:]
+        assert sorted(order) == sorted(waiting)
+        for place, caller in enumerate(order):  # nobody has a second turn while another who waits has had none
+            before = order[:place]
+            for other in set(order[place:]) - {caller}:
+                assert before.count(caller) <= before.count(other)
+        for _ in requests:
+            release.release()
+        ends = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(end is None or isinstance(end, LeftError | asyncio.CancelledError) for end in ends)
+        async with AsyncExitStack() as all_free, asyncio.timeout(1):
+            for _ in range(at_once):
+                await all_free.enter_async_context(turns.turn("z"))
+
+    asyncio.run(play())
+
+
+def test_a_caller_with_many_requests_is_asked_to_come_back_and_others_are_not() -> None:
+    async def play() -> None:
+        turns = Turns(1, waiting=2)
+        async with turns.turn("ann"):
+            waiting = [asyncio.create_task(turns.turn("ann").__aenter__()) for _ in range(2)]
+            await settled()
+            with pytest.raises(BusyError):
+                await turns.turn("ann").__aenter__()
+            bob = asyncio.create_task(turns.turn("bob").__aenter__())
+            await settled()
+        for task in (*waiting, bob):
+            task.cancel()
+        await asyncio.gather(*waiting, bob, return_exceptions=True)
+
+    asyncio.run(play())
+
+
+def as_(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+def test_curves_of_one_token_keep_no_list_no_run_and_no_curve_of_another_waiting(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank(run="b/one")
+        body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
+        headers = as_(BOB) | {"content-type": "application/json"}
+        assert (await service.client.post("/v1/batches", content=body, headers=headers)).status_code == 200
+
+        async def status(path: str, secret: str) -> int:
+            return int((await service.client.get(path, headers=as_(secret))).status_code)
+
+        large = service.app.state.store.large
+        async with AsyncExitStack() as first:
+            await first.enter_async_context(large.turn("ann"))
+            async with large.turn("ann"):
+                anns = [asyncio.create_task(status(CURVES, ANN)) for _ in range(66)]
+                await settled()
+                async with asyncio.timeout(10):
+                    for path in ("/v1/runs", "/v1/runs/b/one"):
+                        assert await status(path, BOB) == 200
+                bobs = asyncio.create_task(status(CURVES, BOB))
+                await settled()
+                refused = [task.result() for task in anns if task.done()]
+                assert refused == [429, 429]
+            async with asyncio.timeout(10):
+                assert await bobs == 200
+        assert sorted(await asyncio.gather(*anns)) == [200] * 64 + [429] * 2
+
+    play(story, tokens=TOKENS)
+
+
+def test_a_client_that_left_keeps_no_place(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank(run="b/one")
+        await service.store(rank, rank.started(), rank.sample(1))
+        large = service.app.state.store.large
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/v1/runs/b/one/curves",
+            "raw_path": b"/v1/runs/b/one/curves",
+            "query_string": b"line=run.loss",
+            "headers": [(b"host", b"127.0.0.1")],
+            "scheme": "http",
+            "http_version": "1.1",
+        }
+        sent: list[Any] = []
+
+        async def ask(left: asyncio.Event) -> None:
+            messages = [{"type": "http.request", "body": b"", "more_body": False}]
+
+            async def receive() -> Any:
+                if messages:
+                    return messages.pop()
+                await left.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            await service.app(dict(scope), receive, send)
+
+        left = asyncio.Event()
+        async with large.turn("x"), large.turn("x"):
+            asked = [asyncio.create_task(ask(left)) for _ in range(64)]
+            await settled()
+            full = await service.client.get(CURVES)
+            assert full.status_code == 429
+            left.set()
+            await asyncio.gather(*asked)
+            again = asyncio.create_task(service.client.get(CURVES))
+            await settled()
+            assert not again.done()
+        assert (await again).status_code == 200
+        assert sent == []
+
+    play(story)
