@@ -145,5 +145,5 @@ def report_model(path: str, console: Console) -> None:
         raise ValueError(f"{path} is not a callable that returns a torch.nn.Module")
     optimizer = next((each for each in made if isinstance(each, Optimizer)), None) if isinstance(made, tuple) else None
     assessment = assess(model, optimizer)
-    with attach(model, url=None, spool_directory=None, quiet=True) as agent:
+    with attach(model, url=None, spool_directory=None, quiet=True, strict=True) as agent:
         console.print(f"{assessment}\n\n{agent.report()}", markup=False, highlight=False)

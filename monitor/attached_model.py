@@ -25,6 +25,7 @@ class AttachedModel:
     layers: tuple[wire.Layer, ...]
     layouts: tuple[LayoutProof, ...]
     """Where W_Q and W_K of each layer lie, once its calls showed it."""
+    numerics: str
     report: str
     selector: BackendSelector
     """What serves each layer."""
@@ -35,7 +36,7 @@ class AttachedModel:
 
     def announced(self) -> tuple[wire.Layer, ...]:
         """`layers` as they stand now: who serves each, and the head dim that calls showed where nothing else did."""
-        ours = served_by(self.state, self.selector.layers[0].numerics)
+        ours = served_by(self.state, self.numerics)
         return tuple(
             layer.model_copy(
                 update={

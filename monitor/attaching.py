@@ -54,23 +54,26 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
 
     Returns the agent: call `step` after every optimizer step, and `close` at the end, or use it in a `with` statement.
     One that nothing refers to any more is closed.
-    Raises ValueError with a sentence for a wrong setting, a model without attention, a model that is compiled or
-    watched already.
+    If no attention can be watched (a model without attention, a compiled model, `nn.DataParallel`), a line of the log
+    says why, and the agent goes on with loss and gradient norm; with `strict`, with QK-Clip or under a policy that
+    switches heads, attach raises ValueError instead. Raises ValueError with a sentence for a wrong setting.
     """
     settings = make_config(config, {**_place(config), **overrides})
-    _refuse_unfit(model)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if is_watched(module):
+            raise ValueError(f"{name or 'the model'} is watched by another agent; detach that one first")
     _refuse_unknown_names(model, settings)
-    found = find_attention(model, settings.heads)
+    found, why = _find(model, settings)
+    if why and settings.must_watch:
+        raise ValueError(why)
+    if why:
+        logger.warning("foreshock: no attention is watched, training continues: %s", why)
     watched = [f for f in found if f.problem is None]
-    if not found:
-        raise ValueError(_NO_ATTENTION.format(model=type(model).__name__))
-    if not watched:
-        raise ValueError("; ".join(f"{names} cannot be watched: {why}" for names, why in _problems(found)))
-    if len(watched) > MAX_LAYERS:
-        raise ValueError(f"{len(watched)} attention layers were found; at most {MAX_LAYERS} can be watched")
-    device = device_of(watched[0].module, model)
+    device = device_of(watched[0].module, model) if watched else torch.device("cpu")
     with apart(device):
-        state = new_state(sum(f.heads for f in watched), device)
+        state = new_state(sum(f.heads for f in watched) or 1, device)[: None if watched else 0]
         modes = torch.zeros(len(state), dtype=torch.int32, device=device)
         layers = _layers_of(watched, state, modes, settings)
         selector = BackendSelector(layers, state, settings)
@@ -83,6 +86,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
             modes=modes,
             layers=_described(watched, settings, served_by(state, settings.numerics)),
             layouts=tuple(layout for _, layout in of_modules),
+            numerics=settings.numerics,
             report=_report(model, settings, found, selector, served_by(state, settings.numerics)),
             selector=selector,
             lookout=lookout,
@@ -130,18 +134,23 @@ def _place(config: AgentConfig | None) -> dict[str, int]:
     return {} if numbered and known >= world else {"rank": torch.distributed.get_rank(), "world_size": world}
 
 
-def _refuse_unfit(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
+def _find(model: nn.Module, settings: AgentConfig) -> tuple[list[Found], str]:
+    """The attention modules of the model, and why none of them can be watched; "" if one can."""
     if isinstance(model, nn.DataParallel):
-        raise ValueError("nn.DataParallel runs copies of the model in threads; use DistributedDataParallel")
+        return [], "nn.DataParallel runs copies of the model in threads; use DistributedDataParallel, with torchrun"
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("the model lies on the meta device, without numbers; attach when its weights have a device")
+        return [], "the model is on the meta device, without numbers; attach when its weights have a device"
     for name, module in model.named_modules():
-        if is_watched(module):
-            raise ValueError(f"{name or 'the model'} is watched by another agent; detach that one first")
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ValueError(f"{name or 'the model'} is compiled already; attach first, then compile")
+            return [], f"{name or 'the model'} is compiled already; attach first, then compile"
+    found = find_attention(model, settings.heads)
+    watched = sum(f.problem is None for f in found)
+    if watched > MAX_LAYERS:
+        return [], f"{watched} attention layers were found; at most {MAX_LAYERS} can be watched"
+    if watched:
+        return found, ""
+    problems = "; ".join(f"{names} cannot be watched: {why}" for names, why in _problems(found))
+    return found, problems or _NO_ATTENTION.format(model=type(model).__name__)
 
 
 def _refuse_unknown_names(model: nn.Module, settings: AgentConfig) -> None:
@@ -233,7 +242,10 @@ def _described(watched: list[Found], settings: AgentConfig, ours: str) -> tuple[
 
 def _report(model: nn.Module, settings: AgentConfig, found: list[Found], selector: BackendSelector, ours: str) -> str:
     """The table of what was found, printed where this process prints; what is not watched is warned of."""
-    for names, why in _problems(found):
+    if not found:
+        return ""
+    watched = [f for f in found if f.problem is None]
+    for names, why in _problems(found) if watched else ():
         logger.warning("foreshock: the attention of %s is not watched: %s", names, why)
     for f in found:
         if f.also and f.problem is None:
@@ -241,7 +253,7 @@ def _report(model: nn.Module, settings: AgentConfig, found: list[Found], selecto
             logger.warning("foreshock: %s is the same module as %s; their rows count into one layer", same, f.name)
     now = "kept, sampled" if settings.attention != "kernels" else ours
     numerics = _NUMERICS.get(settings.numerics, settings.numerics)
-    danger = rounding(*openness(model, [f for f in found if f.problem is None]))[0]
+    danger = rounding(*openness(model, watched))[0]
     report = f"{table_of(found, now)}\nnumerics: {numerics}\n{selector.describe()}"
     if settings.shows:
         print(f"{danger}\n{report}", file=sys.stderr)

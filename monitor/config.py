@@ -135,7 +135,7 @@ class AgentConfig(BaseSettings):
     quiet: bool = False
     """Do not print the table of the attention that was found."""
     strict: bool = False
-    """Raise the agent's own errors instead of only logging them. For tests."""
+    """Raise the agent's own errors, and a model without attention that can be watched, instead of only logging them."""
 
     # Fixed, since nobody can choose it with a reason. Tests change some of it.
     close_watch_steps: ClassVar[int] = 200
@@ -152,6 +152,11 @@ class AgentConfig(BaseSettings):
     """Longest time for one request, from connecting to the last byte of the answer. What fails is sent again."""
     close_seconds: ClassVar[float] = 2.0
     """Longest time that `close` waits for unsent batches: what remains lies in the spool, for the next process."""
+
+    @property
+    def must_watch(self) -> bool:
+        """Whether a model without attention that can be watched is an error: more was asked for than to observe."""
+        return self.strict or self.policy != "observe" or self.qk_clip != "never"
 
     @property
     def shows(self) -> bool:

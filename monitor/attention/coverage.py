@@ -227,6 +227,8 @@ class CoverageReport:
             groups.setdefault(f"NOTHING: {why}", []).append(name or "the model")
         lines = [f"{len(names)} x {how} ({listed(names)})" for how, names in groups.items()]
         every = len(self._layers) - states.count("replaced") + self._unwatched
+        if not every:
+            return ""
         lines += self._selector.what_a_switch_meets()
         lines += [self._empty_rows] if self._empty_rows else []
         return "\n".join([*lines, f"watched {states.count('counts')} of {every} attention layers"])

@@ -37,7 +37,8 @@ _LEARNING_RATE: Final = ("lr", "learning_rate", "train/lr", "train/learning_rate
 class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
     """Watches `model` (before or after `prepare`). `overrides` are fields of AgentConfig, as for `attach`.
 
-    `accelerator.init_trackers` raises ValueError with a sentence, if a setting is wrong or the model cannot be watched.
+    `accelerator.init_trackers` raises ValueError with a sentence, if a setting is wrong. A model that cannot be watched
+    ends no training, as `attach` says.
     """
 
     name = "foreshock"
@@ -63,7 +64,7 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
         return self.agent
 
     def start(self) -> None:
-        """Attach. Raises ValueError with a sentence for a wrong setting or a model that cannot be watched."""
+        """Attach. Raises ValueError with a sentence for a wrong setting."""
         if not self._everywhere and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             logger.warning(
                 "foreshock watches the first of %d processes alone; call tracker.checkpoint_with(accelerator) before "

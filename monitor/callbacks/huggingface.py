@@ -8,6 +8,7 @@ training resumes from it.
 """
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, Final, Unpack
 
@@ -22,14 +23,22 @@ from foreshock.monitor.attaching import attach
 from foreshock.monitor.attention.copies import leave_no_trace_in_copies
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
 from foreshock.monitor.callbacks.saved_state import read_state, take_up, write_state
+from foreshock.monitor.config import make_config
+
+logger: Final = logging.getLogger("foreshock")
 
 _FILE: Final = "foreshock_{}.json"
+_NO_MODEL: Final = (
+    "this version of transformers hands its callbacks no model; transformers 5 does. Use attach(model) before the "
+    "training and agent.step(loss) after every step"
+)
 
 
 class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Watches the Trainer's model. Arguments are fields of AgentConfig; give secrets as FORESHOCK_TOKEN.
 
-    Raises ValueError with a sentence when training begins, if a setting is wrong or the model cannot be watched.
+    Raises ValueError with a sentence when training begins, if a setting is wrong. A model that cannot be watched ends
+    no training, as `attach` says.
     """
 
     def __init__(self, **overrides: Unpack[AgentSettings]) -> None:
@@ -53,15 +62,14 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     ) -> None:
         """Attach, and take up the state of the checkpoint that training resumes from."""
         self._end("failed")  # a training that raised never reached on_train_end
-        if args.n_gpu > 1:
-            raise ValueError("the Trainer would use nn.DataParallel, which cannot be watched; start it with torchrun")
         model: nn.Module | None = kwargs.get("model")
         if model is None:
-            raise ValueError(
-                "this version of transformers hands its callbacks no model; transformers 5 does. Use attach(model) "
-                "before the training and agent.step(loss) after every step"
-            )
-        self.agent = attach(model, **self._overrides)
+            if make_config(None, dict(self._overrides)).must_watch:
+                raise ValueError(_NO_MODEL)
+            logger.warning("foreshock: nothing is watched, training continues: %s", _NO_MODEL)
+            return
+        # with several GPUs and no launcher the Trainer wraps the model later, which attach is to know
+        self.agent = attach(nn.DataParallel(model) if args.n_gpu > 1 else model, **self._overrides)
         self.agent.qk_clip_with(optimizer=kwargs.get("optimizer"))
         saved = _own_state(args, state) or _saved_in(state, type(self).__name__) or self.saved
         take_up(self.agent, saved, state.global_step)

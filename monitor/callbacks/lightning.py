@@ -24,8 +24,8 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
     """Watches the LightningModule. Arguments are fields of AgentConfig; rank and world size come from the Trainer.
 
     The gradient norm is the one that Lightning computes to clip by (`gradient_clip_val`); without clipping it computes
-    none, and none is recorded. Raises ValueError with a sentence when training begins, if a setting is wrong or the
-    model cannot be watched.
+    none, and none is recorded. Raises ValueError with a sentence when training begins, if a setting is wrong. A model
+    that cannot be watched ends no training, as `attach` says.
     """
 
     def __init__(self, **overrides: Unpack[AgentSettings]) -> None:

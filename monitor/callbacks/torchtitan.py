@@ -37,7 +37,7 @@ def watch(trainer: Any, **overrides: Unpack[AgentSettings]) -> Agent:
     """Watch the model parts of a torchtitan Trainer. `overrides` are fields of AgentConfig, as for `attach`.
 
     Layers keep the numbers that torchtitan gives them (`layers.7`), on every rank of a pipeline. Raises ValueError with
-    a sentence for a trainer of another make, a wrong setting or a model that cannot be watched.
+    a sentence for a trainer of another make or a wrong setting. A model that cannot be watched ends no training.
     """
     missing = [name for name in _USED if not hasattr(trainer, name)]
     if not any(hasattr(trainer, name) for name in _CONFIG):

@@ -92,7 +92,8 @@ class Detectors:
 
     def _measure(self) -> None:
         run, config, found = self.run, self.config, None
-        if growth := run.past.growth(min(run.past.last_step / 2, config.window_steps)):
+        growth = run.past.growth(min(run.past.last_step / 2, config.window_steps)) if self.heads else None
+        if growth:
             past_warmup = run.past_warmup(config.earliest_steps)
             found = WarningConditions.of(growth, run.delta_bias_z, config, past_warmup=past_warmup)
         self._conditions = found

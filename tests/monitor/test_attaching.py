@@ -15,6 +15,7 @@ from tests.monitor.tiny_models import (
     CausalSelfAttention,
     OuterAttention,
     tiny_gpt,
+    train_step,
 )
 from tests.monitor.watching import SilentAttention, rows_of, watch
 from torch import Tensor, nn
@@ -61,9 +62,6 @@ def test_a_module_that_does_not_tell_its_heads_is_named_and_can_be_told(caplog: 
 @pytest.mark.parametrize(
     ("make", "overrides", "sentence"),
     [
-        (lambda: nn.Sequential(nn.Linear(2, 2)), {}, "no attention was found in Sequential"),
-        (lambda: torch.compile(tiny_gpt(), backend="aot_eager"), {}, "compiled already; attach first, then compile"),
-        (lambda: nn.DataParallel(tiny_gpt()), {}, "use DistributedDataParallel"),
         (lambda: "gpt2", {}, "attach takes a torch.nn.Module, got str"),
         (tiny_gpt, {"numerics": "fp8"}, "numerics: Input should be 'auto', 'kernel', 'float32', 'paper' or 'float64'"),
         (tiny_gpt, {"mitigation": "prayer"}, "mode 'prayer' does not exist; allowed are plain, exact_delta"),
@@ -169,8 +167,49 @@ def test_a_name_of_no_module_is_a_sentence(overrides: Any, sentence: str) -> Non
     assert sentence in str(caught.value)
 
 
+UNWATCHABLE: Any = {
+    "without attention": (lambda: tiny_gpt(nn.Identity()), "no attention was found in TinyGPT"),
+    "attention by another make": (lambda: tiny_gpt(OfAnotherMake(16, 2)), "it calls an attention of another make"),
+    "compiled": (lambda: torch.compile(tiny_gpt(), backend="aot_eager"), "compiled already; attach first, then"),
+    "copies in threads": (lambda: nn.DataParallel(tiny_gpt()), "use DistributedDataParallel"),
+}
+
+
+@pytest.mark.promise("A30")
+@pytest.mark.parametrize("kind", UNWATCHABLE)
+def test_a_model_that_cannot_be_watched_trains_on_and_its_loss_is_judged(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, reason = UNWATCHABLE[kind]
+    model, listener = make(), Listener()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **{**EVERY_STEP, "strict": False}) as agent:
+        agent.subscribe(listener)
+        for step in range(1, 5):
+            agent.step(train_step(model, optimizer, step) if step < 3 else float("nan"), grad_norm=1.0)
+        agent.load_state_dict(agent.state_dict())
+    (line,) = [r.message for r in caplog.records if "no attention is watched, training continues" in r.message]
+    assert reason in line
+    assert not agent.faults
+    assert [sample.step for sample in listener.of(wire.Sample)] == [1, 2, 3, 4]
+    assert [v.step for v in listener.of(wire.Verdict) if v.severity == "critical"] == [3]
+
+
+@pytest.mark.promise("A30")
+@pytest.mark.parametrize("asked", [{"strict": True}, {"policy": "auto"}, {"policy": "approve"}, {"qk_clip": "warned"}])
+@pytest.mark.parametrize("kind", UNWATCHABLE)
+def test_more_than_observing_was_asked_for_so_a_model_that_cannot_be_watched_is_refused(
+    kind: str, asked: dict[str, Any]
+) -> None:
+    make, reason = UNWATCHABLE[kind]
+    original = F.scaled_dot_product_attention
+    with pytest.raises(ValueError, match=reason):
+        attach(make(), quiet=True, **asked)
+    assert F.scaled_dot_product_attention is original
+
+
 def test_a_model_on_the_meta_device_is_refused_with_a_sentence() -> None:
-    with pytest.raises(ValueError, match="lies on the meta device, without numbers; attach when its weights have"):
+    with pytest.raises(ValueError, match="is on the meta device, without numbers; attach when its weights have"):
         attach(tiny_gpt().to("meta"), **EVERY_STEP)
 
 

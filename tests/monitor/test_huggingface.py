@@ -1,6 +1,7 @@
 """Models of transformers and their Trainer: attention, masks, one-line callback, resume."""
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -334,10 +335,23 @@ def test_a_training_that_failed_can_be_started_again(tmp_path: Path) -> None:
     assert [e.status for e in callback.listener.of(wire.Finished)] == ["failed", "completed"]
 
 
-def test_a_version_of_transformers_that_hands_callbacks_no_model_is_a_sentence() -> None:
-    args = TrainingArguments("unused", report_to=[], use_cpu=True)
+@pytest.mark.promise("A30")
+def test_a_trainer_whose_model_cannot_be_watched_trains_on(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    lenient = {**QUICK, "strict": False}
     with pytest.raises(ValueError, match="hands its callbacks no model; transformers 5 does"):
         ForeshockCallback(**QUICK).on_train_begin(args, TrainerState(), TrainerControl())
+    args._n_gpu = 2
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        for given, why in (
+            ({}, "hands its callbacks no model"),
+            ({"model": gpt2()}, "use DistributedDataParallel, with torchrun"),
+        ):
+            callback = ForeshockCallback(**lenient)
+            callback.on_train_begin(args, TrainerState(), TrainerControl(), **given)
+            callback.on_step_end(args, TrainerState(global_step=1), TrainerControl())
+            callback.on_train_end(args, TrainerState(global_step=1), TrainerControl())
+            assert why in caplog.records[-1].message
 
 
 def test_a_process_beside_the_first_saves_and_takes_up_its_own_state(tmp_path: Path) -> None:
