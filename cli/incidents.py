@@ -55,9 +55,6 @@ def _print_incidents(found: list[dict[str, Any]], run: str, console: Console) ->
         for text in (incident["sentence"], incident["done"], incident["to_do"]):
             if text:
                 console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
-        if len(incident["causes"]) > 1:
-            for place, remedy in enumerate(incident["remedies"], 1):
-                console.print(f"  {place}. {remedy['state']}: {remedy['words']}", highlight=False, soft_wrap=True)
         for head in incident["heads"][:_HEADS_SHOWN]:
             console.print(f"  - {head['sentence']}", highlight=False, markup=False, soft_wrap=True)
         if (more := len(incident["heads"]) - _HEADS_SHOWN) > 0:

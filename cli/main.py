@@ -204,13 +204,6 @@ def switch(
     mode: Annotated[
         str | None, typer.Option(help=f"New mode: plain, {', '.join(MODE_NAMES)}, or several joined by +.")
     ] = None,
-    qk_clip: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHEN",
-            help="Set QK-Clip instead, of all heads: always, warned (from a warning that scores grow) or never.",
-        ),
-    ] = None,
     undo: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="Undo a switch instead: the id of the order, or `last`.")
     ] = None,
@@ -235,21 +228,16 @@ def switch(
     from foreshock.cli import runs as text
     from foreshock.cli.output import console, print_json
     from foreshock.client import Service
-    from foreshock.contract.orders import CLIP_ORDERS
 
     order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
     with Service(url, token) as client:
-        one = [given for given in (mode, qk_clip, undo, cancel) if given is not None]
+        one = [given for given in (mode, undo, cancel) if given is not None]
         if len(one) != 1 or (mode is None and (layer is not None or head)):
             raise CommandError(
-                "give --mode, with --layer and --head or without them, or give --qk-clip, --undo or --cancel alone"
+                "give --mode, with --layer and --head or without them, or give --undo or --cancel without a mode"
             )
         if mode is not None:
             commands = text.switch(client, layer=layer, heads=head, mode=mode, **order)
-        elif qk_clip is not None:
-            if qk_clip not in CLIP_ORDERS.values():
-                raise CommandError(f"--qk-clip {qk_clip} does not exist; give always, warned or never")
-            commands = text.switch(client, layer=None, heads=None, mode=f"qk_clip_{qk_clip}", **order)
         elif undo is not None:
             commands = text.undo(client, command=undo, **order)
         else:

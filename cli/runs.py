@@ -14,7 +14,6 @@ from foreshock.cli.errors import CommandError
 from foreshock.cli.output import DONE, REFUSED, UNANSWERED, print_csv
 from foreshock.client import SETTLED, Series, Service
 from foreshock.contract.modes import parse_mode
-from foreshock.contract.orders import ORDERS
 
 
 def list_runs(client: Service, console: Console) -> None:
@@ -181,12 +180,12 @@ def switch(
     Raises CommandError for an unknown mode, layer or head.
     """
     try:
-        mode in ORDERS or parse_mode(mode)
+        parse_mode(mode)
     except ValueError as error:
         raise CommandError(str(error)) from None
     refs = _head_refs(client, run, layer, heads)
     changes: list[dict[str, Any]] = [{"mode": mode, "heads": refs}]
-    if refs is None and mode not in ORDERS:  # each head keeps its own mode beside it
+    if refs is None:  # each head keeps its own mode beside it
         planned = client.switches(run, mode)
         changes = planned["changes"]
         if kept := planned["kept"]:

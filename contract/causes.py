@@ -1,7 +1,7 @@
 """The causes of warnings, one entry each: whoever knows the causes reads this list.
 
 The order is that of the evidence which a cause takes, the most first: the cause of a warning is corrected towards the
-first, and of causes that stand together the remedy of the first is tried first.
+first, and of causes that are active together the first gives the incident its name.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,9 @@ Cause = Literal["rounding", "score growth", "other"]
 """The cause that a verdict names."""
 IncidentCause = Literal["rounding", "score growth", "not finite", "other"]
 """The cause that warnings are gathered by: what is not finite is a matter of its own (contract.decision.cause_of)."""
-RemedyName = Literal["switch", "qk_clip"]
 
 _CLIP: Final = ", or with attention='kernels' and qk_clip='always' where that is not on yet"
-"""What holds scores that grow; it is never proposed for rounding, where it would cut what heads have learnt."""
+"""What holds scores that grow. It would cut what heads have learnt where rounding is the cause."""
 LOWER: Final = "Lower the learning rate or lengthen its warm-up, and look at the data of these steps"
 
 
@@ -31,11 +30,10 @@ class CauseInfo:
     done: str = "Nothing is switched: rounding could not be shown to be the cause, and a switch changes rounding alone."
     to_do: str = f"{LOWER}; if it goes on, resume from {{checkpoint}}."
     """What machines do where no remedy of theirs helps, and what is left to people; `checkpoint` is filled in."""
-    remedy: RemedyName | None = None
-    """What machines have against it. Causes with a remedy are one incident where they stand at one time: the cure of
-    the one must not hide or harm the other's (contract.decision.in_order)."""
-    helps: str = ""
-    """The remedy in words."""
+    curable: bool = False
+    """Whether a switch of heads helps."""
+    joins: bool = False
+    """Causes that join are one incident while they are active at the same time."""
 
 
 CAUSES: Final[dict[IncidentCause, CauseInfo]] = {
@@ -43,16 +41,15 @@ CAUSES: Final[dict[IncidentCause, CauseInfo]] = {
         reads="Scores drift as rounding drives them",
         shown_by="head.score_offset",
         resumed="with {mitigation} on every head from the start.",
-        remedy="switch",
-        helps="A switch of the heads that drift: it changes rounding alone, and can be undone.",
+        curable=True,
+        joins=True,
     ),
     "score growth": CauseInfo(
         reads="Scores grow, which rounding was not shown to cause,",
         shown_by="head.score_max",
         resumed=f"with a lower learning rate or a longer warm-up{_CLIP}.",
         to_do=f"{LOWER}; if it goes on, resume from {{checkpoint}}{_CLIP}.",
-        remedy="qk_clip",
-        helps="QK-Clip for the scores that grow: it scales weights for good.",
+        joins=True,
     ),
     "not finite": CauseInfo(
         reads="Numbers are not finite",
@@ -73,9 +70,9 @@ def incident_id(cause: IncidentCause) -> str:
 
 def mates(cause: IncidentCause) -> frozenset[IncidentCause]:
     """The causes that are one incident with this one where they stand at one time."""
-    return frozenset(one for one in CAUSES if one == cause or (CAUSES[one].remedy and CAUSES[cause].remedy))
+    return frozenset(one for one in CAUSES if one == cause or (CAUSES[one].joins and CAUSES[cause].joins))
 
 
 def curable(cause: IncidentCause) -> bool:
     """Whether a switch can help."""
-    return CAUSES[cause].remedy == "switch"
+    return CAUSES[cause].curable

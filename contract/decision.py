@@ -9,13 +9,13 @@ from typing import Final, Literal
 
 from foreshock.contract.causes import CAUSES, LOWER, IncidentCause, curable
 from foreshock.contract.modes import stronger
-from foreshock.contract.orders import Ordered, clip_order
+from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import Policy, Verdict
 
 Act = Literal["switch", "propose", "none"]
 """What a machine does: switch by itself, propose a switch to people, or nothing."""
-Ask = Literal["approve", "switch", "qk_clip", "none"]
-"""What people are asked for: to approve the proposal that waits, to order a switch or QK-Clip, or none of it."""
+Ask = Literal["approve", "switch", "none"]
+"""What people are asked for: to approve the proposal that waits, to order a switch, or neither."""
 Progress = Literal["unswitched", "switched", "arrested", "not arrested"]
 """Where a cure stands: not given, given, given and found to have stopped the growth, or found not to."""
 
@@ -23,8 +23,18 @@ STEPS_BEFORE: Final = 1000
 """A chart that alerts and messages open begins so long before its incident, or twice as long as that has lasted."""
 HOLDS: Final = "no machine asks for it again until a warning of these heads is raised anew."
 """How long a person's no holds: it was an answer to the evidence of the warnings that stood then."""
-_NO_MODE: Final = "No mode helps: each changes rounding alone."
-_FOR_GOOD: Final = "which scales weights for good; a dry run shows which"
+_GROWTH: Final[dict[str | None, tuple[str, str]]] = {
+    "never": (
+        CAUSES["score growth"].done,
+        f'{LOWER}; if it goes on, resume from {{checkpoint}} with qk_clip="always".',
+    ),
+    "warned": ("QK-Clip starts with the next new warning.", f"{LOWER}."),
+    "on": (
+        "QK-Clip is on: after each step it scales heads whose largest score passed its threshold.",
+        "Watch the loss. If it does not come back, resume from {checkpoint} with a lower learning rate.",
+    ),
+}
+"""What is done about scores that grow, and what is left to people, by the state of QK-Clip (`Started.qk_clip`)."""
 _ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
 _WHOSE: Final = {
     "head": "the heads that are warned about",
@@ -38,21 +48,19 @@ def cause_of(verdict: Verdict) -> IncidentCause:
     return "not finite" if verdict.signal == "nonfinite" and verdict.cause != "rounding" else verdict.cause
 
 
+def is_active(verdict: Verdict) -> bool:
+    """Whether a verdict is a warning that is not over."""
+    return verdict.state != "cleared" and verdict.severity != "info"
+
+
 def calls_for_switch(verdict: Verdict) -> bool:
-    """Whether a standing verdict asks for a switch of the head that it names."""
+    """Whether an active warning asks for a switch of the head that it names."""
     named = verdict.layer is not None and verdict.head is not None
-    return named and calls_for("switch", verdict)
+    return named and is_active(verdict) and curable(cause_of(verdict))
 
 
-def calls_for(remedy: str, verdict: Verdict) -> bool:
-    """Whether a standing verdict is of a cause that this remedy helps against."""
-    return verdict.state != "cleared" and verdict.severity != "info" and CAUSES[cause_of(verdict)].remedy == remedy
-
-
-def act_on(cause: IncidentCause, policy: Policy | None, clip: str | None = None) -> Act:
-    """What a machine may do about a cause; a run whose policy is unknown is only observed. clip: as `decision`."""
-    if CAUSES[cause].remedy == "qk_clip" and clip_order(clip, policy) is not None:
-        return "propose"
+def act_on(cause: IncidentCause, policy: Policy | None) -> Act:
+    """What a machine may do about a cause; a run whose policy is unknown is only observed."""
     return _ACTS[policy or "observe"] if curable(cause) else "none"
 
 
@@ -95,7 +103,7 @@ def decision(
     orders_known: whether the reader knows what was ordered, as the service does; order: the newest that concerns it;
     over: whether nothing grows any more; ended: whether the run has ended; clip: `Started.qk_clip`.
     """
-    act = act_on(cause, policy, clip)
+    act = act_on(cause, policy)
     checkpoint = "a checkpoint before the first warning" if before_step is None else checkpoint_before(before_step)
     given = f"{_count(switched, heads)} switched"
     if ended and progress != "arrested":
@@ -104,10 +112,10 @@ def decision(
         to_do = f"The run has ended. Resume it from {checkpoint} {how.format(mitigation=mitigation)}"
         done = f"{given}.{_way(order)}" if switched else "Nothing is switched."
         return Decision(act, done, to_do)
-    if CAUSES[cause].remedy == "qk_clip" and clip is not None:
-        return _clipped(act, clip, checkpoint, order)
     if not curable(cause):
-        return Decision(act, CAUSES[cause].done, CAUSES[cause].to_do.format(checkpoint=checkpoint))
+        own = CAUSES[cause].done, CAUSES[cause].to_do
+        done, to_do = _GROWTH.get(clip, own) if cause == "score growth" else own
+        return Decision(act, done, to_do.format(checkpoint=checkpoint))
     if not finite:
         return Decision(
             act,
@@ -136,47 +144,11 @@ def decision(
     return _unswitched(act, mitigation, scope, switched, heads, order, orders_known, over)
 
 
-def in_order(drift: Decision, growth: Decision, clip: str | None, *, judged: bool) -> Decision:
-    """What is done where rounding drives heads and scores grow too, made of what is done about either alone.
-
-    First the switch: it changes rounding alone and can be undone. QK-Clip, which would also cut heads that have
-    drifted, has its turn once every switch is `judged`. clip: as `decision`.
-    """
-    if judged:
-        return Decision(growth.act, f"Rounding: {drift.done} Score growth: {growth.done}", growth.to_do, growth.ask)
-    first = "Wait for the verdict on the newest switch." if drift.to_do == "Nothing." else drift.to_do
-    then = {
-        "never": "QK-Clip, which scales weights for good, comes only after the verdict on the switch.",
-        None: f"{LOWER}.",
-    }
-    return Decision(drift.act, drift.done, f"{first} Scores grow too: {then.get(clip, growth.done)}", drift.ask)
-
-
-def _clipped(act: Act, clip: str, checkpoint: str, order: Ordered | None) -> Decision:
-    """Scores grow where QK-Clip can scale: no mode holds them, and it changes weights, so that people decide."""
-    otherwise = f"{LOWER[0].lower()}{LOWER[1:]}, or resume from {checkpoint}"
-    if clip == "on":
-        return Decision(
-            act,
-            f"QK-Clip is on: after each step it scales heads whose largest score passed its threshold.{_way(order)}",
-            f"Watch the loss. If it does not come back, resume from {checkpoint} with a lower learning rate.",
-        )
-    if order is not None and order.state in ("pending", "delivered"):
-        return Decision(act, f"{order.way}.", "Wait for the agents' answer.")
-    if order is not None and order.state == "proposed":
-        return Decision(
-            act,
-            f"QK-Clip waits for your approval. {_NO_MODE}",
-            f"Approve QK-Clip, {_FOR_GOOD}. Or {otherwise}.",
-            "approve",
-        )
-    if order is not None and order.state == "rejected":
-        return Decision(act, f"{order.way}: {HOLDS}", f"{otherwise[0].upper()}{otherwise[1:]}.")
-    if clip == "warned":
-        return Decision(act, f"QK-Clip comes on with a warning that is raised anew.{_way(order)}", f"{LOWER}.")
-    return Decision(
-        act, f"QK-Clip is off.{_way(order)} {_NO_MODE}", f"Switch QK-Clip on, {_FOR_GOOD}. Or {otherwise}.", "qk_clip"
-    )
+def in_order(drift: Decision, growth: Decision) -> Decision:
+    """What is done where rounding drives heads and scores grow too, made of what is done about either alone."""
+    if drift.to_do == "Nothing.":
+        return Decision(drift.act, f"Rounding: {drift.done} Score growth: {growth.done}", growth.to_do)
+    return Decision(drift.act, drift.done, f"{drift.to_do} Scores grow too: {growth.to_do}", drift.ask)
 
 
 def _unswitched(

@@ -4,7 +4,7 @@ Warnings are of heads, and every rank has its own; people need one message. An i
 its cause, grows with every further one, and closes when all are quiet; its heads are ranked by how soon they come to
 harm. A warning whose cause is corrected goes over to the incident of that cause. Where that one is not open, the
 incident goes on under another name, from the step of its first warning, and says so. Rounding and score growth
-that stand at one time are one incident, whose remedies have an order (contract.decision.in_order).
+that stand at one time are one incident (contract.decision.in_order).
 
 It is a function of what is known: the newest word of every warning, the present modes, what became of switches, and who
 acknowledged. So it does not depend on the order in which ranks were heard, needs no table of its own, and old stores
@@ -131,7 +131,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: Known, last_step: int
         severity = "info"
     suspect = [head.evidence["suspect_step"] for head in standing if "suspect_step" in head.evidence]
     before = min([opened, *map(int, filter(math.isfinite, suspect))])
-    what, order, remedies = answer(cause, episode, standing, known, before)
+    what, order = answer(cause, episode, standing, known, before)
     driven = [head for head in standing if any(map(curable, head.causes))]
     progress = progress_of(driven)
     if progress == "arrested" and loose:
@@ -166,7 +166,6 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: Known, last_step: int
         to_do=what.to_do if standing else "Nothing.",
         ask=what.ask if standing else "none",
         order=order,
-        remedies=remedies,
     )
 
 

@@ -9,12 +9,11 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from foreshock.contract.causes import CAUSES, IncidentCause, RemedyName
+from foreshock.contract.causes import CAUSES, IncidentCause
 from foreshock.contract.decision import Act, Ask
 from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import HeadRef, Severity, Verdict
 
-RemedyState = Literal["now", "later", "done"]
 IncidentState = Literal["open", "acknowledged", "switched", "arrested", "not arrested", "closed"]
 HeadState = Literal["unswitched", "switched", "arrested", "not arrested", "quiet"]
 
@@ -55,17 +54,6 @@ class Acknowledged(BaseModel):
     unix_seconds: float
 
 
-class Remedy(BaseModel):
-    """One of an incident's remedies."""
-
-    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
-    name: RemedyName
-    state: RemedyState = Field(
-        description="now: its turn, until it is judged; later: another has to be judged before; done: judged, or on"
-    )
-    words: str = Field(description="what it is, in words")
-
-
 class IncidentHead(BaseModel):
     """A head of an incident, or the whole run where layer and head are null. All ranks that speak of it together."""
 
@@ -96,7 +84,7 @@ class Incident(BaseModel):
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings", json_schema_serialization_defaults_required=True)
     id: str
-    cause: IncidentCause = Field(description="the first of `causes`: its remedy comes first")
+    cause: IncidentCause = Field(description="the first of `causes`")
     causes: list[IncidentCause] = Field(description="every cause that its warnings have")
     state: IncidentState
     severity: Severity = Field(description="of its worst head that is neither quiet nor arrested")
@@ -123,11 +111,6 @@ class Incident(BaseModel):
     to_do: str = Field(description="what is left to people, in words")
     ask: Ask = Field(description="what that asks for: to approve `order`, to order a switch, or neither")
     order: Ordered | None = Field(description="the newest order for its heads, or the proposal that waits")
-    remedies: list[Remedy] = Field(description="what helps against what stands, in the order in which it is tried")
-
-    def has_its_turn(self, name: str) -> bool:
-        """Whether that remedy is what helps now."""
-        return any((one.name, one.state) == (name, "now") for one in self.remedies)
 
     @property
     def standing_heads(self) -> int:

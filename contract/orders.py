@@ -1,18 +1,16 @@
-"""Orders: what is ordered beside modes, one entry each; which heads a machine gives which mode; how far an order is.
+"""Orders: which heads a machine gives which mode, and how far an order is.
 
-`switches` and `clip_order` are the one place that decides it: the agent, what is passed on to other ranks, and the
-webhooks ask it.
+`switches` alone decides it: the agent, what is passed on to other ranks, and the webhooks ask it.
 """
 
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Final, Literal, get_args
+from typing import Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from foreshock.contract.modes import MODE_PATTERN, Mode, is_mode, mode_name, parse_mode, with_mode
-from foreshock.contract.wire import HeadRef, Policy
+from foreshock.contract.modes import Mode, parse_mode, with_mode
+from foreshock.contract.wire import HeadRef
 
 SwitchScope = Literal["head", "layer", "model"]
 CommandState = Literal[
@@ -25,49 +23,6 @@ What is pending or delivered may be cancelled: it goes to no further rank. It is
 Verification = Literal["verified", "not arrested", "unknown"]
 OrderSource = Literal["api", "alertmanager", "agent", "rank", "service"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderInfo:
-    """An order that changes no head's mode and is for every head of a run. Its name stands where a mode's would."""
-
-    action: str
-    """`Command.action`: by it the agent finds what carries the order out (`Switchboard.acts`), and an incident which
-    remedy it is (`CauseInfo.remedy`). No machine proposes what is no remedy."""
-    title: str
-    """What it is about, at the start of a sentence."""
-    words: str
-    """What it does, after `command to`."""
-    does: str
-    """In one line, for the page."""
-    stays: str
-    """Why it cannot be undone, after the command's name."""
-
-
-ClipWhen = Literal["never", "warned", "always"]
-CLIP_ORDERS: Final[dict[str, ClipWhen]] = {f"qk_clip_{when}": when for when in get_args(ClipWhen)}
-"""When QK-Clip scales weights, from such an order on (docs/score-growth.md)."""
-
-
-def _clip(when: ClipWhen, does: str) -> OrderInfo:
-    stays = "set QK-Clip, which cannot be undone: weights that it scaled stay so, and training has gone on from them. "
-    stays += "qk_clip_never ends it; to go back, resume from a checkpoint before it."
-    return OrderInfo(action="qk_clip", title="QK-Clip", words=f"set QK-Clip to {when}", does=does, stays=stays)
-
-
-ORDERS: Final = {
-    "qk_clip_never": _clip("never", "QK-Clip ends. Weights that it scaled stay so."),
-    "qk_clip_warned": _clip("warned", "It begins with a warning that scores grow, also one that stands now."),
-    "qk_clip_always": _clip(
-        "always", "From the next step on, heads whose largest score passes the threshold are scaled down to it."
-    ),
-}
-"""Everything that can be ordered but modes."""
-OrderName = Annotated[
-    str,
-    Field(max_length=64, json_schema_extra={"pattern": f"^({'|'.join(ORDERS)}|{MODE_PATTERN})$"}),
-    AfterValidator(lambda name: name if name in ORDERS else mode_name(parse_mode(name))),
-]
-"""What people may order: a mode for heads, or an entry of `ORDERS`."""
 
 _SHARED: Final[Mapping[str, int]] = {"head": 2, "layer": 1, "model": 0}
 """How much of (layer, head) a head has in common with the one that was warned about."""
@@ -85,16 +40,6 @@ _WAYS: Final[dict[CommandState, tuple[str, ...]]] = {
     "expired": ("expired without an answer",),
     "cancelled": ("stopped",),
 }
-
-
-def action_of(name: str) -> str:
-    """What an order of this name does (`Command.action`): "switch" where it is a mode."""
-    return ORDERS[name].action if name in ORDERS else "switch"
-
-
-def can_be_ordered(name: str) -> bool:
-    """Whether a name is known here; an agent newer than its service may report others."""
-    return is_mode(name) or name in ORDERS
 
 
 def switches(
@@ -118,14 +63,6 @@ def switches(
         if ref[:shared] in asked and ref not in held and mode != now:
             found.setdefault(mode, []).append(ref)
     return found
-
-
-def clip_order(state: str | None, policy: Policy | None) -> str | None:
-    """The order that machines propose where scores grow: QK-Clip where it is off (`Started.qk_clip`) and can scale.
-
-    None under `observe`. No policy gives it by itself: it changes weights, to which a setting or a person must agree.
-    """
-    return "qk_clip_always" if state == "never" and policy in ("approve", "auto") else None
 
 
 class Ordered(BaseModel):

@@ -1,17 +1,17 @@
-"""What is done about an incident: its remedies in their order, made of what is known of its heads and of orders.
+"""What is done about an incident, made of what is known of its heads and of orders.
 
-Each cause is answered as if it stood alone (contract.decision.decision). Where rounding and score growth stand at one
-time, one goes after the other (contract.decision.in_order).
+Each cause is answered as if it were the only one (contract.decision.decision). If rounding and score growth are active
+together, the answers are joined (contract.decision.in_order).
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from foreshock.contract.causes import CAUSES, IncidentCause, RemedyName, curable
-from foreshock.contract.decision import Decision, Progress, cause_of, decision, in_order
-from foreshock.contract.incident_form import Acknowledged, IncidentHead, Remedy, RemedyState, SwitchOutcome, Warned
-from foreshock.contract.modes import ROUNDING_ENDS, is_mode, parse_mode, stronger
-from foreshock.contract.orders import ORDERS, Ordered, action_of
+from foreshock.contract.causes import CAUSES, IncidentCause, curable
+from foreshock.contract.decision import Decision, Progress, cause_of, decision, in_order, is_active
+from foreshock.contract.incident_form import Acknowledged, IncidentHead, SwitchOutcome, Warned
+from foreshock.contract.modes import ROUNDING_ENDS, is_mode, parse_mode
+from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import HeadRef, Policy
 
 
@@ -36,72 +36,42 @@ def answer(
     standing: Sequence[IncidentHead],
     known: Known,
     before_step: int,
-) -> tuple[Decision, Ordered | None, list[Remedy]]:
-    """What is done about what stands, the order that shows how far that is, and the remedies in their order."""
-    decided: dict[IncidentCause, tuple[Decision, Ordered | None]] = {}
-    judged = finite = True
+) -> tuple[Decision, Ordered | None]:
+    """What is done about what stands, and the order that shows how far that is."""
+    decided: list[Decision] = []
+    order: Ordered | None = None
+    finite = True
     for own in [one for one in CAUSES if any(one in head.causes for head in standing)] or [cause]:
         heads = [head for head in standing if own in head.causes]
         progress = progress_of(heads) if curable(own) else "unswitched"
-        rejected = {
-            (one.verdict.layer, one.verdict.head)
-            for one in episode
-            if one.verdict.state != "cleared" and one.rejected and cause_of(one.verdict) == own
-        }
-        order, given = None, [each for each in known.orders or () if action_of(each[1].mode) == CAUSES[own].remedy]
         if curable(own):
-            order = _order(heads, progress, given, rejected, known.held)
-            judged = all(_is_judged(head, known, rejected) for head in heads)
+            rejected = {
+                (one.verdict.layer, one.verdict.head)
+                for one in episode
+                if one.rejected and is_active(one.verdict) and cause_of(one.verdict) == own
+            }
+            order = _order(heads, progress, known.orders or (), rejected, known.held)
             finite = all(head.signal != "nonfinite" for head in heads)
-        elif CAUSES[own].remedy == "qk_clip":
-            order = _clip_order(heads, given, rejected)
-        what = decision(
-            own,
-            known.policy,
-            mitigation=known.mitigation,
-            scope=known.scope,
-            progress=progress,
-            switched=switched_of(heads),
-            heads=len(heads),
-            before_step=before_step,
-            finite=finite,
-            orders_known=known.orders is not None,
-            order=order,
-            over=bool(heads) and all(falls(head.evidence) for head in heads),
-            ended=known.ended,
-            clip=known.clip,
+        decided.append(
+            decision(
+                own,
+                known.policy,
+                mitigation=known.mitigation,
+                scope=known.scope,
+                progress=progress,
+                switched=switched_of(heads),
+                heads=len(heads),
+                before_step=before_step,
+                finite=finite,
+                orders_known=known.orders is not None,
+                order=order if curable(own) else None,
+                over=bool(heads) and all(falls(head.evidence) for head in heads),
+                ended=known.ended,
+                clip=known.clip,
+            )
         )
-        decided[own] = what, order
-    turns: dict[RemedyName, RemedyState] = {"switch": "done" if judged else "now"}
-    if known.clip is not None:
-        turns["qk_clip"] = "done" if known.clip == "on" else "now" if judged else "later"
-    remedies = [
-        Remedy(name=each.remedy, state=turns[each.remedy], words=each.helps)
-        for each in (CAUSES[own] for own in decided)
-        if each.remedy in turns and standing and finite and not known.ended
-    ]
-    (what, order), *more = decided.values()
-    if not more or not finite:
-        return what, order, remedies
-    [(growth, clip)] = more
-    return in_order(what, growth, known.clip, judged=judged), (clip or order) if judged else order, remedies
-
-
-def _is_judged(head: IncidentHead, known: Known, rejected: Collection[tuple[int | None, int | None]]) -> bool:
-    """Whether a head that rounding drives waits for no switch, nor for the verdict on one, nor for a stronger one."""
-    if head.layer is None or head.head is None or head.state not in ("arrested", "not arrested"):
-        return False
-    ref = head.layer, head.head
-    left = stronger(known.modes.get(ref, "plain")) if head.state == "not arrested" else None
-    if left is not None and ref not in rejected:
-        return False
-    newest = next((one for heads, one in known.orders or () if _counts(one) and (heads is None or ref in heads)), None)
-    return newest is None or (newest.state == "applied" and newest.verification is not None) or not _cures(newest)
-
-
-def _counts(order: Ordered) -> bool:
-    """Whether an order has made a head what it is, or may yet."""
-    return order.mode not in ORDERS and order.state in ("proposed", "pending", "delivered", "applied")
+    what, *more = decided
+    return (in_order(what, more[0]) if more and finite and not known.ended else what), order
 
 
 def _cures(order: Ordered) -> bool:
@@ -149,17 +119,6 @@ def _order(
         if counts:
             return order
     return None
-
-
-def _clip_order(
-    standing: Sequence[IncidentHead],
-    orders: Sequence[tuple[frozenset[HeadRef] | None, Ordered]],
-    rejected: Collection[tuple[int | None, int | None]],
-) -> Ordered | None:
-    """The newest order about QK-Clip, a proposal that waits first; a rejection counts while it holds for all heads."""
-    refused = {(head.layer, head.head) for head in standing} <= set(rejected)
-    clips = [order for _, order in orders if order.state != "rejected" or refused]
-    return min(clips, key=lambda order: order.state != "proposed", default=None)
 
 
 def progress_of(standing: Sequence[IncidentHead]) -> Progress:

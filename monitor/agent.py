@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.decision import calls_for_switch
 from foreshock.contract.metrics.metric import GUARDED
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor.apart import apart
@@ -81,10 +80,6 @@ class Agent:
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], new_id, self._outbox.emit)
         self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
         self._schedule = self._sampler.schedule
-        me = weakref.proxy(self)  # in no circle: an agent that is dropped leaves there, and not in the midst of a step
-        self._switchboard.acts["qk_clip"] = lambda order: me._clipping.obey(
-            order, me.detectors.active, step=me.current_step
-        )
         self._started = self._closed = self._busy = False
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -186,8 +181,7 @@ class Agent:
             )
         if self.config.policy != "observe":
             self._guards["policy"].run(self._switching.act, verdicts, self.current_step)
-        drifts = any(map(calls_for_switch, (*verdicts, *self.detectors.active)))
-        self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step, drifts=drifts)
+        self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
 
     def _note(self, counted: Counted) -> None:
         largest = slot_values(counted.words, Slot.SCORE_MAX)
@@ -322,8 +316,7 @@ class Agent:
         except Exception as error:  # whatever a damaged state holds: of half of it nothing stays
             self.detectors = Detectors(self._heads, self.config.detectors)
             raise ValueError(f"{error} (the detectors begin anew; the modes of the heads are as saved)") from error
-        drifts = any(map(calls_for_switch, self.detectors.active))
-        self._guards["qk_clip"].run(self._clipping.follow, self.detectors.active, step=self.current_step, drifts=drifts)
+        self._guards["qk_clip"].run(self._clipping.follow, self.detectors.active, step=self.current_step)
         if self.config.policy != "observe":  # it may be another than that of the process that warned
             # "updated", since a new warning would end the hold that a person has put on a head
             active = [verdict.model_copy(update={"state": "updated"}) for verdict in self.detectors.active]

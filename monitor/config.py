@@ -15,7 +15,6 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from foreshock.contract.environment import as_header_carries, names_a_host, refuse_misspelt
 from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
-from foreshock.contract.orders import ClipWhen as ClipWhen
 from foreshock.contract.orders import SwitchScope
 from foreshock.contract.wire import Identifier, ModeName, Policy
 from foreshock.monitor.detect.detectors import DetectorConfig
@@ -23,6 +22,8 @@ from foreshock.monitor.mirror import parts_of_mirror
 
 Numerics = Literal["auto", "kernel", "float32", "paper", "float64"]
 Served = Literal["keep", "kernels"]
+ClipWhen = Literal["never", "warned", "always"]
+"""When QK-Clip scales weights (docs/score-growth.md)."""
 
 
 def _default_spool_directory() -> Path:

@@ -58,9 +58,6 @@ class Switchboard:
         """Why the head in a row cannot be given a mode; None where it can."""
         self.serves: Callable[[int], bool] | None = None
         """Whether our kernels compute the head in a row, and read its mode; None: all of them."""
-        self.acts: dict[str, Callable[[wire.Command], str]] = {}
-        """What carries out orders that are no switches, by their action. It returns what became of it; ValueError where
-        it is refused."""
         self._orders: list[_Order] = []
         self._late: list[wire.Switched] = []
         """Answers to orders that others replaced while they waited."""
@@ -247,15 +244,10 @@ class Switchboard:
         def no(outcome: wire.Outcome, why: str) -> _CommandOutcome:
             return _CommandOutcome(outcome, mine, None, why)
 
-        if (act := self.acts.get(command.action)) is None and command.action != "switch":
-            return no("refused", f"this agent does not know the order {command.action!r}; it is older than the service")
+        if command.action != "switch":
+            return _CommandOutcome("refused", [], None, f"this agent does not carry out {command.action!r} orders")
         if (why := _expired(command, step, unix_seconds)) is not None:
             return no("expired", why)
-        if act is not None:
-            try:
-                return _CommandOutcome("dry_run" if command.dry_run else "applied", [], None, act(command))
-            except ValueError as error:
-                return _CommandOutcome("refused", [], None, str(error))
         if not mine:
             return no("refused", "none of the named heads is watched by this process")
         try:

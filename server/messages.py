@@ -81,12 +81,10 @@ def of_many(changed: Mapping[str, Sequence[Incident]], other: Mapping[str, Seque
 def to_do_of(run: str, incident: Incident) -> str:
     """What is left to people, and the command that does it where it is a switch."""
     named = _ORDERED.search(incident.to_do)
-    option, why = f"--mode {named[1]}" if named else None, incident.cause
-    if incident.ask == "qk_clip":
-        option, why = "--qk-clip always", incident.causes[-1]
-    if option is None:
+    if named is None:
         return incident.to_do
-    return f'{incident.to_do} Type: foreshock switch {shlex.quote(run)} {option} --reason "{why}"'
+    order = f'foreshock switch {shlex.quote(run)} --mode {named[1]} --reason "{incident.cause}"'
+    return f"{incident.to_do} Type: {order}"
 
 
 def words_of(run: str, incident: Incident) -> tuple[str, str, str, str]:

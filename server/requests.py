@@ -4,11 +4,10 @@ What is written is kept: in the audit trail, in a run's description, in the stor
 surrogate pair, which JSON can spell and no store can keep.
 """
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from foreshock.contract.orders import ORDERS, OrderName
 from foreshock.contract.wire import MAX_LAYERS, HeadRef, ModeName, Step
 
 
@@ -50,17 +49,11 @@ class CommandRequest(BaseModel):
     heads: list[HeadRef] | None = Field(
         default=None, max_length=MAX_LAYERS * 64, description="[[layer, head], ...]; null means every head of the run"
     )
-    mode: OrderName = Field(description="for these heads; or when QK-Clip scales weights, of every head")
+    mode: ModeName = Field(description="the mode that these heads get")
     expect: ModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
     expires_in_seconds: float | None = Field(default=None, gt=0, le=30 * 86400)
     expires_step: Step | None = None
     dry_run: bool = False
-
-    @model_validator(mode="after")
-    def _what_changes_no_mode_is_for_every_head(self) -> Self:
-        if self.mode in ORDERS and (self.heads is not None or self.expect is not None):
-            raise ValueError(f"{self.mode} is for every head and expects no mode; leave heads and expect out")
-        return self
 
 
 class Decision(BaseModel):

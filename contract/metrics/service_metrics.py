@@ -170,7 +170,7 @@ INCIDENT_METRICS: Final = (
                 '$labels.state "open" }}, {{ $labels.state }}{{ end }}',
                 description=_in_words("sentence", "The page shows the incident."),
                 action="Look at the incident's first head on the run's page, and do what the page says. If the cause "
-                "is rounding, switch every head first. If scores grow, lower the learning rate or switch QK-Clip on. "
+                "is rounding, switch every head first. If scores grow, lower the learning rate. "
                 "Otherwise look at the data, or resume from an earlier checkpoint.",
                 done=_in_words("done", "The page shows what was done."),
                 to_do=_in_words("to_do", "Look at the run's page, and do what it says."),

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from foreshock.contract.modes import MODES, is_mode
-from foreshock.contract.orders import ClipWhen, SwitchScope
+from foreshock.contract.orders import SwitchScope
 from foreshock.contract.wire import ModeName, Policy
-from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.config import AgentConfig, ClipWhen
 
 Numerics = Literal["kernel", "paper", "float32"]
 Backend = Literal["flash", "cudnn", "efficient"]

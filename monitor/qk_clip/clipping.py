@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.decision import calls_for
-from foreshock.contract.orders import CLIP_ORDERS, ClipWhen, clip_order
+from foreshock.contract.decision import cause_of, is_active
 from foreshock.contract.slots import Floats, Slot, slot_values
 from foreshock.monitor.apart import apart
 from foreshock.monitor.attached_model import AttachedModel
@@ -48,8 +47,6 @@ class Clipping:
         emit: Callable[[wire.Event], None],
     ) -> None:
         self.on = config.qk_clip == "always"
-        self.when: ClipWhen = config.qk_clip
-        """The setting, or what an order has made of it since."""
         self._config: Final = config
         self._attached: Final = attached
         self._guard: Final = guard
@@ -75,7 +72,7 @@ class Clipping:
         self._done: dict[wire.HeadRef, tuple[int, float]] = {}
         """Heads that were ever scaled: how often, and by what factor the scores were scaled altogether at most."""
         self.last_scores: Floats | None = None
-        """The largest score of each head in the last sample, for dry runs."""
+        """The largest score of each head in the last sample, for `dry_run`."""
         self._looked: tuple[list[tuple[object, ...]], dict[int, str]] | None = None
         """The state of the layers when the last search found which can be scaled, and why others cannot."""
         self._ask_for_all_rows(1)
@@ -115,32 +112,7 @@ class Clipping:
         """As `Started` gives it."""
         if self.on:
             return "on"
-        return None if self.why_not() else "warned" if self.when == "warned" else "never"
-
-    def obey(self, order: wire.Command, active: Iterable[wire.Verdict], *, step: int) -> str:
-        """Carry out an order, and return what became of it. Raises ValueError where it is refused."""
-        when = CLIP_ORDERS.get(order.mode)
-        if when is None:
-            raise ValueError(f"QK-Clip has no order {order.mode!r}; there are {', '.join(CLIP_ORDERS)}")
-        if when != "never" and not self.on and (why := self.why_not()):
-            raise ValueError(why)
-        if order.dry_run:
-            return self._would()
-        self.when, reason = when, f"{order.issued_by}: {order.reason}"
-        if when != "warned":
-            self.set(when == "always", step=step, reason=reason)
-        else:
-            self._held, self._asked = False, True
-            self.follow(active, step=step)
-        return f"QK-Clip is {'on' if self.on else 'off until scores grow' if when == 'warned' else 'off'}"
-
-    def _would(self) -> str:
-        """What the last sample would have it do, in words; of kept attention it holds a sample of the scores."""
-        scaled = {} if self.last_scores is None else self._factors(self.last_scores)
-        named = [f"layer {layer} head {head} by {factor:.3g}" for (layer, head), factor in scaled.items()]
-        kept = any(layer.sampled for layer in self._watched)
-        sentence = f"QK-Clip would scale the scores of {listed(named)}" if named else "QK-Clip would scale no head now"
-        return sentence + ", by the sampled rows of kept attention; all its rows may hold a larger score" * kept
+        return None if self.why_not() else "warned" if self._config.qk_clip == "warned" else "never"
 
     def set(self, on: bool, *, step: int, reason: str) -> wire.Clipped:
         """Switch it on or off, as a person asked. Raises ValueError where it cannot be on."""
@@ -163,37 +135,16 @@ class Clipping:
         self._emit(event)
         return event
 
-    def follow(self, verdicts: Iterable[wire.Verdict], *, step: int, drifts: bool = False) -> None:
-        """Switch on for a warning of scores that grow where that was agreed to, or propose to ask people; where heads
-        drift too (`drifts`) the service proposes it, once their switch is judged."""
-        if self.on or self._over:
+    def follow(self, verdicts: Iterable[wire.Verdict], *, step: int) -> None:
+        """Switch on for a warning of scores that grow, if the setting is "warned"."""
+        if self.on or self._over or self._config.qk_clip != "warned":
             return
-        for verdict in (one for one in verdicts if calls_for("qk_clip", one)):
+        for verdict in verdicts:
             new = verdict.state == "raised" or verdict.corrected_step == verdict.step
-            if self.when != "warned":
-                if new and not drifts and (order := clip_order(self.state, self._config.policy)) is not None:
-                    self._propose(order, verdict, step)
-                    return
-            elif not self._held or new:
+            if is_active(verdict) and cause_of(verdict) == "score growth" and (new or not self._held):
                 self._held = False
                 self._switched(True, step, f"qk_clip warned: {verdict.sentence}")
                 return
-
-    def _propose(self, order: str, verdict: wire.Verdict, step: int) -> None:
-        heads = self._heads[:1] if verdict.layer is None or verdict.head is None else [(verdict.layer, verdict.head)]
-        reason = f"policy {self._config.policy}: {verdict.sentence}"[:500]
-        self._emit(
-            wire.Switched(
-                id=self._new_id(),
-                step=step,
-                verdict=verdict.id,
-                outcome="proposed",
-                heads=tuple(heads),
-                before=("qk_clip_never",),
-                after=(order,),
-                reason=reason,
-            )
-        )
 
     def dry_run(self) -> dict[wire.HeadRef, float]:
         """What the scores of each head would be scaled by, by the largest of the last sample and since."""
@@ -368,7 +319,13 @@ class Clipping:
         """Whether it is on and what it did, in a line; "" where it was never asked for."""
         if not self._asked and not self._over and not self._done:
             return ""
-        now = "on" if self.on else "off until scores grow" if self.when == "warned" and not self._over else "off"
+        now = (
+            "on"
+            if self.on
+            else "off until scores grow"
+            if self._config.qk_clip == "warned" and not self._over
+            else "off"
+        )
         line = f"QK-Clip is {now} at {self._config.qk_clip_threshold:g}"
         if self._over:
             line += f", {self._over}"
@@ -385,16 +342,12 @@ class Clipping:
     def state_dict(self) -> dict[str, Any]:
         """Whether it is on, and what it did to which head, JSON-able."""
         done = [[*head, times, least] for head, (times, least) in self._done.items()]
-        agreed = [self._config.qk_clip, self.when]
-        return {"on": self.on, "held": self._held, "done": done, "agreed": agreed}
+        return {"on": self.on, "held": self._held, "done": done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as saved. Raises ValueError and TypeError for what is damaged; then nothing is taken up."""
         done = {(int(layer), int(head)): (int(times), float(least)) for layer, head, times, least in state["done"]}
         on, held = bool(state["on"]), bool(state["held"])
         self._done, self._held = done, held
-        setting, when = state.get("agreed", (None, None))
-        if setting == self._config.qk_clip and when in CLIP_ORDERS.values():  # else the setting is the newer word
-            self.when = when
-        if self._config.qk_clip != "always" or self.when == "never":
+        if self._config.qk_clip != "always":
             self.on, self._asked = on, self._asked or on

@@ -6,7 +6,6 @@ from typing import Final
 
 from sqlalchemy import Connection, func, select
 
-from foreshock.contract.orders import ORDERS
 from foreshock.server.commands.lifecycle import OPEN
 from foreshock.server.settings import Settings
 from foreshock.server.store.schema import commands
@@ -19,10 +18,9 @@ def refusal(
     connection: Connection,
     run_id: int,
     heads: Sequence[tuple[int, int]],
-    action: str = "switch",
 ) -> str | None:
-    """Why a machine may not switch these heads now, or propose another `action`, or None. An order that is carried out
-    is no reason: it has made the heads what they are, or was undone."""
+    """Why a machine may not switch these heads now, or None. An order that is carried out is no reason: it has made
+    the heads what they are, or was undone."""
     table = commands.c
     now, cooldown = time.time(), settings.webhook_cooldown_seconds
     ours = (table.run_id == run_id, table.source.in_(_MACHINES), table.state != "rejected")
@@ -31,9 +29,7 @@ def refusal(
     recent = connection.execute(select(func.max(table.created)).where(*ours, *lately))
     if (last := recent.scalar()) is not None:
         return f"the run's cool-down lasts {cooldown - (now - last):.0f} s more"
-    other = [name for name, order in ORDERS.items() if order.action == action]
-    same = table.mode.in_(other) if other else table.mode.not_in(ORDERS)
-    under_way = table.run_id == run_id, table.state.in_((*OPEN, "proposed")), ~table.dry_run, same
+    under_way = table.run_id == run_id, table.state.in_((*OPEN, "proposed")), ~table.dry_run
     for row in connection.execute(select(table.heads, table.state).where(*under_way)):
         named = set(heads) if row.heads is None else {(layer, head) for layer, head in row.heads}
         if set(heads) <= named or (row.state != "proposed" and not named.isdisjoint(heads)):

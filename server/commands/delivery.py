@@ -12,7 +12,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 from sqlalchemy import Connection, Row, and_, bindparam, select, update
 
-from foreshock.contract.orders import action_of, can_be_ordered
+from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, Switched
 from foreshock.server.commands.heads_by_rank import RankHeads, all_ended, concerned, heads_by_rank
 from foreshock.server.commands.lifecycle import OPEN, details_of, heads_of, record_transition, tracks_of
@@ -50,11 +50,10 @@ def exchange(
     run_ids: Mapping[str, int],
     switched: Sequence[tuple[Batch, Switched]],
     group: Sequence[Batch],
-    verify_steps: int,
 ) -> Orders:
     """Take in the answers that a group of batches brought, and give out what each boot is ordered to do.
 
-    verify_steps: as for `incidents_of`. The caller holds the runs (`Store.lock_runs`).
+    The caller holds the runs (`Store.lock_runs`).
     """
     switched_runs = {run_ids[batch.run] for batch, _ in switched}
     held = heads_by_rank(connection, switched_runs) if switched_runs else {}
@@ -64,7 +63,7 @@ def exchange(
             _answer(connection, run_ids[batch.run], held, batch, answer)
     for batch, answer, verdicts in grouped([(b, answer) for b, answer in switched if answer.command is None]):
         run_id = run_ids[batch.run]
-        propagate(connection, run_id, held.get(run_id, {}), descriptions, batch, answer, verdicts, verify_steps)
+        propagate(connection, run_id, held.get(run_id, {}), descriptions, batch, answer, verdicts)
     rows = connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))}).all()
     if not rows:
         return {}
@@ -84,7 +83,7 @@ def exchange(
             state = track.get(rank)
             answered = state is not None and state.outcome is not None
             late = row.expires is not None and now > row.expires and state is None
-            if rank not in concerned or answered or late or ranks[rank].boot != boot or not can_be_ordered(row.mode):
+            if rank not in concerned or answered or late or ranks[rank].boot != boot or not is_mode(row.mode):
                 continue
             if len(orders[boot_key]) < _MAX_PER_ACK and (order := _as_wire(row)) is not None:
                 sizes[boot_key] += len(order.model_dump_json().encode()) + 1
@@ -99,7 +98,6 @@ def _as_wire(row: Row[Any]) -> Command | None:
     try:
         return Command(
             id=row.id,
-            action=action_of(row.mode),
             heads=heads_of(row),
             mode=row.mode,
             expect=row.expect,

@@ -21,7 +21,6 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, desc, func, or_, select, update
 
 from foreshock.contract.modes import is_mode
-from foreshock.contract.orders import ORDERS
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands.heads_by_rank import check_heads, check_somebody_is_left, heads_by_rank
@@ -135,6 +134,8 @@ def create_from_request(
 def approve(connection: Connection, command_id: str, who: str, reason: str, *, expiry: float) -> list[str]:
     """Let a proposed command go out, for `expiry` seconds; its id."""
     row = _proposed(connection, command_id)
+    if not is_mode(row.mode):
+        raise ProblemError(409, f"Command {row.id} is for {row.mode}, which this service cannot order; reject it.")
     check_somebody_is_left(row.run, heads_of(row), heads_by_rank(connection, [row.run_id]).get(row.run_id, {}))
     return _decide(connection, row, "pending", who, reason, time.time() + expiry)
 
@@ -142,7 +143,7 @@ def approve(connection: Connection, command_id: str, who: str, reason: str, *, e
 def reject(connection: Connection, command_id: str, who: str, reason: str) -> list[str]:
     """Turn a proposed command down, which holds for the warnings that stand: see `reject_evidence`; its id."""
     row = _proposed(connection, command_id)
-    reject_evidence(connection, row.run_id, heads_of(row), row.mode)
+    reject_evidence(connection, row.run_id, heads_of(row))
     return _decide(connection, row, "rejected", who, reason, row.expires)
 
 
@@ -186,8 +187,6 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
     wholly or by some ranks before it was cancelled, and nothing takes it back yet.
     """
     row = _command(connection, command_id)
-    if row.mode in ORDERS:
-        raise ProblemError(409, f"Command {command_id} {ORDERS[row.mode].stays}")
     if row.state not in ("applied", "cancelled"):
         raise ProblemError(409, f"Command {command_id} is {row.state}; only what was applied can be undone.")
     if other := _undone(connection, [command_id]).get(command_id):
@@ -350,8 +349,7 @@ def not_arrested_by_run(connection: Connection) -> dict[int, int]:
     failed = connection.execute(applied.where(commands.c.verification == "not arrested")).all()
     if not failed:
         return {}
-    switched = commands.c.run_id.in_({row.run_id for row in failed}), commands.c.mode.not_in(ORDERS)
-    rows = connection.execute(applied.where(*switched)).all()
+    rows = connection.execute(applied.where(commands.c.run_id.in_({row.run_id for row in failed}))).all()
     found: Counter[int] = Counter()
     for row in failed:
         since = [other for other in rows if other.run_id == row.run_id and other.number > row.number]

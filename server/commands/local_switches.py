@@ -16,9 +16,8 @@ from sqlalchemy import Connection, func, select
 
 from foreshock.contract.causes import curable
 from foreshock.contract.modes import is_mode, mode_name, parse_mode
-from foreshock.contract.orders import ORDERS, action_of, switches
+from foreshock.contract.orders import switches
 from foreshock.contract.wire import Batch, HeadRef, Switched
-from foreshock.server.commands.clip_proposals import may_be_proposed
 from foreshock.server.commands.heads_by_rank import RankHeads
 from foreshock.server.commands.lifecycle import OPEN, Order, create, details_of
 from foreshock.server.models import CommandState
@@ -72,21 +71,18 @@ def propagate(
     batch: Batch,
     switched: Switched,
     verdicts: frozenset[str | None],
-    verify_steps: int,
 ) -> None:
     """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads.
 
     ranks: who holds which heads of the run. descriptions: by run those of its living process starts, kept here
-    from the first switch on that asks for it. verdicts: the warnings that are named for it. verify_steps: as for
-    `incidents_of`.
+    from the first switch on that asks for it. verdicts: the warnings that are named for it.
     """
     by_mode: dict[str, list[HeadRef]] = defaultdict(list)
     own = ranks.get(batch.rank)
     living = own is not None and own.boot == batch.boot  # a superseded boot's news comes too late to be an order
     for ref, mode in zip(switched.heads, switched.after, strict=True):
         # a mode of a newer agent cannot be ordered; the history keeps it
-        proposed = switched.outcome == "proposed" and mode in ORDERS  # none orders it but a person
-        if own is not None and ref in own.heads and (is_mode(mode) or proposed):
+        if own is not None and ref in own.heads and is_mode(mode):
             by_mode[mode].append(ref)
     actor = f"rank {batch.rank}"
     audit.append(connection, actor=actor, action="local switch", run=batch.run, details=details_of(switched))
@@ -104,11 +100,7 @@ def propagate(
             state = "applied"
         elif justified:
             state = "pending"
-        elif (
-            _enough_proposed(connection, run_id, heads, mode)
-            or _is_rejected(connection, run_id, verdicts)
-            or (mode in ORDERS and not may_be_proposed(connection, run_id, action_of(mode), verify_steps))
-        ):
+        elif _enough_proposed(connection, run_id, heads, mode) or _is_rejected(connection, run_id, verdicts):
             continue
         order = Order(
             run_id=run_id,
@@ -116,7 +108,7 @@ def propagate(
             source="rank" if applied else "agent",
             issued_by=actor,
             reason=switched.reason or "local decision",
-            heads=None if mode in ORDERS else heads,
+            heads=heads,
             mode=mode,
             state=state,
             expires=time.time() + _EXPIRY_SECONDS,

@@ -16,14 +16,12 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import Connection, Row, select, update
 
-from foreshock.contract.incident import Incident
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.modes import mode_name, stronger
-from foreshock.contract.orders import ORDERS, switches
+from foreshock.contract.orders import switches
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
-from foreshock.server.commands.clip_proposals import propose_after_switches
 from foreshock.server.curves.answers import CurveLine
 from foreshock.server.curves.drawing import Curve, Window, draw, edges
 from foreshock.server.curves.merging import axis_of
@@ -96,8 +94,7 @@ async def verify(store: Store, settings: Settings, roller: Roller) -> None:
     for due in found:
 
         def judge(connection: Connection, due: Due = due) -> None:
-            # where the verdict led to a proposal, the run's cool-down holds this one back
-            propose_after_switches(settings, connection, _judge(connection, settings, due))
+            _judge(connection, settings, due)
 
         await store.write(judge)
 
@@ -109,7 +106,7 @@ def _due(connection: Connection, settings: Settings, roller: Roller) -> list[Due
         .join(runs)
         .where(
             table.c.state == "applied",
-            table.c.mode.not_in(("plain", *ORDERS)),
+            table.c.mode != "plain",
             table.c.verification.is_(None),
             table.c.undoes.is_(None),
             table.c.id.not_in(undone),
@@ -163,8 +160,8 @@ def judged_in_words(
     return sentence[0].upper() + sentence[1:]
 
 
-def _judge(connection: Connection, settings: Settings, due: Due) -> dict[int, list[Incident]]:
-    """Write the verdict down, and propose a stronger mode where one is left; the run's incidents after the verdict."""
+def _judge(connection: Connection, settings: Settings, due: Due) -> None:
+    """Write the verdict down, and propose a stronger mode where one is left."""
     row, at, heads, growths = due.row, due.at, due.heads, due.growths
     running = {ref: [g for g in found if not g.arrested] for ref, found in growths.items()}
     loose = [ref for ref, found in running.items() if found]
@@ -177,7 +174,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> dict[int, li
     lock_runs(connection, [row.run_id])
     open_ = update(table).where(table.c.id == row.id, table.c.verification.is_(None)).values(verification=verdict)
     if connection.execute(open_).rowcount == 0:
-        return {}  # another replica was first, and has done what follows
+        return  # another replica was first, and has done what follows
     growth = {
         f"{layer}.{head}": [[g.signal, round(g.before, 4), round(g.after, 4)] for g in found]
         for (layer, head), found in growths.items()
@@ -186,15 +183,14 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> dict[int, li
     commands.record_transition(
         connection, row, row.run, "applied", "service", details, sentence=sentence, verification=verdict
     )
-    found = record_incidents(connection, [row.run_id], settings.verify_steps)
+    record_incidents(connection, [row.run_id], settings.verify_steps)
     known = process_starts.of_now(connection, [row.run_id])[row.run_id]
     observed = described(known).get("policy", "observe") == "observe"
     if next_mode is None or observed or refusal(settings, connection, row.run_id, loose) is not None:
-        return found
+        return
     modes, held = present(connection, row.run_id)
     for mode, wanted in switches(loose, modes, next_mode, held=held).items():
         commands.propose(connection, (row.run_id, row.run), mode_name(mode), wanted, sentence)
-    return found
 
 
 def growth_of(

@@ -9,7 +9,6 @@ from pydantic import Field
 from foreshock.contract.metrics.catalog import METRICS
 from foreshock.contract.metrics.metric import MORE_CHARTS, Scale
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
-from foreshock.contract.orders import CLIP_ORDERS, ORDERS, ClipWhen
 from foreshock.server.access.auth import Reader
 from foreshock.server.models import Problem, Response
 
@@ -49,20 +48,11 @@ class ModeChoice(Response):
     excludes: list[str] = Field(description="modes that cannot be joined with it")
 
 
-class ClipChoice(Response):
-    """When QK-Clip scales weights: what may be ordered in the place of a mode."""
-
-    name: str
-    when: ClipWhen
-    does: str
-
-
 class Catalog(Response):
     """Every metric that series and, where per_head, matrix can show, as charts stand; every mode that kernels serve."""
 
     metrics: list[MetricInfo]
     modes: list[ModeChoice]
-    clips: list[ClipChoice] = Field(description="orders about QK-Clip, which are for every head")
     default_mode: str = Field(description="what a head is switched to where no other mode is asked for")
 
 
@@ -97,6 +87,5 @@ async def get_catalog(_: Reader) -> Catalog:
             for mode in MODES
             if mode.served
         ],
-        clips=[ClipChoice(name=name, when=when, does=ORDERS[name].does) for name, when in CLIP_ORDERS.items()],
         default_mode=DEFAULT_MITIGATION,
     )

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, case, func, select
 from foreshock.contract.incident import Incident
 from foreshock.contract.metrics.catalog import METRICS
 from foreshock.contract.metrics.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
-from foreshock.contract.orders import can_be_ordered
+from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import Clipped
 from foreshock.server.curves.merging import Axis, MergedSteps, merge
 from foreshock.server.http.head_tables import Table
@@ -96,7 +96,7 @@ def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: in
         if newest is not None:
             clipped.append(newest)
             continue
-        named = mode if not mode or can_be_ordered(mode) else OTHER
+        named = mode if not mode or is_mode(mode) else OTHER
         found[run_id].switches[named or "", outcome] += count
     if clipped:
         for event in connection.execute(select(events).where(events.c.id.in_(clipped))):

@@ -22,7 +22,7 @@ from foreshock.contract.causes import curable
 from foreshock.contract.incident import Incident
 from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
 from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode, mode_name
-from foreshock.contract.orders import clip_order, switches
+from foreshock.contract.orders import switches
 from foreshock.server.access.auth import Actor
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
@@ -106,8 +106,7 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
     if meant is None:
         return "refused: the run has no open incident of this cause"
     if meant.act == "none":
-        switch = all(map(curable, meant.causes)) or meant.has_its_turn("switch")
-        known = _current_policy(_boots(connection, row.id)) if switch else ""
+        known = _current_policy(_boots(connection, row.id)) if any(map(curable, meant.causes)) else ""
         why = f"the run's policy is {known}" if known else f"no switch helps against {meant.causes[-1]}"
         details = {"alert": name, "incident": meant.id, "why": why}
         audit.append(connection, actor=SENDER, action="webhook observed", run=run, details=details)
@@ -115,7 +114,6 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
     key = hashlib.sha256(f"alert:{alert.fingerprint}:{alert.startsAt}:{run}".encode()).hexdigest()
     if not _first_time(connection, key):
         return "duplicate: this alert has acted before"
-    answer = _propose_clip if meant.has_its_turn("qk_clip") else _switch
     order = commands.Order(
         run_id=row.id,
         run=run,
@@ -127,7 +125,7 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         state="proposed",
         expires=time.time() + settings.command_expiry_seconds,
     )
-    return answer(settings, connection, order, meant)
+    return _switch(settings, connection, order, meant)
 
 
 def _boots(connection: Connection, run_id: int) -> Sequence[Row[Any]]:
@@ -174,20 +172,6 @@ def _switch(settings: Settings, connection: Connection, order: commands.Order, i
     for mode, heads in wanted.items():
         commands.create(connection, replace(order, heads=heads, mode=mode_name(mode), state=state))
     return "ordered" if incident.act == "switch" else "proposed"
-
-
-def _propose_clip(settings: Settings, connection: Connection, order: commands.Order, incident: Incident) -> str:
-    """Propose QK-Clip, which no policy orders: it changes weights."""
-    description = described(_boots(connection, order.run_id))
-    mode, known = clip_order(description.get("qk_clip"), description.get("policy")), incident.order
-    why = refusal(settings, connection, order.run_id, [], "qk_clip")
-    if mode is None or why is not None or (known is not None and known.state == "rejected"):
-        why = why or "a person rejected QK-Clip, which holds until a warning is raised anew"
-        details = {"reason": order.reason[:500], "incident": incident.id, "why": why}
-        audit.append(connection, actor=SENDER, action="webhook observed", run=order.run, details=details)
-        return f"observed: {why}"
-    commands.create(connection, replace(order, mode=mode))
-    return "proposed"
 
 
 def _seen(connection: Connection) -> None:

@@ -13,7 +13,6 @@ from foreshock.contract.wire import Ack, Batch
 from foreshock.server.access import quotas
 from foreshock.server.access.limits import retry_after
 from foreshock.server.access.problems import ProblemError
-from foreshock.server.commands.clip_proposals import propose_after_switches
 from foreshock.server.commands.delivery import Orders, exchange
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
@@ -182,10 +181,9 @@ class Writer:
             new = {id(batch) for batch in done.new}
             own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
             quotas.count(connection, own)
-            orders = exchange(connection, done.run_ids, done.switched, group, self._settings.verify_steps)
+            orders = exchange(connection, done.run_ids, done.switched, group)
             if changed := done.changed | self._mode_comes(done):
-                found = record_incidents(connection, changed, self._settings.verify_steps)
-                propose_after_switches(self._settings, connection, found)
+                record_incidents(connection, changed, self._settings.verify_steps)
             return done, orders
 
         done, orders = await self._store.write(take_in)

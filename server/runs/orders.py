@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, desc, select, update
 
-from foreshock.contract.decision import calls_for
+from foreshock.contract.decision import calls_for_switch
 from foreshock.contract.incident import Warned
 from foreshock.contract.modes import is_mode, parse_mode
-from foreshock.contract.orders import Ordered, action_of
+from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import HeadRef, Switched, Verdict
 from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import command_ranks, commands, warnings
@@ -93,14 +93,14 @@ def _take(
             given.setdefault(ref, Given(switched.step, taken, after if everywhere else None))
 
 
-def reject_evidence(connection: Connection, run_id: int, heads: Collection[HeadRef] | None, mode: str) -> None:
-    """Mark the standing warnings that called for this order for these heads, None for every, as answered by a no."""
+def reject_evidence(connection: Connection, run_id: int, heads: Collection[HeadRef] | None) -> None:
+    """Mark the active warnings that call for a switch of these heads, None for every head, as rejected."""
     standing = select(warnings).where(warnings.c.run_id == run_id, warnings.c.active)
     for row in connection.execute(standing).all():
         verdict = read_back(Verdict, row.verdict, "warning", (run_id, row.rank, row.uid))
         if (
             verdict is not None
-            and calls_for(action_of(mode), verdict)
+            and calls_for_switch(verdict)
             and (heads is None or (verdict.layer, verdict.head) in heads)
         ):
             same = warnings.c.run_id == run_id, warnings.c.rank == row.rank, warnings.c.uid == row.uid

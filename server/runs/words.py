@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from foreshock.contract.orders import ORDERS
 from foreshock.contract.wire import Clipped, Finished, HeadRef, Started, Switched
 
 
@@ -21,7 +20,7 @@ def heads_in_words(heads: Sequence[HeadRef] | None) -> str:
 
 def order_in_words(mode: str, heads: Sequence[HeadRef] | None) -> str:
     """What an order does: switch layer 0 head 2 to row_corrected."""
-    return ORDERS[mode].words if mode in ORDERS else f"switch {heads_in_words(heads)} to {mode}"
+    return f"switch {heads_in_words(heads)} to {mode}"
 
 
 def ended_before_the_answer(heads: Sequence[HeadRef] | None) -> str:
@@ -51,13 +50,11 @@ def finished_sentence(rank: int, finished: Finished) -> str:
 
 
 def switched_sentence(switched: Switched) -> str:
-    """What became of a switch, or of another order: that changed no head's mode."""
+    """What became of a switch."""
     modes = ", ".join(sorted(set(switched.after))) or "nothing"
     sentence = f"Switch of {heads_in_words(switched.heads)} to {modes}: {switched.outcome}. {switched.reason}"
-    order = ORDERS.get(switched.after[0]) if switched.heads else None
-    if order is not None or not switched.heads:
-        subject = "Order" if order is None or switched.command else f"{order.title}:"
-        sentence = f"{subject} {switched.outcome}. {switched.reason}"
+    if not switched.heads:
+        sentence = f"Order {switched.outcome}. {switched.reason}"
     return printable(sentence.strip())
 
 

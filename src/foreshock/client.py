@@ -140,8 +140,7 @@ class Service:
         return self._object(self.get(path_of("runs", run)))
 
     def incidents(self, run: str) -> list[dict[str, Any]]:
-        """What is wrong with a run, the most urgent first; heads by the steps left. Each incident has its `causes`, and
-        its `remedies` in the order in which they are tried: one for each cause."""
+        """What is wrong with a run, the most urgent first; heads by the steps left."""
         return list(self._object(self.get(path_of("runs", run, "incidents")))["incidents"])
 
     def acknowledge(self, run: str, incident: str, *, reason: str, who: str | None = None) -> dict[str, Any]:

@@ -7,18 +7,6 @@ from tests.cli.typed import foreshock
 from foreshock.server.testing import FakeRank, LiveService
 
 
-def test_an_incident_of_two_causes_lists_its_remedies_in_their_order(service: LiveService) -> None:
-    rank = FakeRank(run="torn", boot="b8")
-    growth = rank.verdict(1, head=1, name="warn-2", cause="score growth", signal="score")
-    service.post(rank.batch(rank.started(qk_clip="never"), rank.sample(1), rank.verdict(1), growth))
-    (incident,) = json.loads(foreshock("incidents", "torn", "--json", "--url", service.url).output)
-    assert incident["causes"] == ["rounding", "score growth"]
-    told = foreshock("incidents", "torn", "--url", service.url).output
-    assert told.startswith("rounding  rounding and score growth  open  warning  since step 1\n")
-    assert "  1. now: A switch of the heads that drift: it changes rounding alone, and can be undone.\n" in told
-    assert "  2. later: QK-Clip for the scores that grow: it scales weights for good.\n" in told
-
-
 def test_incidents_are_told_in_words_or_whole_as_json_and_acknowledged(service: LiveService) -> None:
     rank = FakeRank(run="ill", boot="b7")
     service.post(rank.batch(rank.started(), rank.sample(1), rank.verdict(1), rank.verdict(1, head=1, name="warn-2")))

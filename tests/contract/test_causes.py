@@ -4,7 +4,7 @@ import string
 from itertools import product
 from typing import get_args
 
-from foreshock.contract.causes import CAUSES, Cause, IncidentCause, RemedyName, curable, incident_id, mates
+from foreshock.contract.causes import CAUSES, Cause, IncidentCause, curable, incident_id, mates
 from foreshock.contract.metrics.catalog import BY_KEY
 
 
@@ -34,14 +34,9 @@ def test_no_two_causes_are_one_incident_by_its_name() -> None:
     assert len({incident_id(cause) for cause in CAUSES}) == len(CAUSES)
 
 
-def test_each_remedy_of_the_machines_is_that_of_one_cause_and_is_said_in_words() -> None:
-    """Else contract.decision.in_order, which puts two remedies in their order, has to learn of more."""
-    assert sorted(cause.remedy for cause in CAUSES.values() if cause.remedy) == sorted(get_args(RemedyName))
-    assert all(bool(cause.helps) == bool(cause.remedy) for cause in CAUSES.values())
-
-
-def test_causes_with_a_remedy_are_one_incident_and_every_other_is_its_own() -> None:
+def test_causes_that_join_are_one_incident_and_every_other_is_its_own() -> None:
+    assert [cause for cause in CAUSES if CAUSES[cause].joins] == ["rounding", "score growth"]
     for one, other in product(CAUSES, repeat=2):
-        together = one == other or (CAUSES[one].remedy is not None and CAUSES[other].remedy is not None)
+        together = one == other or (CAUSES[one].joins and CAUSES[other].joins)
         assert (other in mates(one)) == together
     assert [cause for cause in CAUSES if curable(cause)] == ["rounding"]

@@ -6,8 +6,7 @@ from typing import Any, get_args
 import pytest
 
 from foreshock.contract.causes import CAUSES
-from foreshock.contract.decision import Decision, Progress, act_on, calls_for_switch, decision
-from foreshock.contract.orders import Ordered
+from foreshock.contract.decision import Progress, act_on, calls_for_switch, decision
 from foreshock.contract.wire import Policy, Verdict
 
 POLICIES: tuple[Policy | None, ...] = (*get_args(Policy), None)
@@ -103,51 +102,18 @@ def test_what_has_stopped_growing_by_itself_asks_for_no_switch_and_says_that_it_
     assert (made.ask, "witch" in made.to_do) == ("none", False)
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_qk_clip_is_proposed_for_scores_that_grow_and_for_nothing_else(ended: bool) -> None:
-    to_do = {cause: decision(cause, "auto", mitigation="row_corrected", ended=ended).to_do for cause in CAUSES}
-    assert [cause for cause, words in to_do.items() if "qk_clip='always'" in words] == ["score growth"]
-
-
-def clip(state: str | None, policy: Policy | None = "observe", **changes: Any) -> Decision:
-    return decision("score growth", policy, mitigation="row_corrected", clip=state, heads=1, **changes)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_scores_that_grow_are_offered_qk_clip_where_it_can_scale_and_no_machine_switches_it_on(policy: Any) -> None:
-    offered, not_here = clip("never", policy), clip(None, policy)
-    assert (offered.ask, not_here.ask) == ("qk_clip", "none")
-    assert offered.to_do.startswith("Switch QK-Clip on, which scales weights for good; a dry run shows which. Or lower")
-    assert "Switch QK-Clip on" not in not_here.to_do
-    assert offered.act == ("propose" if policy in ("approve", "auto") else "none")
-    assert (clip("warned", policy).act, clip("on", policy).act) == ("none", "none")
-    assert clip("on", policy).done.startswith("QK-Clip is on")
-
-
 @pytest.mark.parametrize(
-    ("state", "ask", "words"),
+    ("clip", "done", "to_do"),
     [
-        ("proposed", "approve", "Approve QK-Clip, which scales weights for good"),
-        ("pending", "none", "Wait for the agents' answer."),
-        ("rejected", "none", "Lower the learning rate"),
-        ("expired", "qk_clip", "Switch QK-Clip on"),
-        ("refused", "qk_clip", "Switch QK-Clip on"),
+        ("never", "Nothing is switched", 'resume from a checkpoint before step 151 with qk_clip="always"'),
+        (None, "Nothing is switched", "with attention='kernels' and qk_clip='always'"),
+        ("warned", "QK-Clip starts with the next new warning", "Lower the learning rate"),
+        ("on", "QK-Clip is on", "Watch the loss"),
     ],
 )
-def test_an_order_about_qk_clip_leads_to_what_is_left_to_people(state: Any, ask: str, words: str) -> None:
-    order = Ordered(
-        id="c", state=state, mode="qk_clip_always", source="api", who="ada", decided=state == "rejected",
-        unix_seconds=0.0, verification=None,
-    )  # fmt: skip
-    made = clip("never", "approve", order=order, orders_known=True)
-    assert made.ask == ask
-    assert made.to_do.startswith(words)
-
-
-@pytest.mark.parametrize("state", ["never", "warned", "on", None])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("progress", get_args(Progress))
-def test_rounding_is_never_answered_by_qk_clip(state: Any, policy: Any, progress: Any) -> None:
-    made = decision("rounding", policy, mitigation="row_corrected", progress=progress, heads=3, clip=state)
-    assert "QK-Clip" not in made.done + made.to_do
-    assert made == decision("rounding", policy, mitigation="row_corrected", progress=progress, heads=3)
+def test_scores_that_grow_are_left_to_people_whatever_the_policy(clip: Any, done: str, to_do: str, policy: Any) -> None:
+    made = decision("score growth", policy, mitigation="row_corrected", clip=clip, heads=1, before_step=151)
+    assert (made.act, made.ask) == ("none", "none")
+    assert made.done.startswith(done)
+    assert to_do in made.to_do

@@ -3,43 +3,11 @@
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
 
-from foreshock.contract.causes import CAUSES
-from foreshock.contract.modes import Mode, is_mode
-from foreshock.contract.orders import CLIP_ORDERS, ORDERS, Ordered, OrderName, action_of, can_be_ordered, switches
+from foreshock.contract.modes import Mode
+from foreshock.contract.orders import Ordered, switches
 
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-def test_the_orders_that_runs_have_stored_keep_their_names_and_none_is_a_mode() -> None:
-    assert list(CLIP_ORDERS.items()) == [
-        ("qk_clip_never", "never"),
-        ("qk_clip_warned", "warned"),
-        ("qk_clip_always", "always"),
-    ]
-    assert {action_of(name) for name in CLIP_ORDERS} == {"qk_clip"}
-    assert not any(map(is_mode, ORDERS))
-
-
-def test_what_is_no_entry_switches_heads_and_an_entry_never_does() -> None:
-    assert all(action_of(name) != "switch" for name in ORDERS)
-    assert action_of("row_corrected") == action_of("a_mode_of_a_newer_agent") == "switch"
-
-
-def test_people_may_order_a_mode_or_an_entry_and_nothing_else() -> None:
-    orders = TypeAdapter(OrderName)
-    for name in ("plain", "exact_delta+row_corrected", *ORDERS):
-        assert can_be_ordered(name)
-        assert orders.validate_python(name) == name
-    for name in ("", "qk_clip", "qk_clip_always+plain", "a_mode_of_a_newer_agent"):
-        assert not can_be_ordered(name)
-        with pytest.raises(ValidationError):
-            orders.validate_python(name)
-
-
-def test_what_a_machine_proposes_is_a_switch_or_an_entry() -> None:
-    assert {cause.remedy for cause in CAUSES.values()} <= {None, "switch", *map(action_of, ORDERS)}
 
 
 def ordered(**changes: Any) -> Ordered:

@@ -200,7 +200,7 @@ def test_a_head_that_a_command_switched_back_is_held_until_a_command_switches_it
         ({"mode": "faster_rows"}, "refused", "mode 'faster_rows' does not exist"),
         ({"mode": "stable_softmax+paper_softmax"}, "refused", "does not exist"),
         ({"expect": "faster_rows"}, "refused", "mode 'faster_rows' does not exist"),
-        ({"action": "rewind"}, "refused", "does not know the order 'rewind'"),
+        ({"action": "rewind"}, "refused", "does not carry out 'rewind' orders"),
         ({"expect": "exact_delta"}, "refused", "expected exact_delta, but layer 1 head 0 has plain"),
         ({"dry_run": True}, "dry_run", "dry run: a person asked"),
     ],

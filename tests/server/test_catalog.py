@@ -4,7 +4,6 @@ from typing import Any
 
 from foreshock.contract.metrics.catalog import METRICS
 from foreshock.contract.modes import MODES
-from foreshock.contract.orders import CLIP_ORDERS
 
 
 def test_it_lists_every_metric_with_a_curve_and_every_order_with_what_it_does(play: Any) -> None:
@@ -12,7 +11,6 @@ def test_it_lists_every_metric_with_a_curve_and_every_order_with_what_it_does(pl
         told = await service.get("/v1/catalog")
         assert {one["key"] for one in told["metrics"]} == {one.key for one in METRICS if one.has_series}
         assert [one["name"] for one in told["modes"]] == [mode.name for mode in MODES if mode.served]
-        assert [(one["name"], one["when"]) for one in told["clips"]] == list(CLIP_ORDERS.items())
-        assert all(one["does"].endswith(".") for one in told["modes"] + told["clips"])
+        assert all(one["does"].endswith(".") for one in told["modes"])
 
     play(story)

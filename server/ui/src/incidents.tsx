@@ -9,7 +9,7 @@ import type { Loaded } from "./loaded";
 import { ErrorNote, Name, Swatch } from "./parts";
 import type { Incident, IncidentHead } from "./service";
 import { Sparkline } from "./sparkline";
-import { ON, type SwitchTarget } from "./switch";
+import type { SwitchTarget } from "./switch";
 
 interface Props {
   views: readonly Loaded[];
@@ -115,15 +115,6 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
           </b>
         )}
       </p>
-      {incident.causes.length > 1 && incident.remedies.length > 0 && (
-        <ol class="remedies">
-          {incident.remedies.map(({ name, state, words }) => (
-            <li key={name} aria-current={state === "now" ? "step" : undefined}>
-              <b>{state}</b>: {words}
-            </li>
-          ))}
-        </ol>
-      )}
       <details open={!compare && incident.standing === 1 && WIDE.matches}>
         <summary>Evidence{incident.standing > 1 && ` of ${where(first)}`}</summary>
         {incident.standing > 1 && <p class="told">{first.sentence}</p>}
@@ -232,11 +223,6 @@ function Buttons({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare"
         {acts && cures && (
           <button class={incident.ask === "switch" ? "primary" : ""} onClick={() => onSwitch({ run, head: null, mode: mitigation })}>
             Switch every head
-          </button>
-        )}
-        {acts && incident.ask === "qk_clip" && (
-          <button class="primary" onClick={() => onSwitch({ run, head: null, mode: ON })}>
-            Switch QK-Clip on
           </button>
         )}
         {named && <button onClick={() => onShow({ layer, head })}>Show this head</button>}

@@ -84,17 +84,8 @@ export interface AuditRow {
 export interface Catalog {
   metrics: MetricInfo[];
   modes: ModeChoice[];
-  /** orders about QK-Clip, which are for every head */
-  clips: ClipChoice[];
   /** what a head is switched to where no other mode is asked for */
   default_mode: string;
-}
-
-/** When QK-Clip scales weights: what may be ordered in the place of a mode. */
-export interface ClipChoice {
-  name: string;
-  when: "never" | "warned" | "always";
-  does: string;
 }
 
 /** QK-Clip was switched on or off (no heads), or scaled the weights of these heads since the event before. */
@@ -153,7 +144,7 @@ export interface CommandRequest {
   reason: string;
   /** [[layer, head], ...]; null means every head of the run */
   heads?: [number, number][] | null;
-  /** for these heads; or when QK-Clip scales weights, of every head */
+  /** the mode that these heads get */
   mode: string;
   /** refuse unless every named head has this mode now */
   expect?: string | null;
@@ -248,7 +239,7 @@ export interface Health {
 /** All warnings of one cause in a run, or of rounding and score growth where both stood at one time. `id` names it within its run: its cause, with a dash for a space. */
 export interface Incident {
   id: string;
-  /** the first of `causes`: its remedy comes first */
+  /** the first of `causes` */
   cause: "rounding" | "score growth" | "not finite" | "other";
   /** every cause that its warnings have */
   causes: ("rounding" | "score growth" | "not finite" | "other")[];
@@ -289,11 +280,9 @@ export interface Incident {
   /** what is left to people, in words */
   to_do: string;
   /** what that asks for: to approve `order`, to order a switch, or neither */
-  ask: "approve" | "switch" | "qk_clip" | "none";
+  ask: "approve" | "switch" | "none";
   /** the newest order for its heads, or the proposal that waits */
   order: Ordered | null;
-  /** what helps against what stands, in the order in which it is tried */
-  remedies: Remedy[];
 }
 
 /** An incident in short: in the list of runs, in the event log, in the stream. */
@@ -469,15 +458,6 @@ export interface RankAnswer {
   before: string[];
   after: string[];
   reason: string;
-}
-
-/** One of an incident's remedies. */
-export interface Remedy {
-  name: "switch" | "qk_clip";
-  /** now: its turn, until it is judged; later: another has to be judged before; done: judged, or on */
-  state: "now" | "later" | "done";
-  /** what it is, in words */
-  words: string;
 }
 
 /** Everything known of one run at its last step. */

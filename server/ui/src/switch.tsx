@@ -25,8 +25,7 @@ export interface SwitchTarget {
 export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget; catalog: Catalog; close: () => void }) {
   const [every, setEvery] = useState(target.head === null);
   const [chosen, setChosen] = useState((target.mode ?? catalog.default_mode).split("+"));
-  const clip = catalog.clips.find(({ name }) => chosen.includes(name));
-  const mode = clip?.name ?? (catalog.modes.map(({ name }) => name).filter((name) => chosen.includes(name)).join("+") || "plain");
+  const mode = catalog.modes.map(({ name }) => name).filter((name) => chosen.includes(name)).join("+") || "plain";
   const [who, setWho, keep] = useWho();
   const [reason, setReason] = useState("");
   const [dryRun, setDryRun] = useState(false);
@@ -38,18 +37,14 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
   const { decide } = target;
   const heads: HeadRef[] | null = decide
     ? decide.command.heads
-    : clip || every || !target.head
+    : every || !target.head
       ? null
       : [[target.head.layer, target.head.head]];
   const wanted = decide ? decide.command.mode : mode;
-  const clips = isClip(wanted);
   const undo = decide?.decision === "undo";
-  const verb = decide && !(undo && dryRun) ? VERBS[decide.decision] : dryRun ? "Try" : clips ? "Order" : "Switch";
-  const order = orderNames(heads, wanted);
+  const verb = decide && !(undo && dryRun) ? VERBS[decide.decision] : dryRun ? "Try" : "Switch";
   const changes = plan?.changes ?? [{ mode, heads }];
-  const sentence = clips
-    ? `${dryRun ? "Dry run, which changes nothing: " : decide ? `${verb}: ` : "Order: "}${order}, in ${target.run}.`
-    : undo
+  const sentence = undo
     ? `${dryRun ? "Dry run, which changes nothing: undo" : "Undo"} the switch of ${headNames(heads)} of ${target.run} to ${wanted}: each head returns to the mode it had before.`
     : decide?.decision === "cancel"
     ? `Stop the switch of ${headNames(heads)} of ${target.run} to ${wanted}: it goes to no further rank. What ranks have done already stays; it can be undone.`
@@ -64,7 +59,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
   const submit = (event: Event) => {
     event.preventDefault();
     if (!confirming) {
-      const whole = !decide && !clips && heads === null;
+      const whole = !decide && heads === null;
       return void send(async () => {
         setPlan(whole ? await api.switches(target.run, mode) : null);
         setConfirming(true);
@@ -79,13 +74,13 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
     });
   };
   return (
-    <Dialog title={decide ? `${VERBS[decide.decision]} ${clips ? "QK-Clip" : "a switch"}` : clips ? "QK-Clip" : "Switch attention"} close={close}>
+    <Dialog title={decide ? `${VERBS[decide.decision]} a switch` : "Switch attention"} close={close}>
       <form onSubmit={submit}>
         {confirming ? (
           <div class="confirm">
             <p class="sentence">{sentence}</p>
             <p class="muted">
-              {clips ? CLIPS : "Every mode computes the same attention; modes differ in rounding only."}{" "}
+              Every mode computes the same attention; modes differ in rounding only.{" "}
               {decide?.decision !== "cancel" &&
                 "The agent applies the order at its next step boundary, and its answer appears here."}
             </p>
@@ -99,29 +94,6 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
               <p class="sentence">{sentence}</p>
             ) : (
               <>
-                <fieldset>
-                  <legend>Order for {target.run}</legend>
-                  <label>
-                    <input type="radio" name="what" checked={!clip} onChange={() => setChosen(catalog.default_mode.split("+"))} />a mode
-                    of attention
-                  </label>
-                  <label>
-                    <input type="radio" name="what" checked={!!clip} onChange={() => setChosen([ON])} />
-                    QK-Clip, which changes weights
-                  </label>
-                </fieldset>
-                {clip && (
-                  <fieldset>
-                    <legend>{clip.does}</legend>
-                    {catalog.clips.map(({ name, when, does }) => (
-                      <label key={name} title={does}>
-                        <input type="radio" name="clip" checked={name === clip.name} onChange={() => setChosen([name])} />
-                        {when}
-                      </label>
-                    ))}
-                  </fieldset>
-                )}
-                {!clip && (<>
                 <fieldset>
                   <legend>Heads of {target.run}</legend>
                   {target.head && (
@@ -156,7 +128,6 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
                     </label>
                   ))}
                 </fieldset>
-                </>)}
               </>
             )}
             <Field label="Your name" name="who" value={who} set={setWho} most={128} required />
@@ -259,7 +230,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
                   <Name of={command.run} />:{" "}
                 </>
               )}
-              {isClip(command.mode) ? "QK-Clip" : headNames(command.heads)} to <b>{isClip(command.mode) ? command.mode.slice(CLIP.length) : command.mode}</b>
+              {headNames(command.heads)} to <b>{command.mode}</b>
               {command.dry_run && " (dry run)"}
               {command.undoes && " (undo)"}
               {command.undone_by && <span class="muted"> undone</span>}
@@ -290,7 +261,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
               <button onClick={() => decide(command, "cancel")}>Stop</button>
             </span>
           )}
-          {standing(command) && !isClip(command.mode) && !command.undoes && !command.undone_by && mayDecide(command.run) && (
+          {standing(command) && !command.undoes && !command.undone_by && mayDecide(command.run) && (
             <span class="buttons">
               <button onClick={() => decide(command, "undo")}>Undo</button>
             </span>
@@ -308,18 +279,6 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
       ))}
     </ul>
   );
-}
-
-const CLIP = "qk_clip_";
-/** The order that switches QK-Clip on. */
-export const ON = `${CLIP}always`;
-const CLIPS = "QK-Clip scales W_Q and W_K of heads, with their biases. This cannot be undone: to go back, resume from a checkpoint.";
-
-/** Whether an order is about QK-Clip, not a mode. */
-const isClip = (mode: string) => mode.startsWith(CLIP);
-
-function orderNames(heads: readonly HeadRef[] | null, mode: string): string {
-  return isClip(mode) ? `set QK-Clip to ${mode.slice(CLIP.length)}` : `switch ${headNames(heads)} to ${mode}`;
 }
 
 function headNames(heads: readonly HeadRef[] | null): string {

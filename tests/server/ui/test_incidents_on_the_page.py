@@ -65,7 +65,7 @@ def test_an_incident_is_acknowledged_on_the_page_and_the_others_see_by_whom(
     assert not chromium.find_elements(By.XPATH, "//button[.='Acknowledge']")
 
 
-def test_a_drift_beside_scores_that_grow_is_one_card_that_asks_for_the_switch_and_lists_both_remedies(
+def test_a_drift_with_scores_that_grow_is_one_card_that_asks_for_the_switch(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:
     feeder.start(qk_clip="never")
@@ -75,8 +75,6 @@ def test_a_drift_beside_scores_that_grow_is_one_card_that_asks_for_the_switch_an
     open_run(chromium, service, feeder.run)
     wait("both causes", lambda: "rounding and score growth · 2 heads" in text(chromium, ".warnings header"))
     assert len(chromium.find_elements(By.CSS_SELECTOR, ".warnings")) == 1
-    remedies = [one.text for one in chromium.find_elements(By.CSS_SELECTOR, ".remedies li")]
-    assert [one.split(" ")[:2] for one in remedies] == [["now:", "A"], ["later:", "QK-Clip"]]
     assert [one.text for one in chromium.find_elements(By.CSS_SELECTOR, "main button.primary")] == ["Switch every head"]
     buttons = [one.text for one in chromium.find_elements(By.CSS_SELECTOR, ".warnings footer button")]
     assert buttons == ["Switch every head", "Show this head", "Acknowledge"], "the first head grows: no switch of it"

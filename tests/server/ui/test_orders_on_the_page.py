@@ -14,10 +14,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from tests.server.ui.conftest import Service
 from tests.server.ui.reading import button, open_run, text, tile, wait
-from tests.server.ui.test_when_it_matters import warn_about
 
 from foreshock.contract.modes import MODES
-from foreshock.contract.wire import Clipped, Finished, Switched
+from foreshock.contract.wire import Finished
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -81,33 +80,6 @@ def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
     wait("it is applied", lambda: text(chromium, ".command .state") == "applied")
     feeder.train(1)
     wait("the warning says so", lambda: "now exact_delta" in text(chromium, ".warnings"))
-
-
-def test_qk_clip_is_switched_on_from_the_card_of_scores_that_grow_and_offers_no_undo(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
-    feeder.start(qk_clip="never")
-    feeder.train(5)
-    feeder.send(warn_about(feeder, 0, 1, cause="score growth", signal="score"))
-    open_run(chromium, service, feeder.run)
-    assert tile(chromium, "Policy") == "observe, QK-Clip off"
-    wait("the card asks for it", lambda: button(chromium, "Switch QK-Clip on")).click()
-    assert "From the next step on" in text(chromium, "dialog")
-    chromium.find_element(By.NAME, "who").send_keys("Ada")
-    chromium.find_element(By.NAME, "reason").send_keys("scores grow")
-    button(chromium, "Continue").click()
-    assert "Order: set QK-Clip to always" in text(chromium, "dialog")
-    assert "This cannot be undone" in text(chromium, "dialog")
-    button(chromium, "Order now").click()
-    wait("the order stands on the page", lambda: "QK-Clip to always" in text(chromium, ".commands"))
-    [sent] = feeder.send(feeder._sample(10)).commands
-    assert (sent.action, sent.mode, sent.heads) == ("qk_clip", "qk_clip_always", None)
-    done = {"outcome": "applied", "heads": (), "before": (), "after": (), "reason": "QK-Clip is on"}
-    feeder.send(Switched.model_validate({"id": "a-1", "step": feeder.step, "command": sent.id} | done))
-    feeder.send(Clipped(id="c-1", step=feeder.step, on=True, heads=((0, 1),), factors=(0.34,), times=(3,), reason="."))
-    wait("it is applied", lambda: text(chromium, ".command .state") == "applied")
-    assert "Undo" not in text(chromium, ".commands")
-    wait("the history", lambda: "QK-Clip scaled layer 0 head 1, smallest factor 0.34" in text(chromium, ".events"))
 
 
 @pytest.mark.promise("S22")
