@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from foreshock.cli.errors import CommandError
-from foreshock.cli.options import AsJson, Token, Url
-from foreshock.client import DEFAULT_URL, Service
+from foreshock.cli.options import AsJson, Token, TokenFile, Url
+from foreshock.client import DEFAULT_URL, Service, given_token
 
 
 def describe(
@@ -23,6 +23,7 @@ def describe(
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Give a run a display name, tags and notes. Needs a token with the scope `act`."""
     from foreshock.cli.output import console, print_json
@@ -30,7 +31,7 @@ def describe(
 
     if name is None and note is None and not tag and not untag:
         raise CommandError("say what shall be kept of the run: --name, --tag, --untag or --note")
-    with Service(url, token) as client:
+    with Service(url, given_token(token, token_file)) as client:
         detail = _describe(client, run, name=name, tag=tag or (), untag=untag or (), note=note)
         if as_json:
             print_json(detail)
@@ -45,11 +46,12 @@ def delete(
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Delete a run that no longer trains. It cannot be taken back. Needs a token with the scope `delete`."""
     from foreshock.cli.output import print_result
 
-    with Service(url, token) as client:
+    with Service(url, given_token(token, token_file)) as client:
         step = client.run(run)["last_step"]
         if not yes:
             session = client.get("/v1/session")  # nobody is asked to confirm what would be refused

@@ -17,6 +17,7 @@ from rich.table import Table
 from foreshock import __version__
 from foreshock.cli.output import print_json
 from foreshock.client import ServiceError, http_client
+from foreshock.contract.route import unanswered
 
 State = Literal["ok", "absent", "wrong"]
 _MARKS: dict[State, str] = {"ok": "[green]ok[/green]", "absent": "[yellow]absent[/yellow]", "wrong": "[red]wrong[/red]"}
@@ -97,9 +98,7 @@ def _service(url: str) -> Finding:
     except ServiceError as error:
         return Finding("service", "wrong", str(error))
     except httpx.HTTPError as error:
-        return Finding(
-            "service", "absent", f"none answers at {url} ({type(error).__name__}); start one: foreshock serve"
-        )
+        return Finding("service", "absent", f"none answers at {unanswered(url, error)}; start one: foreshock serve")
     if reply.status_code != httpx.codes.OK:
         return Finding("service", "wrong", f"{url}/healthz answered {reply.status_code}")
     return Finding("service", "ok", f"{url} answers")

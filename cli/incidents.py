@@ -6,8 +6,8 @@ import typer
 from rich.console import Console
 
 from foreshock.cli.errors import CommandError
-from foreshock.cli.options import AsJson, Token, Url
-from foreshock.client import DEFAULT_URL, Service
+from foreshock.cli.options import AsJson, Token, TokenFile, Url
+from foreshock.client import DEFAULT_URL, Service, given_token
 
 _HEADS_SHOWN = 5
 
@@ -27,13 +27,14 @@ def incidents(
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
+    token_file: TokenFile = None,
 ) -> None:
     """List the incidents of a run: their heads, the steps left, what was done and what to do."""
     from foreshock.cli.output import console, print_json
 
     if (acknowledge is None) != (reason is None):
         raise CommandError("--acknowledge names the incident and --reason says why; give both or neither")
-    with Service(url, token) as client:
+    with Service(url, given_token(token, token_file)) as client:
         if acknowledge is not None and reason is not None:
             client.acknowledge(run, acknowledge, reason=reason)
         found = client.incidents(run)

@@ -15,9 +15,9 @@ from foreshock.cli.about import delete, describe
 from foreshock.cli.boards import boards
 from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.incidents import incidents
-from foreshock.cli.options import AsJson, Token, Url
+from foreshock.cli.options import AsJson, Token, TokenFile, Url
 from foreshock.cli.store import audit, store
-from foreshock.client import DEFAULT_URL
+from foreshock.client import DEFAULT_URL, given_token
 from foreshock.contract.modes import MODE_NAMES
 
 app = typer.Typer(
@@ -145,6 +145,7 @@ def runs(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the list as CSV.")] = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
+    token_file: TokenFile = None,
 ) -> None:
     """List the runs that the service knows. Long names are shortened at a terminal, and never in a pipe."""
     from foreshock.cli import output
@@ -153,7 +154,7 @@ def runs(
 
     if as_csv and (as_json or run is not None):
         raise CommandError("--csv is for the list of runs, in place of --json")
-    with Service(url, token) as client:
+    with Service(url, given_token(token, token_file)) as client:
         if as_json:
             output.print_json(list(client.runs()) if run is None else client.run(run))
         elif as_csv:
@@ -180,13 +181,14 @@ def export(
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Print one metric of a run as CSV: step, low, high and last, and worst_head if no --head is given."""
     from foreshock.cli import runs as text
     from foreshock.cli.output import print_json
     from foreshock.client import Service
 
-    with Service(url, token) as client:
+    with Service(url, given_token(token, token_file)) as client:
         span = client.series(
             run, metric, layer=layer, head=head, from_step=from_step, to_step=to_step, max_points=points
         )
@@ -219,6 +221,7 @@ def switch(
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Switch heads of a running training to another mode and wait for the agent's answer; or undo or stop a switch.
 
@@ -230,7 +233,7 @@ def switch(
     from foreshock.client import Service
 
     order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
-    with Service(url, token) as client:
+    with Service(url, given_token(token, token_file)) as client:
         one = [given for given in (mode, undo, cancel) if given is not None]
         if len(one) != 1 or (mode is None and (layer is not None or head)):
             raise CommandError(
@@ -257,6 +260,7 @@ def replay(
         str | None, typer.Option(help="Send it to this service; by default a service is started for it.")
     ] = None,
     token: Token = None,
+    token_file: TokenFile = None,
     run: Annotated[str | None, typer.Option(help="Name of the run under which it appears.")] = None,
     port: Annotated[int, typer.Option(help="Port of the service that is started; 0 takes a free one.")] = 8765,
     steps_per_second: Annotated[
@@ -276,7 +280,7 @@ def replay(
         console(),
         as_json=as_json,
         url=url,
-        token=token,
+        token=given_token(token, token_file),
         run=run,
         port=port,
         steps_per_second=steps_per_second,
@@ -307,6 +311,7 @@ def diagnose(
     json: Annotated[Path | None, typer.Option(help="Write every number.")] = None,
     url: Url = DEFAULT_URL,
     token: Token = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Is it attention, which head, is it rounding or something else, what to do? From checkpoints, a trace or a run."""
     from foreshock.cli import diagnose as text
@@ -316,7 +321,7 @@ def diagnose(
         run,
         console(),
         url=url,
-        token=token,
+        token=given_token(token, token_file),
         states=state,
         heads=head,
         batches=batches,

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from foreshock.cli.errors import CommandError, Commands
-from foreshock.cli.options import AsJson, Token, Url
-from foreshock.client import DEFAULT_URL, Service
+from foreshock.cli.options import AsJson, Token, TokenFile, Url
+from foreshock.client import DEFAULT_URL, Service, given_token
 
 store = typer.Typer(cls=Commands, no_args_is_help=True, help="Back up, restore and check the service's store.")
 audit = typer.Typer(cls=Commands, no_args_is_help=True, help="Export the audit trail, and verify an export.")
@@ -76,6 +76,7 @@ def audit_export(
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Append the new rows of the audit trail to FILE, after verifying that its last row stands and that they follow it.
 
@@ -89,7 +90,7 @@ def audit_export(
         raise CommandError(f"the last row of {file} was not written whole; delete that line and export again")
     chain = Chain(read_line(lines[-1])) if lines else Chain()
     before = chain.sequence
-    with Service(url, token, timeout_seconds=30.0) as client:
+    with Service(url, given_token(token, token_file), timeout_seconds=30.0) as client:
         if lines:
             still = client.audit_export(before - 1).splitlines()
             chain.stands(read_line(still[0]) if still else None)

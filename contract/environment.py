@@ -6,10 +6,11 @@ The sentences hold no value: it may be a secret.
 import os
 from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
 from typing import Final
 
 import httpx
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from foreshock.contract.variables import VARIABLES
 
@@ -66,6 +67,17 @@ def as_header_carries(token: str) -> str:
     if not (bare and bare.isascii() and bare.isprintable()):
         raise ValueError("a token must be printable ASCII on one line, for a header to carry it; give another one")
     return bare
+
+
+def token_in(file: Path) -> SecretStr:
+    """The token that a file holds. Raises ValueError for a file that cannot be read or holds none."""
+    try:
+        found = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"token_file {file} cannot be read: {type(error).__name__}") from None
+    if not found:
+        raise ValueError(f"token_file {file} is empty; it must hold the token")
+    return SecretStr(as_header_carries(found))
 
 
 def sentences(error: ValidationError) -> list[str]:

@@ -59,6 +59,21 @@ def transport_to(url: str) -> httpx.HTTPTransport:
     return httpx.HTTPTransport(verify=route.tls, proxy=route.proxy, trust_env=False)
 
 
+def unanswered(url: str, error: BaseException) -> str:
+    """The address that did not answer, the proxy that was used, and the error, for a sentence."""
+    try:
+        route = str(route_to(url))
+    except RouteError:
+        route = ""
+    return f"{url}{route} ({type(error).__name__}{untrusted(error)})"
+
+
+def untrusted(error: BaseException) -> str:
+    """A clause about the variable of the certificates if these do not vouch for the other side."""
+    name = next((name for name in _READ_BY_TLS[:2] if os.environ.get(name)), "")
+    return f"; the trusted certificates are those of {name}" if name and "CERTIFICATE_VERIFY" in str(error) else ""
+
+
 def trusted_certificates() -> ssl.SSLContext:
     """Those of SSL_CERT_FILE, else of SSL_CERT_DIR, else those that come with httpx. Raises RouteError."""
     file, folder = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
@@ -76,11 +91,6 @@ def trusted_certificates() -> ssl.SSLContext:
         named = " ".join(f"{name}={os.environ[name]}" for name in _READ_BY_TLS if os.environ.get(name))
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise RouteError(f"{named} cannot be used for TLS: {why}") from None
-
-
-def variables_of_tls() -> str:
-    """The variable that says which certificates are trusted; empty without one."""
-    return next((name for name in _READ_BY_TLS[:2] if os.environ.get(name)), "")
 
 
 def is_loopback(host: str) -> bool:

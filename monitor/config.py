@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Literal, Self
 from pydantic import AliasChoices, Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
-from foreshock.contract.environment import as_header_carries, names_a_host, refuse_misspelt
+from foreshock.contract.environment import as_header_carries, names_a_host, refuse_misspelt, token_in
 from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
 from foreshock.contract.orders import SwitchScope
 from foreshock.contract.wire import Identifier, ModeName, Policy
@@ -257,17 +257,6 @@ def _of_the_nearest_launcher() -> dict[str, str]:
         if all(os.environ.get(name) for name in names):
             return {"FORESHOCK_RANK": os.environ[names[0]], "FORESHOCK_WORLD_SIZE": os.environ[names[1]]}
     return {}
-
-
-def token_in(file: Path) -> SecretStr:
-    """The token that a file holds. Raises ValueError for a file that cannot be read or holds none."""
-    try:
-        found = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"token_file {file} cannot be read: {type(error).__name__}") from None
-    if not found:
-        raise ValueError(f"token_file {file} is empty; it must hold the token")
-    return SecretStr(as_header_carries(found))
 
 
 _PLAIN_NAME: Final = "run-%Y%m%d-%H%M%S-"

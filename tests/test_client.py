@@ -1,12 +1,15 @@
 """The Python client, against a real service in its own process."""
 
+import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pandas as pd
 import pytest
+from tests.faults.hostile_server import closed_port
 
 from foreshock.client import Matrix, Service, ServiceError
 from foreshock.server.testing import AnsweringAgent, FakeRank, LiveService
@@ -196,3 +199,64 @@ def test_address_and_token_come_from_the_environment(monkeypatch: pytest.MonkeyP
         client.run("r")
     assert str(heard[0].url) == "https://foreshock.example:99/v1/runs/r"
     assert heard[0].headers["authorization"] == "Bearer secret-7"
+
+
+@pytest.mark.promise("A28")
+def test_cookies_and_redirects_of_an_answer_change_nothing_and_no_request_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    heads = []
+
+    def answered(request: httpx.Request) -> httpx.Response:
+        heads.append(len(request.headers.raw))
+        moved = {"set-cookie": "a=b", "location": "http://xn--a/"}
+        return httpx.Response(302 if len(heads) == 3 else 200, headers=moved, json={"runs": [], "next_cursor": None})
+
+    with Service("http://127.0.0.1:1", transport=httpx.MockTransport(answered)) as client:
+        for _ in range(2):
+            assert list(client.runs()) == []
+        with pytest.raises(ServiceError, match="answered 302"):
+            list(client.runs())
+    assert len(set(heads)) == 1
+    assert caplog.records == []
+
+
+@pytest.mark.promise("A27")
+@pytest.mark.parametrize(
+    ("name", "value"), [("SSL_CERT_FILE", "/nope/ca.pem"), ("HTTPS_PROXY", "127.0.0.1:bad"), ("ALL_PROXY", "ftp://x")]
+)
+def test_a_variable_that_cannot_be_used_is_named_and_concerns_no_service_on_this_machine(
+    name: str, value: str, live: LiveService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ServiceError, match=name):
+        Service("https://service.example")
+    with Service(live.url) as client:
+        assert [run["run"] for run in client.runs()]
+    monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HTTP_PROXY", proxy := closed_port())
+    with Service("http://service.example") as away, pytest.raises(ServiceError, match=rf"{proxy} \(HTTP_PROXY\)"):
+        away.run("any")
+
+
+def test_a_token_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+
+    def answered(request: httpx.Request) -> httpx.Response:
+        sent.append(request.headers["authorization"])
+        return httpx.Response(200, json={"runs": [], "next_cursor": None})
+
+    file = tmp_path / "token"
+    file.write_text("of-the-file\n")
+    monkeypatch.setenv("FORESHOCK_TOKEN_FILE", str(file))
+    for token in (None, "of-the-variable"):
+        if token is not None:
+            monkeypatch.setenv("FORESHOCK_TOKEN", token)
+        with Service("http://127.0.0.1:1", transport=httpx.MockTransport(answered)) as client:
+            list(client.runs())
+    assert sent == ["Bearer of-the-file", "Bearer of-the-variable"]
+    monkeypatch.delenv("FORESHOCK_TOKEN")
+    file.unlink()
+    with pytest.raises(ServiceError, match="cannot be read: FileNotFoundError"):
+        Service("http://127.0.0.1:1")

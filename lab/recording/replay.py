@@ -14,6 +14,7 @@ import httpx
 
 from foreshock.client import http_client
 from foreshock.contract import wire
+from foreshock.contract.route import unanswered
 from foreshock.lab.recording.pace import Pace
 from foreshock.lab.recording.packed import PACKED, RECORDED
 from foreshock.lab.recording.trace import Trace, read_trace, readings
@@ -139,6 +140,6 @@ def _post(client: httpx.Client, batch: wire.Batch, url: str) -> None:
                 break
             time.sleep(float(reply.headers.get("Retry-After", 1)))
     except httpx.HTTPError as error:
-        raise ValueError(f"no service answers at {url} ({type(error).__name__}); start one: foreshock serve") from None
+        raise ValueError(f"no service answers at {unanswered(url, error)}; start one: foreshock serve") from None
     if reply.is_error:
         raise ValueError(f"the service at {url} refused the run: {reply.status_code} {reply.text[:300]}")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from foreshock.contract.route import RouteError, variables_of_tls
+from foreshock.contract.route import RouteError, untrusted
 from foreshock.monitor.transport.spool import Spool, Store
 
 logger: Final = logging.getLogger("foreshock")
@@ -31,10 +31,8 @@ class Outage:
     def failed(self, error: BaseException, route: str = "") -> None:
         """A try ended without an answer. `route`: the proxy that it used, as words to follow the address."""
         self._failures += 1
-        variable = variables_of_tls() if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
         named = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._why = str(error) if isinstance(error, RouteError) else named
-        self._why += f"; the trusted certificates are those of {variable}" if variable else ""
+        self._why = (str(error) if isinstance(error, RouteError) else named) + untrusted(error)
         enough = self._failures >= _FAILURES or isinstance(error, RouteError)
         if enough and not self._warned and time.monotonic() >= self._warned_at + _AGAIN_SECONDS:
             self._warned, self._warned_at = True, time.monotonic()

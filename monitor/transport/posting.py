@@ -18,9 +18,9 @@ import httpx
 from pydantic import SecretStr
 
 from foreshock.contract import wire
+from foreshock.contract.environment import token_in
 from foreshock.contract.route import route_to
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER
-from foreshock.monitor.config import token_in
 
 logger: Final = logging.getLogger("foreshock")
 

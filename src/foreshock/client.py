@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 from urllib.parse import quote
@@ -24,7 +25,8 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from foreshock.contract.environment import as_header_carries, names_a_host
+from foreshock.contract.environment import as_header_carries, names_a_host, token_in
+from foreshock.contract.route import RouteError, transport_to, unanswered
 
 DEFAULT_URL: Final = "http://127.0.0.1:8765"
 SETTLED: Final = frozenset({"applied", "refused", "expired", "dry_run", "rejected", "cancelled"})
@@ -101,8 +103,8 @@ class Service:
     """One service. Every method raises ServiceError when it is not there or refuses.
 
     url: its address; by default FORESHOCK_URL, else http://127.0.0.1:8765.
-    token: one with the scope that the call needs (`read`; `act` for orders and notes; `delete`). By default it comes
-    from FORESHOCK_TOKEN.
+    token: one with the scope that the call needs (`read`; `act` for orders and notes; `delete`). By default that of
+    FORESHOCK_TOKEN, else that in the file named by FORESHOCK_TOKEN_FILE.
     timeout_seconds: how long one question may take; a deletion may take ten minutes.
     transport: httpx's own, to reach a service otherwise than by the network.
     """
@@ -116,7 +118,10 @@ class Service:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url: Final = url or os.environ.get("FORESHOCK_URL") or DEFAULT_URL
-        token = token or os.environ.get("FORESHOCK_TOKEN")
+        try:
+            token = given_token(token or os.environ.get("FORESHOCK_TOKEN"), os.environ.get("FORESHOCK_TOKEN_FILE"))
+        except ValueError as error:
+            raise ServiceError(str(error)) from None
         self._http = http_client(self.url, token, timeout_seconds, transport)
 
     def __enter__(self) -> Self:
@@ -337,7 +342,7 @@ class Service:
             reply = self._http.request(method, path, **options)
         except httpx.HTTPError as error:
             raise ServiceError(
-                f"no service answers at {self.url} ({type(error).__name__}); "
+                f"no service answers at {unanswered(self.url, error)}; "
                 "start one with `foreshock serve`, or name it with --url or FORESHOCK_URL"
             ) from None
         if not reply.is_success:
@@ -350,17 +355,44 @@ def path_of(*parts: str) -> str:
     return "/v1/" + "/".join(quote(part, safe="", errors="replace") for part in parts)
 
 
+def given_token(token: str | None, file: str | Path | None) -> str | None:
+    """The token itself, else the one that the file holds. Raises ValueError for a file that cannot be used."""
+    return token or (token_in(Path(file)).get_secret_value() if file else None)
+
+
+class _Connections(httpx.Client):
+    """httpx's client without what it does besides: no cookie is kept, no redirect is read, no request is logged."""
+
+    def __init__(self, transport: httpx.BaseTransport, **options: Any) -> None:
+        super().__init__(transport=transport, trust_env=False, **options)
+        self._direct = transport
+
+    def send(self, request: httpx.Request, **_: Any) -> httpx.Response:
+        reply = self._direct.handle_request(request)
+        reply.request = request
+        try:
+            reply.read()
+        finally:
+            reply.close()
+        return reply
+
+
 def http_client(
     url: str, token: str | None, timeout_seconds: float, transport: httpx.BaseTransport | None = None
 ) -> httpx.Client:
-    """Connections to the service at `url`. Raises ServiceError for an address or a token that cannot be one."""
+    """Connections to the service at `url`.
+
+    Raises ServiceError for an address or a token that cannot be one, and for an unusable proxy or certificate of the
+    environment.
+    """
     if not names_a_host(url):
         raise ServiceError(f"{url} is no address of a service; give http://HOST:PORT or https://HOST")
     try:
         headers = {"Authorization": f"Bearer {as_header_carries(token)}"} if token else {}
-    except ValueError as error:
+        transport = transport or transport_to(url)
+    except (ValueError, RouteError) as error:
         raise ServiceError(str(error)) from None
-    return httpx.Client(base_url=url, headers=headers, timeout=timeout_seconds, transport=transport)
+    return _Connections(transport, base_url=url, headers=headers, timeout=timeout_seconds)
 
 
 def _said(who: str | None, reason: str) -> dict[str, Any]:
@@ -389,5 +421,5 @@ def _problem(reply: httpx.Response) -> str:
     except (ValueError, KeyError, TypeError):
         return f"{reply.request.url} answered {reply.status_code}, not in the service's words; is it foreshock?"
     if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        lines.append("give a token with --token or FORESHOCK_TOKEN")
+        lines.append("give a token with --token-file, FORESHOCK_TOKEN or --token")
     return "\n".join(lines)

@@ -97,8 +97,16 @@ def test_every_command_answers_in_json_whose_shape_is_documented() -> None:
 
 
 @pytest.mark.full
-def test_no_token_and_a_wrong_one_read_differently(tmp_path: Path) -> None:
+def test_no_token_and_a_wrong_one_read_differently_and_a_file_may_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("the-right-one-of-all\n")
     with LiveService(tmp_path, {"FORESHOCK_TOKEN": "the-right-one-of-all"}) as live:
+        assert foreshock("runs", "--url", live.url, "--token-file", str(file)).exit_code == 0
+        with monkeypatch.context() as environment:
+            environment.setenv("FORESHOCK_TOKEN_FILE", str(file))
+            assert foreshock("runs", "--url", live.url).exit_code == 0
         none = foreshock("runs", "--url", live.url)
         wrong = foreshock("runs", "--url", live.url, "--token", "not-the-right-one-at-all")
     assert none.exit_code == wrong.exit_code == 1

@@ -107,8 +107,10 @@ def test_a_folder_that_outlives_its_module_is_closed_without_a_word(tmp_path: Pa
         import sys
         from pathlib import Path
         from foreshock.monitor.transport import private_folder
-        sys.kept = private_folder.PrivateFolder(Path(sys.argv[1]))
-        vars(private_folder)["os"] = None
+        kept = private_folder.PrivateFolder(Path(sys.argv[1]))
+        for name in list(vars(private_folder)):
+            vars(private_folder)[name] = None
+        del kept
         """
     ended = subprocess.run([sys.executable, "-P", "-c", program, str(tmp_path)], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreshock.contract.environment import token_in
 from foreshock.contract.modes import MODE_NAMES
-from foreshock.monitor.config import AgentConfig, make_config, new_run_name, token_in, versions
+from foreshock.monitor.config import AgentConfig, make_config, new_run_name, versions
 
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK",
              "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "FORESHOCK_RANK", "FORESHOCK_WORLD_SIZE", "FORESHOCK_RUN",
