@@ -43,7 +43,7 @@ from foreshock.server.pause import pause
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.listing import SummaryCache
 from foreshock.server.settings import Settings
-from foreshock.server.store.database import Store, unusable
+from foreshock.server.store.database import Store, sole_service, unusable
 from foreshock.server.store.executors import ClosingError
 from foreshock.server.store.retention import Retention
 from foreshock.server.store.trouble import log_store_error
@@ -103,6 +103,7 @@ def create_app(settings: Settings) -> Service:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # it would redirect by the Host header, which anybody may choose
     )
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
@@ -125,12 +126,13 @@ def create_app(settings: Settings) -> Service:
     app.add_middleware(WholeFiles)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     shares = ConcurrencyLimit(settings.connections, settings.ingest_queue_bytes, settings.max_body_bytes)
-    app.add_middleware(AuthMiddleware, settings=settings, keyring=keyring, shares=shares)
+    app.add_middleware(AuthMiddleware, settings=settings, keyring=keyring, shares=shares, counters=counters)
     state = app.state
     state.endpoint = Endpoint(writer, state.quotas, counters, state.buckets, settings.max_body_bytes)
-    app.batches = AuthMiddleware(state.endpoint, settings, keyring, shares)
-    if settings.trusted_proxies:
-        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
+    app.batches = AuthMiddleware(state.endpoint, settings, keyring, shares, counters)
+    if proxies := list(settings.trusted_proxies):
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)
+        app.batches = ProxyHeadersMiddleware(app.batches, proxies)  # type: ignore[assignment, arg-type]
     return app
 
 
@@ -193,6 +195,11 @@ def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
     """
     configure_logs(settings.log_level)
     _check_address(settings.host, settings.port)
+    with sole_service(settings.database_url):
+        _serve(settings, ready)
+
+
+def _serve(settings: Settings, ready: Callable[[str], None]) -> None:
     asyncio.run(_open_once(settings))
     config = uvicorn.Config(
         create_app(settings),

@@ -36,6 +36,16 @@ SERVICE_METRICS: Final = (
         ),
     ),
     Metric(
+        key="service.refusals",
+        title="Refused secrets",
+        help="Requests refused for their secret, by what was tried: login (a wrong token), throttled login (too many "
+        "attempts; the token was not looked at), token (a wrong bearer token).",
+        bad="Rises: somebody guesses, or an agent has a withdrawn token. The log names each address once a minute.",
+        board="service",
+        kind="counter",
+        labels=("what",),
+    ),
+    Metric(
         key="service.commit",
         title="Commit time",
         help="Time to store the last batch.",

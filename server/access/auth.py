@@ -13,17 +13,20 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 from urllib.parse import urlsplit
 
+import structlog
 from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from foreshock.server.access.limits import ConcurrencyLimit, LoginLimit
+from foreshock.server.access.limits import LOGIN, Buckets, ConcurrencyLimit, LoginLimit, network_of
 from foreshock.server.access.problems import TOO_LARGE, ProblemError, answer_to, problem
 from foreshock.server.access.sessions import Sessions
+from foreshock.server.counters import Counters
 from foreshock.server.settings import ALL_SCOPES, Scope, Settings, Token
 
+log = structlog.get_logger()
 COOKIE: Final = "foreshock_session"
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -33,7 +36,7 @@ _OPEN_PAGES: Final = ("/", *_PROBES, "/v1/session", "/favicon.ico")
 _OPEN: Final = frozenset(
     {
         *((method, path) for path in _OPEN_PAGES for method in ("GET", "HEAD")),
-        ("POST", "/v1/login"),
+        ("POST", LOGIN),
     }
 )
 """What needs no token, besides the page's files under /assets/."""
@@ -69,12 +72,16 @@ NOBODY: Final = Caller("nobody", frozenset())
 class AuthMiddleware:
     """ASGI middleware round the whole application, static files and unknown paths included."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, keyring: "Keyring", shares: ConcurrencyLimit) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: Settings, keyring: "Keyring", shares: ConcurrencyLimit, counters: Counters
+    ) -> None:
         self.app = app
         self.shares = shares
         self.keyring = keyring
+        self.counters = counters
         self.hosts = frozenset(map(_host_name, settings.allowed_hosts))
         self.guesses = LoginLimit()
+        self._logged = Buckets(1 / 60)
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,6 +93,7 @@ class AuthMiddleware:
         async def send_with_headers(message: Message) -> None:
             nonlocal replaced
             if message["type"] == "http.response.start":
+                self._note(scope, message["status"])
                 given = message["headers"] = list(message["headers"])
                 names = {name for name, _ in given}
                 given.extend(header for header in _RAW_SECURITY_HEADERS if header[0] not in names)
@@ -112,6 +120,19 @@ class AuthMiddleware:
             with suppress(ClientDisconnect):  # in the middle of its body: nobody is left to be answered
                 await self.app(scope, receive, send_with_headers)
 
+    def _note(self, scope: AsgiScope, status: int) -> None:
+        """Count and log a refused secret, and remember who logged in."""
+        is_login = scope["path"] == LOGIN
+        if is_login and status == 200:
+            self.guesses.succeeded(_address(scope))
+        what = "throttled login" if is_login and status == 429 else "login" if is_login else "token"
+        shown = is_login or any(name == b"authorization" for name, _ in scope["headers"])
+        if (status != 401 and what != "throttled login") or not shown:
+            return
+        self.counters.refusals[what] += 1
+        if self._logged.take((what, _address(scope))) == 0:  # the log names each network once a minute
+            log.warning(f"{what} refused", client=_address(scope), path=scope["path"][:200])
+
     async def _admit(self, scope: AsgiScope) -> Caller:
         headers = Headers(scope=scope)
         method, path = scope["method"], scope["path"]
@@ -125,10 +146,10 @@ class AuthMiddleware:
             raise ProblemError(415, "Only application/json is taken; set Content-Type.")
         if not self.keyring.tokens:
             return ANYONE
-        if (method, path) == ("POST", "/v1/login"):
+        if (method, path) == ("POST", LOGIN):
             self.guesses.take(_address(scope))
         caller = await self.keyring.caller(headers)
-        if caller.csrf_token and method not in _SAFE_METHODS and path != "/v1/login":
+        if caller.csrf_token and method not in _SAFE_METHODS and path != LOGIN:
             given = headers.get("x-csrf-token", "")
             if not hmac.compare_digest(given.encode(), caller.csrf_token.encode()):
                 raise ProblemError(403, "The session cookie alone cannot change anything; send X-CSRF-Token.")
@@ -215,7 +236,7 @@ def _as_caller(token: Token | None, csrf_token: str | None = None) -> Caller:
 
 def _address(scope: AsgiScope) -> str:
     """Where a request comes from, as a name that no token has."""
-    return f"from {(scope.get('client') or ('',))[0]}"
+    return f"from {network_of((scope.get('client') or ('',))[0])}"
 
 
 def _host_name(netloc: str) -> str:

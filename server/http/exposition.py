@@ -203,6 +203,8 @@ def _add_service(connection: Connection, exposition: Exposition, store: Store, c
     add = exposition.add
     for result, count in sorted(counters.batches.items()):
         add("service.batches", count, result)
+    for what, count in sorted(counters.refusals.items()):
+        add("service.refusals", count, what)
     for (sender, result), count in sorted(counters.webhooks.items()):
         add("service.webhooks", count, sender, result)
     add("service.commit", counters.commit_seconds)

@@ -5,13 +5,14 @@ by URL and may be shared by several replicas of the service.
 """
 
 import os
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import structlog
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
@@ -25,6 +26,7 @@ from foreshock.server.store.executors import Executor, Work
 from foreshock.server.store.schema import metadata, runs
 from foreshock.server.store.turns import Turns
 
+log = structlog.get_logger()
 _EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
 _MIGRATION_LOCK: Final = _EVENTS_LOCK + 1
 _READS: Final = 8
@@ -106,6 +108,37 @@ def address_of(url: str) -> URL:
 def file_of(address: URL) -> Path | None:
     """SQLite's file; None for PostgreSQL."""
     return Path(str(address.database)) if address.get_backend_name() == "sqlite" else None
+
+
+@contextmanager
+def sole_service(url: str) -> Iterator[None]:
+    """Serve a SQLite file as its only service, however this process ends. Raises StoreError where another does.
+
+    PostgreSQL may be shared. A file system without locks lets everybody in.
+    """
+    path = file_of(address_of(url))
+    if path is None:
+        yield
+        return
+    import fcntl  # Windows has none
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY, 0o600)
+    except OSError:  # what keeps the lock away keeps SQLite away too, which then says so
+        yield
+        return
+    with os.fdopen(lock, "w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreError(
+                f"another service already uses {path}: end it first, since one process alone may serve a SQLite file; "
+                "several services need PostgreSQL (docs/deploy.md)"
+            ) from None
+        except OSError as error:
+            log.warning("the file system has no locks, so a second service would not be noticed", error=str(error))
+        yield
 
 
 class Store:

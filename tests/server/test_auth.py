@@ -84,6 +84,7 @@ def test_a_token_reaches_its_scopes_and_its_runs_and_nothing_else(play: Any) -> 
 
         assert await send(own, "the-sender-secret-0001") == 200
         assert await send(foreign, "the-sender-secret-0001") == 403
+        assert await send(FakeRank(run="x/team-a/1"), "the-sender-secret-0001") == 403
         assert await send(own, "the-reader-secret-0001") == 403
         assert await send(own, "the-reader-secret-0002") == 401
         read = await service.client.get("/v1/runs/team-a/1", headers=bearer("the-reader-secret-0001"))
@@ -102,7 +103,7 @@ def test_a_reader_of_some_runs_sees_only_those(play: Any) -> None:
     some = Token.of("some", "the-reader-secret-0001", ("read",), run_prefix="team-a/")
 
     async def story(service: Any) -> None:
-        for name in ("team-a/1", "team-b/1"):
+        for name in ("team-a/1", "team-b/1", "x/team-a/1"):
             rank = FakeRank(run=name)
             body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
             headers = {"content-type": "application/json", **bearer(SECRET)}
@@ -111,8 +112,13 @@ def test_a_reader_of_some_runs_sees_only_those(play: Any) -> None:
         assert [run["run"] for run in (await service.client.get("/v1/runs", headers=own)).json()["runs"]] == [
             "team-a/1"
         ]
-        assert "team-b" not in (await service.client.get("/metrics", headers=own)).text
-        for path in ("/v1/runs/team-b/1", "/v1/runs/team-b/1/curves?line=run.loss", "/v1/audit"):
+        metrics = (await service.client.get("/metrics", headers=own)).text
+        assert "team-a/1" in metrics
+        assert not any(other in metrics for other in ("team-b", "x/team-a"))
+        for path in ("team-b/1", "x/team-a/1", "team-b/1/curves?line=run.loss", "x/team-a/1/curves?line=run.loss"):
+            path = f"/v1/runs/{path}"
+            assert (await service.client.get(path, headers=own)).status_code == 403
+        for path in ("/v1/audit", "/v1/audit/export"):
             assert (await service.client.get(path, headers=own)).status_code == 403
 
     play(story, token=SECRET, tokens=(some,))
@@ -205,3 +211,30 @@ def test_no_answer_of_the_api_is_kept_by_a_cache(play: Any) -> None:
             assert (await service.client.get(path)).headers["cache-control"] == "no-store", path
 
     play(story)
+
+
+@pytest.mark.promise("S7")
+def test_one_credential_counts_and_a_wrong_one_is_not_replaced_by_another(play: Any) -> None:
+    async def story(service: Any) -> None:
+        answer = await service.client.post("/v1/login", json={"token": SECRET})
+        cookie = {"cookie": answer.headers["set-cookie"].partition(";")[0]}
+        service.client.cookies.clear()
+        assert (await service.client.get("/v1/runs", headers=cookie)).status_code == 200
+        assert (await service.client.get("/v1/runs", headers=cookie | bearer("a-wrong-one"))).status_code == 401
+        right, wrong = (("authorization", f"Bearer {secret}") for secret in (SECRET, "a-wrong-one"))
+        for two in ([right, wrong], [wrong, right], [right, right]):
+            assert (await service.client.get("/v1/runs", headers=two)).status_code == 401
+
+    play(story, token=SECRET)
+
+
+@pytest.mark.promise("S7")
+def test_no_answer_leads_to_a_host_of_the_callers_choice(play: Any) -> None:
+    async def story(service: Any) -> None:
+        headers = bearer(SECRET) | {"host": "evil.example"}
+        for path in paths_of(service.app):
+            for method in ("GET", "POST"):
+                answer = await service.client.request(method, f"{path.rstrip('/')}/", headers=headers, json={})
+                assert "location" not in answer.headers, (method, path)
+
+    play(story, token=SECRET)

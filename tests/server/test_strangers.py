@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from foreshock.server.testing import FakeRank, LiveService
 
@@ -128,6 +130,60 @@ def test_guesses_of_many_addresses_together_are_limited(play: Any) -> None:
         assert statuses.count(429) >= 1000 - allowed - 1
 
     play(story, token=SECRET, trusted_proxies=("127.0.0.1",))
+
+
+@pytest.mark.promise("S7")
+def test_a_flood_of_guesses_locks_out_nobody_who_has_logged_in_from_where_they_are(play: Any) -> None:
+    """The guesses come from many addresses, and from many of the one IPv6 network that a single host has."""
+
+    async def story(service: Any) -> None:
+        async def attempt(address: str, secret: str) -> int:
+            answer: httpx.Response = await service.client.post(
+                "/v1/login", json={"token": secret}, headers={"x-forwarded-for": address}
+            )
+            return answer.status_code
+
+        at_home = "2001:db8:5:6::1", "203.0.113.7", "::ffff:203.0.113.8"
+        for address in at_home:
+            assert await attempt(address, SECRET) == 200
+        one_host = [await attempt(f"2001:db8:1:2:{number:x}::1", "guess") for number in range(40)]
+        assert one_host.count(401) <= 15
+        assert await attempt("2001:db8:1:3::1", SECRET) == 200
+        flood = [await attempt(f"198.51.{number // 250}.{number % 250}", "guess") for number in range(600)]
+        assert flood[-100:].count(429) > 50
+        for address in (*at_home, "2001:db8:5:6:7:8:9:a", "::ffff:203.0.113.7"):
+            assert await attempt(address, SECRET) == 200, address
+
+    play(story, token=SECRET, trusted_proxies=("127.0.0.1",))
+
+
+@pytest.mark.promise("S7")
+def test_refused_secrets_are_counted_and_the_log_names_where_they_came_from(play: Any) -> None:
+    async def story(service: Any) -> None:
+        async def ask(method: str, path: str, address: str, **more: Any) -> int:
+            headers = {"x-forwarded-for": address} | more.pop("headers", {})
+            return int((await service.client.request(method, path, headers=headers, **more)).status_code)
+
+        wrong = {"authorization": "Bearer a-guess-that-nobody-may-see"}
+        json_type = {"content-type": "application/json"}
+        assert await ask("POST", "/v1/login", "198.51.100.5", json={"token": SECRET}) == 200
+        service.client.cookies.clear()
+        for _ in range(30):
+            await ask("POST", "/v1/login", "198.51.100.1", json={"token": "a-guess-that-nobody-may-see"})
+            assert await ask("GET", "/v1/runs", "198.51.100.2", headers=wrong) == 401
+            assert await ask("POST", "/v1/batches", "198.51.100.3", headers=wrong | json_type, content=b"{}") == 401
+            assert await ask("GET", "/v1/runs", "198.51.100.4") == 401  # who shows no secret guesses none
+        text = (await service.client.get("/metrics", headers={"authorization": f"Bearer {SECRET}"})).text
+        counted = dict(re.findall(r'foreshock_service_refusals_total\{what="(.*)"\} (\S+)', text))
+        assert float(counted["login"]) >= 10
+        assert float(counted["login"]) + float(counted["throttled login"]) == 30
+        assert float(counted["token"]) == 60
+
+    with capture_logs() as logged:
+        play(story, token=SECRET, trusted_proxies=("127.0.0.1",))
+    for number, lines in ((1, 2), (2, 1), (3, 1), (4, 0), (5, 0)):
+        assert [entry.get("client") for entry in logged].count(f"from 198.51.100.{number}") == lines
+    assert "nobody-may-see" not in str(logged)
 
 
 NUL_REQUESTS = [
