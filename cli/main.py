@@ -305,9 +305,6 @@ def diagnose(
     ] = [],  # noqa: B006
     head: Annotated[list[str], typer.Option(help="Head to look at, as LAYER.HEAD; may be repeated.")] = [],  # noqa: B006
     batches: Annotated[int, typer.Option(help="Number of batches that a model is run on.", min=2)] = 16,
-    numerics: Annotated[
-        str | None, typer.Option(help="kernel or paper; by default those that the model was run with.")
-    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write every number.")] = None,
     url: Url = DEFAULT_URL,
     token: Token = None,
@@ -325,6 +322,5 @@ def diagnose(
         states=state,
         heads=head,
         batches=batches,
-        numerics=numerics,
         json=json,
     )

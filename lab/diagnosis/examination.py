@@ -1,13 +1,9 @@
-"""The paper's appendix F as a tool: where the failure is, what carries it, whether it is rounding, what to do.
+"""Models and recorded runs as a diagnosis reads them: quantities of each head, and what else is wrong."""
 
-A recorded or live run tells where and since when. Which tokens and features carry the error of delta, how much of the
-gradient's error it is, and how alike the directions are can only be read from tensors: a checkpoint of the laboratory,
-or any model with its loss.
-"""
-
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -18,68 +14,76 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from foreshock.contract.slots import Floats
-from foreshock.kernels.flash_attention.spec import Numerics
-from foreshock.lab.diagnosis.anatomy import Examined, broken_part, examine
-from foreshock.lab.diagnosis.head_anatomy import head_anatomy
+from foreshock.lab.diagnosis.capture import Capture
+from foreshock.lab.diagnosis.measuring import broken_part, measured
 from foreshock.lab.diagnosis.own_code import explained, made_by
-from foreshock.lab.diagnosis.tables import Diagnosis, HeadCourse, advise
-from foreshock.lab.diagnosis.verdict import Verdict, Vitals
-from foreshock.lab.diagnosis.weights import load_weights, not_finite, read
+from foreshock.lab.diagnosis.weights import load_weights, not_finite, read, some
 from foreshock.lab.recording.history import History
 from foreshock.lab.training.arm import Arm
-from foreshock.lab.training.capture import Capture
 from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.run import Training
 from foreshock.monitor import attach
 
-_SHOWN_HEADS: Final = 4
 _LAST_POINTS: Final = 8
+_ONE_SIGN: Final = 0.75
+"""Least mean over RMS of what the scores of a row share. Drifting heads of fast-biases had 0.70 to 0.97, heads that a
+learning rate of high-rate blew up 0.17 to 0.81, those with the other sign of offset; healthy heads with a large RMS
+have 0.1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
-    """A model with a loss to run it by, and what it is called."""
+class Head:
+    """One head of one source. `cells`: quantities by name (lab/diagnosis/verdict.py), those that are known."""
 
-    origin: str
-    model: nn.Module
-    loss: Callable[[], Tensor]
-    """each call runs the model on its next batch and gives the loss with its graph"""
+    source: str
+    layer: int
+    head: int
+    cells: dict[str, float | str]
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} head {self.head}"
+
+    def __getitem__(self, name: str) -> float:
+        return float(self.cells.get(name, math.nan))
+
+
+@dataclass(slots=True)
+class Source:
+    """A recording, or a model that was run on some batches."""
+
+    name: str
+    heads: list[Head] = field(default_factory=list)
+    bad_weights: list[str] | None = None
+    """Names of the parameters with values that are not finite; None for a recording."""
+    broken: str | None = None
+    """Where a value was the first that is not finite, in words."""
+    exact: bool = False
+    """Whether its attention ran in float32 or wider."""
     notes: list[str] = field(default_factory=list)
-    """what a person should know of the weights"""
+    """What was left out, and what a person should know of the weights."""
 
 
-def checkpoint_run(path: Path) -> tuple[Recipe, Arm, int]:
-    """Recipe, arm and seed of the run that left a laboratory checkpoint. Raises ValueError for a file that is none."""
+def of_checkpoint(path: Path, batches: int) -> Source:
+    """The model of a laboratory checkpoint (`foreshock lab run --checkpoint`), run on the batches that came next, by
+    the attention that trained it. Raises ValueError for a file that is not one."""
     saved = read(path)
     if not {"recipe", "arm", "seed", "model", "batches", "step"} <= saved.keys():
         raise ValueError(
-            f"{path} is no checkpoint of the laboratory; for another model give module:factory and --state"
+            f"{path} is not a checkpoint of the laboratory; for another model give module:factory and --state"
         )
     recipe, arm = TypeAdapter(Recipe).validate_python(saved["recipe"]), TypeAdapter(Arm).validate_python(saved["arm"])
-    return recipe, arm, int(saved["seed"])
-
-
-@contextmanager
-def lab_patient(path: Path) -> Iterator[Patient]:
-    """The model of a laboratory checkpoint (`foreshock lab run --checkpoint`) on the batches that came next.
-
-    Our kernels compute its attention, whose tensors are looked at, where the run kept PyTorch's own. Raises ValueError
-    for a file that is none.
-    """
-    saved, (recipe, arm, seed) = read(path), checkpoint_run(path)
-    training = Training(replace(recipe, compiled=False), replace(arm, backend=None), seed)
+    training = Training(replace(recipe, compiled=False), arm, int(saved["seed"]))
     with training.agent, training.on_stream():
         # What trained it plays no part: a diagnosis takes no step.
         training.restore(training.checkpoint() | {key: saved[key] for key in ("model", "batches", "step")})
-        yield Patient(f"step {saved['step']}", training.model, training.next_loss)
+        return examine(f"step {saved['step']}", training.model, training.next_loss, batches)
 
 
-@contextmanager
-def own_patient(path: str, state: Path | None) -> Iterator[Patient]:
-    """What `module:factory` makes, in eval mode: a model, and a function that gives the loss of its next batch.
+def of_factory(path: str, state: Path | None, batches: int) -> Source:
+    """What `module:factory` makes, run in eval mode: a model, and a function that gives the loss of its next batch.
 
-    The weights in `state`, a file or a folder, are loaded into the model. Raises ValueError when the path names nothing
-    of the kind, or when weights and model do not belong together.
+    The weights in `state`, a file or a folder, are loaded into the model. Raises ValueError when the path does not name
+    such a function, or when weights and model do not belong together.
     """
     made = made_by(path)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
@@ -87,38 +91,75 @@ def own_patient(path: str, state: Path | None) -> Iterator[Patient]:
     model, loss = made
     notes = load_weights(model, state) if state is not None else []
     model.eval()  # dropped weights cannot be taken apart
-    with attach(model, attention="kernels", url=None, spool_directory=None, quiet=True):
-        yield Patient(path if state is None else str(state), model, loss, notes=notes)
+    with _what_foreshock_says() as said, ExitStack() as stack:
+        try:
+            stack.enter_context(attach(model, url=None, spool_directory=None, quiet=True))
+        except ValueError as error:
+            said.append(str(error))
+        source = examine(path if state is None else str(state), model, loss, batches)
+    source.notes += notes + said
+    return source
 
 
-def examine_patient(
-    patient: Patient, batches: int, numerics: Numerics | None
-) -> tuple[Vitals, dict[int, list[Examined]]]:
-    """Run the model on some batches, forward and backward, without a step; every layer's measurements.
+@contextmanager
+def _what_foreshock_says() -> Iterator[list[str]]:
+    """The warnings of an agent: they name the layers that are not watched."""
+    logger, said = logging.getLogger("foreshock"), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage().removeprefix("foreshock: "))  # type: ignore[method-assign]
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
 
-    Layers with values that are not finite are named and not measured.
-    """
-    vitals = Vitals(patient.origin, bad_weights=not_finite(patient.model), notes=patient.notes)
-    found: dict[int, list[Examined]] = {}
-    met = False
-    for number in range(1, 1 if vitals.bad_weights else batches + 1):
-        patient.model.zero_grad(set_to_none=True)
-        with Capture(patient.model) as capture:
-            with explained(f"{patient.origin}: the loss of batch {number} of {batches}"):
-                loss = patient.loss()
-            _check(loss, patient.origin)
-            with explained(f"{patient.origin}: the backward of batch {number}"):
-                loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        last = {call.layer: call for call in capture.calls if call.grad_out is not None}
-        met |= bool(last)
-        for layer, call in sorted(last.items()):
-            if broken := broken_part(call):
-                vitals.broken.setdefault(layer, broken)
-            else:
-                found.setdefault(layer, []).append(examine(call, patient.origin, numerics))
-    if not met and not vitals.bad_weights:
-        raise ValueError(f"{patient.origin}: no watched layer took part in the loss and its backward")
-    return vitals, found
+
+def examine(name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], batches: int) -> Source:
+    """Run a model that is watched on some batches, forward and backward, without a step."""
+    source = Source(name, bad_weights=not_finite(model))
+    found: dict[int, list[dict[str, Floats]]] = {}
+    left_out: dict[str, set[int]] = {}
+    for number in range(1, 1 if source.bad_weights else batches + 1):
+        model.zero_grad(set_to_none=True)
+        with torch.compiler.set_stance("force_eager"), Capture(model) as capture:
+            with explained(f"{name}: the loss of batch {number} of {batches}"):
+                loss = loss_of_next()
+            _check(loss, name)
+            finite = bool(loss.isfinite())
+            if finite:
+                with explained(f"{name}: the backward of batch {number}"):
+                    loss.backward()  # type: ignore[no-untyped-call]
+        source.broken = source.broken or _broken(capture, finite=finite)
+        for call in capture.whole():
+            source.exact = call.spec.numerics in ("float32", "float64")
+            try:
+                one = measured(call)
+                found.setdefault(call.layer, []).append(one)
+            except Exception as error:
+                capture.layers[call.layer].unserved[str(error) or type(error).__name__] += 1
+            if "out" not in call.grads and finite:
+                left_out.setdefault("gradients not measured, no backward ran through it", set()).add(call.layer)
+    for layer, watched in [] if source.bad_weights else capture.layers.items():
+        if layer not in found:
+            left_out.setdefault(f"not measured: {watched.why_not_counted}", set()).add(layer)
+    source.notes = [f"{some(f'layer {layer}' for layer in sorted(layers))}: {why}." for why, layers in left_out.items()]
+    for layer, calls in sorted(found.items()):
+        source.heads += [_of_calls(source.name, layer, head, calls) for head in range(len(calls[0]["rows"]))]
+    return source
+
+
+def _broken(capture: Capture, *, finite: bool) -> str | None:
+    """Where a value was the first that is not finite in a forward and its backward. A module may give infinities that
+    do no harm, as masks are."""
+    if not finite or capture.broken_call is not None:
+        if capture.broken_module is not None:
+            return f"first in the forward, {capture.broken_module}"
+        if capture.broken_call is not None:
+            return f"first in the forward: {broken_part(capture.broken_call)}"
+        return "first in the forward, above the last attention: the loss is not finite"
+    return None if capture.broken_gradient is None else f"first in the backward, {capture.broken_gradient}"
 
 
 def _check(loss: object, origin: str) -> None:
@@ -131,81 +172,67 @@ def _check(loss: object, origin: str) -> None:
         )
 
 
-def diagnose(
-    histories: Sequence[History],
-    examined: dict[int, list[Examined]],
-    *,
-    heads: Sequence[tuple[int, int]] = (),
-    verdict: Verdict | None = None,
-) -> Diagnosis:
-    """Put together what a run recorded and what its tensors say of `heads`, by default of the `suspects`."""
-    named = list(heads) or suspects(histories, examined, verdict)
-    result = Diagnosis(sources=[each.name for each in histories], named=named, verdict=verdict)
-    result.sources += list(dict.fromkeys(each.origin for batches in examined.values() for each in batches))
-    for layer, head in named:
-        result.courses += [_course(history, (layer, head)) for history in histories]
-        if layer in examined:
-            known = len(examined[layer][0].offset)
-            if head >= known:
-                raise ValueError(f"layer {layer} has no head {head}; its heads are 0 to {known - 1}")
-            result.anatomies.append(head_anatomy(layer, head, examined[layer]))
-        elif examined:
-            raise ValueError(f"layer {layer} was not examined; the model has layers {', '.join(map(str, examined))}")
-    result.advice = advise(result)
-    return result
+def _of_calls(source: str, layer: int, head: int, calls: Sequence[dict[str, Floats]]) -> Head:
+    def of(name: str) -> Floats:
+        values = np.array([call[name][head] for call in calls], dtype=np.float64)
+        known: Floats = values[np.isfinite(values)]
+        return known
+
+    def mean(name: str) -> float:
+        return float(values.mean()) if len(values := of(name)) else math.nan
+
+    offset, common, rows = mean("head.score_offset"), mean("common"), of("rows").sum()
+    together = common * offset > 0 and abs(common) >= _ONE_SIGN * mean("common rms")
+    cells = {
+        "offset": offset,
+        "shift": min(common, offset, key=abs) if together else 0.0,
+        "largest": float(of("largest").max(initial=0.0)),
+        "entropy": mean("head.entropy"),
+        "log keys": mean("log keys"),
+        **_one_sided(of("head.delta_bias")),
+        "ties": mean("head.tied_rows_one"),
+        "output error": mean("output error"),
+        "query error": mean("query error"),
+        "key sum": mean("key sum"),
+        "rows": rows,
+        "empty": float(of("empty").sum() / rows) if rows else math.nan,
+    }
+    return Head(source, layer, head, {name: value for name, value in cells.items() if math.isfinite(value)})
 
 
-def suspects(
-    histories: Sequence[History], examined: dict[int, list[Examined]], verdict: Verdict | None = None
-) -> list[tuple[int, int]]:
-    """The heads that were warned about, first first; without any, the one that the verdict is about, or whose scores
-    drifted farthest."""
-    warned = [
-        (verdict.layer, verdict.head)
-        for history in histories
-        for verdict in history.verdicts
-        if verdict.state == "raised" and verdict.layer is not None and verdict.head is not None
-    ]
-    if warned:
-        return list(dict.fromkeys(warned))[:_SHOWN_HEADS]
-    if verdict is not None and verdict.head is not None and not histories:
-        return [verdict.head]
-    drift: dict[tuple[int, int], float] = {}
-    for history in histories:
-        for ref in history.heads:
-            drift[ref] = max(drift.get(ref, 0.0), abs(_last(history.course("head.score_offset", ref)) or 0.0))
-    for layer, batches in examined.items() if not histories else ():
-        for head, offset in enumerate(torch.stack([each.offset for each in batches]).mean(0).tolist()):
-            drift[layer, head] = abs(offset)
-    return sorted(drift, key=lambda head: -drift[head])[:1]
+def of_recording(history: History) -> Source:
+    """Every head of a recorded or live run, with what its detectors said."""
+    norms = {ref: _last(history.course("head.query_norm", ref)) for ref in history.heads}
+    median = float(np.nanmedian(list(norms.values()))) if any(map(math.isfinite, norms.values())) else math.nan
+    source = Source(history.name)
+    for layer, head in history.heads:
+        offset = history.course("head.score_offset", (layer, head))
+        cells: dict[str, float | str] = {
+            "offset": _last(offset),
+            "change": _last(offset) - _last(offset[: len(offset) // 2]),
+            "largest": _last(history.course("head.row_max_abs", (layer, head))),
+            **_one_sided(history.blocks("head.delta_bias", (layer, head))[1]),
+            "ties": _last(history.course("head.tied_rows_one", (layer, head))),
+            "norm": norms[layer, head],
+            "norm beside others": norms[layer, head] / median if median else math.nan,
+        }
+        cells = {name: value for name, value in cells.items() if math.isfinite(float(value))}
+        raised = [v for v in history.verdicts if (v.layer, v.head, v.state) == (layer, head, "raised")]
+        if raised:
+            cells |= {"warned": f"{raised[0].step}, {raised[0].cause}"}
+        source.heads.append(Head(history.name, layer, head, cells))
+    return source
 
 
-def _course(history: History, head: tuple[int, int]) -> HeadCourse:
-    raised = [v for v in history.verdicts if (v.layer, v.head) == head and v.state == "raised"]
-    offset, (_, bias) = history.course("head.score_offset", head), history.blocks("head.delta_bias", head)
-    mean, spread = (float(bias.mean()), float(bias.std())) if len(bias) > 1 else (math.nan, math.nan)
-    norm = _last(history.course("head.query_norm", head))
-    others = [_last(history.course("head.query_norm", other)) for other in history.heads if other != head]
-    known = [other for other in others if other is not None]
-    middle, end = _last(offset[: len(offset) // 2]), _last(offset)
-    return HeadCourse(
-        layer=head[0],
-        head=head[1],
-        warned_step=raised[0].step if raised else None,
-        cause=raised[0].cause if raised else None,
-        offset=end,
-        offset_change=None if middle is None or end is None else end - middle,
-        largest_score=_last(history.course("head.row_max_abs", head)),
-        delta_one_sidedness=mean if len(bias) > 1 else None,
-        delta_same_sign=float((np.sign(bias) == np.sign(mean)).mean()) if len(bias) > 1 else None,
-        delta_z=mean / (spread / math.sqrt(len(bias))) if spread > 0 else None,
-        tied_rows=_last(history.course("head.tied_rows_one", head)),
-        query_norm=norm,
-        query_norm_over_others=norm / float(np.median(known)) if norm is not None and any(known) else None,
-    )
+def _one_sided(bias: Floats) -> dict[str, float]:
+    """The one-sidedness of delta's error over blocks or batches, and the same in standard errors."""
+    if len(bias) < 2:
+        return {}
+    mean, spread = float(bias.mean()), float(bias.std())
+    return {"delta": mean, "delta z": mean / (spread / math.sqrt(len(bias))) if spread > 0 else math.nan}
 
 
-def _last(values: Floats) -> float | None:
-    """Mean of the last points that were recorded."""
+def _last(values: Floats) -> float:
+    """Mean of the last points that were recorded; NaN where there are none."""
     known = values[np.isfinite(values)][-_LAST_POINTS:]
-    return float(known.mean()) if len(known) else None
+    return float(known.mean()) if len(known) else math.nan

@@ -94,10 +94,10 @@ def measure(
     if given is not None:
         entries, rows = chosen_rows(tick, given.scores.shape[0] * given.scores.shape[2], batch, queries)
         given = given._replace(scores=given.scores.clone())  # _rows writes into them
-        accumulate(state, _rows(entries, rows, call, given, _wide(call.value, entries, spec), spec))
+        accumulate(state, _rows(entries, rows, call, given, wide(call.value, entries, spec), spec))
         return
-    for some, rows, scores, keys in _pieces(*chosen_rows(tick, count, batch, queries), call, spec, score_mod):
-        accumulate(state, _rows(some, rows, call, scores, _wide(call.value, some, spec)[:, :, keys], spec))
+    for some, rows, scores, keys in pieces(*chosen_rows(tick, count, batch, queries), call, spec, score_mod):
+        accumulate(state, _rows(some, rows, call, scores, wide(call.value, some, spec)[:, :, keys], spec))
 
 
 def raise_largest(largest: Tensor, call: Call, spec: AttentionSpec) -> None:
@@ -105,18 +105,18 @@ def raise_largest(largest: Tensor, call: Call, spec: AttentionSpec) -> None:
     of HELD_BYTES. NaN where a score is."""
     batch, _, queries, _ = call.query.shape
     entries, rows = (torch.arange(count, device=call.query.device) for count in (batch, queries))
-    for _, _, (scores, _), _ in _pieces(entries, rows.expand(batch, queries), call, spec, None):
+    for _, _, (scores, _), _ in pieces(entries, rows.expand(batch, queries), call, spec, None):
         torch.maximum(largest, scores.amax((0, 2, 3)).to(largest.dtype), out=largest)
 
 
-def _pieces(
+def pieces(
     entries: Tensor, rows: Tensor, call: Call, spec: AttentionSpec, score_mod: ScoreMod | None
 ) -> Iterator[tuple[Tensor, Tensor, "Scores", slice]]:
     """Of rows `rows` [E, c] of batch entries `entries` [E], piece by piece: entries, rows, scores, of which keys."""
     at_once = _at_once(call, spec)
     together = max(1, at_once // rows.shape[1])
     for some, theirs in zip(torch.split(entries, together), torch.split(rows, together), strict=True):
-        keys = _wide(call.key, some, spec)
+        keys = wide(call.key, some, spec)
         for piece in torch.split(theirs, at_once, dim=1):
             low, high = _bounds(piece, call, spec)
             first, end = 0, keys.shape[2]
@@ -132,7 +132,7 @@ def sampled_scores(count: int, call: Call, tick: Tensor, spec: AttentionSpec, sc
     much. Reads no tensor's value, so that it may be part of a compiled graph."""
     batch, _, queries, _ = call.query.shape
     entries, rows = chosen_rows(tick, min(count, _at_once(call, spec)), batch, queries)
-    keys = _wide(call.key, entries, spec)
+    keys = wide(call.key, entries, spec)
     return _scores(entries, rows, call, keys, _bounds(rows, call, spec), spec, score_mod)
 
 
@@ -164,7 +164,7 @@ def chosen_rows(tick: Tensor, count: int, batch: int, queries: int) -> tuple[Ten
     return (place[:entries] * batch + numbers[0] % batch) // entries, rows
 
 
-def _wide(x: Tensor, entries: Tensor, spec: AttentionSpec) -> Tensor:
+def wide(x: Tensor, entries: Tensor, spec: AttentionSpec) -> Tensor:
     """Keys or values of some entries of the batch, [e, Hkv, Sk, D], wide enough to multiply exactly."""
     return (x if len(entries) == len(x) else x[entries]).to(compute_dtype(spec.numerics))
 
@@ -182,7 +182,7 @@ def _scores(
     """Of the rows `row` [e, c] of batch entries `entry` [e] with `keys`, the number `first` and those behind it, of
     which each row sees those in `bounds`."""
     low, high = bounds
-    scores = _times(_of_rows(call.query, entry, row).to(keys.dtype), keys.mT).mul_(spec.scale)  # [e, H, c, k]
+    scores = times(of_rows(call.query, entry, row).to(keys.dtype), keys.mT).mul_(spec.scale)  # [e, H, c, k]
     if spec.softcap > 0:
         scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
     visible = (high - low).unsqueeze(1).expand(scores.shape[:3])
@@ -200,7 +200,7 @@ def _scores(
         hidden = ((position < low.unsqueeze(-1)) | (position >= high.unsqueeze(-1))).unsqueeze(1)
     if (mask := call.mask) is not None:
         mask = mask[(None,) * (4 - mask.dim())].expand(len(call.query), -1, call.query.shape[2], call.key.shape[2])
-        mask = _of_rows(mask[..., first:end], entry, row)  # [e, H or 1, c, k]
+        mask = of_rows(mask[..., first:end], entry, row)  # [e, H or 1, c, k]
         if mask.dtype == torch.bool:
             hidden = ~mask if hidden is None else hidden | ~mask
             visible = (~hidden).sum(-1)
@@ -214,7 +214,8 @@ def _scores(
     return Scores(scores, visible)
 
 
-def _of_rows(x: Tensor, entry: Tensor, row: Tensor) -> Tensor:
+def of_rows(x: Tensor, entry: Tensor, row: Tensor) -> Tensor:
+    """The rows `row` [e, c] of batch entries `entry` [e] of `x` [B, H, S, D]: [e, H, c, D]."""
     return x[entry.unsqueeze(1), :, row].transpose(1, 2)  # [e, H, c, ...]
 
 
@@ -231,12 +232,12 @@ def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor,
     # of the scores less their maximum, so that no offset cancels; entr is -w ln w, and 0 where w is
     entropy = known_sum.log() + torch.special.entr(weights).sum(-1) / known_sum
     lse = floor.squeeze(-1) + row_sum.log()
-    grad = _of_rows(call.grad_out, entry, row).to(scores.dtype)  # [e, H, c, D]
+    grad = of_rows(call.grad_out, entry, row).to(scores.dtype)  # [e, H, c, D]
     # in 16 bits under every numerics, as our kernels read it
-    output = _of_rows(call.out, entry, row).to(operand).to(scores.dtype)
+    output = of_rows(call.out, entry, row).to(operand).to(scores.dtype)
     delta = (grad * output).sum(-1)
     rounded = weights.to(operand).to(weights.dtype) if spec.numerics in ("kernel", "paper") else weights
-    exact = _times(rounded, values) / known_sum.unsqueeze(-1)
+    exact = times(rounded, values) / known_sum.unsqueeze(-1)
     # with dropout only the kernel knows which weights it dropped
     delta_bias = (grad * (output - exact)).sum(-1) if spec.dropout_p == 0 else torch.zeros_like(delta)
     computed_finite, output_finite = (x.abs().amax(-1) < math.inf for x in (exact, output))
@@ -248,7 +249,7 @@ def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor,
     )
 
 
-def _times(rows: Tensor, matrices: Tensor) -> Tensor:
+def times(rows: Tensor, matrices: Tensor) -> Tensor:
     """`rows` [e, H, c, n], each times that of `matrices` [e, Hkv, n, m] which its head reads: [e, H, c, m]."""
     of_key_heads = rows.reshape(*matrices.shape[:2], -1, rows.shape[3])  # [e, Hkv, H / Hkv * c, n]
     return torch.matmul(of_key_heads, matrices).view(*rows.shape[:3], -1)

@@ -31,7 +31,7 @@ def test_what_is_wrong_in_a_persons_own_code_is_a_sentence_that_names_the_place(
 
 
 def test_a_module_and_a_head_that_do_not_exist_are_sentences(tmp_path: Path) -> None:
-    assert "layer 0 has no head 9; its heads are 0 to 2" in diagnosed(tmp_path, more=("--head", "0.9")).stderr
+    assert "has no head 0.9; it has 0.0 to 1.2" in diagnosed(tmp_path, more=("--head", "0.9")).stderr
     for command in ("diagnose", "doctor"):
         said = foreshock(command, "no_such_module:build")
         assert said.exit_code == 1

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foreshock.lab.diagnosis.anatomy import Examined
+from foreshock.lab.diagnosis.capture import AttentionCall, Capture
 from foreshock.lab.recording.history import History
-from foreshock.lab.training.capture import AttentionCall, Capture
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.monitor import attach
@@ -58,30 +57,6 @@ def called(attention: nn.Module, numerics: Numerics = "kernel") -> tuple[Attenti
         (model(tokens).square().sum() * 10).backward(retain_graph=True)
     [call] = capture.calls
     return call, model
-
-
-def planted(*, tokens: Tensor, bias: float = 0.0) -> Examined:
-    """A batch with one head of known properties: `tokens` [n, 1, D] are its (PK)[T]."""
-    error = torch.full((1, 1, 8), bias, dtype=torch.float64)
-    error[..., 3] += 10.0
-    return Examined(
-        origin="planted",
-        numerics="kernel",
-        as_run="kernel",
-        offset=torch.tensor([2.0]),
-        largest_score=torch.tensor([4.0]),
-        common_score=torch.tensor([2.0]),
-        common_rms=torch.tensor([2.0]),
-        output_error=torch.tensor([0.001]),
-        delta_error=error,
-        by_feature=torch.tensor([[0.0, 3.0, -1.0, 0.0]], dtype=torch.float64),
-        tied=torch.arange(8).eq(3).view(1, 1, 8),
-        weight_error=torch.ones(2, 1, 4, 5, dtype=torch.float64) * torch.tensor([2.0, 1.0]).view(2, 1, 1, 1),
-        weight_norm=torch.tensor([10.0], dtype=torch.float64),
-        key_shift=torch.ones(2, 1, 4, dtype=torch.float64) * torch.tensor([2.0, 0.0]).view(2, 1, 1),
-        mixed_keys=tokens,
-        inputs=torch.ones(len(tokens), 5, dtype=torch.float64),
-    )
 
 
 def planted_history(bias: float) -> History:

@@ -1,7 +1,8 @@
 """Checkpoints, models and runs are examined, and what cannot be is refused with a sentence."""
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +10,14 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tests.lab.planted import TINY, Attention, Model, called
+from tests.lab.planted import TINY, Attention, Model
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from foreshock.cli.main import app
 from foreshock.client import Service, ServiceError
-from foreshock.lab.diagnosis.anatomy import Examined, examine
-from foreshock.lab.diagnosis.examination import diagnose, examine_patient, lab_patient, own_patient
+from foreshock.lab.diagnosis.examination import of_checkpoint, of_factory, of_recording
+from foreshock.lab.diagnosis.verdict import diagnose
 from foreshock.lab.recording.history import live, recorded
 from foreshock.lab.training.arm import CONTROL, UNTREATED, find_arm
 from foreshock.lab.training.run import lab_run
@@ -34,30 +35,23 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-@pytest.fixture
-def examined(checkpoints: list[Path]) -> Iterator[dict[int, list[Examined]]]:
-    with lab_patient(checkpoints[0]) as patient:
-        yield examine_patient(patient, 2, None)[1]
+def test_a_checkpoint_of_the_laboratory_is_examined_in_every_layer(checkpoints: list[Path]) -> None:
+    source = of_checkpoint(checkpoints[0], 2)
+    assert source.name == "step 3"
+    [column] = diagnose([source], [(1, 0)]).heads
+    assert (column.layer, column.head) == (1, 0)
+    assert math.isfinite(column["query error"])
+    with pytest.raises(ValueError, match=r"step 3 has no head 7\.0; it has 0\.0 to 1\.1"):
+        diagnose([source], [(7, 0)])
 
 
-def test_a_checkpoint_of_the_laboratory_is_examined_in_every_layer(examined: dict[int, list[Examined]]) -> None:
-    assert sorted(examined) == [0, 1]
-    found = diagnose([], examined, heads=[(1, 0)])
-    assert found.sources == ["step 3"]
-    [anatomy] = found.anatomies
-    assert (anatomy.layer, anatomy.head, anatomy.batches) == (1, 0, 2)
-    assert anatomy.weight_error_plain is not None
-    with pytest.raises(ValueError, match="layer 7 was not examined; the model has layers 0, 1"):
-        diagnose([], examined, heads=[(7, 0)])
-
-
-def test_a_checkpoint_of_a_run_on_pytorchs_own_attention_is_examined_by_our_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arm", "exact"), [("flash-untreated", False), ("control", True)])
+def test_a_checkpoint_is_examined_with_the_attention_that_trained_it(arm: str, exact: bool, tmp_path: Path) -> None:
     path, recipe = tmp_path / "kept.pt", replace(TINY, micro_batch=2, compiled=True)
-    trace = tmp_path / "kept.jsonl.gz"
-    lab_run(recipe, find_arm("flash-untreated"), seed=1, trace=trace, steps=3, checkpoint=path)
-    with lab_patient(path) as patient:
-        _, examined = examine_patient(patient, 1, None)
-    assert sorted(examined) == [0, 1]
+    lab_run(recipe, find_arm(arm), seed=1, trace=tmp_path / "kept.jsonl.gz", steps=3, checkpoint=path)
+    source = of_checkpoint(path, 1)
+    assert {head.layer for head in source.heads} == {0, 1}
+    assert source.exact == exact
 
 
 def own_model() -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -71,9 +65,8 @@ def test_any_model_with_its_loss_can_be_examined(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     model, _ = own_model()
     torch.save(model.state_dict(), tmp_path / "state.pt")
-    with own_patient("test_examination:own_model", tmp_path / "state.pt") as patient:
-        _, examined = examine_patient(patient, 2, None)
-    assert diagnose([], examined).anatomies[0].head in (0, 1)
+    source = of_factory("test_examination:own_model", tmp_path / "state.pt", 2)
+    assert [(head.layer, head.head) for head in source.heads] == [(0, 0), (0, 1)]
 
 
 def foreshock(*words: str) -> Result:
@@ -86,19 +79,23 @@ def test_the_command_joins_a_trace_and_a_checkpoint(tmp_path: Path, checkpoints:
         "--batches", "2", "--json", str(tmp_path / "d.json"),
     )  # fmt: skip
     assert said.exit_code == 0, said.output
-    for words in ("warned at step", "As recorded", "dW_Q off its truth", "foreshock switch RUN --mode row_corrected"):
+    for words in ("warned at step", "gradient of queries off float64", "foreshock switch RUN --mode row_corrected"):
         assert words in said.output
     found = json.loads((tmp_path / "d.json").read_text())
-    assert found["named"] == [[0, 0]]
-    assert found["courses"][0]["cause"] == "rounding"
-    assert found["anatomies"][0]["batches"] == 2
+    assert found["findings"][0]["kind"] == "rounding"
+    assert [(head["source"], head["layer"], head["head"]) for head in found["heads"]] == [
+        ("key-bias_fa2_batch32.trace.xz", 0, 0),
+        ("step 3", 0, 0),
+    ]
+    assert found["heads"][0]["cells"]["warned"].endswith(", rounding")
 
 
 def test_a_healthy_trace_gets_no_advice_but_to_keep_watching() -> None:
     said = foreshock("diagnose", str(TRACES / "key-bias_fp32_batch32.trace.xz"))
     assert said.exit_code == 0
-    assert "no warning" in said.output
-    assert "Keep watching" in said.output
+    assert "no head was warned about" in said.output
+    assert "keep watching" in said.output
+    assert "foreshock switch" not in said.output
 
 
 def test_a_run_of_the_service_is_diagnosed_like_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +117,9 @@ def test_a_run_of_the_service_is_diagnosed_like_its_trace(tmp_path: Path, monkey
     np.testing.assert_allclose(
         history.values["head.score_offset"], same.values["head.score_offset"][at], rtol=1e-6, equal_nan=True
     )
-    one, other = diagnose([history], {}), diagnose([same], {})
-    assert one.named[0] == other.named[0]
-    assert one.courses[0].warned_step == other.courses[0].warned_step
+    one, other = (diagnose([of_recording(each)]) for each in (history, same))
+    assert one.findings[0].heads[0] == other.findings[0].heads[0]
+    assert one.heads[0].cells["warned"] == other.heads[0].cells["warned"]
 
 
 @pytest.mark.parametrize(
@@ -130,12 +127,11 @@ def test_a_run_of_the_service_is_diagnosed_like_its_trace(tmp_path: Path, monkey
     [
         (["nothing.jsonl.gz"], "there is no trace at nothing.jsonl.gz; the recorded runs are"),
         (["{folder}/text"], "is nothing that torch loads safely"),
-        (["{folder}/other.pt"], "is no checkpoint of the laboratory"),
+        (["{folder}/other.pt"], "is not a checkpoint of the laboratory"),
         (["{folder}/number.pt"], "holds a int; give a checkpoint"),
         (["math:pi"], "names no function: math has none"),
         (["{trace}", "--head", "first"], "names no head; write LAYER.HEAD"),
         (["{trace}", "--head", "9.9"], "has no head 9.9; it has 0.0 to "),
-        (["{trace}", "--numerics", "fp8"], "numerics 'fp8' does not exist"),
         (["some-run", "--url", "http://127.0.0.1:9"], "no service answers at http://127.0.0.1:9"),
     ],
 )
@@ -149,9 +145,3 @@ def test_what_cannot_be_diagnosed_is_refused_with_a_sentence(
     said = foreshock("diagnose", *(word.format(folder=tmp_path, trace=trace) for word in words))
     assert said.exit_code == 1
     assert sentence in (said.output + capfd.readouterr().err)
-
-
-def test_a_layer_without_a_backward_is_named() -> None:
-    call, _ = called(Attention())
-    with pytest.raises(ValueError, match=r"layer 0 \(attention\) saw no backward"):
-        examine(replace(call, grad_out=None), "here")

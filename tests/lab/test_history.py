@@ -4,17 +4,14 @@ import numpy as np
 import pytest
 from tests.lab.planted import planted_history
 
-from foreshock.lab.diagnosis.examination import diagnose
+from foreshock.lab.diagnosis.examination import of_recording
 from foreshock.lab.recording.history import History
 
 
 def test_a_one_signed_error_is_called_so_and_noise_is_not() -> None:
-    signed, noise = diagnose([planted_history(0.02)], {}), diagnose([planted_history(0.0)], {})
-    assert signed.named == noise.named == [(0, 0)]  # nobody was warned about; it drifted farthest
-    assert signed.courses[0].delta_z is not None
-    assert signed.courses[0].delta_z > 3
-    assert noise.courses[0].delta_z is not None
-    assert abs(noise.courses[0].delta_z) < 3
+    signed, noise = (of_recording(planted_history(bias)).heads[0] for bias in (0.02, 0.0))
+    assert signed["delta z"] > 3
+    assert abs(noise["delta z"]) < 3
 
 
 def test_samples_of_single_steps_weigh_no_more_than_their_steps() -> None:

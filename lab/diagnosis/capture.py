@@ -1,0 +1,176 @@
+"""Takes what enters and leaves attention while a model runs once, whatever computes it, and the place where a value is
+the first that is not finite."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from foreshock.kernels.flash_attention.spec import AttentionSpec
+from foreshock.monitor.attention.probed_rows import ScoreMod
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, numerics_for
+
+_OPERANDS: Final = ("query", "key", "value")
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """One call of one layer's attention: tensors as the model gave them, and the gradients that its backward gave."""
+
+    layer: int
+    """number of the watched module, from 0 in the order of the model's own modules"""
+    name: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    spec: AttentionSpec
+    mask: Tensor | None = None
+    ends: tuple[Tensor, Tensor] | None = None
+    """where packed sequences of queries and of keys begin"""
+    score_mod: ScoreMod | None = None
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    """by out, query, key and value, once a backward gave them"""
+
+
+class Capture:
+    """In a with block, every call of attention of a model that `foreshock.monitor.attach` watches, in order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[AttentionCall] = []
+        self.broken_module: str | None = None
+        """the first module that gave or was given values that are not finite, before any such call"""
+        self.broken_call: AttentionCall | None = None
+        """the first call that gave or was given values that are not finite"""
+        self.broken_gradient: str | None = None
+        """the first gradient that is not finite, and between which layers"""
+        self.layers: dict[int, WatchedLayer] = {}
+        self._model, self._undo = model, list[Callable[[], None]]()
+        self._reached: int | None = None
+        """the last layer whose attention the backward left with finite gradients"""
+
+    def __enter__(self) -> "Capture":
+        modules = dict(self._model.named_modules())
+        watched = [module.__dict__[LAYER_ATTRIBUTE] for module in modules.values() if LAYER_ATTRIBUTE in vars(module)]
+        for number, layer in enumerate(watched):
+            self.layers[number] = layer
+            for method, first in (("probed", 1), ("attend", 0)):  # by its own attention, or by our kernels
+                vars(layer)[method] = partial(self._called, number, layer, getattr(layer, method), bool(first))
+                self._undo.append(partial(vars(layer).pop, method))
+        for name, module in modules.items():
+            if not any(True for _ in module.children()) and any(
+                True for _ in module.parameters()
+            ):  # others may make masks
+                self._undo.append(module.register_forward_hook(partial(self._left, name)).remove)
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._trained, name)
+                )
+                self._undo.append(hook.remove)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def whole(self) -> list[AttentionCall]:
+        """The calls that were differentiated, and those of layers without any: a call that checkpointing computes twice
+        is taken once."""
+        differentiated = {call.layer for call in self.calls if call.grads}
+        return [call for call in self.calls if call.grads or call.layer not in differentiated]
+
+    def _left(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self.broken_module is None and self.broken_call is None and not finite((output,)):
+            what = "the output of" if finite(args) else "what enters"
+            after = f"after the attention of layer {self.calls[-1].layer}" if self.calls else "before any attention"
+            self.broken_module = f"{after}: {what} {name or type(module).__name__} is not finite"
+
+    def _trained(self, name: str, parameter: Tensor) -> None:
+        if self.broken_gradient is None and not finite([parameter.grad]):
+            self._break(f"the gradient of {name}", None)
+
+    def _called(
+        self, number: int, layer: WatchedLayer, own: Any, kept: bool, *tensors: Any, **options: Any
+    ) -> Tensor | None:
+        if kept:
+            out, query, key, value = tensors
+        else:
+            query, key, value = tensors[:3]
+            options["packed"] = tensors[3]
+            given = {name: option for name, option in options.items() if name != "packed"}
+            out = own(*tensors, **given)
+            if out is None:
+                return None
+        self._take(number, layer, out, (query, key, value), **options)
+        return out  # type: ignore[no-any-return]
+
+    def _take(
+        self,
+        number: int,
+        layer: WatchedLayer,
+        out: Tensor,
+        operands: tuple[Tensor, Tensor, Tensor],
+        *,
+        scale: float | None = None,
+        causal: Any = "none",
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        packed: Any = None,
+        mask: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        **_: Any,
+    ) -> None:
+        scale = 1 / math.sqrt(operands[0].shape[-1]) if scale is None else float(scale)
+        spec = AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics_for(operands[0], layer.numerics))
+        ends = None if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
+        call = AttentionCall(number, layer.name, *operands, out, spec, mask, ends, score_mod)
+        self.calls.append(call)
+        if self.broken_call is None and not finite([*operands, out]):
+            self.broken_call = call
+        for name, tensor in zip(("out", *_OPERANDS), (out, *operands), strict=True):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._reached_by, call, name))  # type: ignore[no-untyped-call]
+
+    def _reached_by(self, call: AttentionCall, name: str, grad: Tensor) -> None:
+        call.grads[name] = grad
+        if finite([grad]):
+            self._reached = call.layer
+        elif self.broken_gradient is None:
+            if name == "out":
+                self._break("the gradient", call.layer)
+            else:
+                whose = f"{call.name}, {heads_of(grad)}: the gradient of its {name} is not finite"
+                self.broken_gradient = f"in the attention of layer {call.layer} ({whose}, the one that reaches it is)"
+
+    def _break(self, what: str, layer: int | None) -> None:
+        """Note the first gradient that is not finite; `layer`: the one whose attention it reached, if it did."""
+        above = self._reached
+        if above is None:
+            place = "above the last attention" if layer is None else f"above the attention of layer {layer}"
+        elif layer is None and above == 0:
+            place = "below the attention of layer 0"
+        else:
+            place = f"between layer {above - 1 if layer is None else layer} and layer {above}"
+        self.broken_gradient = f"{place}: {what} is not finite"
+
+
+def heads_of(x: Tensor) -> str:
+    """Which heads of [..., H, S, D] have values that are not finite, in words."""
+    by_head = (~x.isfinite()).movedim(-3, 0).flatten(1).any(1) if x.dim() > 2 else x.isnan().any().view(1)
+    bad: list[int] = by_head.nonzero().flatten().tolist()
+    if len(bad) == len(by_head):
+        return f"all {len(bad)} heads" if len(bad) > 1 else "its head"
+    shown = ", ".join(map(str, bad[:3])) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+    return f"head{'s' * (len(bad) > 1)} {shown} of {len(by_head)}"
+
+
+def finite(tensors: Iterable[Any]) -> bool:
+    """Whether every tensor of floating point among `tensors` has finite values alone."""
+    floats = (x for x in tensors if isinstance(x, Tensor) and x.is_floating_point())
+    return all(bool(torch.isfinite(x.detach()).all()) for x in floats)

@@ -1,0 +1,242 @@
+"""Models of other people as diagnose meets them: masks, packing, sliding windows, eager attention, adapters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.lab.planted import Attention
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Made = tuple[nn.Module, Callable[[], Tensor]]
+_SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def _transformers(family: str, **changes: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")(**_SIZES | changes)
+    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
+    return model
+
+
+def _loss(
+    model: Any, dtype: torch.dtype | None = torch.bfloat16, padded: int = 0, **given: Tensor
+) -> Callable[[], Tensor]:
+    draw = torch.Generator().manual_seed(1)
+
+    def loss() -> Tensor:
+        tokens = torch.randint(1, 97, (3, 24), generator=draw)
+        mask = torch.ones_like(tokens)
+        if padded:
+            mask[1, :padded], mask[2, : padded + 6] = 0, 0
+            given["attention_mask"] = mask
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            found: Tensor = model(input_ids=tokens, labels=tokens.masked_fill(mask == 0, -100), **given).loss
+        return found
+
+    return loss
+
+
+def gemma(**changes: Any) -> nn.Module:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "pad_token_id": 0}
+    return _transformers("Gemma3", **{"attn_implementation": "sdpa", "layer_types": kinds, **sizes, **changes})
+
+
+def left_padded() -> Made:
+    """Two of three sequences are padded on the left, under causal and sliding masks: 9 + 15 of 72 rows see no key."""
+    model = gemma()
+    return model, _loss(model, padded=9)
+
+
+def qwen(implementation: str, bias: float = 0.0) -> nn.Module:
+    """Query times key of layer 1 head 2 is the square of `bias`, four times what its scores are."""
+    model: Any = _transformers("Qwen2", num_hidden_layers=3, num_key_value_heads=4, attn_implementation=implementation)
+    with torch.no_grad():
+        for projection in (model.model.layers[1].self_attn.q_proj, model.model.layers[1].self_attn.k_proj):
+            projection.bias[2 * 16 + 7] = bias
+    return model  # type: ignore[no-any-return]
+
+
+def eager() -> Made:
+    model = qwen("eager")
+    return model, _loss(model, torch.float16)
+
+
+def eager_overflows() -> Made:
+    model = qwen("eager", 300.0)
+    return model, _loss(model, torch.float16)
+
+
+def large_scores() -> Made:
+    model = qwen("sdpa", 300.0)
+    return model, _loss(model, torch.float16)
+
+
+def negative_scores() -> Made:
+    """All scores of layer 1 head 2 are near -120 nats."""
+    model: Any = qwen("sdpa", 22.0)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias.neg_()
+    return model, _loss(model)
+
+
+class Adapter(nn.Module):
+    """A frozen projection and a trained one of low rank, named as libraries of adapters name them."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.Linear(base_layer.in_features, 4, bias=False)
+        self.lora_B = nn.Linear(4, base_layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x))
+        return adapted
+
+
+def adapted(norm: float = 1.0) -> Made:
+    """LoRA on sliding and masked layers, whose norms of queries and keys have this weight."""
+    model: Any = gemma(query_pre_attn_scalar=1).requires_grad_(False)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        with torch.no_grad():
+            attention.q_norm.weight.fill_(norm - 1)  # Gemma adds one to it
+            attention.k_norm.weight.fill_(norm - 1)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(attention, name, Adapter(getattr(attention, name)))
+    return model, _loss(model, padded=3)
+
+
+def peaked() -> Made:
+    return adapted(3.0)
+
+
+def packed() -> Made:
+    """Two documents in each row, told apart by their positions."""
+    model = qwen("sdpa")
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(3, -1)
+    return model, _loss(model, position_ids=positions)
+
+
+def hurt(name: str, layer: int, value: float = float("nan")) -> Made:
+    """The backward of one projection gives NaN."""
+    model: Any = gemma(num_hidden_layers=4, layer_types=["sliding_attention"] * 3 + ["full_attention"])
+
+    def spoil(module: nn.Module, args: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda grad: torch.full_like(grad, value))  # type: ignore[no-untyped-call]
+
+    getattr(model.model.layers[layer].self_attn, name).register_forward_hook(spoil)
+    return model, _loss(model, padded=3)
+
+
+def hurt_keys() -> Made:
+    return hurt("k_proj", 2)
+
+
+def hurt_output() -> Made:
+    return hurt("o_proj", 3)
+
+
+def hurt_frozen() -> Made:
+    """As hurt_keys, in a model whose projections are frozen."""
+    model, loss = hurt("k_proj", 2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+    return model, loss
+
+
+def overflowing_mlp() -> Made:
+    model: Any = qwen("sdpa")
+    with torch.no_grad():
+        for projection in (model.model.layers[1].mlp.gate_proj, model.model.layers[1].mlp.up_proj):
+            projection.weight.fill_(1e25)
+    return model, _loss(model)
+
+
+def partly_trained() -> Made:
+    """No gradient reaches the first two layers of three."""
+    model: Any = qwen("sdpa")
+    for part in (model.model.embed_tokens, *model.model.layers[:2]):
+        part.requires_grad_(False)
+    return model, _loss(model)
+
+
+def by_hand() -> Made:
+    """Two layers that nothing watches."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads, self.qkv = 4, nn.Linear(32, 96)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = self.qkv(x).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+            mixed = (query @ key.mT / 8**0.5).softmax(-1) @ value
+            added: Tensor = x + mixed.transpose(1, 2).flatten(2)
+            return added
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(97, 32), Attention(), Attention(), nn.Linear(32, 97))
+    return model, lambda: model(torch.randint(97, (2, 16))).square().mean()
+
+
+def hurt_queries() -> Made:
+    """The backward of attention gives NaN for the queries of layer 2 head 1."""
+
+    def spoilt(query: Tensor) -> Tensor:
+        def spoil(grad: Tensor) -> Tensor:
+            nan = grad.clone()
+            nan[:, 1, 5] = float("nan")
+            return nan
+
+        query.register_hook(spoil)  # type: ignore[no-untyped-call]
+        return query
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 16), Attention(), Attention(), Attention(spoilt), Attention())
+    return model, lambda: model(torch.randint(32, (2, 12))).square().sum()
+
+
+def rows_without_a_key() -> Made:
+    """A mask of infinities hides every key from the first five rows of one sequence; the loss leaves them out."""
+    model: Any = qwen("eager")
+    mask = torch.full((24, 24), float("-inf")).triu(1).repeat(3, 1, 1, 1)
+    mask[1, :, :5] = float("-inf")
+
+    def loss() -> Tensor:
+        tokens = torch.randint(1, 97, (3, 24))
+        labels = tokens.clone()
+        labels[1, :6] = -100
+        found: Tensor = model(input_ids=tokens, labels=labels, attention_mask=mask).loss
+        return found
+
+    return model, loss
+
+
+def sliding() -> Made:
+    model = gemma()
+    return model, _loss(model)
+
+
+def adapted_without_padding() -> Made:
+    model, _ = adapted()
+    return model, _loss(model)
+
+
+def checkpointed() -> Made:
+    """Its layers are computed again in the backward."""
+    model: Any = gemma(use_cache=False)
+    for layer in model.model.layers:
+        own = layer.forward
+        layer.forward = lambda *args, own=own, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
+    return model, _loss(model)
