@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from typing import Final
 
 import httpx
 
-_READ_BY_TLS: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR", "SSLKEYLOGFILE", "OPENSSL_CONF")
+_CERTIFICATES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 class RouteError(OSError):
@@ -70,12 +71,16 @@ def unanswered(url: str, error: BaseException) -> str:
 
 def untrusted(error: BaseException) -> str:
     """A clause about the variable of the certificates if these do not vouch for the other side."""
-    name = next((name for name in _READ_BY_TLS[:2] if os.environ.get(name)), "")
+    name = next((name for name in _CERTIFICATES if os.environ.get(name)), "")
     return f"; the trusted certificates are those of {name}" if name and "CERTIFICATE_VERIFY" in str(error) else ""
 
 
-def trusted_certificates() -> ssl.SSLContext:
-    """Those of SSL_CERT_FILE, else of SSL_CERT_DIR, else those that come with httpx. Raises RouteError."""
+def _of_httpx() -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=False)
+
+
+def trusted_certificates(default: Callable[[], ssl.SSLContext] = _of_httpx) -> ssl.SSLContext:
+    """Those of SSL_CERT_FILE, else of SSL_CERT_DIR, else the default ones, which come with httpx. Raises RouteError."""
     file, folder = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
     try:
         if file:
@@ -86,9 +91,10 @@ def trusted_certificates() -> ssl.SSLContext:
             if not any(Path(part).is_dir() and os.access(part, os.R_OK) for part in folder.split(os.pathsep)):
                 raise FileNotFoundError("there is no such readable folder")
             return ssl.create_default_context(capath=folder)
-        return httpx.create_ssl_context(trust_env=False)
+        return default()
     except (OSError, ValueError) as error:
-        named = " ".join(f"{name}={os.environ[name]}" for name in _READ_BY_TLS if os.environ.get(name))
+        read = ("SSL_CERT_FILE" if file else "SSL_CERT_DIR", "SSLKEYLOGFILE", "OPENSSL_CONF")
+        named = " or ".join(f"{name}={os.environ[name]}" for name in read if os.environ.get(name))
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise RouteError(f"{named} cannot be used for TLS: {why}") from None
 

@@ -1,7 +1,8 @@
 """The one way out: a JSON POST over https to a host that the operator has named, and that cannot be turned inward.
 
 The name is resolved once, every address it has must be public, and the connection goes to an address that was checked,
-with the certificate checked against the name. No redirect is followed, nothing of the answer but its status is read.
+with the certificate checked against the name. It uses no proxy, which would resolve the name itself. httpx's transport
+without its client follows no redirect and keeps no cookie; nothing of the answer but its head is read.
 """
 
 import asyncio
@@ -10,10 +11,13 @@ import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
+
+import httpx
+
+from foreshock.contract.route import RouteError, trusted_certificates, untrusted
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -21,7 +25,6 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 TOTAL_SECONDS: Final = 5.0
 _NAME: Final = re.compile(r"(?=.{4,253}$)([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z][a-z0-9-]{0,61}[a-z0-9]")
 _TARGET: Final = re.compile(r"/[A-Za-z0-9._~!$&'()*+,;=:@%/?-]*")
-_STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)\b")
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -81,7 +84,8 @@ class Outgoing:
     allowed_hosts: Collection[str]
     resolve: Resolve = resolve
     reachable: Callable[[Address], bool] = is_public
-    tls: ssl.SSLContext = field(default_factory=ssl.create_default_context)
+    tls: ssl.SSLContext | None = None
+    """None: the certificates that the environment or the system names, read for each message."""
     total_seconds: float = TOTAL_SECONDS
 
     async def post(self, url: str, body: bytes) -> int:
@@ -92,29 +96,24 @@ class Outgoing:
                 return await self._deliver(target, body)
         except TimeoutError:
             raise OutgoingError(f"{target.host} took longer than {self.total_seconds:g} s") from None
-        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            raise OutgoingError(f"{target.host}: {type(error).__name__}") from None
+        except RouteError as error:
+            raise OutgoingError(str(error)) from None
+        except (OSError, httpx.HTTPError) as error:
+            cause: BaseException = error
+            while (earlier := cause.__cause__ or cause.__context__) is not None:  # of httpx's and httpcore's own
+                cause = earlier
+            raise OutgoingError(f"{target.host}: {type(cause).__name__}{untrusted(cause)}") from None
 
     async def _deliver(self, target: Target, body: bytes) -> int:
         addresses = [ipaddress.ip_address(text) for text in await self.resolve(target.host, target.port)]
         if not addresses or not all(self.reachable(address) for address in addresses):
             raise OutgoingError(f"{target.host} resolves to an address that is not public")
-        reader, writer = await asyncio.open_connection(
-            str(addresses[0]), target.port, ssl=self.tls, server_hostname=target.host, limit=4096
+        url = httpx.URL(scheme="https", host=str(addresses[0]), port=target.port, raw_path=target.path.encode("ascii"))
+        host = target.host if target.port == 443 else f"{target.host}:{target.port}"
+        headers = {"host": host, "user-agent": "foreshock", "content-type": "application/json", "connection": "close"}
+        request = httpx.Request(
+            "POST", url, headers=headers, content=body, extensions={"sni_hostname": target.host, "timeout": {}}
         )
-        try:
-            host = target.host if target.port == 443 else f"{target.host}:{target.port}"
-            head = (
-                f"POST {target.path} HTTP/1.1\r\nhost: {host}\r\nuser-agent: foreshock\r\nconnection: close\r\n"
-                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-            )
-            writer.write(head.encode("ascii") + body)
-            await writer.drain()
-            status_line = _STATUS_LINE.match(await reader.readuntil(b"\r\n"))
-        finally:
-            writer.close()
-            with suppress(OSError):
-                writer.transport.abort()  # the rest of the answer is nobody's business
-        if status_line is None:
-            raise OutgoingError(f"{target.host} did not answer in HTTP")
-        return int(status_line[1])
+        tls = self.tls or trusted_certificates(ssl.create_default_context)
+        async with httpx.AsyncHTTPTransport(verify=tls, trust_env=False) as connection:
+            return (await connection.handle_async_request(request)).status_code

@@ -209,6 +209,26 @@ def test_a_server_without_the_names_certificate_gets_nothing() -> None:
     assert hook.requests == []
 
 
+@pytest.mark.promise("A27")
+def test_certificates_that_the_environment_names_are_read_for_each_message_and_a_proxy_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook, named = Hook(), tmp_path / "ca.pem"
+    monkeypatch.setenv("SSL_CERT_FILE", str(named))
+    monkeypatch.setenv("HTTPS_PROXY", "socks5://127.0.0.1:9")
+
+    async def story() -> None:
+        async with hook.open() as url:
+            out = hook.out(tls=None)
+            with pytest.raises(OutgoingError, match=f"SSL_CERT_FILE={named} cannot be used"):
+                await out.post(url, b"{}")
+            named.write_bytes(CERTIFICATE.read_bytes())
+            assert await out.post(url, b"{}") == 200
+
+    asyncio.run(story())
+    assert len(hook.requests) == 1
+
+
 def test_settings_refuse_a_url_that_may_not_be_used_and_show_none() -> None:
     with pytest.raises(ValidationError, match="not allowed") as caught:
         Settings(notify_slack_url=SecretStr("https://evil.org/services/secret-path"))
