@@ -13,7 +13,7 @@ from foreshock.monitor.attention.lookout import Lookout
 from foreshock.monitor.config import AgentConfig, versions
 from foreshock.monitor.detect.readings import Readings, head_readings
 from foreshock.monitor.sampling import collector as collecting
-from foreshock.monitor.sampling.collector import Counted
+from foreshock.monitor.sampling.collector import Counted, nonfinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,10 @@ class AttachedModel:
             suspect_step=counted.suspect_step,
             learning_rate=counted.learning_rate,
             rounds=any(layer.rounds for layer in self.selector.layers),
+            words=counted.words,
+            broken_step=counted.broken_step,
+            lost_steps=max(0, nonfinite(counted.grad_norms) - nonfinite(counted.losses)),
+            parameters=counted.parameters,
         )
 
 

@@ -33,7 +33,7 @@ from foreshock.monitor.detect.thresholds import DetectorConfig as DetectorConfig
 from foreshock.monitor.detect.verdicts import Evidence, Finding, cause, verdict, who
 
 _MOST_RAISED: Final = 16
-"""New verdicts of one sample: one NaN reaches every head of the model within a step."""
+"""New verdicts of one sample."""
 
 
 class Detectors:
@@ -82,8 +82,9 @@ class Detectors:
         if self._conditions is not None:  # the delta bias of heads whose mode changes begins anew
             self._conditions.bias_supports_drift[self.run.modes != readings.modes] = False
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
-            broken = self.run.non_finite.update(readings, self.config.overflow_steps)
-            tripped = dict.fromkeys(broken[: _MOST_RAISED + 1], NON_FINITE)
+            broken = self.run.non_finite.update(readings, self.config.overflow_steps, self.heads)
+            # One verdict on the run says where it began and how far it reaches. A head that is warned about breaks too.
+            tripped = {index: NON_FINITE for index in broken if index == RUN or index in self.run.alarms}
             closed = self.run.add(readings)
             if closed:
                 self._measure()
@@ -119,7 +120,7 @@ class Detectors:
 
     def _report(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
         """Verdicts of a sample whose heads trip with these signals: raised and updated ones, then what is quiet."""
-        alarms, conditions = self.run.alarms, self._conditions
+        run, alarms, conditions = self.run, self.run.alarms, self._conditions
         dangerous = conditions.dangerous if conditions else ()
         if tripped or dangerous:
             for index in [index for index in alarms if index in tripped or index in dangerous]:  # it is not quiet then
@@ -135,7 +136,10 @@ class Detectors:
             course = forecast(steps.get(index, math.nan), near_steps=NEAR_RUN_MULTIPLE * step if far else 0.0)
             layer, head = self.heads[index] if index != RUN else (None, None)
             before = alarms[index].verdict if index in alarms else None
-            verdicts.append(verdict(found, step=step, layer=layer, head=head, ahead=course, before=before))
+            made = verdict(found, step=step, layer=layer, head=head, ahead=course, before=before)
+            if index == RUN:
+                made = made.model_copy(update={"sentence": run.non_finite.sentence(step, len(self.heads))[:500]})
+            verdicts.append(made)
             alarms[index] = Alarm(verdicts[-1], alarms[index].tripped_step if before else step)
         for index in [i for i, alarm in alarms.items() if alarm.tripped_step <= step - self.config.quiet_steps]:
             quiet = alarms.pop(index)
@@ -169,7 +173,9 @@ class Detectors:
             drifts = index in supported
             why = cause(signal, seen.score_before, rounds=drifts and can_round, before=before.cause if before else None)
             broken = signal == NON_FINITE
-            grave = broken or seen.score >= (config.score_level if drifts else DANGEROUS_SCORE)
+            grave = (broken and run.non_finite.harm == "weights") or seen.score >= (
+                config.score_level if drifts else DANGEROUS_SCORE
+            )
             severity: wire.Severity = "critical" if grave else "warning"
             same = before and (severity, why, broken) == (before.severity, before.cause, before.signal == NON_FINITE)
             if before is not None and before.step > due and same:  # people would do nothing else than after that one

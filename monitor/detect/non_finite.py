@@ -1,54 +1,152 @@
-"""Numbers that are not finite: in which heads, since when, and from which checkpoint a run can still be resumed."""
+"""Numbers that are not finite: since when, where they were born, what is harmed, and from where a run can resume."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, Self
 
 import numpy as np
 
+from foreshock.contract.decision import checkpoint_before
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.contract.wire import HeadRef
+from foreshock.monitor.detect.origin import origin
 from foreshock.monitor.detect.readings import Readings
 
 RUN: Final = -1
 """Index that stands for the whole run."""
 NON_FINITE: Final = "nonfinite"
 """The signal of what is not finite."""
+Harm = Literal["", "rows", "updates", "weights"]
+"""What is harmed: nothing; rows that reach neither loss nor gradients; updates that are skipped; the weights."""
+_LOST_SHARE: Final = 0.1
+"""Share of lost updates from which on they are reported. A GradScaler that has found its scale loses 1 in 2,000."""
+
+
+@dataclass(slots=True)
+class Overflow:
+    """Samples in a row, or nearly so, whose gradients alone overflow: their updates are skipped."""
+
+    step: int
+    """of the first one"""
+    suspect_step: int
+    """the step suspected with it"""
+    last_step: int
+    lost: int = 0
+    """updates"""
+
+    def lasts(self, overflow_steps: int) -> bool:
+        """Whether this is no GradScaler that searches for its scale."""
+        steps = self.last_step - self.step
+        return steps >= overflow_steps and self.lost >= _LOST_SHARE * steps
+
+
+@dataclass(slots=True)
+class Origin:
+    """What the first broken sample shows. Later ones hold what follows from broken weights."""
+
+    step: int
+    """the first step that is known to be broken"""
+    place: str
+    """the end of a sentence; empty if nothing is known of rows"""
+    heads: int
+    """heads with rows that are not finite, the most of any sample"""
+    empty: str
+    """a sentence about rows that see no key"""
+    parameters: str
+    """a sentence about gradients and weights"""
+
+    @classmethod
+    def of(cls, readings: Readings, heads: Sequence[HeadRef]) -> Self:
+        """Of the first broken sample."""
+        first = readings.step if readings.broken_step is None else readings.broken_step
+        place, empty = "", ""
+        if (words := readings.words) is not None:
+            rows, by_input, by_output, unseen, sound = (
+                slot_values(words, slot)
+                for slot in (
+                    *(Slot.NONFINITE_ROWS, Slot.NONFINITE_INPUT_ROWS, Slot.NONFINITE_OUTPUT_ROWS),
+                    *(Slot.EMPTY_ROWS, Slot.ROWS),
+                )
+            )
+            # After a step that broke the weights, the inputs of the first layer are broken too, and show nothing.
+            first_layer = [layer == heads[0][0] for layer, _ in heads]
+            if first >= readings.step or not by_input[first_layer].any():
+                place = origin(heads, rows, by_input, by_output)
+            place = place or "but that step's rows were not measured"
+            worst = int(unseen.argmax())
+            if unseen[worst]:
+                every = unseen[worst] + rows[worst] + sound[worst]
+                empty = f"{unseen[worst]:.0f} of {every:.0f} rows of a head see no key: suspect the mask first."
+        return cls(first, place, 0, empty, readings.parameters)
 
 
 @dataclass(slots=True)
 class NonFiniteTracker:
-    """Since when samples hold values that are not finite; None while none does.
+    """What is not finite; None and empty while nothing is.
 
     The step suspected is the one whose update may have broken the weights. Where the single steps are not known, it is
     the last one of the sample before, which left the weights of this one.
     """
 
-    overflow_step: int | None = None
-    """of samples in a row whose gradients alone overflowed, the first"""
-    overflow_suspect_step: int | None = None
-    """the step suspected with it"""
+    overflow: Overflow | None = None
+    origin: Origin | None = None
     suspect_step: int | None = None
     """the step suspected with the first of the samples in a row that are broken"""
+    harm: Harm = ""
 
-    def update(self, readings: Readings, overflow_steps: int) -> list[int]:
-        """The heads, and the run, that are broken; after `overflow_steps` steps of overflow these too."""
-        suspected = max(readings.since_step, 1) if readings.suspect_step is None else readings.suspect_step
+    def update(self, readings: Readings, overflow_steps: int, heads: Sequence[HeadRef]) -> list[int]:
+        """The run and its heads that are broken, first the run; overflow alone breaks them after `overflow_steps`."""
         loss, norm, in_rows = readings.loss, readings.grad_norm, readings.nonfinite_rows > 0
-        heads, of_run = np.isinf(readings.score_offset) | (readings.largest_score == np.inf), [loss]
+        in_rows |= np.isinf(readings.score_offset) | (readings.largest_score == np.inf)
+        loss_broken, norm_broken = (value is not None and not math.isfinite(value) for value in (loss, norm))
+        any_row = bool(in_rows.any())
         # A GradScaler finds its scale by steps whose gradients overflow, and skips them. After a step that was not
         # skipped the loss would not be finite either.
-        overflowed = loss is not None and math.isfinite(loss)
-        overflowed = overflowed and (bool(in_rows.any()) if norm is None else not math.isfinite(norm))
-        if not overflowed:
-            self.overflow_step = self.overflow_suspect_step = None
-        elif self.overflow_step is None:
-            self.overflow_step, self.overflow_suspect_step = readings.step, suspected
-        if self.overflow_step is None or readings.step - self.overflow_step >= overflow_steps:
-            heads |= in_rows
-            of_run.append(norm)
-        is_broken = any(value is not None and not math.isfinite(value) for value in of_run)
-        broken = [*([RUN] if is_broken else []), *np.flatnonzero(heads).tolist()]
-        if not broken:
+        overflows = loss is not None and not loss_broken and (norm_broken or (norm is None and any_row))
+        suspected = max(readings.since_step, 1) if readings.suspect_step is None else readings.suspect_step
+        self._track_overflow(readings, suspected, overflow_steps, overflows=overflows)
+        if loss_broken or (norm_broken and not overflows):
+            self.harm = "weights"
+        elif overflows:
+            self.harm = "updates" if self.overflow is not None and self.overflow.lasts(overflow_steps) else ""
+        else:
+            self.harm = ("weights" if loss is None or norm is None else "rows") if any_row else ""
+        if self.harm or overflows:
+            self.origin = self.origin or Origin.of(readings, heads)
+            self.origin.heads = max(self.origin.heads, int(in_rows.sum()))
+            self.origin.parameters = self.origin.parameters or readings.parameters
+        elif self.overflow is None:
+            self.origin = None
+        if not self.harm:
             self.suspect_step = None
-        elif self.suspect_step is None:
-            self.suspect_step = suspected if self.overflow_suspect_step is None else self.overflow_suspect_step
-        return broken
+            return []
+        if self.suspect_step is None:
+            self.suspect_step = suspected if self.overflow is None else self.overflow.suspect_step
+        return [RUN, *np.flatnonzero(in_rows).tolist()]
+
+    def _track_overflow(self, readings: Readings, suspected: int, overflow_steps: int, *, overflows: bool) -> None:
+        step, known = readings.step, self.overflow
+        if overflows:
+            self.overflow = known or Overflow(step, suspected, step)
+            self.overflow.last_step = step
+            self.overflow.lost += max(readings.lost_steps, 1)
+        elif known is not None and step - known.last_step > overflow_steps:
+            self.overflow = None
+
+    def sentence(self, step: int, heads: int) -> str:
+        """What is known at `step`, in words. heads: how many the model has."""
+        found = self.origin or Origin(step, "", 0, "", "")
+        place = f", {found.place}" if found.place else ""
+        extent = f"{found.heads} of {heads} heads have such rows." if found.heads else ""
+        if self.harm == "rows":
+            what = f"Attention rows are not finite since step {found.step}{place}."
+            then = "They reach neither the loss nor the gradient norm, which are finite."
+        elif self.harm == "updates" and self.overflow is not None:
+            of = max(step - self.overflow.step + 1, self.overflow.lost)
+            what = f"{self.overflow.lost} of {of} updates were lost: their gradients are not finite{place}."
+            then = "Loss and weights stay finite, because the trainer skips these updates."
+        else:
+            what = f"Numbers are not finite since step {found.step}{place}."
+            then = f"Go back to {checkpoint_before(step if self.suspect_step is None else self.suspect_step)}."
+        return " ".join(filter(None, (what, extent, found.parameters, found.empty, then)))

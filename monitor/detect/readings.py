@@ -42,6 +42,14 @@ class Readings:
     learning_rate: float | None = None
     rounds: bool = True
     """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
+    words: Words | None = None
+    """all that was counted, [N, SLOT_COUNT]"""
+    broken_step: int | None = None
+    """the first step whose loss or gradient norm is not finite"""
+    lost_steps: int = 0
+    """steps whose gradient norm is not finite although their loss is"""
+    parameters: str = ""
+    """a sentence about gradients and weights that are not finite"""
 
 
 def head_readings(words: Words) -> HeadReadings:

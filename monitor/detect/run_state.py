@@ -16,7 +16,7 @@ from foreshock.monitor.detect.non_finite import NonFiniteTracker
 from foreshock.monitor.detect.readings import Readings, is_finite
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
-LAYOUT: Final = 4
+LAYOUT: Final = 5
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
 _ENDS: Final = int(ROUNDING_ENDS)
 """A flag beside a number of NumPy's takes some forty times as long."""

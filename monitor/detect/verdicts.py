@@ -81,7 +81,7 @@ def sentence(subject: str, found: Finding, ahead: Forecast) -> str:
     """A finding in words, with its evidence in numbers."""
     seen = found.evidence
     if found.signal == NON_FINITE:
-        what = "its loss or gradient norm is" if subject == "The run" else "its attention rows are"
+        what = "its attention rows are"
         unknown = math.isnan(seen.suspect_step)
         sound = "a checkpoint before this step" if unknown else checkpoint_before(seen.suspect_step)
         return f"{subject}: {what} not finite. Every weight is at risk; go back to {sound}."

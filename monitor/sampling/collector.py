@@ -46,6 +46,18 @@ class Counted:
     learning_rate: float | None
     step_seconds: float | None
     agent_seconds: float | None
+    parameters: str = ""
+    """A sentence about gradients and weights that were found not to be finite."""
+
+    @property
+    def broken_step(self) -> int | None:
+        """The first step whose loss or gradient norm is not finite; the earliest it can be if some steps gave none."""
+        known = [values for values in (self.losses, self.grad_norms) if values.size]
+        places = [int(broken[0]) for values in known if (broken := np.flatnonzero(~np.isfinite(values))).size]
+        if not places:
+            return None
+        whole = all(values.size == self.step - self.since_step for values in known)
+        return self.since_step + 1 + (min(places) if whole else 0)
 
     @property
     def suspect_step(self) -> int | None:
@@ -73,6 +85,7 @@ class Collector:
         self._losses: list[Tensor | float] = []
         self._grad_norms: list[Tensor | float] = []
         self._learning_rate: float | None = None
+        self._parameters = ""
         self._flights: deque[tuple[Transfer, Callable[[], Counted]]] = deque()
         """Copies under way, and what makes the sample of each once it has arrived."""
         self._warned_of_parts = False
@@ -98,6 +111,10 @@ class Collector:
             self._grad_norms.append(self._scalar(grad_norm, "grad_norm"))
         if learning_rate is not None:
             self._learning_rate = float(self._scalar(learning_rate, "learning_rate"))
+
+    def note_parameters(self, sentence: str) -> None:
+        """Keep what was found of gradients and weights, for the next sample."""
+        self._parameters = sentence
 
     def _whole(self, norm: Any) -> Any:
         """The norm, or None where this process holds a part of it only, as clip_grad_norm_ returns it under FSDP2."""
@@ -147,6 +164,7 @@ class Collector:
         state = self._take_state(transfer)
         transfer.seal()
         since_step, learning_rate, modes = self.since_step, self._learning_rate, modes.copy()
+        parameters, self._parameters = self._parameters, ""
 
         def arrived() -> Counted:
             return Counted(
@@ -160,6 +178,7 @@ class Collector:
                 learning_rate=learning_rate,
                 step_seconds=step_seconds,
                 agent_seconds=agent_seconds,
+                parameters=parameters,
             )
 
         self._flights.append((transfer, arrived))

@@ -232,11 +232,14 @@ def test_nan_in_every_field_of_every_sample_is_quiet_and_finite() -> None:
     assert detectors.risk.tolist() == [0.0] * N
 
 
-def test_non_finite_rows_are_critical_at_once_even_before_the_early_phase_ends() -> None:
+@pytest.mark.parametrize(("loss", "severity"), [(2.0, "warning"), (None, "critical")])
+def test_non_finite_rows_are_reported_at_once_even_before_the_early_phase_ends(loss: Any, severity: str) -> None:
+    """Beside a finite loss and gradient norm they have harmed nothing yet."""
     rows = np.zeros(N)
     rows[SICK] = 3
-    _, told = play(until=EVERY, nonfinite_rows=rows)
-    assert [(v.severity, v.signal, v.layer, v.head) for v in told] == [("critical", "nonfinite", 0, 2)]
+    _, told = play(until=EVERY, nonfinite_rows=rows, loss=loss)
+    assert [(v.severity, v.signal, v.layer, v.head) for v in told] == [(severity, "nonfinite", None, None)]
+    assert f"1 of {N} heads have such rows" in told[0].sentence
 
 
 def test_a_non_finite_loss_is_a_critical_verdict_on_the_run() -> None:
@@ -252,21 +255,21 @@ def test_a_run_that_stays_broken_is_told_to_go_back_to_before_it_broke_and_not_t
     told = detectors.update(reading(3050, suspect_step=3017, **broken))
     for step in range(3100, 6000, EVERY):
         told += detectors.update(reading(step, suspect_step=step - EVERY, **broken))
-    assert len(told) > 4  # told again after `update_steps`
+    assert len(told) > 2  # reported again after `update_steps`
     assert {verdict.evidence["suspect_step"] for verdict in told} == {3017}
-    assert all(verdict.sentence.endswith("go back to a checkpoint before step 3,017.") for verdict in told)
+    assert all(verdict.sentence.endswith("Go back to a checkpoint before step 3,017.") for verdict in told)
     at_once = play(until=0)[0].update(reading(1, since_step=0, loss=math.nan, suspect_step=1))
-    assert at_once[0].sentence.endswith("go back to where it began.")
+    assert at_once[0].sentence.endswith("Go back to where it began.")
 
 
 def test_where_no_single_step_is_known_the_last_sample_that_was_whole_is_the_newest_to_go_back_to() -> None:
     detectors, _ = play(until=3000)
     told = detectors.update(reading(3050, loss=math.nan))
     assert [verdict.evidence["suspect_step"] for verdict in told] == [3000]
-    mended = detectors.update(reading(3100))
-    assert mended == []
-    told = detectors.update(reading(3150, nonfinite_rows=np.full(N, 2.0), grad_norm=math.nan, loss=None))
-    assert {verdict.evidence["suspect_step"] for verdict in told} == {3100}
+    sound = detectors.update(reading(3100))
+    assert sound == []
+    detectors.update(reading(3150, nonfinite_rows=np.full(N, 2.0), grad_norm=math.nan, loss=None))
+    assert detectors.run.non_finite.suspect_step == 3100
 
 
 def test_gradients_that_overflow_for_long_are_suspected_from_the_first_of_them_on() -> None:
@@ -296,7 +299,8 @@ def test_gradients_that_overflow_beside_a_finite_loss_are_what_a_gradscaler_skip
         step: detectors.update(dataclasses.replace(reading(step, **broken), since_step=step - 1)) for step in steps
     }
     assert [step for step, new in verdicts.items() if new] == [steps[-1]]
-    assert {v.severity for v in verdicts[steps[-1]]} == {"critical"}
+    assert {v.severity for v in verdicts[steps[-1]]} == {"warning"}
+    assert "51 of 51 updates were lost" in verdicts[steps[-1]][0].sentence
 
 
 def test_the_loss_after_an_overflow_tells_whether_it_was_skipped() -> None:
@@ -320,17 +324,3 @@ def test_after_a_set_back_a_verdict_is_updated_once_the_new_past_is_long_enough_
     again = play(line, 10_000, detectors, 5000, bias=0.6)[1]
     assert again
     assert all(verdict.evidence and "nan" not in verdict.sentence for verdict in again)
-
-
-@pytest.mark.parametrize("until", [6000, 6050])
-def test_the_bias_of_the_mode_before_explains_nothing_of_a_head_whose_mode_has_changed(until: int) -> None:
-    """Not before the next block closes either."""
-    found = {}
-    for mode in (Mode.PLAIN, Mode.STABLE_SOFTMAX):
-        detectors, told = play(creep, until=until, bias=0.6)
-        assert not told
-        modes, broken = np.zeros(N, dtype=np.int32), np.zeros(N)
-        modes[SICK], broken[SICK] = int(mode), 7.0
-        [verdict] = detectors.update(reading(until + EVERY, creep, bias=0.6, modes=modes, nonfinite_rows=broken))
-        found[mode] = verdict.cause
-    assert found == {Mode.PLAIN: "rounding", Mode.STABLE_SOFTMAX: "other"}
