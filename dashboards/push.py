@@ -4,6 +4,7 @@ That library has been unmaintained since 2020; nothing else here speaks to it. I
 numeric ids, which Grafana 13 refuses: those calls name the address themselves.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -12,10 +13,12 @@ import requests
 from grafana_api.grafana_api import GrafanaException
 from grafana_api.grafana_face import GrafanaFace
 
+from foreshock.contract.route import RouteError, route_to
 from foreshock.dashboards.boards import boards
 from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, SCRAPE_INTERVAL_SECONDS, Links
 
 _TIMEOUT_SECONDS: Final = 10.0
+_CERTIFICATES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 class GrafanaError(Exception):
@@ -36,7 +39,16 @@ def push(url: str, token: str, links: Links, *, prometheus_url: str | None = Non
         raise ValueError("no token was given; make a service account in Grafana and give its token")
     prefix = f"{parts.path.strip('/')}/".lstrip("/")
     where = {"host": parts.netloc, "protocol": parts.scheme, "url_path_prefix": prefix}
-    face = GrafanaFace(auth=token, timeout=_TIMEOUT_SECONDS, **where)
+    named = next((name for name in _CERTIFICATES if os.environ.get(name)), "")
+    try:
+        route = route_to(url)
+    except RouteError as error:
+        raise GrafanaError(str(error)) from None
+    face = GrafanaFace(auth=token, timeout=_TIMEOUT_SECONDS, verify=os.environ.get(named) or True, **where)
+    face.api.s.trust_env = False  # requests would use a proxy on loopback too, and the passwords of ~/.netrc
+    if route.proxy is not None:
+        user, password = route.proxy.auth or (None, None)
+        face.api.s.proxies = {parts.scheme: str(route.proxy.url.copy_with(username=user, password=password))}
     try:
         yield from _push(face, url.rstrip("/"), links, prometheus_url)
     except GrafanaException as error:
@@ -44,7 +56,9 @@ def push(url: str, token: str, links: Links, *, prometheus_url: str | None = Non
     except requests.exceptions.JSONDecodeError as error:
         raise GrafanaError(f"{url} answered with something else than JSON; is it a Grafana?") from error
     except requests.RequestException as error:
-        raise GrafanaError(f"{url} cannot be reached: {error}") from error
+        raise GrafanaError(f"{url}{route} cannot be reached: {error}") from error
+    except OSError as error:
+        raise GrafanaError(f"{named or 'a file'} cannot be used for TLS: {error}") from error
     finally:
         face.api.s.close()
 

@@ -107,3 +107,25 @@ def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
 def test_an_empty_token_is_refused() -> None:
     with pytest.raises(ValueError, match="no token was given"):
         list(push("http://grafana", "", Links()))
+
+
+@pytest.mark.promise("A27")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HTTP_PROXY", "http://127.0.0.1:9"),
+        ("HTTP_PROXY", "127.0.0.1:bad"),
+        ("ALL_PROXY", "socks9://127.0.0.1:9"),
+        ("NO_PROXY", "[::1]"),
+        ("REQUESTS_CA_BUNDLE", "/nope/ca.pem"),
+        ("SSL_CERT_FILE", "/nope/ca.pem"),
+    ],
+)
+def test_a_grafana_on_this_machine_is_reached_whatever_the_environment_holds(
+    name: str, value: str, grafana: FakeGrafana, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert list(push(grafana.url, TOKEN, Links()))
+    if name != "NO_PROXY":
+        with pytest.raises(GrafanaError, match=name):
+            list(push(f"http{'s' * (not name.endswith('PROXY'))}://grafana.example", TOKEN, Links()))

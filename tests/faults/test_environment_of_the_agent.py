@@ -65,6 +65,7 @@ def test_a_service_on_this_machine_is_reached_whatever_the_environment_holds(
         ("HTTP_PROXY", "127.0.0.1:bad"),
         ("http_proxy", "http://user:se:cret@"),
         ("HTTP_PROXY", "ftp://127.0.0.1"),
+        ("HTTP_PROXY", "http://a..b:9"),
     ],
 )
 def test_a_proxy_that_cannot_be_used_is_named_and_batches_are_kept_until_it_can(
