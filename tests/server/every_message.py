@@ -6,8 +6,9 @@ from typing import Any, Literal, get_args
 from foreshock.contract.causes import CAUSES, IncidentCause, curable
 from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned, incidents
 from foreshock.contract.modes import stronger
+from foreshock.contract.switch_verdict import SignalGrowth
 from foreshock.contract.wire import Outcome, Policy, Switched, Verdict
-from foreshock.server.commands.verification import SignalGrowth, judged_in_words
+from foreshock.server.commands.verification import judged_in_words
 from foreshock.server.messages import of_many, of_run, silent
 from foreshock.server.models import Verification
 from foreshock.server.runs.words import switched_sentence
@@ -54,13 +55,13 @@ def messages() -> Iterator[tuple[str, str]]:
             after=("row_corrected",), reason=reason,
         )  # fmt: skip
         yield from _printed(f"an order that was {outcome}", of_run("gpt2-small/7", [], [switched_sentence(done)], page))
-    grown: dict[Verification, SignalGrowth | None] = {
-        "verified": SignalGrowth("score offset", 0.9, 0.01),
-        "not arrested": SignalGrowth("score offset", 0.9, 0.8),
-        "unknown": None,
+    grown: dict[Verification, list[SignalGrowth]] = {
+        "verified": [SignalGrowth("score offset", 0.9, 0.01)],
+        "not arrested": [SignalGrowth("score offset", 0.9, 0.8)],
+        "unknown": [],
     }
     for verdict, growth in grown.items():
-        told = judged_in_words([(4, 2)], "stable_softmax", 9000, verdict, growth, 1000)
+        told = judged_in_words({(4, 2): growth}, "stable_softmax", 9000, verdict, 1000, active=True)
         yield from _printed(f"what became of a switch: {verdict}", of_run("gpt2-small/7", [], [told], page))
     escalated = stronger("stable_softmax")
     order = f"Command to switch layer 4 head 2 to {escalated} is proposed (service): not arrested, it grows on"

@@ -30,13 +30,16 @@ async def switched(
     before: float = 1.0,
     after: float = 1.0,
     size: float = 4.0,
+    warned: bool = True,
     **order: Any,
 ) -> str:
     """A run whose head grows at one rate, is switched at step 2000, and grows at another for 1000 steps more. Its
-    offset begins at `size` nats."""
+    offset begins at `size` nats. warned: whether the head had a warning."""
     rank = FakeRank()
     await service.store(rank, rank.started(policy=policy))
     await service.store(rank, *(grown(rank, step, before, size) for step in range(20, 2000, 20)))
+    if warned:
+        await service.store(rank, rank.verdict(1990))
     command: str = (await service.client.post("/v1/runs/run-1/commands", json={**ORDER, **order})).json()["id"]
     [sent] = (await service.store(rank, grown(rank, 2000, before, size))).commands
     await service.store(rank, rank.answer(sent, 2000))

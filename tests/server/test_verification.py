@@ -3,12 +3,14 @@
 import json
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from pydantic import SecretStr
 from sqlalchemy import select
 from tests.server.switched_runs import ORDER, commands_of, judge, switched
 
-from foreshock.contract.wire import Policy, Switched
+from foreshock.contract.slots import Slot
+from foreshock.contract.wire import Array, Policy, Sample, Switched, head_refs
 from foreshock.server.commands.lifecycle import Order, create
 from foreshock.server.notifier import Notifier
 from foreshock.server.settings import Settings
@@ -55,15 +57,95 @@ def test_a_switch_is_verified_by_the_growth_on_both_sides_of_it(
 
 
 @pytest.mark.parametrize(("size", "verdict"), [(0.05, "verified"), (0.3, "verified"), (4.0, "not arrested")])
-def test_a_healthy_head_that_was_switched_to_try_it_wandered_and_is_no_alarm(
-    play: Any, size: float, verdict: str
-) -> None:
+def test_growth_below_the_level_of_the_detectors_is_none(play: Any, size: float, verdict: str) -> None:
     """Its offset may be five times what it was, a few hundredths of a nat; its scores grow as it learns."""
 
     async def story(service: Any) -> None:
         command = await switched(service, before=0.1, after=1.6, size=size)
         await judge(service)
         assert (await service.get(f"/v1/commands/{command}"))["verification"] == verdict
+
+    play(story)
+
+
+def of_heads(rank: FakeRank, step: int, sizes: dict[int, float]) -> Sample:
+    """A sample in which these heads of layer 0 have these offsets, and every other one 1 nat."""
+    words = rank.words(step)
+    floats = words.view(np.float64)
+    size = np.array([sizes.get(head, 1.0) if layer == 0 else 1.0 for layer, head in head_refs(rank.layers)])
+    floats[:, Slot.SCORE_MAX] = floats[:, Slot.ROW_MAX_ABS] = 20.0
+    floats[:, Slot.SCORE_OFFSET_SUM] = -size * words[:, Slot.ROWS]
+    floats[:, Slot.SCORE_OFFSET_SUMSQ] = size**2 * words[:, Slot.ROWS]
+    return rank.sample(step, since=step - 20).model_copy(update={"states": Array.of(words)})
+
+
+async def two_heads(service: Any, *later: Any, warned: tuple[int, ...] = (2,), cleared: bool = False) -> dict[str, Any]:
+    """Every head is switched at step 2000: head 2, which had drifted, stops; head 1 grows from 3.5 to 7 nats after."""
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="approve"))
+    before = (of_heads(rank, at, {2: 2 + at / 400, 1: 3.5}) for at in range(20, 2000, 20))
+    await service.store(rank, *before, *(rank.verdict(1990, head=head, name=f"w-{head}") for head in warned))
+    order = {**ORDER, "heads": None, "mode": "row_corrected"}
+    command = (await service.client.post("/v1/runs/run-1/commands", json=order)).json()["id"]
+    [sent] = (await service.store(rank, of_heads(rank, 2000, {2: 7.0, 1: 3.5}))).commands
+    await service.store(rank, rank.answer(sent, 2000), *later)
+    after = (of_heads(rank, at, {2: 7.0, 1: 3.5 if at < 2500 else 7.0}) for at in range(2020, 3020, 20))
+    await service.store(rank, *after)
+    if cleared:
+        gone = (rank.verdict(2990, head=head, name=f"w-{head}", state="cleared") for head in warned)
+        await service.store(rank, *gone)
+    await judge(service)
+    events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
+    shown = await service.get(f"/v1/commands/{command}")
+    return {"verification": shown["verification"], "sentence": events[0]["sentence"], "events": events}
+
+
+def test_a_head_without_a_warning_says_nothing_of_a_switch_until_one_is_raised_afterwards(play: Any) -> None:
+    """A switch of all heads that stopped the warned one was called a failure by the growth of a healthy one."""
+
+    async def held(service: Any) -> None:
+        told = await two_heads(service)
+        assert told["verification"] == "verified"
+        assert told["sentence"].startswith("Layer 0 head 2 after the switch to row_corrected at step 2,000: verified")
+
+    async def warned_later(service: Any) -> None:
+        told = await two_heads(service, FakeRank().verdict(2500, head=1, name="later", cause="score growth"))
+        assert told["verification"] == "not arrested"
+        assert told["sentence"].startswith("Layer 0 head 1 after the switch")
+
+    play(held)
+    play(warned_later, "later")
+
+
+def test_the_numbers_of_a_verdict_are_those_of_the_head_that_it_names(play: Any) -> None:
+    async def story(service: Any) -> None:
+        told = await two_heads(service, warned=(1, 2))
+        offset = "score offset +0 % in the 1,000 steps before, +100 % in those after"
+        assert told["sentence"] == (
+            f"Layer 0 head 1 after the switch to row_corrected at step 2,000: not arrested, it grows on ({offset}). "
+            "No stronger mode is left: go back to a checkpoint."
+        )
+
+    play(story)
+
+
+def test_a_checkpoint_is_advised_only_while_a_warning_is_active(play: Any) -> None:
+    async def story(service: Any) -> None:
+        told = await two_heads(service, warned=(1, 2), cleared=True)
+        assert told["verification"] == "not arrested"
+        assert told["sentence"].endswith("No warning of it is active: watch the growth.")
+
+    play(story)
+
+
+def test_a_switch_of_heads_without_a_warning_is_not_judged_and_no_news(play: Any) -> None:
+    async def story(service: Any) -> None:
+        command = await switched(service, warned=False)
+        await judge(service)
+        assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
+        event = (await service.get("/v1/runs/run-1/events", kind="command"))["events"][0]
+        assert event["sentence"].startswith("The switch to exact_delta at step 2,000 is not judged")
+        assert event["command"]["verification"] is None
 
     play(story)
 
@@ -105,6 +187,7 @@ def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fres
     async def story(service: Any) -> None:
         rank = FakeRank()
         await service.store(rank, rank.started(), rank.sample(10))
+        await service.store(rank, rank.verdict(10))
         command = (await service.client.post("/v1/runs/run-1/commands", json=ORDER)).json()["id"]
         [sent] = (await service.store(rank, rank.sample(20))).commands
         await service.store(rank, rank.answer(sent, 20), rank.sample(1000))
