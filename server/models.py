@@ -298,7 +298,7 @@ class EventList(Response):
 
 
 class AuditRow(Response):
-    """One line of the append-only audit trail. `hash` is SHA-256 over `previous_hash` and the rest of the row."""
+    """One line of the append-only audit trail."""
 
     sequence: int
     unix_seconds: float
@@ -307,16 +307,13 @@ class AuditRow(Response):
     run: str | None
     command: str | None
     details: dict[str, Any]
-    previous_hash: str
-    hash: str
 
 
 class AuditPage(Response):
-    """The audit trail, newest first. `intact` says whether the hash chain of this page holds."""
+    """The audit trail, newest first."""
 
     rows: list[AuditRow]
     next_cursor: str | None
-    intact: bool
 
 
 class WebhookResult(Response):

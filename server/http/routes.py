@@ -300,9 +300,8 @@ async def get_audit(request: Request, caller: Reader, limit: Limit = 100, cursor
     """Every order, approval, delivery, answer and refusal, newest first. Only for tokens that reach every run."""
     _speaks_of_all(caller)
     rows = await _store(request).read(lambda connection: audit.page(connection, cursor, limit + 1))
-    intact = audit.intact(rows)
     more = rows[limit - 1].sequence if len(rows) > limit else None
-    return AuditPage(rows=rows[:limit], next_cursor=str(more) if more else None, intact=intact)
+    return AuditPage(rows=rows[:limit], next_cursor=str(more) if more else None)
 
 
 @router.get("/v1/audit/export", response_class=Response)

@@ -3,6 +3,7 @@
 from typing import Final
 
 from sqlalchemy import (
+    DDL,
     JSON,
     BigInteger,
     Boolean,
@@ -17,6 +18,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    event,
     false,
 )
 
@@ -193,10 +195,26 @@ audit: Final = Table(
     Column("action", String(64), nullable=False),
     Column("run", String(128)),
     Column("command", String(128)),
-    Column("details", Text, nullable=False),  # canonical JSON
-    Column("previous_hash", String(64), nullable=False),
-    Column("hash", String(64), nullable=False),
+    Column("details", Text, nullable=False),  # JSON
 )
+APPEND_ONLY: Final = {
+    "sqlite": [
+        f"""CREATE TRIGGER audit_refuses_{change} BEFORE {change.upper()} ON audit
+        BEGIN SELECT RAISE(ABORT, 'the audit trail is append-only'); END"""
+        for change in ("update", "delete")
+    ],
+    "postgresql": [
+        """CREATE OR REPLACE FUNCTION audit_refuses_changes() RETURNS trigger LANGUAGE plpgsql AS
+        $$ BEGIN RAISE EXCEPTION 'the audit trail is append-only'; END $$""",
+        """CREATE TRIGGER audit_refuses_changes BEFORE UPDATE OR DELETE OR TRUNCATE ON audit
+        EXECUTE FUNCTION audit_refuses_changes()""",
+    ],
+}
+"""Statements by dialect that make the database refuse to change rows of the audit trail, or to delete them."""
+for _dialect, _statements in APPEND_ONLY.items():
+    for _statement in _statements:
+        _trigger = DDL(_statement)  # type: ignore[no-untyped-call]
+        event.listen(audit, "after_create", _trigger.execute_if(dialect=_dialect))
 
 webhook_alerts: Final = Table(
     "webhook_alerts",

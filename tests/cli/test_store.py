@@ -44,7 +44,6 @@ def test_what_is_exported_deleted_and_verified_is_told_as_json_too(tmp_path: Pat
         trail = tmp_path / "trail.jsonl"
         first = told("audit", "export", str(trail), "--url", live.url)
     assert first["appended"] == first["rows"] == len(trail.read_text().splitlines()) > 0
-    assert told("audit", "verify", str(trail)) == {"file": str(trail), "rows": first["rows"], "hash": first["hash"]}
     copy = tmp_path / "copy.db"
     saved = told("store", "backup", str(copy), "--database-url", store)
     assert saved == {"file": str(copy), "bytes": copy.stat().st_size}

@@ -23,7 +23,6 @@ async def cancel(service: Any, command: str, **headers: str) -> Any:
 async def deeds(service: Any, command: str) -> list[tuple[str, str]]:
     """(actor, state or outcome) of every row of the audit trail about the command, oldest first."""
     page = await service.get("/v1/audit", limit=500)
-    assert page["intact"]
     own = [row for row in reversed(page["rows"]) if row["command"] == command]
     return [(row["actor"], row["details"].get("state") or row["details"]["outcome"]) for row in own]
 

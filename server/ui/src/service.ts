@@ -60,14 +60,13 @@ export interface Alert {
   fingerprint?: string;
 }
 
-/** The audit trail, newest first. `intact` says whether the hash chain of this page holds. */
+/** The audit trail, newest first. */
 export interface AuditPage {
   rows: AuditRow[];
   next_cursor: string | null;
-  intact: boolean;
 }
 
-/** One line of the append-only audit trail. `hash` is SHA-256 over `previous_hash` and the rest of the row. */
+/** One line of the append-only audit trail. */
 export interface AuditRow {
   sequence: number;
   unix_seconds: number;
@@ -76,8 +75,6 @@ export interface AuditRow {
   run: string | null;
   command: string | null;
   details: Record<string, unknown>;
-  previous_hash: string;
-  hash: string;
 }
 
 /** Every metric that series and, where per_head, matrix can show, as charts stand; every mode that kernels serve. */
