@@ -59,9 +59,9 @@ def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
 
 
 def _pytorchs_choice(device: str) -> str:
-    from foreshock.monitor.assessment import COSTS, pytorchs_choice
+    from foreshock.monitor.assessment import costs, pytorchs_choice
 
-    return f"{pytorchs_choice(device)}; {COSTS}"
+    return f"{pytorchs_choice(device)}; {costs(device)}"
 
 
 def _attention() -> Iterator[Finding]:
@@ -127,6 +127,7 @@ def report_json(url: str) -> bool:
 def report_model(path: str, console: Console) -> None:
     """Print which failures the model that `module:factory` builds is open to, and what attach() would watch in it.
 
+    A factory of diagnose, which returns a loss too, has its next batch run.
     Raises ValueError when the path does not name a callable that returns a torch module.
     """
     from torch import nn
@@ -139,10 +140,11 @@ def report_model(path: str, console: Console) -> None:
     if not path.partition(":")[2]:
         raise ValueError(f"{path!r} names no factory; write module:factory, such as my_package.model:build")
     made = made_by(path)
-    model = made[0] if isinstance(made, tuple) and made else made  # diagnose's functions give the loss too
+    model, *others = made if isinstance(made, tuple) and made else (made,)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{path} is not a callable that returns a torch.nn.Module")
-    optimizer = next((each for each in made if isinstance(each, Optimizer)), None) if isinstance(made, tuple) else None
-    assessment = assess(model, optimizer)
+    optimizer = next((each for each in others if isinstance(each, Optimizer)), None)
+    loss = next((each for each in others if callable(each) and each is not optimizer), None)
+    assessment = assess(model, optimizer, loss)
     with attach(model, url=None, spool_directory=None, quiet=True, strict=True) as agent:
         console.print(f"{assessment}\n\n{agent.report()}", markup=False, highlight=False)

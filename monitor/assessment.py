@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Literal
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.config import make_config
 from foreshock.monitor.model.discovery import Found, find_attention
 from foreshock.monitor.model.layers import normalises_heads
@@ -18,10 +20,12 @@ from foreshock.monitor.model.weights import base_of, device_of, stored
 
 KeyBias = Literal["trained", "frozen", "none", "unknown"]
 
-COSTS: Final = (
-    'attention="keep" (default) leaves it as it is, at 0.4 % of a step (GPT-2 small) or 1.0 % (Llama 1B); '
-    '"kernels" counts every row and costs 2.2 % and 1.3 % (one H200; docs/agent.md)'
-)
+_COSTS: Final = {
+    "cuda": 'attention="keep" (default) leaves it as it is, at 0.4 % of a step (GPT-2 small) or 1.0 % (Llama 1B); '
+    '"kernels" counts every row and costs 2.2 % and 1.3 % (measured on one H200)',
+    "cpu": 'attention="keep" (default) leaves it as it is; "kernels" runs a slow reference here, for tests',
+}
+_APART: Final[Any] = {"url": None, "spool_directory": None, "quiet": True}
 _BACKENDS: Final = {
     "CUDNN_ATTENTION": "cuDNN",
     "FLASH_ATTENTION": "flash",
@@ -54,12 +58,18 @@ class Assessment:
         return "\n".join(self.lines)
 
 
-def assess(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Assessment:
-    """Look at `model`, and at the optimizer that trains it if one is given, without running or changing either.
+def assess(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[], Tensor] | None = None,
+) -> Assessment:
+    """Look at `model`, and at the optimizer that trains it if one is given, without changing either.
 
     Says what foreshock would watch and how, which attention PyTorch picks on the model's device and what watching
-    costs, which of the two failures of docs/failure.md and docs/score-growth.md the model is open to and on what
-    evidence, and the first remedy of each. Raises ValueError for anything but a torch.nn.Module and an optimizer.
+    costs, the type in which scores are computed, which of the two failures of docs/failure.md and docs/score-growth.md
+    the model is open to and on what evidence, and the first remedy of each. loss: runs the model on a sample batch as
+    the training does, autocast included, and returns the loss with its graph; then the rows that the batch's mask hides
+    are counted in one forward and backward. Raises ValueError for anything but a torch.nn.Module and an optimizer.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"assess takes a torch.nn.Module, got {type(model).__name__}")
@@ -69,11 +79,18 @@ def assess(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     watched = [each for each in found if each.problem is None]
     bias, rotary, normalised = openness(model, watched)
     lines = [_watching(found, watched), *_unwatched(found)]
+    batch = _Batch() if loss is None or not watched else _run(model, watched, loss)
     if watched:
+        device = device_of(model).type
+        types = batch.types or {p.dtype for p in model.parameters() if p.is_floating_point()}
+        likely = next((dtype for dtype in (torch.float16, torch.bfloat16) if dtype in types), None)
         lines += [
-            f"Attention: {pytorchs_choice(device_of(model).type, watched[0].head_dim or 64)}.",
-            f"Cost: {COSTS}.",
-            f"Types: {_types(model)}",
+            f"Attention: {pytorchs_choice(device, watched[0].head_dim or 64, _seen_type(batch, likely))}.",
+            f"Cost: {costs(device)}.",
+            f"Types: {_types(model, batch)}",
+            *_scores(watched, likely),
+            *batch.lines,
+            *_adapters(watched),
             *rounding(bias, rotary, normalised),
             *_growth(normalised=normalised),
         ]
@@ -120,13 +137,115 @@ def openness(model: nn.Module, watched: Sequence[Found]) -> tuple[KeyBias, bool,
     return key_bias_of(watched), has_rotary(model, watched), normalised
 
 
-def pytorchs_choice(device: str, head_dim: int = 64) -> str:
-    """Which kernel PyTorch picks for causal attention in bf16 on `device`."""
-    query = torch.empty(1, 8, 1024, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+def pytorchs_choice(device: str, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Which kernel PyTorch picks for causal attention in this type on `device`."""
+    query = torch.empty(1, 8, 1024, head_dim, dtype=dtype, device=device, requires_grad=True)
     name = SDPBackend(torch._fused_sdp_choice(query, query, query, is_causal=True)).name
-    return (
-        f"PyTorch {torch.__version__} picks {_BACKENDS.get(name, name)} on {device} (bf16, causal, head dim {head_dim})"
-    )
+    picked = _BACKENDS.get(name, name)
+    return f"PyTorch {torch.__version__} picks {picked} on {device} ({_name(dtype)}, causal, head dim {head_dim})"
+
+
+def costs(device: str) -> str:
+    """What each choice of `attention` costs on a device of this type."""
+    return _COSTS["cuda" if device == "cuda" else "cpu"]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What a sample batch showed."""
+
+    types: set[torch.dtype] = field(default_factory=set)
+    """In which attention ran."""
+    lines: list[str] = field(default_factory=list)
+
+
+def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor]) -> _Batch:
+    """Run a batch, forward and backward. Gradients that parameters had are put back."""
+    from foreshock.monitor.attaching import attach  # which says at its start what this module knows
+
+    batch, samples = _Batch(), list[wire.Sample]()
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+        if (x := next(given, None)) is not None:
+            autocast = torch.is_autocast_enabled(x.device.type)
+            batch.types.add(torch.get_autocast_dtype(x.device.type) if autocast else x.dtype)
+
+    hooks = [each.module.register_forward_pre_hook(note, with_kwargs=True) for each in watched]
+    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    try:
+        with attach(model, sample_every_steps=1, sample_every_seconds=0.0, **_APART) as agent:
+            agent.subscribe(lambda event: samples.append(event) if isinstance(event, wire.Sample) else None)
+            value = loss()
+            if value.requires_grad:
+                value.backward()  # type: ignore[no-untyped-call]
+            agent.step(value.detach())
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, grad in grads:
+            parameter.grad = grad
+    if not bool(value.isfinite().all()):
+        batch.lines.append("Batch: its loss is not finite. Run foreshock diagnose, which names the first such place.")
+    batch.lines += [line for sample in samples if (words := sample.words()) is not None for line in _hidden(words)]
+    return batch
+
+
+def _hidden(words: Words) -> list[str]:
+    """Of a sample, the head with most rows that see no key."""
+    empty = words[:, Slot.EMPTY_ROWS]
+    if not empty.any():
+        return []
+    head = int(empty.argmax())
+    rows = int(empty[head] + words[head, Slot.ROWS] + words[head, Slot.NONFINITE_ROWS])
+    return [
+        f"Mask: {empty[head]} of {rows} rows of the sample batch see no key, as under left padding with a causal mask; "
+        "such rows can give NaN.",
+        "  Remedy: let every row see a key, at least its own, or pad on the right.",
+    ]
+
+
+def _scores(watched: Sequence[Found], dtype: torch.dtype | None) -> list[str]:
+    """What the type and the implementation do to scores before their softmax; fused kernels take them in float32."""
+    configs = (getattr(each.module, "config", None) for each in watched)
+    eager = any(getattr(config, "_attn_implementation", None) == "eager" for config in configs)
+    lines = []
+    if eager and dtype == torch.float16:
+        lines = [
+            "Scores: eager attention multiplies queries and keys in float16 before it scales them: they overflow past "
+            "65,504.",
+            '  Remedy: attn_implementation="sdpa", or bfloat16.',
+        ]
+    elif eager and dtype == torch.bfloat16:
+        lines = [
+            "Scores: eager attention rounds them to bfloat16 before their softmax.",
+            '  Remedy: attn_implementation="sdpa" takes them in float32.',
+        ]
+    if dtype == torch.float16:
+        lines.append(
+            "Loss scale: gradients in float16 underflow without torch.amp.GradScaler, which skips the steps whose "
+            "gradients overflow; bfloat16 needs none."
+        )
+    return lines
+
+
+def _adapters(watched: Sequence[Found]) -> list[str]:
+    count = sum("has adapters" in (each.unmeasured or "") for each in watched)
+    if not count:
+        return []
+    return [
+        f"Adapters: {count} of {len(watched)} layers have them on queries or keys. Scores are measured as in other "
+        "layers, norms of W_Q and W_K after the adapters are merged."
+    ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _seen_type(batch: _Batch, likely: torch.dtype | None) -> torch.dtype:
+    return likely or (torch.float32 if batch.types else torch.bfloat16)
 
 
 def _owner(found: Found) -> nn.Module:
@@ -146,9 +265,11 @@ def _unwatched(found: Sequence[Found]) -> list[str]:
     return [f"Not watched: {count} layers, because {why}." for why, count in problems.items()]
 
 
-def _types(model: nn.Module) -> str:
-    names = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()})
+def _types(model: nn.Module, batch: _Batch) -> str:
+    names = sorted({_name(p.dtype) for p in model.parameters() if p.is_floating_point()})
     held = f"parameters are {' and '.join(names) or 'not there'}. "
+    if batch.types:
+        return f"{held}In the sample batch attention ran in {' and '.join(sorted(map(_name, batch.types)))}."
     if names == ["float32"]:
         return held + "Rounding matters where attention runs in 16 bits: under autocast or FSDP's mixed precision."
     return held + "Attention runs in 16 bits where its inputs do, and there its output is rounded."

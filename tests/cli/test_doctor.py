@@ -8,6 +8,7 @@ import pytest
 from tests.cli.typed import foreshock
 
 from foreshock.cli import doctor
+from foreshock.monitor import assessment
 
 
 def test_doctor_checks_attention_and_says_what_is_absent() -> None:
@@ -20,11 +21,13 @@ def test_doctor_checks_attention_and_says_what_is_absent() -> None:
 
 def test_doctor_says_what_pytorch_picks_here_and_what_each_choice_costs_as_it_was_measured() -> None:
     [said] = [each.detail for each in doctor._attention() if each.what == "PyTorch's attention"]
-    assert re.search(r"picks (cuDNN|flash|efficient|math) on (cpu|cuda) \(bf16", said)
+    assert re.search(r"picks (cuDNN|flash|efficient|math) on (cpu|cuda) \(bfloat16", said)
+    costs = {device: assessment.costs(device) for device in ("cpu", "cuda")}
+    assert any(said.endswith(cost) for cost in costs.values())
     for file, arm in (("agent_h200.json", "kernels_agent"), ("agent_kept_h200.json", "keep_agent")):
         figures = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / file).read_text())
         for measured in figures["shapes"][:2]:
-            assert f"{measured['ratios'][f'{arm} / none'] - 1:.1%}".replace("%", " %") in said
+            assert f"{measured['ratios'][f'{arm} / none'] - 1:.1%}".replace("%", " %") in costs["cuda"]
 
 
 def test_doctor_lists_what_would_be_watched_in_a_model_once() -> None:
