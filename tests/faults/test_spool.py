@@ -141,8 +141,34 @@ def test_a_disk_that_fills_at_every_byte_keeps_what_was_whole(tmp_path: Path, mo
         with spool_at(path) as spool:
             with pytest.raises(OSError, match="No space left"):
                 append_all(spool, kept)
+            assert path.read_bytes() == b"".join(frame(*batch) for batch in kept)
             assert drain(spool) == kept
         assert len(kept) < len(BATCHES)
+
+
+@pytest.mark.promise("A5")
+@pytest.mark.parametrize("position", range(len(frame(*BATCHES[1]))))
+def test_a_batch_that_decays_on_disk_while_its_process_lives_is_skipped(tmp_path: Path, position: int) -> None:
+    path = tmp_path / "a.spool"
+    with spool_at(path) as spool:
+        append_all(spool, [])
+        with path.open("r+b") as file:
+            file.seek(len(frame(*BATCHES[0])) + position)
+            [byte] = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+        assert drain(spool) == [BATCHES[0], BATCHES[2]]
+
+
+def test_a_spool_that_is_filled_and_drained_in_turn_takes_every_batch(tmp_path: Path) -> None:
+    payload, max_bytes = b"x" * 100, 1000
+    with spool_at(tmp_path / "a.spool", max_bytes) as spool:
+        assert spool.append(1, payload)
+        for sequence in range(2, 100):
+            assert spool.append(sequence, payload)
+            assert spool.peek() == (sequence - 1, payload)
+            spool.pop()
+            assert spool.size_bytes <= max_bytes
 
 
 def test_a_full_spool_says_no_and_takes_words_all_the_same(tmp_path: Path) -> None:
