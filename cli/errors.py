@@ -22,7 +22,7 @@ _EXTRAS = {
     "grafana_api": "grafana",
     "grafana_foundation_sdk": "dev",
     "transformers": "dev",
-    "yaml": "dev",
+    "yaml": "grafana",
 }
 
 

@@ -42,7 +42,11 @@ def play(
         if url is not None and not as_json:
             console.print(f"Live page: {page_of(url, run or run_of(trace))}", soft_wrap=True)
 
+        raised: list[wire.Verdict] = []
+
         def print_event(event: wire.Event) -> None:
+            if isinstance(event, wire.Verdict) and event.state == "raised":
+                raised.append(event)
             if as_json:
                 if isinstance(event, wire.Verdict | wire.Switched):
                     print_json_line(event.model_dump(mode="json"))
@@ -58,6 +62,7 @@ def play(
         if as_json:
             print_json_line({"kind": "played", "trace": trace.name, "run": name if url else None, "url": url})
         else:
-            console.print(f"{trace.name} was played" + (f" as run {name}." if url else "."))
+            healthy = "" if raised else ": no head was warned about"
+            console.print(f"{trace.name} was played" + (f" as run {name}" if url else "") + f"{healthy}.")
         if own and not as_json and console.is_terminal and sys.stdin.isatty():
             console.input("The live page stays up until you press Enter. ")

@@ -11,11 +11,14 @@ from tests.cli.typed import TRACE, foreshock
 from foreshock.server.testing import LiveService
 
 
-def test_replay_tells_a_healthy_run_without_a_warning() -> None:
+def test_a_replay_says_whether_any_head_was_warned_about() -> None:
     done = foreshock("replay", str(TRACE), "--offline")
     assert done.exit_code == 0
     assert "raised" not in done.output
-    assert "was played" in done.output
+    assert f"{TRACE.name} was played: no head was warned about." in done.output
+    failing = foreshock("replay", str(TRACE.with_name("key-bias_fa2_batch32.trace.xz")), "--offline")
+    assert "raised" in failing.output
+    assert "was played." in failing.output
 
 
 def test_replay_into_a_service_makes_a_run_of_it(service: LiveService) -> None:

@@ -1,9 +1,13 @@
 """What a person types first, and the sentence that comes back, good input or bad."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import typer.main
 from tests.cli.typed import ROOT, TRACE, foreshock
 
 from foreshock import __version__
+from foreshock.cli import errors
 from foreshock.cli.main import app
 from foreshock.server.testing import LiveService
 
@@ -123,3 +128,21 @@ def test_a_shell_can_complete_commands() -> None:
     script = "from foreshock.cli.main import app; app(prog_name='foreshock')"
     done = subprocess.run([sys.executable, "-P", "-c", script], env=asked, capture_output=True, text=True, timeout=60)
     assert "runs" in done.stdout
+
+
+def test_a_missing_module_names_an_extra_that_brings_it_and_boards_need_no_tools_of_developers() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    distributions = metadata.packages_distributions()
+    for module, extra in errors._EXTRAS.items():
+        names = {name.lower().replace("_", "-") for name in distributions.get(module, [module])}
+        brought = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in extras[extra]}
+        assert names & brought, f"the extra {extra} does not bring {module}"
+    used = {module for file in (ROOT / "dashboards").glob("*.py") for module in imported(file)}
+    assert {errors._EXTRAS.get(module) for module in used} <= {None, "grafana"}
+
+
+def imported(file: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foreshock.contract.slots import Floats, Slot, merge_words, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_margin, several_within
 
 
 def bf16(value: float) -> float:
@@ -253,6 +254,28 @@ def test_a_nan_key_touches_only_the_rows_that_see_it() -> None:
     out = flash_attention(inputs[0], inputs[1], inputs[2], causal=True)
     assert torch.equal(out[:, :, :4], clean[:, :, :4])
     assert torch.isnan(out[:, :, 4:]).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["row_max", "lse", "delta", "delta_bias"])
+def test_a_row_with_one_value_that_is_not_finite_is_counted_as_such_and_summed_nowhere(name: str, bad: float) -> None:
+    values = {each: torch.tensor([[[1.0, 2.0]]]) for each in ("row_max", "lse", "delta", "delta_bias")}
+    values[name] = torch.tensor([[[1.0, bad]]])
+    never, state = torch.zeros(1, 1, 2, dtype=torch.bool), new_state(1)
+    accumulate(state, Rows(**values, tied_bf16=never, tied_one=never, shifted=never, visible_keys=torch.tensor(4)))
+    got = values_of(state)[0]
+    assert (got[Slot.ROWS], got[Slot.NONFINITE_ROWS]) == (1, 1)
+    assert (got[Slot.SCORE_MAX], got[Slot.DELTA_BIAS_SUM]) == (1.0, 1.0)
+    assert got[Slot.SCORE_OFFSET_SUM] == pytest.approx(1 - math.log(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_score_at_the_margin_ties_with_its_maximum_and_one_below_it_does_not(dtype: torch.dtype) -> None:
+    margin = one_margin(dtype)
+    below = math.nextafter(-margin, -math.inf)
+    scores = torch.tensor([[[[0.0, -margin], [0.0, below]]]], dtype=torch.float64)
+    tied = several_within(scores, torch.zeros(1, 1, 2, 1, dtype=torch.float64), margin, torch.empty_like(scores))
+    assert tied.flatten().tolist() == [True, False]
 
 
 @pytest.mark.parametrize(("broken", "rows", "entered"), [(0, [1, 0], [1, 0]), (2, [5, 0], [5, 0]), (3, [1, 0], [0, 0])])
