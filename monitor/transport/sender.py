@@ -334,7 +334,8 @@ class Sender:
                     words_only = True
                     answer = await self._connection.post(smaller, headers) if smaller else Answer(422)
         except (TimeoutError, httpx.HTTPError, OSError) as error:
-            await self._connection.close()
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                await self._connection.close()  # the next try reads the trusted certificates again
             self._outage.failed(error, self._connection.route)
             self._failures += 1
             return False
