@@ -70,7 +70,7 @@ class IncidentHead(BaseModel):
     harm_step: int | None = Field(description="the step at which that is expected")
     harm_first_step: int | None
     harm_last_step: int | None = Field(description="null beside an earliest step: nobody can say until when")
-    harm_in_sight: bool | None = Field(description="false: on its course the head levels off before; null: no forecast")
+    harm_in_sight: bool | None = Field(description="false: on its course it stays below 512; null: no forecast")
     corrected_from: IncidentCause | None = Field(description="the cause that it was reported under before")
     sentence: str
     evidence: dict[str, float]
@@ -152,7 +152,8 @@ def sentence(
 def harm_in_words(head: IncidentHead) -> str:
     """When a head's largest |score| reaches 512, as a sentence after another; empty where nobody can say."""
     if head.harm_step is None:
-        return " No harm is in sight: on its course it levels off." if head.harm_in_sight is False else ""
+        slows = " Its growth slows down: on this course its largest |score| stays below 512."
+        return slows if head.harm_in_sight is False else ""
     if head.harm_step <= head.step:
         return " Its largest |score| is past 512."
     between = ""

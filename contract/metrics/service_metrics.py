@@ -171,13 +171,11 @@ INCIDENT_METRICS: Final = (
         alerts=(
             Alert(
                 name="ForeshockHeadFailing",
-                expr='{m}{severity=~"warning|critical"} == 1',
+                # one alert an incident: a change of its state is no alert that ends and another that begins
+                expr='max without (state, act) ({m}{severity=~"warning|critical"}) == 1',
                 for_="0s",
                 severity="warning",
-                summary="Run {{ $labels.run }}: {{ $labels.cause }} in "
-                + _in_words("heads", "some heads")
-                + "{{ if ne "
-                '$labels.state "open" }}, {{ $labels.state }}{{ end }}',
+                summary="Run {{ $labels.run }}: {{ $labels.cause }} in " + _in_words("heads", "some heads"),
                 description=_in_words("sentence", "The page shows the incident."),
                 action="Look at the incident's first head on the run's page, and do what the page says. If the cause "
                 "is rounding, switch every head first. If scores grow, lower the learning rate. "

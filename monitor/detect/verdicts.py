@@ -1,7 +1,7 @@
 """Verdicts from their evidence: why a head is warned about, and in which words."""
 
 import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from foreshock.contract import wire
 from foreshock.contract.causes import CAUSES, Cause
@@ -77,6 +77,9 @@ def who(layer: int | None, head: int | None) -> str:
     return "The run" if layer is None else f"Layer {layer} head {head}"
 
 
+_SLOWS: Final = f" Its growth slows down: on this course its largest |score| stays below {DANGEROUS_SCORE:.0f}."
+
+
 def sentence(subject: str, found: Finding, ahead: Forecast) -> str:
     """A finding in words, with its evidence in numbers."""
     seen = found.evidence
@@ -89,7 +92,7 @@ def sentence(subject: str, found: Finding, ahead: Forecast) -> str:
     start, now = (seen.offset_before, seen.offset) if drifts else (seen.score_before, seen.score)
     what = "drifts: its scores moved as a whole from" if drifts else "grows: its largest |score| went from"
     moved = f"{'no longer ' if abs(now) < abs(start) else ''}{what} {_digits(start, 3)} to {_digits(now, 3)}"
-    course = " No harm is in sight: on this course it levels off before." if ahead.harm_in_sight is False else ""
+    course = _SLOWS if ahead.harm_in_sight is False else ""
     if ahead.forecast_steps == 0:
         course = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
     elif ahead.forecast_steps is not None:

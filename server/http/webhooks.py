@@ -1,7 +1,8 @@
 """Webhooks in: an alert may ask for a switch, never more.
 
 Alertmanager proves itself by a bearer token with the scope `act`. A delivery may come twice, late or resolved: an alert
-acts once (by fingerprint and start), and only alerts on the list below act at all.
+(by fingerprint and start) orders or proposes a switch of the same heads once, and only alerts on the list below act at
+all. Each alert of a delivery is read on its own: one that is malformed holds up no other.
 It must speak of an incident that the service knows of itself: what may be done is that incident's own decision
 (contract.decision), the same that the agent takes and that people read: nothing but an audit row, a proposed
 command, or a command, bounded by a cool-down.
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from sqlalchemy import Connection, Row, delete, select, update
 
 from foreshock.contract.causes import curable
@@ -59,7 +60,8 @@ class Delivery(BaseModel):
 
     version: Text = ""
     status: Text = ""
-    alerts: list[Alert] = Field(max_length=1000)
+    alerts: list[Any]
+    """Read one by one, as `Alert`."""
 
 
 @router.post("/v1/webhooks/alertmanager")
@@ -67,34 +69,54 @@ async def from_alertmanager(request: Request, caller: Actor, delivery: Delivery)
     """A delivery of Alertmanager (version 4)."""
     state = request.app.state
     results = []
-    for alert in delivery.alerts:  # each for itself: it holds its run, and none waits for another's
-        act = partial(_act, settings=state.settings, alert=alert, prefix=caller.run_prefix)
-        results.append(await state.store.write(act))
+    for alert in map(_read, delivery.alerts):  # each for itself: it holds its run, and none waits for another's
+        result = alert if isinstance(alert, str) else _passed_over(alert)
+        if isinstance(alert, Alert) and result is None:
+            result = await state.store.write(
+                partial(_act, settings=state.settings, alert=alert, prefix=caller.run_prefix)
+            )
+        results.append(str(result))
         state.counters.webhooks[SENDER, results[-1].split(":")[0]] += 1
     state.broadcaster.wake()
     return WebhookResult(results=results)
 
 
-def _first_time(connection: Connection, key: str) -> bool:
-    """Remember a key for a week; True when it was not known."""
+def _read(alert: Any) -> Alert | str:
+    """An alert, or why it cannot be read."""
+    try:
+        return Alert.model_validate(alert)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"refused: {'.'.join(map(str, first['loc']))[:64]}: {first['msg']}"
+
+
+def _passed_over(alert: Alert) -> str | None:
+    """Why an alert needs no look into the store."""
+    name = alert.labels.get("alertname", "")
+    if name not in SWITCHING_ALERTS and name != WATCHDOG.name:
+        return "ignored: no action is tied to this alert"
+    return None if alert.status == "firing" else "ignored: resolved alerts undo nothing"
+
+
+def _has_acted(connection: Connection, key: str) -> bool:
+    """Whether an alert of this key has ordered or proposed something within a week."""
+    known = webhook_alerts.c.key == key, webhook_alerts.c.unix_seconds >= time.time() - _REMEMBERED_SECONDS
+    return connection.execute(select(webhook_alerts.c.key).where(*known)).first() is not None
+
+
+def _remember(connection: Connection, key: str) -> None:
     now = time.time()
-    forgotten = delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < now - _REMEMBERED_SECONDS)
-    connection.execute(forgotten)
-    statement = insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=now)
-    return bool(connection.execute(statement.returning(webhook_alerts.c.key)).first())
+    connection.execute(delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < now - _REMEMBERED_SECONDS))
+    connection.execute(insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=now))
 
 
 def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) -> str:
     name = alert.labels.get("alertname", "")
-    if name == WATCHDOG.name and alert.status == "firing":
+    if name == WATCHDOG.name:
         if prefix:  # one tenant's alerts say nothing of the way that everybody's take
             return "ignored: the watchdog counts from a token that reaches every run"
         _seen(connection)
         return "watchdog"
-    if name not in SWITCHING_ALERTS:
-        return "ignored: no action is tied to this alert"
-    if alert.status != "firing":
-        return "ignored: resolved alerts undo nothing"
     run = alert.labels.get("run", "")
     row = connection.execute(select(runs).where(runs.c.name == run)).first()
     if row is None or not run.startswith(prefix):
@@ -111,9 +133,6 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         details = {"alert": name, "incident": meant.id, "why": why}
         audit.append(connection, actor=SENDER, action="webhook observed", run=run, details=details)
         return f"observed: {why}"
-    key = hashlib.sha256(f"alert:{alert.fingerprint}:{alert.startsAt}:{run}".encode()).hexdigest()
-    if not _first_time(connection, key):
-        return "duplicate: this alert has acted before"
     order = commands.Order(
         run_id=row.id,
         run=run,
@@ -125,7 +144,7 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         state="proposed",
         expires=time.time() + settings.command_expiry_seconds,
     )
-    return _switch(settings, connection, order, meant)
+    return _switch(settings, connection, order, meant, f"alert:{alert.fingerprint}:{alert.startsAt}:{run}")
 
 
 def _boots(connection: Connection, run_id: int) -> Sequence[Row[Any]]:
@@ -136,7 +155,9 @@ def _current_policy(known: Sequence[Row[Any]]) -> str:
     return str(described(known).get("policy", "observe"))
 
 
-def _switch(settings: Settings, connection: Connection, order: commands.Order, incident: Incident) -> str:
+def _switch(
+    settings: Settings, connection: Connection, order: commands.Order, incident: Incident, alert_key: str
+) -> str:
     """Order or propose the switch that the incident calls for: one order for each mode that its heads get."""
     run_id, run = order.run_id, order.run
     description = described(_boots(connection, run_id))
@@ -166,8 +187,12 @@ def _switch(settings: Settings, connection: Connection, order: commands.Order, i
         return note("webhook observed", f"a person {who}, which holds until a warning of theirs is raised anew")
     if nobody_left(refs, ranks):
         return note("webhook refused", "every rank that holds these heads has ended")
+    key = hashlib.sha256(f"{alert_key}:{refs}".encode()).hexdigest()
+    if _has_acted(connection, key):
+        return "duplicate: this alert has acted before"
     if why := refusal(settings, connection, run_id, refs):
         return note("webhook refused", why)
+    _remember(connection, key)
     state: CommandState = "pending" if incident.act == "switch" else "proposed"
     for mode, heads in wanted.items():
         commands.create(connection, replace(order, heads=heads, mode=mode_name(mode), state=state))

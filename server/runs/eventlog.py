@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Select, bindparam, desc, func, select
+from sqlalchemy import Connection, Row, Select, bindparam, desc, func, select, update
 
 from foreshock.contract.incident import Acknowledged
 from foreshock.contract.wire import Clipped, Switched, Verdict
@@ -33,9 +33,14 @@ _PAYLOADS: Final = {
 
 
 def write_events(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows of `events`, all with the same columns; each gets the next number of its run."""
+    """Append rows of `events`, all with the same columns; each gets the next number of its run.
+
+    The caller holds the runs, of which nothing made before counts any more (`runs.changes`).
+    """
     if not rows:
         return
+    mine = runs.c.id.in_({row["run_id"] for row in rows})
+    connection.execute(update(runs).where(mine).values(changes=runs.c.changes + 1))
     lock_log(connection)
     found = connection.execute(_NEWEST, {"run_ids": sorted({row["run_id"] for row in rows})})
     newest = Counter({run_id: number or 0 for run_id, number in found})

@@ -17,6 +17,7 @@ from foreshock.server.curves.merging import MergedSteps, axis_of, merge
 from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunSummary
 from foreshock.server.runs.incidents import change_of, incidents_of, modes_of, warned_of
 from foreshock.server.runs.newest import condition_of, described, newest_samples, status_of
+from foreshock.server.runs.orders import Orders, orders_of
 from foreshock.server.runs.words import shared_sentence
 from foreshock.server.store import process_starts
 from foreshock.server.store.reading import layers_of, read_back
@@ -220,7 +221,8 @@ def _layers(connection: Connection, reading: MergedSteps | None, run_id: int) ->
             known[layer.layer] = layer
             heads[layer.layer] |= set(layer.heads)
     axis = axis_of(connection, run_id)
-    index, modes = axis.index(), modes_of(axis, reading) if reading else {}
+    orders, index = orders_of(connection, [run_id]).get(run_id, Orders()), axis.index()
+    modes = orders.modes(modes_of(axis, reading) if reading else {}, int(reading.steps[-1]) if reading else 0)
     states = []
     for number_, layer in sorted(known.items()):
         own = sorted(heads[number_])

@@ -91,6 +91,6 @@ def test_a_corrected_warning_is_in_one_incident_that_opened_when_it_was_raised(
 
 def test_a_head_that_settles_has_no_harm_in_sight_and_one_of_no_forecast_says_nothing_of_it() -> None:
     [settles] = of(warned(harm_in_sight=False))
-    assert settles.sentence.endswith(" No harm is in sight: on its course it levels off.")
+    assert settles.sentence.endswith(" Its growth slows down: on this course its largest |score| stays below 512.")
     [unknown] = of(warned())
     assert unknown.sentence.endswith("since step 100.")

@@ -12,12 +12,12 @@ from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 
 Labels = dict[str, str]
 RUN: Labels = {"run": "a"}
-WARNED = {"run": "a", "cause": "rounding", "state": "open", "act": "none"}
+WARNED = {"run": "a", "cause": "rounding"}
 
 
 def warned(severity: str, **changes: str) -> str:
     """The series of one incident."""
-    labels = WARNED | changes | {"severity": severity}
+    labels = WARNED | {"state": "open", "act": "none"} | changes | {"severity": severity}
     return "foreshock_incident_active{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
 
 

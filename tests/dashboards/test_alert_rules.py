@@ -217,6 +217,19 @@ CASES = [
     ),
     Case(
         "ForeshockHeadFailing",
+        "is one alert through an approval and its undo, which change the state of the incident",
+        {
+            warned("warning"): "1x3 0x2 1x6",
+            warned("warning", state="switched"): "0x3 1x1 0x6",
+        },
+        {
+            3: [WARNED | {"severity": "warning"}],
+            5: [WARNED | {"severity": "warning"}],
+            9: [WARNED | {"severity": "warning"}],
+        },
+    ),
+    Case(
+        "ForeshockHeadFailing",
         "does not wake people for what was arrested",
         {warned("info", state="arrested"): "1x10"},
         {10: []},

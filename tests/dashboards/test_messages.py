@@ -23,8 +23,6 @@ LABELS = {
     "run": "a<b>&c",
     "severity": "critical",
     "cause": "rounding",
-    "state": "open",
-    "act": "none",
 }
 ANNOTATIONS = {
     "summary": "Run a<b>&c: rounding in layer 0 head 2",
@@ -148,8 +146,8 @@ def test_people_read_what_where_why_how_long_what_was_done_and_where_to_look(sta
     assert fired["text"] == FIRING
     stand.alert(alert(endsAt=(datetime.now(UTC) - timedelta(seconds=1)).isoformat()))
     over = stand.slack()
-    assert over["title"] == f"Resolved: {ANNOTATIONS['summary']}"
-    assert "Over since 20" in over["text"]
+    assert over["title"] == f"No longer alerting: {ANNOTATIONS['summary']}"
+    assert "Either its warnings are over or the run has ended, since 20" in over["text"]
     assert "To do" not in over["text"]
 
 

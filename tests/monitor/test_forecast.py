@@ -132,7 +132,7 @@ def test_a_course_that_no_run_is_long_enough_for_is_told_as_no_harm_in_sight(cou
             " in about 3,600 steps (900 to 9,000).",
         ),
         ({"forecast_steps": 0.0, "forecast_low_steps": 0.0}, " Its largest |score| is past 512."),
-        ({"harm_in_sight": False}, " No harm is in sight: on this course it levels off before."),
+        ({"harm_in_sight": False}, " Its growth slows down: on this course its largest |score| stays below 512."),
         ({}, "the cause looks like rounding."),
     ],
 )

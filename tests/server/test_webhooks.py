@@ -169,6 +169,63 @@ def test_a_switch_ordered_by_a_clock_that_was_ahead_holds_up_no_other_once_it_is
     play(story)
 
 
+def test_an_alert_that_was_refused_for_a_passing_reason_acts_when_it_is_repeated(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await start(service, "auto")
+        other = {"who": "ann", "reason": "to look", "heads": [[0, 0]], "mode": "exact_delta"}
+        under_way = (await service.client.post("/v1/runs/run-1/commands", json=other)).json()["id"]
+        assert await alert(service, delivery()) == "refused"
+        await service.client.post(f"/v1/commands/{under_way}/cancel", json={"who": "ann", "reason": "seen"})
+        assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
+
+    play(story)
+
+
+@pytest.mark.promise("S9")
+def test_an_alert_acts_once_for_the_same_heads_and_again_for_a_head_that_joined_its_incident(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1, head=0))
+        assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
+        [sent] = (await service.store(rank, rank.sample(2))).commands
+        await service.store(rank, rank.answer(sent, 2), rank.verdict(3, head=1, name="joined"))
+        assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
+
+    play(story, webhook_cooldown_seconds=0)
+
+
+def test_one_odd_alert_holds_up_no_other_of_its_delivery(play: Any) -> None:
+    """An Alertmanager does not repeat a delivery that was refused whole."""
+
+    async def story(service: Any) -> None:
+        await start(service, "auto")
+        [good], [watchdog] = delivery()["alerts"], delivery(alertname="ForeshockWatchdog")["alerts"]
+        odd = [good | {"fingerprint": None}, good | {"labels": {"run": "x" * 1025}}, "text", {}]
+        unknown = [delivery(alertname="Other")["alerts"][0]] * 1000
+        body = delivery() | {"alerts": [*odd, *unknown, watchdog, good]}
+        answer = await service.client.post("/v1/webhooks/alertmanager", json=body)
+        assert answer.status_code == 200, answer.text
+        results = answer.json()["results"]
+        assert len(results) == len(body["alerts"])
+        assert all(one.startswith("refused: ") for one in results[:4])
+        assert results[0] == "refused: fingerprint: Input should be a valid string"
+        assert set(results[4:-2]) == {"ignored: no action is tied to this alert"}
+        assert results[-2:] == ["watchdog", "ordered"]
+
+    play(story)
+
+
+def test_an_alert_of_an_incident_that_is_closed_switches_nothing(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = await start(service, "auto")
+        quiet = [rank.verdict(2, head=head, name=f"warn-{head}", state="cleared") for head in rank.layers[0].heads]
+        await service.store(rank, *quiet)
+        told = await service.client.post("/v1/webhooks/alertmanager", json=delivery())
+        assert told.json()["results"] == ["refused: the run has no open incident of this cause"]
+
+    play(story)
+
+
 @pytest.mark.parametrize(
     ("changes", "result"),
     [

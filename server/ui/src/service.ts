@@ -52,14 +52,6 @@ export interface ActiveWarning {
   sentence: string;
 }
 
-/** One alert of a delivery, as Alertmanager sends it; fields that we do not use are ignored. */
-export interface Alert {
-  status: string;
-  labels?: Record<string, string>;
-  startsAt?: string;
-  fingerprint?: string;
-}
-
 /** The audit trail, newest first. */
 export interface AuditPage {
   rows: AuditRow[];
@@ -210,7 +202,7 @@ export interface Decision {
 export interface Delivery {
   version?: string;
   status?: string;
-  alerts: Alert[];
+  alerts: unknown[];
 }
 
 /** What people say of a run. What is left out stays as it is; what is empty is taken away. */
@@ -325,7 +317,7 @@ export interface IncidentHead {
   harm_first_step: number | null;
   /** null beside an earliest step: nobody can say until when */
   harm_last_step: number | null;
-  /** false: on its course the head levels off before; null: no forecast */
+  /** false: on its course it stays below 512; null: no forecast */
   harm_in_sight: boolean | null;
   /** the cause that it was reported under before */
   corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
