@@ -44,14 +44,20 @@ class Route:
 
 def route_to(url: str) -> Route:
     """The route to `url`. Raises RouteError if a variable that this route needs cannot be used."""
-    address = httpx.URL(url)
-    variable, value = _proxy_of(address)
-    proxy = _proxy(variable, value) if value else None
-    needs_tls = address.scheme == "https" or (proxy is not None and proxy.url.scheme == "https")
-    tls = trusted_certificates() if needs_tls else False
-    if proxy is not None and isinstance(tls, ssl.SSLContext):
+    route = _route(url)
+    proxy, tls_to_proxy = route.proxy, route.proxy is not None and route.proxy.url.scheme == "https"
+    if not tls_to_proxy and httpx.URL(url).scheme != "https":
+        return route
+    tls = trusted_certificates()
+    if proxy is not None and tls_to_proxy:
         proxy = httpx.Proxy(proxy.url, ssl_context=tls, auth=proxy.auth)
-    return Route(proxy, variable if value else "", tls)
+    return Route(proxy, route.variable, tls)
+
+
+def _route(url: str) -> Route:
+    """Without certificates, which take a while to read."""
+    variable, value = _proxy_of(httpx.URL(url))
+    return Route(_proxy(variable, value) if value else None, variable, False)
 
 
 def transport_to(url: str) -> httpx.HTTPTransport:
@@ -62,11 +68,15 @@ def transport_to(url: str) -> httpx.HTTPTransport:
 
 def unanswered(url: str, error: BaseException) -> str:
     """The address that did not answer, the proxy that was used, and the error, for a sentence."""
+    return f"{url}{through(url)} ({type(error).__name__}{untrusted(error)})"
+
+
+def through(url: str) -> str:
+    """Which proxy a request to `url` takes, as words to follow the address; empty without a usable one."""
     try:
-        route = str(route_to(url))
+        return str(_route(url))
     except RouteError:
-        route = ""
-    return f"{url}{route} ({type(error).__name__}{untrusted(error)})"
+        return ""
 
 
 def untrusted(error: BaseException) -> str:

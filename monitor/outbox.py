@@ -10,6 +10,7 @@ from foreshock.contract import wire
 from foreshock.contract.causes import IncidentCause
 from foreshock.contract.decision import cause_of
 from foreshock.contract.incident_form import page_of
+from foreshock.contract.route import through
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.mirror import Mirror
@@ -54,7 +55,8 @@ class Outbox:
             self.sender = Sender(config, run=run, boot=boot, health=health)
             self.sender.start()
             if config.shows:
-                print(f"foreshock: live page {page}", file=sys.stderr)
+                by = through(config.url)
+                print(f"foreshock: live page {page}" + (f"; batches are sent{by}" if by else ""), file=sys.stderr)
 
     def emit(self, event: wire.Event) -> None:
         """Hand an event over; a switch is kept until the run has started."""

@@ -63,7 +63,7 @@ class HostileServer:
             data += chunk
         head, _, body = data.partition(b"\r\n\r\n")
         self.headers.append(head.decode("latin-1"))
-        length = next(int(v) for k, v in map(_header, head.split(b"\r\n")[1:]) if k == b"content-length")
+        length = next((int(v) for k, v in map(_header, head.split(b"\r\n")[1:]) if k == b"content-length"), 0)
         while len(body) < length:
             chunk = connection.recv(65536)
             if not chunk:

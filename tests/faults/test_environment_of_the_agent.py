@@ -223,3 +223,25 @@ def test_the_first_variable_that_applies_names_the_proxy(monkeypatch: pytest.Mon
     monkeypatch.setenv("https_proxy", "https://")
     with pytest.raises(RouteError, match="https_proxy is not the address of a proxy"):
         route_to("https://service.example")
+
+
+@pytest.mark.parametrize("service", ["http", "https"])
+@pytest.mark.parametrize("proxy", ["http", "https"])
+def test_every_pair_of_service_and_proxy_is_tried(
+    service: str, proxy: str, quick_retries: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With TLS to the proxy, the certificates of the environment are the ones that count."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+    with hostile_server(acknowledge, tls_of_hooks() if proxy == "https" else None) as server:
+        monkeypatch.setenv("ALL_PROXY", f"{proxy}://127.0.0.1:{server.url.rpartition(':')[2]}")
+        to = started_sender(f"{service}://service.example")
+        send(to, 1)
+        eventually("the first answer of the other side", lambda: server.headers or to.retries >= 2)
+        to.close(0.1)
+    verb = "CONNECT service.example:443" if service == "https" else "POST http://service.example"
+    if proxy == "http":
+        assert server.headers[0].startswith(verb)
+    else:  # its certificate is that of another host
+        assert server.headers == []
+        assert "the trusted certificates are those of SSL_CERT_FILE" in caplog.text
+    assert dict(to.faults) == {}
