@@ -30,6 +30,8 @@ class CauseInfo:
     done: str = "Nothing is switched: rounding could not be shown to be the cause, and a switch changes rounding alone."
     to_do: str = f"{LOWER}; if it goes on, resume from {{checkpoint}}."
     """What machines do where no remedy of theirs helps, and what is left to people; `checkpoint` is filled in."""
+    to_do_of_warning: str = ""
+    """What is left to people while the incident is a warning only; empty: the same."""
     curable: bool = False
     """Whether a switch of heads helps."""
     joins: bool = False
@@ -58,6 +60,8 @@ CAUSES: Final[dict[IncidentCause, CauseInfo]] = {
         done="Nothing is switched: no switch repairs what is not finite.",
         to_do="Stop the run and resume from {checkpoint}; leave out the batches that led here, or lower the learning "
         "rate.",
+        to_do_of_warning="Let the run continue and look at the place named: its mask, the loss scale and the batches "
+        "of these steps.",
     ),
     "other": CauseInfo(reads="Something else failed", shown_by="run.loss"),
 }

@@ -95,13 +95,15 @@ def decision(
     over: bool = False,
     ended: bool = False,
     clip: str | None = None,
+    warning: bool = False,
 ) -> Decision:
     """What is done about an incident, and what is left to people.
 
     heads: those that are warned about, 0 where that is not known; switched: how many of them have a cure; before_step:
     where the incident began, where that is known; finite: False where numbers that are not finite were seen;
     orders_known: whether the reader knows what was ordered, as the service does; order: the newest that concerns it;
-    over: whether nothing grows any more; ended: whether the run has ended; clip: `Started.qk_clip`.
+    over: whether nothing grows any more; ended: whether the run has ended; clip: `Started.qk_clip`; warning: whether no
+    warning of the incident is critical.
     """
     act = act_on(cause, policy)
     checkpoint = "a checkpoint before the first warning" if before_step is None else checkpoint_before(before_step)
@@ -113,7 +115,8 @@ def decision(
         done = f"{given}.{_way(order)}" if switched else "Nothing is switched."
         return Decision(act, done, to_do)
     if not curable(cause):
-        own = CAUSES[cause].done, CAUSES[cause].to_do
+        info = CAUSES[cause]
+        own = info.done, (info.to_do_of_warning if warning else "") or info.to_do
         done, to_do = _GROWTH.get(clip, own) if cause == "score growth" else own
         return Decision(act, done, to_do.format(checkpoint=checkpoint))
     if not finite:

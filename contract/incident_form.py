@@ -144,6 +144,8 @@ def sentence(
     if not standing:
         return f"{text} Quiet since step {max(head.step for head in heads):,}."
     first = shown[0]
+    if first.layer is None and first.signal == "nonfinite" and was is None:
+        return first.sentence  # it names place, extent and harm
     if first.layer is not None and len(shown) > 1:
         text += f" First: {name_of(first)}."
     return text if first.state == "arrested" else text + harm_in_words(first)

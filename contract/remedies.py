@@ -68,6 +68,7 @@ def answer(
                 over=bool(heads) and all(falls(head.evidence) for head in heads),
                 ended=known.ended,
                 clip=known.clip,
+                warning=bool(heads) and all(head.severity != "critical" for head in heads),
             )
         )
     what, *more = decided

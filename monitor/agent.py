@@ -25,6 +25,7 @@ from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.coverage import CoverageReport, pause_steps
 from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.console import ConsoleReporter
+from foreshock.monitor.crisis import Crisis
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.notes import Notes
 from foreshock.monitor.guard import Guard, logger
@@ -80,6 +81,8 @@ class Agent:
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], new_id, self._outbox.emit)
         self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
         self._schedule = self._sampler.schedule
+        optimizers = self._clipping.optimizers
+        self._crisis = Crisis(attached.model, optimizers, config.close_watch_steps, self._schedule.watch_closely)
         self._started = self._closed = self._busy = False
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -135,12 +138,17 @@ class Agent:
         since_step = self.current_step
         self._schedule.step = since_step + 1 if step is None else max(int(step), since_step)
         self._sampler.note(loss, grad_norm, learning_rate)
+        self._guards["loss"].run(self._look_for_a_crisis, loss, grad_norm)
         if found := self._attached.lookout.news():
             self._coverage.add_unwatched(found)
         # before the sample, whose modes are those that ran
         self._guards["answers"].run(self._switching.settle, since_step, self.current_step)
         self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due))
         self._attached.selector.plan(self.current_step, self._schedule.watch_until)
+
+    def _look_for_a_crisis(self, loss: object, grad_norm: object) -> None:
+        if (found := self._crisis.look(self.current_step, loss, grad_norm)) is not None:
+            self._sampler.collector.note_parameters(found)
 
     def _collect_the_rest(self) -> bool:
         """Sample what was counted since the last sample and have it read; False where the detectors take too long."""
@@ -164,6 +172,8 @@ class Agent:
 
     def _publish(self, result: DetectorResult) -> None:
         counted, verdicts, risk = result
+        if counted.broken_step is not None:
+            self._crisis.begin(self.current_step)
         self._guards["sample"].run(self._record_coverage, counted)
         if verdicts:
             with_errors = self._attached.selector.with_errors

@@ -1,10 +1,11 @@
 """A model that an agent watches: its state on the device, its layers, and who serves and measures each."""
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.monitor.attention.backend_selector import BackendSelector
@@ -31,6 +32,7 @@ class AttachedModel:
     """What serves each layer."""
     lookout: Lookout
     """Looks out for attention that is not watched."""
+    model: "weakref.ref[nn.Module]"
     unwatched: int = 0
     """Attention modules that were found and cannot be watched."""
 
@@ -83,7 +85,8 @@ class AttachedModel:
             words=counted.words,
             broken_step=counted.broken_step,
             lost_steps=max(0, nonfinite(counted.grad_norms) - nonfinite(counted.losses)),
-            parameters=counted.parameters,
+            parameters=counted.parameters.sentence if counted.parameters else "",
+            weights_broken=counted.parameters is not None and counted.parameters.weights,
         )
 
 

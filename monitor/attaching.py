@@ -90,6 +90,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
             report=_report(model, settings, found, selector, served_by(state, settings.numerics)),
             selector=selector,
             lookout=lookout,
+            model=weakref.ref(model),
             unwatched=len(found) - len(watched),
         )
         agent = Agent(settings, attached, undo)

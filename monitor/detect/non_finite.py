@@ -21,6 +21,7 @@ Harm = Literal["", "rows", "updates", "weights"]
 """What is harmed: nothing; rows that reach neither loss nor gradients; updates that are skipped; the weights."""
 _LOST_SHARE: Final = 0.1
 """Share of lost updates from which on they are reported. A GradScaler that has found its scale loses 1 in 2,000."""
+_UNKNOWN: Final = "but that step's rows were not measured (sample_every_steps=1 measures every step)"
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class Origin:
             first_layer = [layer == heads[0][0] for layer, _ in heads]
             if first >= readings.step or not by_input[first_layer].any():
                 place = origin(heads, rows, by_input, by_output)
-            place = place or "but that step's rows were not measured"
+            place = place or _UNKNOWN
             worst = int(unseen.argmax())
             if unseen[worst]:
                 every = unseen[worst] + rows[worst] + sound[worst]
@@ -103,17 +104,21 @@ class NonFiniteTracker:
         any_row = bool(in_rows.any())
         # A GradScaler finds its scale by steps whose gradients overflow, and skips them. After a step that was not
         # skipped the loss would not be finite either.
-        overflows = loss is not None and not loss_broken and (norm_broken or (norm is None and any_row))
+        overflows = loss is not None and not (loss_broken or readings.weights_broken)
+        overflows = overflows and (norm_broken or (norm is None and any_row))
         suspected = max(readings.since_step, 1) if readings.suspect_step is None else readings.suspect_step
         self._track_overflow(readings, suspected, overflow_steps, overflows=overflows)
-        if loss_broken or (norm_broken and not overflows):
+        if loss_broken or readings.weights_broken or (norm_broken and not overflows):
             self.harm = "weights"
         elif overflows:
             self.harm = "updates" if self.overflow is not None and self.overflow.lasts(overflow_steps) else ""
         else:
             self.harm = ("weights" if loss is None or norm is None else "rows") if any_row else ""
         if self.harm or overflows:
-            self.origin = self.origin or Origin.of(readings, heads)
+            if self.origin is None:
+                self.origin = Origin.of(readings, heads)
+            elif overflows and self.origin.place == _UNKNOWN:  # the weights are sound: any such step shows the place
+                self.origin.place = Origin.of(readings, heads).place
             self.origin.heads = max(self.origin.heads, int(in_rows.sum()))
             self.origin.parameters = self.origin.parameters or readings.parameters
         elif self.overflow is None:

@@ -48,6 +48,8 @@ class Readings:
     """the first step whose loss or gradient norm is not finite"""
     lost_steps: int = 0
     """steps whose gradient norm is not finite although their loss is"""
+    weights_broken: bool = False
+    """whether weights, or the optimizer's state, are known not to be finite"""
     parameters: str = ""
     """a sentence about gradients and weights that are not finite"""
 

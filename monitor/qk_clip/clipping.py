@@ -79,6 +79,10 @@ class Clipping:
 
     # ---- people and policy ----------------------------------------------------------------------------------------
 
+    def optimizers(self) -> Sequence[Any]:
+        """Those that were given."""
+        return self._optimizers
+
     def given(self, optimizer: object, group: "torch.distributed.ProcessGroup | None") -> None:
         """Which optimizer owns the weights, and which processes hold the same heads; None leaves it as it was."""
         if group is not None and self._ready:

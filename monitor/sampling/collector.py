@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.slots import Floats, Words, identity_row
+from foreshock.monitor.crisis import ParametersFound
 from foreshock.monitor.model.sharding import is_sharded
 from foreshock.monitor.sampling.transfer import Transfer, ungathered
 
@@ -46,8 +47,8 @@ class Counted:
     learning_rate: float | None
     step_seconds: float | None
     agent_seconds: float | None
-    parameters: str = ""
-    """A sentence about gradients and weights that were found not to be finite."""
+    parameters: ParametersFound | None = None
+    """What was found of gradients and weights, after a step that was not finite."""
 
     @property
     def broken_step(self) -> int | None:
@@ -61,17 +62,19 @@ class Counted:
 
     @property
     def suspect_step(self) -> int | None:
-        """The first step whose update may have broken the weights; None where no loss shows it.
+        """The first step whose update may have broken the weights; None if no loss and no gradient norm shows it.
 
-        The loss of a step is computed with the weights that the step before left. Gradients that overflow beside finite
-        losses were skipped by a GradScaler; where no loss is given they stand for it. Where some steps gave nothing it
-        is the earliest that it can have been.
+        The loss of a step is computed with the weights that the step before left. Gradients that overflow before a
+        finite loss were skipped by a GradScaler; those of the last step may have broken the weights. If some steps gave
+        nothing it is the earliest that it can have been.
         """
-        values, lag = (self.losses, 1) if self.losses.size else (self.grad_norms, 0)
-        broken = np.flatnonzero(~np.isfinite(values))
+        losses, norms = (np.flatnonzero(~np.isfinite(values)) for values in (self.losses, self.grad_norms))
+        if not losses.size and self.losses.size:
+            return self.step if norms.size and norms[-1] == self.grad_norms.size - 1 else None
+        broken, size, lag = (losses, self.losses.size, 1) if losses.size else (norms, self.grad_norms.size, 0)
         if not broken.size:
             return None
-        place = int(broken[0]) if values.size <= self.step - self.since_step else 0
+        place = int(broken[0]) if size <= self.step - self.since_step else 0
         return max(self.since_step + 1 + place - lag, 1)
 
 
@@ -85,7 +88,7 @@ class Collector:
         self._losses: list[Tensor | float] = []
         self._grad_norms: list[Tensor | float] = []
         self._learning_rate: float | None = None
-        self._parameters = ""
+        self._parameters: ParametersFound | None = None
         self._flights: deque[tuple[Transfer, Callable[[], Counted]]] = deque()
         """Copies under way, and what makes the sample of each once it has arrived."""
         self._warned_of_parts = False
@@ -112,9 +115,9 @@ class Collector:
         if learning_rate is not None:
             self._learning_rate = float(self._scalar(learning_rate, "learning_rate"))
 
-    def note_parameters(self, sentence: str) -> None:
+    def note_parameters(self, found: ParametersFound) -> None:
         """Keep what was found of gradients and weights, for the next sample."""
-        self._parameters = sentence
+        self._parameters = found
 
     def _whole(self, norm: Any) -> Any:
         """The norm, or None where this process holds a part of it only, as clip_grad_norm_ returns it under FSDP2."""
@@ -164,7 +167,7 @@ class Collector:
         state = self._take_state(transfer)
         transfer.seal()
         since_step, learning_rate, modes = self.since_step, self._learning_rate, modes.copy()
-        parameters, self._parameters = self._parameters, ""
+        parameters, self._parameters = self._parameters, None
 
         def arrived() -> Counted:
             return Counted(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foreshock.monitor.broken_parameters import BrokenParameters, broken_among, sentence
+from foreshock.monitor.crisis import BrokenParameters, broken_among, sentence
 
 
 class Block(nn.Module):
@@ -59,4 +59,4 @@ def test_finite_and_missing_tensors_are_no_finding() -> None:
 def test_all_of_them_is_said_as_all() -> None:
     found = broken_among([("a", torch.tensor([math.nan])), ("b", torch.tensor([math.inf]))])
     assert found is not None
-    assert sentence("weights", found) == "All 2 weights are not finite."
+    assert sentence("weights", found) == "None of 2 weights is finite."

@@ -1,0 +1,139 @@
+"""A small transformer, broken at a chosen place and step as public bug reports describe, under an agent."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foreshock.contract import wire
+from foreshock.monitor import attach
+
+LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCABULARY = 4, 4, 32, 12, 6, 40
+HEAD_DIM = WIDTH // HEADS
+
+
+class Attention(nn.Module):
+    """Separate projections; `core` is what a report says of the attention function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        query, key, value = (
+            each(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key, value = self.operands(query, key, value)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def operands(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return query, key, value
+
+
+class Block(nn.Module):
+    """Pre-norm, as everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), mask)
+        return x + self.down(F.gelu(self.up(self.ln_2(x))))  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+@dataclass
+class Outcome:
+    """What the run and its agent did."""
+
+    losses: list[float] = field(default_factory=list)
+    events: list[wire.Event] = field(default_factory=list)
+    table: str = ""
+
+    @property
+    def harmed(self) -> int:
+        """The first step whose loss is not finite; a step past the end if none is."""
+        return next((step for step, loss in enumerate(self.losses, 1) if not math.isfinite(loss)), len(self.losses) + 1)
+
+    @property
+    def raised(self) -> list[wire.Verdict]:
+        """Warnings, in their order."""
+        return [event for event in self.events if isinstance(event, wire.Verdict) and event.state == "raised"]
+
+
+def train(
+    steps: int = 40,
+    *,
+    lr: float = 1e-2,
+    clip: float | None = None,
+    before: Callable[[Model, int], Any] | None = None,
+    mask: Tensor | None = None,
+    skip_broken: bool = False,
+    known: bool = True,
+    **settings: Any,
+) -> Outcome:
+    """Train for `steps`. before: called with model and step before each step; what it returns is removed afterwards.
+
+    mask: as scaled_dot_product_attention takes it. skip_broken: as a loss scaler, do not step on such gradients. known:
+    give the agent numbers, as trainers that log do, and not tensors.
+    """
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    agent = attach(model, quiet=True, sample_every_seconds=0, **settings)
+    found = Outcome()
+    agent.subscribe(found.events.append)
+    for step in range(1, steps + 1):
+        handles = before(model, step) if before is not None else None
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
+        logits = model(tokens[:, :-1], mask)
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for handle in handles or ():
+            handle.remove()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if clip is not None:
+            nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
+        if norm.isfinite() or not skip_broken:
+            optimizer.step()
+        found.losses.append(loss.item())
+        given = (loss.item(), norm.item()) if known else (loss, norm)
+        agent.step(*given, step=step)
+    found.table = agent.report()
+    agent.close()
+    return found
+
+
+def poison(module: nn.Module, number: float = math.nan) -> Any:
+    """Break the gradient that leaves `module` towards its input and its weights, as a faulty backward does."""
+
+    def broken(_: nn.Module, grads: Any) -> Any:
+        return (torch.full_like(grads[0], number),)
+
+    return module.register_full_backward_pre_hook(broken)
