@@ -64,7 +64,7 @@ def test_growth_that_joins_a_drift_is_one_line_more_of_the_same_incident_and_nam
     assert "QK-Clip" not in first
     [both] = speaks.lines_for([told(1, step=20, cause="score growth")], dict, "never")
     assert "Scores drift as rounding drives them in layer 0 head 0, and scores grow" in both
-    assert "To do: Switch every head to row_corrected. Scores grow too: QK-Clip, which scales weights for good" in both
+    assert "To do: Switch every head to row_corrected. Scores grow too: Lower the learning rate" in both
     assert speaks.lines_for([told(2, step=30, cause="score growth"), told(3, step=30)], dict, "never") == []
     ends = [told(0, state="cleared", step=90), told(3, state="cleared", step=90)]
     assert speaks.lines_for(ends, dict, "never") == []

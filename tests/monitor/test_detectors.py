@@ -28,7 +28,7 @@ from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.growth import HeadSignal
-from foreshock.monitor.detect.readings import Readings
+from foreshock.monitor.detect.readings import HeadReadings
 
 
 def _fields(arrays: dict[str, Floats]) -> dict[str, Any]:
@@ -222,11 +222,7 @@ def test_heads_that_pass_512_together_are_warned_about_and_not_before() -> None:
 
 def test_nan_in_every_field_of_every_sample_is_quiet_and_finite() -> None:
     unknown = np.full(N, np.nan)
-    arrays = {
-        name: unknown
-        for name in Readings.__dataclass_fields__
-        if name not in ("step", "since_step", "modes", "loss", "grad_norm", "learning_rate", "rounds")
-    }
+    arrays = dict.fromkeys(HeadReadings.__annotations__, unknown)
     detectors, told = play(until=5000, **_fields(arrays))
     assert told == []
     assert detectors.risk.tolist() == [0.0] * N
