@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,12 +12,30 @@ from rich.table import Table
 
 from foreshock.cli.output import plain
 from foreshock.client import Service
-from foreshock.lab.diagnosis.examination import Source, of_checkpoint, of_factory, of_recording
-from foreshock.lab.diagnosis.verdict import CELLS, Diagnosis, diagnose
+from foreshock.lab.diagnosis.examination import Head, Source, of_checkpoint, of_factory, of_recording
+from foreshock.lab.diagnosis.verdict import diagnose
 from foreshock.lab.recording.history import live, recorded
 from foreshock.lab.recording.packed import PACKED, RECORDED
 
-_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_FILES: Final = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_ROWS: Final = {
+    "warned": ("warned at step", ""),
+    "offset": ("offset, nats", "+.1f"),
+    "change": ("offset since half of the run", "+.1f"),
+    "shift": ("shift of all scores together, nats", "+.1f"),
+    "largest": ("largest |score|", ".0f"),
+    "entropy": ("entropy of attention, nats", ".2f"),
+    "delta": ("error of delta, one-sided", "+.3f"),
+    "delta z": ("the same in standard errors", "+.1f"),
+    "ties": ("rows with several P = 1", ".1%"),
+    "norm": ("norm of W_Q", ".1f"),
+    "norm beside others": ("the same over the median head", ".1f"),
+    "output error": ("output off float64", ".2%"),
+    "query error": ("gradient of queries off float64", ".2%"),
+    "key sum": ("sum of the keys' gradient, 0 in truth", ".1e"),
+    "empty": ("rows that see no key", ".1%"),
+}
+"""Rows of the table: title and format by the name of a cell."""
 
 
 def report(
@@ -32,19 +51,19 @@ def report(
 ) -> None:
     """Diagnose traces, checkpoints (other files), models (module:factory) and runs of a service (any other name).
 
-    Raises ValueError with a sentence for a source that is none and for a head that does not exist.
+    Raises ValueError with a sentence for a source or a head that does not exist.
     """
     named = [_head(head) for head in heads]
     if states and not any(":" in source for source in sources):
         raise ValueError("--state belongs to a model: give module:factory too, which builds it")
     found = diagnose([each for source in sources for each in _read(source, states, batches, url, token)], named)
-    verdict, *others = found.findings
-    console.print(f"[bold]Verdict[/bold]: {escape(verdict.words)}", highlight=False)
-    for finding in others:
-        console.print(f"Also: {escape(finding.words)}", highlight=False)
-    for note in found.left_out:
+    for start, words in zip(["[bold]Verdict[/bold]", *["Also"] * len(found.findings)], found.findings, strict=False):
+        console.print(f"{start}: {escape(words.words)}", highlight=False)
+    for note in found.notes:
         console.print(f"Note: {escape(note)}", highlight=False)
-    _print_table(found, console)
+    if found.heads:
+        console.print()
+        console.print(_table(found.heads), highlight=False)
     console.print("\n[bold]What to do[/bold]")
     for sentence in dict.fromkeys(sentence for finding in found.findings for sentence in finding.advice):
         console.print(f"- {escape(sentence)}", highlight=False)
@@ -70,18 +89,15 @@ def _read(source: str, states: Sequence[Path], batches: int, url: str, token: st
             yield of_recording(live(source, service))
 
 
-def _print_table(found: Diagnosis, console: Console) -> None:
+def _table(heads: Sequence[Head]) -> Table:
     """A row for each quantity, a column for each head of each source."""
-    several = len({head.source for head in found.heads}) > 1
-    names = [f"{head} in {head.source}" if several else str(head) for head in found.heads]
-    table = Table("", *map(escape, names), box=None, pad_edge=False, header_style="bold")
-    for name, (title, form) in CELLS.items():
-        cells = [head.cells.get(name) for head in found.heads]
-        if any(cell is not None for cell in cells):
-            table.add_row(title, *("-" if cell is None else escape(format(cell, form)) for cell in cells))
-    if table.rows:
-        console.print()
-        console.print(table, highlight=False)
+    several = len({head.source for head in heads}) > 1
+    names = (escape(f"{head} in {head.source}" if several else str(head)) for head in heads)
+    table = Table("", *names, box=None, pad_edge=False, header_style="bold")
+    for name, (title, form) in _ROWS.items():
+        if any(name in head.cells for head in heads):
+            table.add_row(title, *(format(head.cells[name], form) if name in head.cells else "-" for head in heads))
+    return table
 
 
 def _head(text: str) -> tuple[int, int]:

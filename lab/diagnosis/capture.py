@@ -2,10 +2,11 @@
 the first that is not finite."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,6 @@ from torch import Tensor, nn
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.monitor.attention.probed_rows import ScoreMod
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, numerics_for
-
-_OPERANDS: Final = ("query", "key", "value")
 
 
 @dataclass(slots=True)
@@ -48,41 +47,72 @@ class Capture:
         """the first call that gave or was given values that are not finite"""
         self.broken_gradient: str | None = None
         """the first gradient that is not finite, and between which layers"""
-        self.layers: dict[int, WatchedLayer] = {}
-        self._model, self._undo = model, list[Callable[[], None]]()
+        modules = dict(model.named_modules())
+        watched = [module.__dict__[LAYER_ATTRIBUTE] for module in modules.values() if LAYER_ATTRIBUTE in vars(module)]
+        self.layers: dict[int, WatchedLayer] = dict(enumerate(watched))
+        # a module without parameters may make masks
+        own = {name: module for name, module in modules.items() if module._parameters and not module._modules}
+        self._modules, self._parameters = own, dict(model.named_parameters())
+        self._undo = ExitStack()
         self._reached: int | None = None
         """the last layer whose attention the backward left with finite gradients"""
 
     def __enter__(self) -> "Capture":
-        modules = dict(self._model.named_modules())
-        watched = [module.__dict__[LAYER_ATTRIBUTE] for module in modules.values() if LAYER_ATTRIBUTE in vars(module)]
-        for number, layer in enumerate(watched):
-            self.layers[number] = layer
-            for method, first in (("probed", 1), ("attend", 0)):  # by its own attention, or by our kernels
-                vars(layer)[method] = partial(self._called, number, layer, getattr(layer, method), bool(first))
-                self._undo.append(partial(vars(layer).pop, method))
-        for name, module in modules.items():
-            if not any(True for _ in module.children()) and any(
-                True for _ in module.parameters()
-            ):  # others may make masks
-                self._undo.append(module.register_forward_hook(partial(self._left, name)).remove)
-        for name, parameter in self._model.named_parameters():
+        for number, layer in self.layers.items():
+            kept, ours = partial(self._kept, number, layer), partial(self._ours, number, layer, layer.attend)
+            vars(layer).update(probed=kept, attend=ours)  # as its own attention and as our kernels compute
+            for method in ("probed", "attend"):
+                self._undo.callback(vars(layer).pop, method)
+        for name, module in self._modules.items():
+            self._undo.callback(module.register_forward_hook(partial(self._left, name)).remove)
+        for name, parameter in self._parameters.items():
             if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(self._trained, name)
-                )
-                self._undo.append(hook.remove)
+                hook: Any = partial(self._trained, name)
+                self._undo.callback(parameter.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def whole(self) -> list[AttentionCall]:
         """The calls that were differentiated, and those of layers without any: a call that checkpointing computes twice
         is taken once."""
         differentiated = {call.layer for call in self.calls if call.grads}
         return [call for call in self.calls if call.grads or call.layer not in differentiated]
+
+    def _kept(self, number: int, layer: WatchedLayer, out: Tensor, *operands: Tensor, **options: Any) -> Tensor:
+        self._take(number, layer, (out, *operands), **options)
+        return out
+
+    def _ours(self, number: int, layer: WatchedLayer, own: Any, *given: Any, **options: Any) -> Tensor | None:
+        out: Tensor | None = own(*given, **options)
+        if out is not None:
+            self._take(number, layer, (out, *given[:3]), packed=given[3], **options)
+        return out
+
+    def _take(self, number: int, layer: WatchedLayer, tensors: tuple[Tensor, ...], **options: Any) -> None:
+        out, query, key, value = tensors
+        scale, (left, right) = options.get("scale"), options.get("window", (-1, -1))
+        spec = AttentionSpec(
+            1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+            options.get("causal", "none"),
+            left,
+            right,
+            options.get("softcap", 0.0),
+            options.get("dropout_p", 0.0),
+            numerics_for(query, layer.numerics),
+        )
+        packed = options.get("packed")
+        ends = None if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
+        call = AttentionCall(
+            number, layer.name, query, key, value, out, spec, options.get("mask"), ends, options.get("score_mod")
+        )
+        self.calls.append(call)
+        if self.broken_call is None and not finite(tensors):
+            self.broken_call = call
+        for name, tensor in zip(("out", "query", "key", "value"), tensors, strict=True):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._differentiated, call, name))  # type: ignore[no-untyped-call]
 
     def _left(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if self.broken_module is None and self.broken_call is None and not finite((output,)):
@@ -94,59 +124,15 @@ class Capture:
         if self.broken_gradient is None and not finite([parameter.grad]):
             self._break(f"the gradient of {name}", None)
 
-    def _called(
-        self, number: int, layer: WatchedLayer, own: Any, kept: bool, *tensors: Any, **options: Any
-    ) -> Tensor | None:
-        if kept:
-            out, query, key, value = tensors
-        else:
-            query, key, value = tensors[:3]
-            options["packed"] = tensors[3]
-            given = {name: option for name, option in options.items() if name != "packed"}
-            out = own(*tensors, **given)
-            if out is None:
-                return None
-        self._take(number, layer, out, (query, key, value), **options)
-        return out  # type: ignore[no-any-return]
-
-    def _take(
-        self,
-        number: int,
-        layer: WatchedLayer,
-        out: Tensor,
-        operands: tuple[Tensor, Tensor, Tensor],
-        *,
-        scale: float | None = None,
-        causal: Any = "none",
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        dropout_p: float = 0.0,
-        packed: Any = None,
-        mask: Tensor | None = None,
-        score_mod: ScoreMod | None = None,
-        **_: Any,
-    ) -> None:
-        scale = 1 / math.sqrt(operands[0].shape[-1]) if scale is None else float(scale)
-        spec = AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics_for(operands[0], layer.numerics))
-        ends = None if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
-        call = AttentionCall(number, layer.name, *operands, out, spec, mask, ends, score_mod)
-        self.calls.append(call)
-        if self.broken_call is None and not finite([*operands, out]):
-            self.broken_call = call
-        for name, tensor in zip(("out", *_OPERANDS), (out, *operands), strict=True):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._reached_by, call, name))  # type: ignore[no-untyped-call]
-
-    def _reached_by(self, call: AttentionCall, name: str, grad: Tensor) -> None:
+    def _differentiated(self, call: AttentionCall, name: str, grad: Tensor) -> None:
         call.grads[name] = grad
         if finite([grad]):
             self._reached = call.layer
+        elif self.broken_gradient is None and name == "out":
+            self._break("the gradient", call.layer)
         elif self.broken_gradient is None:
-            if name == "out":
-                self._break("the gradient", call.layer)
-            else:
-                whose = f"{call.name}, {heads_of(grad)}: the gradient of its {name} is not finite"
-                self.broken_gradient = f"in the attention of layer {call.layer} ({whose}, the one that reaches it is)"
+            whose = f"{call.name}, {heads_of(grad)}: the gradient of its {name} is not finite"
+            self.broken_gradient = f"in the attention of layer {call.layer} ({whose}, the one that reaches it is)"
 
     def _break(self, what: str, layer: int | None) -> None:
         """Note the first gradient that is not finite; `layer`: the one whose attention it reached, if it did."""

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -33,12 +33,16 @@ have 0.1."""
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One head of one source. `cells`: quantities by name (lab/diagnosis/verdict.py), those that are known."""
+    """One head of one source. `cells`: quantities by name, those that are known."""
 
     source: str
     layer: int
     head: int
     cells: dict[str, float | str]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.layer, self.head
 
     def __str__(self) -> str:
         return f"layer {self.layer} head {self.head}"
@@ -91,21 +95,16 @@ def of_factory(path: str, state: Path | None, batches: int) -> Source:
     model, loss = made
     notes = load_weights(model, state) if state is not None else []
     model.eval()  # dropped weights cannot be taken apart
-    with _what_foreshock_says() as said, ExitStack() as stack:
-        try:
-            stack.enter_context(attach(model, url=None, spool_directory=None, quiet=True))
-        except ValueError as error:
-            said.append(str(error))
+    with _warnings() as said, attach(model, url=None, spool_directory=None, quiet=True):
         source = examine(path if state is None else str(state), model, loss, batches)
     source.notes += notes + said
     return source
 
 
 @contextmanager
-def _what_foreshock_says() -> Iterator[list[str]]:
-    """The warnings of an agent: they name the layers that are not watched."""
-    logger, said = logging.getLogger("foreshock"), list[str]()
-    handler = logging.Handler(logging.WARNING)
+def _warnings() -> Iterator[list[str]]:
+    """What an agent warns of: it names the layers that are not watched."""
+    logger, said, handler = logging.getLogger("foreshock"), list[str](), logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage().removeprefix("foreshock: "))  # type: ignore[method-assign]
     before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
@@ -121,14 +120,15 @@ def examine(name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], bat
     source = Source(name, bad_weights=not_finite(model))
     found: dict[int, list[dict[str, Floats]]] = {}
     left_out: dict[str, set[int]] = {}
-    for number in range(1, 1 if source.bad_weights else batches + 1):
+    if source.bad_weights:
+        return source
+    for number in range(1, batches + 1):
         model.zero_grad(set_to_none=True)
         with torch.compiler.set_stance("force_eager"), Capture(model) as capture:
             with explained(f"{name}: the loss of batch {number} of {batches}"):
                 loss = loss_of_next()
             _check(loss, name)
-            finite = bool(loss.isfinite())
-            if finite:
+            if finite := bool(loss.isfinite()):
                 with explained(f"{name}: the backward of batch {number}"):
                     loss.backward()  # type: ignore[no-untyped-call]
         source.broken = source.broken or _broken(capture, finite=finite)
@@ -136,76 +136,59 @@ def examine(name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], bat
             source.exact = call.spec.numerics in ("float32", "float64")
             try:
                 one = measured(call)
-                found.setdefault(call.layer, []).append(one)
             except Exception as error:
-                capture.layers[call.layer].unserved[str(error) or type(error).__name__] += 1
-            if "out" not in call.grads and finite:
+                left_out.setdefault(f"not measured, {error or type(error).__name__}", set()).add(call.layer)
+                continue
+            found.setdefault(call.layer, []).append(one)
+            if finite and "out" not in call.grads:
                 left_out.setdefault("gradients not measured, no backward ran through it", set()).add(call.layer)
-    for layer, watched in [] if source.bad_weights else capture.layers.items():
-        if layer not in found:
-            left_out.setdefault(f"not measured: {watched.why_not_counted}", set()).add(layer)
-    source.notes = [f"{some(f'layer {layer}' for layer in sorted(layers))}: {why}." for why, layers in left_out.items()]
+    met = found.keys() | {layer for layers in left_out.values() for layer in layers}
+    for layer in capture.layers.keys() - met:
+        left_out.setdefault(f"not measured, {capture.layers[layer].why_not_counted}", set()).add(layer)
+    source.notes = [f"{some(f'layer {layer}' for layer in sorted(at))}: {why}." for why, at in left_out.items()]
     for layer, calls in sorted(found.items()):
-        source.heads += [_of_calls(source.name, layer, head, calls) for head in range(len(calls[0]["rows"]))]
+        source.heads += [Head(name, layer, head, _cells(head, calls)) for head in range(len(calls[0]["rows"]))]
     return source
 
 
 def _broken(capture: Capture, *, finite: bool) -> str | None:
-    """Where a value was the first that is not finite in a forward and its backward. A module may give infinities that
-    do no harm, as masks are."""
-    if not finite or capture.broken_call is not None:
-        if capture.broken_module is not None:
-            return f"first in the forward, {capture.broken_module}"
-        if capture.broken_call is not None:
-            return f"first in the forward: {broken_part(capture.broken_call)}"
-        return "first in the forward, above the last attention: the loss is not finite"
-    return None if capture.broken_gradient is None else f"first in the backward, {capture.broken_gradient}"
+    """Where a value was the first that is not finite. A module may give infinities that harm nothing, as masks are."""
+    if finite and capture.broken_call is None and capture.broken_gradient is None:
+        return None
+    if capture.broken_module is not None:
+        return f"first in the forward, {capture.broken_module}"
+    if capture.broken_call is not None:
+        return f"first in the forward: {broken_part(capture.broken_call)}"
+    return f"first in the backward, {capture.broken_gradient}" if finite else "first in the forward, in the loss"
 
 
-def _check(loss: object, origin: str) -> None:
+def _check(loss: object, name: str) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ValueError(f"{origin}: loss() gave {what}; give the loss as a tensor of one number, with its graph")
+        raise ValueError(f"{name}: loss() gave {what}; give the loss as a tensor of one number, with its graph")
     if not loss.requires_grad:
-        raise ValueError(
-            f"{origin}: the loss has no graph: no parameter is trained, or loss() runs under torch.no_grad"
-        )
+        raise ValueError(f"{name}: the loss has no graph: no parameter is trained, or loss() runs under torch.no_grad")
 
 
-def _of_calls(source: str, layer: int, head: int, calls: Sequence[dict[str, Floats]]) -> Head:
-    def of(name: str) -> Floats:
-        values = np.array([call[name][head] for call in calls], dtype=np.float64)
-        known: Floats = values[np.isfinite(values)]
-        return known
-
-    def mean(name: str) -> float:
-        return float(values.mean()) if len(values := of(name)) else math.nan
-
-    offset, common, rows = mean("head.score_offset"), mean("common"), of("rows").sum()
-    together = common * offset > 0 and abs(common) >= _ONE_SIGN * mean("common rms")
-    cells = {
-        "offset": offset,
-        "shift": min(common, offset, key=abs) if together else 0.0,
-        "largest": float(of("largest").max(initial=0.0)),
-        "entropy": mean("head.entropy"),
-        "log keys": mean("log keys"),
-        **_one_sided(of("head.delta_bias")),
-        "ties": mean("head.tied_rows_one"),
-        "output error": mean("output error"),
-        "query error": mean("query error"),
-        "key sum": mean("key sum"),
-        "rows": rows,
-        "empty": float(of("empty").sum() / rows) if rows else math.nan,
-    }
-    return Head(source, layer, head, {name: value for name, value in cells.items() if math.isfinite(value)})
+def _cells(head: int, calls: Sequence[dict[str, Floats]]) -> dict[str, float | str]:
+    """Quantities of one head over all calls of its layer."""
+    values = {name: np.array([call[name][head] for call in calls], dtype=np.float64) for name in calls[0]}
+    known = {name: column[np.isfinite(column)] for name, column in values.items()}
+    cells = {name: float(column.mean()) for name, column in known.items() if len(column)}
+    offset, common = cells.get("offset", math.nan), cells.pop("common", math.nan)
+    together = common * offset > 0 and abs(common) >= _ONE_SIGN * cells.pop("common rms", math.nan)
+    cells["shift"] = min(common, offset, key=abs) if together else 0.0
+    cells |= {"largest": float(known["largest"].max(initial=0.0)), "rows": float(known["rows"].sum())}
+    cells["empty"] = float(known["empty"].sum()) / max(cells["rows"], 1.0)
+    return {**cells, **_one_sided(known["delta"])}
 
 
 def of_recording(history: History) -> Source:
     """Every head of a recorded or live run, with what its detectors said."""
-    norms = {ref: _last(history.course("head.query_norm", ref)) for ref in history.heads}
-    median = float(np.nanmedian(list(norms.values()))) if any(map(math.isfinite, norms.values())) else math.nan
+    norms = [_last(history.course("head.query_norm", place)) for place in history.heads]
+    median = float(np.median(known)) if (known := [norm for norm in norms if math.isfinite(norm)]) else math.nan
     source = Source(history.name)
-    for layer, head in history.heads:
+    for (layer, head), norm in zip(history.heads, norms, strict=True):
         offset = history.course("head.score_offset", (layer, head))
         cells: dict[str, float | str] = {
             "offset": _last(offset),
@@ -213,23 +196,21 @@ def of_recording(history: History) -> Source:
             "largest": _last(history.course("head.row_max_abs", (layer, head))),
             **_one_sided(history.blocks("head.delta_bias", (layer, head))[1]),
             "ties": _last(history.course("head.tied_rows_one", (layer, head))),
-            "norm": norms[layer, head],
-            "norm beside others": norms[layer, head] / median if median else math.nan,
+            "norm": norm,
+            "norm beside others": norm / (median or math.nan),
         }
         cells = {name: value for name, value in cells.items() if math.isfinite(float(value))}
         raised = [v for v in history.verdicts if (v.layer, v.head, v.state) == (layer, head, "raised")]
         if raised:
-            cells |= {"warned": f"{raised[0].step}, {raised[0].cause}"}
+            cells["warned"] = f"{raised[0].step}, {raised[0].cause}"
         source.heads.append(Head(history.name, layer, head, cells))
     return source
 
 
 def _one_sided(bias: Floats) -> dict[str, float]:
     """The one-sidedness of delta's error over blocks or batches, and the same in standard errors."""
-    if len(bias) < 2:
-        return {}
-    mean, spread = float(bias.mean()), float(bias.std())
-    return {"delta": mean, "delta z": mean / (spread / math.sqrt(len(bias))) if spread > 0 else math.nan}
+    error = float(bias.std()) / math.sqrt(len(bias)) if len(bias) > 1 else 0.0
+    return {"delta": float(bias.mean()), "delta z": float(bias.mean()) / error} if error > 0 else {}
 
 
 def _last(values: Floats) -> float:

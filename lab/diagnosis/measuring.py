@@ -17,7 +17,12 @@ from foreshock.monitor.attention.probed_rows import Call, chosen_rows, measure, 
 
 _ROWS: Final = 256
 """Rows of each head that are computed again in a call; all where there are no more."""
-_COUNTED: Final = ("head.score_offset", "head.tied_rows_one", "head.delta_bias", "head.entropy")
+_COUNTED: Final = {
+    "head.score_offset": "offset",
+    "head.tied_rows_one": "ties",
+    "head.delta_bias": "delta",
+    "head.entropy": "entropy",
+}
 
 
 @torch.no_grad()
@@ -36,9 +41,9 @@ def measured(call: AttentionCall) -> dict[str, Floats]:
     words = state.cpu().numpy()
     for metric in HEAD_METRICS:
         if metric.key in _COUNTED and metric.head is not None and metric.head.read is not None:
-            found[metric.key] = metric.head.read(words)
+            found[_COUNTED[metric.key]] = metric.head.read(words)
     if not finite([call.grads.get("out", torch.tensor(math.nan))]) or call.spec.dropout_p > 0:
-        found["head.delta_bias"] = np.full(len(words), np.nan)
+        found["delta"] = np.full(len(words), np.nan)
     found["rows"] = words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]].sum(1).astype(np.float64)
     found["empty"] = words[:, Slot.EMPTY_ROWS].astype(np.float64)
     return found

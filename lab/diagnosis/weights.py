@@ -139,19 +139,12 @@ def _named_alike(given: list[str], wanted: list[str]) -> dict[str, str]:
             if bare[name].startswith(taken) and put + bare[name].removeprefix(taken) in plain
         }
 
-    choices = [("", ""), *((prefix, "") for prefix in _prefixes(bare.values())), *(("", p) for p in _prefixes(plain))]
-    return max((fitting(*choice) for choice in choices), key=len)  # the first of equals: as it stands
-
-
-def _prefixes(names: Any) -> list[str]:
-    """Every beginning of a name that ends in a dot, up to three parts of it, the most frequent names' first."""
-    found: dict[str, int] = {}
-    for name in names:
-        parts = name.split(".")[:-1]
-        for depth in range(1, min(len(parts), 3) + 1):
-            prefix = ".".join(parts[:depth]) + "."
-            found[prefix] = found.get(prefix, 0) + 1
-    return [prefix for prefix, count in found.items() if 2 * count > len(names)]
+    # Where names are those of a part, or of a whole around it, its longest name ends like one of the others.
+    longest, longest_given = max(plain, key=len), max(bare.values(), key=len)
+    taken = {name.removesuffix(longest) for name in bare.values() if name.endswith(f".{longest}")}
+    put = {name.removesuffix(longest_given) for name in plain if name.endswith(f".{longest_given}")}
+    choices = [("", ""), *((prefix, "") for prefix in sorted(taken)), *(("", prefix) for prefix in sorted(put))]
+    return max((fitting(*choice) for choice in choices), key=len)  # the first of equals: as it is
 
 
 def _is_narrow(tensor: Tensor) -> bool:

@@ -240,3 +240,22 @@ def checkpointed() -> Made:
         own = layer.forward
         layer.forward = lambda *args, own=own, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
     return model, _loss(model)
+
+
+def attention_with_weights() -> Made:
+    """A module that computes its probabilities itself, with a row that sees no key and that the loss leaves out."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.out = nn.Embedding(97, 32), nn.Linear(32, 97)
+            self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            hidden, mask = self.tokens(tokens), torch.zeros(12, 12, dtype=torch.bool)
+            mask[5] = True
+            found: Tensor = self.out(self.attention(hidden, hidden, hidden, attn_mask=mask)[0])
+            return found
+
+    model = Model()
+    return model, lambda: model(torch.randint(97, (2, 12)))[:, 6:].square().mean()

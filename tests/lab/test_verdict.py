@@ -16,7 +16,9 @@ def test_a_healthy_checkpoint_is_told_to_have_another_trouble(tmp_path: Path) ->
 
 def test_a_head_whose_scores_moved_as_a_whole_is_named_with_what_would_confirm_it(tmp_path: Path) -> None:
     said = diagnosed(tmp_path, key_bias(60.0))
-    assert "Attention, with the mark of this rounding: the scores of layer 1 head 2 lie +" in said.output
+    assert (
+        "Attention, with the mark of this rounding: the scores of layer 1 head 2 moved as a whole, by +" in said.output
+    )
     assert "One checkpoint cannot say whether it grows" in said.output
     assert 'agent.set_mode(agent.modes(), "row_corrected"' in said.output
 

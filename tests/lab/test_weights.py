@@ -13,7 +13,7 @@ from tests.lab.tagger_model import diagnosed, key_bias, weights
 def test_weights_are_found_wherever_a_training_loop_put_them(prefix: str, holder: str | None, tmp_path: Path) -> None:
     state = {prefix + name: tensor for name, tensor in key_bias(60.0).items()}
     said = diagnosed(tmp_path, {holder: state, "step": 3} if holder else state)
-    assert "the scores of layer 1 head 2 lie" in said.output
+    assert "the scores of layer 1 head 2 moved as a whole" in said.output
 
 
 def test_files_and_folders_of_safetensors_with_a_tied_weight_left_out_are_read(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_files_and_folders_of_safetensors_with_a_tied_weight_left_out_are_read(t
     save_file({name: state[name] for name in names[5:]}, shards / "model-00002.safetensors")
     save_file(state, tmp_path / "whole.safetensors")
     for path in (shards, tmp_path / "whole.safetensors"):
-        assert "the scores of layer 1 head 2 lie" in diagnosed(tmp_path, path).output
+        assert "the scores of layer 1 head 2 moved as a whole" in diagnosed(tmp_path, path).output
 
 
 def test_what_a_checkpoint_holds_beside_the_model_is_told_and_left_out(tmp_path: Path) -> None:
