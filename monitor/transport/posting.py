@@ -68,6 +68,15 @@ class Bearer:
         return self._token != before
 
 
+_HEADERS: Final = {
+    "User-Agent": "foreshock-agent",
+    "Accept": "*/*",
+    "Accept-Encoding": "identity",
+    "Connection": "keep-alive",
+    "Content-Type": "application/json",
+}
+
+
 class Answer(NamedTuple):
     """What is read of an answer; nothing else of it outlives the request."""
 
@@ -106,9 +115,8 @@ class Connection:
     async def post(self, payload: bytes, headers: dict[str, str]) -> Answer:
         """Raises OSError and httpx's errors."""
         assert self._transport is not None
-        own = {"User-Agent": "foreshock-agent", "Accept-Encoding": "identity", "Content-Type": "application/json"}
         request = httpx.Request(
-            "POST", self._url, headers=own | headers, content=payload, extensions={"timeout": self._timeout}
+            "POST", self._url, headers=_HEADERS | headers, content=payload, extensions={"timeout": self._timeout}
         )
         response = await self._transport.handle_async_request(request)
         try:
