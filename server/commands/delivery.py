@@ -134,7 +134,8 @@ def _answer(
     if row is None or switched.outcome == "proposed":
         return
     ranks = held[run_id]
-    if ranks[batch.rank].boot != batch.boot:  # who lives now has not answered yet, and may have begun before the switch
+    own = ranks.get(batch.rank)
+    if own is None or own.boot != batch.boot:  # the newest has not answered, and may have begun before the switch
         gone = {"rank": batch.rank, "outcome": switched.outcome, "step": switched.step, "process_start": batch.boot}
         actor = f"rank {batch.rank}, a former process"
         audit.append(connection, actor=actor, action="answer", run=row.run, command=row.id, details=gone)
@@ -158,7 +159,7 @@ def _answer(
 
 def _settle(connection: Connection, row: Row[Any], ranks: Mapping[int, RankHeads], track: dict[int, Row[Any]]) -> bool:
     """Close a command that is answered, has expired or can be answered by nobody. True when it is closed."""
-    outcomes = {rank: t.outcome for rank, t in track.items() if t.outcome is not None}
+    outcomes = {rank: t.outcome for rank, t in track.items() if t.outcome is not None and rank in ranks}
     waiting = {rank for rank in _concerned(row, ranks) if rank not in outcomes}
     now = time.time()
     expired = row.expires is not None and now > row.expires

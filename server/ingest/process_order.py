@@ -1,15 +1,16 @@
-"""Puts process starts of a rank in their order, and cuts what a later one does again; and says which ranks are shared.
+"""Puts process starts in their order, and cuts what a later generation does again; and says which ranks are shared.
 
-A run that restarts for ever has thousands of them, so only those are read whose place or cut may change.
+A run that restarts for ever has thousands of them, so at a usual restart only the newest are read.
 What an agent tells beside a batch, in headers: how old the process start is, and whether a successor sends for it. It
 stands outside of the batch, since a batch may have lain in a spool.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import structlog
-from sqlalchemy import Connection, Row, Select, desc, select, update
+from sqlalchemy import Connection, Row, Select, and_, desc, or_, select, update
 
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER
 from foreshock.server.curves.rollups import forget_runs
@@ -66,10 +67,9 @@ def record_shared_ranks(connection: Connection, heard: Sequence[Row[Any]], now: 
             write_events(connection, [{**row, **written}])
 
 
-_AT_ONCE: Final = 4
-"""Process starts that are read at once, the newest first; a restart changes the last two."""
 _START: Final[Select[Any]] = select(
-    boots.c.id, boots.c.place, boots.c.newest, boots.c.until_step, boots.c.started_step, boots.c.earliest_step
+    *(boots.c[name] for name in ("id", "rank", "place", "newest", "until_step", "started_step", "earliest_step")),
+    *(boots.c[name] for name in ("world_size", "replayed")),
 )
 
 
@@ -82,71 +82,67 @@ def place(
     """
     new = {i for i, arrival in arrivals.items() if rows[i].began is None or (rows[i].replayed and not arrival.replayed)}
     new = {i for i in new if arrivals[i] != NO_HEADERS}
-    ranks = {(rows[i].run_id, rows[i].rank) for i in new}
-    newest = process_starts.newest_of(connection, ranks) if new else {}
-    before = {rank: row for rank, row in newest.items() if row.id not in new}
+    before = {run: process_starts.latest_of(connection, run, new) for run in {rows[i].run_id for i in new}}
     placed: dict[int, dict[str, Any]] = {}
     for i in sorted(new):
         age, replayed = arrivals[i]
-        first_heard, last = rows[i].last_sequence == 0, before.get((rows[i].run_id, rows[i].rank))
+        first_heard, last = rows[i].last_sequence == 0, before[rows[i].run_id]
         began = rows[i].began if age is None else now - age if replayed else process_starts.began_at(now, age, last)
         still = replayed and (rows[i].replayed or first_heard)
         placed[i] = {"began": began, "replayed": still, "place": process_starts.place_of(began, rows[i].boot)}
     return placed
 
 
-def supersede(connection: Connection, moved: Mapping[tuple[int, int], set[bytes]]) -> None:
-    """The samples of a process start count up to the step at which a later one of the same rank took over.
+def supersede(connection: Connection, moved: Iterable[Row[Any]]) -> None:
+    """Write down which process starts are the newest, and up to which step every older one counts.
 
-    moved: by (run id, rank), the places of those that are new, came from there or to there, or know their first step
-    anew.
+    moved: rows, as they were before, of process starts that are new or whose place, world size or first step changed.
     """
-    cut = {run_id for (run_id, rank), places in moved.items() if _supersede(connection, run_id, rank, places)}
-    forget_runs(connection, cut)
+    by_run: dict[int, dict[int, Row[Any]]] = defaultdict(dict)
+    for row in moved:
+        by_run[row.run_id][row.id] = row
+    forget_runs(connection, {run_id for run_id, before in by_run.items() if _supersede(connection, run_id, before)})
 
 
-def _supersede(connection: Connection, run_id: int, rank: int, places: set[bytes]) -> bool:
-    """Whether the samples of some process start of the rank count up to another step than before."""
-    own = _START.where(boots.c.run_id == run_id, boots.c.rank == rank)
-    before = connection.execute(own.where(boots.c.newest)).first()
-    latest = own.order_by(desc(boots.c.place)).limit(1)
-    newest = connection.execute(latest.where(~boots.c.replayed)).first()
-    newest = newest or connection.execute(latest).one()
-    changed: dict[int, int | None] = {newest.id: None} if newest.until_step is not None else {}
-    if before is None or before.id != newest.id:
-        connection.execute(update(boots).where(boots.c.id == newest.id).values(newest=True))
-        if before is not None:
-            connection.execute(update(boots).where(boots.c.id == before.id).values(newest=False))
-        places = places | {newest.place} | ({before.place} if before is not None else set())
-    older, above, below = own.where(boots.c.id != newest.id), newest, None
-    if newest.place not in places:  # those above the highest that moved stay as they are
-        below = max(places) + b"\0"
-        next_above = older.where(boots.c.place > max(places)).order_by(boots.c.place).limit(1)
-        above = connection.execute(next_above).first() or newest
-    until = _earlier(above.until_step if above.id != newest.id else None, above)
-    for row in _downwards(connection, older, below):
-        if row.until_step != until:
-            changed[row.id] = until
-        elif row.place < min(places):
-            break  # nothing that stands under it hangs on what moved
-        until = _earlier(until, row)
-    for i, until in changed.items():
-        connection.execute(update(boots).where(boots.c.id == i).values(until_step=until))
-    return bool(changed)
+def _supersede(connection: Connection, run_id: int, before: Mapping[int, Row[Any]]) -> bool:
+    """Whether the samples of some process start of the run count up to another step than before."""
+    own = boots.c.run_id == run_id
+    look = _START.where(or_(and_(own, boots.c.newest), boots.c.id.in_(before)))
+    known = {row.id: row for row in connection.execute(look)}
+    former = select(boots.c.place).where(own, ~boots.c.newest, boots.c.id.not_in(before))
+    below = connection.execute(former.order_by(desc(boots.c.place)).limit(1)).scalar() or b""
+    usual = all(row.place > below for row in known.values()) and all(_only_lowers(before[i], known[i]) for i in before)
+    if not usual:
+        known = {row.id: row for row in connection.execute(_START.where(own))}
+    moved = [known[i] for i in before if process_starts.first_step(known[i]) is not None]
+    cut = usual and _lower_the_rest(connection, run_id, moved)
+    for i, (newest, until) in process_starts.arranged(known.values()).items():
+        row = known[i]
+        if (newest, until) != (row.newest, row.until_step):
+            connection.execute(update(boots).where(boots.c.id == i).values(newest=newest, until_step=until))
+            cut |= until != row.until_step
+    return cut
 
 
-def _downwards(connection: Connection, query: Select[Any], below: bytes | None) -> Iterator[Row[Any]]:
-    """The process starts of a query below a place, the newest first."""
-    while True:
-        some = query if below is None else query.where(boots.c.place < below)
-        rows = connection.execute(some.order_by(desc(boots.c.place)).limit(_AT_ONCE)).all()
-        yield from rows
-        if len(rows) < _AT_ONCE:
-            return
-        below = rows[-1].place
+def _only_lowers(before: Row[Any], now: Row[Any]) -> bool:
+    """Whether what changed of a process start can lower the steps up to which others count, and never raise one."""
+    same = before.place == now.place and before.world_size in (None, now.world_size)
+    first, was = process_starts.first_step(now), process_starts.first_step(before)
+    lower = was is None or (first is not None and first <= was)
+    placed = not now.replayed and now.world_size is not None
+    return placed and (before.last_sequence == 0 or (same and lower))
 
 
-def _earlier(until: int | None, row: Row[Any]) -> int | None:
-    """The step up to which the process start before this one counts; `until` is the step up to which this one does."""
-    first = row.started_step if row.started_step is not None else row.earliest_step
-    return min((step for step in (until, first) if step is not None), default=None)
+def _lower_the_rest(connection: Connection, run_id: int, moved: Iterable[Row[Any]]) -> bool:
+    """What is older than all that is newest or has moved counts up to the first steps of what moved, at most."""
+    lowered = 0
+    for row in moved:
+        first = process_starts.first_step(row)
+        older = boots.c.run_id == run_id, boots.c.newest.is_not(True), boots.c.place < row.place
+        other = or_(boots.c.world_size < row.world_size, boots.c.world_size > row.world_size)
+        ended = select(boots.c.place).where(boots.c.run_id == run_id, boots.c.place < row.place, other)
+        last = connection.execute(ended.order_by(desc(boots.c.place)).limit(1)).scalar() or b""
+        again = or_(boots.c.rank == row.rank, boots.c.place <= last)
+        for further in (boots.c.until_step.is_(None), boots.c.until_step > first):  # each is found by the index
+            lowered += connection.execute(update(boots).where(*older, again, further).values(until_step=first)).rowcount
+    return lowered > 0

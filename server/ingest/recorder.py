@@ -7,7 +7,6 @@ the value with the highest sequence.
 import hashlib
 import json
 import time
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +37,7 @@ BootKey = tuple[str, int, str]
 _MERGED = (
     "last_sequence",
     "last_seen",
+    "world_size",
     "topology",
     "description",
     "started_step",
@@ -282,6 +282,7 @@ def _merge_boots(
                 boot["topology"] = _topology(event.layers, layers_by_hash)
                 boot["description"] = event.model_dump_json(exclude={"layers"})
                 boot["started_step"] = event.step
+                boot["world_size"] = event.world_size if batch.rank < event.world_size else None
                 moved.add(boot_id)
             elif isinstance(event, Sample):
                 # gradients that overflow beside a finite loss are those of a step that a loss scaler skips
@@ -302,12 +303,7 @@ def _merge_boots(
         connection.execute(insert_or_ignore(connection, topologies), values)
     changes = [{"row_id": i, **{f"new_{c}": boot[c] for c in _MERGED}} for i, boot in sorted(merged.items())]
     _MERGE_BOOTS.execute(connection, changes)
-    if moved:
-        places: dict[tuple[int, int], set[bytes]] = defaultdict(set)
-        for i in moved:
-            before = {rows[i].place} if rows[i].last_sequence else set()
-            places[merged[i]["run_id"], merged[i]["rank"]] |= {merged[i]["place"], *before}
-        supersede(connection, places)
+    supersede(connection, [rows[i] for i in sorted(moved)])
     reshaped = {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology}
     forget_runs(connection, reshaped)
 

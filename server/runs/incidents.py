@@ -7,7 +7,7 @@ of kind `incident` say how it went: what the stream hands on, and what people ar
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, desc, select
@@ -24,8 +24,8 @@ from foreshock.server.runs.newest import described, newest_samples, status_of
 from foreshock.server.runs.orders import Orders, orders_of
 from foreshock.server.runs.words import printable
 from foreshock.server.store import audit, process_starts
-from foreshock.server.store.reading import read_back
-from foreshock.server.store.schema import boots, command_ranks, commands, events, warnings
+from foreshock.server.store.reading import heads_of_layers, read_back
+from foreshock.server.store.schema import boots, command_ranks, commands, events, topologies, warnings
 
 Newest = Mapping[int, tuple[Axis, list[Row[Any]]]]
 """Of each run the heads and the samples of its newest reading, as `newest_samples` gives them."""
@@ -78,15 +78,38 @@ def incidents_of(
 
 
 def warned_of(connection: Connection, run_ids: Collection[int], *only: ColumnElement[bool]) -> dict[int, list[Warned]]:
-    """Every warning in its newest word, `only` those if given, but for those of steps that a later boot does again."""
-    query = select(warnings, boots.c.until_step).join(boots, warnings.c.boot_id == boots.c.id)
+    """Every warning in its newest word, `only` those if given, but for those of steps that a later boot does again, and
+    those of a former generation whose rank no longer holds the head: nobody would ever clear them.
+    """
+    query = select(warnings, boots.c.until_step, boots.c.newest).join(boots, warnings.c.boot_id == boots.c.id)
     query = query.where(warnings.c.run_id.in_(run_ids), *only)
+    rows = connection.execute(query.order_by(warnings.c.raised_step, warnings.c.rank, warnings.c.uid)).all()
+    held = _held_now(connection, {row.run_id for row in rows if not row.newest})
     found: dict[int, list[Warned]] = defaultdict(list)
-    for row in connection.execute(query.order_by(warnings.c.raised_step, warnings.c.rank, warnings.c.uid)):
+    for row in rows:
         verdict = read_back(Verdict, row.verdict, "warning", (row.run_id, row.rank, row.uid))
-        if verdict is not None and (row.until_step is None or verdict.step <= row.until_step):
+        if verdict is None or (row.until_step is not None and verdict.step > row.until_step):
+            continue
+        if row.newest or held(row.run_id, row.rank, (verdict.layer, verdict.head)):
             found[row.run_id].append(Warned(row.rank, row.raised_step, verdict, row.rejected))
     return found
+
+
+def _held_now(
+    connection: Connection, run_ids: Collection[int]
+) -> Callable[[int, int, tuple[int | None, int | None]], bool]:
+    """Whether the newest process start of a rank holds a head, or may; every living one holds (None, None), the run."""
+    query = select(boots.c.run_id, boots.c.rank, boots.c.topology)
+    newest = connection.execute(query.where(boots.c.newest, boots.c.run_id.in_(run_ids))).all() if run_ids else []
+    layers = select(topologies).where(topologies.c.hash.in_({row.topology for row in newest if row.topology}))
+    heads = {row.hash: frozenset(heads_of_layers(row.layers)) for row in (connection.execute(layers) if newest else ())}
+    held = {(row.run_id, row.rank): heads.get(row.topology) for row in newest}
+
+    def holds(run_id: int, rank: int, ref: tuple[int | None, int | None]) -> bool:
+        own = held.get((run_id, rank), frozenset())
+        return own is None or ref in own or (ref[0] is None and (run_id, rank) in held)
+
+    return holds
 
 
 def present(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:

@@ -170,7 +170,7 @@ def run_detail(connection: Connection, row: Row[Any], verify_steps: int) -> RunD
         **summary,
         **condition_of(summary),
         versions=described(rows).get("versions", {}),
-        layers=_layers(connection, reading, row.id),
+        layers=_layers(connection, reading, row.id, {start.topology for start in rows}),
         warnings=active_warnings(connection, [row.id]).get(row.id, []),
         latest=reading.latest() if reading else {},
         agent_dropped=dict(sorted(lost.dropped.items())),
@@ -211,8 +211,9 @@ def losses(connection: Connection, run_ids: Collection[int]) -> dict[int, Losses
     return found
 
 
-def _layers(connection: Connection, reading: MergedSteps | None, run_id: int) -> list[LayerState]:
-    hashes = select(boots.c.topology).where(boots.c.run_id == run_id).distinct()
+def _layers(
+    connection: Connection, reading: MergedSteps | None, run_id: int, hashes: Collection[str | None]
+) -> list[LayerState]:
     known: dict[int, Layer] = {}
     heads: dict[int, set[int]] = defaultdict(set)
     found = connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)).order_by("hash"))

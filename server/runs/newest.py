@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, and_, desc, func, select
+from sqlalchemy import Connection, Row, and_, case, desc, func, select
 
 from foreshock.contract.metrics.catalog import SILENT_SECONDS
 from foreshock.contract.wire import Layer, Severity, Started
@@ -78,14 +78,16 @@ def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
 def newest_samples(connection: Connection, run_ids: Collection[int]) -> dict[int, tuple[Axis, list[Row[Any]]]]:
     """The heads of each run that has a sample, and the samples of its newest reading: three queries for all runs.
 
-    It is the newest step that as many ranks have reported as any of the last few.
+    It is the newest step that as many ranks of the newest generation have reported as any of the last few.
     """
     live = LIVE_SAMPLES.order_by(None)
     steps = live.with_only_columns(samples.c.step).where(samples.c.run_id == runs.c.id).group_by(samples.c.step)
     nth = steps.order_by(desc(samples.c.step)).offset(_STEPS_LOOKED_AT - 1).limit(1).correlate(runs).scalar_subquery()
     lately = select(runs.c.id, func.coalesce(nth, 0).label("first")).where(runs.c.id.in_(run_ids)).cte()
+    living = func.count(func.distinct(case((boots.c.newest, boots.c.rank))))
     ranks = func.count(func.distinct(boots.c.rank))
-    place = func.row_number().over(partition_by=samples.c.run_id, order_by=(desc(ranks), desc(samples.c.step)))
+    order = desc(living), desc(ranks), desc(samples.c.step)
+    place = func.row_number().over(partition_by=samples.c.run_id, order_by=order)
     placed = live.with_only_columns(samples.c.run_id, samples.c.step, place.label("place"))
     placed = placed.join(lately, and_(samples.c.run_id == lately.c.id, samples.c.step >= lately.c.first))
     newest = placed.group_by(samples.c.run_id, samples.c.step).cte()

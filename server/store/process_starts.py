@@ -1,4 +1,9 @@
-"""Which process start of a rank is the newest: the one that is listened to, and whose steps count.
+"""Which process starts are the newest: those that are listened to, and whose steps count.
+
+A generation of a run is what one launch starts: at most one process of each rank, all with one world size. The newest
+process starts are those of the newest generation: from its first step on nothing of an older one counts, whatever
+ranks that had. World size, rank and age tell generations apart (`arranged`), since launchers give no name of a launch
+that all its ranks share: torchrun counts restarts on each node by itself.
 
 A process start is placed by the service's clock: the moment at which its first batch came, less the age that the
 agent sent with it (wire.AGE_HEADER, by its monotonic clock). The wall clock of the node, by which its name sorts,
@@ -35,13 +40,54 @@ def place_of(began: float | None, boot: str) -> bytes:
     return _SECONDS.pack(max(by_name if began is None else began, 0.0)) + boot.encode()
 
 
+def first_step(row: Row[Any]) -> int | None:
+    """The step from which a process start does the steps of those before it again; None where it said none yet."""
+    first: int | None = row.started_step if row.started_step is not None else row.earliest_step
+    return first
+
+
+def least(*steps: int | None) -> int | None:
+    """The smallest of those that are known."""
+    return min((step for step in steps if step is not None), default=None)
+
+
+def arranged(rows: Iterable[Row[Any]]) -> dict[int, tuple[bool, int | None]]:
+    """Of the process starts of a run, by id: whether it is one of the newest, and the step up to which it counts.
+
+    A later one does again what an earlier one did, from its own first step on, if both are of one rank, or if another
+    generation, with another world size, has begun between them. What has spoken for itself comes after what has not.
+    """
+    latest = sorted(rows, key=lambda row: (row.place, -row.rank), reverse=True)
+    world = None
+    newest: dict[int, Row[Any]] = {}
+    for row in [row for row in latest if not row.replayed] or latest:
+        world = world or row.world_size
+        if row.world_size not in (None, world):
+            break
+        newest.setdefault(row.rank, row)
+    of_rank: dict[int, int | None] = {}
+    first: int | None = None
+    again, ended = first, first
+    found: dict[int, tuple[bool, int | None]] = {}
+    for row in [*newest.values(), *(row for row in latest if newest.get(row.rank) is not row)]:
+        if row.world_size not in (None, world):
+            world, ended = row.world_size, again
+        is_newest = newest.get(row.rank) is row
+        found[row.id] = is_newest, None if is_newest else least(ended, of_rank.get(row.rank))
+        of_rank[row.rank] = least(first_step(row), of_rank.get(row.rank))
+        first = least(first_step(row), first)
+        if row.world_size is not None:  # what is not known to be of a generation ends none
+            again = first
+    return found
+
+
 def in_order(rows: Iterable[Row[Any]]) -> list[Row[Any]]:
-    """Process starts, the oldest first, the newest of each rank last; those of one place the higher rank first."""
+    """Process starts, the oldest first, the newest last; those of one place the higher rank first."""
     return sorted(rows, key=lambda row: (row.newest, row.place, -row.rank))
 
 
 def newest(rows: Iterable[Row[Any]]) -> dict[int, Row[Any]]:
-    """The newest process start of each rank, by rank, ascending."""
+    """The newest process start of each rank of the newest generation, by rank, ascending."""
     return dict(sorted((row.rank, row) for row in rows if row.newest))
 
 
@@ -67,6 +113,12 @@ def newest_of(connection: Connection, ranks: Collection[tuple[int, int]]) -> dic
     run_ids, numbers = {run_id for run_id, _ in ranks}, {rank for _, rank in ranks}
     query = select(boots).where(boots.c.newest, boots.c.run_id.in_(run_ids), boots.c.rank.in_(numbers))
     return {(row.run_id, row.rank): row for row in connection.execute(query) if (row.run_id, row.rank) in ranks}
+
+
+def latest_of(connection: Connection, run_id: int, without: Collection[int]) -> Row[Any] | None:
+    """The newest process start of a run that began last; `without` these, by id."""
+    query = select(boots).where(boots.c.newest, boots.c.run_id == run_id, boots.c.id.not_in(without))
+    return connection.execute(query.order_by(desc(boots.c.place)).limit(1)).first()
 
 
 def beside(connection: Connection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
@@ -99,7 +151,7 @@ def _lives_beside(older: Row[Any], own: Row[Any]) -> bool:
 
 
 def began_at(now: float, age_seconds: float, before: Row[Any] | None) -> float:
-    """When a process start began that speaks for itself, is so old, and comes after the newest of its rank until now.
+    """When a process start began that speaks for itself, is so old, and comes after the newest of its run until now.
 
     Where that one lies in the future, the clock has been wrong: then what comes later began later.
     """

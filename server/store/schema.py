@@ -55,7 +55,8 @@ boots: Final = Table(
     Column("boot", String(128), nullable=False),
     Column("started_step", BigInteger),
     Column("earliest_step", BigInteger),  # smallest since_step of its samples
-    Column("until_step", BigInteger),  # samples after it are superseded: a later boot of the rank began there
+    Column("until_step", BigInteger),  # samples after it are superseded: a later boot began there
+    Column("world_size", Integer),  # as it started with; NULL where that is not known, or not larger than its rank
     Column("topology", ForeignKey("topologies.hash")),
     Column("description", Text),  # JSON of Started without its layers
     Column("finished_status", String(16)),
@@ -66,7 +67,7 @@ boots: Final = Table(
     Column("last_seen", Double, nullable=False),  # when it spoke for itself last
     Column("began", Double),  # by the service's clock; NULL where its agent sent no age
     Column("place", LargeBinary, nullable=False, server_default=""),  # process_starts.place_of
-    Column("newest", Boolean, nullable=False, server_default=false()),  # of its rank, as `supersede` keeps it
+    Column("newest", Boolean, nullable=False, server_default=false()),  # of its rank in the newest generation
     Column("beside", Boolean, nullable=False, server_default=false()),  # it spoke for itself when it was not
     Column("replayed", Boolean, nullable=False, server_default=false()),  # it has never spoken for itself
     Column("newest_step", BigInteger, nullable=False, server_default="0"),  # of its samples and heartbeats
@@ -78,6 +79,8 @@ boots: Final = Table(
     Index("boots_beside", "run_id", "beside"),
     Index("boots_by_name", "run_id", "boot"),
     Index("boots_by_topology", "run_id", "topology"),
+    Index("boots_by_world_size", "run_id", "world_size"),
+    Index("boots_by_until_step", "run_id", "until_step"),
 )
 
 batches: Final = Table(

@@ -1,0 +1,141 @@
+"""A run that is resumed in another shape is what it is now: nothing of the ranks that it had before counts any more."""
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from tests.server.replaying import seen_after
+
+from foreshock.contract.wire import Batch, Event, Finished
+from foreshock.server.testing import FakeRank
+
+pytestmark = [pytest.mark.promise("S27"), pytest.mark.promise("S2")]
+HEADS = 4
+Headers = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Life:
+    """One launch: what each of its ranks holds, and the steps that it does."""
+
+    shares: tuple[tuple[int, ...], ...]
+    begins: int
+    ends: int
+
+
+REPLICAS = {world: (tuple(range(HEADS)),) * world for world in (1, 2, 4)}
+SPLIT = {world: tuple(tuple(range(rank, HEADS, world)) for rank in range(world)) for world in (1, 2, 4)}
+RUNS = {
+    "fewer ranks": [Life(REPLICAS[4], 0, 100), Life(REPLICAS[2], 50, 80)],
+    "fewer ranks that hold other heads": [Life(SPLIT[4], 0, 100), Life(SPLIT[2], 50, 80)],
+    "as many ranks that hold other heads": [Life(SPLIT[2], 0, 100), Life(SPLIT[2][::-1], 50, 80)],
+    "fewer, and as many as before": [Life(SPLIT[4], 0, 100), Life(REPLICAS[2], 50, 80), Life(SPLIT[4], 40, 70)],
+    "more ranks": [Life(REPLICAS[2], 0, 100), Life(REPLICAS[4], 60, 90)],
+    "one rank in the end": [Life(REPLICAS[4], 0, 100), Life(REPLICAS[2], 80, 120), Life(REPLICAS[1], 30, 90)],
+}
+
+
+def batches_of(life: Life, number: int, *, last: bool, finished: bool) -> list[list[Batch]]:
+    """The batches of each rank, the names of whose process starts say nothing of their order."""
+    made = []
+    for rank, heads in enumerate(life.shares):
+        boot = f"{1_800_000_000_000 + (7 * number + 5 * rank) % 11}-{rank}-{number}"
+        fake = FakeRank(rank=rank, boot=boot, heads=heads)
+        steps = range(life.begins + 10, life.ends + 1, 10)
+        taken: list[Event] = [fake.sample(step, since=step - 10, loss=float(number)) for step in steps]
+        begun = fake.started(step=life.begins, world_size=len(life.shares), policy="approve")
+        warned = fake.verdict(life.ends, 1, heads[0], f"l1h{heads[0]}-{life.ends}", severity="critical")
+        end: list[Event] = [] if last and rank else [warned]
+        if finished or (not last and rank % 2):
+            end.append(Finished(step=life.ends, unix_seconds=1.0, status="completed" if last else "failed"))
+        made.append([fake.batch(begun, taken[0]), fake.batch(*taken[1:], *end)])
+    return made
+
+
+async def seen(service: Any, since: int, finished: bool, ranks: list[FakeRank], headers: list[Headers]) -> Any:
+    """What the service says of the run, from a step on where it speaks of steps; and what becomes of an order."""
+    found: dict[str, Any] = {}
+    detail = await service.get("/v1/runs/run-1")
+    [listed] = (await service.get("/v1/runs"))["runs"]
+    found["listed"] = {key: value for key, value in listed.items() if key in detail}
+    found |= {"detail": detail, "incidents": (await service.get("/v1/runs/run-1/incidents"))["incidents"]}
+    for key in ("head.score_max", "head.mode", "head.risk"):
+        found[f"{key} now"] = await service.get("/v1/runs/run-1/matrix", metric=key, max_steps=0)
+    for line in ("run.loss", "run.grad_norm", "run.worst_risk", "head.score_max:1:2", "head.score_offset"):
+        for one in (await service.get("/v1/runs/run-1/curves", line=line, max_points=5))["lines"]:
+            found[f"{line} {one['layer']} to"] = one["steps"][-1:]
+        for one in (await service.get("/v1/runs/run-1/curves", line=line, from_step=since + 1))["lines"]:
+            found[f"{line} {one['layer']}"] = one
+    lines = (await service.client.get("/metrics")).text.splitlines()
+    [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss", to_step=since))["lines"]
+    found["history"] = dict(zip(line["steps"], line["last"], strict=True))
+    found["metrics"] = [line for line in lines if 'run="run-1"' in line and "_total{" not in line]
+    if not finished:
+        body = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta"}
+        made = await service.client.post("/v1/runs/run-1/commands", json=body)
+        assert made.status_code == 201, made.text
+        for fake, beside in zip(ranks, headers, strict=True):
+            ack = await service.store(fake, fake.sample(200, since=190, loss=7.0), **beside)
+            [command] = ack.commands
+            await service.store(fake, fake.answer(command, 201), **beside)
+        [order] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+        found["order"] = {key: value for key, value in order.items() if key not in ("id", "created", "expires")}
+    return found
+
+
+def timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        # two processes that share a rank are told by when they are heard, and here all are heard at once
+        return {key: timeless(one) for key, one in value.items() if "unix" not in key and key != "shared_ranks"}
+    return [timeless(one) for one in value if "_seconds{" not in str(one)] if isinstance(value, list) else value
+
+
+def history(lives: list[Life]) -> dict[int, float]:
+    """The loss of the steps before the last life: of each the mean of what counts."""
+    found: dict[int, list[float]] = {}
+    for n, life in enumerate(lives[:-1]):
+        for step in range(life.begins + 10, min([life.ends, *(later.begins for later in lives[n + 1 :])]) + 1, 10):
+            found.setdefault(step, []).extend([float(n)] * len(life.shares))
+    last = lives[-1].begins
+    return {step: sum(losses) / len(losses) for step, losses in sorted(found.items()) if step <= last}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", RUNS)
+def test_in_any_order_of_arrival_a_resumed_run_is_what_its_last_life_makes_it(
+    player: Any, name: str, seed: int
+) -> None:
+    lives, draw = RUNS[name], random.Random(f"{name} {seed}")
+    finished = bool(seed % 2)
+    made = [batches_of(life, n, last=n == len(lives) - 1, finished=finished) for n, life in enumerate(lives)]
+    ages: dict[tuple[int, str], float] = {}
+    for n, of_life in enumerate(made):
+        for own in of_life:
+            ages[own[0].rank, own[0].boot] = 1000.0 * (len(lives) - n) + draw.uniform(-5, 5)
+    dead = {batch.boot for of_life in made[:-1] for own in of_life for batch in own}
+    spooled = {boot for boot in sorted(dead) if draw.random() < 0.3}
+
+    def beside(batch: Batch, began: float) -> Headers:
+        age = ages[batch.rank, batch.boot] + time.monotonic() - began
+        return {"age": age, "replayed": batch.boot in spooled and batch.sequence > 1}
+
+    since = lives[-1].begins
+    only_last = [batch for own in made[-1] for batch in own]
+    everything = [batch for of_life in made for own in of_life for batch in own]
+    draw.shuffle(everything)
+
+    async def look(service: Any) -> dict[str, Any]:
+        ranks = [FakeRank(rank=own[0].rank, boot=own[0].boot, heads=lives[-1].shares[own[0].rank]) for own in made[-1]]
+        for fake in ranks:
+            fake.sequence = 10
+        headers = [beside(own[0], time.monotonic()) for own in made[-1]]
+        return await seen(service, since, finished, ranks, headers)
+
+    control = seen_after(player, only_last, look, beside=beside)
+    assert control["detail"]["status"] == ("completed" if finished else "active")
+    found = seen_after(player, everything, look, beside=beside)
+    assert found.pop("history") == history(lives)
+    for key in found:
+        assert timeless(found[key]) == timeless(control[key]), key
