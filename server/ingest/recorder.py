@@ -215,8 +215,8 @@ def _check_heads(connection: Connection, done: Recorded, rows: dict[int, Row[Any
                 )
         for event in batch.events:
             counts = event.head_counts() if isinstance(event, Sample) else set()
-            want = want or min(counts, default=None)
-            if want and not counts <= {want}:
+            want = min(counts, default=None) if want is None else want
+            if want is not None and not counts <= {want}:
                 raise MisfitError(
                     f"The sample of step {event.step} speaks of {max(counts - {want})} heads, its boot watches {want}; "
                     "nothing of the batch was stored."

@@ -143,6 +143,26 @@ def test_a_start_that_would_make_an_acknowledged_sample_unreadable_is_refused(pl
     play(story)
 
 
+@pytest.mark.promise("S3")
+@pytest.mark.parametrize("order", ["start first", "in one batch", "sample first"])
+def test_a_start_that_watches_no_layer_takes_no_sample_of_heads(play: Any, order: str) -> None:
+    async def story(service: Any) -> None:
+        rank, blind = FakeRank(), FakeRank(layers=0)
+        before = unreadable((await service.client.get("/metrics")).text)
+        said = [blind.started(), rank.sample(1)]
+        sent = (
+            [said] if order == "in one batch" else [[one] for one in (said if order == "start first" else said[::-1])]
+        )
+        statuses = [(await service.post(rank.batch(*events))).status_code for events in sent]
+        assert statuses == [*[200] * (len(sent) - 1), 422]
+        without = rank.sample(2).model_copy(update={"states": None, "modes": None, "risk": None})
+        await service.store(rank, without)
+        found = await every_answer(service, "run-1")
+        assert (found["/v1/runs/run-1"]["last_step"], unreadable(found["/metrics"])) == (2, before)
+
+    play(story)
+
+
 def test_the_mode_of_a_newer_agent_is_told_and_shown_and_stops_no_other_rank(play: Any) -> None:
     async def story(service: Any) -> None:
         ranks = [FakeRank(rank=number) for number in (0, 1)]
