@@ -22,9 +22,11 @@ from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.incidents import record_incidents
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
-from foreshock.server.store.trouble import log_store_error
+from foreshock.server.store.trouble import is_away, log_store_error
 
 _SHOWN_SECONDS: Final = 60.0
+_HELD_SECONDS: Final = 1.0
+"""What fails after so long has waited for the store: another program holds it, or its server is gone."""
 _EVENTS_AT_ONCE: Final = 1024
 _BYTES_AT_ONCE: Final = 16 * 2**20
 """No batch is added to a group that holds so much: a batch waits for as much of others' as that, and not for more."""
@@ -37,6 +39,10 @@ class _Item:
     token: str
     arrival: Arrival
     done: asyncio.Future[Ack] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+def _try_again() -> ProblemError:
+    return ProblemError(503, "The batch could not be stored; try again.", headers=retry_after(2.0))
 
 
 class Writer:
@@ -137,7 +143,14 @@ class Writer:
         try:
             acks = await self._write(group)
         except Exception as error:
-            if len(group) > 1:
+            if is_away(error) and time.monotonic() - began >= _HELD_SECONDS:
+                # each alone would wait as long, and so would those that came meanwhile
+                group += [item for own in self._waiting.values() for item in own]
+                self._waiting.clear()
+                log_store_error("batches not stored", error, batches=len(group))
+                for item in group:
+                    self._answer(item, _try_again())
+            elif len(group) > 1:
                 for item in group:  # one batch that cannot be stored must not hold up the others
                     await self._commit([item])
             else:
@@ -157,7 +170,10 @@ class Writer:
             answer = ProblemError(422, str(error))
         else:
             log_store_error("batch not stored", error, run=item.batch.run)
-            answer = ProblemError(503, "The batch could not be stored; try again.", headers=retry_after(2.0))
+            answer = _try_again()
+        self._answer(item, answer)
+
+    def _answer(self, item: _Item, answer: ProblemError) -> None:
         if not item.done.done():
             item.done.set_exception(answer)
             item.done.exception()  # the client may be gone; then nobody else asks for it

@@ -1,5 +1,6 @@
 """A store that fails under the service: what is acknowledged is kept, and all goes on when the fault is gone."""
 
+import asyncio
 import random
 import resource
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import event
 from tests.server import golden_store as old
 from tests.server.test_durability import samples_by_batch
 
@@ -41,6 +43,28 @@ def full_disk(service: LiveService) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def test_all_who_wait_for_a_store_that_another_program_holds_are_answered_together(play: Any, tmp_path: Path) -> None:
+    async def story(service: Any) -> None:
+        ranks = [FakeRank(run=f"run-{number}") for number in range(12)]
+        for rank in ranks:
+            await service.store(rank, rank.started())
+        engine, tries = service.app.state.store.writer.engine, list[str]()
+        raw = engine.raw_connection()
+        raw.driver_connection.execute("PRAGMA busy_timeout = 1100")
+        raw.close()
+        event.listen(engine, "before_cursor_execute", lambda _c, _k, statement, *_: tries.append(statement))
+        with closing(sqlite3.connect(tmp_path / "foreshock.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            answers = await asyncio.gather(*(service.post(rank.batch(rank.sample(1))) for rank in ranks))
+            assert {answer.status_code for answer in answers} == {503}
+            assert all("retry-after" in answer.headers for answer in answers)
+            assert 0 < tries.count("BEGIN IMMEDIATE") < len(ranks) / 2, "not each by itself; a chore may try too"
+        for rank in ranks:
+            assert (await service.post(rank.batch(rank.sample(1), sequence=2))).status_code == 200
+
+    play(story)
 
 
 @pytest.mark.full
