@@ -85,8 +85,8 @@ def diagnose(sources: Sequence[Source], named: Sequence[tuple[int, int]] = ()) -
 
 
 def _of_recording(source: Source) -> list[Finding]:
-    warned = [(*str(head.cells["warned"]).split(", "), head) for head in source.heads if "warned" in head.cells]
-    warned.sort(key=lambda each: int(each[0]))
+    said = ((*str(head.cells["warned"]).partition(", "), head) for head in source.heads if "warned" in head.cells)
+    warned = sorted(((int(step), cause, head) for step, _, cause, head in said), key=lambda each: each[0])
     if not warned:
         return [Finding("quiet", f"{source.name}: no head was warned about.", ["Nothing to do: keep watching."])]
     found = []
