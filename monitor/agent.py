@@ -106,7 +106,8 @@ class Agent:
 
         loss: the step's raw loss in nats, a number or a tensor of one (read later, without waiting for the device).
         grad_norm: the gradient's norm before clipping, likewise. learning_rate: that of this step.
-        step: the run's own step number, one more than the last by default; it never goes back.
+        step: the run's own step number, one more than the last by default. The first tells where the run is. Numbers
+        may skip some; one that goes back is counted on from the last.
 
         What was not given is recorded as unknown. Raises nothing, unless the configuration says strict.
         """
@@ -116,11 +117,20 @@ class Agent:
         self._busy = True
         try:
             with apart(self._attached.state.device):
-                self._clipping.after_step(self.current_step + 1)  # by itself: other processes may wait for it
-                self._guards["agent"].run(self._boundary, loss, grad_norm, learning_rate, step)
+                counted = self._guards["agent"].run(self._count, step)
+                # by itself: other processes may wait for it
+                self._clipping.after_step(self.current_step, self._schedule.next_step)
+                if counted:
+                    self._guards["agent"].run(self._boundary, loss, grad_norm, learning_rate)
         finally:
             self._busy = False
             self._schedule.agent_took(time.perf_counter() - began)
+
+    def _count(self, step: int | None) -> bool:
+        if not self._started and not self.current_step and step is not None:  # resumed, without a state
+            self.begin_at(max(int(step) - 1, 0))
+        self._schedule.step_done(step)
+        return True
 
     def _begin(self) -> None:
         if self._started:
@@ -130,21 +140,18 @@ class Agent:
         health = lambda: (schedule.step, dict(faults))  # noqa: E731
         self._guards["sender"].run(self._outbox.start, self.config, self.run, self.boot, health)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
-        self._outbox.begin(self._attached.started(self.config, step=self.current_step, qk_clip=clip))
+        self._outbox.begin(self._attached.started(self.config, step=self._schedule.before, qk_clip=clip))
 
-    def _boundary(self, loss: object, grad_norm: object, learning_rate: float | None, step: int | None) -> None:
+    def _boundary(self, loss: object, grad_norm: object, learning_rate: float | None) -> None:
         self._begin()
-        self._schedule.step_done()
-        since_step = self.current_step
-        self._schedule.step = since_step + 1 if step is None else max(int(step), since_step)
         self._sampler.note(loss, grad_norm, learning_rate)
         self._guards["loss"].run(self._look_for_a_crisis, loss, grad_norm)
         if found := self._attached.lookout.news():
             self._coverage.add_unwatched(found)
         # before the sample, whose modes are those that ran
-        self._guards["answers"].run(self._switching.settle, since_step, self.current_step)
+        self._guards["answers"].run(self._switching.settle, self._schedule.before, self.current_step)
         self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due))
-        self._attached.selector.plan(self.current_step, self._schedule.watch_until)
+        self._attached.selector.plan(self.current_step, self._schedule.next_step, self._schedule.watch_until)
 
     def _look_for_a_crisis(self, loss: object, grad_norm: object) -> None:
         if (found := self._crisis.look(self.current_step, loss, grad_norm)) is not None:
@@ -278,7 +285,8 @@ class Agent:
         """Number the steps on from `step`, where training resumes without this agent's state. Before step 1 only."""
         with self._guards["agent"]:
             if not self._started:
-                self._schedule.step = self._sampler.collector.since_step = steps_done(step)
+                done = self._sampler.collector.since_step = steps_done(step)
+                self._schedule.begin_at(done)
 
     def state_dict(self) -> dict[str, Any]:
         """Step, modes and detector state, JSON-able. Call it at a step boundary, where the checkpoint is written.

@@ -1,5 +1,6 @@
 """Takes the samples of one agent: what was counted, the numbers of its steps, and now and then the weights' norms."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -11,8 +12,15 @@ from torch import Tensor
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
-from foreshock.monitor.sampling.collector import Collector, Counted
+from foreshock.monitor.sampling.collector import MAX_NOTES, Collector, Counted
 from foreshock.monitor.sampling.norms import ModelNorms
+
+logger: Final = logging.getLogger("foreshock")
+
+
+def passes(before: int, after: int, every: int) -> bool:
+    """Whether a multiple of `every` is in (before, after], so that numbers that skip some meet each stride once."""
+    return after // every > before // every
 
 
 class SamplingSchedule:
@@ -20,8 +28,9 @@ class SamplingSchedule:
 
     def __init__(self, config: AgentConfig) -> None:
         self._config: Final = config
-        self.step = 0
-        """The last optimizer step that is done."""
+        self.step = self.before = 0
+        """The last optimizer step that is done, and the one that was when the agent was called the time before."""
+        self._offset = self._repeats = 0
         self._sampled = False
         self._last_sample_at = self._last_step_at = time.monotonic()
         self._steps, self._seconds = 0, 0.0
@@ -30,11 +39,34 @@ class SamplingSchedule:
         self.watch_until = -1
         """Up to this step every step is sampled, since a warning is fresh."""
 
-    def step_done(self) -> None:
-        """An optimizer step has ended."""
+    def begin_at(self, step: int) -> None:
+        """So many steps were done before."""
+        self.step = self.before = step
+
+    def step_done(self, given: int | None) -> None:
+        """An optimizer step has ended, of this number in the training; None: one more than the last."""
+        self.before, self.step = self.step, self.step + 1 if given is None else self._number(int(given))
         now = time.monotonic()
         self._steps, self._seconds = self._steps + 1, self._seconds + now - self._last_step_at
         self._last_step_at = now
+
+    def _number(self, given: int) -> int:
+        """The step's number here: as given, counted on where that goes back, as where each epoch begins with 0."""
+        number = given + self._offset
+        self._repeats = self._repeats + 1 if number == self.step else 0
+        if number < self.step or self._repeats >= MAX_NOTES:  # of one step there would be more notes than there is room
+            if not self._offset:
+                logger.warning(
+                    "foreshock: agent.step was given step %d after step %d; its steps are counted on from %d",
+                    *(given, self.step, self.step + 1),
+                )
+            self._offset, number, self._repeats = self.step + 1 - given, self.step + 1, 0
+        return number
+
+    @property
+    def next_step(self) -> int:
+        """The number that the next step will have, if numbers go on as the last ones did."""
+        return self.step + max(self.step - self.before, 1)
 
     def agent_took(self, seconds: float) -> None:
         """What the agent itself took of a step."""
@@ -44,15 +76,17 @@ class SamplingSchedule:
         """A warning was raised at `step`."""
         self.watch_until = step + self._config.close_watch_steps
 
-    def due(self, step: int, since_step: int, *, crowded: bool) -> bool:
-        """Whether `step` is sampled; since_step: the last one that was. crowded: what is counted must be taken now."""
-        since = step - since_step
-        if not self._sampled or step <= self.watch_until or crowded:
+    def due(self, since_step: int, *, crowded: bool) -> bool:
+        """Whether the step that is done is sampled; since_step: the last one that was. crowded: what is counted must
+        be taken now."""
+        since = self.step - since_step
+        if not self._sampled or self.step <= self.watch_until or crowded:
             return since > 0
-        return since > 0 and step % self._stride(since) == 0
+        return since > 0 and passes(self.before, self.step, self._stride(since))
 
     def _stride(self, since: int) -> int:
-        """Samples are due at multiples of it: sample_every_steps, doubled until they take sample_every_seconds.
+        """A sample is due when a multiple of it is passed. It is sample_every_steps, doubled until samples are
+        sample_every_seconds apart.
 
         Ranks make their steps together, so each comes to the same number or to another's double: the service finds the
         samples of all ranks at the same steps, without a word between them.
@@ -113,7 +147,7 @@ class Sampler:
     @property
     def due(self) -> bool:
         """Whether the step that is done is sampled."""
-        return self.schedule.due(self.schedule.step, self.collector.since_step, crowded=self.collector.crowded)
+        return self.schedule.due(self.collector.since_step, crowded=self.collector.crowded)
 
     def collect(self, modes: npt.NDArray[np.int32], *, sample: bool, wait: bool = False) -> list[Counted]:
         """The samples that have arrived, after starting another one, with the modes [N] that ran, where `sample`."""

@@ -72,13 +72,13 @@ class BackendSelector:
                 torch._dynamo.mark_static_address(buffer, guard=False)
             layer.sampling, layer.keeps = self._key, not self._kernels
 
-    def plan(self, step: int, watch_until: int) -> None:
-        """After optimizer step `step`: whether the next one is measured."""
+    def plan(self, step: int, next_step: int, watch_until: int) -> None:
+        """After optimizer step `step`: whether the next one is measured, which will probably be `next_step`."""
         if self._sampling.fault and not self.faults["probe"]:
             self.faults["probe"] = 1
         if self._sampling.due:
             self._measured = step
-        due = step + 1 - self._measured >= self._every_steps or step < watch_until
+        due = next_step - self._measured >= self._every_steps or step < watch_until
         self._sampling.due = due and not self._sampling.fault
         self._name_what_a_captured_step_hides(step)
 

@@ -21,6 +21,7 @@ from foreshock.monitor.model.table import listed
 from foreshock.monitor.qk_clip.replicas import alike, group_of_replicas
 from foreshock.monitor.qk_clip.scaling import QKClip
 from foreshock.monitor.qk_clip.targets import projection_of
+from foreshock.monitor.sampler import passes
 from foreshock.monitor.sampling.collector import Counted
 
 _BEGIN_TOGETHER: Final = (
@@ -75,7 +76,7 @@ class Clipping:
         """The largest score of each head in the last sample, for `dry_run`."""
         self._looked: tuple[list[tuple[object, ...]], dict[int, str]] | None = None
         """The state of the layers when the last search found which can be scaled, and why others cannot."""
-        self._ask_for_all_rows(1)
+        self._ask_for_all_rows(0, 1)
 
     # ---- people and policy ----------------------------------------------------------------------------------------
 
@@ -134,7 +135,7 @@ class Clipping:
             self._clip = self._clip or self._new_clip()
             self._clip.begin()
         self.on, self._asked = on, self._asked or on
-        self._ask_for_all_rows(step + 1)
+        self._ask_for_all_rows(step, step + 1)
         logger.warning("foreshock, step %d: QK-Clip is %s: %s%s", step, "on" if on else "off", reason, after)
         self._emit(event)
         return event
@@ -180,12 +181,12 @@ class Clipping:
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
-    def after_step(self, step: int) -> None:
-        """Scale what passed the threshold in optimizer step `step`, the one that is done.
+    def after_step(self, step: int, next_step: int) -> None:
+        """Scale what passed the threshold in optimizer step `step`, the one that is done; next_step: the probable next.
 
         Processes that share heads call it in the same steps: none goes past it alone, whatever fails here.
         """
-        self._ask_for_all_rows(step + 1)
+        self._ask_for_all_rows(step, next_step)
         if not self._asked:
             return
         if not self._ready:
@@ -198,9 +199,9 @@ class Clipping:
         if self._guard.run(self._scale, clip) is None and not self._over:
             self._end("a fault in scaling")
 
-    def _ask_for_all_rows(self, step: int) -> None:
+    def _ask_for_all_rows(self, step: int, next_step: int) -> None:
         """While it is on, some steps look at every row of what is kept; at the same numbers on every process."""
-        due = self.on and not self._over and step % self._config.qk_clip_every_steps == 0
+        due = self.on and not self._over and passes(step, next_step, self._config.qk_clip_every_steps)
         self._attached.selector.compute_in_full(due)
 
     def _scale(self, clip: QKClip) -> bool:

@@ -82,6 +82,20 @@ def test_a_resumed_loop_repeats_no_step_loses_none_and_keeps_its_modes(late: boo
     assert after.of(wire.Started)[0].step == 4
 
 
+@pytest.mark.promise("A31")
+@pytest.mark.parametrize(("numbers", "start"), [(range(9, 200, 10), 8), (range(101, 121), 100), (range(20), 0)])
+def test_a_tracker_without_checkpoints_goes_on_where_the_loop_is(numbers: range, start: int) -> None:
+    tracker, listener = ForeshockTracker(tiny_gpt(), **QUICK), Listener()
+    tracker.start()
+    assert tracker.agent is not None
+    tracker.agent.subscribe(listener)
+    for step in numbers:
+        tracker.log({"loss": 1.0}, step=step)
+    tracker.finish()
+    assert listener.of(wire.Started)[0].step == start
+    assert {end // 10 for _, end in intervals(listener)} == {step // 10 for step in numbers}
+
+
 class OneOfSeveral:
     """What the tracker needs of an Accelerator."""
 

@@ -101,7 +101,7 @@ def test_one_step_in_so_many_is_measured_and_every_one_while_a_warning_is_fresh(
     due = []
     for step in range(1, 61):  # what runs now is `step`; after it the next one is planned
         due.append(selector._sampling.due)
-        selector.plan(step, watch_until=40 if 30 <= step < 40 else -1)
+        selector.plan(step, step + 1, watch_until=40 if 30 <= step < 40 else -1)
     quiet = [step for step in range(1, 31) if due[step - 1]]
     assert quiet == list(range(1, 31, every))
     assert all(due[30:40])
