@@ -1,15 +1,17 @@
-"""`foreshock incidents`: what is wrong with a run, one entry for each incident, and that somebody looks after it."""
+"""`foreshock incidents`: what is wrong with a run, one entry for each incident, what was switched, and who cares."""
 
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from foreshock.cli.decisions import what
 from foreshock.cli.errors import CommandError
 from foreshock.cli.options import AsJson, Token, TokenFile, Url
 from foreshock.client import DEFAULT_URL, Service, given_token
 
 _HEADS_SHOWN = 5
+_ORDERS_SHOWN = 5
 
 
 def incidents(
@@ -29,7 +31,7 @@ def incidents(
     token: Token = None,
     token_file: TokenFile = None,
 ) -> None:
-    """List the incidents of a run: their heads, the steps left, what was done and what to do."""
+    """List the incidents of a run: their heads, the steps left, what was done and what to do; and its switches."""
     from foreshock.cli.output import console, print_json
 
     if (acknowledge is None) != (reason is None):
@@ -42,6 +44,7 @@ def incidents(
             print_json(found)
         else:
             _print_incidents(found, run, console())
+            _print_orders(client.commands(run), console())
 
 
 def _print_incidents(found: list[dict[str, Any]], run: str, console: Console) -> None:
@@ -49,14 +52,29 @@ def _print_incidents(found: list[dict[str, Any]], run: str, console: Console) ->
         console.print(f"{run} has no incident.", highlight=False)
     for incident in found:
         console.print(
-            f"[bold]{incident['id']}[/bold]  {' and '.join(incident['causes'])}  {incident['state']}  "
-            f"{incident['severity']}  since step {incident['opened_step']}",
+            f"incident [bold]{incident['id']}[/bold]: {incident['state']}, {incident['severity']}, "
+            f"since step {incident['opened_step']:,}",
             highlight=False,
         )
-        for text in (incident["sentence"], incident["done"], incident["to_do"]):
-            if text:
-                console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
+        for title in ("sentence", "done", "to_do"):
+            name = {"sentence": "", "done": "Done: ", "to_do": "To do: "}[title]
+            console.print(f"  {name}{incident[title]}", highlight=False, markup=False, soft_wrap=True)
         for head in incident["heads"][:_HEADS_SHOWN]:
             console.print(f"  - {head['sentence']}", highlight=False, markup=False, soft_wrap=True)
         if (more := len(incident["heads"]) - _HEADS_SHOWN) > 0:
             console.print(f"  and {more} more; --json lists them all", highlight=False)
+
+
+def _print_orders(commands: list[dict[str, Any]], console: Console) -> None:
+    """The newest switches and proposals: by hand, by policy and undone, with the step at which they were applied."""
+    for each in [one for one in commands if not one["dry_run"]][:_ORDERS_SHOWN]:
+        steps = [answer["step"] for answer in each["ranks"] if answer["outcome"] == "applied"]
+        at = f" at step {max(steps):,}" if steps else ""
+        undone = ", undone since" if each["undone_by"] else ""
+        console.print(
+            f"switch of {what(each['heads'])} to {each['mode']}: {each['state']}{at}{undone}. "
+            f"{each['issued_by']}: {each['reason']}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )

@@ -13,6 +13,7 @@ import typer
 from foreshock import __version__
 from foreshock.cli.about import delete, describe
 from foreshock.cli.boards import boards
+from foreshock.cli.decisions import approve, reject
 from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.incidents import incidents
 from foreshock.cli.options import AsJson, Token, TokenFile, Url
@@ -33,6 +34,8 @@ app.add_typer(boards, name="dashboards")
 app.add_typer(store, name="store")
 app.add_typer(audit, name="audit")
 app.command()(incidents)
+app.command()(approve)
+app.command()(reject)
 app.command()(describe)
 app.command()(delete)
 if find_spec("foreshock.cli.research") is not None:  # a checkout: the wheel holds no laboratory and no benchmark

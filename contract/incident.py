@@ -131,7 +131,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: Known, last_step: int
         severity = "info"
     suspect = [head.evidence["suspect_step"] for head in standing if "suspect_step" in head.evidence]
     before = min([opened, *map(int, filter(math.isfinite, suspect))])
-    what, order = answer(cause, episode, standing, known, before)
+    what, order = answer(episode, standing, known, before)
     driven = [head for head in standing if any(map(curable, head.causes))]
     progress = progress_of(driven)
     if progress == "arrested" and loose:
@@ -160,11 +160,11 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: Known, last_step: int
         harm_last_step=first.harm_last_step if loose else None,
         heads=heads,
         acknowledged=seen,
-        act=what.act if standing else "none",
+        act=what.act,
         sentence=sentence(causes, heads, standing, opened, was, started.joined_step),
-        done=what.done if standing else "All warnings are quiet.",
-        to_do=what.to_do if standing else "Nothing.",
-        ask=what.ask if standing else "none",
+        done=what.done,
+        to_do=what.to_do,
+        ask=what.ask,
         order=order,
     )
 

@@ -7,7 +7,7 @@ together, the answers are joined (contract.decision.in_order).
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from foreshock.contract.causes import CAUSES, IncidentCause, curable
+from foreshock.contract.causes import CAUSES, curable
 from foreshock.contract.decision import Decision, Progress, cause_of, decision, in_order, is_active
 from foreshock.contract.incident_form import Acknowledged, IncidentHead, SwitchOutcome, Warned
 from foreshock.contract.modes import ROUNDING_ENDS, is_mode, parse_mode
@@ -31,17 +31,25 @@ class Known(NamedTuple):
 
 
 def answer(
-    cause: IncidentCause,
     episode: Sequence[Warned],
     standing: Sequence[IncidentHead],
     known: Known,
     before_step: int,
 ) -> tuple[Decision, Ordered | None]:
     """What is done about what stands, and the order that shows how far that is."""
+    if not standing:
+        refs = {(one.verdict.layer, one.verdict.head) for one in episode}
+        applied = (
+            order
+            for heads, order in known.orders or ()
+            if order.state == "applied" and (heads is None or not refs.isdisjoint(heads))
+        )
+        order = next(applied, None)
+        way = "" if order is None else f" {order.way}."
+        return Decision("none", f"All warnings are quiet.{way}", "Nothing."), order
     decided: list[Decision] = []
-    order: Ordered | None = None
-    finite = True
-    for own in [one for one in CAUSES if any(one in head.causes for head in standing)] or [cause]:
+    order, finite = None, True
+    for own in [one for one in CAUSES if any(one in head.causes for head in standing)]:
         heads = [head for head in standing if own in head.causes]
         progress = progress_of(heads) if curable(own) else "unswitched"
         if curable(own):

@@ -79,7 +79,9 @@ def of_many(changed: Mapping[str, Sequence[Incident]], other: Mapping[str, Seque
 
 
 def to_do_of(run: str, incident: Incident) -> str:
-    """What is left to people, and the command that does it where it is a switch."""
+    """What is left to people, and the command that does it: an approval or a switch."""
+    if incident.ask == "approve":
+        return f'{incident.to_do} Type: foreshock approve {shlex.quote(run)} --reason "{incident.cause}"'
     named = _ORDERED.search(incident.to_do)
     if named is None:
         return incident.to_do

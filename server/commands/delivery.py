@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row, and_, bindparam, select, update
 from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, Switched
 from foreshock.server.commands.heads_by_rank import RankHeads, all_ended, concerned, heads_by_rank
-from foreshock.server.commands.lifecycle import OPEN, details_of, heads_of, record_transition, tracks_of
+from foreshock.server.commands.lifecycle import OPEN, answer_of, details_of, heads_of, record_transition, tracks_of
 from foreshock.server.commands.local_switches import grouped, propagate
 from foreshock.server.models import CommandState
 from foreshock.server.runs.words import ended_before_the_answer, order_in_words
@@ -181,8 +181,16 @@ def _settle(connection: Connection, row: Row[Any], ranks: Mapping[int, RankHeads
         if state == "refused" and not outcomes:
             details["because"] = ended_before_the_answer(heads_of(row))
             sentence = _ended(row)
+        steps = [step for t in track.values() if (step := _applied_at(t)) is not None] if state == "applied" else []
+        if steps:
+            sentence = f"Command to {order_in_words(row.mode, heads_of(row))} is applied at step {max(steps):,}."
         record_transition(connection, row, row.run, state, "service", details, sentence)
     return True
+
+
+def _applied_at(track: Row[Any]) -> int | None:
+    answer = answer_of(track)
+    return answer.step if answer is not None and answer.outcome == "applied" else None
 
 
 def _unanswered(row: Row[Any], silent: set[int]) -> str:

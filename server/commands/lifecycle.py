@@ -81,7 +81,8 @@ def create(connection: Connection, order: Order) -> str:
             )
         )
     row = connection.execute(select(commands).where(commands.c.id == command_id)).one()
-    record_transition(connection, row, order.run, order.state, order.issued_by, {"reason": order.reason[:500]})
+    what = f"Command to {order_in_words(row.mode, heads_of(row))} is {order.state} ({row.issued_by}): {row.reason}"
+    record_transition(connection, row, order.run, order.state, order.issued_by, {"reason": order.reason[:500]}, what)
     return command_id
 
 
@@ -159,7 +160,11 @@ def _decide(
 ) -> list[str]:
     values = {"state": state, "decided_by": printable(who)[:160], "decided": time.time(), "expires": expires}
     connection.execute(update(commands).where(commands.c.id == row.id).values(values))
-    record_transition(connection, row, row.run, state, who, {"reason": reason, "decided": True})
+    verb = "approved" if state == "pending" else "rejected"
+    sentence = (
+        f"The proposal to {order_in_words(row.mode, heads_of(row))} is {verb} ({printable(who)}): {printable(reason)}"
+    )
+    record_transition(connection, row, row.run, state, who, {"reason": reason, "decided": True}, sentence)
     return [row.id]
 
 
@@ -176,7 +181,10 @@ def cancel(connection: Connection, command_id: str, who: str, reason: str) -> li
         "delivered_to": sorted(track),
         "answered": sorted(r for r in track if track[r].outcome),
     }
-    record_transition(connection, row, row.run, "cancelled", who, details)
+    sentence = (
+        f"Command to {order_in_words(row.mode, heads_of(row))} is cancelled ({printable(who)}): {printable(reason)}"
+    )
+    record_transition(connection, row, row.run, "cancelled", who, details, sentence)
     return [command_id]
 
 
@@ -301,7 +309,7 @@ def record_transition(
         verification=verification,
     )
     if sentence is None:
-        sentence = f"Command to {order_in_words(row.mode, change.heads)} is {state} ({actor}): {row.reason}"
+        sentence = f"Command to {order_in_words(row.mode, change.heads)} is {state} ({printable(actor)})."
     own = {"run_id": row.run_id, "kind": "command", "mode": row.mode, "outcome": state}
     written = {"unix_seconds": time.time(), "sentence": sentence, "payload": change.model_dump_json()}
     write_events(connection, [{**own, **written}])

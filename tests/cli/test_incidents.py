@@ -3,6 +3,7 @@
 import json
 
 from tests.cli.typed import foreshock
+from tests.server.orders import local
 
 from foreshock.server.testing import FakeRank, LiveService
 
@@ -19,9 +20,55 @@ def test_incidents_are_told_in_words_or_whole_as_json_and_acknowledged(service: 
     care = ["--acknowledge", incident["id"], "--reason", "ann looks"]
     assert "acknowledged" in foreshock("incidents", "ill", *care, "--url", service.url).output
     assert foreshock("incidents", "run-1", "--url", service.url).output == "run-1 has no incident.\n"
+    assert "To do: " in told.output
+    assert told.output.startswith("incident rounding: open, warning, since step 1\n")
     half = foreshock("incidents", "ill", "--acknowledge", incident["id"], "--url", service.url)
     assert half.exit_code == 1
     assert "give both or neither" in half.stderr
     unknown = foreshock("incidents", "ill", "--acknowledge", "nope", "--reason", "x", "--url", service.url)
     assert unknown.exit_code == 1
     assert "nope" in unknown.stderr
+
+
+def test_a_switch_by_hand_and_its_undo_are_listed_with_who_and_when(service: LiveService) -> None:
+    rank = FakeRank(run="cut", boot="b9")
+    service.post(rank.batch(rank.started(), rank.sample(1)))
+    given = {"who": "ada", "reason": "to look", "heads": [[0, 2]], "mode": "exact_delta"}
+    with service.client() as client:
+        command = client.post("/v1/runs/cut/commands", json=given).json()["id"]
+        [sent] = service.post(rank.batch(rank.sample(2))).commands
+        service.post(rank.batch(rank.answer(sent, 3)))
+        assert "switch of layer 0 head 2 to exact_delta: applied at step 3. ada (local): to look" in listed(service)
+        client.post(f"/v1/commands/{command}/undo", json={"who": "ada", "reason": "enough"})
+        [sent] = service.post(rank.batch(rank.sample(4))).commands
+        service.post(rank.batch(rank.answer(sent, 5)))
+    told = listed(service)
+    assert "switch of layer 0 head 2 to plain: applied at step 5. ada (local): undo: enough" in told
+    assert "exact_delta: applied at step 3, undone since." in told
+
+
+def listed(service: LiveService) -> str:
+    return str(foreshock("incidents", "cut", "--url", service.url).output)
+
+
+def test_a_proposal_is_approved_or_rejected_by_the_command_that_its_incident_names(service: LiveService) -> None:
+    for verb, state, code in (("approve", "pending", 3), ("reject", "rejected", 0)):
+        rank = FakeRank(run=f"{verb}d", boot="b")
+        none = foreshock(verb, rank.run, "--reason", "x", "--url", service.url)
+        assert none.exit_code == 1
+        service.post(rank.batch(rank.started(policy="approve"), rank.sample(1), rank.verdict(1), local("proposed")))
+        (incident,) = json.loads(foreshock("incidents", rank.run, "--json", "--url", service.url).output)
+        assert incident["ask"] == "approve"
+        words = ["--reason", "seen", "--wait", "0"] if verb == "approve" else ["--reason", "seen"]
+        other = foreshock(verb, rank.run, "--command", "nope", *words, "--url", service.url)
+        assert (other.exit_code, incident["order"]["id"] in other.stderr) == (1, True)
+        done = foreshock(verb, rank.run, *words, "--json", "--url", service.url)
+        assert done.exit_code == code, done.stderr
+        [command] = json.loads(done.output)["commands"]
+        assert (command["id"], command["state"]) == (incident["order"]["id"], state)
+        again = foreshock(verb, rank.run, *words, "--url", service.url)
+        assert (again.exit_code, f"no proposal waits in run {rank.run}" in again.stderr) == (1, True)
+        with service.client() as client:
+            events = client.get(f"/v1/runs/{rank.run}/events", params={"kind": "command"}).json()["events"]
+        assert f"is {'approved' if verb == 'approve' else 'rejected'} (" in events[0]["sentence"]
+        assert events[0]["sentence"].endswith("): seen")

@@ -215,6 +215,9 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
   const isActive = (run: string) => views.some(({ detail }) => detail.run === run && detail.status === "active");
   const mayDecide = (run: string) => onSwitch !== null && isActive(run);
   const colourOf = (run: string) => views.find((view) => view.detail.run === run)?.colour ?? "";
+  /** What a card says already: an order that was made for it does not repeat its sentence. */
+  const said = views.flatMap(({ incidents }) => incidents.flatMap(({ sentence, heads }) => [sentence, ...heads.map((head) => head.sentence)]));
+  const unsaid = (reason: string) => said.reduce((left, sentence) => (sentence ? left.replace(sentence, "") : left), reason).trim().replace(/:$/, "");
   const decide = (command: CommandStatus, decision: Deed) =>
     onSwitch?.({ run: command.run, head: null, mode: command.mode, decide: { command, decision } });
   return (
@@ -242,8 +245,8 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
             </p>
             <p class="muted">
               {command.issued_by}
-              {BY[command.source] ?? ""}, <Ago at={command.created_unix_seconds} />:{" "}
-              {command.reason}
+              {BY[command.source] ?? ""}, <Ago at={command.created_unix_seconds} />
+              {unsaid(command.reason) && `: ${unsaid(command.reason)}`}
             </p>
             {command.closed_because && <p class="muted">{command.closed_because}</p>}
             {command.ranks
@@ -252,7 +255,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
                 <p key={rank.rank} class="muted">
                   rank {rank.rank}: {words(rank.outcome!)}
                   {rank.step === null ? "" : ` at step ${steps(rank.step)}`}
-                  {rank.reason && rank.reason !== command.reason && `, ${rank.reason}`}
+                  {rank.reason && !rank.reason.includes(command.reason) && `, ${rank.reason}`}
                 </p>
               ))}
           </div>

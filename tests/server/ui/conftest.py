@@ -149,7 +149,7 @@ class Feeder:
                 heads=((0, 2),),
                 before=("plain",),
                 after=("exact_delta",),
-                reason="the offset grows",
+                reason="policy approve: Layer 0 head 2 drifts: its score offset left its peers and keeps growing.",
             )
         )
 

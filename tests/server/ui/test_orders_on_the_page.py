@@ -63,6 +63,9 @@ def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
     feeder.warn()
     feeder.propose()
     wait("the proposal is shown", lambda: text(chromium, ".command .state") == "proposed")
+    sentence = text(chromium, ".warnings .sentence")
+    shown = text(chromium, "main").replace(text(chromium, ".events"), "")
+    assert shown.count(sentence) == 1, "the proposal repeats what its card says"
     assert not feeder.obey()
     wait("the card asks for it", lambda: "Approve the switch to exact_delta." in text(chromium, ".warnings .to-do"))
     assert [one.text for one in chromium.find_elements(By.CSS_SELECTOR, "main button.primary")] == ["Approve"]

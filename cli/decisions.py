@@ -1,0 +1,85 @@
+"""`foreshock approve` and `foreshock reject`: the answer of a person to a proposed switch."""
+
+from typing import Annotated, Any
+
+import typer
+
+from foreshock.cli.errors import CommandError
+from foreshock.cli.options import AsJson, Token, TokenFile, Url
+from foreshock.client import DEFAULT_URL, Service, given_token
+from foreshock.contract.wire import HeadRef
+
+Run = Annotated[str, typer.Argument(help="Run whose proposed switch you answer.")]
+Reason = Annotated[str, typer.Option(help="Why you decide so; it is recorded in the audit trail.")]
+Proposal = Annotated[
+    str | None,
+    typer.Option("--command", metavar="COMMAND", help="Id of the proposal; needed only if several wait."),
+]
+
+
+def approve(
+    run: Run,
+    reason: Reason,
+    command: Proposal = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.")] = 30.0,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Approve the switch that waits for approval, and wait for the agent's answer. Exit codes as of `switch`."""
+    from foreshock.cli import runs as text
+    from foreshock.cli.output import console, print_json
+
+    with Service(url, given_token(token, token_file)) as client:
+        done = client.wait(client.approve(_waiting(client, run, command), reason=reason), wait)
+    if as_json:
+        print_json({"commands": [done]})
+    else:
+        text.show_commands([done], console(), wait)
+    if code := text.exit_code([done], cancelled=False):
+        raise typer.Exit(code)
+
+
+def reject(
+    run: Run,
+    reason: Reason,
+    command: Proposal = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Reject the switch that waits for approval: no machine asks again until a new warning of its heads."""
+    from foreshock.cli import runs as text
+    from foreshock.cli.output import console, print_json
+
+    with Service(url, given_token(token, token_file)) as client:
+        done = client.reject(_waiting(client, run, command), reason=reason)
+    if as_json:
+        print_json({"commands": [done]})
+    else:
+        text.show_commands([done], console(), 0.0)
+
+
+def _waiting(client: Service, run: str, command: str | None) -> str:
+    """The id of the proposal that is meant. Raises CommandError if none waits, or several and none is named."""
+    waiting: dict[str, Any] = {str(one["id"]): one for one in client.commands(run) if one["state"] == "proposed"}
+    if command is None and len(waiting) == 1:
+        return next(iter(waiting))
+    if command in waiting:
+        return str(command)
+    known = "; ".join(f"--command {name} ({what(one['heads'])} to {one['mode']})" for name, one in waiting.items())
+    if command is not None:
+        raise CommandError(f"no proposal {command} waits in run {run}" + (f"; give {known}" if known else ""))
+    raise CommandError(
+        f"several proposals wait in run {run}: give {known}" if known else f"no proposal waits in run {run}"
+    )
+
+
+def what(heads: list[HeadRef] | None) -> str:
+    """The heads of an order, at most two by name."""
+    if heads is None:
+        return "every head"
+    named = ", ".join(f"layer {layer} head {head}" for layer, head in heads[:2])
+    return named + (f" and {len(heads) - 2} more" if len(heads) > 2 else "")
