@@ -23,24 +23,24 @@ from foreshock.server.store import process_starts
 from foreshock.server.store.reading import layers_of, read_back
 from foreshock.server.store.schema import boots, runs, topologies, warnings
 
-_MOST_KEPT = 20_000
-"""Runs whose summaries are kept; beyond, all are read again."""
-
 
 class SummaryCache:
     """Summaries by run, kept until something of the run is stored; its incidents are read anew each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 20_000) -> None:
+        """most: runs whose summaries are kept; beyond, all are read again."""
+        self._most = most
         self._kept: dict[int, tuple[int, dict[str, Any]]] = {}
 
     def of(self, connection: Connection, rows: Sequence[Row[Any]], verify_steps: int) -> list[dict[str, Any]]:
         """The fields of RunSummary for each run. verify_steps: as for `incidents_of`."""
-        new = [row for row in rows if self._kept.get(row.id, (None,))[0] != row.changes]
-        if len(self._kept) > _MOST_KEPT:
-            self._kept, new = {}, list(rows)
+        kept = self._kept  # another read may put an empty one in its place meanwhile
+        new = [row for row in rows if kept.get(row.id, (None,))[0] != row.changes]
+        if len(kept) > self._most:
+            self._kept, new = (kept := {}), list(rows)
         for row, (fields, _) in zip(new, summaries(connection, new, verify_steps), strict=True):
-            self._kept[row.id] = row.changes, fields
-        found = {row.id: self._kept[row.id][1] for row in rows}
+            kept[row.id] = row.changes, fields
+        found = {row.id: kept[row.id][1] for row in rows}
         fresh = {row.id for row in new}
         warned = [i for i, fields in found.items() if fields["active_warnings"] and i not in fresh]
         standing = incidents_of(connection, warned, verify_steps) if warned else {}

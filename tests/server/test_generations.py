@@ -54,7 +54,9 @@ def batches_of(life: Life, number: int, *, last: bool, finished: bool) -> list[l
     return made
 
 
-async def seen(service: Any, since: int, finished: bool, ranks: list[FakeRank], headers: list[Headers]) -> Any:
+async def seen(
+    service: Any, since: int, finished: bool, ranks: list[FakeRank], headers: list[Headers]
+) -> dict[str, Any]:
     """What the service says of the run, from a step on where it speaks of steps; and what becomes of an order."""
     found: dict[str, Any] = {}
     detail = await service.get("/v1/runs/run-1")

@@ -3,7 +3,10 @@
 from typing import Any
 
 import pytest
+from sqlalchemy import event, select
 
+from foreshock.server.runs.listing import SummaryCache
+from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank
 
 
@@ -55,5 +58,26 @@ def test_a_head_dim_that_nothing_told_is_no_number(play: Any) -> None:
         await service.store(rank, rank.started())
         layers = (await service.get("/v1/runs/run-1"))["layers"]
         assert [layer["head_dim"] for layer in layers] == [16, None]
+
+    play(story)
+
+
+def test_a_read_is_whole_while_another_empties_the_summaries_that_are_kept(play: Any) -> None:
+    async def story(service: Any) -> None:
+        for number in range(4):
+            rank = FakeRank(run=f"run-{number}")
+            await service.store(rank, rank.started(), rank.sample(1))
+        engine, cache = service.app.state.store.reader.engine, SummaryCache(most=3)
+        with engine.begin() as one, engine.begin() as other:
+            rows = one.execute(select(runs).order_by(runs.c.name)).all()
+
+            def read_meanwhile(*_: Any) -> None:
+                while others:
+                    assert cache.of(other, others.pop(0), 0)
+
+            others = [rows[2:], rows[3:]]  # the first goes past the most, so the second empties them
+            cache.of(one, rows[:2], 0)
+            event.listen(one, "before_cursor_execute", read_meanwhile)
+            assert [found["run"] for found in cache.of(one, rows[:3], 0)] == ["run-0", "run-1", "run-2"]
 
     play(story)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foreshock.contract.wire import AgentHealth, Array, Sample, Switched
+from foreshock.contract.wire import AgentHealth, Array, Event, Sample, Switched
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("S5")
@@ -149,7 +149,7 @@ def test_a_start_that_watches_no_layer_takes_no_sample_of_heads(play: Any, order
     async def story(service: Any) -> None:
         rank, blind = FakeRank(), FakeRank(layers=0)
         before = unreadable((await service.client.get("/metrics")).text)
-        said = [blind.started(), rank.sample(1)]
+        said: list[Event] = [blind.started(), rank.sample(1)]
         sent = (
             [said] if order == "in one batch" else [[one] for one in (said if order == "start first" else said[::-1])]
         )
