@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 import zipfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,26 @@ def test_an_image_is_pinned_above_the_holes_that_are_known(service: dict[str, An
 @every_service
 def test_a_service_says_when_it_is_healthy(service: dict[str, Any]) -> None:
     assert service["healthcheck"]["test"][0] == "CMD"
+
+
+@pytest.mark.promise("A27")
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
+def test_the_services_own_check_asks_it_directly_whatever_proxy_docker_sets(status: int, healthy: bool) -> None:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        [_, _, option, program] = SERVICES["foreshock"]["healthcheck"]["test"]
+        own = program.replace("8765", str(server.server_port))
+        environment = {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+        ended = subprocess.run([sys.executable, option, own], env=environment, capture_output=True, text=True)
+    assert (ended.returncode == 0, ended.stderr) == (healthy, "")
 
 
 def mounts(services: dict[str, Any]) -> list[tuple[str, str]]:
