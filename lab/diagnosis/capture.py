@@ -81,6 +81,7 @@ class Capture:
         return [call for call in self.calls if call.grads or call.layer not in differentiated]
 
     def _kept(self, number: int, layer: WatchedLayer, out: Tensor, *operands: Tensor, **options: Any) -> Tensor:
+        layer.met = True  # as its own method notes, in whose place this is
         self._take(number, layer, (out, *operands), **options)
         return out
 

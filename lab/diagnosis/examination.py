@@ -22,7 +22,7 @@ from foreshock.lab.recording.history import History
 from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.run import Training
-from foreshock.monitor import attach
+from foreshock.monitor import Agent, attach
 
 _LAST_POINTS: Final = 8
 _ONE_SIGN: Final = 0.75
@@ -95,9 +95,9 @@ def of_factory(path: str, state: Path | None, batches: int) -> Source:
     model, loss = made
     notes = load_weights(model, state) if state is not None else []
     model.eval()  # dropped weights cannot be taken apart
-    with _warnings() as said, attach(model, url=None, spool_directory=None, quiet=True):
-        source = examine(path if state is None else str(state), model, loss, batches)
-    source.notes += notes + said
+    with _warnings() as said, attach(model, url=None, spool_directory=None, quiet=True) as agent:
+        source = examine(path if state is None else str(state), model, loss, batches, agent)
+    source.notes += notes + [line for line in said if "watched" in line]
     return source
 
 
@@ -115,11 +115,14 @@ def _warnings() -> Iterator[list[str]]:
         logger.propagate = before
 
 
-def examine(name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], batches: int) -> Source:
-    """Run a model that is watched on some batches, forward and backward, without a step."""
+def examine(
+    name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], batches: int, agent: Agent | None = None
+) -> Source:
+    """Run a model that is watched on some batches, forward and backward, without a step of its optimizer. `agent`: the
+    one that watches it, where the first batch has yet to show which modules compute attention."""
     source = Source(name, bad_weights=not_finite(model))
-    found: dict[int, list[dict[str, Floats]]] = {}
-    left_out: dict[str, set[int]] = {}
+    found: dict[str, list[dict[str, Floats]]] = {}
+    left_out: dict[str, set[str]] = {}
     if source.bad_weights:
         return source
     for number in range(1, batches + 1):
@@ -137,17 +140,20 @@ def examine(name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], bat
             try:
                 one = measured(call)
             except Exception as error:
-                left_out.setdefault(f"not measured, {error or type(error).__name__}", set()).add(call.layer)
+                left_out.setdefault(f"not measured, {error or type(error).__name__}", set()).add(call.name)
                 continue
-            found.setdefault(call.layer, []).append(one)
+            found.setdefault(call.name, []).append(one)
             if finite and "out" not in call.grads:
-                left_out.setdefault("gradients not measured, no backward ran through it", set()).add(call.layer)
+                left_out.setdefault("gradients not measured, no backward ran through it", set()).add(call.name)
+        if agent is not None and number == 1 and source.broken is None:
+            agent.step(loss.detach())
     met = found.keys() | {layer for layers in left_out.values() for layer in layers}
-    for layer in capture.layers.keys() - met:
-        left_out.setdefault(f"not measured, {capture.layers[layer].why_not_counted}", set()).add(layer)
-    source.notes = [f"{some(f'layer {layer}' for layer in sorted(at))}: {why}." for why, at in left_out.items()]
-    for layer, calls in sorted(found.items()):
-        source.heads += [Head(name, layer, head, _cells(head, calls)) for head in range(len(calls[0]["rows"]))]
+    for number, layer in capture.layers.items():
+        if layer.name not in met:
+            left_out.setdefault(f"not measured, {layer.why_not_counted}", set()).add(layer.name)
+        elif calls := found.get(layer.name):
+            source.heads += [Head(name, number, head, _cells(head, calls)) for head in range(len(calls[0]["rows"]))]
+    source.notes = [f"{some(sorted(at))}: {why}." for why, at in left_out.items()]
     return source
 
 

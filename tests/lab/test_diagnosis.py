@@ -32,7 +32,7 @@ FOUND = {
     "peaked": r"Attention is nearly one-hot in 12 of 12 heads: their entropy is 0.\d\d nats",
     "attention_with_weights": r"in the forward, before any attention: what enters out is not finite",
     "by_hand": r"was not judged: none of its layers was measured.*\n.*it computes its attention by hand",
-    "partly_trained": r"The largest \|score\| of 12 heads .*\nNote: layer 0, layer 1: gradients not measured",
+    "partly_trained": r"of 12 heads .*\nNote: model.layers.0.self_attn, model.layers.1.self_attn: gradients not",
 }
 
 
