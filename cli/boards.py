@@ -20,11 +20,15 @@ def dashboards_generate(
     grafana_url: Annotated[str | None, typer.Option(help="Address of Grafana, for links in alerts.")] = None,
     service_url: Annotated[str | None, typer.Option(help="Address of the service, for links in boards.")] = None,
     runbooks_url: Annotated[
-        str | None, typer.Option(help="Address where docs/runbooks is served, for links in alerts.")
+        str | None, typer.Option(help="Address of the built site's folder runbooks, for links in alerts.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the boards, rules and provisioning files. For addresses of your own give a folder of your own too."""
+    """Write the boards and the alert rules.
+
+    Name a folder with --out if you give addresses of your own. Configuration files of Prometheus, Alertmanager and
+    Grafana are in dashboards/provisioning of the checkout.
+    """
     from foreshock.cli.output import print_result
     from foreshock.dashboards import generate
     from foreshock.dashboards.rules import Links
@@ -35,7 +39,7 @@ def dashboards_generate(
         raise CommandError(
             "the checkout's own files keep the addresses of docker-compose.yml; name a folder with --out"
         )
-    written = [str(path) for path in generate.generate(_checkout() if out is None else out, links)]
+    written = [str(path) for path in generate.generate(out or _checkout(), links, checkout=out is None)]
     print_result({"written": written}, "\n".join(written), as_json=as_json)
 
 

@@ -28,10 +28,12 @@ def files(links: Links) -> dict[Path, str]:
     }
 
 
-def generate(root: Path, links: Links | None = None) -> list[Path]:
-    """Write every generated file below `root`, the repository; returns their paths."""
+def generate(root: Path, links: Links | None = None, *, checkout: bool = True) -> list[Path]:
+    """Write the generated files below `root`; returns their paths. Only a checkout needs the page of metrics."""
     written = []
     for path, text in files(links or Links()).items():
+        if path == METRICS_PAGE and not checkout:
+            continue
         target = root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)

@@ -27,7 +27,9 @@ class Links:
     grafana: str = "http://127.0.0.1:3000"
     service: str = "http://127.0.0.1:8765"
     runbooks: str = "docs/runbooks"
-    """Address of the folder with the runbook pages; by default their place in the source tree."""
+    """Address of the folder with the runbook pages, as the built site serves them; by default their place in the
+    source tree.
+    """
 
     def __post_init__(self) -> None:
         for name, field in type(self).__dataclass_fields__.items():
@@ -72,7 +74,7 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
         "summary": alert.summary,
         "description": alert.description,
         "action": alert.to_do or alert.action,
-        "runbook_url": f"{links.runbooks}/{alert.name}.md",
+        "runbook_url": f"{links.runbooks}/{alert.name}.{'md' if links.runbooks == Links().runbooks else 'html'}",
         "dashboard_url": f"{links.grafana}/d/foreshock-service",
     }
     if metric is not None and "run" in metric.labels:

@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from sqlalchemy import Connection, Row, select, tuple_
 
-from foreshock.contract.slots import Slot, fitted
+from foreshock.contract.slots import Slot, Words, fitted
 from foreshock.contract.wire import PER_HEAD, Sample
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, MergedSteps, merge
 from foreshock.server.store.packing import SCALARS
@@ -20,7 +21,9 @@ from foreshock.server.store.schema import boots, samples
 
 _ALWAYS: Final = ""
 """Under this name: the newest sample's step, and what every sample of the process start so far has held."""
+_STATES: Final = "states"
 _ENTROPY: Final = "entropy"
+_ENTROPY_ROWS: Final = Slot.ENTROPY_ROWS
 NORMS: Final = ("query_norm", "key_norm", "query_key_norm")
 Earlier = tuple[frozenset[str], list[Row[Any]]]
 """Arrays to be read, and samples in the fixed order."""
@@ -28,9 +31,12 @@ Earlier = tuple[frozenset[str], list[Row[Any]]]
 
 def with_sample(known: str | None, sample: Sample) -> str:
     """`boots.measured` after one more sample, in whatever order they come."""
-    given = {name for name in ("states", *PER_HEAD, *SCALARS) if getattr(sample, name) is not None}
-    if sample.states is not None and fitted(sample.states.numpy())[:, Slot.ENTROPY_ROWS].any():
-        given.add(_ENTROPY)
+    given = {name for name in (*PER_HEAD, *SCALARS) if getattr(sample, name) is not None}
+    if sample.states is not None:
+        words = fitted(sample.states.numpy())
+        given |= {
+            name for name, known in ((_STATES, _counted(words)), (_ENTROPY, words[:, _ENTROPY_ROWS])) if known.any()
+        }
     steps: dict[str, Any] = json.loads(known) if known else {_ALWAYS: [sample.step, sorted(given)]}
     newest, always = steps[_ALWAYS]
     for name in given.symmetric_difference(always):
@@ -65,7 +71,22 @@ def earlier_samples(
 
 
 def _arrays(names: set[str]) -> frozenset[str]:
-    return frozenset({*(names & PER_HEAD.keys()), *(("states",) if names & {"states", _ENTROPY} else ())})
+    return frozenset({*(names & PER_HEAD.keys()), *((_STATES,) if names & {_STATES, _ENTROPY} else ())})
+
+
+def _counted(words: Words) -> npt.NDArray[np.bool_]:
+    """Of which heads any row was seen."""
+    seen: npt.NDArray[np.bool_] = np.any(words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]], axis=1)
+    return seen
+
+
+def _carry_states(reading: MergedSteps, old: Words, known: npt.NDArray[np.bool_]) -> None:
+    words, counted = reading.words[-1], reading.counted[-1]
+    lacking = known & ~(counted & _counted(words))
+    words[lacking], counted[lacking] = old[lacking], True
+    no_entropy = known & (words[:, _ENTROPY_ROWS] == 0)
+    for slot in (Slot.ENTROPY_SUM, _ENTROPY_ROWS):
+        words[no_entropy, slot] = old[no_entropy, slot]
 
 
 def carry(axis: Axis, reading: MergedSteps, earlier: Earlier) -> int | None:
@@ -74,19 +95,14 @@ def carry(axis: Axis, reading: MergedSteps, earlier: Earlier) -> int | None:
     known = merge(axis, rows, names)
     norms_step = None
     for at in reversed(range(len(known.steps))):
-        for name in names - {"states"}:
+        for name in names - {_STATES}:
             now, then = reading.fields[name][-1], known.fields[name][at]
             lacking = np.isnan(now) & ~np.isnan(then)
             now[lacking] = then[lacking]
             if name in NORMS and norms_step is None and lacking.any():
                 norms_step = int(known.steps[at])
-        if "states" in names:
-            words, counted, old = reading.words[-1], reading.counted[-1], known.words[at]
-            uncounted = ~counted & known.counted[at]
-            words[uncounted], counted[uncounted] = old[uncounted], True
-            no_entropy = known.counted[at] & (words[:, Slot.ENTROPY_ROWS] == 0)
-            for slot in (Slot.ENTROPY_SUM, Slot.ENTROPY_ROWS):
-                words[no_entropy, slot] = old[no_entropy, slot]
+        if _STATES in names:
+            _carry_states(reading, known.words[at], known.counted[at])
         for name, given in known.given.items():
             if given[at] and not reading.given[name][-1]:
                 reading.scalars[name][-1], reading.given[name][-1] = known.scalars[name][at], True

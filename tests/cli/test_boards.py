@@ -14,8 +14,9 @@ def test_boards_and_rules_are_written_elsewhere_for_other_addresses(tmp_path: Pa
     rules = (tmp_path / "dashboards/generated/prometheus-rules.yml").read_text()
     assert "https://g.example/d/foreshock-run" in rules
     assert "https://s.example/?runs=" in rules
-    assert "runbook_url: https://r.example/ForeshockRunHung.md" in rules
+    assert "runbook_url: https://r.example/ForeshockRunHung.html" in rules
     assert "127.0.0.1" not in rules
+    assert not (tmp_path / "docs").exists()
     refused = foreshock("dashboards", "generate", *addresses)
     assert refused.exit_code == 1
     assert "--out" in refused.stderr

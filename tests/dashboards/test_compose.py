@@ -64,6 +64,20 @@ def test_a_container_has_no_more_rights_than_it_needs(service: dict[str, Any]) -
 
 
 @pytest.mark.promise("S8")
+def test_no_container_takes_the_memory_of_the_machine_and_the_service_has_the_same_everywhere() -> None:
+    limits = {name: service["mem_limit"] for name, service in SERVICES.items()}
+    assert all(re.fullmatch(r"[1-9]\d*[mg]", limit) for limit in limits.values())
+    unit = (REPOSITORY / "deploy/systemd/foreshock.service").read_text()
+    [of_unit] = re.findall(r"^MemoryMax=(\d+)G$", unit, re.MULTILINE)
+    for store in ("sqlite", "postgresql"):
+        manifests = yaml.safe_load_all((REPOSITORY / f"deploy/kubernetes/{store}.yaml").read_text())
+        [deployment] = [one for one in manifests if one["kind"] == "Deployment"]
+        [container] = deployment["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["memory"] == f"{of_unit}Gi"
+    assert limits["foreshock"] == f"{of_unit}g"
+
+
+@pytest.mark.promise("S8")
 @every_service
 def test_a_port_is_published_on_loopback_alone(service: dict[str, Any]) -> None:
     for port in service.get("ports", []):

@@ -35,6 +35,6 @@ def test_addresses_of_another_installation_reach_rules_and_boards(tmp_path: Path
     generate(tmp_path, Links(grafana="https://g.example/", service="https://s.example", runbooks="https://r.example"))
     text = (tmp_path / GENERATED / "prometheus-rules.yml").read_text()
     assert "https://g.example/d/foreshock-run?var-run=" in text
-    assert "runbook_url: https://r.example/ForeshockHeadFailing.md" in text
+    assert "runbook_url: https://r.example/ForeshockHeadFailing.html" in text
     assert "https://s.example" in (tmp_path / GENERATED / "boards/run.json").read_text()
     assert "127.0.0.1" not in text

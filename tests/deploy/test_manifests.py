@@ -49,6 +49,21 @@ def test_the_schemas_would_say_what_is_wrong() -> None:
         kubernetes_validate.validate(wrong, "1.31", strict=True)
 
 
+@pytest.mark.promise("S8")
+@pytest.mark.parametrize("store", STORES)
+def test_only_named_namespaces_reach_the_pods_and_no_port_but_the_services(store: str) -> None:
+    policy, pod = one("NetworkPolicy", "common")["spec"], one("Deployment", store)["spec"]["template"]
+    assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert policy["policyTypes"] == ["Ingress"]
+    [rule] = policy["ingress"]
+    [container] = pod["spec"]["containers"]
+    assert [port["port"] for port in rule["ports"]] == [port["name"] for port in container["ports"]]
+    for peer in rule["from"]:
+        [match] = peer["namespaceSelector"]["matchExpressions"]
+        assert (match["key"], match["operator"]) == ("kubernetes.io/metadata.name", "In")
+        assert match["values"]
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_what_refers_to_something_refers_to_what_is_there(store: str) -> None:
     deployment, service = one("Deployment", store), one("Service", "common")

@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from foreshock.contract.metrics.catalog import BY_KEY
-from foreshock.contract.slots import Slot
+from foreshock.contract.slots import Slot, identity_row
 from foreshock.contract.wire import Array, Finished, Sample
 from foreshock.server.runs.last_measured import with_sample
 from foreshock.server.testing import FakeRank
 
 NORMS = ("query_norm", "key_norm", "query_key_norm")
-RARE = (*NORMS, "clip_factor", "clipped_steps", "entropy", "grad_norm", "learning_rate")
+RARE = (*NORMS, "clip_factor", "clipped_steps", "entropy", "grad_norm", "learning_rate", "states")
 
 
 def sample(rank: FakeRank, step: int, *rare: str, of: float | None = None) -> Sample:
-    """A sample of a step that measured these beside its states; each is the step, or `of`."""
+    """A sample of a step that measured these; each is the step, or `of`. Without states no row of any head was seen."""
     value = float(step) if of is None else of
-    words = rank.words(step)
+    words = rank.words(step) if "states" in rare else np.tile(identity_row(), (rank.count, 1))
     if "entropy" in rare:
         words[:, Slot.ENTROPY_ROWS] = 10
         words.view(np.float64)[:, Slot.ENTROPY_SUM] = 10 * value
     arrays = {name: Array.of(np.full(rank.count, value, np.float32)) for name in rare if name in (*NORMS, *RARE[3:5])}
-    numbers = {name: value if name in rare else None for name in RARE[6:]}
+    numbers = {name: value if name in rare else None for name in RARE[6:8]}
     return rank.sample(step).model_copy(update={"states": Array.of(words), **arrays, **numbers})
 
 
@@ -60,15 +60,16 @@ def test_what_was_measured_once_is_in_every_scrape_from_then_on(play: Any, rare:
         await service.store(rank, sample(rank, 2, *rare))
         measured = await shown(service)
         new = measured.keys() - unmeasured.keys()
-        assert any(rare[0] in name for name in new)
+        assert any(rare[0] in name for name in new) or rare == ("states",)
+        assert new
         for step in range(3, 40):
             await service.store(rank, sample(rank, step))
             now = await shown(service)
             assert now["foreshock_run_step"] == {step}
-            assert rare_of(now) == rare_of(measured)
+            assert {name: now.get(name) for name in new} == {name: measured[name] for name in new}
         await service.store(rank, sample(rank, 40, *rare))
-        again = rare_of(await shown(service))
-        assert {value for name in new for value in again.get(name, ())} == {40.0}
+        again = await shown(service)
+        assert all(again[name] != measured[name] for name in new & rare_of(again).keys())
 
     play(story)
 
