@@ -237,6 +237,9 @@ function Buttons({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare"
   );
 }
 
+/** The keyboard goes on in the field that replaced the button. One function for all renders, so it runs once. */
+const focused = (field: HTMLInputElement | null) => field?.focus();
+
 /** Says to the others that somebody takes care. */
 function Acknowledge({ run, incident }: { run: string; incident: string }) {
   const [open, setOpen] = useState(false);
@@ -257,6 +260,7 @@ function Acknowledge({ run, incident }: { run: string; incident: string }) {
   return (
     <form class="care" onSubmit={send}>
       <input
+        ref={focused}
         aria-label="your name"
         placeholder="Your name"
         required

@@ -5,7 +5,7 @@ import { api } from "./api";
 import type { Session } from "./service";
 import { ErrorNote } from "./parts";
 
-export function Login({ onSession }: { onSession: (session: Session) => void }) {
+export function Login({ ended, onSession }: { ended: boolean; onSession: (session: Session) => void }) {
   const [error, setError] = useState<Error | null>(null);
   const submit = async (event: SubmitEvent) => {
     event.preventDefault();
@@ -20,7 +20,9 @@ export function Login({ onSession }: { onSession: (session: Session) => void }) 
   return (
     <form class="card pad login" onSubmit={submit}>
       <h1>Log in</h1>
+      {ended && <p role="alert">Your session has ended. Log in again.</p>}
       <p class="muted">This service is closed without a token. Ask its administrator for one with the scope read, or act to switch heads.</p>
+      <input type="text" name="username" autocomplete="username" value="foreshock" hidden readOnly />
       <label class="field">
         <span>Token</span>
         <input name="token" type="password" required autocomplete="current-password" />

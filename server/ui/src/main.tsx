@@ -3,7 +3,7 @@
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
 import { render } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { api } from "./api";
 import type { Catalog, Session } from "./service";
 import { connect, useConnection } from "./live";
@@ -45,6 +45,8 @@ function App() {
   const { runs } = placeOf(search);
   const known = session instanceof Error ? null : session;
   const entered = known !== null && !known.login_needed;
+  const wasIn = useRef(false);
+  wasIn.current ||= entered;
   const allowed = (scope: string) => known !== null && (known.scopes.includes(scope) || known.scopes.includes("admin"));
   const may = { act: allowed("act"), delete: allowed("delete") };
   const go = (to: string) => {
@@ -87,7 +89,7 @@ function App() {
           <img src={icon} alt="" width={24} height={24} />
           foreshock
         </Link>
-        {(!entered || allowed("read")) && (
+        {!known?.login_needed && (!entered || allowed("read")) && (
           <span class={`connection ${connection}`} role="status">
             {{ connecting: "connecting", live: "live", lost: "connection lost, trying again" }[connection]}
           </span>
@@ -103,7 +105,7 @@ function App() {
       </header>
       <main class={connection} tabIndex={-1}>
         {session instanceof Error && <ErrorNote error={session} />}
-        {known?.login_needed && <Login onSession={setSession} />}
+        {known?.login_needed && <Login ended={wasIn.current} onSession={setSession} />}
         {entered && !allowed("read") && (
           <p class="note error" role="alert">
             The token {known.name} lacks the scope read, which this page needs; it has {known.scopes.join(", ")}. Log in with another one.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import button, open_run, text, wait
 from tests.server.ui.test_when_it_matters import warn_about
@@ -55,12 +56,11 @@ def test_an_incident_is_acknowledged_on_the_page_and_the_others_see_by_whom(
     feeder.train(5)
     feeder.warn()
     open_run(chromium, service, feeder.run)
-    button(chromium, "Acknowledge").click()
     chromium.execute_script("localStorage.removeItem('foreshock.who')")
-    name = chromium.find_element(By.CSS_SELECTOR, ".care input")
-    name.clear()
-    name.send_keys("Ada")
-    button(chromium, "Acknowledge").click()
+    button(chromium, "Acknowledge").send_keys(Keys.ENTER)
+    wait("the keyboard is in the field", lambda: chromium.switch_to.active_element.tag_name == "input")
+    chromium.switch_to.active_element.send_keys(Keys.CONTROL, "a")  # no field is named: the keyboard is enough
+    chromium.switch_to.active_element.send_keys("Ada", Keys.ENTER)
     wait("it is seen", lambda: "acknowledged by Ada" in text(chromium, ".warnings header"))
     assert not chromium.find_elements(By.XPATH, "//button[.='Acknowledge']")
 

@@ -164,6 +164,29 @@ def test_a_token_that_may_only_send_is_named_with_the_scope_that_it_lacks(chromi
         service.close()
 
 
+@pytest.mark.full
+def test_a_session_that_was_ended_elsewhere_is_named_as_the_reason_for_the_login(
+    chromium: Chrome, tmp_path: Path
+) -> None:
+    secret = "reads-all-runs-0001"
+    token = {"name": "reader", "sha256": hashlib.sha256(secret.encode()).hexdigest(), "scopes": ["read"]}
+    service = Service(tmp_path, tokens=json.dumps([token]))
+    try:
+        chromium.get(service.url)
+        wait("the login", lambda: chromium.find_element(By.NAME, "token"))
+        assert "session has ended" not in text(chromium, "body")
+        chromium.find_element(By.NAME, "token").send_keys(secret, Keys.ENTER)
+        wait("the stream", lambda: "live" in text(chromium, ".connection"))
+        csrf = "fetch('v1/session').then((a) => a.json())"
+        out = "fetch('v1/logout?everywhere=true', {method: 'POST', headers: {'X-CSRF-Token': who.csrf_token}})"
+        chromium.execute_script(f"{csrf}.then((who) => {out})")
+        wait("the reason", lambda: "Your session has ended" in text(chromium, ".login"), 60)
+        assert "connection lost" not in text(chromium, "body")
+        chromium.get("about:blank")
+    finally:
+        service.close()
+
+
 def test_an_unknown_run_leads_back_to_the_list(
     chromium: Chrome, service: Service, complaints: Callable[[], list[str]]
 ) -> None:
