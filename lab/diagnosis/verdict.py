@@ -18,6 +18,10 @@ _SHIFTED_NATS: Final = 10.0
 """A head's scores have moved as a whole from here on: three times the level from which detectors look at a drift."""
 _LARGE_SCORE: Final = 256.0
 """As a critical warning: rounding q and k to bf16 can move a score of this size by two nats."""
+_FAR_NATS: Final = 60.0
+"""Of the published recordings without a warning, only those that began from a failed model have such an offset."""
+_FAILED_SCORE: Final = 512.0
+"""A run with such a score has failed (README.md)."""
 _PEAKED_NATS: Final = 0.25
 """Attention of a head is nearly one-hot below: some heads of trained models are, half of all heads are not."""
 _PEAKED_SHARE: Final = 0.1
@@ -87,6 +91,12 @@ def diagnose(sources: Sequence[Source], named: Sequence[tuple[int, int]] = ()) -
 def _of_recording(source: Source) -> list[Finding]:
     said = ((*str(head.cells["warned"]).partition(", "), head) for head in source.heads if "warned" in head.cells)
     warned = sorted(((int(step), cause, head) for step, _, cause, head in said), key=lambda each: each[0])
+    far = [head for head in source.heads if abs(head["offset"]) >= _FAR_NATS or head["largest"] >= _FAILED_SCORE]
+    if far and not warned:
+        words = f"{source.name}: no head was warned about, but scores of {_list(far)} are far from zero. The first has"
+        words += f" an offset of {far[0]['offset']:+.1f} nats.{_moved(far[0])}"
+        advice = "If attention runs in 16 bits, diagnose a checkpoint of it: module:factory with --state."
+        return [Finding("large", words, [advice], _places(far))]
     if not warned:
         return [Finding("quiet", f"{source.name}: no head was warned about.", ["Nothing to do: keep watching."])]
     found = []
