@@ -1,11 +1,14 @@
 """Orders on their way: to each rank that holds a head, until it has answered, or until they expire."""
 
+import time
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 from tests.server.orders import order, start, state_of
 
 from foreshock.contract.wire import MAX_ACK_BYTES, Ack, Finished
+from foreshock.server.store.schema import commands
 from foreshock.server.testing import FakeRank
 
 
@@ -82,14 +85,32 @@ def test_orders_that_fill_more_than_one_acknowledgement_go_out_one_after_another
     play(story)
 
 
+@pytest.mark.promise("S11")
+def test_an_order_past_its_expiry_goes_to_nobody_new_and_waits_for_the_answer_that_is_under_way(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank, late = FakeRank(rank=0), FakeRank(rank=1)
+        await start(service, rank, late)
+        await order(service)
+        [command] = (await service.store(rank, rank.sample(10))).commands
+        with service.app.state.store.writer.engine.begin() as connection:
+            connection.execute(update(commands).values(expires=time.time() - 1))
+        assert (await service.store(late, late.sample(10))).commands == ()
+        assert await state_of(service, command.id) == "delivered"
+        for _ in range(2):  # an answer that comes again is the same one
+            await service.store(rank, rank.answer(command, 12))
+        assert await state_of(service, command.id) == "expired"
+        deeds = (await service.get("/v1/audit"))["rows"]
+        assert [deed["actor"] for deed in deeds if deed["action"] == "answer"] == ["rank 0"]
+
+    play(story)
+
+
 def test_an_order_expires_and_a_late_answer_still_tells_the_truth(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(service: Any) -> None:
         rank, silent = FakeRank(rank=0), FakeRank(rank=1)
         await start(service, rank, silent)
         await order(service, expires_in_seconds=60.0)
         [command] = (await service.store(rank, rank.sample(10))).commands
-        import time
-
         now = time.time()
         monkeypatch.setattr("foreshock.server.commands.delivery.time.time", lambda: now + 120)
         assert (await service.store(silent, silent.sample(10))).commands == ()

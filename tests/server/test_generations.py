@@ -115,7 +115,7 @@ def test_in_any_order_of_arrival_a_resumed_run_is_what_its_last_life_makes_it(
     ages: dict[tuple[int, str], float] = {}
     for n, of_life in enumerate(made):
         for own in of_life:
-            ages[own[0].rank, own[0].boot] = 1000.0 * (len(lives) - n) + draw.uniform(-5, 5)
+            ages[own[0].rank, own[0].boot] = 1000.0 * (len(lives) - n) - draw.uniform(0, 400)
     dead = {batch.boot for of_life in made[:-1] for own in of_life for batch in own}
     spooled = {boot for boot in sorted(dead) if draw.random() < 0.3}
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from tests.server.postgresql import new_database
 
+from foreshock.contract.wire import AGE_HEADER, Finished
 from foreshock.server.ingest import recorder
+from foreshock.server.ingest.process_order import Arrival, arrival_of
 from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank
 
@@ -129,6 +131,43 @@ def test_a_service_whose_clock_jumped_for_a_moment_still_knows_who_came_last(
     play(story)
 
 
+def test_a_spool_that_is_replayed_after_the_clock_was_ahead_stays_before_its_successor(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        ahead = 0.0
+
+        def time(self) -> float:
+            return time.time() + self.ahead
+
+    async def story(service: Any) -> None:
+        clock = Clock()
+        monkeypatch.setattr(recorder, "time", clock)
+        dead, next_one, living = (FakeRank(boot=f"180000000{number}000-0-dddd") for number in (3, 2, 1))
+        await service.store(next_one, next_one.started(step=10), next_one.sample(30, since=10, loss=2.0), age=500)
+        clock.ahead = 3600.0
+        await service.store(living, living.started(step=20), living.sample(30, since=20, loss=3.0), age=1)
+        clock.ahead = 0.0
+        events = dead.started(), *(dead.sample(step, since=step - 5, loss=1.0) for step in (5, 10, 15, 20))
+        await service.store(dead, *events, age=1000, replayed=True)
+        assert await losses(service) == ([5, 10, 30], [1.0, 1.0, 3.0])
+
+    play(story)
+
+
+@pytest.mark.promise("S16")
+def test_a_process_without_an_age_that_was_heard_is_not_taken_for_dead_when_its_spool_comes(play: Any) -> None:
+    async def story(service: Any) -> None:
+        old, living = (FakeRank(boot=f"16000000{number}0000-0-aaaa") for number in (10, 20))
+        await service.store(old, old.started(), old.sample(20, since=0, loss=1.0))
+        await service.store(living, living.started(step=10), living.sample(20, since=10, loss=2.0))
+        await service.store(living, living.sample(30, since=20, loss=2.0), age=1, replayed=True)
+        assert await losses(service) == ([20, 30], [2.0, 2.0])
+        assert await who_is_ordered(service, old, living) == [living.boot]
+
+    play(story)
+
+
 @pytest.mark.promise("S16")
 @pytest.mark.parametrize("turned", [False, True])
 def test_agents_that_tell_no_age_are_placed_by_their_names_in_any_order(play: Any, turned: bool) -> None:
@@ -154,6 +193,12 @@ def test_an_agent_that_was_updated_outranks_the_old_one_whose_clock_was_ahead(pl
 
 
 @pytest.mark.promise("S5")
+@pytest.mark.parametrize("age", ["-1", "nan", "inf", "1e308", "", "12.5"])
+def test_only_an_age_that_a_process_can_have_is_taken(age: str) -> None:
+    assert arrival_of({AGE_HEADER: age}) == Arrival(12.5 if age == "12.5" else None)
+
+
+@pytest.mark.promise("S5")
 @pytest.mark.parametrize("age", ["soon", "-1", "nan", "inf", "1e300", "9" * 400, "\u0660", ""])
 def test_a_senseless_age_costs_no_batch(play: Any, age: str) -> None:
     async def story(service: Any) -> None:
@@ -164,6 +209,41 @@ def test_a_senseless_age_costs_no_batch(play: Any, age: str) -> None:
         assert await who_is_ordered(service, rank) == ["b1"]
 
     play(story)
+
+
+# ---- a run that is resumed with fewer ranks -------------------------------------------------------------------------
+
+
+@pytest.mark.promise("S27")
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_run_that_is_resumed_with_fewer_ranks_waits_for_those_alone(play_on_both: Any, turned: bool) -> None:
+    async def story(service: Any) -> None:
+        async def live(rank: FakeRank, first: int, last: int, world: int, age: float) -> None:
+            steps = range(first + 100, last + 1, 100)
+            taken = [rank.sample(step, since=step - 100, loss=float(world)) for step in steps]
+            warned = rank.verdict(last, severity="critical", name=f"l0h2-{last}")
+            await service.store(rank, rank.started(step=first, world_size=world), *taken, warned, age=age)
+
+        former = [FakeRank(rank=rank, boot=AHEAD) for rank in range(4)]
+        living = [FakeRank(rank=rank, boot=BEHIND) for rank in range(2)]
+        lives = [(former, 0, 1000, 4, 7200.0), (living, 500, 800, 2, 3600.0)]
+        for ranks, first, last, world, age in lives[::-1] if turned else lives:
+            for rank in ranks:
+                await live(rank, first, last, world, age)
+        assert await losses(service) == ([*range(100, 801, 100)], [4.0] * 5 + [2.0] * 3)
+        detail = await service.get("/v1/runs/run-1")
+        assert (detail["last_step"], detail["loss"], detail["ranks"]) == (800, 2.0, 2)
+        assert [(warning["rank"], warning["step"]) for warning in detail["warnings"]] == [(0, 800), (1, 800)]
+        made = await service.client.post("/v1/runs/run-1/commands", json=ORDER)
+        for rank in living:
+            [command] = (await service.store(rank, rank.sample(900, since=800), age=3601)).commands
+            await service.store(rank, rank.answer(command, 901), age=3602)
+        assert (await service.get(f"/v1/commands/{made.json()['id']}"))["state"] == "applied"
+        for rank in living:
+            await service.store(rank, Finished(step=901, unix_seconds=1.0, status="completed"), age=3603)
+        assert (await service.get("/v1/runs/run-1"))["status"] == "completed"
+
+    play_on_both(story)
 
 
 # ---- a run that the service has forgotten ---------------------------------------------------------------------------
