@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import html
 import itertools
 import os
 import secrets
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract import wire
+from foreshock.contract.incident_form import page_of
 from foreshock.contract.metrics.metric import GUARDED
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor.apart import apart
@@ -78,6 +80,7 @@ class Agent:
         self._outbox = Outbox(self._guards, console_prints=self._console.prints)
         self._switching = Switching(config, self._switchboard, self._outbox.emit, self._console.report_switched)
         self._notes = Notes(self._heads)
+        self._active: Sequence[wire.Verdict] = ()
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], new_id, self._outbox.emit)
         self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
         self._schedule = self._sampler.schedule
@@ -178,7 +181,7 @@ class Agent:
         self._guards["switch"].run(lambda: self._switching.obey(self._outbox.commands(), self.current_step))
 
     def _publish(self, result: DetectorResult) -> None:
-        counted, verdicts, risk = result
+        counted, verdicts, risk, self._active = result
         if counted.broken_step is not None:
             self._crisis.begin(self.current_step)
         self._guards["sample"].run(self._record_coverage, counted)
@@ -202,7 +205,7 @@ class Agent:
 
     def _note(self, counted: Counted) -> None:
         largest = slot_values(counted.words, Slot.SCORE_MAX)
-        if self._console.first and (note := self._notes.of(counted.step, largest, self.detectors.active)) is not None:
+        if self._console.first and (note := self._notes.of(counted.step, largest, self._active)) is not None:
             self._outbox.emit(note)
 
     def _record_coverage(self, counted: Counted) -> None:
@@ -236,6 +239,7 @@ class Agent:
         switched = self._switchboard.switch(heads, mode, step=self.current_step, reason=reason)
         if switched is not None:
             self._outbox.emit(switched)
+            self._guards["console"].run(self._console.report_switched, [switched])
         return switched
 
     def set_qk_clip(self, on: bool, reason: str) -> wire.Clipped:
@@ -370,6 +374,25 @@ class Agent:
                 elif status != "failed" and not self.config.quiet:
                     self._coverage.warn_if_unstepped(self._attached.state.cpu().numpy())
 
+    def _facts(self) -> dict[str, str]:
+        """What a person at a prompt wants to see of this agent."""
+        counts = f"{len(self._attached.layers)} layers, {len(self._heads)} heads"
+        state = "closed" if self._closed else f"at step {self.current_step:,}"
+        warned = "; ".join(verdict.sentence for verdict in self._active[:3]) or "none"
+        more = f" and {len(self._active) - 3} more" if len(self._active) > 3 else ""
+        page = "" if self.config.url is None else page_of(self.config.url, self.run)
+        return {"run": self.run, "state": state, "watches": counts, "warnings": warned + more, "page": page}
+
+    def __repr__(self) -> str:
+        return f"<foreshock agent: {', '.join(f'{name} {fact}' for name, fact in self._facts().items() if fact)}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of an agent that is the last line of a cell."""
+        facts = {name: html.escape(fact) for name, fact in self._facts().items() if fact}
+        if page := facts.get("page"):
+            facts["page"] = f'<a href="{page}" target="_blank" rel="noopener">{page}</a>'
+        return f"<table>{''.join(f'<tr><th>{name}</th><td>{fact}</td></tr>' for name, fact in facts.items())}</table>"
+
     def _inert(self) -> bool:
         return self._closed or os.getpid() != self._pid
 
@@ -407,5 +430,9 @@ def _close(dropped: "weakref.ref[Agent]") -> None:
 
 def _detect(guard: Guard, detectors: Detectors, attached: AttachedModel, counted: Counted) -> DetectorResult:
     """Update the detectors by a sample; runs in their thread, which never holds the agent."""
-    detect = lambda: DetectorResult(counted, detectors.update(attached.readings(counted)), detectors.risk)  # noqa: E731
-    return guard.run(detect) or DetectorResult(counted, [], None)
+
+    def detect() -> DetectorResult:
+        verdicts = detectors.update(attached.readings(counted))
+        return DetectorResult(counted, verdicts, detectors.risk, tuple(detectors.active))
+
+    return guard.run(detect) or DetectorResult(counted, [], None, tuple(detectors.active))

@@ -63,7 +63,11 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
         raise ValueError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         if is_watched(module):
-            raise ValueError(f"{name or 'the model'} is watched by another agent; detach that one first")
+            if hasattr(sys, "ps1"):  # a cell or a line that is run again: Python and IPython have a prompt then
+                detach(model)
+                logger.warning("foreshock: the agent that watched this model was closed; a new one takes its place")
+                break
+            raise ValueError(f"{name or 'the model'} is watched by another agent; call foreshock.detach(model) first")
     _refuse_unknown_names(model, settings)
     found, why = _find(model, settings)
     if why and settings.must_watch:

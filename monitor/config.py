@@ -26,9 +26,12 @@ ClipWhen = Literal["never", "warned", "always"]
 """When QK-Clip scales weights (docs/score-growth.md)."""
 
 
-def _default_spool_directory() -> Path:
+def _default_spool_directory() -> Path | None:
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "foreshock" / "spool"
+    try:
+        return Path(cache).expanduser() / "foreshock" / "spool"
+    except RuntimeError:  # no HOME, and a user that the machine has no entry for, as in many containers
+        return None
 
 
 class AgentConfig(BaseSettings):

@@ -5,6 +5,7 @@ Where nobody has set up logging, Python shows it on the terminal: what is printe
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -42,7 +43,8 @@ class ConsoleReporter:
         self.prints = not config.quiet and self.first
         self._open: dict[frozenset[IncidentCause], _Open] = {}
         """By the causes that are one incident."""
-        self._switched = 0
+        self._switched: defaultdict[str, set[wire.HeadRef]] = defaultdict(set)
+        """Heads that warnings switched, or proposed to switch, by outcome."""
         self._clip: str | None = None
 
     def lines_for(
@@ -75,18 +77,34 @@ class ConsoleReporter:
         return lines
 
     def switched(self, events: Sequence[wire.Switched]) -> list[str]:
-        """A line when the heads that were switched, or proposed to be, have become tenfold."""
-        heads = sum(len(event.heads) for event in events)
-        before, self._switched = self._switched, self._switched + heads
-        if not heads or (before and len(str(self._switched)) == len(str(before))):
-            return []
-        last = events[-1]
-        what = "switched to" if last.outcome == "applied" else "proposed to be switched to"
-        return [f"foreshock: step {last.step}: {self._switched} heads are {what} {last.after[-1]}."]
+        """A line for what a person had done, and one when the heads that warnings switched, or proposed to switch, have
+        become tenfold."""
+        lines: list[str] = []
+        grown: dict[str, tuple[int, wire.Switched]] = {}
+        for event in events:
+            heads, known = f"{len(event.heads)} head{'s' * (len(event.heads) != 1)}", self._switched[event.outcome]
+            if event.verdict is None and event.outcome == "applied":
+                lines.append(f"step {event.step:,}: {heads} switched to {'+'.join(set(event.after))}: {event.reason}")
+                self._switched["applied"] -= set(event.heads)
+            elif event.verdict is None and event.outcome in ("refused", "expired"):
+                lines.append(f"step {event.step:,}: the order to switch {heads} was {event.outcome}: {event.reason}")
+            elif event.outcome in ("applied", "proposed"):
+                grown.setdefault(event.outcome, (len(known), event))
+                known |= set(event.heads)
+        for outcome, (before, event) in grown.items():
+            now = len(self._switched[outcome])
+            if not before or len(str(now)) > len(str(before)):
+                what = "switched to" if outcome == "applied" else "proposed to be switched to"
+                lines.append(
+                    f"step {event.step:,}: {now} {'head is' if now == 1 else 'heads are'} {what} {event.after[-1]}."
+                )
+        return [f"foreshock: {line}" for line in lines]
 
     def report_switched(self, events: Sequence[wire.Switched]) -> None:
-        """Log what `switched` gives."""
-        self.log_lines(self.switched(events))
+        """Log what `switched` gives; what people had done also if the process is to be quiet."""
+        for line in self.switched([event for event in events if event.verdict is None]) if self.first else ():
+            logger.warning("%s", line)
+        self.log_lines(self.switched([event for event in events if event.verdict is not None]))
 
     def log_lines(self, lines: Sequence[str]) -> None:
         """Log these lines, where this process prints any."""

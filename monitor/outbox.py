@@ -21,6 +21,11 @@ Sink = Callable[[wire.Event], None]
 logger: Final = logging.getLogger("foreshock")
 
 
+def _is_not_of_the_sender(record: logging.LogRecord) -> bool:
+    """httpx logs a line for each request; those of the sender's thread would bury the training's own."""
+    return not (record.threadName or "").startswith("foreshock")
+
+
 class Outbox:
     """Hands events on. A sink's fault and the sender's are contained by the guards "sinks" and "sender"."""
 
@@ -50,8 +55,14 @@ class Outbox:
             self._mirror = Mirror(config.mirror, self._guards["tracker"])
             self._mirror.start()
         if config.url is not None:
+            if config.spool_directory is None and "spool_directory" not in config.model_fields_set:
+                logger.warning(
+                    "foreshock: the user has no home folder, so unsent batches stay in memory; set "
+                    "FORESHOCK_SPOOL_DIRECTORY to a folder to store them there"
+                )
             page = page_of(config.url, run)
             self.page = f" ({page})"
+            logging.getLogger("httpx").addFilter(_is_not_of_the_sender)
             self.sender = Sender(config, run=run, boot=boot, health=health)
             self.sender.start()
             if config.shows:

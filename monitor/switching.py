@@ -28,7 +28,7 @@ class Decision(NamedTuple):
 
 
 class Switching:
-    """Acts on verdicts and orders; hands every event to `emit`, and what was switched or proposed to `report`."""
+    """Acts on verdicts and orders; hands every event to `emit`, and what became of a switch to `report`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Switching:
         done = self._switchboard.settle(since_step, step, time.time())
         for switched in done:
             self._emit(switched)
-        self._report([each for each in done if each.verdict and each.outcome == "applied"])
+        self._report(done)
 
     def obey(self, arrived: Iterable[wire.Command], step: int) -> None:
         """Carry out the oldest orders; the rest waits for the boundaries that follow."""
@@ -56,6 +56,7 @@ class Switching:
             done = self._switchboard.obey(command, step=step, unix_seconds=time.time())
             if done is not None:
                 self._emit(done)
+                self._report([done])
 
     def due(self, arrived: Iterable[wire.Command]) -> list[wire.Command]:
         """What to carry out now, in the order of arrival, each once."""
@@ -77,7 +78,7 @@ class Switching:
                 done += board.follow(heads, mode, verdict, step=step, outcome=outcome, policy=named)
         for switched in done:
             self._emit(switched)
-        self._report([each for each in done if each.outcome != "refused"])
+        self._report(done)
 
 
 def decide(

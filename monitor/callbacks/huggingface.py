@@ -11,6 +11,7 @@ import json
 import logging
 from pathlib import Path
 from typing import Any, Final, Unpack
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,11 @@ _NO_MODEL: Final = (
 )
 
 
+_given: Final["WeakKeyDictionary[nn.Module, tuple[AgentSettings, ref[ForeshockCallback]]]"] = WeakKeyDictionary()
+"""The settings of the program's own callback, and that callback, by the model of its Trainer: a Trainer that restores
+callbacks puts one with the checkpoint's settings in its place."""
+
+
 class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Watches the Trainer's model. Arguments are fields of AgentConfig; give secrets as FORESHOCK_TOKEN.
 
@@ -47,6 +53,8 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """The agent of the training under way, or of the last one."""
         self.saved: dict[str, Any] | None = None
         """The agent's state of the last checkpoint."""
+        self.restored = False
+        """Whether the Trainer made this callback from a checkpoint, in place of the program's own."""
         self._hook: Any = None
         self._stay_clean: Any = None
         self._micro_losses: list[Tensor] = []
@@ -56,6 +64,11 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._logged_norm: float | None = None
 
     # ---- training ---------------------------------------------------------------------------------------------------
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note the settings that the program gave."""
+        if (model := kwargs.get("model")) is not None:
+            _given[model] = self._overrides, ref(self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -68,8 +81,17 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 raise ValueError(_NO_MODEL)
             logger.warning("foreshock: nothing is watched, training continues: %s", _NO_MODEL)
             return
+        own, program = _given.get(model, (None, lambda: None)) if self.restored else (self._overrides, lambda: None)
+        if own is None:
+            logger.warning(
+                "foreshock: the Trainer restored its callbacks, so the checkpoint's settings of foreshock hold, not "
+                "those that this program gave"
+            )
+        self._overrides = self._overrides if own is None else own
         # with several GPUs and no launcher the Trainer wraps the model later, which attach is to know
         self.agent = attach(nn.DataParallel(model) if args.n_gpu > 1 else model, **self._overrides)
+        if (callback := program()) is not None:
+            callback.agent = self.agent
         self.agent.qk_clip_with(optimizer=kwargs.get("optimizer"))
         saved = _own_state(args, state) or _saved_in(state, type(self).__name__) or self.saved
         take_up(self.agent, saved, state.global_step)
@@ -150,7 +172,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.agent is not None:
             self.saved = self.agent.state_dict()
         settings = {name: value for name, value in self._overrides.items() if name != "token" and _is_json(value)}
-        return {"args": settings, "attributes": {"saved": self.saved}}
+        return {"args": settings, "attributes": {"saved": self.saved, "restored": True}}
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

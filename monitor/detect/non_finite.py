@@ -62,7 +62,7 @@ class Origin:
         """Of the first broken sample."""
         first = readings.step if readings.broken_step is None else readings.broken_step
         place, empty = "", ""
-        if (words := readings.words) is not None:
+        if heads and (words := readings.words) is not None:
             rows, by_input, by_output, unseen, sound = (
                 slot_values(words, slot)
                 for slot in (

@@ -20,11 +20,15 @@ LONGEST_LAST_WAIT_SECONDS: Final = 5.0
 
 
 class DetectorResult(NamedTuple):
-    """A sample with the detectors' verdicts on it; `risk` is float64 [N], None where they are off."""
+    """A sample with the detectors' verdicts on it; `risk` is float64 [N], None where they are off.
+
+    active: the verdicts that are not cleared. No other thread may read those of the detectors, which may change them.
+    """
 
     counted: Counted
     verdicts: list[wire.Verdict]
     risk: Floats | None
+    active: tuple[wire.Verdict, ...] = ()
 
 
 class DetectorThread:

@@ -2,7 +2,10 @@
 
 import copy
 import logging
+import pwd
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,10 +98,51 @@ def test_a_mistake_of_configuration_is_a_sentence_before_step_1(
 def test_a_second_agent_on_the_same_model_is_refused_and_the_first_goes_on() -> None:
     model = tiny_gpt()
     agent = attach(model, **EVERY_STEP)
-    with pytest.raises(ValueError, match="watched by another agent; detach that one first"):
+    with pytest.raises(ValueError, match=r"watched by another agent; call foreshock\.detach\(model\) first"):
         attach(model, **EVERY_STEP)
     agent.detach()
     attach(model, **EVERY_STEP).close()
+
+
+def test_a_cell_that_is_run_again_replaces_the_agent_and_an_agent_shows_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    model = tiny_gpt()
+    first, listener = attach(model, **EVERY_STEP, run="one"), Listener()
+    first.subscribe(listener)
+    first.step(1.0)
+    with attach(model, **{**EVERY_STEP, "url": "http://127.0.0.1:9"}, run="team/two", spool_directory=None) as second:
+        assert listener.events[-1].kind == "finished"
+        assert "the agent that watched this model was closed" in caplog.text
+        assert repr(first) == "<foreshock agent: run one, state closed, watches 2 layers, 4 heads, warnings none>"
+        second.step(float("nan"))
+        second.step(1.0)
+        assert "page http://127.0.0.1:9/?runs=team/two" in repr(second)
+        assert "not finite" in repr(second)
+        assert '<a href="http://127.0.0.1:9/?runs=team/two"' in second._repr_html_()
+        assert "not finite" in second._repr_html_()
+
+
+@pytest.mark.promise("A27")
+def test_a_user_without_a_home_attaches_and_is_told_that_unsent_batches_stay_in_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)  # of a number that the machine has no name for
+    with attach(tiny_gpt(), quiet=True, url="http://127.0.0.1:9") as agent:
+        agent.step(1.0)
+        assert agent.config.spool_directory is None
+    assert "set FORESHOCK_SPOOL_DIRECTORY" in caplog.text
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "no folder"))
+    with attach(tiny_gpt(), quiet=True, url="http://127.0.0.1:9") as agent:
+        agent.step(1.0)
+    assert not agent.faults
 
 
 def test_global_numbers_are_used_where_a_rank_holds_a_part() -> None:

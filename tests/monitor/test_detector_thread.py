@@ -122,9 +122,14 @@ class SlowDetectors(ScriptedDetectors):
             self.free.wait(20)
         return super().update(readings)
 
+    @property
+    def active(self) -> list[wire.Verdict]:
+        self.threads.add(threading.current_thread().name)
+        return self.standing
+
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_one_thread_alone_updates_the_detectors_also_where_a_checkpoint_meets_late_detectors(
+def test_one_thread_alone_updates_and_reads_the_detectors_also_where_a_checkpoint_meets_late_detectors(
     monkeypatch: pytest.MonkeyPatch, in_time: bool
 ) -> None:
     monkeypatch.setattr(detector_thread, "LONGEST_WAIT_SECONDS", 0.05)

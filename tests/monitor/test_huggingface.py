@@ -354,6 +354,27 @@ def test_a_trainer_whose_model_cannot_be_watched_trains_on(caplog: pytest.LogCap
             assert why in caplog.records[-1].message
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_where_the_trainer_restores_callbacks_the_settings_of_the_program_hold_or_a_line_says_that_they_do_not(
+    known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = TrainingArguments("unused", report_to=[], use_cpu=True)
+    before = ForeshockCallback(**QUICK, run="one")
+    stored = before.state()
+    model, program = gpt2(), ForeshockCallback(**QUICK, run="one", policy="auto", mitigation="exact_delta")
+    if known:
+        program.on_init_end(args, TrainerState(), TrainerControl(), model=model)
+    restored = ForeshockCallback(**stored["args"])  # as Trainer._load_callback_state makes it
+    for name, value in stored["attributes"].items():
+        setattr(restored, name, value)
+    restored.on_train_begin(args, TrainerState(global_step=4), TrainerControl(), model=model)
+    assert restored.agent is not None
+    assert (program.agent is restored.agent) == known
+    assert (restored.agent.config.policy, restored.agent.current_step) == ("auto" if known else "observe", 4)
+    assert ("the checkpoint's settings of foreshock hold" in caplog.text) == (not known)
+    restored.on_train_end(args, TrainerState(), TrainerControl())
+
+
 def test_a_process_beside_the_first_saves_and_takes_up_its_own_state(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-0").mkdir()
     args, state = SimpleNamespace(n_gpu=0, process_index=1, output_dir=str(tmp_path)), TrainerState()

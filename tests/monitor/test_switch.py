@@ -13,6 +13,7 @@ from foreshock.contract import wire
 from foreshock.contract.modes import DEFAULT_MITIGATION, Mode, with_mode
 from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
+from foreshock.monitor.console import ConsoleReporter
 from foreshock.monitor.switch import MAX_ANSWERED, Switchboard
 from foreshock.monitor.switching import decide
 
@@ -54,6 +55,61 @@ def run(
     for step in range(steps):
         agent.step(train_step(model, optimizer, step))
     return agent, listener
+
+
+# ---- the training's log ---------------------------------------------------------------------------------------------
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "foreshock"]
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("attention", ["keep", "kernels"])
+def test_what_a_person_had_switched_and_undone_is_a_line_of_the_log_with_who_why_and_the_step(
+    attention: str, quiet: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_gpt()
+    agent = attach(model, **{**QUICK, "attention": attention, "quiet": quiet})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    orders: list[wire.Command] = []
+    monkeypatch.setattr(agent._outbox, "commands", lambda: [orders.pop()] if orders else [])
+    by_hand = {
+        2: command(), 4: command(id="c2", mode="plain", reason="it was the data"),
+        6: command(id="c3", mode="exact_delta", expires_step=1), 7: command(id="c4", dry_run=True),
+    }  # fmt: skip
+    for step in range(1, 10):
+        orders += [by_hand[step]] if step in by_hand else []
+        agent.step(train_step(model, optimizer, step))
+    agent.set_mode([(0, 0), (0, 1)], "plain", "after a look at the loss")
+    agent.close()
+    said = [line for line in lines_of(caplog) if "switch" in line]
+    assert [line.partition(": ")[2].partition(": ")[2] for line in said] == [
+        "1 head switched to exact_delta: ada: a person asked",
+        "1 head switched to plain: ada: it was the data",
+        "the order to switch 1 head was expired: expired at step 1; this run is at step 6",
+        "2 heads switched to plain: after a look at the loss",
+    ]
+    assert [line.partition(": ")[2].partition(": ")[0] for line in said] == ["step 2", "step 4", "step 6", "step 9"]
+
+
+def test_the_log_counts_each_head_that_is_proposed_once_however_often_it_is() -> None:
+    console = ConsoleReporter(AgentConfig(url=None, policy="approve"), [])
+    proposed: dict[str, Any] = {
+        "id": "s",
+        "step": 9,
+        "verdict": "v",
+        "before": ("plain",),
+        "after": ("row_corrected",),
+        "reason": "r",
+    }
+    many = [wire.Switched(outcome="proposed", heads=((0, head),), **proposed) for head in (0, 1, 2, 0, 1, 2) * 3]
+    [line] = [line for event in many for line in console.switched([event])]
+    assert line == "foreshock: step 9: 1 head is proposed to be switched to row_corrected."
+    refused = wire.Switched(outcome="refused", heads=((0, 5),), **proposed)
+    assert console.switched([refused]) == []
+    tenth = [wire.Switched(outcome="proposed", heads=((1, head),), **proposed) for head in range(7)]
+    assert console.switched(tenth)[0].startswith("foreshock: step 9: 10 heads are proposed")
 
 
 # ---- policy ---------------------------------------------------------------------------------------------------------
@@ -255,6 +311,8 @@ def test_the_memory_of_answered_commands_is_bounded() -> None:
     for number in range(MAX_ANSWERED + 10):
         switchboard.obey(command(id=f"c{number}"), step=1, unix_seconds=0)
     assert len(switchboard.state_dict()["answered"]) == MAX_ANSWERED
+    assert switchboard.answered(f"c{MAX_ANSWERED + 9}")
+    assert not switchboard.answered("c0")
 
 
 @pytest.mark.parametrize(
