@@ -29,6 +29,16 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def hooks_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hooks.example.com is this machine, but no loopback address by its name."""
+    found = socket.getaddrinfo
+
+    def resolved(host: Any, *rest: Any, **options: Any) -> Any:
+        return found("127.0.0.1" if "hooks.example.com" in str(host) else host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+
+
 def words(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -101,12 +111,7 @@ def test_certificates_that_cannot_be_used_are_named_and_read_again_until_they_ca
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda host, *rest, **options: found("127.0.0.1" if "example" in str(host) else host, *rest, **options),
-    )
+    hooks_are_here(monkeypatch)
     trusted = tmp_path / "trusted"
     if trouble == "malformed":
         trusted.write_text("no certificate\n")
@@ -147,6 +152,7 @@ def test_the_proxy_in_use_is_named_without_its_login(
 ) -> None:
     caplog.set_level(logging.INFO)
     port = closed_port().rpartition(":")[2]
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
     monkeypatch.setenv("HTTP_PROXY", f"http://ann:secret-word@{host}:{port}")
     to = started_sender(AWAY)
     send(to, 1)
@@ -156,6 +162,7 @@ def test_the_proxy_in_use_is_named_without_its_login(
     assert any(f"batches are sent to {route}" in record.getMessage() for record in caplog.records)
     assert f"through the proxy http://{host}:{port} (HTTP_PROXY)" in words(caplog)[0]
     assert "secret-word" not in caplog.text
+    assert "certificates" not in caplog.text
 
 
 def test_what_the_environment_cost_is_told_at_the_end(
@@ -178,7 +185,7 @@ def test_what_the_environment_cost_is_told_at_the_end(
         ("[fd00::7]:8765", "[fd00::7]:8765", True),
         ("[fd00::7]:8765", "[fd00::7]:1", False),
         ("[fd00::7]", "[fd00::8],[", False),
-        ("10.1.2.3", "10.0.0.0/8", True),
+        ("10.1.2.3", "10.1.0.1/8", True),
         ("10.1.2.3", "11.0.0.0/8 10.1.2.3", True),
         ("service.corp", ".corp", True),
         ("service.corp", "CORP", True),
@@ -227,21 +234,18 @@ def test_the_first_variable_that_applies_names_the_proxy(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("service", ["http", "https"])
 @pytest.mark.parametrize("proxy", ["http", "https"])
-def test_every_pair_of_service_and_proxy_is_tried(
-    service: str, proxy: str, quick_retries: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_every_pair_of_service_and_proxy_is_reached(
+    service: str, proxy: str, quick_retries: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With TLS to the proxy, the certificates of the environment are the ones that count."""
+    hooks_are_here(monkeypatch)
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
     with hostile_server(acknowledge, tls_of_hooks() if proxy == "https" else None) as server:
-        monkeypatch.setenv("ALL_PROXY", f"{proxy}://127.0.0.1:{server.url.rpartition(':')[2]}")
-        to = started_sender(f"{service}://service.example")
+        monkeypatch.setenv("ALL_PROXY", f"{proxy}://hooks.example.com:{server.url.rpartition(':')[2]}")
+        to = started_sender(f"{service}://service.example", request_seconds=10.0)
         send(to, 1)
-        eventually("the first answer of the other side", lambda: server.headers or to.retries >= 2)
+        eventually("a request to the proxy", lambda: server.headers)
         to.close(0.1)
     verb = "CONNECT service.example:443" if service == "https" else "POST http://service.example"
-    if proxy == "http":
-        assert server.headers[0].startswith(verb)
-    else:  # its certificate is that of another host
-        assert server.headers == []
-        assert "the trusted certificates are those of SSL_CERT_FILE" in caplog.text
+    assert server.headers[0].startswith(verb)
     assert dict(to.faults) == {}
