@@ -86,11 +86,6 @@ def create(connection: Connection, order: Order) -> str:
     return command_id
 
 
-def propose(connection: Connection, run: tuple[int, str], mode: str, heads: list[HeadRef] | None, reason: str) -> None:
-    """Propose an order for a run (its id and name) to people, in the service's name."""
-    create(connection, Order(*run, "service", "service", reason, heads, mode, "proposed"))
-
-
 def create_from_request(
     connection: Connection,
     run: str,

@@ -12,14 +12,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, select
 
 from foreshock.contract.causes import curable
 from foreshock.contract.modes import is_mode, mode_name, parse_mode
 from foreshock.contract.orders import switches
 from foreshock.contract.wire import Batch, HeadRef, Switched
 from foreshock.server.commands.heads_by_rank import RankHeads
-from foreshock.server.commands.lifecycle import OPEN, Order, create, details_of
+from foreshock.server.commands.lifecycle import Order, create, details_of
+from foreshock.server.commands.propose import propose
 from foreshock.server.models import CommandState
 from foreshock.server.runs.incidents import rejected_heads
 from foreshock.server.runs.listing import active_warnings
@@ -28,8 +29,6 @@ from foreshock.server.store import audit, process_starts
 from foreshock.server.store.schema import commands
 
 _EXPIRY_SECONDS: Final = 3600.0
-_MOST_PROPOSALS: Final = 64
-"""Proposals of agents that wait in one run; what comes then stands in the audit trail alone."""
 _MOST_APART: Final = 16
 """Switches with one outcome that a batch may hold, and each is an order of its own."""
 
@@ -95,12 +94,12 @@ def propagate(
         command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
         if connection.execute(select(commands.c.id).where(commands.c.id == command_id)).first():
             continue
-        state: CommandState = "proposed"
+        state: CommandState | None = None
         if applied and not _others(ranks, batch.rank, heads):
             state = "applied"
         elif justified:
             state = "pending"
-        elif _enough_proposed(connection, run_id, heads, mode) or _is_rejected(connection, run_id, verdicts):
+        elif _is_rejected(connection, run_id, verdicts):
             continue
         order = Order(
             run_id=run_id,
@@ -110,12 +109,15 @@ def propagate(
             reason=switched.reason or "local decision",
             heads=heads,
             mode=mode,
-            state=state,
+            state=state or "proposed",
             expires=time.time() + _EXPIRY_SECONDS,
             id=command_id,
             answered=(batch.rank, switched) if applied else None,
         )
-        create(connection, order)
+        if state is None:
+            propose(connection, order, {parse_mode(mode): heads})
+        else:
+            create(connection, order)
 
 
 def _others(ranks: Mapping[int, RankHeads], rank: int, heads: list[HeadRef]) -> set[int]:
@@ -156,16 +158,3 @@ def _is_rejected(connection: Connection, run_id: int, verdicts: frozenset[str | 
     named = [verdict for verdict in verdicts if verdict is not None]
     raised = active_warnings(connection, [run_id], named).get(run_id, []) if named else []
     return bool(raised) and {(one.layer, one.head) for one in raised} <= rejected_heads(connection, run_id)
-
-
-def _enough_proposed(connection: Connection, run_id: int, heads: list[HeadRef], mode: str) -> bool:
-    """Whether the same is proposed or ordered already, or so much that nobody reads more."""
-    open_ = commands.c.run_id == run_id, commands.c.state.in_(("proposed", *OPEN))
-    machines = commands.c.source.in_(("agent", "rank"))
-    if connection.execute(select(func.count()).where(*open_, machines)).scalar_one() >= _MOST_PROPOSALS:
-        return True
-    wanted = {tuple(ref) for ref in heads}
-    return any(
-        row.heads is None or wanted <= {tuple(ref) for ref in row.heads}
-        for row in connection.execute(select(commands.c.heads).where(*open_, commands.c.mode == mode))
-    )

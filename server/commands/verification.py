@@ -14,12 +14,12 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, select, update
 
 from foreshock.contract.metrics.catalog import BY_KEY
-from foreshock.contract.modes import mode_name, stronger
+from foreshock.contract.modes import stronger
 from foreshock.contract.orders import switches
 from foreshock.contract.switch_verdict import POINTS, SIGNALS, SignalGrowth, growth_of
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.commands import lifecycle as commands
-from foreshock.server.commands.bounds import refusal
+from foreshock.server.commands.propose import propose
 from foreshock.server.curves.drawing import Curve, Window, draw, edges
 from foreshock.server.curves.merging import axis_of
 from foreshock.server.curves.rollups import Roller
@@ -177,11 +177,11 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     known = process_starts.of_now(connection, [row.run_id])[row.run_id]
     observed = described(known).get("policy", "observe") == "observe"
     loose = [ref for ref in loose if ref in due.active]
-    if next_mode is None or observed or refusal(settings, connection, row.run_id, loose) is not None:
+    if next_mode is None or observed:
         return
     modes, held = present(connection, row.run_id)
-    for mode, wanted in switches(loose, modes, next_mode, held=held).items():
-        commands.propose(connection, (row.run_id, row.run), mode_name(mode), wanted, sentence)
+    order = commands.Order(row.run_id, row.run, "service", "service", sentence, None, "", "proposed")
+    propose(connection, order, switches(loose, modes, next_mode, held=held), settings.webhook_cooldown_seconds)
 
 
 def _growths(

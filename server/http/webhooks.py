@@ -22,13 +22,13 @@ from sqlalchemy import Connection, Row, delete, select, update
 from foreshock.contract.causes import curable
 from foreshock.contract.incident import Incident
 from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
-from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode, mode_name
+from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode
 from foreshock.contract.orders import switches
 from foreshock.server.access.auth import Actor
 from foreshock.server.commands import lifecycle as commands
-from foreshock.server.commands.bounds import refusal
 from foreshock.server.commands.heads_by_rank import heads_by_rank, modes_here, nobody_left
-from foreshock.server.models import CommandState, Problem, WebhookResult
+from foreshock.server.commands.propose import propose
+from foreshock.server.models import Problem, WebhookResult
 from foreshock.server.requests import Storable
 from foreshock.server.runs.incidents import incidents_of, rejected_heads
 from foreshock.server.runs.newest import described
@@ -190,12 +190,10 @@ def _switch(
     key = hashlib.sha256(f"{alert_key}:{refs}".encode()).hexdigest()
     if _has_acted(connection, key):
         return "duplicate: this alert has acted before"
-    if why := refusal(settings, connection, run_id, refs):
+    order = replace(order, state="pending" if incident.act == "switch" else "proposed")
+    if why := propose(connection, order, wanted, settings.webhook_cooldown_seconds):
         return note("webhook refused", why)
     _remember(connection, key)
-    state: CommandState = "pending" if incident.act == "switch" else "proposed"
-    for mode, heads in wanted.items():
-        commands.create(connection, replace(order, heads=heads, mode=mode_name(mode), state=state))
     return "ordered" if incident.act == "switch" else "proposed"
 
 

@@ -94,6 +94,22 @@ def test_what_an_agent_switched_by_itself_can_be_undone_as_well(play: Any) -> No
     play(story)
 
 
+def test_an_undo_leaves_out_heads_that_did_not_get_the_mode_of_the_order(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await service.store(rank, rank.started(), rank.sample(1))
+        order = {**ORDER, "heads": [[0, 1], [0, 2]]}
+        command = (await service.client.post("/v1/runs/run-1/commands", json=order)).json()["id"]
+        [sent] = (await service.store(rank, rank.sample(2))).commands
+        answer = rank.answer(sent, 3).model_copy(update={"after": ("exact_delta", "row_corrected")})
+        await service.store(rank, answer)
+        assert (await service.client.post(f"/v1/commands/{command}/undo", json=WHO)).status_code == 201
+        [back] = (await service.store(rank, rank.sample(4))).commands
+        assert (back.mode, back.heads) == ("plain", ((0, 1),))
+
+    play(story)
+
+
 def not_arrested(text: str) -> float:
     [line] = [line for line in text.splitlines() if line.startswith('foreshock_switch_not_arrested{run="run-1"}')]
     return float(line.split()[-1])

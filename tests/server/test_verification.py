@@ -1,5 +1,6 @@
 """A switch is verified some steps later, and escalated when it did not help."""
 
+import asyncio
 import json
 from typing import Any, ClassVar
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import SecretStr
 from sqlalchemy import select
-from tests.server.switched_runs import ORDER, commands_of, judge, switched
+from tests.server.switched_runs import ORDER, commands_of, grown, judge, switched
 
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Policy, Sample, Switched, head_refs
@@ -196,6 +197,38 @@ def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fres
         await service.store(rank, rank.sample(1020))
         await judge(service)
         assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
+
+    play(story)
+
+
+def test_two_replicas_that_judge_at_once_write_one_verdict_and_one_proposal(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await switched(service, mode="stable_softmax")
+        await asyncio.gather(judge(service), judge(service))
+        events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
+        assert [bool(event["command"]["verification"]) for event in events].count(True) == 1
+        assert [one["source"] for one in await commands_of(service)].count("service") == 1
+
+    play(story, webhook_cooldown_seconds=0)
+
+
+def test_a_switch_is_judged_from_the_step_of_the_last_rank_that_made_it(play: Any) -> None:
+    async def story(service: Any) -> None:
+        ranks = [FakeRank(), FakeRank(rank=1)]
+        for rank in ranks:
+            await service.store(rank, rank.started(), *(grown(rank, step, 1.0, 4.0) for step in range(20, 2000, 20)))
+        await service.store(ranks[0], ranks[0].verdict(1990))
+        command = (await service.client.post("/v1/runs/run-1/commands", json=ORDER)).json()["id"]
+        for rank, at in zip(ranks, (2000, 2600), strict=True):
+            [sent] = (await service.store(rank, grown(rank, at, 1.0, 4.0))).commands
+            await service.store(rank, rank.answer(sent, at))
+        for until, verdict in ((3100, None), (3640, "not arrested")):
+            for rank in ranks:
+                await service.store(rank, *(grown(rank, step, 1.0, 4.0) for step in range(until - 480, until + 1, 20)))
+            await judge(service)
+            assert (await service.get(f"/v1/commands/{command}"))["verification"] == verdict
+        events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
+        assert any("at step 2,600: not arrested" in event["sentence"] for event in events)
 
     play(story)
 
