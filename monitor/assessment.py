@@ -25,6 +25,7 @@ _COSTS: Final = {
     '"kernels" counts every row and costs 2.2 % and 1.3 % (measured on one H200)',
     "cpu": 'attention="keep" (default) leaves it as it is; "kernels" runs a slow reference here, for tests',
 }
+_EXACT: Final = "Drift by rounding: not in this run. Its attention ran in float32, and the drift needs 16 bits."
 _APART: Final[Any] = {"url": None, "spool_directory": None, "quiet": True}
 _BACKENDS: Final = {
     "CUDNN_ATTENTION": "cuDNN",
@@ -91,7 +92,7 @@ def assess(
             *_scores(watched, likely),
             *batch.lines,
             *_adapters(watched),
-            *rounding(bias, rotary, normalised),
+            *(rounding(bias, rotary, normalised) if likely or not batch.types else [_EXACT]),
             *_growth(normalised=normalised),
         ]
     lines += _of_optimizer(optimizer) if optimizer is not None else []
@@ -188,6 +189,8 @@ def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor])
             parameter.grad = grad
     if not bool(value.isfinite().all()):
         batch.lines.append("Batch: its loss is not finite. Run foreshock diagnose, which names the first such place.")
+    unmeasured = (line.strip() for line in agent.report().splitlines() if "kept, not measured" in line)
+    batch.lines += [f"Batch: {line}." for line in unmeasured]
     batch.lines += [line for sample in samples if (words := sample.words()) is not None for line in _hidden(words)]
     return batch
 

@@ -4,8 +4,8 @@ import copy
 
 import torch
 from rich.console import Console
-from tests.lab.patients import adapted, eager, left_padded, qwen
-from tests.monitor.tiny_models import tiny_gpt
+from tests.lab.patients import adapted, attention_with_weights, eager, left_padded, qwen
+from tests.monitor.tiny_models import batch, tiny_gpt
 
 import foreshock
 from foreshock.cli.doctor import report_model
@@ -61,6 +61,20 @@ def test_a_batch_whose_loss_is_not_finite_is_sent_to_diagnose() -> None:
     model = tiny_gpt()
     seen = foreshock.assess(model, loss=lambda: next(model.parameters()).sum() * float("nan"))
     assert "Run foreshock diagnose" in line(seen, "Batch")
+
+
+def test_a_batch_in_float32_is_not_called_open_to_rounding() -> None:
+    model = tiny_gpt()
+    seen = foreshock.assess(model, loss=lambda: model(batch(1)).square().mean())
+    assert "not in this run" in line(seen, "Drift by rounding")
+    assert "open to it" in line(foreshock.assess(model), "Drift by rounding")
+
+
+def test_a_layer_that_the_batch_does_not_measure_is_named_with_the_remedy() -> None:
+    model, loss = attention_with_weights()
+    said = line(foreshock.assess(model, loss=loss), "Batch")
+    assert "kept, not measured" in said
+    assert "give need_weights=False" in said
 
 
 def test_a_model_on_the_cpu_gets_no_figures_of_a_gpu() -> None:
