@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract.environment import as_header_carries, names_a_host, token_in
-from foreshock.contract.route import RouteError, transport_to, unanswered
+from foreshock.contract.route import transport_to, unanswered
 
 DEFAULT_URL: Final = "http://127.0.0.1:8765"
 SETTLED: Final = frozenset({"applied", "refused", "expired", "dry_run", "rejected", "cancelled"})
@@ -390,7 +390,7 @@ def http_client(
     try:
         headers = {"Authorization": f"Bearer {as_header_carries(token)}"} if token else {}
         transport = transport or transport_to(url)
-    except (ValueError, RouteError) as error:
+    except (ValueError, OSError) as error:
         raise ServiceError(str(error)) from None
     return _Connections(transport, base_url=url, headers=headers, timeout=timeout_seconds)
 
