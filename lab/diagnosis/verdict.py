@@ -181,7 +181,7 @@ def _of_a_shift(shifted: Sequence[Head], models: Sequence[Source]) -> Finding:
     shifts = ", ".join(f"{each['shift']:+.1f} nats in {each.source}" for each in course)
     if models[-1].exact:
         kind = "float32"
-        words = f"Attention is shifted, but as it was run here not by this rounding: it runs in float32. Still, {shift}"
+        words = f"Attention is shifted, but not by this rounding, because it ran in float32 here: {shift}"
         advice = ["Run the model under the autocast, or in the dtype, of your training, and diagnose again."]
     elif len(course) == 1:
         kind = "shifted"
@@ -199,7 +199,9 @@ def _of_a_shift(shifted: Sequence[Head], models: Sequence[Source]) -> Finding:
         )
     else:
         kind, advice = "settled", [_ELSEWHERE]
-        words = f"Attention is shifted, but does not grow: {shifts}. Still, {shift} Models may carry a shift unharmed."
+        words = (
+            f"Attention is shifted, but the shift does not grow: {shifts}. Many healthy models have one. Here {shift}"
+        )
     return Finding(kind, words, advice, _places(shifted))
 
 

@@ -27,7 +27,7 @@ def test_a_head_whose_scores_moved_as_a_whole_is_named_with_what_would_confirm_i
     ("nats", "sentence"),
     [
         ((20.0, 60.0), "Attention, most likely this rounding"),
-        ((60.0, 60.0), "Attention is shifted, but does not grow"),
+        ((60.0, 60.0), "Attention is shifted, but the shift does not grow"),
         ((20.0, 60.0, 20.0), "It grew and is back"),
     ],
 )
@@ -40,7 +40,7 @@ def test_several_checkpoints_say_whether_the_shift_grows(
 
 
 def test_a_shift_in_attention_that_runs_in_float32_is_not_called_this_rounding(tmp_path: Path) -> None:
-    assert "as it was run here not by this rounding: it runs in float32" in diagnosed(
+    assert "not by this rounding, because it ran in float32 here" in diagnosed(
         tmp_path, key_bias(60.0), build="in_float32"
     ).output.replace("\n", " ")
 
