@@ -171,7 +171,7 @@ def runs(
 @app.command()
 def export(
     run: Annotated[str, typer.Argument(help="Run to read.")],
-    metric: Annotated[str, typer.Argument(help="A metric of docs/metrics.md by its key, such as run.loss.")],
+    metric: Annotated[str, typer.Argument(help="A metric by its key, such as run.loss.")],
     layer: Annotated[int | None, typer.Option(help="Layer, for a metric of heads.")] = None,
     head: Annotated[
         int | None, typer.Option(help="Head of that layer; by default the worst head at each point.")

@@ -20,7 +20,7 @@ def list_runs(client: Service, console: Console) -> None:
     """A table of every run: what needs a person first, and what has ended last."""
     rows = sorted(client.runs(), key=lambda run: -run["urgency"])
     if not rows:
-        console.print("No run has sent anything yet. Attach one: docs/quickstart.md")
+        console.print('No run has sent anything yet. In a training: foreshock.attach(model, run="my-run", url=...)')
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, justify in (("run", "left"), ("state", "left"), ("severity", "left"), ("step", "right"),

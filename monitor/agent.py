@@ -132,6 +132,8 @@ class Agent:
     def _count(self, step: int | None) -> bool:
         if not self._started and not self.current_step and step is not None:  # resumed, without a state
             self.begin_at(max(int(step) - 1, 0))
+        if step is None:
+            self._sampler.weight_changes.look()
         self._schedule.step_done(step)
         return True
 

@@ -283,7 +283,7 @@ def rounding(bias: KeyBias, rotary: bool, normalised: bool) -> list[str]:
     if bias == "trained" and not rotary and not normalised:
         return [
             "Drift by rounding: open to it. The keys have a bias, without rotary positions and qk-norm; 15 of 22 "
-            "unseen runs of small models of this kind reached scores past 512 (docs/evidence.md).",
+            "unseen runs of small models of this kind reached scores past 512.",
             "  First remedy: drop the bias of the keys or freeze it at zero. In this model it changes no output.",
         ]
     if bias == "trained":
@@ -293,14 +293,13 @@ def rounding(bias: KeyBias, rotary: bool, normalised: bool) -> list[str]:
             else ("rotary positions", "none of five runs drifted far")
         )
         return [
-            f"Drift by rounding: perhaps. The keys have a bias, beside {beside}: {seen} (docs/evidence.md).",
+            f"Drift by rounding: perhaps. The keys have a bias, beside {beside}: {seen}.",
             "  First remedy: watch it; a switch of mode is there if a head is warned about.",
         ]
     if bias == "unknown":
         return ["Drift by rounding: not known, because the projection of the keys was not found."]
     return [
-        "Drift by rounding: perhaps. GPT-2 small without biases failed so, in the paper and here, at a rate of 1e-3 "
-        "(docs/evidence.md).",
+        "Drift by rounding: perhaps. GPT-2 small without biases failed so, in the paper and here, at a rate of 1e-3.",
         "  First remedy: watch it; a switch of mode is there if a head is warned about.",
     ]
 
@@ -309,8 +308,7 @@ def _growth(*, normalised: bool) -> list[str]:
     if normalised:
         return ["Scores that grow: hardly. Queries and keys are normalised, so that their weights bound each score."]
     return [
-        "Scores that grow: open to it, as every model without qk-norm at a learning rate that is too high "
-        "(docs/score-growth.md).",
+        "Scores that grow: open to it, as every model without qk-norm at a learning rate that is too high.",
         '  First remedy: a lower rate or a longer warm-up; in a run that goes on, qk_clip="warned".',
     ]
 

@@ -33,6 +33,8 @@ class AttachedModel:
     lookout: Lookout
     """Looks out for attention that is not watched."""
     model: "weakref.ref[nn.Module]"
+    weights: tuple["weakref.ref[Tensor]", ...] = ()
+    """Some of the parameters, which change when an optimizer steps."""
     unwatched: int = 0
     """Attention modules that were found and cannot be watched."""
 

@@ -30,6 +30,7 @@ from foreshock.monitor.attention.layout_proof import LayoutProof
 from foreshock.monitor.attention.lookout import Lookout
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig, make_config
+from foreshock.monitor.guard import say
 from foreshock.monitor.model.discovery import Found, find_attention
 from foreshock.monitor.model.table import table_of
 from foreshock.monitor.model.weights import device_of
@@ -91,6 +92,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
             layers=_described(watched, settings, served_by(state, settings.numerics)),
             layouts=tuple(layout for _, layout in of_modules),
             numerics=settings.numerics,
+            weights=_some_weights(watched),
             report=_report(model, settings, found, selector, served_by(state, settings.numerics)),
             selector=selector,
             lookout=lookout,
@@ -217,6 +219,11 @@ def _install(
     return take_out
 
 
+def _some_weights(watched: list[Found]) -> tuple[weakref.ref[Tensor], ...]:
+    ends = [*watched[:1], *watched[1:][-1:]]
+    return tuple(weakref.ref(each) for f in ends for each in f.module.parameters() if not each.is_inference())
+
+
 def _described(watched: list[Found], settings: AgentConfig, ours: str) -> tuple[Layer, ...]:
     """The layers as the service gets them; `ours`: what of ours serves them, where it does."""
     sampled = settings.attention != "kernels"
@@ -261,7 +268,7 @@ def _report(model: nn.Module, settings: AgentConfig, found: list[Found], selecto
     danger = rounding(*openness(model, watched))[0]
     report = f"{table_of(found, now)}\nnumerics: {numerics}\n{selector.describe()}"
     if settings.shows:
-        print(f"{danger}\n{report}", file=sys.stderr)
+        say(f"{danger}\n{report}")
     return report
 
 

@@ -1,6 +1,7 @@
 """Contains the agent's own faults, so that no bug of ours reaches the training loop (promise A15)."""
 
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +12,15 @@ logger: Final = logging.getLogger("foreshock")
 
 FAULTS_IN_A_ROW: Final = 3
 LOG_EVERY_SECONDS: Final = 20.0
+
+
+def say(text: str) -> None:
+    """Print to standard error, on lines of its own also while tqdm draws a bar there."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is None:
+        print(text, file=sys.stderr)
+    else:
+        bars.write(text, file=sys.stderr)
 
 
 P = ParamSpec("P")

@@ -1,7 +1,6 @@
 """Where the agent's events go: to those who subscribed, in this thread, then to mirror, sender and the log."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -12,7 +11,7 @@ from foreshock.contract.decision import cause_of
 from foreshock.contract.incident_form import page_of
 from foreshock.contract.route import through
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.guard import Guard
+from foreshock.monitor.guard import Guard, say
 from foreshock.monitor.mirror import Mirror
 from foreshock.monitor.sampling.sample import SampleDraft
 from foreshock.monitor.transport.sender import Sender
@@ -67,7 +66,7 @@ class Outbox:
             self.sender.start()
             if config.shows:
                 by = through(config.url)
-                print(f"foreshock: live page {page}" + (f"; batches are sent{by}" if by else ""), file=sys.stderr)
+                say(f"foreshock: live page {page}" + (f"; batches are sent{by}" if by else ""))
 
     def emit(self, event: wire.Event) -> None:
         """Hand an event over; a switch is kept until the run has started."""

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,6 +17,9 @@ from foreshock.monitor.sampling.collector import MAX_NOTES, Collector, Counted
 from foreshock.monitor.sampling.norms import ModelNorms
 
 logger: Final = logging.getLogger("foreshock")
+
+_CHANGES: Final = 8
+"""So often the weights have to change before the agent knows how often it is called for each change."""
 
 
 def passes(before: int, after: int, every: int) -> bool:
@@ -120,6 +124,33 @@ class SamplingSchedule:
         self._steps, self._seconds, self._agent_seconds = 0, 0.0, 0.0
 
 
+class WeightChanges:
+    """Notices calls of the agent for every micro-batch: the weights change more rarely than it is called.
+
+    An optimizer that writes through `.data`, or in a CUDA graph, shows no change: then nothing is said.
+    """
+
+    def __init__(self, weights: Sequence["weakref.ref[Tensor]"]) -> None:
+        self._weights = weights
+        self._version: int | None = None
+        self._calls = self._changes = 0
+
+    def look(self) -> None:
+        """The agent was called, without a number of the step."""
+        if self._changes == _CHANGES:
+            return
+        version = sum(weight._version for each in self._weights if (weight := each()) is not None)
+        self._calls += self._version is not None
+        self._changes += self._version not in (None, version)
+        self._version = version
+        if self._changes == _CHANGES and self._calls >= 2 * _CHANGES - 1:
+            logger.warning(
+                "foreshock: the weights changed %d times in %d calls of agent.step, as if it was called for every "
+                "micro-batch; call it once after each optimizer.step(), or pass its number: agent.step(loss, step=n)",
+                *(self._changes, self._calls),
+            )
+
+
 class Sampler:
     """The sampling schedule of an agent, its collector and its norms.
 
@@ -136,6 +167,7 @@ class Sampler:
         self.schedule: Final = SamplingSchedule(config)
         self.collector: Final = Collector(attached.state)
         self.norms: Final = ModelNorms(attached.layers, [layout.current for layout in attached.layouts])
+        self.weight_changes: Final = WeightChanges(attached.weights)
         self._guards: Final = guards
         self._before_sample: Final = before_sample
 

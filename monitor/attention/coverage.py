@@ -1,7 +1,6 @@
 """A report of what is, not what was promised: who serves each layer, which layers count, and which stopped counting."""
 
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from foreshock.monitor.attention.layout_proof import LayoutProof, table_of_norms
 from foreshock.monitor.attention.running import outside
 from foreshock.monitor.attention.watched_layer import NOT_RUN, WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.guard import say
 from foreshock.monitor.model.table import listed
 
 _SILENT_SAMPLES: Final = 3
@@ -200,7 +200,7 @@ class CoverageReport:
     def show(self, step: int) -> None:
         """Print the table, where this process prints any."""
         if self._shows and (table := self.table(norms=True)):
-            print(f"foreshock, from step {step} on:\n{table}", file=sys.stderr)
+            say(f"foreshock, from step {step} on:\n{table}")
 
     def table(self, *, norms: bool = False) -> str:
         """A line for each group of layers that stand alike, and how many are watched in all; norms: then those whose

@@ -46,5 +46,5 @@ class Notes:
             signal="score",
             evidence={"score": max(score for _, score in new)},
             sentence=f"Note: the largest score of {named}{more} passed {NOTED_SCORE:g} for the first time{count}. "
-            "Healthy heads do so too; if it goes on growing, docs/score-growth.md has the remedies.",
+            "Healthy heads do so too; if it keeps growing, lower the learning rate or set qk_clip='warned'.",
         )

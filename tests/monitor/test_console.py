@@ -1,6 +1,9 @@
 """What stands on the training's terminal: incidents, never a line for each head."""
 
+import ast
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ from tests.monitor.doubles import verdict
 from tests.monitor.test_switch import run
 from tests.monitor.tiny_models import tiny_gpt
 
+import foreshock
 from foreshock.contract import wire
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.console import ConsoleReporter
@@ -122,3 +126,18 @@ def test_an_incident_stands_once_on_the_terminal_of_a_training_that_set_up_no_lo
     agent.close()
     told = [line for line in capsys.readouterr().err.splitlines() if "layer 0 head 1" in line]
     assert [line.split(":")[0] for line in told] == ["foreshock, step 1" if quiet else "foreshock"]
+
+
+def test_nothing_that_is_printed_points_into_a_folder_that_an_installed_foreshock_lacks() -> None:
+    package = Path(foreshock.__file__).parent
+    texts = 0
+    for file in (each for part in ("monitor", "cli", "contract") for each in (package / part).rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        bare = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)
+        }  # docstrings are for readers of code
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in bare:
+                texts += 1
+                assert not re.search(r"\bdocs/[\w/-]+\.md", node.value), f"{file}:{node.lineno}"
+    assert texts > 1000

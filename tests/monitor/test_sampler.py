@@ -1,14 +1,18 @@
 """When samples are taken: at multiples of a number of steps, so that ranks sample the same steps without talking."""
 
 import itertools
+import re
+import sys
 import time
 from typing import Any
 
 import pytest
+import torch
+import tqdm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.monitor.doubles import Listener
-from tests.monitor.tiny_models import tiny_gpt
+from tests.monitor.tiny_models import batch, tiny_gpt, train_step
 
 from foreshock.contract import wire
 from foreshock.monitor import attach
@@ -160,3 +164,57 @@ def test_the_start_of_a_run_bears_the_step_that_its_training_is_at(first: int, b
     assert [started.step for started in listener.of(wire.Started)] == [start]
     assert listener.of(wire.Sample)[0].since_step == start
     assert agent.current_step == first + 29
+
+
+class ThroughData:
+    """An optimizer that writes weights where PyTorch does not count it."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.parameters, self.lr = list(parameters), lr
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.data.add_(parameter.grad, alpha=-self.lr)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    ("every", "optimizer", "numbered", "warned"),
+    [
+        (4, torch.optim.SGD, False, True),
+        (2, torch.optim.AdamW, False, True),
+        (4, torch.optim.SGD, True, False),
+        (1, torch.optim.AdamW, False, False),
+        (4, ThroughData, False, False),
+    ],
+)
+def test_an_agent_that_is_called_for_every_micro_batch_says_so_once(
+    every: int, optimizer: Any, numbered: bool, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_gpt()
+    updates = optimizer(model.parameters(), lr=0.1)
+    with attach(model, quiet=True, strict=True, url=None) as agent:
+        for call in range(12 * every):
+            loss = model(batch(call)).square().mean()
+            loss.backward()
+            if call % every == every - 1:
+                updates.step()
+                updates.zero_grad()
+            agent.step(loss, step=call // every + 1 if numbered else None)
+    said = [record.message for record in caplog.records if "every micro-batch" in record.message]
+    assert len(said) == warned
+
+
+def test_the_table_of_step_1_is_on_lines_of_its_own_under_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_gpt()
+    with tqdm.tqdm(total=3, file=sys.stderr) as bar, attach(model, url=None, norms_every_steps=0) as agent:
+        for step in range(3):
+            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+            bar.update()
+            bar.refresh()
+    lines = re.split(r"[\r\n]+", capsys.readouterr().err)
+    assert "foreshock, from step 1 on:" in lines
+    assert any(line.startswith("watched 2 of 2") for line in lines)
