@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import tqdm
+import tqdm  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.monitor.doubles import Listener
