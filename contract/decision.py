@@ -5,7 +5,7 @@ does not do. A switch changes rounding alone: only growth that looks like roundi
 """
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from foreshock.contract.causes import CAUSES, LOWER, IncidentCause, curable
 from foreshock.contract.modes import stronger
@@ -21,26 +21,81 @@ Progress = Literal["unswitched", "switched", "arrested", "not arrested"]
 
 STEPS_BEFORE: Final = 1000
 """A chart that alerts and messages open begins so long before its incident, or twice as long as that has lasted."""
-HOLDS: Final = "no machine asks for it again until a warning of these heads is raised anew."
-"""How long a person's no holds: it was an answer to the evidence of the warnings that stood then."""
-_GROWTH: Final[dict[str | None, tuple[str, str]]] = {
-    "never": (
-        CAUSES["score growth"].done,
-        f'{LOWER}; if it goes on, resume from {{checkpoint}} with qk_clip="always".',
-    ),
-    "warned": ("QK-Clip starts with the next new warning.", f"{LOWER}."),
-    "on": (
-        "QK-Clip is on: after each step it scales heads whose largest score passed its threshold.",
-        "Watch the loss. If it does not come back, resume from {checkpoint} with a lower learning rate.",
-    ),
-}
-"""What is done about scores that grow, and what is left to people, by the state of QK-Clip (`Started.qk_clip`)."""
 _ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
 _WHOSE: Final = {
     "head": "the heads that are warned about",
     "layer": "their layers",
     "model": "every head",
 }
+
+
+class _Text(NamedTuple):
+    """What is done, what is left to people, and the button for it. Fields in braces are filled in by `decision`."""
+
+    done: str
+    to_do: str
+    ask: Ask = "none"
+
+
+_RESUME: Final = "The run has ended. Resume it from {checkpoint}"
+_GROWTH: Final = {
+    "never": _Text(
+        CAUSES["score growth"].done, f'{LOWER}; if it goes on, resume from {{checkpoint}} with qk_clip="always".'
+    ),
+    "warned": _Text("QK-Clip starts with the next new warning.", f"{LOWER}."),
+    "on": _Text(
+        "QK-Clip is on: after each step it scales heads whose largest score passed its threshold.",
+        "Watch the loss. If it does not come back, resume from {checkpoint} with a lower learning rate.",
+    ),
+}
+"""Scores grow: by the state of QK-Clip (`Started.qk_clip`)."""
+_BY_HAND: Final = "Switch every head to {mitigation}."
+_LATER: Final = "Watch the growth; if it goes on, switch every head to {mitigation}."
+_WAIT: Final = "Wait for the agents' answer."
+_GROWS_ON: Final = "{given}, and the growth goes on: rounding is not all of it."
+_UNDONE: Final = ("expired", "refused", "cancelled", "dry_run")
+_ROUNDING: Final[dict[str, _Text]] = {
+    # what the policy does, while nothing is switched and no order is known
+    "switch": _Text(
+        "Policy auto: the agent switches {whose} to {mitigation} at the next step.{so_far}",
+        "Look whether the growth stops.",
+    ),
+    "propose": _Text(
+        "A switch of {whose} to {mitigation} waits for your approval.{so_far}",
+        "Approve the switch to {mitigation}.",
+    ),
+    "none": _Text("Nothing is switched: the run's policy is observe.{so_far}", _BY_HAND, "switch"),
+    "no proposal": _Text("Nothing is switched, and no proposal waits.{so_far}", _BY_HAND, "switch"),
+    "over": _Text(
+        "Nothing grows any more, without a switch.{so_far}",
+        "Look at the loss. If it stays on its track, wait: the warning is cleared when nothing has grown for a while.",
+    ),
+    # how far an order is, of heads that are not switched; "applied": a person took the switch back
+    "proposed": _Text(
+        "A switch of {whose} to {mode} waits for your approval.{so_far}", "Approve the switch to {mode}.", "approve"
+    ),
+    "pending": _Text("{by}; it goes out with the agents' next batch.", _WAIT),
+    "delivered": _Text("{by}; not every rank has answered.", _WAIT),
+    "rejected": _Text("{by}: no machine asks for it again until one of these heads has a new warning.", _LATER),
+    "applied": _Text(
+        "{by}: these heads are set to {mode}. No machine asks for a switch again until one of them has a new warning.",
+        _LATER,
+    ),
+    **dict.fromkeys(_UNDONE, _Text("Nothing is switched.{way}", _BY_HAND, "switch")),
+    # what became of the switch
+    "switched": _Text(
+        "{given}.{way}", "Wait for the verdict on the switch: by default it comes a thousand steps later."
+    ),
+    "arrested": _Text("{given}, and the growth has stopped.{way}", "Nothing."),
+    "not arrested": _Text(f"{_GROWS_ON}{{way}}", "Resume from {checkpoint} with a lower learning rate."),
+    "not arrested, stronger": _Text(
+        f"{_GROWS_ON}{{way}}", "Switch on to {stronger}, or resume from {checkpoint} with a lower learning rate."
+    ),
+    "not arrested, proposed": _Text(
+        _GROWS_ON, "Approve the switch to {mode}, or resume from {checkpoint} with a lower learning rate.", "approve"
+    ),
+}
+"""Rounding drives heads: what is done and what to do, by the policy, the order, or what became of the switch."""
 
 
 def cause_of(verdict: Verdict) -> IncidentCause:
@@ -106,45 +161,52 @@ def decision(
     warning of the incident is critical.
     """
     act = act_on(cause, policy)
-    checkpoint = "a checkpoint before the first warning" if before_step is None else checkpoint_before(before_step)
-    given = f"{_count(switched, heads)} switched"
+    words = {
+        "checkpoint": "a checkpoint before the first warning"
+        if before_step is None
+        else checkpoint_before(before_step),
+        "given": f"{_count(switched, heads)} switched",
+        "so_far": f" So far {switched} of {heads} are switched." if 0 < switched < heads else "",
+        "whose": _WHOSE.get(scope or "head", "every head"),
+        "mitigation": mitigation,
+        "stronger": stronger(mitigation) or "",
+        "mode": "" if order is None else order.mode,
+        "by": "" if order is None else order.way,
+        "way": "" if order is None else f" {order.way}.",
+    }
     if ended and progress != "arrested":
         cured = curable(cause) and progress == "not arrested"
         how = "with a lower learning rate." if cured else CAUSES[cause].resumed
-        to_do = f"The run has ended. Resume it from {checkpoint} {how.format(mitigation=mitigation)}"
-        done = f"{given}.{_way(order)}" if switched else "Nothing is switched."
-        return Decision(act, done, to_do)
-    if not curable(cause):
+        text = _Text("{given}.{way}" if switched else "Nothing is switched.", f"{_RESUME} {how}")
+    elif not curable(cause):
         info = CAUSES[cause]
-        own = info.done, (info.to_do_of_warning if warning else "") or info.to_do
-        done, to_do = _GROWTH.get(clip, own) if cause == "score growth" else own
-        return Decision(act, done, to_do.format(checkpoint=checkpoint))
-    if not finite:
-        return Decision(
-            act,
-            _given(act, mitigation, scope, switched, heads),
-            f"Stop the run and resume from {checkpoint} with {mitigation} on every head from the start.",
+        text = _Text(info.done, (info.to_do_of_warning if warning else "") or info.to_do)
+        text = _GROWTH.get(clip, text) if cause == "score growth" else text
+    elif not finite:
+        text = _Text(
+            _ROUNDING[act].done,
+            "Stop the run and resume from {checkpoint} with {mitigation} on every head from the start.",
         )
-    if progress == "arrested":
-        return Decision(act, f"{given}, and the growth has stopped.{_way(order)}", "Nothing.")
-    if progress == "not arrested":
-        further = stronger(mitigation)
-        waits = order is not None and order.state == "proposed"
-        on = f"Approve the switch to {order.mode}" if order is not None and waits else f"Switch on to {further}"
-        more = f"{on}, or resume" if further or waits else "Resume"
-        return Decision(
-            act,
-            f"{given}, and the growth goes on: rounding is not all of it.{'' if waits else _way(order)}",
-            f"{more} from {checkpoint} with a lower learning rate.",
-            "approve" if waits else "none",
-        )
-    if progress == "switched":
-        return Decision(
-            act,
-            f"{given}.{_way(order)}",
-            "Wait for the verdict on the switch: by default it comes a thousand steps later.",
-        )
-    return _unswitched(act, mitigation, scope, switched, heads, order, orders_known, over)
+    else:
+        text = _ROUNDING[_state(act, progress, order, stronger(mitigation), orders_known=orders_known, over=over)]
+    return Decision(act, text.done.format(**words), text.to_do.format(**words), text.ask)
+
+
+def _state(
+    act: Act, progress: Progress, order: Ordered | None, further: str | None, *, orders_known: bool, over: bool
+) -> str:
+    """The line of `_ROUNDING`: what was ordered counts more than what the policy would do."""
+    if progress == "not arrested" and order is not None and order.state == "proposed":
+        return "not arrested, proposed"
+    if progress == "not arrested" and further:
+        return "not arrested, stronger"
+    if progress != "unswitched":
+        return progress
+    if over and (order is None or order.state in _UNDONE):
+        return "over"
+    if order is not None:
+        return order.state
+    return "no proposal" if act == "propose" and orders_known else act
 
 
 def in_order(drift: Decision, growth: Decision) -> Decision:
@@ -152,69 +214,6 @@ def in_order(drift: Decision, growth: Decision) -> Decision:
     if drift.to_do == "Nothing.":
         return Decision(drift.act, f"Rounding: {drift.done} Score growth: {growth.done}", growth.to_do)
     return Decision(drift.act, drift.done, f"{drift.to_do} Scores grow too: {growth.to_do}", drift.ask)
-
-
-def _unswitched(
-    act: Act,
-    mitigation: str,
-    scope: str | None,
-    switched: int,
-    heads: int,
-    order: Ordered | None,
-    orders_known: bool,
-    over: bool,
-) -> Decision:
-    """Rounding drives heads that have no cure: what was ordered counts more than what the policy would do."""
-    by_hand = f"Switch every head to {mitigation}."
-    if over and (order is None or order.state in ("expired", "refused", "cancelled")):
-        return Decision(
-            act,
-            f"Nothing grows any more, without a switch.{_so_far(switched, heads)}",
-            "Look at the loss. If it stays on its track, wait: the warning is cleared when nothing has grown for "
-            "a while.",
-        )
-    later = f"Watch the growth; if it goes on, switch every head to {mitigation}."
-    if order is not None and order.state in ("pending", "delivered"):
-        far = "it goes out with the agents' next batch" if order.state == "pending" else "not every rank has answered"
-        return Decision(act, f"{order.way}; {far}.", "Wait for the agents' answer.")
-    if order is not None and order.state == "rejected":
-        return Decision(act, f"{order.way}: {HOLDS}", later)
-    if order is not None and order.state == "applied":
-        return Decision(act, f"{order.way}: these heads are set to {order.mode}. {HOLDS.capitalize()}", later)
-    if order is not None and order.state != "proposed":
-        return Decision(act, f"Nothing is switched.{_way(order)}", by_hand, "switch")
-    if order is not None:
-        waits = _given("propose", order.mode, scope, switched, heads)
-        return Decision(act, waits, f"Approve the switch to {order.mode}.", "approve")
-    if act == "propose" and orders_known:
-        return Decision(
-            act, f"Nothing is switched, and no proposal waits.{_so_far(switched, heads)}", by_hand, "switch"
-        )
-    to_do = {
-        "switch": "Look whether the growth stops.",
-        "propose": f"Approve the switch to {mitigation}.",
-        "none": by_hand,
-    }[act]
-    ask: Ask = "switch" if act == "none" else "none"
-    return Decision(act, _given(act, mitigation, scope, switched, heads), to_do, ask)
-
-
-def _way(order: Ordered | None) -> str:
-    return "" if order is None else f" {order.way}."
-
-
-def _given(act: Act, mitigation: str, scope: str | None, switched: int, heads: int) -> str:
-    whose = _WHOSE.get(scope or "head", "every head")
-    so_far = _so_far(switched, heads)
-    return {
-        "switch": f"Policy auto: the agent switches {whose} to {mitigation} at the next step.{so_far}",
-        "propose": f"A switch of {whose} to {mitigation} waits for your approval.{so_far}",
-        "none": f"Nothing is switched: the run's policy is observe.{so_far}",
-    }[act]
-
-
-def _so_far(switched: int, heads: int) -> str:
-    return f" So far {switched} of {heads} are switched." if 0 < switched < heads else ""
 
 
 def _count(switched: int, heads: int) -> str:

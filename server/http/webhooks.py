@@ -184,7 +184,7 @@ def _switch(
         return note("webhook refused", f"mode {mitigation} is not known to this service; it may be the older one")
     if not refs:
         who = "took the switch of these heads back" if loose else "rejected this switch"
-        return note("webhook observed", f"a person {who}, which holds until a warning of theirs is raised anew")
+        return note("webhook observed", f"a person {who}, which holds until one of these heads has a new warning")
     if nobody_left(refs, ranks):
         return note("webhook refused", "every rank that holds these heads has ended")
     key = hashlib.sha256(f"{alert_key}:{refs}".encode()).hexdigest()

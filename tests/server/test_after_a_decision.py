@@ -76,7 +76,7 @@ def test_a_rejection_holds_against_agent_and_webhook_until_the_warning_is_raised
         await decide(service, proposal["id"], "reject")
         found = await incident(service)
         assert found["done"].startswith("Rejected by Ada")
-        assert "until a warning of these heads is raised anew" in found["done"]
+        assert "has a new warning" in found["done"]
         assert (found["ask"], found["order"]["state"]) == ("none", "rejected")
         answer = await service.client.post("/v1/webhooks/alertmanager", json=delivery())
         [result] = answer.json()["results"]

@@ -1,6 +1,5 @@
 """Orders on their way: to each rank that holds a head, until it has answered, or until they expire."""
 
-import asyncio
 import time
 from typing import Any
 
@@ -144,17 +143,5 @@ def test_a_finished_rank_and_a_superseded_boot_get_no_command(play: Any) -> None
         [command] = (await service.store(new, new.sample(3))).commands
         await service.store(new, new.answer(command, 4))
         assert await state_of(service, command.id) == "applied"
-
-    play(story)
-
-
-def test_an_order_that_has_expired_goes_to_no_further_rank_while_an_answer_may_be_under_way(play: Any) -> None:
-    async def story(service: Any) -> None:
-        ranks = FakeRank(), FakeRank(rank=1)
-        await start(service, *ranks)
-        assert (await order(service, expires_in_seconds=0.2)).status_code == 201
-        assert (await service.store(ranks[0], ranks[0].sample(1))).commands
-        await asyncio.sleep(0.3)
-        assert not (await service.store(ranks[1], ranks[1].sample(1))).commands
 
     play(story)

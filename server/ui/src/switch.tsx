@@ -49,7 +49,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
     : decide?.decision === "cancel"
     ? `Stop the switch of ${headNames(heads)} of ${target.run} to ${wanted}: it goes to no further rank. What ranks have done already stays; it can be undone.`
     : decide?.decision === "reject"
-    ? `Reject the proposed switch of ${headNames(heads)} of ${target.run} to ${wanted}. No machine asks for it again until a warning of these heads is raised anew; you can order a switch at any time.`
+    ? `Reject the proposed switch of ${headNames(heads)} of ${target.run} to ${wanted}. No machine asks for it again until one of these heads has a new warning; you can order a switch at any time.`
     : decide
     ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${wanted}.`
     : `${dryRun ? "Dry run, which changes nothing: switch" : "Switch"} ${changes

@@ -95,13 +95,13 @@ def test_a_rejection_says_how_long_it_holds_before_and_after(
     feeder.propose()
     open_run(chromium, service, feeder.run)
     wait("the proposal", lambda: button(chromium, "Reject")).click()
-    assert "until a warning of these heads is raised anew" in text(chromium, "dialog")
+    assert "until one of these heads has a new warning" in text(chromium, "dialog")
     chromium.find_element(By.NAME, "who").send_keys("Ada")
     chromium.find_element(By.NAME, "reason").send_keys("a fault of the data")
     button(chromium, "Continue").click()
     button(chromium, "Reject now").click()
     wait("the card says so", lambda: "Rejected by " in text(chromium, ".warnings .to-do"))
-    assert "until a warning of these heads is raised anew" in text(chromium, ".warnings .to-do")
+    assert "until one of these heads has a new warning" in text(chromium, ".warnings .to-do")
     assert not chromium.find_elements(By.CSS_SELECTOR, "main button.primary")
 
 
