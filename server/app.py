@@ -23,8 +23,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 import foreshock
 from foreshock.server.access import problems
 from foreshock.server.access.auth import AuthMiddleware, Keyring
-from foreshock.server.access.limits import BodyLimit, Buckets, ConcurrencyLimit, WholeFiles
-from foreshock.server.access.quotas import Quotas
+from foreshock.server.access.limits import BodyLimit, Buckets, ConcurrencyLimit
 from foreshock.server.access.sessions import Sessions
 from foreshock.server.commands.delivery import expire
 from foreshock.server.commands.verification import verify
@@ -109,7 +108,6 @@ def create_app(settings: Settings) -> Service:
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
     app.state.roller, app.state.readiness = roller, Readiness(store, settings)
     app.state.buckets = Buckets(settings.run_batches_per_second)
-    app.state.quotas = Quotas(store, counters, settings.token_stored_bytes)
     app.state.known_runs = SummaryCache()
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
@@ -123,12 +121,11 @@ def create_app(settings: Settings) -> Service:
     ):
         app.include_router(router)
     _serve_page(app)
-    app.add_middleware(WholeFiles)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     shares = ConcurrencyLimit(settings.connections, settings.ingest_queue_bytes, settings.max_body_bytes)
     app.add_middleware(AuthMiddleware, settings=settings, keyring=keyring, shares=shares, counters=counters)
     state = app.state
-    state.endpoint = Endpoint(writer, state.quotas, counters, state.buckets, settings.max_body_bytes)
+    state.endpoint = Endpoint(writer, counters, state.buckets, settings.max_body_bytes)
     app.batches = AuthMiddleware(state.endpoint, settings, keyring, shares, counters)
     if proxies := list(settings.trusted_proxies):
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)

@@ -66,9 +66,6 @@ class Settings(BaseSettings):
         default=2000, ge=8, description="connections at once; beyond, the one that is idle longest is closed"
     )
     run_batches_per_second: float = Field(default=1000.0, gt=0, description="per token and run; above it 429")
-    token_stored_bytes: int | None = Field(
-        default=None, ge=1, description="bytes that the batches of one token may have in the store; above it 429"
-    )
     max_series: int = Field(default=50_000, ge=100, description="series in /metrics; the rest is dropped and counted")
     retention_seconds: float | None = Field(
         default=90 * 86_400.0,

@@ -17,8 +17,7 @@ SERVICE_METRICS: Final = (
     Metric(
         key="service.batches",
         title="Batches received",
-        help="Batches received, by result: stored, duplicate, refused as malformed, busy (429: sent again later), "
-        "quota (429: its token has filled its part of the store).",
+        help="Batches received, by result: stored, duplicate, refused as malformed, busy (429: sent again later).",
         bad="Refused ones; busy ones that last.",
         board="service",
         kind="counter",

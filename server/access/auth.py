@@ -107,10 +107,8 @@ class AuthMiddleware:
 
         with ExitStack() as under_way:
             try:
-                if scope["path"] != HEALTH:
-                    under_way.enter_context(self.shares.slot())
                 caller = scope.setdefault("state", {})["caller"] = await self._admit(scope)
-                if caller is not ANYONE and scope["path"] not in _PROBES:
+                if scope["path"] not in _PROBES:
                     who = _address(scope) if caller is NOBODY else caller.name
                     share = self.shares.take(who, Headers(scope=scope), known=caller is not NOBODY)
                     under_way.enter_context(share)

@@ -97,49 +97,33 @@ def length_of(headers: Headers) -> int:
 
 
 class ConcurrencyLimit:
-    """How much all and each caller may have under way at once, so that what never ends leaves room for the others.
+    """How many requests each caller may have in flight, so that requests that never end leave room for the others.
 
-    Who shows a token gets half of the requests that the service takes, an address without one an eighth, all of those
-    together a quarter. Each gets `body_bytes` of bodies, by what their headers announce: bodies lie in memory until
-    they have come.
+    A token gets half of the requests that the service takes, an address without one an eighth, all of those together a
+    quarter. Each gets `body_bytes` of bodies, by what their headers announce: bodies are in memory until they are read.
     """
 
     def __init__(self, requests: int, body_bytes: int, max_bytes: int) -> None:
         self._of_token, self._of_stranger = max(1, requests // 2), max(1, requests // 8)
         self._of_strangers, self._strangers = max(1, requests // 4), 0
-        self._of_all, self._all = requests, 0
         self._body_bytes, self._max_bytes = body_bytes, max_bytes
         self._requests: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
-        """While a request is under way, whoever sends it. Raises ProblemError 503 beyond what the service takes."""
-        if self._all >= self._of_all:
-            raise ProblemError(503, "More requests are under way than the service takes.", headers=retry_after(1.0))
-        self._all += 1
-        try:
-            yield
-        finally:
-            self._all -= 1
-
-    @contextmanager
     def take(self, who: str, headers: Headers, *, known: bool) -> Iterator[None]:
-        """While a request of `who` with these headers is under way.
+        """While a request of `who` with these headers is in flight. Raises ProblemError 429 beyond its share.
 
-        Raises ProblemError 503 beyond the share of requests, 429 beyond that of bytes. One body is always taken.
+        One body is always taken.
         """
         size = self._max_bytes if "transfer-encoding" in headers else min(length_of(headers), self._max_bytes)
         full = self._requests[who] >= (self._of_token if known else self._of_stranger)
-        if full or (not known and self._strangers >= self._of_strangers):
+        full = full or (not known and self._strangers >= self._of_strangers)
+        if full or (size and self._bytes[who] and self._bytes[who] + size > self._body_bytes):
             raise ProblemError(
-                503,
-                "More requests of yours, or without a token, are under way than the service takes.",
+                429,
+                "Too many concurrent requests from this client. Retry after the time in Retry-After.",
                 headers=retry_after(1.0),
-            )
-        if size and self._bytes[who] and self._bytes[who] + size > self._body_bytes:
-            raise ProblemError(
-                429, "More bytes of yours are under way than the service takes.", headers=retry_after(1.0)
             )
         self._requests[who] += 1
         self._bytes[who] += size
@@ -167,16 +151,3 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._strangers if scope.get("path") == LOGIN else self._most
         await limit(scope, receive, send)
-
-
-class WholeFiles:
-    """Every answer is sent whole: a Range is passed over, as RFC 9110 (14.2) allows; files are small here."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI asks."""
-        if scope["type"] == "http":
-            scope = {**scope, "headers": [(name, value) for name, value in scope["headers"] if name != b"range"]}
-        await self._app(scope, receive, send)

@@ -7,6 +7,7 @@ more are let in when all of them are at work, and are answered at /healthz alone
 
 import asyncio
 import resource
+from collections import Counter
 from contextlib import suppress
 from typing import Any, ClassVar, Final, cast
 
@@ -77,68 +78,35 @@ class _Connection(HttpToolsProtocol):
     most: ClassVar[int]
     header_seconds: ClassVar[float]
     body_seconds: ClassVar[float]
-    waiting: ClassVar[dict[str, dict["_Connection", None]]]
-    """By address its connections without a request in progress, the one that has waited longest first."""
+    idle: ClassVar[dict["_Connection", None]]
+    """Connections without a request in progress, the one that has waited longest first."""
 
     _address = ""
-    _due: float | None = None
-    """When what is under way must be over, by the loop's clock."""
-    _timer: asyncio.TimerHandle | None = None
-    """Looks no later than that. It is left alone as deadlines move on: a request has three of them."""
+    _due: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _header_bytes = 0
 
     def _end_in(self, seconds: float | None) -> None:
-        if seconds is None:
-            self._due = None
-            return
-        self._due = self.loop.time() + seconds
-        if self._timer is None or self._timer.when() > self._due:
-            self._look_in(seconds)
-
-    def _look_in(self, seconds: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.loop.call_later(seconds, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
         if self._due is not None:
-            left = self._due - self.loop.time()
-            if left <= 0:
-                self.transport.abort()
-            else:
-                self._look_in(left)
+            self._due.cancel()
+        self._due = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, Whole(transport, self.loop)))
         self._address = self.client[0] if self.client else ""
-        self._wait()
+        self.idle[self] = None
         self._end_in(self.header_seconds)
         if len(self.connections) > self.most:
-            of_busiest: dict[_Connection, None] = max(self.waiting.values(), key=len)
-            longest = next(iter(of_busiest))
-            if longest is not self:
+            busiest = Counter(one._address for one in self.idle).most_common(1)[0][0]
+            longest = next(one for one in self.idle if one._address == busiest)
+            if longest is not self or len(self.connections) > self.most + _RESERVE:
                 longest.transport.abort()
-            elif len(self.connections) > self.most + _RESERVE:
-                self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_in(None)
-        if self._timer is not None:
-            self._timer.cancel()
         self.resume_writing()
-        self._wait_no_more()
+        self.idle.pop(self, None)
         super().connection_lost(exc)
-
-    def _wait(self) -> None:
-        self.waiting.setdefault(self._address, {})[self] = None
-
-    def _wait_no_more(self) -> None:
-        of_address = self.waiting.get(self._address, {})
-        of_address.pop(self, None)
-        if not of_address:
-            self.waiting.pop(self._address, None)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -167,7 +135,7 @@ class _Connection(HttpToolsProtocol):
             raise ValueError("the headers are longer than the service takes")
 
     def on_headers_complete(self) -> None:
-        self._wait_no_more()
+        self.idle.pop(self, None)
         self._end_in(self.body_seconds)
         super().on_headers_complete()
         if self.scope["path"] == LOGIN:  # the one place where a body is read of those who have shown no token
@@ -180,7 +148,7 @@ class _Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.pipeline:
-            self._wait()
+            self.idle[self] = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -199,7 +167,7 @@ def bounded(settings: Settings) -> type[_Connection]:
         "most": _within_open_files(settings.connections),
         "header_seconds": settings.header_seconds,
         "body_seconds": settings.body_seconds,
-        "waiting": {},
+        "idle": {},
     }
     return type("Connection", (_Connection,), limits)
 

@@ -10,7 +10,6 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DataError
 
 from foreshock.contract.wire import Ack, Batch
-from foreshock.server.access import quotas
 from foreshock.server.access.limits import retry_after
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands.delivery import Orders, exchange
@@ -194,9 +193,6 @@ class Writer:
 
         def take_in(connection: Connection) -> tuple[Recorded, Orders]:
             done = record(connection, group, arrivals)
-            new = {id(batch) for batch in done.new}
-            own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
-            quotas.count(connection, own)
             orders = exchange(connection, done.run_ids, done.switched, group)
             if changed := done.changed | self._mode_comes(done):
                 record_incidents(connection, changed, self._settings.verify_steps)

@@ -20,7 +20,6 @@ from foreshock.contract.wire import MAX_EVENTS, MAX_VALUES, Ack, Batch, read_bat
 from foreshock.server.access.auth import ANYONE, Caller, Needs, check_run, check_scope
 from foreshock.server.access.limits import SPREAD, Buckets, length_of, retry_after
 from foreshock.server.access.problems import TOO_LARGE, ProblemError, answer_to, items
-from foreshock.server.access.quotas import Quotas
 from foreshock.server.counters import Counters
 from foreshock.server.ingest.batches import Writer
 from foreshock.server.ingest.process_order import arrival_of
@@ -43,8 +42,8 @@ def is_batch(scope: Scope) -> bool:
 class Endpoint:
     """Takes batches of callers whom the gate has let in (`scope["state"]["caller"]`), as an ASGI application."""
 
-    def __init__(self, writer: Writer, quotas: Quotas, counters: Counters, buckets: Buckets, max_bytes: int) -> None:
-        self._writer, self._quotas, self._counters, self._max_bytes = writer, quotas, counters, max_bytes
+    def __init__(self, writer: Writer, counters: Counters, buckets: Buckets, max_bytes: int) -> None:
+        self._writer, self._counters, self._max_bytes = writer, counters, max_bytes
         self._buckets, self._refusals = buckets, Buckets(1 / 60)
         self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -67,7 +66,6 @@ class Endpoint:
         token = "" if caller is ANYONE else caller.name
         try:  # before the batch is read: a refusal is cheap
             self._writer.refuse_when_full(token)
-            await self._quotas.admit(token, headers)
         except ProblemError:
             await asyncio.sleep(SPREAD.uniform(0.5, 1.0))  # clients that hammer wait here, and cost little
             raise

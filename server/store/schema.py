@@ -234,14 +234,6 @@ sessions: Final = Table(
     Column("until", Double, nullable=False),
 )
 
-usage: Final = Table(
-    "usage",  # what each token has stored of each run, for its quota
-    metadata,
-    Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
-    Column("token", String(64), primary_key=True, index=True),  # Token.name
-    Column("stored_bytes", BigInteger, nullable=False),  # of batches as they were sent
-)
-
 service_state: Final = Table(
     "service_state",
     metadata,

@@ -163,6 +163,6 @@ def test_the_server_says_where_it_listens_and_ends_streams_and_reads_before_it_w
 def test_every_part_of_the_service_shares_its_one_store(tmp_path: Path) -> None:
     state = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'one.db'}")).state
     assert isinstance(state.store, Store)
-    for part in (state.roller, state.exposer, state.readiness, state.quotas):
+    for part in (state.roller, state.exposer, state.readiness):
         stores = [value for value in vars(part).values() if isinstance(value, Store)]
         assert stores == [state.store], type(part).__name__

@@ -25,7 +25,7 @@ def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(play: Any) -
         assert (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"][0]["steps"] == [10, 20]
         told = (await service.get("/v1/runs/run-1/events"))["events"]
         assert sorted(event["kind"] for event in told) == ["incident", "started", "verdict"]
-        assert service.app.state.counters.batches == {"stored": 2, "duplicate": 5, "refused": 0, "busy": 0, "quota": 0}
+        assert service.app.state.counters.batches == {"stored": 2, "duplicate": 5, "refused": 0, "busy": 0}
 
     play(story)
 
@@ -82,7 +82,7 @@ def test_a_fault_on_the_way_of_a_batch_is_a_problem_and_passes(
         rank = FakeRank()
         first = rank.batch(rank.sample(1))
         service.client.headers["authorization"] = f"Bearer {SECRET}"
-        places = ((service.app.state.quotas, "admit"), (service.app.state.keyring, "caller"))
+        places = ((service.app.state.writer, "submit"), (service.app.state.keyring, "caller"))
         for place, name in places:  # within the gate, and the gate itself
             with monkeypatch.context() as patch:
                 patch.setattr(place, name, failing)

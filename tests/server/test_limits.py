@@ -88,7 +88,7 @@ def test_whatever_is_refused_or_ends_leaves_every_caller_its_whole_share(
                 refused = None
             except ProblemError as error:
                 refused = error.status
-            assert refused == (None if fits else 503 if full else 429)
+            assert refused == (None if fits else 429)
     for who in "abc":
         with shares.take(who, body(120), known=False):
             pass
@@ -113,5 +113,5 @@ def test_a_body_of_unknown_length_counts_as_the_longest() -> None:
     with shares.take("a", Headers({"transfer-encoding": "chunked"}), known=True):
         with shares.take("a", body(20), known=True):
             pass
-        with pytest.raises(ProblemError, match="More bytes"), shares.take("a", body(21), known=True):
+        with pytest.raises(ProblemError, match="Too many concurrent"), shares.take("a", body(21), known=True):
             pass
