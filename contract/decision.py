@@ -38,7 +38,7 @@ class _Text(NamedTuple):
 
 
 _RESUME: Final = "The run has ended. Resume it from {checkpoint}"
-_GROWTH: Final = {
+_GROWTH: Final[dict[str | None, _Text]] = {
     "never": _Text(
         CAUSES["score growth"].done, f'{LOWER}; if it goes on, resume from {{checkpoint}} with qk_clip="always".'
     ),
