@@ -141,7 +141,7 @@ def _answer(
         audit.append(connection, actor=actor, action="answer", run=row.run, command=row.id, details=gone)
         return
     same = and_(command_ranks.c.command_id == row.id, command_ranks.c.rank == batch.rank)
-    values = {"outcome": switched.outcome, "switched": switched.model_dump_json()}
+    values = {"outcome": switched.outcome, "switched": switched.model_dump_json(), "boot": batch.boot}
     track = connection.execute(select(command_ranks).where(same)).first()
     if track is None:
         connection.execute(command_ranks.insert().values(command_id=row.id, rank=batch.rank, deliveries=0, **values))

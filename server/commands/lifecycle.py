@@ -21,7 +21,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, desc, func, or_, select, update
 
 from foreshock.contract.modes import is_mode
-from foreshock.contract.wire import HeadRef, Switched
+from foreshock.contract.wire import Batch, HeadRef, Switched
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands.heads_by_rank import check_heads, check_somebody_is_left, heads_by_rank
 from foreshock.server.models import CommandChange, CommandState, CommandStatus, RankAnswer, Verification
@@ -57,8 +57,8 @@ class Order:
     idempotency_key: str | None = None
     request_hash: str | None = None
     id: str = ""
-    answered: tuple[int, Switched] | None = None
-    """The rank that has it already, and what it did, when a local switch is passed on."""
+    answered: tuple[Batch, Switched] | None = None
+    """The batch of the rank that has it already, and what it did, when a local switch is passed on."""
     undoes: str | None = None
 
 
@@ -74,12 +74,9 @@ def create(connection: Connection, order: Order) -> str:
     own = {"id": command_id, "heads": heads, "created": time.time()}
     connection.execute(commands.insert().values({**{c: getattr(order, c) for c in _OF_ORDER}, **words, **own}))
     if order.answered is not None:
-        rank, switched = order.answered
-        connection.execute(
-            command_ranks.insert().values(
-                command_id=command_id, rank=rank, deliveries=0, outcome="applied", switched=switched.model_dump_json()
-            )
-        )
+        batch, switched = order.answered
+        answer = {"outcome": "applied", "switched": switched.model_dump_json(), "rank": batch.rank, "boot": batch.boot}
+        connection.execute(command_ranks.insert().values(command_id=command_id, deliveries=0, **answer))
     row = connection.execute(select(commands).where(commands.c.id == command_id)).one()
     what = f"Command to {order_in_words(row.mode, heads_of(row))} is {order.state} ({row.issued_by}): {row.reason}"
     record_transition(connection, row, order.run, order.state, order.issued_by, {"reason": order.reason[:500]}, what)

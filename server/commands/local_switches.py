@@ -112,7 +112,7 @@ def propagate(
             state=state or "proposed",
             expires=time.time() + _EXPIRY_SECONDS,
             id=command_id,
-            answered=(batch.rank, switched) if applied else None,
+            answered=(batch, switched) if applied else None,
         )
         if state is None:
             propose(connection, order, {parse_mode(mode): heads})

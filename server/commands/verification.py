@@ -7,6 +7,7 @@ goes on watching a head that was switched.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,6 +27,7 @@ from foreshock.server.curves.rollups import Roller
 from foreshock.server.models import Verification
 from foreshock.server.runs.incidents import present, record_incidents, warned_of
 from foreshock.server.runs.newest import described
+from foreshock.server.runs.orders import carried_out
 from foreshock.server.runs.words import heads_in_words
 from foreshock.server.settings import Settings
 from foreshock.server.store import process_starts
@@ -83,11 +85,13 @@ def _due(connection: Connection, settings: Settings, roller: Roller) -> list[Due
         .order_by(table.c.number)
     )
     rows = connection.execute(query).all()
-    tracks = commands.tracks_of(connection, [row.id for row in rows])
+    given: dict[str, list[Switched]] = defaultdict(list)
+    for command_id, switched in carried_out(connection, table.c.id.in_([row.id for row in rows])):
+        given[command_id].append(switched)
     found: list[Due] = []
     for row in rows:
-        answers = [switched for track in tracks[row.id].values() if (switched := commands.answer_of(track)) is not None]
-        at = max((answer.step for answer in answers if answer.outcome == "applied"), default=None)
+        answers = given[row.id]
+        at = max((answer.step for answer in answers), default=None)
         _, last = edges(connection, row.run_id)
         if at is not None and last is not None and last >= at + settings.verify_steps:
             heads, active = _judged(connection, row, answers, at, settings.verify_steps)

@@ -15,17 +15,17 @@ from sqlalchemy import ColumnElement, Connection, Row, desc, select
 from foreshock.contract.causes import IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned, incidents
 from foreshock.contract.modes import DEFAULT_MITIGATION, mode_name, parse_mode
-from foreshock.contract.wire import HeadRef, Switched, Verdict
+from foreshock.contract.wire import HeadRef, Verdict
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.curves.merging import ARRAYS_OF_MODES, Axis, MergedSteps, merge
 from foreshock.server.models import IncidentChange
 from foreshock.server.runs.eventlog import write_events
 from foreshock.server.runs.newest import described, newest_samples, status_of
-from foreshock.server.runs.orders import Orders, orders_of
+from foreshock.server.runs.orders import Orders, carried_out, orders_of
 from foreshock.server.runs.words import printable
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.reading import heads_of_layers, read_back
-from foreshock.server.store.schema import boots, command_ranks, commands, events, topologies, warnings
+from foreshock.server.store.schema import boots, commands, events, topologies, warnings
 
 Newest = Mapping[int, tuple[Axis, list[Row[Any]]]]
 """Of each run the heads and the samples of its newest reading, as `newest_samples` gives them."""
@@ -151,20 +151,14 @@ def modes_of(axis: Axis, reading: MergedSteps) -> dict[HeadRef, str]:
 def _judged(connection: Connection, run_ids: Collection[int], verify_steps: int) -> dict[int, list[SwitchOutcome]]:
     """What became of the switches that were verified."""
     ruled = commands.c.run_id.in_(run_ids), commands.c.verification.in_(("verified", "not arrested"))
-    query = select(
-        commands.c.run_id, commands.c.id, commands.c.heads, commands.c.verification, command_ranks.c.switched
-    )
-    answers = connection.execute(query.join(command_ranks).where(*ruled, command_ranks.c.switched.is_not(None)))
-    at: dict[str, tuple[int, frozenset[HeadRef] | None, int, bool]] = {}
-    for row in answers:
-        switched = read_back(Switched, row.switched, "answer of command", row.id)
-        if switched is not None and switched.outcome == "applied":
-            heads = None if row.heads is None else frozenset((layer, head) for layer, head in row.heads)
-            step = max(switched.step, at[row.id][2] if row.id in at else 0)
-            at[row.id] = row.run_id, heads, step, row.verification == "verified"
+    at: dict[str, int] = {}
+    for command_id, switched in carried_out(connection, *ruled):
+        at[command_id] = max(switched.step, at.get(command_id, 0))
     found: dict[int, list[SwitchOutcome]] = defaultdict(list)
-    for run_id, heads, step, arrested in at.values():
-        found[run_id].append(SwitchOutcome(heads, step + verify_steps, arrested))
+    for row in connection.execute(select(commands).where(*ruled)):
+        if row.id in at:
+            heads = None if row.heads is None else frozenset((layer, head) for layer, head in row.heads)
+            found[row.run_id].append(SwitchOutcome(heads, at[row.id] + verify_steps, row.verification == "verified"))
     return found
 
 

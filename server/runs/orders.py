@@ -1,11 +1,11 @@
 """What was ordered of runs, and what ranks made of it: as far as incidents and the machines' own orders need it."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sqlalchemy import Connection, desc, select, update
+from sqlalchemy import ColumnElement, Connection, and_, desc, select, update
 
 from foreshock.contract.decision import calls_for_switch
 from foreshock.contract.incident import Warned
@@ -13,7 +13,7 @@ from foreshock.contract.modes import is_mode, parse_mode
 from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import HeadRef, Switched, Verdict
 from foreshock.server.store.reading import read_back
-from foreshock.server.store.schema import command_ranks, commands, warnings
+from foreshock.server.store.schema import boots, command_ranks, commands, warnings
 
 
 class Given(NamedTuple):
@@ -53,11 +53,9 @@ def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Ord
     found: dict[int, Orders] = defaultdict(Orders)
     mine = commands.c.run_id.in_(run_ids), ~commands.c.dry_run
     rows = connection.execute(select(commands).where(*mine).order_by(desc(commands.c.number))).all()
-    carried_out = select(commands.c.id, command_ranks.c.switched).join(command_ranks)
-    carried_out = carried_out.where(*mine, command_ranks.c.outcome == "applied", command_ranks.c.switched.is_not(None))
-    answers: dict[str, list[str]] = defaultdict(list)
-    for answer in connection.execute(carried_out):
-        answers[answer.id].append(answer.switched)
+    answers: dict[str, list[Switched]] = defaultdict(list)
+    for command_id, switched in carried_out(connection, *mine):
+        answers[command_id].append(switched)
     for row in rows:
         own = found[row.run_id]
         heads = None if row.heads is None else frozenset((layer, head) for layer, head in row.heads)
@@ -72,11 +70,20 @@ def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Ord
             verification=row.verification,
         )
         own.known.append((heads, order))
-        for text in answers[row.id]:
-            switched = read_back(Switched, text, "answer of command", row.id)
-            if switched is not None:
-                _take(own.given, switched, heads, everywhere=row.state == "applied", by_hand=row.source != "rank")
+        for switched in answers[row.id]:
+            _take(own.given, switched, heads, everywhere=row.state == "applied", by_hand=row.source != "rank")
     return found
+
+
+def carried_out(connection: Connection, *only: ColumnElement[bool]) -> Iterator[tuple[str, Switched]]:
+    """Of these commands, by id, what ranks did, but for what a later process start has done again without it."""
+    by = boots.c.run_id == commands.c.run_id, boots.c.rank == command_ranks.c.rank, boots.c.boot == command_ranks.c.boot
+    query = select(commands.c.id, command_ranks.c.switched, boots.c.until_step).join(command_ranks)
+    query = query.outerjoin(boots, and_(*by)).where(*only, command_ranks.c.outcome == "applied")
+    for row in connection.execute(query.where(command_ranks.c.switched.is_not(None))):
+        switched = read_back(Switched, row.switched, "answer of command", row.id)
+        if switched is not None and (row.until_step is None or switched.step <= row.until_step):
+            yield row.id, switched
 
 
 def _take(

@@ -187,6 +187,7 @@ command_ranks: Final = Table(
     Column("deliveries", Integer, nullable=False, default=0),
     Column("outcome", String(16)),
     Column("switched", Text),  # JSON of the Switched that answered
+    Column("boot", String(128)),  # of the process start that answered
 )
 
 audit: Final = Table(

@@ -9,6 +9,7 @@ from tests.server.orders import order, start, state_of
 
 from foreshock.contract.wire import Command
 from foreshock.server.commands import delivery
+from foreshock.server.commands.verification import verify
 from foreshock.server.settings import Scope, Token
 from foreshock.server.testing import FakeRank
 
@@ -138,6 +139,35 @@ def test_the_answer_of_a_process_that_is_gone_does_not_close_the_order_of_its_su
         assert (shown["state"], [a["step"] for a in shown["ranks"]]) == ("applied", [2])
 
     play(story)
+
+
+@pytest.mark.promise("S27")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_switch_after_the_step_from_which_a_run_resumes_is_neither_shown_nor_judged(play: Any, ranks: int) -> None:
+    async def story(service: Any) -> None:
+        async def plan() -> Any:
+            found = await service.get("/v1/runs/run-1/switches", mode="centred_keys")  # adds that to what heads have
+            return [change["mode"] for change in found["changes"]]
+
+        former = [FakeRank(rank=rank, boot="b1") for rank in range(2)]
+        for rank in former:
+            await service.store(rank, rank.started(world_size=2), rank.sample(899, since=0), age=100)
+        command = (await order(service, heads=None)).json()["id"]
+        for rank in former:
+            [sent] = (await service.store(rank, rank.verdict(899), rank.sample(900), age=101)).commands
+            await service.store(rank, rank.answer(sent, 901), age=102)
+        assert (await state_of(service, command), await plan()) == ("applied", ["exact_delta+centred_keys"])
+        for rank in (FakeRank(rank=rank, boot="b2") for rank in range(ranks)):
+            steps = range(510, 1101, 10)
+            await service.store(rank, rank.started(step=500, world_size=ranks), rank.verdict(900, name="again"), age=2)
+            await service.store(rank, rank.sample(510, since=500), age=2)
+            assert await plan() == ["centred_keys"] or rank.rank < ranks - 1
+            await service.store(rank, *(rank.sample(step, since=step - 10) for step in steps[1:]), age=3)
+        state = service.app.state
+        await verify(state.store, state.settings, state.roller)
+        assert (await service.get(f"/v1/commands/{command}"))["verification"] is None
+
+    play(story, verify_steps=100)
 
 
 def test_an_order_that_nobody_answers_any_more_expires_and_says_who_was_silent(

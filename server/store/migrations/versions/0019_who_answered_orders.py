@@ -1,0 +1,17 @@
+"""Answers of orders name the process start that gave them: what it did after the step of a resume is done again."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0019"
+down_revision = "0018"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("command_ranks", sa.Column("boot", sa.String(128)))
+
+
+def downgrade() -> None:
+    op.drop_column("command_ranks", "boot")
