@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreshock.kernels import spectral
 from foreshock.kernels.spectral import HeadNorms, SpectralNorms, head_grams
 
 
@@ -51,17 +50,36 @@ def failing(query: list[Tensor], key: list[Tensor], size: float) -> tuple[list[T
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "width"), [(6, 6, 64, 384), (4, 2, 32, 64), (4, 1, 16, 200)])
-def test_random_weights_are_within_three_percent_from_the_first_call_on(
+def test_random_weights_are_within_one_percent_from_the_first_call_on(
     heads: int, kv_heads: int, dim: int, width: int
 ) -> None:
     query, key = random(3, heads, dim, width), random(3, kv_heads, dim, width, seed=1)
     norms = SpectralNorms()
     generator = torch.Generator().manual_seed(2)
-    assert worst(follow(norms, query, key), exact(query, key)) < 0.03
+    assert worst(follow(norms, query, key), exact(query, key)) < 0.01
     for _ in range(10):
         for weight in query + key:
             weight += 0.02 * torch.randn(weight.shape, generator=generator)
-    assert worst(follow(norms, query, key), exact(query, key)) < 0.03
+    assert worst(follow(norms, query, key), exact(query, key)) < 0.01
+
+
+@pytest.mark.parametrize("second", [0.85, 0.9, 0.95, 0.99])
+def test_a_value_that_overtakes_another_closely_is_within_one_percent_at_once(second: float) -> None:
+    """As in a Qwen3 of torchtitan, whose norm was given 4.0 % too low in its second measurement."""
+    heads, dim, width = 64, 64, 96
+    basis, _ = torch.linalg.qr(torch.randn(heads, width, width, generator=torch.Generator().manual_seed(0)))
+    values = torch.full((dim,), 0.3)
+
+    def weights(first: float, other: float) -> list[Tensor]:
+        values[:2] = torch.tensor([first, other])
+        rotation = basis[:, :dim, :dim]
+        turned, _ = torch.linalg.qr(rotation)
+        return [turned @ (values[:, None] * basis[:, :dim])]
+
+    norms = SpectralNorms()
+    follow(norms, weights(1.0, second), weights(1.0, second))
+    query, key = weights(second, 1.0), weights(second, 1.0)
+    assert worst(follow(norms, query, key), exact(query, key)) < 0.01
 
 
 def test_a_value_that_stands_out_overnight_is_within_one_percent_in_one_warm_call() -> None:
@@ -74,8 +92,7 @@ def test_a_value_that_stands_out_overnight_is_within_one_percent_in_one_warm_cal
         assert worst(got, exact(*grown)) < 0.01
 
 
-def test_rank_one_weights_are_exact_after_two_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spectral, "_COLD_ITERATIONS", 2)
+def test_rank_one_weights_are_exact() -> None:
     query = [x[:, :1].expand(-1, 8, -1) * torch.arange(1, 9).view(1, 8, 1) for x in random(2, 3, 8, 32)]
     got = follow(SpectralNorms(), query, query)
     assert worst(got, exact(query, query)) < 1e-5
