@@ -146,5 +146,9 @@ def report_model(path: str, console: Console) -> None:
     optimizer = next((each for each in others if isinstance(each, Optimizer)), None)
     loss = next((each for each in others if callable(each) and each is not optimizer), None)
     assessment = assess(model, optimizer, loss)
-    with attach(model, url=None, spool_directory=None, quiet=True, strict=True) as agent:
+    if not assessment.found:
+        raise ValueError(
+            f"no attention was found in {type(model).__name__}; the first step of a training may show some"
+        )
+    with attach(model, url=None, spool_directory=None, quiet=True) as agent:
         console.print(f"{assessment}\n\n{agent.report()}", markup=False, highlight=False)

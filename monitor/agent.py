@@ -30,7 +30,7 @@ from foreshock.monitor.console import ConsoleReporter
 from foreshock.monitor.crisis import Crisis
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.notes import Notes
-from foreshock.monitor.guard import Guard, logger
+from foreshock.monitor.guard import Guard, logger, say
 from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.qk_clip.clipping import Clipping
 from foreshock.monitor.resuming import UNREADABLE, SavedState, read_saved, step_in, steps_done
@@ -41,6 +41,12 @@ from foreshock.monitor.sampling.sample import SampleDraft
 from foreshock.monitor.switch import Switchboard
 from foreshock.monitor.switching import Switching
 
+_STEPS_WITHOUT_TRAINING: Final = 3
+"""After so many steps in which no backward through the model was seen, none is waited for."""
+_NOTHING: Final = (
+    "no attention that foreshock can watch ran in the first steps. If compiled code calls it, give its number of "
+    'heads: attach(model, heads={"its name": 8})'
+)
 Status = Literal["completed", "failed", "stopped"]
 
 
@@ -60,13 +66,30 @@ class Agent:
         """This process start. A later one of the same rank sorts after it."""
         self.faults: Counter[str] = Counter()
         """Contained faults by component, since this agent's start."""
+        self._pid = os.getpid()
+        boot, ids = self.boot, itertools.count(1)
+        self._new_id = lambda: f"{boot}-{next(ids)}"
+        self._detector_thread = DetectorThread(_detect)
+        self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
+        self._saved: dict[str, Any] | None = None
+        """A state that was loaded and is of other heads than those that stand for the model before its first step."""
+        self._known = self._fresh = False
+        """Whether the first step has shown what is attention, and whether other layers were put into the model for it,
+        which have seen no step yet."""
+        self._empty_steps, self._nothing = 0, ""
+        self._watch(attached, undo)
+        self._outbox = Outbox(self._guards, console_prints=self._console.prints)
+        self._started = self._closed = self._busy = False
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    def _watch(self, attached: AttachedModel, undo: Callable[[], None]) -> None:
+        """Take up what was put into the model, and `undo`, which takes it out."""
+        config = self.config
         self._attached = attached
         self._undo: Callable[[], None] | None = undo
         self._heads = wire.head_refs(attached.layers)
-        self._pid = os.getpid()
-        boot, ids = self.boot, itertools.count(1)
-        new_id = lambda: f"{boot}-{next(ids)}"  # noqa: E731
-        self._switchboard = Switchboard(self._heads, attached.modes, new_id)
+        self._switchboard = Switchboard(self._heads, attached.modes, self._new_id)
         self._switchboard.on_change = attached.selector.follow
         self._switchboard.why_refused = attached.selector.refusal
         self._switchboard.serves = attached.selector.serves
@@ -74,21 +97,56 @@ class Agent:
         self.detectors = Detectors(self._heads, config.detectors)
         watched = attached.layers, attached.selector, attached.unwatched
         self._coverage = CoverageReport(*watched, pause_steps(config), attached.layouts, shows=config.shows)
-        self._detector_thread = DetectorThread(_detect)
-        self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
         self._console = ConsoleReporter(config, attached.layers)
-        self._outbox = Outbox(self._guards, console_prints=self._console.prints)
-        self._switching = Switching(config, self._switchboard, self._outbox.emit, self._console.report_switched)
+        me = weakref.proxy(self)  # in no circle: an agent that is dropped leaves there, and not in the midst of a step
+        emit = lambda event: me._outbox.emit(event)  # noqa: E731
+        self._switching = Switching(config, self._switchboard, emit, self._console.report_switched)
         self._notes = Notes(self._heads)
         self._active: Sequence[wire.Verdict] = ()
-        self._clipping = Clipping(config, attached, self._guards["qk_clip"], new_id, self._outbox.emit)
+        self._clipping = Clipping(config, attached, self._guards["qk_clip"], self._new_id, emit)
         self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
         self._schedule = self._sampler.schedule
         optimizers = self._clipping.optimizers
         self._crisis = Crisis(attached.model, optimizers, config.close_watch_steps, self._schedule.watch_closely)
-        self._started = self._closed = self._busy = False
-        self._at_exit = functools.partial(_close, weakref.ref(self))
-        atexit.register(self._at_exit)
+
+    def _look_at_the_first_step(self) -> None:
+        """Watch what the first step showed to be attention."""
+        self._known = True
+        attached, undo = self._attached, self._undo
+        corrected = None if undo is None or attached.unfit else attached.corrected(undo)
+        if corrected is not None:
+            self._watch_instead(*corrected)
+        why = self._attached.unfit or _NOTHING
+        if not self._attached.layers and not attached.unfit:
+            self._empty_steps += 1
+            shown = corrected is not None or self._attached.lookout.has_read
+            if not shown and self._empty_steps < _STEPS_WITHOUT_TRAINING:
+                self._known = False
+                return
+            if self.config.must_watch:
+                self._nothing = why
+            else:
+                logger.warning("foreshock: no attention is watched, training continues: %s", why)
+        self._attached.lookout.scouted()
+        if self.config.shows and self._attached.layers:
+            say(f"{self._attached.danger()}\n{self._attached.report}")
+
+    def _watch_instead(self, attached: AttachedModel, undo: Callable[[], None]) -> None:
+        """Go on with other layers, before anything was announced: what was given to layers of both stays theirs."""
+        names = {layer.layer: layer.name for layer in self._attached.layers}
+        numbers = {layer.name: layer.layer for layer in attached.layers}
+        board, clipping, step = self._switchboard.state_dict(), self._clipping, self.current_step
+        modes = [[numbers[names[n]], head, mode] for n, head, mode in board["modes"] if names[n] in numbers]
+        if lost := sorted({names[n] for n, *_ in board["modes"]} - numbers.keys()):
+            why = "the first step showed that none of its calls can be met"
+            logger.warning("foreshock: the switch of heads of %s is refused: %s", ", ".join(lost), why)
+        self._watch(attached, undo)
+        self._fresh = any(layer.late for layer in attached.selector.layers)
+        self.begin_at(step)
+        self._switchboard.load_state_dict(board | {"modes": modes})
+        self._clipping.take_over(clipping)
+        if self._saved is not None:
+            self.load_state_dict(self._saved)
 
     @property
     def current_step(self) -> int:
@@ -112,7 +170,8 @@ class Agent:
         step: the run's own step number, one more than the last by default. The first tells where the run is. Numbers
         may skip some; one that goes back is counted on from the last.
 
-        What was not given is recorded as unknown. Raises nothing, unless the configuration says strict.
+        What was not given is recorded as unknown. Raises nothing, unless the configuration says strict; but ValueError
+        where no attention ran that can be watched, and more was asked for than to observe.
         """
         if self._inert() or self._busy:
             return
@@ -120,6 +179,8 @@ class Agent:
         self._busy = True
         try:
             with apart(self._attached.state.device):
+                if not self._known:
+                    self._guards["agent"].run(self._look_at_the_first_step)
                 counted = self._guards["agent"].run(self._count, step)
                 # by itself: other processes may wait for it
                 self._clipping.after_step(self.current_step, self._schedule.next_step)
@@ -128,6 +189,10 @@ class Agent:
         finally:
             self._busy = False
             self._schedule.agent_took(time.perf_counter() - began)
+        if self._nothing:
+            why, self._nothing = self._nothing, ""
+            self.close("failed")
+            raise ValueError(why)
 
     def _count(self, step: int | None) -> bool:
         if not self._started and not self.current_step and step is not None:  # resumed, without a state
@@ -148,15 +213,20 @@ class Agent:
         self._outbox.begin(self._attached.started(self.config, step=self._schedule.before, qk_clip=clip))
 
     def _boundary(self, loss: object, grad_norm: object, learning_rate: float | None) -> None:
-        self._begin()
+        fresh, self._fresh = self._fresh, False
+        if self._known:
+            self._begin()
         self._sampler.note(loss, grad_norm, learning_rate)
         self._guards["loss"].run(self._look_for_a_crisis, loss, grad_norm)
+        if not self._known:
+            return
         if found := self._attached.lookout.news():
             self._coverage.add_unwatched(found)
         # before the sample, whose modes are those that ran
         self._guards["answers"].run(self._switching.settle, self._schedule.before, self.current_step)
-        self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due))
-        self._attached.selector.plan(self.current_step, self._schedule.next_step, self._schedule.watch_until)
+        self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due and not fresh))
+        if not fresh:
+            self._attached.selector.plan(self.current_step, self._schedule.next_step, self._schedule.watch_until)
 
     def _look_for_a_crisis(self, loss: object, grad_norm: object) -> None:
         if (found := self._crisis.look(self.current_step, loss, grad_norm)) is not None:
@@ -317,12 +387,16 @@ class Agent:
         The policy acts on warnings that stand, where heads do not have what they call for. A state that cannot be used
         stops no training: a line of the log says why, and the detectors begin anew; `strict` raises ValueError.
         """
+        self._saved = None
         try:
             if self._started:
                 raise ValueError(f"it came after step {self.current_step}; call it before the first step")
             self._take_up(read_saved(state, self._heads))
         except UNREADABLE as error:
             self.begin_at(step_in(state) or self.current_step)
+            self._saved = None if self._started else state
+            if self._saved is not None and not self._attached.layers:
+                return  # which heads there are the first step shows
             if self.config.strict:
                 raise ValueError(f"the saved state is not taken up: {error}") from error
             logger.warning("foreshock: the saved state is not taken up as it is, training goes on: %s", error)

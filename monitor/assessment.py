@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from types import FunctionType
 from typing import Any, Final, Literal
 
 import torch
@@ -15,7 +16,7 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.config import make_config
 from foreshock.monitor.model.discovery import Found, find_attention
-from foreshock.monitor.model.layers import normalises_heads
+from foreshock.monitor.model.layers import KEY_PROJECTIONS, normalises_heads
 from foreshock.monitor.model.weights import base_of, device_of, stored
 
 KeyBias = Literal["trained", "frozen", "none", "unknown"]
@@ -111,7 +112,8 @@ def _of_keys(found: Found) -> nn.Module | None:
     """The projection that makes the keys; None where names do not show it."""
     if found.projection is not None:
         return found.projection.key.holder
-    children = (getattr(found.module, name, None) for name in _OF_LATENT)
+    owner = found.owner or found.module
+    children = (getattr(owner, name, None) for name in (*KEY_PROJECTIONS, *_OF_LATENT))
     return next((child for child in children if isinstance(child, nn.Module)), None)
 
 
@@ -127,9 +129,12 @@ def _bias(projection: nn.Module) -> KeyBias:
 
 
 def has_rotary(model: nn.Module, watched: Iterable[Found]) -> bool:
-    """Whether a name in the model, or in the code of its attention, says that positions rotate queries and keys."""
+    """Whether a name in the model, or one that the code of its attention looks up, says that positions rotate queries
+    and keys. A hint: names of functions are all that a model shows of them before it runs."""
     named = ((name.rpartition(".")[2], type(m).__name__, *m._buffers.keys()) for name, m in model.named_modules())
-    return any(any(map(_ROTARY.search, names)) for names in chain(named, (found.looks_up for found in watched)))
+    kinds: set[Any] = {type(each.module) for each in watched}
+    looked_up = (kind.forward.__code__.co_names for kind in kinds if isinstance(kind.forward, FunctionType))
+    return any(any(map(_ROTARY.search, names)) for names in chain(named, looked_up))
 
 
 def openness(model: nn.Module, watched: Sequence[Found]) -> tuple[KeyBias, bool, bool]:
@@ -257,7 +262,7 @@ def _owner(found: Found) -> nn.Module:
 
 def _watching(found: Sequence[Found], watched: Sequence[Found]) -> str:
     if not found:
-        return "Watched: nothing. No module of the model was seen to call an attention function that foreshock knows."
+        return "Watched: nothing. No module of the model looks like attention; the first step shows whether one is."
     sizes = Counter(f"{each.heads} heads of {each.head_dim or '?'}" for each in watched)
     shapes = ", ".join(f"{count} with {size}" for size, count in sizes.items())
     return f"Watched: {len(watched)} of {len(found)} attention layers{': ' * bool(shapes)}{shapes}."
@@ -278,8 +283,11 @@ def _types(model: nn.Module, batch: _Batch) -> str:
     return held + "Attention runs in 16 bits where its inputs do, and there its output is rounded."
 
 
-def rounding(bias: KeyBias, rotary: bool, normalised: bool) -> list[str]:
-    """Whether the model is open to the drift by rounding, and on what evidence; then the first remedy."""
+def rounding(bias: KeyBias, rotary: bool, normalised: bool, *, rounds: bool = True) -> list[str]:
+    """Whether the model is open to the drift by rounding, and on what evidence; then the first remedy. `rounds`: its
+    attention is computed in 16 bits, or may be."""
+    if not rounds:
+        return ["Drift by rounding: not in this run. Its attention is computed in float32; the drift needs 16 bits."]
     if bias == "trained" and not rotary and not normalised:
         return [
             "Drift by rounding: open to it. The keys have a bias, without rotary positions and qk-norm; 15 of 22 "
@@ -298,8 +306,11 @@ def rounding(bias: KeyBias, rotary: bool, normalised: bool) -> list[str]:
         ]
     if bias == "unknown":
         return ["Drift by rounding: not known, because the projection of the keys was not found."]
+    others = " and ".join(what for what, has in (("rotary positions", rotary), ("qk-norm", normalised)) if has)
+    differs = f" This model has {others}, which that one did not." if others else ""
     return [
-        "Drift by rounding: perhaps. GPT-2 small without biases failed so, in the paper and here, at a rate of 1e-3.",
+        "Drift by rounding: perhaps. GPT-2 small without biases failed so, in the paper and here, at a rate of 1e-3."
+        f"{differs}",
         "  First remedy: watch it; a switch of mode is there if a head is warned about.",
     ]
 

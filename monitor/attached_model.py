@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -28,13 +28,19 @@ class AttachedModel:
     """Where W_Q and W_K of each layer lie, once its calls showed it."""
     numerics: str
     report: str
+    danger: Callable[[], str]
+    """Says in a line whether this run is open to the drift by rounding."""
     selector: BackendSelector
     """What serves each layer."""
     lookout: Lookout
     """Looks out for attention that is not watched."""
     model: "weakref.ref[nn.Module]"
+    corrected: "Callable[[Callable[[], None]], tuple[AttachedModel, Callable[[], None]] | None]"
+    """The model watched as its first step showed, with the undoing, after the given undoing of this; None: as it is."""
     weights: tuple["weakref.ref[Tensor]", ...] = ()
     """Some of the parameters, which change when an optimizer steps."""
+    unfit: str = ""
+    """Why nothing of the model can be watched, whatever runs."""
     unwatched: int = 0
     """Attention modules that were found and cannot be watched."""
 

@@ -7,8 +7,9 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Final, Unpack
 
 import torch
@@ -21,33 +22,27 @@ from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.apart import apart
-from foreshock.monitor.assessment import openness, rounding
+from foreshock.monitor.assessment import KeyBias, openness, rounding
 from foreshock.monitor.attached_model import AttachedModel, served_by
 from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.copies import is_watched
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
 from foreshock.monitor.attention.layout_proof import LayoutProof
-from foreshock.monitor.attention.lookout import Lookout
+from foreshock.monitor.attention.lookout import Lookout, lies_in
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig, make_config
-from foreshock.monitor.guard import say
-from foreshock.monitor.model.discovery import Found, find_attention
+from foreshock.monitor.model.discovery import Found, find_attention, is_called_attention
 from foreshock.monitor.model.table import table_of
 from foreshock.monitor.model.weights import device_of
 from foreshock.monitor.qk_clip.latent_proof import LatentProof
-
-_NO_ATTENTION: Final = (
-    "no attention was found in {model}: the code of no module was seen to call "
-    "torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.varlen.varlen_attn or transformers' "
-    'attention interface; where one does, give its number of heads: heads={{"its name": 8}}'
-)
 
 
 def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unpack[AgentSettings]) -> Agent:
     """Watch every attention layer of `model`, which stays as it is; `Agent.detach` takes everything back.
 
-    Call it when the model lies on its device and before torch.compile. Prints a table of what was found to standard
-    error, unless `quiet`. What is watched, and why it foretells an explosion: arXiv 2510.04212, section 3.
+    Call it after moving the model to its device and before torch.compile. The first step shows which modules compute
+    attention; the agent then prints a table of them to standard error, unless `quiet`. What is watched, and why it
+    foretells an explosion: arXiv 2510.04212, section 3.
 
     model: any module with attention in it, whole or a shard of it (DDP, FSDP2, tensor or pipeline parallel).
     config: the settings; by default those of the variables FORESHOCK_*.
@@ -55,9 +50,9 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
 
     Returns the agent: call `step` after every optimizer step, and `close` at the end, or use it in a `with` statement.
     One that nothing refers to any more is closed.
-    If no attention can be watched (a model without attention, a compiled model, `nn.DataParallel`), a line of the log
-    says why, and the agent goes on with loss and gradient norm; with `strict`, with QK-Clip or under a policy that
-    switches heads, attach raises ValueError instead. Raises ValueError with a sentence for a wrong setting.
+    If no attention can be watched, a line of the log says why, and the agent goes on with loss and gradient norm; with
+    `strict`, with QK-Clip or under a policy that switches heads it is a ValueError, of `attach` (a compiled model,
+    `nn.DataParallel`) or of the first `Agent.step`. Raises ValueError with a sentence for a wrong setting.
     """
     settings = make_config(config, {**_place(config), **overrides})
     if not isinstance(model, nn.Module):
@@ -70,41 +65,126 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
                 break
             raise ValueError(f"{name or 'the model'} is watched by another agent; call foreshock.detach(model) first")
     _refuse_unknown_names(model, settings)
-    found, why = _find(model, settings)
-    if why and settings.must_watch:
-        raise ValueError(why)
-    if why:
-        logger.warning("foreshock: no attention is watched, training continues: %s", why)
+    found, unfit = _find(model, settings)
+    if unfit and settings.must_watch:
+        raise ValueError(unfit)
+    if unfit:
+        logger.warning("foreshock: no attention is watched, training continues: %s", unfit)
+    attached, undo = _put_under(model, settings, found, unfit=unfit)
+    try:
+        agent = Agent(settings, attached, undo)
+    except BaseException:
+        undo()
+        raise
+    _agents.update(dict.fromkeys(attached.selector.layers, weakref.ref(agent)))
+    return agent
+
+
+def _put_under(
+    model: nn.Module,
+    settings: AgentConfig,
+    found: list[Found],
+    before: Mapping[str, WatchedLayer] | None = None,
+    unfit: str = "",
+) -> tuple[AttachedModel, Callable[[], None]]:
+    """Watch what was found, and the undoing. `before`: layers that go on, by name."""
     watched = [f for f in found if f.problem is None]
-    device = device_of(watched[0].module, model) if watched else torch.device("cpu")
+    device = device_of(*(f.module for f in watched[:1]), model) if not unfit else torch.device("cpu")
     with apart(device):
-        state = new_state(sum(f.heads for f in watched) or 1, device)[: None if watched else 0]
+        heads = sum(f.heads for f in watched)
+        state = new_state(max(heads, 1), device)[:heads]
         modes = torch.zeros(len(state), dtype=torch.int32, device=device)
         layers = _layers_of(watched, state, modes, settings)
+        for layer in layers:
+            if before is not None and layer.name in before:
+                layer.go_on(before[layer.name])
+            layer.late = before is not None and layer.name not in before
         selector = BackendSelector(layers, state, settings)
     of_modules = [(f.module, layer.layout) for f, layer in zip(watched, layers, strict=True) if layer.layout]
     lookout = Lookout(model, [f.name for f in found], settings.heads, of_modules)
     undo = _install(model, watched, layers, selector, lookout)
     try:
+        ours = served_by(state, settings.numerics)
         attached = AttachedModel(
             state=state,
             modes=modes,
-            layers=_described(watched, settings, served_by(state, settings.numerics)),
+            layers=_described(watched, settings, ours),
             layouts=tuple(layout for _, layout in of_modules),
             numerics=settings.numerics,
             weights=_some_weights(watched),
-            report=_report(model, settings, found, selector, served_by(state, settings.numerics)),
+            report=_report(settings, found, selector, ours),
+            danger=functools.partial(_danger, openness(model, watched), selector),
+            unfit=unfit,
             selector=selector,
             lookout=lookout,
             model=weakref.ref(model),
             unwatched=len(found) - len(watched),
+            corrected=functools.partial(_corrected, weakref.ref(model), settings, found, selector, lookout),
         )
-        agent = Agent(settings, attached, undo)
     except BaseException:
         undo()
         raise
-    _agents.update(dict.fromkeys(layers, weakref.ref(agent)))
-    return agent
+    return attached, undo
+
+
+def _danger(open_to: tuple[KeyBias, bool, bool], selector: BackendSelector) -> str:
+    return rounding(*open_to, rounds=any(layer.rounds for layer in selector.layers))[0]
+
+
+def _corrected(
+    model: "weakref.ref[nn.Module]",
+    settings: AgentConfig,
+    found: list[Found],
+    selector: BackendSelector,
+    lookout: Lookout,
+    leave: Callable[[], None],
+) -> tuple[AttachedModel, Callable[[], None]] | None:
+    """The model watched as the first step showed, after `leave` took out what was put in; None where that was right."""
+    if (own := model()) is None or selector.captured or sdpa_rebinding.follow_imports():
+        return None  # calls of a library that the first step imported are met from now on
+    if (ran := _as_it_ran(own, found, selector.layers, lookout)) is None:
+        return None
+    before = {layer.name: layer for layer in selector.layers}
+    known = _agents.get(selector.layers[0]) if selector.layers else None
+    leave()
+    unfit = (
+        ""
+        if any(f.problem is None for f in ran)
+        else "; ".join(f"{names} cannot be watched: {why}" for names, why in _problems(ran))
+    )
+    attached, undo = _put_under(own, settings, ran, before, unfit)
+    attached.lookout.scouted()
+    if known is not None:
+        _agents.update(dict.fromkeys(attached.selector.layers, known))
+    return attached, undo
+
+
+def _as_it_ran(
+    model: nn.Module, found: list[Found], layers: Sequence[WatchedLayer], lookout: Lookout
+) -> list[Found] | None:
+    """What computes attention, as the first step showed; None where it is what was found."""
+    sure = [f.name for f in found if f.certain]
+    called = {n: call for n, call in lookout.called.items() if not any(lies_in(n, outer) for outer in sure)}
+    ran: list[Found] = []
+    watched = iter(layers)
+    for f in found:
+        layer = None if f.problem is not None else next(watched)
+        within = any(lies_in(name, f.name) for name in called) and f.name not in lookout.direct
+        if within and not f.certain:
+            continue  # modules within it call attention, each for itself
+        if layer is None or f.certain or not layer.idle:
+            ran.append(f)
+        elif why := lookout.why_unmet(f.name):
+            ran.append(replace(f, problem=f"it {why}; have it call scaled_dot_product_attention"))
+        elif not lookout.has_read:
+            ran.append(f)  # no backward was read that would show it
+        elif is_called_attention(f.module):
+            ran.append(replace(f, problem=layer.why_not_counted))
+    ran += find_attention(model, {}, called)
+    if [f.problem for f in ran] == [f.problem for f in found] and len(ran) == len(found):
+        return None
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    return sorted(ran, key=lambda f: places[f.name])
 
 
 _agents: Final[weakref.WeakKeyDictionary[WatchedLayer, weakref.ref[Agent]]] = weakref.WeakKeyDictionary()
@@ -142,7 +222,7 @@ def _place(config: AgentConfig | None) -> dict[str, int]:
 
 
 def _find(model: nn.Module, settings: AgentConfig) -> tuple[list[Found], str]:
-    """The attention modules of the model, and why none of them can be watched; "" if one can."""
+    """What may be attention in the model, and why nothing of it can be watched; "" where the first step shows it."""
     if isinstance(model, nn.DataParallel):
         return [], "nn.DataParallel runs copies of the model in threads; use DistributedDataParallel, with torchrun"
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -154,10 +234,7 @@ def _find(model: nn.Module, settings: AgentConfig) -> tuple[list[Found], str]:
     watched = sum(f.problem is None for f in found)
     if watched > MAX_LAYERS:
         return [], f"{watched} attention layers were found; at most {MAX_LAYERS} can be watched"
-    if watched:
-        return found, ""
-    problems = "; ".join(f"{names} cannot be watched: {why}" for names, why in _problems(found))
-    return found, problems or _NO_ATTENTION.format(model=type(model).__name__)
+    return found, ""
 
 
 def _refuse_unknown_names(model: nn.Module, settings: AgentConfig) -> None:
@@ -202,7 +279,7 @@ def _install(
             if layer.layout is not None:
                 undo.callback(layer.layout.stop)
                 layer.layout.start()
-        if any(found.route == "transformers" for found in watched):
+        if "transformers.modeling_utils" in sys.modules:
             from foreshock.monitor.attention.transformers_attention import watch_dispatch
             from foreshock.monitor.attention.transformers_positions import watch_positions
 
@@ -252,11 +329,11 @@ def _described(watched: list[Found], settings: AgentConfig, ours: str) -> tuple[
     return tuple(layers.values())
 
 
-def _report(model: nn.Module, settings: AgentConfig, found: list[Found], selector: BackendSelector, ours: str) -> str:
-    """The table of what was found, printed where this process prints; what is not watched is warned of."""
+def _report(settings: AgentConfig, found: list[Found], selector: BackendSelector, ours: str) -> str:
+    """The table of what was found; what is not watched is warned of."""
     if not found:
         return ""
-    watched = [f for f in found if f.problem is None]
+    watched = any(f.problem is None for f in found)
     for names, why in _problems(found) if watched else ():
         logger.warning("foreshock: the attention of %s is not watched: %s", names, why)
     for f in found:
@@ -265,11 +342,7 @@ def _report(model: nn.Module, settings: AgentConfig, found: list[Found], selecto
             logger.warning("foreshock: %s is the same module as %s; their rows count into one layer", same, f.name)
     now = "kept, sampled" if settings.attention != "kernels" else ours
     numerics = _NUMERICS.get(settings.numerics, settings.numerics)
-    danger = rounding(*openness(model, watched))[0]
-    report = f"{table_of(found, now)}\nnumerics: {numerics}\n{selector.describe()}"
-    if settings.shows:
-        say(f"{danger}\n{report}")
-    return report
+    return f"{table_of(found, now)}\nnumerics: {numerics}\n{selector.describe()}"
 
 
 def _problems(found: list[Found]) -> list[tuple[str, str]]:

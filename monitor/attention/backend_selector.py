@@ -82,6 +82,11 @@ class BackendSelector:
         self._sampling.due = due and not self._sampling.fault
         self._name_what_a_captured_step_hides(step)
 
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph holds the layers as they are."""
+        return self._sampling.captured
+
     def measured_since(self, step: int) -> bool:
         """Whether the probe measured a step after `step`."""
         return self._measured > step

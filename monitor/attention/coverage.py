@@ -89,6 +89,9 @@ class CoverageReport:
             self._warn_of_silence(step)
         else:
             self._last_counted, self._warned_of_silence = step, False
+        for number in np.flatnonzero(self._last < 0):
+            layer = self._watched(number)
+            layer.silent = not counted[number] and bool(layer.ran or counted.any())
         self._last[counted] = step
         if counted.all() and not self._silent and not self._missed.any() and self._looked and not self.table_is_stale:
             return False  # as nearly always: every layer counts, and the table shows it

@@ -28,9 +28,9 @@ def begin(operands: Operands, score_mod: Any, block_mask: Any, scale: Any, more_
     """The layer whose call this is, and the output of our kernels where they serve it."""
     layer = layer_of_this_call()
     if layer is None:
-        note_call_outside()
+        note_call_outside(*operands[:2])
         return None, None
-    note_interception()
+    note_interception(*operands[:2])
     why = None
     if score_mod is not None or block_mask is not None:
         why = "it passes a score_mod or a block_mask to flex_attention"

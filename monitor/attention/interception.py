@@ -74,9 +74,9 @@ def scaled_dot_product_attention(
     """PyTorch's function of this name, watched where a watched module calls it; its causal mask starts top left."""
     layer = layer_of_this_call()
     if layer is None:
-        note_call_outside()
+        note_call_outside(query, key)
         return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    note_interception()
+    note_interception(query, key)
     causal = "top_left" if is_causal else "none"
     why = None
     if attn_mask is None and not enable_gqa and query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]:
@@ -205,12 +205,15 @@ class SdpaRebinding:
                     setattr(torch._dynamo.config, name, value)
         self.follow_imports()
 
-    def follow_imports(self) -> None:
-        """Rebind what libraries brought in since; free where nothing was imported."""
-        if self._users and len(sys.modules) != self._modules:
-            self._modules = len(sys.modules)
-            for space, name, original, entry in list(entries()):
-                self._bind(space, name, stand_in(original, entry))
+    def follow_imports(self) -> bool:
+        """Rebind what libraries brought in since, and say whether there was any; free where nothing was imported."""
+        if not self._users or len(sys.modules) == self._modules:
+            return False
+        self._modules = len(sys.modules)
+        found = list(entries())
+        for space, name, original, entry in found:
+            self._bind(space, name, stand_in(original, entry))
+        return bool(found)
 
     def _bind(self, space: dict[str, Any] | type, name: str, value: Any) -> None:
         self._places.append((space, name, _held(space)[name], value))

@@ -71,7 +71,8 @@ def _watched(own: Callable[[], Any], describe: Callable[[], _Call | str]) -> Any
     """The result of a call, of our kernels or its own with a sample of its rows measured."""
     layer = layer_of_this_call()
     if layer is None:
-        note_call_outside()
+        if not torch.compiler.is_compiling() and not isinstance(call := describe(), str):
+            note_call_outside(*(call.heads_first(x) for x in call.operands[:2]))
         return own()
     call = describe()
     if isinstance(call, str):
@@ -84,13 +85,13 @@ def _watched(own: Callable[[], Any], describe: Callable[[], _Call | str]) -> Any
     operands = [call.heads_first(x) for x in call.operands]
     served = layer.serve(*operands, why=call.why, packed=call.packed, **call.scores)
     if served is not None:
-        note_interception()
+        note_interception(*operands[:2])
         return call.heads_back(served).contiguous()
     expect_interception()
     result = own()
     if was_intercepted():  # the library called another, which knows its operands better
         return result
-    note_interception()
+    note_interception(*operands[:2])
     out, *more = result if isinstance(result, tuple) else (result,)
     probed = layer.probed(call.heads_first(out), *operands, packed=call.packed, **call.scores)
     out = call.heads_back(probed)

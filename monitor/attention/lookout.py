@@ -1,4 +1,5 @@
-"""Looks out for attention that is not watched: what a backward runs in fact, and modules that are added after attach.
+"""Looks out for attention that is not watched: who calls it in the first step, what a backward runs in fact, and
+modules that are added after attach.
 
 A backward shows it in the first steps, and again after modules changed; neither costs a later step anything.
 """
@@ -13,8 +14,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from foreshock.monitor.attention.interception import sdpa_rebinding
 from foreshock.monitor.attention.layout_proof import LayoutProof
+from foreshock.monitor.attention.running import outside
 from foreshock.monitor.attention.watched_layer import logger
-from foreshock.monitor.model.discovery import find_attention
+from foreshock.monitor.model.discovery import Called, find_attention
 from foreshock.monitor.model.executed import attention_in
 
 _LOOKS: Final = 2
@@ -43,9 +45,45 @@ class Lookout:
         self._looks, self._tries = _LOOKS, _TRIES
         self._executed: dict[str, str] = {}
         self._changed = False
+        self.called: dict[str, Called] = {}
+        """Modules that called attention in the first step and are not watched, by name; what their calls showed."""
+        self.direct: set[str] = set()
+        """Watched modules that called attention themselves in the first step, and not a module within them."""
+        outside.scouts.add(self)
         self._registration: Final = register_module_module_registration_hook(self._registered)
         _looking.add(self)
         _follow_backwards()
+
+    def note_call(self, module: nn.Module, query: Tensor, key: Tensor) -> bool:
+        """A module calls attention; whether it is of the model and not watched, and can be watched from now on."""
+        if query.is_nested or id(module) not in self._modules or (model := self._model()) is None:
+            return False
+        name = next((name for name, each in model.named_modules() if each is module), None)
+        if name is None:
+            return False
+        if self._known.get(name) is module:
+            self.direct.add(name)
+            return False
+        if next(module.parameters(), None) is None and any(lies_in(name, other) for other in self._known):
+            return False  # an inner module that only calls the kernel
+        heads, kv_heads = (x.shape[-3] if x.dim() > 3 else 1 for x in (query, key))
+        self.called[name] = Called(heads, kv_heads, query.shape[-1])
+        return True
+
+    def why_unmet(self, name: str) -> str | None:
+        """How the module of this name computes attention that is not met, as a backward showed; None where none did."""
+        return next(
+            (why for other, why in self._executed.items() if lies_in(other, name) or lies_in(name, other)), None
+        )
+
+    @property
+    def has_read(self) -> bool:
+        """Whether a backward through the model was read."""
+        return self._looks < _LOOKS
+
+    def scouted(self) -> None:
+        """The first step is done: attention that is called from now on is no longer noted by its module."""
+        outside.scouts.discard(self)
 
     def news(self) -> dict[str, str]:
         """Attention found since it was asked last that is not watched: by name of its module, and why. Free where
@@ -56,7 +94,7 @@ class Lookout:
         found = {
             name: f"it {why}"
             for name, why in self._executed.items()
-            if not any(_lies_in(name, other) or _lies_in(other, name) for other in self._known)
+            if not any(lies_in(name, other) or lies_in(other, name) for other in self._known)
         }
         self._executed.clear()
         if self._changed:
@@ -68,6 +106,7 @@ class Lookout:
 
     def stop(self) -> None:
         """Look no more."""
+        self.scouted()
         self._registration.remove()
         self._done()
 
@@ -110,7 +149,8 @@ class Lookout:
             _leave_backwards()
 
 
-def _lies_in(name: str, outer: str) -> bool:
+def lies_in(name: str, outer: str) -> bool:
+    """Whether a module is another one or a part of it, by their names."""
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 

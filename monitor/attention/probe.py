@@ -345,4 +345,4 @@ def _sample(
 
 def new_ticks(layers: int, device: torch.device) -> Tensor:
     """A counter for each layer, int64 [layers, 1], far apart, so that no two layers draw the same rows."""
-    return (torch.arange(layers, dtype=torch.int64, device=device) << _TICK_BITS).view(-1, 1)
+    return (torch.arange(layers, dtype=torch.int64, device=device) << _TICK_BITS).unsqueeze(1)

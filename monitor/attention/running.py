@@ -8,11 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
+from typing import Final, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer
@@ -44,6 +44,13 @@ class _Traced:
         here."""
 
 
+class Scout(Protocol):
+    """Wants to know which modules call attention that is not watched."""
+
+    def note_call(self, module: nn.Module, query: Tensor, key: Tensor) -> bool:
+        """`module` calls attention with query [..., H, S, D] and key [..., Hkv, S, D]; whether it takes note of it."""
+
+
 class _Outside:
     calls: int = 0
     """Calls of attention outside every watched module, in the whole process."""
@@ -51,6 +58,8 @@ class _Outside:
     """Those of them that may train: not of evaluation, of an average or of a teacher."""
     layers: Final[WeakSet[WatchedLayer]] = WeakSet()
     """Layers of every agent attached."""
+    scouts: Final[WeakSet[Scout]] = WeakSet()
+    """Of agents whose first step is under way."""
 
 
 _mine: Final = _OfThread()
@@ -96,14 +105,18 @@ def layer_of_this_call() -> WatchedLayer | None:
     # True of every compiled model; the flag behind it is right.)
     if torch.compiler.is_compiling():
         return None if torch.compiler._is_exporting_flag else _traced.layer
-    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
-        return None
-    if forward_ad._current_level >= 0:
+    if _transformed():
         return None
     if _mine.layer is None:
         return _traced.layer if _traced.entered else None
     _leave_what_was_interrupted()
     return _mine.layer
+
+
+def _transformed() -> bool:
+    """Whether torch.func, a tracer or forward mode runs the model, which is then to be the model's own."""
+    functorch = torch._C._are_functorch_transforms_active()
+    return functorch or torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
 
 
 def _leave_what_was_interrupted() -> None:
@@ -126,11 +139,13 @@ def forget() -> None:
     _traced.entered, outside.calls, outside.trained = False, 0, 0
 
 
-def note_interception() -> None:
-    """PyTorch's attention was called in a watched forward, and met."""
+def note_interception(query: Tensor | None = None, key: Tensor | None = None) -> None:
+    """An attention was called in a watched forward, with query [..., H, S, D] and key [..., Hkv, S, D], and met."""
     _traced.intercepted = True
     if not torch.compiler.is_compiling():
         _mine.intercepted = True
+        if outside.scouts and query is not None and key is not None:
+            tell_scouts(next(_running_modules(), None), query, key)
 
 
 def expect_interception() -> None:
@@ -146,10 +161,10 @@ def was_intercepted() -> bool:
     return _traced.intercepted if torch.compiler.is_compiling() else _mine.intercepted
 
 
-def note_call_outside() -> None:
-    """Count a call of attention that is not watched. Raises RuntimeError where it is a recompute in a backward of an
-    attention that our kernels served."""
-    if torch.compiler.is_compiling():
+def note_call_outside(query: Tensor, key: Tensor) -> None:
+    """Count a call of attention that is not watched, with query [..., H, S, D] and key [..., Hkv, S, D]. Raises
+    RuntimeError where it is a recompute in a backward of an attention that our kernels served."""
+    if torch.compiler.is_compiling() or query.is_meta:  # shapes without numbers, as of somebody who counts operations
         return
     if _mine.layer is not None:
         _mine.layer.leave_alone("torch.func, forward mode or a tracer runs it, and sees the model without foreshock")
@@ -162,19 +177,39 @@ def note_call_outside() -> None:
             "foreshock cannot know which layer's attention is recomputed in this backward: the checkpointing in use is "
             "not PyTorch's; use torch.utils.checkpoint, or checkpoint whole attention modules or blocks"
         )
+    if (outside.scouts or outside.calls < _LOOKED_AT) and tell_scouts(_caller(), query, key):
+        return
     outside.calls += 1
     outside.trained += torch.is_grad_enabled()
-    if outside.calls <= _LOOKED_AT:
-        _name_the_layer_of_a_caller()
 
 
-def _name_the_layer_of_a_caller() -> None:
-    frame: FrameType | None = sys._getframe(3)  # of who called attention
-    while frame is not None:
-        # A forward's frame alone, which ends soon: before Python 3.13 a frame that was asked for its locals keeps them
-        # alive as they are now until it ends, and those of a training loop are a loss with its graph.
-        caller = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(caller, nn.Module) and isinstance(layer := vars(caller).get(LAYER_ATTRIBUTE), WatchedLayer):
+def tell_scouts(module: nn.Module | None, query: Tensor, key: Tensor) -> bool:
+    """`module` calls attention that is not watched; whether an agent takes note of it, to watch it from now on."""
+    if module is None or _transformed():
+        return False
+    noted = [scout.note_call(module, query, key) for scout in list(outside.scouts)]
+    return any(noted)
+
+
+def _caller() -> nn.Module | None:
+    """The innermost module whose forward is running; a watched one among those running is told that no hook of it ran.
+    None then, and where none is running."""
+    running = list(_running_modules())
+    for module in running:
+        if isinstance(layer := vars(module).get(LAYER_ATTRIBUTE), WatchedLayer):
             layer.leave_alone("its code is called past the hooks of PyTorch, as by .forward(x); call the module itself")
-            return
+            return None
+    return next(iter(running), None)
+
+
+def _running_modules() -> Iterator[nn.Module]:
+    """Modules whose forward is running in this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # Frames alone that end soon: before Python 3.13 a frame that was asked for its locals keeps them alive as they
+        # are now until it ends, and those of a training loop are a loss with its graph.
+        if frame.f_code.co_name in ("forward", "_call_impl"):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                yield module
         frame = frame.f_back

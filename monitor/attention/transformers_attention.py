@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from foreshock.monitor.attention.running import expect_interception, layer_of_this_call, was_intercepted
+from foreshock.monitor.attention.running import (
+    expect_interception,
+    layer_of_this_call,
+    tell_scouts,
+    was_intercepted,
+)
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, MASKED, WatchedLayer
 
 _KNOWN: Final = ("dropout", "scaling", "is_causal", "sliding_window", "softcap", "position_bias", "attention_mask")
@@ -66,6 +71,8 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
         running = layer_of_this_call()
         layer: WatchedLayer | None = getattr(module, LAYER_ATTRIBUTE, None)
         if layer is None or running is not layer or len(args) < 4:
+            if layer is None and running is None and len(args) > 3 and not torch.compiler.is_compiling():
+                tell_scouts(module, *args[1:3])
             return attention(*args, **kwargs)
         query, key, value = args[1:4]
         mask = args[4] if len(args) > 4 else kwargs.get("attention_mask")

@@ -37,9 +37,9 @@ def varlen_attn(
 
     layer = layer_of_this_call()
     if layer is None:
-        note_call_outside()
+        note_call_outside(query.transpose(0, 1), key.transpose(0, 1))
         return own()
-    note_interception()
+    note_interception(query.transpose(0, 1), key.transpose(0, 1))
     asked = [name for name, option in more.items() if option is not None and name not in _HARMLESS]
     if asked or cu_seq_k is None:
         layer.leave_alone(f"it passes {', '.join(asked) or 'no cu_seq_k'} to varlen_attn, which is not served")

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
+from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.kernels.flash_attention.spec import constants
 from foreshock.monitor.attention.probe import probe
@@ -128,6 +129,10 @@ class WatchedLayer:
         """The module that it watches, as a weak reference."""
         self.head_dim = 0
         """Features of a query of the last call; 0 before the first, and not set by compiled code."""
+        self.silent = False
+        """Samples came in, and none showed a row of it."""
+        self.late = False
+        """The first step showed that it is attention: it is watched from the second on."""
         self.ran = self.met = False
         """Its module's forward ran, and called an attention that is met; not set by compiled code."""
         for buffer in (self.state, self.modes):  # spares torch.compile's CUDA graphs a copy of them in every step
@@ -151,7 +156,28 @@ class WatchedLayer:
             return "it computes its probabilities itself under need_weights=True, its default; give need_weights=False"
         if self.ran:
             return "its forward ran, but computed attention by none of the functions that are met"
-        return NOT_RUN
+        return (
+            "the first step showed that it computes attention; it is watched from the second on"
+            if self.late
+            else NOT_RUN
+        )
+
+    def go_on(self, before: "WatchedLayer") -> None:
+        """Take up what another layer, of the same module, counted and saw."""
+        self.state.copy_(before.state)
+        self.layout, self.rounds, self.head_dim, self.dropout_p = (
+            before.layout,
+            before.rounds,
+            before.head_dim,
+            before.dropout_p,
+        )
+        self.ran, self.met, self.unserved, self.kept = before.ran, before.met, before.unserved, before.kept
+
+    @property
+    def idle(self) -> bool:
+        """Its module's forward ran uncompiled, and nothing of it was met or counted. It may wait for the device."""
+        rows = self.state[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]]
+        return self.ran and not self.met and not self.unserved and not bool(rows.any())
 
     def ask(self, *, keeps: bool) -> None:
         """From now on its own attention serves its calls, or our kernels do; what comes of it only calls show."""
@@ -318,6 +344,8 @@ class WatchedLayer:
 
     def refusal(self, mode: int) -> str | None:
         """Why this layer's heads cannot be given a mode, as its calls have been; None where they can."""
+        if mode and self.silent and not self.met:
+            return f"none of its calls is met: {self.why_not_counted}"
         could = self.ever_served or (self.could_serve and self.differs is None)
         could |= self.keeps and self.may_lose_masks and self.cannot_serve == _MASKED_IN_A_GRAPH
         stays = self.cannot_serve or self.differs

@@ -1,11 +1,16 @@
-"""Finds the attention modules of a model, and describes what each one is and what can serve it."""
+"""Proposes the attention modules of a model by their parts, and describes each one; what runs decides.
+
+No code is read. A number of heads with layers that make queries, or with a class that is called attention, makes a
+candidate, whose calls of attention are met. The first step shows which candidates compute attention, and which other
+modules do.
+"""
 
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -16,14 +21,6 @@ try:
 except ImportError:  # before torch 2.9
     varlen = None  # type: ignore[assignment]
 
-from foreshock.monitor.model.callees import (
-    attributes_of,
-    called_by,
-    forget,
-    is_by_hand,
-    kept_by,
-    own_name,
-)
 from foreshock.monitor.model.layers import (
     NOT_FOUND,
     Projection,
@@ -33,36 +30,28 @@ from foreshock.monitor.model.layers import (
     query_width,
     why_unmeasured,
 )
-from foreshock.monitor.model.libraries import calls_library, make_of
+from foreshock.monitor.model.libraries import make_of
 from foreshock.monitor.model.sharding import is_sharded, part_of, tensor_parallel_dims, under_fsdp
 from foreshock.monitor.model.weights import stored
 
-Route = Literal["transformers", "scaled_dot_product_attention", "unserved"]
-
-SDPA_NAME: Final = "scaled_dot_product_attention"
 SDPA: Final = torch.nn.functional.scaled_dot_product_attention
 """PyTorch's own function, whatever the name is bound to later."""
 
-VARLEN_NAME: Final = "varlen_attn"
-_varlen: Final[Any] = getattr(varlen, VARLEN_NAME, None)
+_varlen: Final[Any] = getattr(varlen, "varlen_attn", None)
 VARLEN: Final[Any] = _varlen if _varlen and "window_size" in inspect.signature(_varlen).parameters else None
 """PyTorch's function for packed sequences; None in a version that has none, or, as 2.10, one of other arguments."""
 
-FLEX_NAME: Final = "flex_attention"
 _flex: Final[Any] = flex.flex_attention
 FLEX: Final[Any] = _flex if (_flex.__code__.co_argcount, _flex.__code__.co_kwonlyargcount) == (9, 1) else None
 """PyTorch's function of modified scores and block masks; None in a version of other arguments, as before 2.9."""
 
-_UNSERVED: Final = re.compile(
-    r"_?flash_attn\w*(func|kvcache|forward)|memory_efficient_attention\w*|sage_?att\w*|npu_fusion_attention|"
-    r"(fused_)?neighborhood_attention|na[123]d(_qk|_av)?|_scaled_dot_product_\w+"
-    + ("" if VARLEN else f"|{VARLEN_NAME}")
-    + ("" if FLEX else f"|{FLEX_NAME}")
+_ATTENTION: Final = re.compile("Att|(?<![A-Za-z])att|attent|attn|mha|msa|MHA|MSA|ATT")
+"""In the name of a class that computes attention."""
+_QUERIES: Final = re.compile(
+    r"(w_?|to_|c_)?(q|qkv|query|queries)(_?(proj|linear|states|layer))?|query_key_value|c_attn|in_proj", re.I
 )
-"""Attention of other makes, by the names of its functions: foreshock sees no call of theirs."""
-
-_DISPATCHERS: Final = ("dispatch_attention_fn", "multi_head_attention_forward")
-"""Functions that call scaled_dot_product_attention unless they are set otherwise: diffusers', PyTorch's own."""
+"""What people call queries, or the layer that makes them."""
+_BASES: Final = ("torch.nn.modules.module", "transformers.modeling_utils")
 
 _HEADS: Final = (
     "num_attention_heads_per_partition",  # Megatron
@@ -70,6 +59,7 @@ _HEADS: Final = (
     "n_heads",
     "n_head",
     "num_attention_heads",
+    "num_attn_heads",
     "nhead",
     "heads",
     "n_local_heads",
@@ -101,13 +91,20 @@ _WIDTH: Final = ("n_embd", "embed_dim", "hidden_size", "d_model", "all_head_size
 _CONFIGS: Final = ("config", "cfg", "args", "model_args")
 
 
+class Called(NamedTuple):
+    """What a call of attention shows of the module that makes it."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """One attention module. `problem` says why it cannot be watched; None when it can."""
 
     name: str
     module: nn.Module
-    route: Route
     heads: int = 0
     """Those that this process computes."""
     kv_heads: int = 0
@@ -124,115 +121,131 @@ class Found:
     problem: str | None = None
     also: tuple[str, ...] = ()
     """Other names of the very same module: the layers of a model may share one."""
-    looks_up: frozenset[str] = frozenset()
-    """Every name that its code looks up."""
+    certain: bool = False
+    """It is attention, whatever the first step calls: PyTorch's module, a library's, or one that the user names."""
 
 
-def find_attention(model: nn.Module, given_heads: dict[str, int]) -> list[Found]:
-    """Every module of `model` that computes attention, in the order of the model's own modules.
+def find_attention(
+    model: nn.Module, given_heads: Mapping[str, int], called: Mapping[str, Called] | None = None
+) -> list[Found]:
+    """The modules of `model` that compute attention, in the order of the model's own modules.
 
-    `given_heads` gives the number of heads, by module name, where no attribute of the module shows it.
+    `given_heads` gives the number of heads, by module name. `called`: what a step showed, by the name of each module
+    that called attention; None: nothing ran yet, and these are candidates by their parts.
     """
-    forget()
-    try:
-        return _find_attention(model, given_heads)
-    finally:
-        forget()  # and hold on to nobody's functions
-
-
-def _find_attention(model: nn.Module, given_heads: dict[str, int]) -> list[Found]:
     aliases: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(name)
     # .items(): the dictionary of a module that TorchScript compiled cannot be iterated itself
     parents = {f"{name}.{c}" if name else c: m for name, m in model.named_modules() for c, _ in m._modules.items()}
     found: list[Found] = []
+    for name in _chosen(model, given_heads, called):
+        module, asked = model.get_submodule(name), given_heads.get(name)
+        shown = (called or {}).get(name)
+        described = _describe(name, module, parents.get(name), asked, shown)
+        if described is None:
+            continue
+        also = tuple(alias for alias in aliases[id(module)] if alias != name)
+        certain = asked is not None or isinstance(module, nn.MultiheadAttention) or make_of(module) is not None
+        found.append(replace(_share(described, model), also=also, certain=certain))
+    return found
+
+
+def _chosen(model: nn.Module, given_heads: Mapping[str, int], called: Mapping[str, Called] | None) -> list[str]:
+    """Names of the modules that are to be described."""
+    if called is not None:
+        return [name for name, _ in model.named_modules() if name in called]
+    chosen: list[str] = []
+    alike: dict[str, nn.Module] = {}
     libraries: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in libraries):
             continue  # a part of a library's module
-        route, make = _route(module), make_of(module)
-        if make is not None:
-            route = "scaled_dot_product_attention"
+        if isinstance(module, nn.MultiheadAttention) or make_of(module) is not None:
             libraries.append(f"{name}." if name else "")
-        if route is None and name in given_heads:  # whoever attached knows more than its code shows
-            route = "scaled_dot_product_attention"
-        if route is not None:
-            described = _describe(name, module, parents.get(name), route, given_heads.get(name))
-            also = tuple(alias for alias in aliases[id(module)] if alias != name)
-            found.append(replace(_share(described, model), also=also, looks_up=called_by(module)))
-    return found
+        elif name not in given_heads and not _looks_like_attention(module):
+            continue
+        chosen.append(name)
+        alike[name] = module
+    likely = _most_likely(alike)
+    return [name for name in chosen if name in given_heads or name in likely]
 
 
-def _route(module: nn.Module) -> Route | None:
-    if isinstance(module, nn.MultiheadAttention):
-        return "scaled_dot_product_attention"
-    if _keeps_ours(attributes_of(module)):
-        return "unserved"
-    names = called_by(module)
-    if "ALL_ATTENTION_FUNCTIONS" in names:
-        return "transformers"
-    pytorchs = SDPA_NAME in names or (VARLEN and VARLEN_NAME in names) or names.intersection(_DISPATCHERS)
-    if pytorchs or calls_library(module):
-        return "scaled_dot_product_attention"
-    if FLEX and (FLEX_NAME in names or FLEX_NAME in map(own_name, kept_by(module))):  # whatever holds it
-        return "scaled_dot_product_attention"
-    return "unserved" if _why_unserved(module) else None
+def _most_likely(alike: Mapping[str, nn.Module]) -> set[str]:
+    """Of modules that look like attention and may lie within each other, by name: the innermost. A single one within a
+    module whose class alone is called attention is a helper of that, as the indexer of DeepSeek-V3.2."""
+    parts: dict[str, list[str]] = {name: [] for name in alike}
+    for name in alike:
+        path = name.split(".") if name else []
+        for outer in (".".join(path[:n]) for n in range(len(path))):
+            if outer in parts:
+                parts[outer].append(name)
+    helpers = {
+        outer: within[0]
+        for outer, within in parts.items()
+        if len(within) == 1 and is_called_attention(alike[outer]) and not is_called_attention(alike[within[0]])
+    }
+    return ({name for name, within in parts.items() if not within} | helpers.keys()) - set(helpers.values())
 
 
-def _why_unserved(module: nn.Module) -> str | None:
-    """What a module does that computes attention by none of the functions that we meet; None where it computes none."""
-    kept = list(kept_by(module))
-    if _keeps_ours(kept):
-        return "keeps PyTorch's attention in an attribute, a table, a partial or a default, where it cannot be met"
-    if any(_UNSERVED.fullmatch(name) for name in {*called_by(module), *map(own_name, kept)}):
-        return "calls an attention of another make"
-    return "computes its attention by hand" if is_by_hand(module) else None
+def _looks_like_attention(module: nn.Module) -> bool:
+    """Whether it has a number of heads of its own and weights, or that of its configuration and parts or a name that
+    show attention. The first step shows whether it is."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    if _own_number(module, _HEADS):
+        return is_called_attention(module) or next(module.parameters(), None) is not None
+    parts = (name for part in (module._modules, module._parameters) for name, _ in part.items())
+    return bool(_number(module, _HEADS)) and (is_called_attention(module) or any(map(_QUERIES.fullmatch, parts)))
 
 
-def _keeps_ours(kept: Iterable[Any]) -> bool:
-    return any(each is function for each in kept for function in (SDPA, VARLEN) if function is not None)
+def is_called_attention(module: nn.Module) -> bool:
+    """Whether the name of its class says that it computes attention."""
+    return any(_ATTENTION.search(kind.__name__) for kind in type(module).__mro__ if kind.__module__ not in _BASES)
 
 
-def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Route, given_heads: int | None) -> Found:
-    if route == "unserved":
-        why = f"it {_why_unserved(module)}; have it call scaled_dot_product_attention or varlen_attn"
-        return Found(name, module, route, problem=why)
-    # an inner module that only calls the kernel (torchtitan's) leaves heads and weights to the module round it
-    owner = module if parent is None or given_heads or _number(module, _HEADS) else parent
-    heads = given_heads or _number(owner, _HEADS)
-    if heads and not given_heads and make_of(module) == "transformer_engine":
+def _describe(
+    name: str, module: nn.Module, parent: nn.Module | None, given_heads: int | None, shown: Called | None
+) -> Found | None:
+    """What its attributes, its weights and a call of it show; None where nothing shows how many heads it has."""
+    # an inner module that only calls the kernel (torchtitan's, OLMo-core's) leaves the weights to the module round it
+    inner = parent is not None and next(module.parameters(), None) is None
+    owner = parent if inner and parent is not None else module
+    heads = given_heads or (shown.heads if shown else None) or _number(module, _HEADS) or _number(owner, _HEADS)
+    if heads and not given_heads and not shown and make_of(module) == "transformer_engine":
         heads //= _number(module, ("tp_size",)) or 1  # it numbers those of all processes
     if not heads:
-        hint = f'give heads={{"{name}": number of heads}}'
-        return Found(name, module, route, problem=f"no attribute tells how many heads it has; {hint}")
-    known_kv_heads = _number(owner, _KV_HEADS)
+        return None
+    known_kv_heads = _number(owner, _KV_HEADS) or _number(module, _KV_HEADS)
+    if shown is not None and shown.kv_heads < heads:
+        known_kv_heads = shown.kv_heads
     groups = _number(owner, ("num_key_value_groups",))
     if known_kv_heads in (None, heads) and groups and heads % groups == 0:
         known_kv_heads = heads // groups
     kv_heads = known_kv_heads or heads
-    head_dim = (
+    head_dim = shown.head_dim if shown else 0
+    head_dim = head_dim or (
         _number(owner, _HEAD_DIM) or (query_width(owner, heads, kv_heads) or _number(owner, _WIDTH) or 0) // heads
     )
     if not head_dim:  # nor then a projection of a known name
         unmeasured = why_unmeasured(owner)
-        return Found(name, module, route, heads, known_kv_heads or 0, unmeasured=unmeasured)
+        return Found(name, module, heads, known_kv_heads or 0, unmeasured=unmeasured)
     heads_by_weight = all_query_heads(owner, head_dim)
     if heads_by_weight and heads_by_weight > heads:  # some models keep the number of heads of their own rank
         heads, kv_heads = heads_by_weight, heads_by_weight * kv_heads // heads
     if heads % kv_heads:
         unmeasured = f"{heads} heads do not divide into {kv_heads} key heads"
-        return Found(name, module, route, heads, 0, head_dim, unmeasured=unmeasured)
+        return Found(name, module, heads, 0, head_dim, unmeasured=unmeasured)
     projection = find_projection(owner, heads, kv_heads, head_dim)
     if projection is None and not known_kv_heads:
         kv_heads = key_heads_by_width(owner, heads, head_dim)
         if 0 < kv_heads < heads:
             projection = find_projection(owner, heads, kv_heads, head_dim)
     if projection is not None:
-        return Found(name, module, route, heads, kv_heads, head_dim, projection=projection)
+        return Found(name, module, heads, kv_heads, head_dim, projection=projection)
     why = why_unmeasured(owner)
     unnamed = owner if why == NOT_FOUND else None
-    return Found(name, module, route, heads, kv_heads, head_dim, unmeasured=why, owner=unnamed)
+    return Found(name, module, heads, kv_heads, head_dim, unmeasured=why, owner=unnamed)
 
 
 def _share(found: Found, model: nn.Module) -> Found:
@@ -260,12 +273,13 @@ def _share(found: Found, model: nn.Module) -> Found:
 def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
     """The first positive integer among the module's attributes, then among its configuration's."""
     holders: list[Any] = [module, *(c for c in (getattr(module, n, None) for n in _CONFIGS) if c is not None)]
-    for holder in holders:
-        for name in names:
-            value = _attribute(holder, name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None
+    return next((number for number in (_own_number(holder, names) for holder in holders) if number), None)
+
+
+def _own_number(holder: Any, names: tuple[str, ...]) -> int | None:
+    """The first positive integer among these attributes."""
+    values = (_attribute(holder, name) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 
 def _attribute(holder: Any, name: str) -> Any:

@@ -36,7 +36,9 @@ _SEPARATE: Final = (
     ("W_Q", "W_K"),
     ("query_proj", "key_proj"),
     ("q_linear", "k_linear"),
+    ("c_q", "c_k"),
 )
+KEY_PROJECTIONS: Final = tuple(key for _, key in _SEPARATE)
 _FUSED: Final = ("c_attn", "qkv", "qkv_proj", "Wqkv", "wqkv", "in_proj", "to_qkv", "c_qkv", "attn_qkv", "W_pack")
 _FUSED_PER_KEY_HEAD: Final = ("query_key_value", "linear_qkv")
 _PROJECTIONS: Final = frozenset((*chain.from_iterable(_SEPARATE), *_FUSED, *_FUSED_PER_KEY_HEAD))

@@ -6,7 +6,6 @@ library's module the forward is rebound, in its class.
 """
 
 import inspect
-import re
 import sys
 from collections.abc import Iterator
 from types import FunctionType
@@ -14,8 +13,6 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import nn
-
-from foreshock.monitor.model.callees import called_by, imported_by, looked_up_by
 
 Make = Literal["flash_attn", "xformers", "transformer_engine", "megatron"]
 
@@ -34,9 +31,6 @@ _KNOWN: Final[tuple[tuple[str, frozenset[str], Make], ...]] = (
 )
 """Name of an object, arguments that it has to take (or it is another's of the same name), and whose it is."""
 _NAMES: Final = frozenset(name for name, _, _ in _KNOWN)
-_PACKAGES: Final = ("flash_attn", "flash_attn_interface", "xformers", "mslk")
-_CALLED: Final = re.compile("flash_attn_.*func|memory_efficient_attention")
-"""What a forward may import for the first time, and calls."""
 
 
 class Entry(NamedTuple):
@@ -84,11 +78,3 @@ def make_of(module: nn.Module) -> Make | None:
     """Whose attention module it is; None where it is no library's."""
     found = (recognised(kind) for kind in type(module).__mro__ if issubclass(kind, nn.Module))
     return next((entry.make for entry in found if entry is not None), None)
-
-
-def calls_library(module: nn.Module) -> bool:
-    """Whether the module's code reaches an attention of a library, or imports the library when it runs."""
-    if any(recognised(value) is not None for value in looked_up_by(module)):
-        return True
-    later = any(name.partition(".")[0] in _PACKAGES for name in imported_by(module))
-    return later and any(_CALLED.fullmatch(name) for name in called_by(module))

@@ -98,6 +98,11 @@ class Clipping:
         self._group = group if group is not None else self._group
         self._found, self._looked = [], None
 
+    def take_over(self, other: "Clipping") -> None:
+        """Begin where another stands, of the same model with other layers."""
+        self._optimizers, self._group = other._optimizers, other._group
+        self.on, self._asked, self._held = other.on, other._asked, other._held
+
     def why_not(self) -> str | None:
         """Why it cannot be switched on now, in a sentence; None where it can."""
         if self._over:

@@ -2,7 +2,7 @@
 
 Hooks on the projections of a layer note a few tokens of their outputs, and the call of attention that follows keeps
 the same tokens of what it was given. At the next step boundary these numbers show where the parts of queries and keys
-lie (monitor/model/latent.py). Norms of these layers are not measured: QK-Clip alone asks.
+lie (monitor/model/latent.py). Where keys have a part that all heads share no norms are measured: QK-Clip alone asks.
 """
 
 from collections.abc import Iterator
@@ -37,13 +37,14 @@ class LatentProof(LayoutProof):
 
     def __init__(self, owner: nn.Module, heads: int, unmeasured: str) -> None:
         """owner: whose children make the queries and keys of its heads; unmeasured: why its norms are not measured."""
+        self._latent: Projection | None = None
         super().__init__(None, unmeasured)
         self._owner: Final = owner
         self._heads: Final = heads
         self._begin()
 
     def _begin(self) -> None:
-        self._latent: Projection | None = None
+        self._latent = None
         self._left, self._because = _TRIES, _UNSEEN
         self._rows: dict[nn.Module, Tensor] = {}
         """Of the call under way: some tokens of each projection's outputs, [t, C]."""
@@ -139,9 +140,16 @@ class LatentProof(LayoutProof):
 
     # ---- at a step boundary ---------------------------------------------------------------------------------------
 
-    def current(self) -> None:
-        """Nothing: of this kind of layer no norms are measured. What a call showed is looked at, and let go."""
+    def current(self) -> Projection | None:
+        """Where the weights lie now; None while that is unknown, and where keys have a part that all heads share."""
         self._look()
+        latent = self.proved
+        return latent if latent is not None and latent.query_of_shared is None else None
+
+    def describe(self) -> str:
+        """Where the weights lie, or why that is unknown."""
+        found = None if self.proved is None or self.proved.query_of_shared is not None else self.proved
+        return super().describe() if found is None else found.layout
 
     def scalable(self) -> Projection | str:
         """What QK-Clip may scale now, or why it may not."""

@@ -8,7 +8,10 @@ import torch
 from tests.monitor.layouts import DIM, HEADS, WIDTH, Holder, conv1d_with, linear_with
 from torch import Tensor, nn
 
+from foreshock.monitor.assessment import key_bias_of
+from foreshock.monitor.model.discovery import Found
 from foreshock.monitor.model.layers import find_projection, query_width, why_unmeasured
+from foreshock.monitor.model.weights import base_of
 
 
 class PeftLinear(nn.Module):
@@ -74,3 +77,13 @@ def test_norms_under_pefts_own_adapters_are_unknown_and_the_reason_is_told() -> 
     module: Any = peft.inject_adapter_in_model(config, Holder(**dict(zip(("q_proj", "k_proj"), plain, strict=True))))
     assert find_projection(module, HEADS, HEADS, DIM) is None
     assert why_unmeasured(module) == "q_proj is peft's Linear, which has adapters"
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("bias", ["trained", "frozen", "none"])
+def test_the_bias_of_keys_under_adapters_is_that_of_their_base_layer(kind: str, bias: str) -> None:
+    query, key = (ADAPTERS[kind](torch.randn(HEADS * DIM, WIDTH)) for _ in range(2))
+    base: Any = base_of(key)
+    base.bias = None if bias == "none" else nn.Parameter(torch.zeros(HEADS * DIM), requires_grad=bias == "trained")
+    module = Holder(q_proj=query, k_proj=key)
+    assert key_bias_of([Found("", module, HEADS, HEADS, DIM)]) == bias

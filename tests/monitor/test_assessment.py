@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tests.monitor import tiny_models
 from tests.monitor.test_foreign_models import DECODER, LATENT, tiny
 from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, tiny_gpt
 from torch import nn
@@ -125,10 +126,20 @@ def test_what_is_no_module_and_no_optimizer_is_refused_in_a_sentence() -> None:
         assess(tiny_gpt(), [])  # type: ignore[arg-type]
 
 
-def test_attach_says_the_sentence_about_rounding_above_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_step_says_above_its_table_whether_this_run_is_open_to_rounding(
+    dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_gpt()
     expected = next(line for line in assess(model).lines if line.startswith("Drift by rounding"))
+    if dtype == torch.float32:
+        expected = "Drift by rounding: not in this run. Its attention is computed in float32; the drift needs 16 bits."
     with foreshock.attach(model, url=None, spool_directory=None) as agent:
+        assert not capsys.readouterr().err
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = model(tiny_models.batch(0)).square().mean()
+        torch.autograd.backward(loss)
+        agent.step(loss)
         printed = capsys.readouterr().err
     assert printed.startswith(f"{expected}\nforeshock watches:")
     assert expected not in agent.report()  # who asks for the table has read the sentence

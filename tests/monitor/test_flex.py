@@ -323,14 +323,14 @@ def test_grouped_heads_are_measured_each_with_its_key_head() -> None:
     query = torch.randn(2, 4, LENGTH, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
     pair = torch.randn(2, 2, LENGTH, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
 
-    class Grouped(nn.Module):
+    class GroupedAttention(nn.Module):
         n_head = 4
 
         def forward(self, key: Tensor) -> Any:
             return flex_attention(query, key, key, score_mod=capped, enable_gqa=True, scale=0.7)
 
     listener = Listener()
-    model = Grouped()
+    model = GroupedAttention()
     with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_rows": 10**6}) as agent:
         agent.subscribe(listener)
         (loss := model(pair).square().sum()).backward()

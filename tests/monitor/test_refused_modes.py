@@ -1,11 +1,16 @@
 """A mode that a layer cannot have, or that no kernel serves, is refused with a sentence and never ordered."""
 
+from typing import Any
+
 import pytest
+import torch
+import torch.nn.functional as F
 from tests.monitor.doubles import Listener, verdict
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.test_modes_without_effect import half_masked
 from tests.monitor.test_switch import command, run
-from tests.monitor.tiny_models import tiny_gpt
+from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
+from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.monitor import attach
@@ -36,3 +41,41 @@ def test_a_policy_switches_the_heads_that_can_have_its_mitigation_and_says_why_n
     assert "its own attention stays in every call" in told["refused"].reason
     assert not agent.faults
     assert "mitigation row_corrected will be refused in 1 of 2 layers: its own attention stays" in agent.report()
+
+
+class Branching(CausalSelfAttention):
+    """As x-transformers' with its default: PyTorch's attention is on a branch that its configuration does not take."""
+
+    flash = False
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.flash:
+            return F.scaled_dot_product_attention(query, key, value)
+        out: Tensor = (query @ key.mT).softmax(-1) @ value
+        return out
+
+
+@pytest.mark.promise("A24")
+@pytest.mark.parametrize("heads", [{}, {"blocks.0": 2}], ids=["told by the first step", "announced by the user"])
+@pytest.mark.parametrize("others", [[CausalSelfAttention(16, 2)], []])
+def test_a_switch_of_a_layer_that_is_never_met_is_refused_within_one_sample_and_not_saved(
+    others: list[nn.Module], heads: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, listener = tiny_gpt(Branching(16, 2), *others), Listener()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings: dict[str, Any] = {**EVERY_STEP, "attention": "keep", "strict": False, "heads": heads}
+    with attach(model, **settings) as agent:
+        agent.subscribe(listener)
+        asked = [head for head in agent.modes() if head[0] == 0]
+        agent.set_mode(asked, "row_corrected", "before the first step")
+        for step in range(4):
+            agent.step(train_step(model, optimizer, step))
+        assert not agent._switchboard._orders
+        assert {tuple(head) for *head, _ in agent.state_dict()["switch"]["modes"]}.isdisjoint(asked)
+        if heads:
+            with pytest.raises(ValueError, match="none of its calls is met"):
+                agent.set_mode(asked, "row_corrected", "after")
+    assert heads or "the switch of heads of blocks.0 is refused" in caplog.text
+    assert [(told.outcome, told.heads) for told in listener.of(wire.Switched)] == (
+        [("refused", tuple(asked))] if heads else []
+    )

@@ -19,6 +19,7 @@ def made(name: str) -> WatchedLayer:
     return WatchedLayer(name, new_state(1), torch.zeros(1, dtype=torch.int32), "auto")
 
 
+CALLED = torch.ones(1, 2, 3, 4)
 LAYERS = [made(f"h.{number}") for number in range(3)]
 
 
@@ -141,7 +142,7 @@ def test_what_transforms_or_traces_a_model_sees_it_without_us(under: str) -> Non
 
 def attention() -> None:
     """Stands for PyTorch's, as it is met outside every watched forward."""
-    running.note_call_outside()
+    running.note_call_outside(CALLED, CALLED)
 
 
 class Direct(nn.Module):
@@ -185,7 +186,7 @@ def test_a_recompute_that_lost_its_layer_is_refused_where_our_kernels_served() -
         @staticmethod
         def backward(_: object, *grads: torch.Tensor) -> torch.Tensor:
             with torch.enable_grad():
-                running.note_call_outside()
+                running.note_call_outside(CALLED, CALLED)
             return grads[0]
 
     def backward() -> None:

@@ -31,13 +31,14 @@ from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
 
 
-def one_step(model: nn.Module, **options: Any) -> tuple[wire.Started, list[int], str]:
+def one_step(model: nn.Module, steps: int = 1, **options: Any) -> tuple[wire.Started, list[int], str]:
     """What the service was told first, the rows of each head, and the report."""
     listener = Listener()
     with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_rows": 999, **options}) as agent:
         agent.subscribe(listener)
-        torch.autograd.backward(model(torch.randn(3, 6, WIDTH)).square().sum())
-        agent.step(1.0)
+        for _ in range(steps):
+            torch.autograd.backward(model(torch.randn(3, 6, WIDTH)).square().sum())
+            agent.step(1.0)
     [started] = listener.of(wire.Started)
     return started, slot_values(listener.of(wire.Sample)[0].words(), Slot.ROWS).astype(int).tolist(), agent.report()
 
@@ -52,9 +53,10 @@ def test_the_first_call_tells_the_head_dim_that_nothing_else_tells(kind: type[nn
 
 
 @pytest.mark.promise("A24")
-def test_what_a_refusal_asks_for_is_all_that_is_needed() -> None:
-    with pytest.raises(ValueError, match=r'give heads=\{"": number of heads\}'):
-        attach(NobodyTellsHeads(), **EVERY_STEP)
+def test_heads_that_only_the_call_tells_are_watched_from_the_second_step_and_from_the_first_if_given() -> None:
+    _, rows, report = one_step(NobodyTellsHeads(), steps=2)
+    assert rows == [18] * HEADS
+    assert report.endswith("watched 1 of 1 attention layers")
     _, rows, _ = one_step(NobodyTellsHeads(), heads={"": HEADS})
     assert rows == [18] * HEADS
 
