@@ -414,10 +414,11 @@ class Agent:
         except Exception as error:  # whatever a damaged state holds: of half of it nothing stays
             self.detectors = Detectors(self._heads, self.config.detectors)
             raise ValueError(f"{error} (the detectors begin anew; the modes of the heads are as saved)") from error
-        self._guards["qk_clip"].run(self._clipping.follow, self.detectors.active, step=self.current_step)
+        self._active = self.detectors.active  # before the detectors' thread has anything to do
+        self._guards["qk_clip"].run(self._clipping.follow, self._active, step=self.current_step)
         if self.config.policy != "observe":  # it may be another than that of the process that warned
             # "updated", since a new warning would end the hold that a person has put on a head
-            active = [verdict.model_copy(update={"state": "updated"}) for verdict in self.detectors.active]
+            active = [verdict.model_copy(update={"state": "updated"}) for verdict in self._active]
             self._guards["policy"].run(self._switching.act, active, self.current_step)
 
     # ---- the end --------------------------------------------------------------------------------------------------

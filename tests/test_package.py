@@ -92,3 +92,11 @@ def test_a_checkout_without_symbolic_links_is_one_sentence(tmp_path: Path) -> No
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].startswith("ImportError: this checkout of foreshock has no symbolic links")
     assert "git clone -c core.symlinks=true" in done.stderr
+
+
+def test_windows_is_refused_with_what_to_use_there() -> None:
+    program = "import sys; sys.platform = 'win32'; import foreshock"
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: foreshock runs on Linux and macOS; on Windows use the Windows Subsystem for Linux"
+    )

@@ -5,6 +5,7 @@
 too, and runs without PyTorch.
 """
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
@@ -13,10 +14,12 @@ __version__ = "0.1.0.dev0"
 _OF_THE_AGENT: Final = ("Agent", "AgentConfig", "Assessment", "assess", "attach", "detach")
 _MODULES: Final = ("callbacks", "client")
 
+if sys.platform == "win32":
+    raise ImportError("foreshock runs on Linux and macOS; on Windows use the Windows Subsystem for Linux")
 if find_spec("foreshock.contract") is None:  # its folders are symbolic links in a checkout
     raise ImportError(
         "this checkout of foreshock has no symbolic links: src/foreshock/contract and its neighbours are text files. "
-        "Clone it with `git clone -c core.symlinks=true` (on Windows with developer mode on), or install the wheel"
+        "Clone it with `git clone -c core.symlinks=true`, or install the wheel"
     )
 
 

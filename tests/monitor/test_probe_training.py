@@ -263,7 +263,10 @@ def test_a_switch_moves_only_the_layer_of_the_head_onto_our_kernels_and_back(
     assert rows(listener) == [[5] * 6, [5, 5, 24, 24, 5, 5], [5, 5, 24, 24, 5, 5], [5] * 6]
     modes = [s.modes.numpy().tolist() for s in listener.of(wire.Sample)]
     assert modes[1] == [0, 0, 1, 0, 0, 0]
-    assert not caplog.records
+    assert [record.message.partition(": step ")[2] for record in caplog.records] == [
+        "1: 1 head switched to exact_delta: a test",
+        "3: 1 head switched to plain: a test",
+    ]
 
 
 def test_the_sampling_error_stands_in_the_report_and_in_the_evidence_of_a_warning() -> None:

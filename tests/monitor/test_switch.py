@@ -394,6 +394,21 @@ def test_a_run_that_resumes_leaves_heads_alone_that_were_switched_or_are_held_by
     assert agent.modes() == before
 
 
+def test_a_head_that_a_person_switched_before_the_state_was_loaded_keeps_that_mode() -> None:
+    first, _ = run(tiny_gpt(), {}, 1)
+    saved = first.state_dict() | {"switch": {"modes": [[1, 0, "exact_delta"], [0, 0, "exact_delta"]], "answered": []}}
+    first.close()
+    agent = attach(tiny_gpt(), **{**QUICK, "attention": "kernels"})
+    agent.detectors = ScriptedDetectors(4)
+    agent.set_mode([(1, 0)], "row_corrected", "a person")
+    agent.set_mode([(0, 1)], "row_corrected", "a person")
+    agent.load_state_dict(saved)
+    modes = {(0, 0): "exact_delta", (0, 1): "row_corrected", (1, 0): "row_corrected", (1, 1): "plain"}
+    assert agent.modes() == modes
+    steps(agent)
+    assert agent.modes() == modes
+
+
 def resumed(saved: dict[str, Any], standing: list[wire.Verdict], *, policy: str) -> tuple[Agent, Listener]:
     settings = {"policy": policy, "switch_scope": "head", "mitigation": "exact_delta", "attention": "kernels"}
     agent = attach(tiny_gpt(), **{**QUICK, **settings})
