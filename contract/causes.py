@@ -40,14 +40,14 @@ class CauseInfo:
 
 CAUSES: Final[dict[IncidentCause, CauseInfo]] = {
     "rounding": CauseInfo(
-        reads="Scores drift as rounding drives them",
+        reads="Rounding makes attention scores drift",
         shown_by="head.score_offset",
         resumed="with {mitigation} on every head from the start.",
         curable=True,
         joins=True,
     ),
     "score growth": CauseInfo(
-        reads="Scores grow, which rounding was not shown to cause,",
+        reads="Attention scores grow without a sign of rounding",
         shown_by="head.score_max",
         resumed=f"with a lower learning rate or a longer warm-up{_CLIP}.",
         to_do=f"{LOWER}; if it goes on, resume from {{checkpoint}}{_CLIP}.",

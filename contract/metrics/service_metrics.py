@@ -174,7 +174,9 @@ INCIDENT_METRICS: Final = (
                 expr='max without (state, act) ({m}{severity=~"warning|critical"}) == 1',
                 for_="0s",
                 severity="warning",
-                summary="Run {{ $labels.run }}: {{ $labels.cause }} in " + _in_words("heads", "some heads"),
+                summary="Run {{ $labels.run }}: attention becomes unstable in "
+                + _in_words("heads", "some heads")
+                + " ({{ $labels.cause }})",
                 description=_in_words("sentence", "The page shows the incident."),
                 action="Look at the incident's first head on the run's page, and do what the page says. If the cause "
                 "is rounding, switch every head first. If scores grow, lower the learning rate. "

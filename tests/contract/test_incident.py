@@ -108,7 +108,7 @@ def test_a_flood_of_144_heads_is_one_incident_that_names_where_to_look_first() -
     assert (incident.standing, incident.layers, incident.opened_step) == (144, list(range(12)), 3375)
     assert (incident.first.layer, incident.first.head) == (11, 11)
     assert incident.sentence == (
-        "Scores drift as rounding drives them in 144 heads of layers 0 to 11, since step 3,375. First: "
+        "Rounding makes attention scores drift in 144 heads of layers 0 to 11, since step 3,375. First: "
         "layer 11 head 11. Its largest |score| reaches 512 about step 11,300."
     )
     assert incident.to_do == "Switch every head to row_corrected."

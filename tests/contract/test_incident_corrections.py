@@ -21,7 +21,7 @@ def test_the_incident_of_a_corrected_warning_goes_on_from_where_it_was_first_tol
     assert (incident.id, incident.opened_step, incident.times) == ("rounding", 500, 1)
     assert (incident.corrected_from, incident.corrected_step) == ("score growth", 3000)
     assert incident.sentence == (
-        "Scores drift as rounding drives them in layer 0 head 0, since step 500. Corrected: until step 3,000 this was "
+        "Rounding makes attention scores drift in layer 0 head 0, since step 500. Corrected: until step 3,000 this was "
         "reported as score growth. Its largest |score| reaches 512 about step 7,000 (not before 4,000)."
     )
     assert "before step 500" in of(corrected(signal="nonfinite"))[0].to_do

@@ -23,8 +23,8 @@ def test_two_verdicts_of_different_cause_on_heads_of_one_run_are_one_incident() 
     assert (both.standing, both.switched, both.opened_step, both.times) == (2, 0, 100, 1)
     assert {head.head: head.causes for head in both.heads} == {0: ["rounding"], 1: ["score growth"]}
     assert both.sentence == (
-        "Scores drift as rounding drives them in layer 0 head 0, and scores grow, which rounding was not shown to "
-        "cause, in layer 0 head 1, since step 100. First: layer 0 head 1."
+        "Rounding makes attention scores drift in layer 0 head 0, and attention scores grow without a sign of "
+        "rounding in layer 0 head 1, since step 100. First: layer 0 head 1."
     )
     assert both.to_do.startswith("Switch every head to row_corrected. Scores grow too: Lower the learning rate")
     assert both.ask == "switch"
@@ -54,7 +54,7 @@ def test_what_never_stood_at_one_time_stays_two_incidents() -> None:
 def test_an_incident_is_answered_by_the_cause_that_is_still_active() -> None:
     [left] = of(drift(step=400, raised=100, state="cleared"), growth(step=300), policy="approve", clip="never")
     assert (left.causes, left.state, left.standing) == (["rounding", "score growth"], "open", 1)
-    assert "as rounding drives them" not in left.sentence
+    assert "Rounding makes" not in left.sentence
     assert (left.act, left.ask) == ("none", "none")
     [other] = of(drift(step=100), growth(step=400, raised=100, state="cleared"), policy="observe", clip="never")
     assert other.ask == "switch"

@@ -52,7 +52,7 @@ def test_an_alert_says_of_an_incident_what_the_service_says_of_it(tmp_path: Path
         },
     }
     expected = {
-        "summary": "Run a: rounding in layer 3 head 7 and layer 2 head 5",
+        "summary": "Run a: attention becomes unstable in layer 3 head 7 and layer 2 head 5 (rounding)",
         "description": WORDS["sentence"],
         "done": WORDS["done"],
         "action": WORDS["to_do"],
@@ -68,7 +68,7 @@ def test_an_alert_says_of_an_incident_what_the_service_says_of_it(tmp_path: Path
 def test_an_alert_whose_words_the_series_budget_left_out_leads_to_the_page(tmp_path: Path) -> None:
     result = promtool(tmp_path, [annotation_test({warned("critical"): "1x5"}, {})])
     said = result.stdout + result.stderr
-    assert "Run a: rounding in some heads" in said
+    assert "Run a: attention becomes unstable in some heads (rounding)" in said
     assert "Look at the run's page, and do what it says." in said
 
 

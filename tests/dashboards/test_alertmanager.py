@@ -219,7 +219,10 @@ def test_people_are_told_heads_mode_and_command_and_it_is_over_when_the_run_has_
         ended.set()
         wait_for("the word that both are over", lambda: both <= world.alerts("/people", "resolved"))
         texts = [body["attachments"][0]["text"] for body in world.to("/slack")]
-    assert any("Run a: rounding in layer 4 head 2." in text and f"To do: {command}" in text for text in texts), texts
+    assert any(
+        "Run a: attention becomes unstable in layer 4 head 2 (rounding)." in text and f"To do: {command}" in text
+        for text in texts
+    ), texts
 
 
 def test_what_is_never_held_back_is_what_the_service_switches_by() -> None:

@@ -30,8 +30,12 @@ def test_a_flood_of_144_heads_is_three_lines_and_its_end_is_one() -> None:
     speaks = console()
     lines = [line for number in range(144) for line in speaks.lines_for([told(number)], dict)]
     assert len(lines) == 3
-    assert lines[0].startswith("foreshock: warning: Scores drift as rounding drives them in layer 0 head 0, since step")
-    assert lines[2].startswith("foreshock: warning: Scores drift as rounding drives them in 100 heads of layers 0 to 8")
+    assert lines[0].startswith(
+        "foreshock: warning: Rounding makes attention scores drift in layer 0 head 0, since step"
+    )
+    assert lines[2].startswith(
+        "foreshock: warning: Rounding makes attention scores drift in 100 heads of layers 0 to 8"
+    )
     assert lines[2].endswith("To do: Switch every head to row_corrected.")
     quiet = [line for n in range(144) for line in speaks.lines_for([told(n, state="cleared", step=9000)], dict)]
     assert len(quiet) == 1
@@ -55,7 +59,7 @@ def test_a_warning_that_turns_out_to_be_rounding_moves_to_that_incident() -> Non
     assert "To do: Lower the learning rate" in first
     corrected = told(5, state="updated", step=30, corrected_from="score growth", corrected_step=30)
     [line] = speaks.lines_for([corrected], dict)
-    assert "as rounding drives them" in line
+    assert "Rounding makes" in line
     assert "Corrected: until step 30 this was reported as score growth." in line
     assert speaks.lines_for([corrected.model_copy(update={"step": 31})], dict) == []
     [quiet] = speaks.lines_for([corrected.model_copy(update={"step": 90, "state": "cleared"})], dict)
@@ -67,7 +71,7 @@ def test_growth_that_joins_a_drift_is_one_line_more_of_the_same_incident_and_nam
     [first] = speaks.lines_for([told(0)], dict, "never")
     assert "QK-Clip" not in first
     [both] = speaks.lines_for([told(1, step=20, cause="score growth")], dict, "never")
-    assert "Scores drift as rounding drives them in layer 0 head 0, and scores grow" in both
+    assert "Rounding makes attention scores drift in layer 0 head 0, and attention scores grow" in both
     assert "To do: Switch every head to row_corrected. Scores grow too: Lower the learning rate" in both
     assert speaks.lines_for([told(2, step=30, cause="score growth"), told(3, step=30)], dict, "never") == []
     ends = [told(0, state="cleared", step=90), told(3, state="cleared", step=90)]

@@ -83,7 +83,7 @@ def test_people_hear_once_that_both_causes_are_active_and_the_log_closes_the_fir
         ]
         assert "joins rounding: both stand in this run." in events[0]["sentence"]
         told = out.said[-1]
-        assert "Scores drift as rounding drives them in layer 0 head 1, and scores grow" in told
+        assert "Rounding makes attention scores drift in layer 0 head 1, and attention scores grow" in told
         assert "Type: foreshock switch run-1 --mode" in told
 
     play(story)

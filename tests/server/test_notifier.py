@@ -63,7 +63,7 @@ def test_a_run_with_144_failing_heads_is_one_short_message_that_says_how_severe_
         [message] = out.said
         assert len(message) < LONGEST
         assert message.startswith(
-            f"Critical: Run {'r' * 128}: Scores drift as rounding drives them in 144 heads of layers 0"
+            f"Critical: Run {'r' * 128}: Rounding makes attention scores drift in 144 heads of layers 0"
         )
         assert "To do: Switch every head to exact_delta." in message
         place = f"runs={'r' * 128}&head=0.{HEADS[0]}&metric=head.score_offset"
