@@ -25,6 +25,7 @@ _STATES: Final = "states"
 _ENTROPY: Final = "entropy"
 _ENTROPY_ROWS: Final = Slot.ENTROPY_ROWS
 NORMS: Final = ("query_norm", "key_norm", "query_key_norm")
+_STEPS_AT_ONCE: Final = 4096
 Earlier = tuple[frozenset[str], list[Row[Any]]]
 """Arrays to be read, and samples in the fixed order."""
 
@@ -57,16 +58,18 @@ def earlier_samples(
                 key = boot.run_id, boot.rank, name
                 last[key] = max(last.get(key, (-1, 0)), (step, boot.id))
     names: defaultdict[int, set[str]] = defaultdict(set)
-    wanted: set[tuple[int, int, int]] = set()
+    wanted: dict[tuple[int, int], set[int]] = defaultdict(set)
     for (run_id, _, name), (step, boot_id) in last.items():
         if step != next(iter(newest[run_id][1])).step:
             names[run_id].add(name)
-            wanted.add((run_id, step, boot_id))
+            wanted[run_id, step].add(boot_id)
     rows: dict[int, list[Row[Any]]] = {run_id: [] for run_id in names}
-    if wanted:
-        own = tuple_(samples.c.run_id, samples.c.step, samples.c.boot_id).in_(sorted(wanted))
+    places = sorted(wanted)
+    for first in range(0, len(places), _STEPS_AT_ONCE):  # a statement holds so many numbers at most
+        own = tuple_(samples.c.run_id, samples.c.step).in_(places[first : first + _STEPS_AT_ONCE])
         for row in connection.execute(LIVE_SAMPLES.where(own)):
-            rows[row.run_id].append(row)
+            if row.boot_id in wanted[row.run_id, row.step]:
+                rows[row.run_id].append(row)
     return {run_id: (_arrays(names[run_id]), found) for run_id, found in rows.items() if found}
 
 

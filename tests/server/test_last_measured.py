@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from sqlalchemy import event
 
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.slots import Slot, identity_row
@@ -109,6 +110,24 @@ def test_ranks_of_which_one_is_ahead_show_the_norms_of_every_head(play: Any) -> 
         await service.store(ranks[0], sample(ranks[0], 40))
         await service.store(ranks[0], Finished(step=40, unix_seconds=1.0, status="completed"))
         assert (await shown(service))["foreshock_head_query_norm"] == {30.0}
+
+    play(story)
+
+
+def test_many_ranks_that_measured_at_steps_of_their_own_are_read_by_few_numbers(play: Any) -> None:
+    """A statement of SQLite holds 32,766 numbers: runs of many ranks must stay far below."""
+
+    async def story(service: Any) -> None:
+        ranks = [FakeRank(rank=number, layers=1, heads=(number,)) for number in range(40)]
+        for number, rank in enumerate(ranks):
+            rows = (sample(rank, step, "states", *(NORMS if step == number + 1 else ())) for step in range(1, 50))
+            await service.store(rank, rank.started(), *rows)
+        held: list[int] = []
+        engine = service.app.state.store.reader.engine
+        event.listen(engine, "before_cursor_execute", lambda *told: held.append(len(told[3])))
+        found = await shown(service)
+        assert len(found["foreshock_head_query_norm"]) > 10
+        assert max(held) <= 3 * len(ranks)
 
     play(story)
 
