@@ -33,7 +33,7 @@ from foreshock.monitor.detect.notes import Notes
 from foreshock.monitor.guard import Guard, logger, say
 from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.qk_clip.clipping import Clipping
-from foreshock.monitor.resuming import UNREADABLE, SavedState, read_saved, step_in, steps_done
+from foreshock.monitor.resuming import UNREADABLE, OtherHeadsError, SavedState, read_saved, step_in, steps_done
 from foreshock.monitor.sampler import Sampler
 from foreshock.monitor.sampling.collector import Counted
 from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
@@ -116,6 +116,8 @@ class Agent:
         corrected = None if undo is None or attached.unfit else attached.corrected(undo)
         if corrected is not None:
             self._watch_instead(*corrected)
+        if self._saved is not None and self._attached.layers:
+            self.load_state_dict(self._saved)
         why = self._attached.unfit or _NOTHING
         if not self._attached.layers and not attached.unfit:
             self._empty_steps += 1
@@ -145,8 +147,6 @@ class Agent:
         self.begin_at(step)
         self._switchboard.load_state_dict(board | {"modes": modes})
         self._clipping.take_over(clipping)
-        if self._saved is not None:
-            self.load_state_dict(self._saved)
 
     @property
     def current_step(self) -> int:
@@ -394,9 +394,9 @@ class Agent:
             self._take_up(read_saved(state, self._heads))
         except UNREADABLE as error:
             self.begin_at(step_in(state) or self.current_step)
-            self._saved = None if self._started else state
-            if self._saved is not None and not self._attached.layers:
-                return  # which heads there are the first step shows
+            if isinstance(error, OtherHeadsError) and not self._known:
+                self._saved = state  # which heads there are the first step shows
+                return
             if self.config.strict:
                 raise ValueError(f"the saved state is not taken up: {error}") from error
             logger.warning("foreshock: the saved state is not taken up as it is, training goes on: %s", error)

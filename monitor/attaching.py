@@ -76,7 +76,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
     except BaseException:
         undo()
         raise
-    _agents.update(dict.fromkeys(attached.selector.layers, weakref.ref(agent)))
+    _agents.update(dict.fromkeys((attached.selector, *attached.selector.layers), weakref.ref(agent)))
     return agent
 
 
@@ -145,7 +145,7 @@ def _corrected(
     if (ran := _as_it_ran(own, found, selector.layers, lookout)) is None:
         return None
     before = {layer.name: layer for layer in selector.layers}
-    known = _agents.get(selector.layers[0]) if selector.layers else None
+    known = _agents.get(selector)
     leave()
     unfit = (
         ""
@@ -154,8 +154,11 @@ def _corrected(
     )
     attached, undo = _put_under(own, settings, ran, before, unfit)
     attached.lookout.scouted()
+    for layer in attached.selector.layers:
+        if layer.late and settings.numerics == "auto":
+            layer.rounds = lookout.called[layer.name if layer.name in lookout.called else ""].rounds
     if known is not None:
-        _agents.update(dict.fromkeys(attached.selector.layers, known))
+        _agents.update(dict.fromkeys((attached.selector, *attached.selector.layers), known))
     return attached, undo
 
 
@@ -187,7 +190,7 @@ def _as_it_ran(
     return sorted(ran, key=lambda f: places[f.name])
 
 
-_agents: Final[weakref.WeakKeyDictionary[WatchedLayer, weakref.ref[Agent]]] = weakref.WeakKeyDictionary()
+_agents: Final[weakref.WeakKeyDictionary[object, weakref.ref[Agent]]] = weakref.WeakKeyDictionary()
 
 
 def detach(model: nn.Module) -> None:

@@ -12,6 +12,10 @@ UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError)
 """What reading something raises that is not what it seems."""
 
 
+class OtherHeadsError(ValueError):
+    """The state is of other heads than those that this process watches."""
+
+
 class SavedState(BaseModel):
     """What `Agent.state_dict` holds."""
 
@@ -40,7 +44,7 @@ def read_saved(state: object, heads: Sequence[wire.HeadRef]) -> SavedState:
         raise ValueError(f"it is damaged: {first_error(error)}") from None
     watched = (saved.detectors or {}).get("heads")
     if isinstance(watched, list) and list(map(tuple, watched)) != list(heads):
-        raise ValueError(f"it is of {len(watched)} heads, this process watches {len(heads)} or others")
+        raise OtherHeadsError(f"it is of {len(watched)} heads, this process watches {len(heads)} or others")
     return saved
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from foreshock.monitor.attention.interception import sdpa_rebinding
 from foreshock.monitor.attention.layout_proof import LayoutProof
 from foreshock.monitor.attention.running import outside
-from foreshock.monitor.attention.watched_layer import logger
+from foreshock.monitor.attention.watched_layer import logger, numerics_for
 from foreshock.monitor.model.discovery import Called, find_attention
 from foreshock.monitor.model.executed import attention_in
 
@@ -67,7 +67,8 @@ class Lookout:
         if next(module.parameters(), None) is None and any(lies_in(name, other) for other in self._known):
             return False  # an inner module that only calls the kernel
         heads, kv_heads = (x.shape[-3] if x.dim() > 3 else 1 for x in (query, key))
-        self.called[name] = Called(heads, kv_heads, query.shape[-1])
+        rounds = numerics_for(query, "auto") == "kernel"
+        self.called[name] = Called(heads, kv_heads, query.shape[-1], rounds)
         return True
 
     def why_unmet(self, name: str) -> str | None:

@@ -97,6 +97,8 @@ class Called(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    rounds: bool = True
+    """Whether its operands are of 16 bits, or taken to them by autocast."""
 
 
 @dataclass(frozen=True, slots=True)

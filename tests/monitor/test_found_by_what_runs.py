@@ -18,7 +18,7 @@ from tests.monitor.watching import rows_of, watch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
-from foreshock.monitor import attach
+from foreshock.monitor import attach, detach
 
 pytestmark = pytest.mark.promise("A24")
 
@@ -177,7 +177,7 @@ def test_what_was_asked_before_the_first_step_holds_for_the_layers_that_it_shows
     for blocks, heads in (((Mixing(), CausalSelfAttention(16, 2)), (0, 1)), ((Mixing(), Mixing()), (0, 1))):
         model = tiny_gpt(*blocks)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with attach(model, **{**EVERY_STEP, "strict": False}) as agent:
+        with attach(model, **EVERY_STEP) as agent:
             agent.load_state_dict(state)
             for step in range(3):
                 agent.step(train_step(model, optimizer, step))
@@ -243,6 +243,20 @@ def test_a_foreign_table_that_is_named_as_that_of_transformers_needs_no_transfor
     agent, listener = watch(tiny_gpt(Reached(lambda *operands: ALL_ATTENTION_FUNCTIONS["sdpa"](*operands))), steps=1)
     assert rows_of(listener) == [24] * 2
     assert agent.report().endswith("watched 1 of 1 attention layers")
+
+
+def test_an_agent_that_found_its_layers_in_the_first_step_leaves_with_the_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = tiny_gpt(Mixing(), Mixing())
+    before = [sorted(vars(module)) for module in model.modules()]
+    agent = attach(model, **{**EVERY_STEP, "quiet": False, "spool_directory": None})
+    agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+    printed = capsys.readouterr().err
+    assert printed.index("Drift by rounding: not in this run") < printed.index("2 x blocks.0, blocks.1")
+    detach(model)
+    assert [sorted(vars(module)) for module in model.modules()] == before
+    assert agent.modes() == dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], "plain")
 
 
 def test_shapes_without_numbers_are_no_calls(caplog: pytest.LogCaptureFixture) -> None:
