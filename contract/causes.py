@@ -1,7 +1,7 @@
 """The causes of warnings, one entry each: whoever knows the causes reads this list.
 
-The order is that of the evidence which a cause takes, the most first: the cause of a warning is corrected towards the
-first, and of causes that are active together the first gives the incident its name.
+The order is that of the evidence which a cause takes, the most first. A warning is corrected when its evidence comes or
+ends. Of causes that are active together the first gives the incident its name.
 """
 
 from dataclasses import dataclass

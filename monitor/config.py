@@ -34,6 +34,10 @@ def _default_spool_directory() -> Path | None:
         return None
 
 
+MOST_STEPS_OF_A_SAMPLE: Final = 1000
+"""With a head that doubles in 1,000 steps, samples of so many steps leave one warning before 512."""
+
+
 class AgentConfig(BaseSettings):
     """Settings of one agent. A wrong one raises ValueError in `attach`, never later."""
 
@@ -108,8 +112,9 @@ class AgentConfig(BaseSettings):
     warning. This is the number of rows of each head that a measured step reads, or all where a batch has no more. They
     are spread over the batch and drawn anew each time. The detectors' page shows what rows are worth."""
 
-    sample_every_steps: int = Field(default=10, ge=1, le=10**6)
-    """A sample is taken every this many steps. The number is doubled until samples are `sample_every_seconds` apart."""
+    sample_every_steps: int = Field(default=10, ge=1)
+    """A sample is taken every this many steps, at most 1000: samples further apart show no failure in time. The number
+    is doubled until samples are `sample_every_seconds` apart."""
     sample_every_seconds: float = Field(default=1.0, ge=0, le=3600)
     """Least time between two samples. It acts by doubling the steps, so that all ranks sample the same steps."""
     norms_every_steps: int = Field(default=100, ge=0, le=10**6)
@@ -178,6 +183,16 @@ class AgentConfig(BaseSettings):
     ) -> tuple[Any, ...]:
         """What is given, then what the nearest launcher set, then the other variables."""
         return init_settings, _of_the_nearest_launcher, env_settings
+
+    @field_validator("sample_every_steps")
+    @classmethod
+    def _often_enough(cls, steps: int) -> int:
+        if steps > MOST_STEPS_OF_A_SAMPLE:
+            raise ValueError(
+                f"{steps} steps between samples show no failure before it has come; "
+                f"set {MOST_STEPS_OF_A_SAMPLE} or fewer"
+            )
+        return steps
 
     @field_validator("mitigation")
     @classmethod

@@ -191,7 +191,10 @@ def lab_corpus(
 
 @lab.command("score")
 def lab_score(
-    traces: Annotated[list[Path], typer.Argument(help="Recorded runs.")],
+    traces: Annotated[list[Path] | None, typer.Argument(help="Recorded runs.")] = None,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Score made-up runs of many kinds instead; takes some minutes.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="Write the scores as JSON.")] = None,
     held_out: Annotated[
         Path | None,
@@ -205,4 +208,9 @@ def lab_score(
     from foreshock.cli.output import console
     from foreshock.cli.research import scores
 
-    scores.score(traces, console(), report=report, seal=held_out)
+    if synthetic == bool(traces):
+        raise typer.BadParameter("give recorded runs, or --synthetic")
+    if synthetic:
+        scores.score_synthetic(console(), report=report)
+    else:
+        scores.score(traces or [], console(), report=report, seal=held_out)

@@ -53,6 +53,34 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None, seal
         console.print(f"report: {report}")
 
 
+def score_synthetic(console: Console, *, report: Path | None) -> None:
+    """Score made-up runs and print a line for each family."""
+    from foreshock.lab.scoring.synthetic import FAMILIES, score_synthetic
+
+    with Progress(*COLUMNS, console=console, transient=True) as progress:
+        bar = progress.add_task("scoring", total=len(FAMILIES) + 1)
+        rows = score_synthetic(report=report, on_row=lambda _: progress.advance(bar))
+    columns = {
+        "failing": ("warned before 512", "as rounding", "median lead", "least lead", "other heads warned"),
+        "healthy": ("runs warned", "as rounding", "heads warned", "most in a sixth"),
+    }
+    for truth, names in columns.items():
+        table = Table(box=None, pad_edge=False, header_style="bold", title=f"{truth} runs", title_justify="left")
+        table.add_column("family")
+        for name in ("tuned", "runs", *names):
+            table.add_column(name, justify="right")
+        for row in (row for row in rows if row.truth == truth):
+            counts = (row.warned, row.as_rounding)
+            rest = (row.median_lead, row.least_lead, row.false_heads)
+            cells = (*counts, *(rest if truth == "failing" else (row.false_heads, row.most_in_a_stretch)))
+            table.add_row(row.family, "yes" if row.tuned else "no", str(row.runs), *map(cell, cells))
+        print_whole(table, console)
+        console.print()
+    console.print("Nothing was trained. tuned: whether runs of the family were looked at while the rule was chosen.")
+    if report is not None:
+        console.print(f"report: {report}")
+
+
 def _print_monitors(rows: Sequence[dict[str, Any]], console: Console) -> None:
     """A table for each split: detection, lead and false alarms of every monitor."""
     for split in dict.fromkeys(row["split"] for row in rows):

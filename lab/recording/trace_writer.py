@@ -13,7 +13,7 @@ import numpy.typing as npt
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOTS, Floats, Words, merge_words, slot_values
 from foreshock.lab.recording.trace import UNREAD
-from foreshock.monitor.detect.growth import BLOCKS_PER_RUN
+from foreshock.monitor.detect.growth import BLOCKS_PER_PAST
 
 _EVERY_STEPS: Final = 100
 _DIGITS: Final = 4
@@ -46,7 +46,7 @@ class TraceWriter:
             if last is not event and (last.modes != event.modes or last.step != event.since_step):
                 self._flush()
             self._waiting.append(event)
-            if event.step - self._waiting[0].since_step >= min(_EVERY_STEPS, event.step / BLOCKS_PER_RUN):
+            if event.step - self._waiting[0].since_step >= min(_EVERY_STEPS, event.step / BLOCKS_PER_PAST):
                 self._flush()
         elif not isinstance(event, wire.AgentHealth) and getattr(event, "state", "") != "updated":
             self._flush()

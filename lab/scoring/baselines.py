@@ -2,7 +2,7 @@
 
 A signal is a number that rises with the danger; it warns when it passes a threshold. Loss and gradient norm are read at
 every step, the others at every sample. Where the source names a threshold, it is the default; the others have none but
-what `foreshock lab score` calibrates on the tuning set. docs/detectors.md names the sources, and what was assumed.
+what `foreshock lab score` calibrates on the tuning set. docs/scoring.md names the sources, and what was assumed.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,6 +82,10 @@ def _largest_score(trace: Trace) -> Signal | None:
     return _largest_of([(r.step, r.largest_score) for r in readings(trace)])
 
 
+def _largest_offset(trace: Trace) -> Signal | None:
+    return _largest_of([(r.step, np.abs(r.score_offset)) for r in readings(trace)])
+
+
 def _query_norm(trace: Trace) -> Signal | None:
     norms = [(sample.step, sample.query_norm) for sample in trace.samples]
     return _largest_of([(step, None if each is None else each.numpy().astype(np.float64)) for step, each in norms])
@@ -91,5 +95,6 @@ BASELINES: Final = (
     Baseline("loss z-score", 3.0, _loss_z),
     Baseline("gradient-norm z-score", _Z_CLIP, _grad_norm_z),
     Baseline("largest score of the model", 100.0, _largest_score),
+    Baseline("largest offset of the model", 50.0, _largest_offset),
     Baseline("W_Q norm", None, _query_norm),
 )

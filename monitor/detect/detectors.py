@@ -1,17 +1,16 @@
 """Early warning per head: what is measured, what trips, what is warned of. No clock, no I/O, no torch, no control run.
 
 A head's scores may drift as a whole: softmax cannot see it, rounding can (paper, section 3.3). When a block of steps
-closes, each head is compared with itself over the second half of the run so far, at most `window_steps`:
+closes, each head is compared with itself over the newer half of the past that is held, at most `window_steps`:
 
-    1. it drifts    |offset| >= 3 nats, 1.5 of them in this window (in a young run 1 + |offset| also grew, up to 3-fold)
-    2. rounding     the accumulated delta bias has the same sign, and the largest |score| moves along
-    3. it matters   on this course the largest |score| is 512 within three times the run so far
-    4. it lasts     all of this in three blocks in a row
-    or, whatever moves it, scores that grow: a largest |score| of 256 for a drift, of 512 for a head that sharpens, with
-    3 (a head that sharpens has to come to 1024) and 4
+    a drift       |offset| >= 3 nats, 1.5 of them in this window, and the largest |score| moves along
+    supported     bets that the delta bias pushes that way have won enough (bias_evidence.py); or |offset| >= 50 nats
+    it matters    on this course the largest |score| is 512 within six windows
+    it lasts      all of this in three blocks in a row
+    or, whatever moves it, a largest |score| that is dangerous, or will be soon at the pace at which it grows
 
 A verdict is latched until a head has been quiet for `quiet_steps`. run_state.py has what is remembered of the run,
-rule.py the conditions 1 to 3 as ratios, verdicts.py cause and sentence, forecast.py the steps that are left.
+rule.py the conditions as ratios, verdicts.py the sentence.
 """
 
 import math
@@ -22,18 +21,21 @@ from typing import Any, Final
 import numpy as np
 
 from foreshock.contract import wire
+from foreshock.contract.causes import Cause
 from foreshock.contract.slots import Floats
-from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, NEAR_RUN_MULTIPLE, courses, forecast
+from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, courses
 from foreshock.monitor.detect.growth import SIGNAL_NAMES, HeadSignal
 from foreshock.monitor.detect.non_finite import NON_FINITE, RUN
 from foreshock.monitor.detect.readings import Readings as Readings
-from foreshock.monitor.detect.rule import WarningConditions
+from foreshock.monitor.detect.rule import Flags, WarningConditions
 from foreshock.monitor.detect.run_state import Alarm, RunState
 from foreshock.monitor.detect.thresholds import DetectorConfig as DetectorConfig
-from foreshock.monitor.detect.verdicts import Evidence, Finding, cause, verdict, who
+from foreshock.monitor.detect.verdicts import Evidence, Finding, verdict, who
 
 _MOST_RAISED: Final = 16
 """New verdicts of one sample."""
+_FAR_OFFSET: Final = 10.0
+"""|offset| (nats) from which on a forecast may have a latest step."""
 
 
 class Detectors:
@@ -45,7 +47,6 @@ class Detectors:
     def __init__(self, heads: Sequence[tuple[int, int]], config: DetectorConfig | None = None) -> None:
         self.heads = list(heads)
         self.config = config or DetectorConfig()
-        self._layers = np.array([layer for layer, _ in self.heads], dtype=np.int64)
         self.run = RunState.begin(self.heads, self.config)
         """What is remembered of the run so far."""
         self._conditions: WarningConditions | None = None
@@ -65,6 +66,12 @@ class Detectors:
         return risk
 
     @property
+    def supported(self) -> Flags:
+        """The heads whose delta bias supports their drift as of the last block, [N]."""
+        none = np.zeros(len(self.heads), dtype=np.bool_)
+        return none if self._conditions is None else self._conditions.supported
+
+    @property
     def active(self) -> list[wire.Verdict]:
         """The verdicts that are raised and not cleared."""
         return [alarm.verdict for alarm in self.run.alarms.values()]
@@ -72,15 +79,16 @@ class Detectors:
     def update(self, readings: Readings) -> list[wire.Verdict]:
         """Take in one sample, and return the verdicts that were raised, updated or cleared by it.
 
-        A step that lies before the last one is a run set back to an older checkpoint: its past is forgotten, its
-        verdicts stand. Raises ValueError when the readings are not of these heads.
+        A step that lies before the last one is a run set back to an older checkpoint: what came after it is forgotten,
+        its verdicts stand. Raises ValueError when the readings are not of these heads.
         """
         if readings.score_offset.shape != (len(self.heads),):
             raise ValueError(f"readings of shape {readings.score_offset.shape} were given to {len(self.heads)} heads")
         if readings.step < self.run.last_step:
-            self.run, self._conditions = self.run.set_back(self.config), None
-        if self._conditions is not None:  # the delta bias of heads whose mode changes begins anew
-            self._conditions.bias_supports_drift[self.run.modes != readings.modes] = False
+            self.run.set_back(readings.since_step)
+            self._conditions = None
+        if self._conditions is not None:  # the evidence of heads whose mode changes begins anew
+            self._conditions.supported[self.run.modes != readings.modes] = False
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
             broken = self.run.non_finite.update(readings, self.config.overflow_steps, self.heads)
             # One verdict on the run says where it began and how far it reaches. A head that is warned about breaks too.
@@ -92,55 +100,48 @@ class Detectors:
             return self._report(tripped, readings.step, block_closed=closed)
 
     def _measure(self) -> None:
-        run, config, found = self.run, self.config, None
-        growth = run.past.growth(min(run.past.last_step / 2, config.window_steps)) if self.heads else None
-        if growth:
-            past_warmup = run.past_warmup(config.earliest_steps)
-            found = WarningConditions.of(growth, run.delta_bias_z, config, past_warmup=past_warmup)
-        self._conditions = found
+        run = self.run
+        growth = run.past.growth(self.config.window_steps) if self.heads else None
+        self._conditions = None
+        if growth is not None:
+            self._conditions = WarningConditions.of(growth, run.bias, run.can_round(), self.config)
 
     def _trip(self) -> dict[int, str]:
         """Compute the heads that trip now, with their signal."""
-        run, conditions = self.run, self._conditions
+        ratios, conditions = self.run.warning_ratios, self._conditions
         if conditions is None:
-            return {}
-        run.warning_ratios[run.past.closed % len(run.warning_ratios)] = conditions.ratios
+            # A score that is dangerous before growth can be measured is no less dangerous.
+            score = self.run.past.values[(self.run.past.closed - 1) % len(self.run.past.ends), HeadSignal.SCORE]
+            ratios[:, HeadSignal.SCORE] = np.where(score >= DANGEROUS_SCORE, score / DANGEROUS_SCORE, 0.0)
+        else:
+            sparse = self.run.past.newest_steps >= self.config.persist_blocks * self.config.block_steps
+            ratios[slice(None) if sparse else self.run.past.closed % len(ratios)] = conditions.ratios
+            now = conditions.ratios[HeadSignal.SCORE, conditions.urgent]
+            ratios[:, HeadSignal.SCORE, conditions.urgent] = np.maximum(
+                ratios[:, HeadSignal.SCORE, conditions.urgent], now
+            )
         lasting = self.warning_ratios >= 1.0
         heads = np.flatnonzero(lasting.any(axis=0))
-        first = (SIGNAL_NAMES[signal] for signal in lasting.take(heads, axis=1).argmax(axis=0).tolist())
-        tripped = dict(zip(heads.tolist(), first, strict=True))
-        for layer in set(self._layers[heads].tolist()):  # old recordings hold one value for all heads of a layer
-            members = np.flatnonzero(self._layers == layer).tolist()
-            signal = next(tripped[index] for index in members if index in tripped)
-            if len(members) > 1 and np.ptp(conditions.growth.end[SIGNAL_NAMES.index(signal), members]) == 0:
-                tripped = {index: each for index, each in tripped.items() if index not in members}
-                most_biased = max(members, key=lambda index: abs(run.bias_sum[index]))
-                tripped[next((index for index in members if index in run.alarms), most_biased)] = signal
-        return tripped
+        return {head: SIGNAL_NAMES[lasting[:, head].argmax()] for head in heads.tolist()}
 
     def _report(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
         """Verdicts of a sample whose heads trip with these signals: raised and updated ones, then what is quiet."""
-        run, alarms, conditions = self.run, self.run.alarms, self._conditions
-        dangerous = conditions.dangerous if conditions else ()
-        if tripped or dangerous:
-            for index in [index for index in alarms if index in tripped or index in dangerous]:  # it is not quiet then
-                tripped.setdefault(index, alarms[index].verdict.signal)
-                alarms[index].tripped_step = step
+        alarms, conditions = self.run.alarms, self._conditions
+        score = np.zeros(0) if conditions is None else conditions.growth.end[HeadSignal.SCORE]
+        dangerous = np.flatnonzero(score >= DANGEROUS_SCORE).tolist()
+        for index in alarms.keys() & {*tripped, *dangerous}:  # a head with such a score is not quiet
+            alarms[index].tripped_step = step
         verdicts: list[wire.Verdict] = []
         news = self._news(tripped, step, block_closed=block_closed) if tripped or (block_closed and alarms) else {}
-        growing = [index for index, found in news.items() if found.signal != NON_FINITE and conditions]
-        ahead = courses(conditions.growth, np.array(growing)).tolist() if growing and conditions else []
-        steps = dict(zip(growing, ahead, strict=True))
         for index, found in news.items():
-            far = found.supported and abs(found.evidence.offset) >= self.config.far_offset
-            course = forecast(steps.get(index, math.nan), near_steps=NEAR_RUN_MULTIPLE * step if far else 0.0)
             layer, head = self.heads[index] if index != RUN else (None, None)
             before = alarms[index].verdict if index in alarms else None
-            made = verdict(found, step=step, layer=layer, head=head, ahead=course, before=before)
+            made = verdict(found, step=step, layer=layer, head=head, before=before)
             if index == RUN:
-                made = made.model_copy(update={"sentence": run.non_finite.sentence(step, len(self.heads))[:500]})
+                said = self.run.non_finite.sentence(step, len(self.heads))[:500]
+                made = made.model_copy(update={"sentence": said})
             verdicts.append(made)
-            alarms[index] = Alarm(verdicts[-1], alarms[index].tripped_step if before else step)
+            alarms[index] = Alarm(made, alarms[index].tripped_step if before else step)
         for index in [i for i, alarm in alarms.items() if alarm.tripped_step <= step - self.config.quiet_steps]:
             quiet = alarms.pop(index)
             sentence = (
@@ -151,59 +152,79 @@ class Detectors:
 
     def _news(self, tripped: Mapping[int, str], step: int, *, block_closed: bool) -> dict[int, Finding]:
         """Findings to report, by head: what drifted farthest first, then what no longer trips and may have settled."""
-        run, config, due = self.run, self.config, step - self.config.update_steps
-        stand = {index: alarm.verdict for index, alarm in run.alarms.items()}
-        measured = block_closed and self._conditions is not None
-        settled = [index for index, last in stand.items() if index not in tripped and last.step <= due and measured]
-        signals = dict(tripped) | {i: stand[i].signal for i in settled if stand[i].signal != NON_FINITE}
-        evidence, supported = self._evidence(list(signals)), self._supported(signals)
-        far = {i: math.inf if i == RUN else max(0.0, abs(evidence[i].offset)) for i in tripped}  # NaN: 0
-        conditions = self._conditions
-        explained = {i for i in supported & tripped.keys() if conditions and conditions.bias_supports_drift[i]}
-        can_round = run.past_warmup(config.earliest_steps) and not any(
-            last.severity == "critical" and last.cause != "rounding" and last.signal != NON_FINITE
+        due = step - self.config.update_steps
+        stand = {index: alarm.verdict for index, alarm in self.run.alarms.items()}
+        settled = [
+            index
             for index, last in stand.items()
-            if index not in explained
-        )
+            if block_closed and index not in tripped and last.step <= due and last.signal != NON_FINITE
+        ]
+        signals = dict(tripped) | {index: stand[index].signal for index in settled}
+        found = self._findings(signals, stand)
+        far = {i: math.inf if i == RUN else max(0.0, abs(found[i].evidence.offset)) for i in tripped}  # NaN: 0
         news: dict[int, Finding] = {}
         for index in sorted(signals, key=lambda i: far.get(i, -1.0), reverse=True):
-            signal, seen, before = signals[index], evidence[index], stand.get(index)
-            if before is None and len(news) >= _MOST_RAISED:
+            one, before = found[index], stand.get(index)
+            if before is None:
+                if len(news) < _MOST_RAISED:
+                    news[index] = one
                 continue
-            drifts = index in supported
-            why = cause(signal, seen.score_before, rounds=drifts and can_round, before=before.cause if before else None)
-            broken = signal == NON_FINITE
-            grave = (broken and run.non_finite.harm == "weights") or seen.score >= (
-                config.score_level if drifts else DANGEROUS_SCORE
-            )
-            severity: wire.Severity = "critical" if grave else "warning"
-            same = before and (severity, why, broken) == (before.severity, before.cause, before.signal == NON_FINITE)
-            if before is not None and before.step > due and same:  # people would do nothing else than after that one
-                continue
-            if broken:
-                suspected = run.non_finite.suspect_step or (before.evidence.get("suspect_step") if before else None)
-                seen = seen._replace(suspect_step=float(suspected or math.nan))
-            news[index] = Finding(signal, seen, drifts, why, severity)
-            can_round &= not grave or drifts or why == "rounding" or broken
+            broken = one.signal == NON_FINITE, before.signal == NON_FINITE
+            if before.step <= due or (one.severity, one.cause, broken[0]) != (before.severity, before.cause, broken[1]):
+                news[index] = one  # people would do something else than after the verdict before
         return news
 
-    def _supported(self, signals: Mapping[int, str]) -> set[int]:
-        """Those of these heads whose delta bias supports their drift; an offset trips nowhere else."""
-        if self._conditions is None:
-            return set()
-        supports, offset = self._conditions.bias_supports_drift, SIGNAL_NAMES[HeadSignal.OFFSET]
-        rounding = (index for index in signals if index != RUN and self.run.can_round(index))
-        return {index for index in rounding if signals[index] == offset or supports[index]}
+    def _findings(self, signals: Mapping[int, str], stand: Mapping[int, wire.Verdict]) -> dict[int, Finding]:
+        """What is found of each of these heads, and of the run."""
+        heads = np.array([index for index in signals if index != RUN], dtype=np.int64)
+        seen, ahead, conditions = {RUN: Evidence()}, {RUN: math.nan}, self._conditions
+        if conditions is None:
+            seen |= dict.fromkeys(heads.tolist(), Evidence())
+            ahead |= dict.fromkeys(heads.tolist(), math.nan)
+        else:
+            growth = conditions.growth
+            shown = [part[signal].take(heads) for signal in HeadSignal for part in (growth.end, growth.start)]
+            rows = zip(
+                *map(np.ndarray.tolist, [*shown, np.full(len(heads), growth.steps), conditions.evidence.take(heads)]),
+                strict=True,
+            )
+            seen |= dict(zip(heads.tolist(), starmap(Evidence, rows), strict=True))
+            ahead |= dict(zip(heads.tolist(), courses(growth, heads).tolist(), strict=True))
+        found = {}
+        for index, signal in signals.items():
+            before, evidence = stand.get(index), seen[index]
+            if signal == NON_FINITE:
+                suspected = self.run.non_finite.suspect_step or (
+                    before.evidence.get("suspect_step") if before else None
+                )
+                evidence = evidence._replace(suspect_step=float(suspected or math.nan))
+                rounding = self.supported[index] if index != RUN else False
+                why: Cause = "rounding" if rounding or (before and before.cause == "rounding") else "other"
+                grave = self.run.non_finite.harm == "weights" or evidence.score >= DANGEROUS_SCORE
+                found[index] = Finding(signal, evidence, why, "critical" if grave else "warning", math.nan)
+                continue
+            why = self._cause(index, before)
+            grave = evidence.score >= DANGEROUS_SCORE or (
+                why == "rounding" and evidence.score >= self.config.growing_score
+            )
+            near = why == "rounding" and abs(evidence.offset) >= _FAR_OFFSET and ahead[index] <= evidence.window_steps
+            found[index] = Finding(signal, evidence, why, "critical" if grave else "warning", ahead[index], near)
+        return found
 
-    def _evidence(self, heads: list[int]) -> dict[int, Evidence]:
-        """What verdicts show of these heads, by head; of the whole run nothing."""
-        if self._conditions is None:
-            return dict.fromkeys(heads, Evidence())
-        growth, squares = self._conditions.growth, self.run.bias_squares.take(heads)
-        shown = [part[signal].take(heads) for signal in HeadSignal for part in (growth.end, growth.start)]
-        shown += [growth.error[HeadSignal.SCORE].take(heads), np.full(len(heads), growth.steps)]
-        rows = zip(*map(np.ndarray.tolist, [*shown, self.run.bias_sum.take(heads) / np.sqrt(squares)]), strict=True)
-        return dict(zip(heads, starmap(Evidence, rows), strict=True)) | ({RUN: Evidence()} if RUN in heads else {})
+    def _cause(self, index: int, before: wire.Verdict | None) -> Cause:
+        """Rounding where the delta bias supports the drift, and for as long as it does not speak against it; a head
+        whose delta bias is no longer applied keeps its cause, since nothing can test it."""
+        grown = any(
+            a.verdict.severity == "critical" and a.verdict.cause == "score growth" for a in self.run.alarms.values()
+        )
+        if self.supported[index] and not (grown and (before is None or before.cause != "rounding")):
+            return "rounding"
+        if before is not None and before.cause == "rounding":
+            offset = math.nan if self._conditions is None else self._conditions.growth.end[HeadSignal.OFFSET, index]
+            against = self.run.bias.of(np.full(len(self.heads), offset))[index] < 1.0
+            if not against or not self.run.can_round()[index]:
+                return "rounding"
+        return "score growth"
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next sample depends on; JSON-able."""

@@ -1,7 +1,6 @@
 """The past of every head in blocks of steps, and how its offset and its largest score moved over a window of it."""
 
-import math
-from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import reduce
@@ -18,10 +17,10 @@ from foreshock.monitor.detect.readings import is_finite
 
 _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
-BLOCKS_PER_RUN: Final = 40
-"""A young run is seen in finer blocks: one is as long as this part of the run so far, up to `block_steps`."""
-_ENDED: Final = 1e-9
-"""A learning rate that fell to this part, or to nothing, moves nothing any more."""
+BLOCKS_PER_PAST: Final = 40
+"""A short past is seen in finer blocks: one is as long as this part of it, up to `block_steps`."""
+_LEAST_BLOCKS: Final = 4
+"""Of a window; with samples that are far apart it is longer than asked."""
 _LONGEST_PART: Final = 4
 """Blocks that start, middle and end are means of; fewer in a short window."""
 
@@ -55,82 +54,92 @@ class Growth:
     start: Floats
     middle: Floats
     end: Floats
+    last: Floats
+    """of the newest block alone"""
     error: Floats
-    """standard error of each of these"""
+    """standard error of start, middle and end"""
     steps: float
     """between the centres of start and end"""
-    step: int
-    """at which the window ends"""
-    rate_fall: float = 0.0
-    """the learning rate falls by this power of the step; 0 where it does not fall, or is not known"""
+    older: float
+    """steps from start to middle, each counted by its learning rate in parts of today's"""
+    newer: float
+    """from middle to end"""
+    held: float
+    """steps of the past that is held"""
 
 
 @dataclass(slots=True, kw_only=True)
 class HeadPasts:
-    """A ring of blocks of N heads. A block is closed by the first sample that makes it long enough for the run's age.
+    """A ring of blocks of N heads. A block is closed by the first sample that makes it long enough for what is held.
 
-    The oldest block is written over by the newest.
+    The oldest block is written over by the newest. Steps are counted from where the past begins, whatever their number.
     """
 
     block_steps: int
     values: SavedFloats
     """offset and score of each block, [blocks, 2, N]; NaN where not known"""
-    steps: SavedFloats
-    """at which each block was closed, [blocks]"""
-    rates: SavedFloats
-    """the learning rate then"""
+    ends: SavedFloats
+    """steps of the past at which each block was closed, [blocks]"""
+    moved: SavedFloats
+    """learning rate times steps up to then"""
     jitter: SavedFloats
     """square of the standard error of a block, [2, N]"""
+    rows: SavedFloats
+    """of the newest block, [N]"""
     open_rows: SavedFloats
-    """of the open block, [N]"""
+    """of the open block"""
     open_offsets: SavedFloats
     """rows times their offset"""
     open_score: SavedFloats
     """the largest; NaN where not known"""
     open_steps: int = 0
+    held: int = 0
+    """steps that the past is long, with the open block"""
+    rate_steps: float = 0.0
+    """learning rate times steps of all of it; a rate that is not known counts as the last one that was"""
+    rate: float = 1.0
     closed: int = 0
     """blocks closed in all"""
-    last_step: int = 0
-    """at which the last block was closed; 0 before the first"""
+    newest_steps: int = 0
+    """of the newest block"""
 
     @classmethod
     def begin(cls, heads: int, window_steps: int, block_steps: int) -> Self:
         """Of heads that nothing is known of yet."""
-        blocks = max(-(-window_steps // block_steps), BLOCKS_PER_RUN) + 1
+        blocks = max(-(-window_steps // block_steps), BLOCKS_PER_PAST) + 1
         return cls(
             block_steps=block_steps,
             values=np.full((blocks, len(HeadSignal), heads), np.nan),
-            steps=np.zeros(blocks),
-            rates=np.full(blocks, np.nan),
+            ends=np.zeros(blocks),
+            moved=np.zeros(blocks),
             jitter=np.full((len(HeadSignal), heads), np.nan),
+            rows=np.zeros(heads),
             open_rows=np.zeros(heads),
             open_offsets=np.zeros(heads),
             open_score=np.full(heads, np.nan),
         )
 
-    def add(
-        self, step: int, since_step: int, rows: Floats, offset: Floats, score: Floats, rate: float | None = None
-    ) -> bool:
-        """Add one sample, arrays [N]: a mean weighted by rows, and a maximum. True where it closes a block.
-
-        What is not finite leaves its signal of that head as it was. rate: the learning rate.
-        """
+    def add(self, steps: int, rows: Floats, offset: Floats, score: Floats, rate: float | None = None) -> bool:
+        """Add a sample of so many steps, arrays [N]: a mean weighted by rows, and a maximum. True where it closes a
+        block. What is not finite leaves its signal of that head as it was. rate: the learning rate."""
         total = rows * offset
         if not is_finite(total):
             known = np.isfinite(total)
             rows, total = np.where(known, rows, 0.0), np.where(known, total, 0.0)
         self.open_rows += rows
         self.open_offsets += total
-        np.fmax(
-            self.open_score,
-            score if is_finite(score) else np.where(np.isfinite(score), score, np.nan),
-            out=self.open_score,
+        known_score = score if is_finite(score) else np.where(np.isfinite(score), score, np.nan)
+        np.fmax(self.open_score, known_score, out=self.open_score)
+        self.rate = rate if rate is not None and rate > 0 else self.rate
+        self.open_steps, self.held, self.rate_steps = (
+            self.open_steps + steps,
+            self.held + steps,
+            self.rate_steps + self.rate * steps,
         )
-        self.open_steps += step - since_step
-        if self.open_steps < min(self.block_steps, step / BLOCKS_PER_RUN):
+        if self.open_steps < min(self.block_steps, self.held / BLOCKS_PER_PAST):
             return False
-        place = self.closed % len(self.steps)
-        self.steps[place], self.rates[place], self.last_step = step, math.nan if rate is None else rate, step
+        place, self.newest_steps = self.closed % len(self.ends), self.open_steps
+        self.ends[place], self.moved[place] = self.held, self.rate_steps
         block, before = self.values[place], self.values[place - 1]
         np.divide(self.open_offsets, self.open_rows, out=block[HeadSignal.OFFSET])
         block[HeadSignal.SCORE] = self.open_score
@@ -138,26 +147,59 @@ class HeadPasts:
             square = (block - before) ** 2 / 2
             mixed = _JITTER_MEMORY * self.jitter + (1 - _JITTER_MEMORY) * square
             self.jitter = mixed if is_finite(mixed) else np.where(np.isnan(mixed), np.fmin(self.jitter, square), mixed)
-        self.closed, self.open_steps = self.closed + 1, 0
-        self.open_rows[:] = self.open_offsets[:] = 0.0
-        self.open_score[:] = np.nan
+        self.closed += 1
+        self.rows[:] = self.open_rows
+        self._open()
         return True
 
+    def _open(self) -> None:
+        """Begin a block."""
+        self.open_steps = 0
+        self.open_rows[:] = self.open_offsets[:] = 0.0
+        self.open_score[:] = np.nan
+
+    def set_back(self, steps: int) -> None:
+        """Forget the newest steps."""
+        self.held = max(self.held - steps, 0)
+        order = self._order()
+        order = order[self.ends[order] <= self.held]
+        self.closed = len(order)
+        for part in (self.values, self.ends, self.moved):
+            part[: self.closed] = part[order]
+        self.rate_steps = float(self.moved[self.closed - 1]) if self.closed else 0.0
+        self._open()
+
+    def _order(self) -> npt.NDArray[np.int64]:
+        """The places of the blocks that are held, the oldest first."""
+        return np.arange(max(0, self.closed - len(self.ends)), self.closed) % len(self.ends)
+
     def growth(self, window_steps: float) -> Growth | None:
-        """Over the last `window_steps`; None while fewer than four blocks, or less than three quarters, are held."""
-        held = min(self.closed, len(self.steps))
-        order = np.arange(self.closed - held, self.closed) % len(self.steps)  # oldest first; steps never fall
-        order = order[bisect_right(self.steps[order], self.last_step - window_steps) :]
-        count, steps = len(order), self.steps[order]
-        if count < 4 or steps[-1] - steps[0] < 0.75 * window_steps:
+        """Over the newer half of the past, at most `window_steps`; None while fewer than four blocks are held."""
+        order = self._order()
+        if len(order) < _LEAST_BLOCKS:
             return None
-        part = min(max(1, count // 6), _LONGEST_PART)
-        half = (count - part) // 2
+        begin = self.ends[order[-1]] - min(self.held / 2, window_steps)
+        order = order[min(int(np.searchsorted(self.ends[order], begin, side="right")), len(order) - _LEAST_BLOCKS) :]
+        part = min(max(1, len(order) // 6), _LONGEST_PART)
+        half = (len(order) - part) // 2
         places = order[:part], order[half : half + part], order[-part:]
-        start, middle, end = (reduce(np.add, [self.values[place] for place in each.tolist()]) / part for each in places)
-        error = np.sqrt(self.jitter / part)
-        older, newer = (float(steps[each].sum()) / part for each in (slice(part), slice(-part, None)))
-        before, now = (float(self.rates[each].sum()) / part for each in (places[0], places[-1]))
-        falls = 0 <= now < before  # it rises, stays, or is not known
-        fall = math.log(before / max(now, _ENDED * before)) / math.log(newer / older) if falls else 0.0
-        return Growth(start, middle, end, error, newer - older, self.last_step, fall)
+        start, middle, end = (_mean([self.values[place] for place in each.tolist()]) for each in places)
+        times = [float(self.ends[each].mean()) for each in places]
+        rates = [float(self.moved[each].mean()) for each in places]
+        return Growth(
+            *(start, middle, end, self.values[order[-1]]),
+            error=np.sqrt(self.jitter / part),
+            steps=times[2] - times[0],
+            older=(rates[1] - rates[0]) / self.rate,
+            newer=(rates[2] - rates[1]) / self.rate,
+            held=float(self.held),
+        )
+
+
+def _mean(blocks: Sequence[Floats]) -> Floats:
+    """Of those blocks, [2, N] each, that know a value."""
+    total = reduce(np.add, blocks)
+    if is_finite(total):
+        return np.asarray(total / len(blocks))
+    known = ~np.isnan(np.stack(blocks))
+    return np.asarray(np.where(known, np.stack(blocks), 0.0).sum(axis=0) / known.sum(axis=0))

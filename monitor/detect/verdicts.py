@@ -4,10 +4,17 @@ import math
 from typing import Final, NamedTuple
 
 from foreshock.contract import wire
-from foreshock.contract.causes import CAUSES, Cause
+from foreshock.contract.causes import Cause
 from foreshock.contract.decision import cause_of, checkpoint_before
-from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, Forecast
+from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 from foreshock.monitor.detect.non_finite import NON_FINITE
+
+CAME: Final = (0.14, 0.6, 1.5)
+"""The first, the middle and the last of the heads that came to 512, in parts of the steps that their course took: of
+the tuning runs, rounded outwards (lab/NOTEBOOK.md has the table)."""
+_SLOWS: Final = f" Its growth slows down: on this course its largest |score| stays below {DANGEROUS_SCORE:.0f}."
+_NEVER: Final = 1e9
+"""Steps that no run has."""
 
 
 class Evidence(NamedTuple):
@@ -17,9 +24,9 @@ class Evidence(NamedTuple):
     offset_before: float = math.nan
     score: float = math.nan
     score_before: float = math.nan
-    score_error: float = math.nan
     window_steps: float = math.nan
-    delta_bias_z: float = math.nan
+    bias_evidence: float = math.nan
+    """what bets on the delta bias won, in parts of what supports a drift"""
     suspect_step: float = math.nan
 
 
@@ -28,30 +35,21 @@ class Finding(NamedTuple):
 
     signal: str
     evidence: Evidence
-    supported: bool
-    """its delta bias supports its drift"""
     cause: Cause
     severity: wire.Severity
-
-
-def cause(signal: str, score_before: float, *, rounds: bool, before: Cause | None) -> Cause:
-    """Rounding moves all scores of a head the way of its delta bias (`rounds`); a step too large spreads them. It is
-    not shown by growth from a score that was dangerous before: there it follows from the scores.
-
-    before: the cause of the head's active verdict. It is corrected by what is known better, never taken back:
-    a switch may have been founded on it.
-    """
-    found: Cause = "other" if signal == NON_FINITE else "score growth"
-    if rounds and not score_before >= DANGEROUS_SCORE:
-        found = "rounding"
-    return found if before is None else min(found, before, key=list(CAUSES).index)
+    course: float
+    """steps until 512: inf where it levels off before, NaN where that is unknown"""
+    latest: bool = False
+    """whether a forecast may have a latest step: some heads that are warned about early settle"""
 
 
 def verdict(
-    found: Finding, *, step: int, layer: int | None, head: int | None, ahead: Forecast, before: wire.Verdict | None
+    found: Finding, *, step: int, layer: int | None, head: int | None, before: wire.Verdict | None
 ) -> wire.Verdict:
     """A verdict of what is found. before: the verdict that is active; a cause that differs from its cause is given as
     its correction."""
+    ends = math.isfinite(found.course) and found.course < _NEVER
+    low, likely, high = (part * found.course for part in CAME)
     made = wire.Verdict(
         id=before.id if before else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
         step=step,
@@ -64,9 +62,13 @@ def verdict(
         evidence={name: value for name, value in found.evidence._asdict().items() if math.isfinite(value)},
         corrected_from=before.corrected_from if before else None,
         corrected_step=before.corrected_step if before else None,
-        sentence=sentence(who(layer, head), found, ahead),
-        **ahead._asdict(),
+        forecast_steps=likely if ends else None,
+        forecast_low_steps=low if ends else None,
+        forecast_high_steps=high if ends and found.latest else None,
+        harm_in_sight=None if math.isnan(found.course) else ends,
+        sentence="",
     )
+    made = made.model_copy(update={"sentence": sentence(who(layer, head), found, made)})
     if before is None or cause_of(before) == cause_of(made):
         return made
     return made.model_copy(update={"corrected_from": cause_of(before), "corrected_step": step})
@@ -77,10 +79,7 @@ def who(layer: int | None, head: int | None) -> str:
     return "The run" if layer is None else f"Layer {layer} head {head}"
 
 
-_SLOWS: Final = f" Its growth slows down: on this course its largest |score| stays below {DANGEROUS_SCORE:.0f}."
-
-
-def sentence(subject: str, found: Finding, ahead: Forecast) -> str:
+def sentence(subject: str, found: Finding, made: wire.Verdict) -> str:
     """A finding in words, with its evidence in numbers."""
     seen = found.evidence
     if found.signal == NON_FINITE:
@@ -92,15 +91,21 @@ def sentence(subject: str, found: Finding, ahead: Forecast) -> str:
     start, now = (seen.offset_before, seen.offset) if drifts else (seen.score_before, seen.score)
     what = "drifts: its scores moved as a whole from" if drifts else "grows: its largest |score| went from"
     moved = f"{'no longer ' if abs(now) < abs(start) else ''}{what} {_digits(start, 3)} to {_digits(now, 3)}"
-    course = _SLOWS if ahead.harm_in_sight is False else ""
-    if ahead.forecast_steps == 0:
-        course = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
-    elif ahead.forecast_steps is not None:
-        likely, earliest, latest = (None if each is None else _digits(each, 2) for each in ahead[:3])
-        within = f"{earliest} to {latest}" if latest else f"{earliest} at the earliest, if it goes on"
-        course = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps ({within})."
     within = f"{' nats' if drifts else ''} in {seen.window_steps:.0f} steps"
-    return f"{subject} {moved}{within}; the cause looks like {found.cause}.{course}"
+    why = f"the cause looks like {found.cause}"
+    if drifts and found.cause != "rounding":
+        why = "that is consistent with rounding, which the delta bias does not show"
+    course = _SLOWS if made.harm_in_sight is False else ""
+    if made.forecast_steps == 0:
+        course = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
+    elif made.forecast_steps is not None:
+        likely, first, last = (
+            None if each is None else _digits(each, 2)
+            for each in (made.forecast_steps, made.forecast_low_steps, made.forecast_high_steps)
+        )
+        span = f"{first} to {last}" if last else f"{first} at the earliest, if it goes on"
+        course = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps ({span})."
+    return f"{subject} {moved}{within}; {why}.{course}"
 
 
 def _digits(value: float, significant: int) -> str:

@@ -35,7 +35,7 @@ torch.set_num_threads(1)
 arm_name, policy, run, url, seed = sys.argv[1:]
 recipe = find_recipe("key-bias-small")
 arm = replace(find_arm(arm_name), policy=policy)
-training = Training(recipe, arm, int(seed), run=run, url=url, detectors=DetectorConfig(horizon_run_multiple=None))
+training = Training(recipe, arm, int(seed), run=run, url=url, detectors=DetectorConfig(horizon_windows=None))
 train(training, recipe.steps)
 """
 

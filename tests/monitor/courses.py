@@ -17,7 +17,7 @@ N = len(HEADS)
 SICK = 2
 """Row of the head that fails: layer 0 head 2."""
 EVERY = 50
-HOWEVER_FAR = DetectorConfig(horizon_run_multiple=None)
+HOWEVER_FAR = DetectorConfig(horizon_windows=None)
 """Warns of a drift whose harm is far beyond the run's end, so that a slow one shows what holds it back otherwise."""
 Course = Callable[[int], tuple[Floats, Floats]]
 """Offsets and largest scores, [N], at a step."""

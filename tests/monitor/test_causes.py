@@ -1,57 +1,51 @@
 """Why a head is warned about, how grave that is, and how a cause is corrected without a second warning."""
 
-import dataclasses
 import math
 
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.monitor.courses import HEADS, SICK, explosion, healthy, play, raised, reading
+from tests.monitor.courses import HEADS, SICK, explosion, line, play, raised, reading
 from tests.monitor.doubles import verdict as told_before
 
 from foreshock.contract import wire
 from foreshock.contract.causes import Cause
 from foreshock.contract.decision import cause_of
+from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import Detectors
-from foreshock.monitor.detect.forecast import Forecast
-from foreshock.monitor.detect.verdicts import Evidence, Finding, cause, verdict
+from foreshock.monitor.detect.verdicts import Evidence, Finding, verdict
 
-CAUSES: tuple[Cause, ...] = ("other", "score growth", "rounding")
-SEEN = Evidence(offset=12.0, offset_before=3.0, score=40.0, score_before=30.0, delta_bias_z=5.0)
+SEEN = Evidence(offset=12.0, offset_before=3.0, score=40.0, score_before=30.0, bias_evidence=5.0)
 
 
-@given(
-    score_before=st.just(math.nan) | st.floats(0, 1200),
-    before=st.sampled_from(CAUSES),
-    signal=st.sampled_from(["offset", "score", "nonfinite"]),
-    rounds=st.booleans(),
-)
-def test_a_cause_is_corrected_by_what_is_known_better_and_never_taken_back(
-    score_before: float, before: Cause, signal: str, rounds: bool
-) -> None:
-    found = cause(signal, score_before, rounds=rounds, before=None)
-    dangerous = score_before >= 512
-    assert (found == "rounding") == (rounds and not dangerous)
-    assert (found == "other") == (found != "rounding" and signal == "nonfinite")
-    known_better = cause(signal, score_before, rounds=rounds, before=before)
-    assert known_better == max(found, before, key=CAUSES.index)
+def test_rounding_is_taken_back_once_the_delta_bias_speaks_against_it() -> None:
+    detectors, told = play(line, until=5000, bias=1.5)
+    assert {verdict.cause for verdict in told} == {"rounding"}
+    told = play(line, 12_000, detectors, 5000, bias=-1.5)[1]
+    assert (told[-1].cause, told[-1].corrected_from) == ("score growth", "rounding")
+
+
+def test_rounding_is_not_taken_back_from_a_head_whose_delta_bias_is_applied_no_more() -> None:
+    detectors, _ = play(line, until=5000, bias=1.5)
+    told = play(line, 6500, detectors, 5000, bias=-1.5, mode=Mode.EXACT_DELTA)[1]
+    assert told
+    assert {verdict.cause for verdict in told} == {"rounding"}
 
 
 def test_growth_from_a_score_that_was_dangerous_before_shows_no_rounding() -> None:
-    assert cause("score", 511.0, rounds=True, before=None) == "rounding"
-    assert cause("score", math.nan, rounds=True, before=None) == "rounding"
-    assert cause("score", 512.0, rounds=True, before=None) == "score growth"
-    assert cause("score", 600.0, rounds=True, before="rounding") == "rounding"
+    def high(step: int) -> tuple[Floats, Floats]:
+        offset, score = line(step)
+        score[SICK] += 600.0
+        return offset, score
+
+    assert {verdict.cause for verdict in play(high, until=6000, bias=3.0)[1]} == {"score growth"}
 
 
 def found(why: Cause, signal: str = "score") -> Finding:
-    return Finding(signal, SEEN, why == "rounding", why, "warning")
+    return Finding(signal, SEEN, why, "warning", math.nan)
 
 
 def word(step: int, what: Finding, before: wire.Verdict | None) -> wire.Verdict:
-    return verdict(what, step=step, layer=0, head=3, ahead=Forecast(), before=before)
+    return verdict(what, step=step, layer=0, head=3, before=before)
 
 
 def test_a_corrected_warning_keeps_its_name_and_says_what_it_was_told_as() -> None:
@@ -117,51 +111,9 @@ def test_scores_of_thousands_after_a_few_hundred_steps_are_never_called_rounding
     assert all(verdict.cause != "rounding" and verdict.corrected_from is None for verdict in told)
 
 
-@pytest.mark.parametrize("failing", [[SICK], [SICK, 5]])
-@pytest.mark.parametrize(("bias", "expected"), [(0.9, "rounding"), (0.0, "score growth"), (-0.9, "score growth")])
-def test_a_failure_within_500_steps_is_corrected_to_rounding_where_the_bias_of_all_that_fail_supports_it(
-    failing: list[int], bias: float, expected: str
-) -> None:
-    """Nothing is called rounding so early; a moment later it is, unless a head fails that no bias supports."""
-
-    def soon(step: int) -> tuple[Floats, Floats]:
-        offset, score = healthy(step)
-        offset[failing] = 0.5 * 2 ** (step / 42)
-        score[failing] = 9 + 1.25 * offset[failing]
-        return offset, score
-
-    detectors, told = Detectors(HEADS), []
-    for step in range(5, 700, 5):
-        now = reading(step, soon)
-        now.delta_bias_sum[failing] += bias * 1e-4
-        told += detectors.update(dataclasses.replace(now, since_step=step - 5))
-    assert sorted(raised(told)) == sorted(HEADS[index] for index in failing)
-    assert all(verdict.step < 500 and verdict.cause == "score growth" for verdict in told if verdict.state == "raised")
-    last = {verdict.head: verdict.cause for verdict in told}
-    assert set(last.values()) == {expected}
-    if expected == "rounding":
-        corrected = [v.corrected_step for v in told if v.corrected_step is not None]
-        assert corrected
-        assert all(500 <= step <= 520 for step in corrected)
-
-
-def test_one_dangerous_head_that_no_bias_supports_keeps_an_early_failure_from_being_called_rounding() -> None:
-    def soon(step: int) -> tuple[Floats, Floats]:
-        offset, score = healthy(step)
-        offset[[SICK, 5]] = 0.5 * 2 ** (step / 42)
-        score[[SICK, 5]] = 9 + 1.25 * offset[SICK]
-        return offset, score
-
-    detectors, told = Detectors(HEADS), []
-    for step in range(5, 700, 5):
-        told += detectors.update(dataclasses.replace(reading(step, soon, bias=0.9), since_step=step - 5))
-    assert len(raised(told)) == 2
-    assert {verdict.cause for verdict in told} == {"score growth"}
-
-
 def test_a_score_that_fell_is_not_said_to_grow() -> None:
     seen = Evidence(score=2300.0, score_before=4840.0, window_steps=106.0)
-    told = Finding("score", seen, supported=False, cause="score growth", severity="critical")
+    told = Finding("score", seen, cause="score growth", severity="critical", course=math.nan)
     assert (
         "head 3 no longer grows: its largest |score| went from 4,840 to 2,300 in 106" in word(250, told, None).sentence
     )

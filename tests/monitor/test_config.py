@@ -198,3 +198,9 @@ def test_versions_name_what_is_installed() -> None:
     found = versions()
     assert {"python", "torch", "foreshock"} <= set(found)
     assert all(0 < len(version) <= 64 for version in found.values())
+
+
+def test_samples_too_far_apart_to_show_a_failure_are_refused_with_the_reason() -> None:
+    assert AgentConfig(sample_every_steps=1000).sample_every_steps == 1000
+    with pytest.raises(ValueError, match="1001 steps between samples show no failure before it has come; set 1000"):
+        AgentConfig(sample_every_steps=1001)

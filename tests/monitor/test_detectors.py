@@ -27,7 +27,6 @@ from tests.monitor.courses import (
 from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import Detectors
-from foreshock.monitor.detect.growth import HeadSignal
 from foreshock.monitor.detect.readings import HeadReadings
 
 
@@ -50,7 +49,7 @@ def test_the_drifting_head_alone_is_warned_about_with_rounding_as_the_cause(cour
     assert first.step <= 5000
     assert first.cause == "rounding"
     assert first.signal == "offset"
-    assert first.evidence["delta_bias_z"] > 3
+    assert first.evidence["bias_evidence"] >= 1
     assert "Layer 0 head 2" in first.sentence
 
 
@@ -78,30 +77,22 @@ def test_a_latest_step_is_given_once_a_supported_drift_has_gone_far_and_its_harm
     assert all(v.forecast_high_steps is None for v in unsupported)
 
 
-def test_accumulated_delta_bias_alone_never_warns() -> None:
-    detectors, told = play(until=9000, bias=3.0)
-    assert told == []
-    assert detectors.risk[SICK] < 1.0
-
-
 @pytest.mark.parametrize("bias", [-0.6, 0.0])
-def test_a_drift_that_no_delta_bias_supports_is_believed_by_its_scores_alone(bias: float) -> None:
+def test_a_drift_that_no_delta_bias_supports_is_called_consistent_with_rounding_and_no_more(bias: float) -> None:
     _, supported = play(explosion, until=6000, bias=0.6)
-    unsupported, silent = play(explosion, until=8000, bias=bias)
-    assert silent == []
-    assert 0.2 < unsupported.warning_ratios[HeadSignal.OFFSET, SICK] < 1.0  # it is looked at closely all the same
     _, told = play(explosion, until=9700, bias=bias)  # 512 is reached at 9750
     assert raised(supported) == raised(told) == [HEADS[SICK]]
-    assert (supported[0].signal, told[0].signal, told[0].cause) == ("offset", "score", "score growth")
-    assert {v.severity for v in told} == {"warning"}  # nothing says that harm comes of it
+    assert supported[0].step < told[0].step
+    assert (told[0].signal, {verdict.cause for verdict in told}) == ("offset", {"score growth"})
+    assert "consistent with rounding, which the delta bias does not show" in told[0].sentence
+    assert {verdict.severity for verdict in told} == {"warning"}  # nothing says that harm comes of it
     past = play(explosion, until=10_500, bias=bias)[1]
-    assert [v.severity for v in past if v.evidence["score"] >= 512] == ["critical"]
-    assert supported[0].evidence["score"] < 30
+    assert {v.severity for v in past if v.evidence["score"] >= 512} == {"critical"}
     assert play(creep, until=7000, bias=bias, detectors=Detectors(HEADS, HOWEVER_FAR))[1] == []
 
 
-@pytest.mark.parametrize(("began", "pace", "warned"), [(420.0, 0.02, False), (300.0, 0.06, True), (60.0, 0.3, True)])
-def test_a_head_that_sharpens_a_little_past_512_is_no_warning_and_one_on_its_way_to_twice_that_is(
+@pytest.mark.parametrize(("began", "pace", "warned"), [(300.0, 0.02, False), (420.0, 0.02, True), (60.0, 0.3, True)])
+def test_a_head_that_sharpens_is_warned_about_when_its_score_is_dangerous_or_about_to_be(
     began: float, pace: float, warned: bool
 ) -> None:
     def sharpens(step: int) -> tuple[Floats, Floats]:
@@ -111,7 +102,67 @@ def test_a_head_that_sharpens_a_little_past_512_is_no_warning_and_one_on_its_way
 
     _, told = play(sharpens, until=7000)
     assert raised(told) == ([HEADS[SICK]] if warned else [])
-    assert all(verdict.cause == "score growth" and verdict.evidence["score"] >= 512 for verdict in told)
+    assert all(verdict.cause == "score growth" and verdict.evidence["score"] >= 256 for verdict in told)
+
+
+def test_a_large_score_that_falls_is_no_warning() -> None:
+    def falls(step: int) -> tuple[Floats, Floats]:
+        offset, score = healthy(step)
+        score[SICK] = 700.0 - 0.1 * step
+        return offset, score
+
+    detectors, told = play(falls, until=EVERY)
+    assert raised(told) == [HEADS[SICK]]  # nothing is known of its past yet
+    assert {verdict.state for verdict in play(falls, 6000, detectors, EVERY)[1]} == {"updated", "cleared"}
+
+
+@pytest.mark.parametrize("rises", [1e-9, 1.0])
+def test_a_learning_rate_that_rises_turns_no_rule_off(rises: float) -> None:
+    detectors, told = Detectors(HEADS), []
+    for step in range(EVERY, 6000, EVERY):
+        told += detectors.update(reading(step, line, bias=0.6, learning_rate=1e-3 * (1 + rises * step / 6000)))
+    assert {verdict.cause for verdict in told} == {"rounding"}
+    assert raised(told) == [HEADS[SICK]]
+
+
+def test_a_run_set_back_keeps_what_it_knows_of_the_steps_before_and_its_verdicts() -> None:
+    detectors, told = play(line, until=5000, bias=0.6)
+    assert raised(told)
+    assert detectors.update(reading(4050, line, bias=0.6)) == []
+    assert [(v.layer, v.head) for v in detectors.active] == [HEADS[SICK]]
+    again, _ = play(line, 5000, detectors, 4050, bias=0.6)
+    straight, _ = play(line, until=5000, bias=0.6)
+    np.testing.assert_allclose(again.warning_ratios, straight.warning_ratios, rtol=0.2, atol=0.05)
+
+
+def test_more_heads_than_a_sample_may_raise_are_warned_about_one_sample_after_another() -> None:
+    heads = [(layer, head) for layer in range(4) for head in range(10)]
+    detectors, told = Detectors(heads), []
+    for step in (10, 20, 30, 40):
+        seen = reading(step, since_step=step - 10)
+        wide: dict[str, Any] = {
+            each.name: np.full(40, 600.0 if each.name == "largest_score" else 1.0)
+            for each in dataclasses.fields(seen)
+            if isinstance(getattr(seen, each.name), np.ndarray)
+        }
+        wide |= {"modes": np.zeros(40, dtype=np.int32), "nonfinite_rows": np.zeros(40)}
+        told.append(len(raised(detectors.update(dataclasses.replace(seen, **wide)))))
+    assert told == [16, 16, 8, 0]
+
+
+def test_an_infinite_score_beside_a_finite_offset_is_not_finite_at_once_whatever_else_the_head_does() -> None:
+    detectors, _ = play(line, until=5000, bias=0.6)
+    score = line(5050)[1]
+    score[SICK] = math.inf
+    of_run, of_head = detectors.update(reading(5050, line, bias=0.6, largest_score=score))
+    assert (of_run.layer, of_run.signal, of_head.signal) == (None, "nonfinite", "nonfinite")
+    assert (of_head.layer, of_head.head) == HEADS[SICK]
+
+
+def test_accumulated_delta_bias_alone_never_warns() -> None:
+    detectors, told = play(until=9000, bias=3.0)
+    assert told == []
+    assert detectors.risk[SICK] < 1.0
 
 
 def rescored(course: Course, since: int, factor: float) -> Course:
@@ -152,22 +203,6 @@ def test_a_failure_within_1500_steps_is_warned_about_in_the_first_half_of_its_li
     assert raised(told) == [HEADS[SICK]]
     assert told[0].step <= dangerous - 400
     assert told[0].cause == "rounding"
-
-
-def first_warning_under_a_warm_up_of(steps: int) -> int | None:
-    detectors = Detectors(HEADS)
-    for step in range(EVERY, 4500, EVERY):
-        rate = 1e-3 * min(1.0, step / steps)
-        if told := detectors.update(reading(step, line, bias=0.6, learning_rate=rate)):
-            return told[0].step
-    return None
-
-
-def test_growth_is_not_judged_while_the_learning_rate_rises_and_is_as_soon_as_that_ends() -> None:
-    sooner = first_warning_under_a_warm_up_of(100)
-    assert sooner is not None
-    assert first_warning_under_a_warm_up_of(4500) is None
-    assert first_warning_under_a_warm_up_of(sooner - 500) == sooner  # twice that has not gone by
 
 
 @pytest.mark.parametrize("field", ["score_offset", "largest_score", "delta_bias_sum", "rows"])
@@ -213,7 +248,7 @@ def test_heads_that_pass_512_together_are_warned_about_and_not_before() -> None:
         offset, score = healthy(step)
         return offset, score * 2 ** (max(0, step - 3000) / 700)
 
-    _, told = play(together, until=3000 + 700 * 3)
+    _, told = play(together, until=3000 + 700 * 2)
     assert told == []
     _, told = play(together, until=7500)
     assert raised(told)
@@ -304,14 +339,6 @@ def test_the_loss_after_an_overflow_tells_whether_it_was_skipped() -> None:
         detectors = Detectors(HEADS)
         assert not detectors.update(reading(EVERY, grad_norm=math.nan, nonfinite_rows=np.full(N, 7.0)))
         assert bool(detectors.update(reading(2 * EVERY, loss=loss, grad_norm=1.0))) == alarmed
-
-
-def test_a_run_set_back_to_an_older_step_forgets_its_past_and_keeps_its_verdicts() -> None:
-    detectors, told = play(line, until=5000, bias=0.6)
-    assert raised(told)
-    again = detectors.update(reading(3000, line))
-    assert again == []
-    assert [(v.layer, v.head) for v in detectors.active] == [HEADS[SICK]]
 
 
 def test_after_a_set_back_a_verdict_is_updated_once_the_new_past_is_long_enough_and_never_with_nothing_known() -> None:

@@ -1,7 +1,6 @@
 """Forecasts of many heads at once beside the same worked out one by one, and the horizon that a warning may ask for."""
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,9 @@ from tests.monitor.courses import (
 
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.detect.forecast import Forecast, courses, forecast, halves_until
+from foreshock.monitor.detect.forecast import courses, halves_until
 from foreshock.monitor.detect.growth import Growth, HeadSignal
-from foreshock.monitor.detect.verdicts import Evidence, Finding, sentence
+from foreshock.monitor.detect.verdicts import Evidence, Finding, verdict
 
 WIDTH = len(HeadSignal)
 special = st.sampled_from([0.0, 512.0, math.nan, 1e-9])
@@ -61,7 +60,8 @@ def until(target: float, start: float, middle: float, end: float, error: float =
 def grown(heads: list[list[float]]) -> Growth:
     values: Floats = np.array(heads).reshape(len(heads), 3, WIDTH).transpose(1, 2, 0)
     start, middle, end = values
-    return Growth(start, middle, end, np.full((WIDTH, len(heads)), 1e-2), steps=2000.0, step=4000)
+    error = np.full((WIDTH, len(heads)), 1e-2)
+    return Growth(start, middle, end, end, error, steps=2000.0, older=1000.0, newer=1000.0, held=4000.0)
 
 
 @given(st.lists(head, min_size=1, max_size=6))
@@ -72,73 +72,40 @@ def test_the_courses_of_many_heads_are_those_of_each(heads: list[list[float]]) -
         np.testing.assert_allclose(courses(growth, np.arange(len(heads))), expected, rtol=1e-9)
 
 
-def rates_between(power: float, age: int, first: float, last: float) -> float:
-    """Sum of the learning rates of these steps, today's (at step `age`) being 1, by small parts."""
-    steps = np.geomspace(first, last, 20_001)
-    return float(np.trapezoid((steps / age) ** -power, steps))
-
-
-@given(power=st.floats(0.0, 6.0) | st.just(1.0), age=st.integers(600, 60_000), lives=st.floats(0.05, 3.0))
-def test_a_head_that_moves_as_far_as_each_rate_lets_it_is_foreseen_to_go_on_so_while_the_rate_falls_on(
-    power: float, age: int, lives: float
-) -> None:
-    pace = 100.0 / age
-    end = 512.0 - pace * lives * age  # today's rate would take it there in so many lives
-    start, middle = (end - pace * rates_between(power, age, since * age, age) for since in (0.5, 0.75))
-    then, half, now, error = (np.full((WIDTH, 1), value) for value in (start, middle, end, 1e-6))
-    growth = Growth(then, half, now, error, steps=age / 2, step=age, rate_fall=power)
-    steps = float(courses(growth, np.array([0]))[0])
-    if math.isfinite(steps):
-        assert rates_between(power, age, age, age + steps) == pytest.approx(lives * age, rel=1e-3)
-    else:
-        assert lives >= 0.999 / (power - 1)  # all that such a rate ever sums up to
-
-
-@given(st.lists(head, min_size=1, max_size=6), st.floats(0.0, 1e5))
-def test_a_range_lies_about_its_likely_step_and_has_a_latest_one_only_where_the_course_is_near(
-    heads: list[list[float]], near: float
-) -> None:
-    growth = grown(heads)
-    for course in courses(growth, np.arange(len(heads))).tolist():
-        told = forecast(course, near_steps=near)
-        if math.isnan(course):
-            assert told == Forecast()
-        elif math.isinf(course):
-            assert told == Forecast(harm_in_sight=False)
-        else:
-            assert told.forecast_steps is not None
-            assert told.forecast_low_steps is not None
-            assert told.harm_in_sight is True
-            assert told.forecast_low_steps <= told.forecast_steps <= course
-            assert (told.forecast_high_steps is not None) == (course <= near)
-            assert told.forecast_high_steps is None or told.forecast_high_steps >= course
-
-
-@pytest.mark.parametrize("course", [1e9, 1e10, 1.1e162, sys.float_info.max])
-def test_a_course_that_no_run_is_long_enough_for_is_told_as_no_harm_in_sight(course: float) -> None:
-    assert forecast(course, near_steps=math.inf) == forecast(math.inf, near_steps=math.inf)
-    assert forecast(9e8, near_steps=0.0).harm_in_sight
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         (
-            {"forecast_steps": 3600.0, "forecast_low_steps": 900.0},
-            " in about 3,600 steps (900 at the earliest, if it goes on).",
+            {"course": 6000.0},
+            " in about 3,600 steps (840 at the earliest, if it goes on).",
         ),
         (
-            {"forecast_steps": 3600.0, "forecast_low_steps": 900.0, "forecast_high_steps": 9000.0},
-            " in about 3,600 steps (900 to 9,000).",
+            {"course": 6000.0, "latest": True},
+            " in about 3,600 steps (840 to 9,000).",
         ),
-        ({"forecast_steps": 0.0, "forecast_low_steps": 0.0}, " Its largest |score| is past 512."),
-        ({"harm_in_sight": False}, " Its growth slows down: on this course its largest |score| stays below 512."),
-        ({}, "the cause looks like rounding."),
+        ({"course": 0.0}, " Its largest |score| is past 512."),
+        ({"course": math.inf}, " Its growth slows down: on this course its largest |score| stays below 512."),
+        ({"course": 1e9}, " Its growth slows down: on this course its largest |score| stays below 512."),
+        ({"course": math.nan}, "the cause looks like rounding."),
     ],
 )
 def test_a_verdict_says_how_sure_its_forecast_is(fields: dict[str, Any], words: str) -> None:
-    found = Finding("offset", Evidence(offset=9.0, offset_before=4.0), True, "rounding", "warning")
-    assert sentence("Layer 1 head 2", found, Forecast(**fields)).endswith(words)
+    found = Finding("offset", Evidence(offset=9.0, offset_before=4.0), "rounding", "warning", **fields)
+    told = verdict(found, step=100, layer=1, head=2, before=None)
+    assert told.sentence.endswith(words)
+    assert told.harm_in_sight == (None if math.isnan(found.course) else found.course < 1e9)
+
+
+@given(older=st.floats(0.1, 10.0), newer=st.floats(0.1, 10.0), left=st.floats(0.1, 50.0))
+def test_a_head_that_moves_as_far_as_each_rate_lets_it_is_foreseen_to_go_on_at_the_rate_of_today(
+    older: float, newer: float, left: float
+) -> None:
+    end = 512.0 - left
+    middle = end - newer
+    values = [np.full((WIDTH, 1), each) for each in (middle - older, middle, end, end, 1e-9)]
+    start, half, now, last, error = values
+    growth = Growth(start, half, now, last, error, 2000.0, 1000.0 * older, 1000.0 * newer, 4000.0)
+    assert float(courses(growth, np.array([0]))[0]) == pytest.approx(1000.0 * left, rel=1e-3)
 
 
 now = st.floats(1.0, 100.0)
@@ -254,7 +221,7 @@ def test_a_warning_may_be_asked_to_foresee_harm_within_some_times_the_life_of_th
     assert raised(told) == raised(unasked) == [HEADS[SICK]]
     assert told[0].step - unasked[0].step <= 400
     assert told[0].forecast_steps is not None
-    assert told[0].forecast_steps <= 3 * told[0].step
+    assert told[0].forecast_steps <= 6 * told[0].evidence["window_steps"]
     assert detectors.risk[SICK] == 1.0
 
 
@@ -271,7 +238,7 @@ def test_heads_whose_scores_were_not_recorded_are_not_held_back() -> None:
         offset, score = explosion(step)
         return offset, np.full_like(score, math.nan)
 
-    _, told = play(unscored, until=6000, bias=0.6, detectors=Detectors(HEADS, DetectorConfig(horizon_run_multiple=0.1)))
+    _, told = play(unscored, until=6000, bias=0.6, detectors=Detectors(HEADS, DetectorConfig(horizon_windows=0.2)))
     assert raised(told) == [HEADS[SICK]]
-    _, quiet = play(healthy, until=6000, detectors=Detectors(HEADS, DetectorConfig(horizon_run_multiple=0.1)))
+    _, quiet = play(healthy, until=6000, detectors=Detectors(HEADS, DetectorConfig(horizon_windows=0.2)))
     assert quiet == []

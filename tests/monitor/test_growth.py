@@ -1,7 +1,6 @@
 """The past of the heads, beside one that is kept and averaged number by number."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,6 +11,10 @@ from foreshock.monitor.detect.growth import HeadPasts, HeadSignal
 WINDOW, BLOCK, MEMORY = 900, 60, 0.9
 
 
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
 class OneByOne:
     """What `HeadPasts` keeps of one signal of one head, kept as lists of plain numbers."""
 
@@ -19,14 +22,15 @@ class OneByOne:
         self.reduction = reduction
         self.blocks: list[tuple[int, float]] = []
         self.open: list[tuple[float, float]] = []
-        self.open_steps, self.jitter = 0, math.nan
+        self.open_steps, self.jitter, self.held = 0, math.nan, 0
 
     def add(self, step: int, since: int, rows: float, value: float) -> None:
         if not math.isnan(value):
             self.open.append((rows, value))
         self.open_steps += step - since
-        if self.open_steps >= min(BLOCK, step / 40):
-            self._close(step)
+        self.held += step - since
+        if self.open_steps >= min(BLOCK, self.held / 40):
+            self._close(self.held)
 
     def _close(self, step: int) -> None:
         values = [value for _, value in self.open]
@@ -49,14 +53,14 @@ class OneByOne:
     def growth(self, window: float) -> tuple[float, float, float, float, float] | None:
         """Start, middle, end, standard error of each, and the steps between the centres of start and end."""
         kept = self.blocks[-(max(-(-WINDOW // BLOCK), 40) + 1) :]
-        last = kept[-1][0] if kept else 0
-        kept = [block for block in kept if block[0] > last - window]
-        if len(kept) < 4 or kept[-1][0] - kept[0][0] < 0.75 * window:
+        if len(kept) < 4:
             return None
+        begin = kept[-1][0] - min(self.held / 2, window)
+        kept = kept[min(sum(block[0] <= begin for block in kept), len(kept) - 4) :]
         part = min(max(1, len(kept) // 6), 4)
         half = (len(kept) - part) // 2
         ends = kept[:part], kept[half : half + part], kept[-part:]
-        start, middle, end = (math.fsum(value for _, value in blocks) / part for blocks in ends)
+        start, middle, end = (mean([value for _, value in blocks if not math.isnan(value)]) for blocks in ends)
         between = (sum(step for step, _ in ends[2]) - sum(step for step, _ in ends[0])) / part
         return start, middle, end, math.sqrt(self.jitter / part), between
 
@@ -81,13 +85,13 @@ def test_growth_is_what_single_numbers_give_at_every_age_of_the_run(seed: int, u
         rows = rng.integers(1, 9, heads).astype(np.float64)
         values = drawn(rng, heads, unknown=unknown)
         with np.errstate(invalid="ignore"):  # as the detectors call it: the mean of no rows is not known
-            pasts.add(step, since, rows, *values)
+            pasts.add(step - since, rows, *values)
         for (signal, head), one in single.items():
             one.add(step, since, rows[head], float(values[signal, head]))
-        window = min(pasts.last_step / 2, WINDOW)
-        found = pasts.growth(window)
+        with np.errstate(invalid="ignore"):
+            found = pasts.growth(WINDOW)
         for (signal, head), one in single.items():
-            wanted = one.growth(window)
+            wanted = one.growth(WINDOW)
             assert (found is None) == (wanted is None)
             if found is None or wanted is None:
                 continue
@@ -97,39 +101,29 @@ def test_growth_is_what_single_numbers_give_at_every_age_of_the_run(seed: int, u
     assert seen > 300
 
 
-@pytest.mark.parametrize(
-    ("rate", "expected"),
-    [
-        (lambda step: 3e-4, 0.0),
-        (lambda step: 1e-3 * step, 0.0),
-        (lambda step: None, 0.0),
-        (lambda step: None if step < 4000 else 1e-3 / step, 0.0),
-        (lambda step: step**-0.5, 0.5),
-        (lambda step: 7.0 * step**-2.0, 2.0),
-        (lambda step: math.exp(-step / 2000), 2.2),
-    ],
-)
-def test_a_falling_rate_is_told_by_the_power_of_the_step_that_it_falls_by(
-    rate: Callable[[int], float | None], expected: float
-) -> None:
-    def at(step: int, since: int, pasts: HeadPasts) -> None:
-        both = np.full(3, 1.0 + step)
-        pasts.add(step, since, np.ones(3), both, both, rate=rate(step))
-
-    pasts = HeadPasts.begin(3, 4000, 100)
-    for step in range(50, 6001, 50):
-        at(step, step - 50, pasts)
-    growth = pasts.growth(3000)
-    assert growth is not None
-    assert growth.step == 6000
-    assert growth.rate_fall == pytest.approx(expected, abs=0.05)
-
-
-def test_a_rate_that_fell_to_nothing_moves_nothing() -> None:
+def test_steps_count_by_their_learning_rate_and_by_the_last_one_where_none_is_given() -> None:
     pasts = HeadPasts.begin(1, 4000, 100)
     for step in range(50, 6001, 50):
-        both = np.full(1, 1.0 + step)
-        pasts.add(step, step - 50, np.ones(1), both, both, rate=1e-3 * (step < 5000))
-    growth = pasts.growth(3000)
+        rate = None if step % 100 else 2e-3 if step <= 4000 else 1e-3
+        pasts.add(50, np.ones(1), np.ones(1), np.ones(1), rate)
+    growth = pasts.growth(4000)
     assert growth is not None
-    assert growth.rate_fall > 20
+    begin = 6000 - 100 - growth.steps
+    assert growth.older + growth.newer == pytest.approx(growth.steps + 4000 - begin, abs=300)
+
+
+def test_a_past_that_was_set_back_goes_on_as_one_that_never_went_further() -> None:
+    def filled(pasts: HeadPasts, since: int, until: int) -> HeadPasts:
+        for step in range(since + 50, until + 1, 50):
+            pasts.add(50, np.ones(2), np.full(2, float(step)), np.full(2, 2.0 * step), 1e-3)
+        return pasts
+
+    straight = filled(HeadPasts.begin(2, 4000, 100), 0, 9000)
+    returned = filled(HeadPasts.begin(2, 4000, 100), 0, 10_000)
+    returned.set_back(1000)
+    found, wanted = (filled(pasts, 9000, 11_000).growth(4000) for pasts in (returned, straight))
+    assert found is not None
+    assert wanted is not None
+    np.testing.assert_allclose(found.start[0], wanted.start[0], atol=600)  # the ring had written over the oldest ones
+    np.testing.assert_array_equal(found.end, wanted.end)
+    assert found.held == wanted.held

@@ -1,19 +1,16 @@
 """How many rows a kept attention measures: the default keeps what the published figures promise of it."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.detect.detectors import DetectorConfig
 
 ROOT = Path(__file__).parents[2]
 FIGURES: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "power.json").read_text())
-PAGE = (ROOT / "docs" / "detectors.md").read_text()
-HEADS = {"4 x 4": 16, "12 x 12": 144, "32 x 32": 1024, "80 x 64": 5120}
+PAGE = (ROOT / "docs" / "scoring.md").read_text()
 
 
 def cell(value: float | None) -> str:
@@ -40,16 +37,3 @@ def test_the_documentation_shows_what_a_number_of_rows_is_worth(row: dict[str, A
         f"{row['false']} in {row['healthy']}",
     ]
     assert f"\n| {' | '.join(shown)} |\n" in PAGE
-
-
-def test_the_documentation_shows_the_rows_that_give_what_the_detectors_ask_of_a_head_in_models_of_each_size() -> None:
-    asked = {model: DetectorConfig().support_z(heads) for model, heads in HEADS.items()}
-    needed = {
-        model: 1 / ((1 / z**2 - 1 / FIGURES["whole"] ** 2) * FIGURES["bias"] ** 2 * FIGURES["step"])
-        for model, z in asked.items()
-    }
-    assert FIGURES["needed"] == pytest.approx(needed)
-    assert math.inf > needed["80 x 64"] > needed["4 x 4"]
-    for row in ([f"{z:.2f}" for z in asked.values()], list(map(cell, needed.values()))):
-        assert f" | {' | '.join(row)} |\n" in PAGE
-    assert f"| layers x heads | {' | '.join(HEADS)} |\n" in PAGE

@@ -102,8 +102,8 @@ def test_a_state_that_is_damaged_or_of_another_model_leaves_everything_as_it_was
         (("past", "block_steps"), 7),
         (("alarms",), [1]),
         (("alarms",), {"9": {}}),
-        (("peak_rate",), None),
-        (("bias_sum",), {}),
+        (("bias", "capital"), None),
+        (("bias_open",), {}),
         (("layout",), LAYOUT + 1),
     ],
 )

@@ -25,14 +25,6 @@ def after(*steps: int, **fields: Any) -> RunState:
     return state
 
 
-def at_rates(**rates: float) -> RunState:
-    """The state after samples at steps of these names, each with its learning rate."""
-    state = RunState.begin(HEADS, CONFIG)
-    for name, rate in rates.items():
-        state.add(reading(int(name.removeprefix("at_")), learning_rate=rate))
-    return state
-
-
 def test_everything_that_a_long_run_left_comes_back_to_the_bit() -> None:
     detectors, told = play(explosion, until=6000, bias=0.6, learning_rate=1e-3)
     detectors.update(reading(6050, explosion, loss=math.nan, nonfinite_rows=np.full(N, 2.0), suspect_step=6007))
@@ -41,9 +33,9 @@ def test_everything_that_a_long_run_left_comes_back_to_the_bit() -> None:
     assert RUN in state.alarms
     assert state.non_finite.suspect_step == 6007
     found = RunState.begin(HEADS, CONFIG).loaded(json.loads(json.dumps(state.saved())))
-    for own, other in ((state, found), (state.past, found.past)):
+    for own, other in ((state, found), (state.past, found.past), (state.bias, found.bias)):
         for each in dataclasses.fields(own):
-            if each.name != "past":
+            if each.name not in ("past", "bias"):
                 np.testing.assert_array_equal(getattr(own, each.name), getattr(other, each.name), each.name)
 
 
@@ -55,6 +47,9 @@ def test_a_state_is_strict_json() -> None:
 def test_a_state_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match="watched 16 heads, this run has 1 or others; resume with the same model"):
         Detectors([(0, 0)]).load_state_dict(Detectors(HEADS).state_dict())
+    turned = Detectors([(layer + 1, head) for layer, head in HEADS])
+    with pytest.raises(ValueError, match="this run has 16 or others; resume with the same model"):
+        turned.load_state_dict(Detectors(HEADS).state_dict())
 
 
 @pytest.mark.parametrize("other", [{"window_steps": 9000}, {"block_steps": 200}, {"persist_blocks": 4}])
@@ -68,8 +63,8 @@ def test_a_state_of_other_blocks_or_another_window_is_refused(other: dict[str, A
     [
         ("layout", LAYOUT + 1, f"have layout {LAYOUT + 1}, this version reads layout {LAYOUT}"),
         ("last_step", "yesterday", "are damaged: last_step: Input should be a valid integer"),
-        ("bias_sum", {"dtype": "<f8", "shape": [16], "data": "AAAA"}, "are damaged: bias_sum: .*needs 128 bytes"),
-        ("bias_sum", {"dtype": "<f8", "shape": [0], "data": ""}, "other blocks or another window"),
+        ("bias_open", {"dtype": "<f8", "shape": [16], "data": "AAAA"}, "are damaged: bias_open: .*needs 128 bytes"),
+        ("bias_open", {"dtype": "<f8", "shape": [0], "data": ""}, "other blocks or another window"),
     ],
 )
 def test_a_damaged_state_is_refused_with_a_sentence_and_the_detectors_go_on_as_they_were(
@@ -82,53 +77,45 @@ def test_a_damaged_state_is_refused_with_a_sentence_and_the_detectors_go_on_as_t
     assert detectors.state_dict() == before
 
 
-def test_growth_is_judged_once_the_learning_rate_rises_no_more_and_never_before_the_earliest_step() -> None:
-    assert not at_rates(at_100=1e-3, at_450=1e-3).past_warmup(500)
-    assert at_rates(at_100=1e-3, at_500=1e-3).past_warmup(500)
-    assert not at_rates(at_100=1e-4, at_900=1e-3).past_warmup(500)
-    assert at_rates(at_100=1e-4, at_900=1e-3, at_950=1e-3).past_warmup(500)
-    assert at_rates(at_100=1e-4, at_900=1e-3, at_950=9e-4).past_warmup(500)
-    assert after(50, 500).past_warmup(500)  # no rate is told
+def test_a_run_set_back_keeps_the_blocks_before_that_step_and_its_verdicts() -> None:
+    detectors, told = play(line, until=5000, bias=0.6)
+    state = detectors.run
+    alarms, ends = dict(state.alarms), state.past.ends[state.past.ends <= 4000].copy()
+    assert told
+    assert alarms
+    state.set_back(4000)
+    assert state.alarms == alarms
+    assert state.past.held == 4000
+    np.testing.assert_array_equal(state.past.ends[: state.past.closed], np.sort(ends))
 
 
-def test_a_run_set_back_behind_its_highest_rate_has_its_warm_up_yet_to_come() -> None:
-    state = at_rates(at_100=1e-4, at_900=1e-3).set_back(CONFIG)
-    state.add(reading(500, learning_rate=1e-4))
-    assert (state.peak_rate, state.peak_rate_step) == (1e-4, 500)
-
-
-def test_a_run_set_back_forgets_its_past_and_keeps_its_verdicts_modes_and_learning_rate() -> None:
-    detectors, _ = play(line, until=5000, bias=0.6, learning_rate=1e-3, mode=Mode.ROW_CORRECTED)
-    before, after_it = detectors.run, detectors.run.set_back(CONFIG)
-    assert after_it.past.closed == 0
-    assert np.isnan(after_it.past.values).all()
-    assert not after_it.bias_squares.any()
-    assert (after_it.alarms, after_it.peak_rate_step) == (before.alarms, before.peak_rate_step)
-    np.testing.assert_array_equal(after_it.modes, before.modes)
-
-
-def test_the_delta_bias_is_standardised_by_its_blocks_whatever_samples_these_are_made_of() -> None:
-    drawn = np.random.default_rng(3).normal(0.5, 1.0, (8, N))
-    state = RunState.begin(HEADS, CONFIG)
-    for place, draw in enumerate(drawn):  # a block of two samples: 50 steps each, from step 4000 on 100 a block
-        step = 4000 + (place + 1) * EVERY
-        assert state.add(reading(step, delta_bias_sum=draw)) == bool(place % 2)
-    blocks = drawn.reshape(4, 2, N).sum(axis=1)
-    np.testing.assert_allclose(state.delta_bias_z, blocks.sum(axis=0) / np.sqrt((blocks**2).sum(axis=0)))
-
-
-def test_the_delta_bias_of_a_head_begins_anew_with_its_mode_and_is_none_where_it_is_not_applied() -> None:
-    state = after(*range(EVERY, 1001, EVERY), bias=0.6)
-    known = state.delta_bias_z
-    assert np.isfinite(known).all()
+@pytest.mark.parametrize("mode", [Mode.EXACT_DELTA, Mode.ROW_CORRECTED])
+def test_the_evidence_of_a_head_begins_anew_with_its_mode_in_the_middle_of_a_block_too(mode: Mode) -> None:
+    state = after(*range(EVERY, 1001, EVERY), bias=3.0)
+    state.add(reading(1010, since_step=1000, bias=3.0))
+    assert state.bias_open.all()
+    assert state.bias.of(np.ones(N))[SICK] > 5
     modes = np.zeros(N, dtype=np.int32)
-    modes[SICK] = int(Mode.EXACT_DELTA)
-    state.add(reading(1050, modes=modes))
-    assert state.delta_bias_z[SICK] == 0.0
-    assert not state.can_round(SICK)
-    assert state.can_round(SICK + 1)
-    state.add(reading(1100, bias=0.6))
-    assert abs(state.delta_bias_z[SICK]) == pytest.approx(1.0)  # of one block
+    modes[SICK] = int(mode)
+    changed = reading(1020, since_step=1010, modes=modes)
+    state.add(changed)
+    assert state.bias_open[SICK] == changed.delta_bias_sum[SICK]
+    assert state.bias.capital[:, SICK].tolist() == [1.0, 1.0]
+    assert not state.can_round()[SICK]
+    assert state.can_round()[SICK + 1]
     state.add(reading(1150, rounds=False))
-    assert not state.delta_bias_z.any()
-    assert not state.can_round(SICK + 1)
+    assert not state.can_round().any()
+
+
+def test_a_mode_that_ends_no_rounding_leaves_the_delta_bias_applied() -> None:
+    assert after(EVERY, mode=Mode.PAPER_SOFTMAX).can_round().all()
+
+
+def test_one_sample_without_a_delta_bias_leaves_the_evidence_of_the_others() -> None:
+    whole, gap = (RunState.begin(HEADS, CONFIG) for _ in range(2))
+    for step in range(EVERY, 3001, EVERY):
+        whole.add(reading(step, bias=0.6))
+        unknown: dict[str, Any] = {"delta_bias_sum": np.full(N, np.nan)} if step == 1500 else {}
+        gap.add(reading(step, bias=0.6, **unknown))
+    assert np.isfinite(gap.bias.capital).all()
+    assert gap.bias.of(np.ones(N))[SICK] > whole.bias.of(np.ones(N))[SICK] / 4

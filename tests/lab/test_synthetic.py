@@ -1,0 +1,54 @@
+"""The table of synthetic runs: what it counts, and that the command makes it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreshock.lab.scoring.synthetic import FAMILIES, SCORING_SEED, score_family, score_synthetic, supported_by_noise
+
+NAMED = {family.name: family for family in FAMILIES}
+
+
+def test_every_family_has_its_name_and_says_whether_it_was_tuned_on() -> None:
+    assert len(NAMED) == len(FAMILIES)
+    assert {family.tuned for family in FAMILIES} == {True, False}
+    assert {family.truth for family in FAMILIES} == {"failing", "healthy"}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_run_is_made_from_its_seed_and_a_failing_one_reaches_512(family: object) -> None:
+    assert family in FAMILIES
+    one = next(each for each in FAMILIES if each is family)
+    first, again, other = (one.make(np.random.default_rng(seed)) for seed in (3, 3, 4))
+    np.testing.assert_array_equal(first.score, again.score)
+    assert not np.array_equal(first.score, other.score)
+    assert first.offset.shape == first.score.shape == first.bias.shape
+    assert len(first.step) == len(first.offset)
+    assert (np.nanmax(first.score) >= 512) == (one.truth == "failing")
+
+
+def test_a_row_counts_leads_of_failing_runs_and_heads_of_healthy_ones(tmp_path: Path) -> None:
+    failing, healthy = NAMED["one head"], NAMED["flat, push 0, constant"]
+    report = tmp_path / "rows.json"
+    heard: list[str] = []
+    rows = score_synthetic((failing, healthy), report=report, runs=1, on_row=lambda row: heard.append(row.family))
+    assert heard == [row.family for row in rows]
+    assert [row.runs for row in rows] == [1, 1, 1]
+    [one] = rows[0].outcomes
+    assert rows[0].median_lead == rows[0].least_lead == (one.lead or 0)
+    assert rows[1].warned == rows[1].false_heads == 0
+    assert [row["family"] for row in json.loads(report.read_text())] == heard
+
+
+def test_tables_are_made_of_other_seeds_than_those_for_tuning() -> None:
+    family = NAMED["one head"]
+    assert score_family(family, runs=1) == score_family(family, first_seed=SCORING_SEED, runs=1)
+    assert score_family(family, first_seed=0, runs=1) != score_family(family, runs=1)
+
+
+def test_noise_that_is_looked_at_after_every_block_supports_a_drift_in_few_runs() -> None:
+    row = supported_by_noise(16, runs=20, blocks=200, first_seed=0)
+    assert row.warned <= 3
+    assert row.runs == 20

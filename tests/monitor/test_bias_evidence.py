@@ -1,0 +1,106 @@
+"""The bets on the delta bias, beside the same worked out number by number, and how often noise wins them."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreshock.monitor.detect.bias_evidence import ASKED, CHANCE, MEMORY_BLOCKS, BiasEvidence
+
+STAKE, USUAL, FIRST, OUTLIER, MOST = 0.6, 20, 3, 3.0, 1e6
+
+
+def by_hand(biases: list[float], rows: float, sign: float) -> float:
+    """The capital that bets on one sign have come to."""
+    capital, usual, blocks = 1.0, 0.0, 0
+    for bias in biases:
+        size = bias / math.sqrt(rows)
+        won = max(-1.0, min(1.0, size / usual)) if blocks >= FIRST and usual else 0.0
+        capital = min(capital * (1 + sign * STAKE * won) * (1 - 1 / MEMORY_BLOCKS) + 1 / MEMORY_BLOCKS, MOST)
+        if size:
+            seen = min(abs(size), OUTLIER * usual) if blocks >= FIRST else abs(size)
+            blocks += 1
+            usual += (seen - usual) / min(blocks, USUAL)
+    return capital
+
+
+def played(biases: list[float], rows: float = 100.0) -> BiasEvidence:
+    evidence = BiasEvidence.begin(1)
+    for bias in biases:
+        evidence.add(np.array([bias]), np.array([rows]))
+    return evidence
+
+
+@given(st.lists(st.floats(-1e6, 1e6).filter(lambda x: x == 0 or abs(x) > 1e-6), max_size=60), st.floats(1.0, 1e9))
+def test_the_capital_is_what_single_bets_come_to(biases: list[float], rows: float) -> None:
+    evidence = played(biases, rows)
+    assert evidence.of(np.ones(1))[0] == pytest.approx(by_hand(biases, rows, 1.0), rel=1e-9)
+    assert evidence.of(-np.ones(1))[0] == pytest.approx(by_hand(biases, rows, -1.0), rel=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [(1.0,) * 12, (1.0, 2.0, 0.5, 9.0, 1.0, 1.0, 30.0, 0.1, 1.0, 2.0, 3.0, 1.0)])
+def test_over_all_signs_of_given_blocks_the_bets_are_fair(sizes: tuple[float, ...]) -> None:
+    """The mean over every sequence of signs is 1: nothing is won by noise, whatever the sizes of the blocks."""
+    signs = np.array(list(itertools.product([-1.0, 1.0], repeat=len(sizes)))).T
+    evidence = BiasEvidence.begin(signs.shape[1])
+    for size, sign in zip(sizes, signs, strict=True):
+        evidence.add(size * sign, np.ones(len(sign)))
+        assert evidence.capital.mean(axis=1) == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+def test_noise_comes_to_what_is_asked_in_few_runs_of_a_thousand_blocks_at_any_look(heavy: bool) -> None:
+    rng, runs = np.random.default_rng(7), 2000
+    evidence, hit = BiasEvidence.begin(runs), np.zeros(runs, dtype=bool)
+    for _ in range(MEMORY_BLOCKS):
+        evidence.add(rng.standard_t(2, runs) if heavy else rng.standard_normal(runs), np.ones(runs))
+        hit |= evidence.of(np.ones(runs)) >= ASKED
+    assert 0 < hit.mean() <= CHANCE
+
+
+@pytest.mark.parametrize("before", [0, 300, 3000])
+def test_a_push_is_found_as_soon_however_long_there_was_none(before: int) -> None:
+    rng, heads = np.random.default_rng(11), 400
+    evidence = BiasEvidence.begin(heads)
+    for _ in range(before):
+        evidence.add(rng.standard_normal(heads), np.ones(heads))
+    found = np.full(heads, 200)
+    for block in range(100):
+        evidence.add(rng.standard_normal(heads) + 0.65, np.ones(heads))
+        now = evidence.of(np.ones(heads)) >= ASKED
+        found[now] = np.minimum(found[now], block)
+    assert np.median(found) <= 45
+    assert (found <= 99).mean() >= 0.97
+
+
+def test_a_push_that_ends_is_forgotten() -> None:
+    rng, heads = np.random.default_rng(5), 200
+    evidence = BiasEvidence.begin(heads)
+    for _ in range(1000):
+        evidence.add(rng.standard_normal(heads) + 2.0, np.ones(heads))
+    assert (evidence.of(np.ones(heads)) >= ASKED).all()
+    for _ in range(200):
+        evidence.add(rng.standard_normal(heads), np.ones(heads))
+    assert (evidence.of(np.ones(heads)) >= ASKED).mean() <= 0.05
+
+
+@pytest.mark.parametrize("size", [30.0, 1e6, -1e6])
+def test_a_spike_moves_the_capital_no_further_than_any_large_block(size: float) -> None:
+    biases = [1.0, -1.0] * 20
+    plain, spiked = (played([*biases, last]).of(np.ones(1))[0] for last in (math.copysign(3.0, size), size))
+    assert spiked == pytest.approx(plain)
+    later = played([*biases, size, *[1.0] * 40]).of(np.ones(1))[0]
+    assert later >= ASKED
+
+
+@pytest.mark.parametrize("factor", [1 / 30, 30.0])
+def test_gradients_that_come_to_another_size_hide_no_push(factor: float) -> None:
+    rng, heads = np.random.default_rng(13), 200
+    evidence = BiasEvidence.begin(heads)
+    for block in range(160):
+        scale = factor ** min(1.0, block / 30)
+        evidence.add(scale * (rng.standard_normal(heads) + 0.65 * (block >= 40)), np.ones(heads))
+    assert (evidence.of(np.ones(heads)) >= ASKED).mean() >= 0.9
