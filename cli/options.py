@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 Url = Annotated[str, typer.Option(envvar="FORESHOCK_URL", help="Address of the service.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 Token = Annotated[
     str | None,
     typer.Option(envvar="FORESHOCK_TOKEN", help="Token of the service, with the scope that the command needs."),

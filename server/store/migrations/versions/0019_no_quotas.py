@@ -16,7 +16,7 @@ def upgrade() -> None:
 def downgrade() -> None:
     op.create_table(
         "usage",
-        sa.Column("run_id", sa.ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
+        sa.Column("run_id", sa.Integer(), sa.ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
         sa.Column("token", sa.String(64), primary_key=True, index=True),
         sa.Column("stored_bytes", sa.BigInteger(), nullable=False),
     )
