@@ -22,9 +22,9 @@ _MONITORS = {
     "foreshock": ("foreshock", "shipped", "yes", "switches it"),
     "largest score, 100 (Megatron)": ("largest score of the model", "published", "no", "QK-clip"),
     "largest score, calibrated": ("largest score of the model", "calibrated", "no", "no"),
+    "largest offset, 50": ("largest offset of the model", "published", "no", "no"),
     "W_Q norm, calibrated": ("W_Q norm", "calibrated", "no", "no"),
     "gradient norm z-score, 2.5 (ZClip)": ("gradient-norm z-score", "published", "no", "clips the gradient"),
-    "loss z-score, 3": ("loss z-score", "published", "no", "no"),
 }
 """A row of README's table: monitor and threshold in the report of `lab score`; whether it names the head, and acts."""
 

@@ -73,7 +73,8 @@ def test_the_picture_s_steps_are_those_of_the_runs() -> None:
     assert exploded is not None
     assert explosion(switched) is None
     assert f"the loss explodes at step {exploded:,}; warned about at step {warned:,} and switched" in README
-    assert f"warned about {exploded - warned:,} steps before its untreated twin exploded" in README
+    evidence = (ROOT / "docs" / "evidence.md").read_text()
+    assert f"The warning of the switched run came {exploded - warned:,} steps before its untreated twin" in evidence
     assert f"it stands {exploded - warned:,} steps before" in README
 
 
