@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
 
 _LOOKED_AT: Final = 256
 """Calls outside every watched module that are asked where they come from."""
@@ -162,20 +162,20 @@ def was_intercepted() -> bool:
 
 
 def note_call_outside(query: Tensor, key: Tensor) -> None:
-    """Count a call of attention that is not watched, with query [..., H, S, D] and key [..., Hkv, S, D]. Raises
-    RuntimeError where it is a recompute in a backward of an attention that our kernels served."""
+    """Count a call of attention that is not watched, with query [..., H, S, D] and key [..., Hkv, S, D]."""
     if torch.compiler.is_compiling() or query.is_meta:  # shapes without numbers, as of somebody who counts operations
         return
     if _mine.layer is not None:
         _mine.layer.leave_alone("torch.func, forward mode or a tracer runs it, and sees the model without foreshock")
         return
     # Inside a backward and in no watched module: something recomputes an attention call, and lost its layer on the way.
-    # Served as usual it would be counted nowhere and rounded otherwise than in its first pass.
+    # PyTorch's own attention computes it: it is counted nowhere, and rounded otherwise than in its first pass.
     recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not outside.calls
     if recomputed and any(not layer.keeps for layer in list(outside.layers)):
-        raise RuntimeError(
-            "foreshock cannot know which layer's attention is recomputed in this backward: the checkpointing in use is "
-            "not PyTorch's; use torch.utils.checkpoint, or checkpoint whole attention modules or blocks"
+        logger.warning(
+            "foreshock: attention is recomputed in a backward, and its layer is not known: the checkpointing in use is "
+            "not PyTorch's. Its rows are not counted. Training continues. Use torch.utils.checkpoint, or checkpoint "
+            "whole attention modules or blocks"
         )
     if (outside.scouts or outside.calls < _LOOKED_AT) and tell_scouts(_caller(), query, key):
         return
