@@ -15,16 +15,12 @@ from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.sampling.collector import MAX_NOTES, Collector, Counted
 from foreshock.monitor.sampling.norms import ModelNorms
+from foreshock.monitor.sampling.stride import passes
 
 logger: Final = logging.getLogger("foreshock")
 
 _CHANGES: Final = 8
 """So often the weights have to change before the agent knows how often it is called for each change."""
-
-
-def passes(before: int, after: int, every: int) -> bool:
-    """Whether a multiple of `every` is in (before, after], so that numbers that skip some meet each stride once."""
-    return after // every > before // every
 
 
 class SamplingSchedule:

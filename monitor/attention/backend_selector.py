@@ -20,6 +20,7 @@ from foreshock.contract.slots import Floats, Slot, Words, looked_at, slot_values
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.sampling.stride import passes
 
 
 def sampling_errors(words: Words) -> dict[str, Floats]:
@@ -78,7 +79,9 @@ class BackendSelector:
             self.faults["probe"] = 1
         if self._sampling.due:
             self._measured = step
-        due = next_step - self._measured >= self._every_steps or step < watch_until
+        # The step that a sample ends with; where numbers jump over it unforeseen, the next one after as many steps.
+        due = passes(step, next_step, self._every_steps) or next_step - self._measured >= self._every_steps
+        due = due or step < watch_until
         self._sampling.due = due and not self._sampling.fault
         self._name_what_a_captured_step_hides(step)
 

@@ -21,8 +21,8 @@ from foreshock.monitor.model.table import listed
 from foreshock.monitor.qk_clip.replicas import alike, group_of_replicas
 from foreshock.monitor.qk_clip.scaling import QKClip
 from foreshock.monitor.qk_clip.targets import projection_of
-from foreshock.monitor.sampler import passes
 from foreshock.monitor.sampling.collector import Counted
+from foreshock.monitor.sampling.stride import passes
 
 _BEGIN_TOGETHER: Final = (
     "several processes can only begin to clip in the same step: start them with qk_clip='warned' or 'always', or call "
