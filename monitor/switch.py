@@ -82,10 +82,12 @@ class Switchboard:
     def switch(self, heads: Iterable[tuple[int, int]], mode: str, *, step: int, reason: str) -> wire.Switched | None:
         """Give `heads` this mode, as a person asked; None while that waits for the kernels to serve them.
 
-        Raises ValueError for a mode or head that does not exist here, and for a mode that no kernel serves, or not for
-        that head as its attention is called. Of every head those are left out that no mode would change.
+        Raises ValueError for no heads, for a mode or head that does not exist here, and for a mode that no kernel
+        serves, or not for that head as its attention is called. Of every head those are left out that no mode would
+        change.
         """
-        wanted = list(heads)
+        if not (wanted := list(heads)):
+            raise ValueError("no heads were given; give (layer, head) pairs, such as the keys of modes()")
         check_served(flags := parse_mode(mode))
         unknown = [head for head in wanted if head not in self._rows]
         if unknown:

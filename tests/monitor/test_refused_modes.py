@@ -32,6 +32,14 @@ def test_a_mode_that_only_recorded_runs_name_is_refused_whoever_asks(mode: str) 
     assert not listener.of(wire.Switched)
 
 
+def test_a_switch_of_no_heads_is_refused_and_prints_no_line_about_them(caplog: pytest.LogCaptureFixture) -> None:
+    """As `set_mode(agent.modes(), ...)` is where attach found nothing to watch."""
+    agent = attach(nn.Sequential(nn.Linear(4, 4)), run="r", quiet=True)
+    with agent, pytest.raises(ValueError, match=r"no heads were given; give \(layer, head\) pairs"):
+        agent.set_mode(agent.modes(), "row_corrected", reason="a test")
+    assert "0 heads" not in caplog.text
+
+
 def test_a_policy_switches_the_heads_that_can_have_its_mitigation_and_says_why_not_the_others() -> None:
     agent, listener = run(half_masked(), {2: [verdict(1, 0)]}, 4, policy="auto", mitigation="row_corrected")
     agent.close()
