@@ -1,0 +1,44 @@
+"""The table in docs/models.md, made of the record."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tests.real_code.judge import Verdict
+
+_ROOT: Final = Path(__file__).parents[2]
+PAGE: Final = _ROOT / "docs" / "models.md"
+RECORD: Final = _ROOT / "benchmarks" / "results" / "real_code.json"
+BEGINS, ENDS = "<!-- real code begins -->", "<!-- real code ends -->"
+_HEAD: Final = (
+    "repository", "model", "attached", "watched", "bits", "largest error of scores", "largest error of norms",
+    "switch", "verdict",
+)  # fmt: skip
+
+
+def table_of(verdicts: Sequence[Verdict]) -> str:
+    """A line for each case."""
+    rows = [_HEAD, tuple("---" for _ in _HEAD), *map(_row, verdicts)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
+
+
+def _row(verdict: Verdict) -> tuple[str, ...]:
+    score, norm = verdict.score_error, verdict.norm_error
+    return (
+        f"{verdict.repository} {verdict.commit}".strip(),
+        verdict.model,
+        verdict.attached,
+        verdict.watched,
+        verdict.bits,
+        "not measured" if score is None else f"{score:.0e}",
+        "not measured" if norm is None else f"{norm:.2%}".replace("%", " %"),
+        verdict.switch,
+        f"did not run: {verdict.missing}" if verdict.missing else "; ".join(verdict.wrong) or "good",
+    )
+
+
+def write_table(verdicts: Sequence[Verdict]) -> None:
+    """Put the table between its marks."""
+    before, _, rest = PAGE.read_text().partition(BEGINS)
+    _, _, after = rest.partition(ENDS)
+    PAGE.write_text(f"{before}{BEGINS}\n{table_of(verdicts)}\n{ENDS}{after}")
