@@ -144,7 +144,11 @@ def sentence(
     if not standing:
         return f"{text} Quiet since step {max(head.step for head in heads):,}."
     first = shown[0]
-    if first.layer is None and first.signal == "nonfinite" and was is None:
+    if (
+        first.layer is None
+        and was is None
+        and (first.signal == "nonfinite" or (first.signal == "level" and len(shown) < 2))
+    ):
         return first.sentence  # it names place, extent and harm
     if first.layer is not None and len(shown) > 1:
         text += f" First: {name_of(first)}."

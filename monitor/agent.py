@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from foreshock.contract import wire
@@ -29,6 +30,7 @@ from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.console import ConsoleReporter
 from foreshock.monitor.crisis import Crisis
 from foreshock.monitor.detect.detectors import Detectors
+from foreshock.monitor.detect.levels import Levels, PassedLevels
 from foreshock.monitor.detect.notes import Notes
 from foreshock.monitor.guard import Guard, logger, say
 from foreshock.monitor.outbox import Outbox, Sink
@@ -102,6 +104,7 @@ class Agent:
         emit = lambda event: me._outbox.emit(event)  # noqa: E731
         self._switching = Switching(config, self._switchboard, emit, self._console.report_switched)
         self._notes = Notes(self._heads)
+        self._levels = Levels(attached.layers, config.detectors.quiet_steps)
         self._active: Sequence[wire.Verdict] = ()
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], self._new_id, emit)
         self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
@@ -261,19 +264,28 @@ class Agent:
             with_errors = self._attached.selector.with_errors
             verdicts = self._guards["detectors"].run(with_errors, verdicts, counted.words, self._heads) or verdicts
         self._guards["sample"].run(lambda: self._outbox.emit_sample(SampleDraft(counted, risk)))
-        for verdict in verdicts:
+        said = [*verdicts, *(self._guards["detectors"].run(self._pass_levels, counted) or ())]
+        for verdict in said:
             self._outbox.emit(verdict)
         self._guards["console"].run(self._note, counted)
-        if any(v.state == "raised" and v.severity != "info" for v in verdicts):
+        if any(v.state == "raised" and v.severity != "info" for v in said):
             self._schedule.watch_closely(self.current_step)
-        if verdicts:
+        if said:
             console, modes = self._console, self._switchboard.named
             self._guards["console"].run(
-                lambda: console.log_lines(console.lines_for(verdicts, modes, self._clipping.state, self._outbox.page))
+                lambda: console.log_lines(console.lines_for(said, modes, self._clipping.state, self._outbox.page))
             )
         if self.config.policy != "observe":
             self._guards["policy"].run(self._switching.act, verdicts, self.current_step)
         self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
+
+    def _pass_levels(self, counted: Counted) -> list[wire.Verdict]:
+        """Warnings about levels, which no policy acts on: a level does not show what scores will do."""
+        warned = {(each.layer, each.head) for each in self._active if each.layer is not None and each.head is not None}
+        found = self._levels.verdicts(counted.step, counted.words, warned)
+        if any(verdict.state == "raised" for verdict in found):
+            self._crisis.begin(self.current_step)
+        return found
 
     def _note(self, counted: Counted) -> None:
         largest = slot_values(counted.words, Slot.SCORE_MAX)
@@ -379,6 +391,7 @@ class Agent:
             "switch": self._switchboard.state_dict(),
             "qk_clip": self._clipping.state_dict(),
             "noted": [list(head) for head in sorted(self._notes.noted)],
+            "levels": TypeAdapter(PassedLevels).dump_python(self._levels.passed, mode="json"),
             "detectors": detectors,
         }
 
@@ -406,6 +419,7 @@ class Agent:
         if saved.qk_clip is not None:
             self._clipping.load_state_dict(saved.qk_clip)
         self._notes.noted = set(saved.noted)
+        self._levels.passed = saved.levels
         self.begin_at(saved.step)
         self.run = self.config.run or saved.run
         try:

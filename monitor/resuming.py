@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foreshock.contract import wire
 from foreshock.contract.message import first_error
+from foreshock.monitor.detect.levels import PassedLevels
 
 UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError)
 """What reading something raises that is not what it seems."""
@@ -29,6 +30,8 @@ class SavedState(BaseModel):
     """None: of an agent without QK-Clip."""
     noted: list[wire.HeadRef] = []
     """Heads whose largest score was noted; none in a state of an older agent."""
+    levels: PassedLevels = PassedLevels()
+    """Levels that are passed; none in a state of an older agent."""
     detectors: dict[str, Any] | None
     """None: saving them failed and was contained."""
 

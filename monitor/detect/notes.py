@@ -8,6 +8,7 @@ import numpy as np
 from foreshock.contract import wire
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.levels import SCORE
 
 _LEVELS = BY_KEY["head.score_max"].levels
 NOTED_SCORE: Final = 100.0 if _LEVELS is None or _LEVELS.watch is None else _LEVELS.watch
@@ -26,8 +27,9 @@ class Notes:
 
     def of(self, step: int, largest: Floats, warned: Iterable[wire.Verdict]) -> wire.Verdict | None:
         """A note of the heads whose largest score [N] has come to `NOTED_SCORE` for the first time; None where none
-        has, or not twice as many as were told of. A head that is warned about needs no note."""
-        passed = {self._heads[row]: float(largest[row]) for row in np.flatnonzero(largest >= NOTED_SCORE).tolist()}
+        has, or not twice as many as were told of. A head that is warned about needs no note, nor one past a level."""
+        noted = (largest >= NOTED_SCORE) & (largest < SCORE)
+        passed = {self._heads[row]: float(largest[row]) for row in np.flatnonzero(noted).tolist()}
         silent = self.noted | {(each.layer, each.head) for each in warned}
         before = len(self.noted)
         self.noted |= passed.keys()

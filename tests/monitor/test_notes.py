@@ -53,7 +53,7 @@ def test_an_agent_notes_it_once_in_a_run_that_is_resumed_and_no_warning_stands()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "c_attn.weight" in name:
-                    parameter[:32].mul_(60)
+                    parameter[:32].mul_(12)
         with attach(model, **EVERY) as agent:
             agent.detectors = ScriptedDetectors(4)
             if saved is not None:

@@ -1,0 +1,160 @@
+"""Levels that no healthy recorded run reached: passed in one sample, they are reported at once.
+
+Growth needs a past; a model that was loaded already failing, or that fails in its first hundred steps, has none. A
+level goes by size, whatever the sign. docs/detectors.md has the healthy ranges and the margins.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Floats, Slot, Words, slot_values
+
+LEVEL: Final = "level"
+"""The signal of a level that was passed."""
+HEALTHY_SCORE: Final = 521.0
+"""The largest |score| of the healthy recorded runs."""
+SCORE: Final = 1024.0
+"""Largest |score|."""
+OFFSET: Final = 100.0
+"""|offset|, nats; the healthy ones came to 54."""
+FIRST_SCORE: Final = 128.0
+"""Largest |score| in the first `FIRST_STEPS` of a run that began below a quarter of it; the healthy ones came to 16."""
+FIRST_STEPS: Final = 100
+ENTROPY: Final = 0.5
+"""Mean entropy of rows, nats, of the head with the most; the healthy ones had 5.1."""
+_SHARP_SCORE: Final = 10.0
+"""Rows of a few keys have little entropy whatever their scores; those that are one-hot have scores beyond this."""
+_LARGEST_HALF: Final = 65504.0
+
+
+class Passed(NamedTuple):
+    """A level that heads have passed."""
+
+    name: str
+    heads: list[int]
+    """rows of the heads, the worst first"""
+    worst: float
+    sentence: str
+
+
+@dataclass(slots=True, kw_only=True)
+class PassedLevels:
+    """What is remembered of levels; saved with the checkpoint."""
+
+    first_score: float | None = None
+    """the largest |score| of the run's first sample"""
+    first_step: int = 0
+    active: dict[str, tuple[wire.Verdict, int]] = field(default_factory=dict)
+    """by level: its warning, and the last step that passed it"""
+
+
+class Levels:
+    """Holds the levels that are passed now. layers: those that the agent watches."""
+
+    def __init__(self, layers: Sequence[wire.Layer], quiet_steps: int) -> None:
+        self._heads: Final = wire.head_refs(layers)
+        self._dims: Final = {layer.layer: layer.head_dim for layer in layers}
+        self._quiet_steps: Final = quiet_steps
+        self.passed = PassedLevels()
+
+    def verdicts(self, step: int, words: Words, warned: Collection[wire.HeadRef]) -> list[wire.Verdict]:
+        """Warnings that this sample raises or clears. warned: heads that the detectors warn about, which need none."""
+        made = []
+        active = self.passed.active
+        for passed in self._passed(step, words, warned):
+            known = active.get(passed.name)
+            if known is None:
+                made.append(self._verdict(step, passed))
+            active[passed.name] = (made[-1] if known is None else known[0], step)
+        for name, (verdict, last) in list(active.items()):
+            if step - last >= self._quiet_steps:
+                del active[name]
+                sentence = f"No head has passed this level for {step - last} steps."
+                made.append(verdict.model_copy(update={"step": step, "state": "cleared", "sentence": sentence}))
+        return made
+
+    def _passed(self, step: int, words: Words, warned: Collection[wire.HeadRef]) -> list[Passed]:
+        rows, entropy_rows = slot_values(words, Slot.ROWS), slot_values(words, Slot.ENTROPY_ROWS)
+        score = np.fmax(slot_values(words, Slot.ROW_MAX_ABS), slot_values(words, Slot.SCORE_MAX))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            offset = np.abs(slot_values(words, Slot.SCORE_OFFSET_SUM) / rows)
+            entropy = slot_values(words, Slot.ENTROPY_SUM) / entropy_rows
+        score[~np.isfinite(score)] = offset[~np.isfinite(offset)] = 0.0
+        if not (rows > 0).any():
+            return []
+        first = self.passed
+        if first.first_score is None:
+            first.first_score, first.first_step = float(score.max()), step
+        silent = np.array([head in warned for head in self._heads], dtype=np.bool_)
+        found: list[Passed] = []
+        young = step - first.first_step < FIRST_STEPS and first.first_score < FIRST_SCORE / 4
+        for name, values, level in (
+            ("score", score, SCORE),
+            ("first-score", score, FIRST_SCORE if young else math.inf),
+            ("offset", offset, OFFSET),
+        ):
+            past = np.flatnonzero((values >= level) & ~silent)
+            if past.size and not (name == "first-score" and found):
+                heads = past[np.argsort(-values[past])].tolist()
+                found.append(Passed(name, heads, float(values[heads[0]]), self._words(name, values, heads)))
+        known = entropy_rows > 0
+        if (
+            known.any()
+            and (entropy[known] < ENTROPY).all()
+            and (score[known] >= _SHARP_SCORE).all()
+            and known.sum() > 1
+        ):
+            worst = float(entropy[known].max())
+            text = (
+                f"All {int(known.sum())} measured heads look at about one key each: the entropy of their rows is "
+                f"{worst:.2g} nats at most, and no healthy recorded run came below {ENTROPY:g} in all heads. Check the "
+                f"scale of the scores and the norms of queries and keys: gradients hardly pass a one-hot attention."
+            )
+            found.append(Passed("entropy", np.flatnonzero(known).tolist(), worst, text))
+        return found
+
+    def _words(self, name: str, values: Floats, heads: list[int]) -> str:
+        (layer, head), worst = self._heads[heads[0]], float(values[heads[0]])
+        others = f" {len(heads)} of {len(values)} heads are past it." if len(heads) > 1 else ""
+        if name == "offset":
+            return (
+                f"Layer {layer} head {head}: its scores are shifted by {worst:,.0f} nats as a whole; no healthy "
+                f"recorded run reached {OFFSET:g}.{others} {self._in_16_bits(layer, worst)}"
+            )
+        if name == "first-score":
+            first = self.passed.first_score or 0.0
+            return (
+                f"Layer {layer} head {head}: its largest |score| rose to {worst:,.0f} from {first:.3g} within the "
+                f"first {FIRST_STEPS} steps; no healthy recorded run reached {FIRST_SCORE:g} so early.{others} "
+                f"The learning rate is too high, or its warm-up too short. {self._in_16_bits(layer, worst)}"
+            )
+        return (
+            f"Layer {layer} head {head}: its largest |score| is {worst:,.0f}; no healthy recorded run reached "
+            f"{SCORE:,.0f}.{others} {self._in_16_bits(layer, worst)}"
+        )
+
+    def _in_16_bits(self, layer: int, score: float) -> str:
+        """What scores of this size mean for attention in 16 bits."""
+        power = math.floor(math.log2(score))
+        steps = 2.0 ** (power - 7), 2.0 ** (power - 10)
+        text = f"bfloat16 rounds scores of this size in steps of {steps[0]:g}, float16 in {steps[1]:g}."
+        if score * math.sqrt(self._dims.get(layer, 0)) >= _LARGEST_HALF:
+            text += " Attention that multiplies in float16 before it scales overflows: use a fused one."
+        return text
+
+    def _verdict(self, step: int, passed: Passed) -> wire.Verdict:
+        return wire.Verdict(
+            id=f"level-{passed.name}-{step}",
+            step=step,
+            state="raised",
+            severity="warning",
+            cause="score growth",
+            signal=LEVEL,
+            evidence={passed.name.removeprefix("first-"): passed.worst, "heads": float(len(passed.heads))},
+            sentence=passed.sentence[:500],
+        )

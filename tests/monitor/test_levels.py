@@ -1,0 +1,151 @@
+"""Levels that no healthy recorded run reached are warnings in the first sample that passes them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
+from tests.monitor.test_clipping import EVERY, changed, two_layers
+
+from foreshock.contract import wire
+from foreshock.contract.incident import incidents
+from foreshock.contract.incident_form import Warned
+from foreshock.contract.slots import Slot, Words, identity_row
+from foreshock.lab.recording.trace import read_trace
+from foreshock.monitor import attach
+from foreshock.monitor.detect.levels import ENTROPY, FIRST_SCORE, HEALTHY_SCORE, SCORE, Levels
+
+TRACES = Path(__file__).parents[2] / "lab" / "traces"
+HEALTHY = [
+    *sorted(TRACES.glob("healthy-small*.trace.xz")),
+    *(
+        path
+        for kind in ("text-", "gpt2-small", "llama-small", "long-")
+        for path in (TRACES / "real-text").glob(f"{kind}*.xz")
+    ),
+    *(TRACES / "vendor" / "healthy").glob("*.xz"),
+]
+LAYERS = [
+    wire.Layer(layer=layer, name=f"layer{layer}", heads=(0, 1), kv_heads=2, head_dim=64, served_by="probe")
+    for layer in range(2)
+]
+
+
+def sample(score: float = 12.0, offset: float = 0.1, entropy: float = 2.0, row: int = 1) -> Words:
+    """A sample of four heads, one of which has these values; all have the entropy."""
+    words = np.tile(identity_row(), (4, 1))
+    floats = words.view(np.float64)
+    words[:, Slot.ROWS] = words[:, Slot.ENTROPY_ROWS] = 10
+    floats[:, [Slot.SCORE_MAX, Slot.ROW_MAX_ABS]] = 12.0
+    floats[:, Slot.ENTROPY_SUM] = 10 * entropy
+    floats[row, Slot.SCORE_MAX], floats[row, Slot.ROW_MAX_ABS] = score, abs(score)
+    floats[row, Slot.SCORE_OFFSET_SUM] = 10 * offset
+    return words
+
+
+def raised(words: Words, *, step: int = 1) -> list[wire.Verdict]:
+    return Levels(LAYERS, 2000).verdicts(step, words, [])
+
+
+@pytest.mark.parametrize("step", [1, 90_000])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (sample(score=SCORE), "Layer 0 head 1: its largest |score| is 1,024"),
+        (sample(score=-22539.0), "its largest |score| is 22,539"),
+        (sample(offset=-120.0), "its scores are shifted by 120 nats"),
+        (sample(entropy=0.9 * ENTROPY), "All 4 measured heads look at about one key each"),
+    ],
+)
+def test_a_level_is_a_warning_in_the_first_sample_by_size_and_not_by_sign(step: int, words: Words, said: str) -> None:
+    [found] = raised(words, step=step)
+    assert said in found.sentence
+    assert (found.state, found.severity, found.layer) == ("raised", "warning", None)
+    [incident] = incidents([Warned(0, step, found)], mitigation="row_corrected")
+    assert incident.sentence == found.sentence
+
+
+def test_what_a_level_means_for_16_bits_follows_from_its_size() -> None:
+    [found] = raised(sample(score=22539.0))
+    assert "bfloat16 rounds scores of this size in steps of 128, float16 in 16." in found.sentence
+    assert "before it scales overflows" in found.sentence
+    assert "overflows" not in raised(sample(score=SCORE))[0].sentence
+
+
+def test_scores_that_rise_within_the_first_hundred_steps_are_reported_and_those_of_a_loaded_model_are_not() -> None:
+    rising, loaded = Levels(LAYERS, 2000), Levels(LAYERS, 2000)
+    assert not rising.verdicts(1, sample(), [])
+    assert not loaded.verdicts(1, sample(FIRST_SCORE), [])
+    assert not loaded.verdicts(10, sample(FIRST_SCORE), [])
+    [found] = rising.verdicts(10, sample(FIRST_SCORE), [])
+    assert "rose to 128 from 12 within the first 100 steps" in found.sentence
+    late = Levels(LAYERS, 2000)
+    late.verdicts(1, sample(), [])
+    assert not late.verdicts(200, sample(FIRST_SCORE), [])
+
+
+def test_a_level_is_said_once_and_cleared_when_no_head_has_passed_it_for_long() -> None:
+    levels = Levels(LAYERS, 100)
+    [first] = levels.verdicts(1, sample(SCORE), [])
+    assert not levels.verdicts(50, sample(SCORE), [])
+    assert not levels.verdicts(149, sample(), [])
+    [last] = levels.verdicts(150, sample(), [])
+    assert (last.id, last.state) == (first.id, "cleared")
+
+
+def test_a_resumed_agent_repeats_no_level() -> None:
+    def trained(saved: str | None) -> tuple[list[wire.Verdict], str]:
+        listener, model = Listener(), two_layers()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "c_attn.weight" in name:
+                    parameter[:32].mul_(60)
+        with attach(model, **EVERY) as agent:
+            agent.detectors = ScriptedDetectors(4)
+            if saved is not None:
+                agent.load_state_dict(json.loads(saved) | {"detectors": None})
+            agent.subscribe(listener)
+            changed(agent, model, 4)
+            state = json.dumps(agent.state_dict())
+        return listener.of(wire.Verdict), state
+
+    told, state = trained(None)
+    assert {(verdict.step, verdict.signal) for verdict in told} == {(1, "level")}
+    assert trained(state)[0] == []
+
+
+def test_a_head_that_the_detectors_warn_about_needs_no_level() -> None:
+    warned = verdict(0, 1)
+    assert warned.layer is not None
+    assert warned.head is not None
+    assert not Levels(LAYERS, 2000).verdicts(1, sample(SCORE), [(warned.layer, warned.head)])
+
+
+def test_few_keys_are_no_collapse_of_the_entropy() -> None:
+    words = sample(entropy=0.1)
+    words.view(np.float64)[:, [Slot.SCORE_MAX, Slot.ROW_MAX_ABS]] = 1.0
+    assert not raised(words)
+
+
+def _quiet(path: Path) -> float:
+    trace = read_trace(path)
+    levels, largest = Levels(trace.started.layers, 2000), 0.0
+    for each in trace.samples:
+        if (words := each.words()) is not None:
+            found = levels.verdicts(each.step, words, [])
+            assert not found, (path.name, found)
+            largest = max(largest, float(words.view(np.float64)[:, Slot.SCORE_MAX].max()))
+    return largest
+
+
+@pytest.mark.parametrize("path", HEALTHY[:1] + HEALTHY[-1:], ids=lambda path: path.name)
+def test_a_healthy_recorded_run_passes_no_level(path: Path) -> None:
+    _quiet(path)
+
+
+@pytest.mark.full
+def test_no_healthy_recorded_run_passes_a_level_and_the_note_says_how_far_they_came() -> None:
+    assert len(HEALTHY) == 133
+    assert max(map(_quiet, HEALTHY)) == pytest.approx(HEALTHY_SCORE, abs=1.0)
