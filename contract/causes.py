@@ -58,8 +58,8 @@ CAUSES: Final[dict[IncidentCause, CauseInfo]] = {
         shown_by="run.loss",
         resumed="without the batches that led here, or with a lower learning rate.",
         done="Nothing is switched: no switch repairs what is not finite.",
-        to_do="Stop the run and resume from {checkpoint}; leave out the batches that led here, or lower the learning "
-        "rate.",
+        to_do="Stop the run, look at the place named, and resume from {checkpoint}; leave out the batches that led "
+        "here, or lower the learning rate.",
         to_do_of_warning="Let the run continue and look at the place named: its mask, the loss scale and the batches "
         "of these steps.",
     ),

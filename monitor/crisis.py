@@ -87,24 +87,29 @@ class Crisis:
     ) -> None:
         self._model, self._optimizers, self._steps, self._watch = model, optimizers, steps, watch
         self._until = self._rests_until = -1
-        self._described = False
+        self._weights_broken = False
 
     def begin(self, step: int) -> None:
         """Something is not finite at `step`."""
         if step > self._rests_until:
             self._until, self._rests_until = step + self._steps, step + _REST * self._steps
-            self._described = False
+            self._weights_broken = False
             self._watch(step)
 
     def look(self, step: int, *values: object) -> ParametersFound | None:
-        """What is not finite among the parameters if one of the step's `values` is not; once in a crisis."""
+        """What is not finite among the parameters if one of the step's `values` is not, until their weights are not.
+
+        Weights that are finite after such a step show that its update was skipped, which the next step cannot show if
+        its loss breaks as well.
+        """
         if all(self._is_finite(value, step) for value in values):
             return None
         self.begin(step)
-        if self._described or step > self._until or (model := self._model()) is None:
+        if self._weights_broken or (model := self._model()) is None:
             return None
-        self._described = True
-        return broken_parameters(model, self._optimizers())
+        found = broken_parameters(model, self._optimizers())
+        self._weights_broken = found.weights
+        return found
 
     def _is_finite(self, value: object, step: int) -> bool:
         """Whether a number is finite, or not known yet."""
@@ -125,8 +130,8 @@ def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = ()) -> Param
     if gradients is not None and gradients == weights:
         return ParametersFound(f"{sentence('gradients', gradients)} Nor are their weights.", weights=True)
     said = [sentence(what, found) for what, found in (("gradients", gradients), ("weights", weights)) if found]
-    if said and weights is None:
-        said.append("Weights are finite.")
+    if weights is None:
+        said.append("Weights are finite." if said else "Gradients and weights are finite.")
     if states is not None and weights is None:
         said.append("The optimizer's state is not finite: its next update breaks the weights.")
     return ParametersFound(" ".join(said), weights=weights is not None or states is not None)

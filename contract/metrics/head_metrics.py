@@ -160,7 +160,8 @@ HEAD_METRICS: Final = (
                 severity="critical",
                 summary="Run {{ $labels.run }}: layer {{ $labels.layer }} computes NaN or infinite attention rows",
                 description="{{ $value }} rows of its worst head were not finite in the last sample.",
-                action="Stop or roll back the run: every weight is at risk. Look at the head's largest score.",
+                action="Read the incident on the run's page: it says whether weights are broken or updates are "
+                "skipped. If weights are broken, stop the run and roll back.",
             ),
         ),
     ),

@@ -170,7 +170,9 @@ class Detectors:
                     news[index] = one
                 continue
             broken = one.signal == NON_FINITE, before.signal == NON_FINITE
-            if before.step <= due or (one.severity, one.cause, broken[0]) != (before.severity, before.cause, broken[1]):
+            placed = index == RUN and self.run.non_finite.placed
+            changed = (one.severity, one.cause, broken[0]) != (before.severity, before.cause, broken[1])
+            if before.step <= due or changed or placed:
                 news[index] = one  # people would do something else than after the verdict before
         return news
 

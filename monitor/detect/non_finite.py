@@ -1,4 +1,4 @@
-"""Numbers that are not finite: since when, where they were born, what is harmed, and from where a run can resume."""
+"""Numbers that are not finite: since when, where they were born, and what is harmed. What to do is the incident's."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from typing import Final, Literal, Self
 
 import numpy as np
 
-from foreshock.contract.decision import checkpoint_before
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.contract.wire import HeadRef
 from foreshock.monitor.detect.origin import origin
@@ -21,12 +20,16 @@ Harm = Literal["", "rows", "updates", "weights"]
 """What is harmed: nothing; rows that reach neither loss nor gradients; updates that are skipped; the weights."""
 _LOST_SHARE: Final = 0.1
 """Share of lost updates from which on they are reported. A GradScaler that has found its scale loses 1 in 2,000."""
+_FROM_THE_START: Final = (
+    "It was so from the start: look at the weights that were loaded, the mask, "
+    "and the type that scores are computed in."
+)
 _UNKNOWN: Final = "but that step's rows were not measured (sample_every_steps=1 measures every step)"
 
 
 @dataclass(slots=True)
 class Overflow:
-    """Samples in a row, or nearly so, whose gradients alone overflow: their updates are skipped."""
+    """Samples in a row, or nearly so, whose updates are skipped: their gradients overflow, the weights stay finite."""
 
     step: int
     """of the first one"""
@@ -35,6 +38,8 @@ class Overflow:
     last_step: int
     lost: int = 0
     """updates"""
+    loss: bool = False
+    """whether a loss was not finite either, though the weights are"""
 
     def lasts(self, overflow_steps: int) -> bool:
         """Whether this is no GradScaler that searches for its scale."""
@@ -95,6 +100,10 @@ class NonFiniteTracker:
     suspect_step: int | None = None
     """the step suspected with the first of the samples in a row that are broken"""
     harm: Harm = ""
+    placed: bool = False
+    """whether this sample showed the place of what was reported without one"""
+    seen_finite: bool = False
+    """whether any sample was finite: else what was loaded is broken, or how the model computes"""
 
     def update(self, readings: Readings, overflow_steps: int, heads: Sequence[HeadRef]) -> list[int]:
         """The run and its heads that are broken, first the run; overflow alone breaks them after `overflow_steps`."""
@@ -104,25 +113,33 @@ class NonFiniteTracker:
         any_row = bool(in_rows.any())
         # A GradScaler finds its scale by steps whose gradients overflow, and skips them. After a step that was not
         # skipped the loss would not be finite either.
-        overflows = loss is not None and not (loss_broken or readings.weights_broken)
-        overflows = overflows and (norm_broken or (norm is None and any_row))
-        suspected = max(readings.since_step, 1) if readings.suspect_step is None else readings.suspect_step
+        finite_loss = loss is not None and not loss_broken
+        overflows = finite_loss and (norm_broken or (norm is None and any_row))
+        checked = bool(readings.parameters) and not readings.weights_broken
+        overflows = (overflows or (loss_broken and checked)) and not readings.weights_broken
+        suspected = max(readings.since_step, 1)
+        if self.seen_finite and readings.suspect_step is not None:
+            suspected = readings.suspect_step
         self._track_overflow(readings, suspected, overflow_steps, overflows=overflows)
-        if loss_broken or readings.weights_broken or (norm_broken and not overflows):
+        if readings.weights_broken or ((loss_broken or norm_broken) and not overflows):
             self.harm = "weights"
         elif overflows:
-            self.harm = "updates" if self.overflow is not None and self.overflow.lasts(overflow_steps) else ""
+            lasts = self.overflow is not None and (self.overflow.loss or self.overflow.lasts(overflow_steps))
+            self.harm = "updates" if lasts else ""
         else:
             self.harm = ("weights" if loss is None or norm is None else "rows") if any_row else ""
+        self.placed = False
         if self.harm or overflows:
             if self.origin is None:
                 self.origin = Origin.of(readings, heads)
             elif overflows and self.origin.place == _UNKNOWN:  # the weights are sound: any such step shows the place
                 self.origin.place = Origin.of(readings, heads).place
+                self.placed = self.origin.place != _UNKNOWN
             self.origin.heads = max(self.origin.heads, int(in_rows.sum()))
             self.origin.parameters = self.origin.parameters or readings.parameters
         elif self.overflow is None:
             self.origin = None
+        self.seen_finite |= not (loss_broken or norm_broken or any_row or readings.weights_broken)
         if not self.harm:
             self.suspect_step = None
             return []
@@ -136,6 +153,7 @@ class NonFiniteTracker:
             self.overflow = known or Overflow(step, suspected, step)
             self.overflow.last_step = step
             self.overflow.lost += max(readings.lost_steps, 1)
+            self.overflow.loss |= readings.loss is not None and not math.isfinite(readings.loss)
         elif known is not None and step - known.last_step > overflow_steps:
             self.overflow = None
 
@@ -149,9 +167,12 @@ class NonFiniteTracker:
             then = "They reach neither the loss nor the gradient norm, which are finite."
         elif self.harm == "updates" and self.overflow is not None:
             of = max(step - self.overflow.step + 1, self.overflow.lost)
-            what = f"{self.overflow.lost} of {of} updates were lost: their gradients are not finite{place}."
-            then = "Loss and weights stay finite, because the trainer skips these updates."
+            if self.overflow.loss:
+                what, then = f"The loss was not finite in {self.overflow.lost} of {of} steps{place}.", ""
+            else:
+                what = f"{self.overflow.lost} of {of} updates were lost: their gradients are not finite{place}."
+                then = "Loss and weights stay finite, because the trainer skips these updates."
         else:
             what = f"Numbers are not finite since step {found.step}{place}."
-            then = f"Go back to {checkpoint_before(step if self.suspect_step is None else self.suspect_step)}."
+            then = "" if self.seen_finite else _FROM_THE_START
         return " ".join(filter(None, (what, extent, found.parameters, found.empty, then)))

@@ -17,7 +17,7 @@ from foreshock.monitor.detect.readings import Readings, is_finite
 from foreshock.monitor.detect.rule import Flags
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
-LAYOUT: Final = 6
+LAYOUT: Final = 7
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
 _ENDS: Final = int(ROUNDING_ENDS)
 """A flag beside a number of NumPy's takes some forty times as long."""

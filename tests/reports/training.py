@@ -1,7 +1,7 @@
 """A small transformer, broken at a chosen place and step as public bug reports describe, under an agent."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foreshock.contract import wire
+from foreshock.contract.incident import incidents
+from foreshock.contract.incident_form import Warned
 from foreshock.monitor import attach
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCABULARY = 4, 4, 32, 12, 6, 40
@@ -73,11 +75,31 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     events: list[wire.Event] = field(default_factory=list)
     table: str = ""
+    first_step: int = 1
 
     @property
     def harmed(self) -> int:
         """The first step whose loss is not finite; a step past the end if none is."""
-        return next((step for step, loss in enumerate(self.losses, 1) if not math.isfinite(loss)), len(self.losses) + 1)
+        return self.first_loss(lambda loss: not math.isfinite(loss))
+
+    def first_loss(self, is_bad: Callable[[float], bool]) -> int:
+        """The first step with such a loss; a step past the end if there is none."""
+        end = self.first_step + len(self.losses)
+        return next((step for step, loss in enumerate(self.losses, self.first_step) if is_bad(loss)), end)
+
+    @property
+    def told(self) -> str:
+        """The words of the first warning: its incident, and what is left to people. Empty without a warning."""
+        if not self.raised:
+            return ""
+        first = Warned(0, self.raised[0].step, self.raised[0])
+        incident = incidents([first], policy="observe", mitigation="row_corrected")[0]
+        return f"{incident.sentence} {incident.to_do}"
+
+    @property
+    def later(self) -> list[str]:
+        """What updates of warnings say."""
+        return [one.sentence for one in self.events if isinstance(one, wire.Verdict) and one.state == "updated"]
 
     @property
     def raised(self) -> list[wire.Verdict]:
@@ -90,29 +112,36 @@ def train(
     *,
     lr: float = 1e-2,
     clip: float | None = None,
-    before: Callable[[Model, int], Any] | None = None,
+    before: Callable[[Any, int], Any] | None = None,
     mask: Tensor | None = None,
     skip_broken: bool = False,
     known: bool = True,
+    make: Callable[[], nn.Module] = Model,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    labels: Callable[[Tensor, int], Tensor] | None = None,
+    first_step: int = 1,
     **settings: Any,
 ) -> Outcome:
     """Train for `steps`. before: called with model and step before each step; what it returns is removed afterwards.
 
     mask: as scaled_dot_product_attention takes it. skip_broken: as a loss scaler, do not step on such gradients. known:
-    give the agent numbers, as trainers that log do, and not tensors.
+    give the agent numbers, as trainers that log do, and not tensors. make: gives the model. optimizer: of its
+    parameters, in place of AdamW. labels: changes those of a step. first_step: above 1 in a run that is resumed.
     """
     torch.manual_seed(0)
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model = make()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    update = torch.optim.AdamW(trained, lr=lr) if optimizer is None else optimizer(trained)
     agent = attach(model, quiet=True, sample_every_seconds=0, **settings)
-    found = Outcome()
+    found = Outcome(first_step=first_step)
     agent.subscribe(found.events.append)
-    for step in range(1, steps + 1):
+    for step in range(first_step, first_step + steps):
         handles = before(model, step) if before is not None else None
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
         logits = model(tokens[:, :-1], mask)
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
+        wanted = tokens[:, 1:].flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted if labels is None else labels(wanted, step))
+        update.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         for handle in handles or ():
             handle.remove()
@@ -121,7 +150,7 @@ def train(
         if clip is not None:
             nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
         if norm.isfinite() or not skip_broken:
-            optimizer.step()
+            update.step()
         found.losses.append(loss.item())
         given = (loss.item(), norm.item()) if known else (loss, norm)
         agent.step(*given, step=step)

@@ -1,0 +1,474 @@
+"""Public bug reports rebuilt on a small model: what each one says, and what has to be reported about it.
+
+`python -m tests.reports.public` trains every one of them and prints the table of docs/evidence.md.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from tests.reports.training import BATCH, HEAD_DIM, HEADS, LENGTH, WIDTH, Attention, Model, Outcome, poison, train
+from torch import Tensor, nn
+
+GITHUB: Final = "https://github.com/"
+MEASURED, MISSED = 21, 24
+"""A step whose rows are measured, the first of ten; and one whose rows are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One public report, and the words that answer it."""
+
+    address: str
+    setting: str
+    injected: bool
+    train: Callable[[], Outcome]
+    place: str
+    """a pattern of the words that name the place"""
+    advice: str
+    """a pattern of the words that help"""
+    false: str = r"(?!)"
+    """a pattern of advice that would be false here"""
+    harmed: Callable[[Outcome], int] = lambda found: found.harmed
+    """the step at which the person saw it; past the end if the loss stays finite"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What foreshock reported of it."""
+
+    words: str
+    when: str
+    place: bool
+    advice: bool
+
+
+def answer(report: Report) -> Answer:
+    """Train it, and compare the first words with what the report needs."""
+    found = report.train()
+    unseen = re.search(r"[^\n]*see no key[^\n]*", found.table)
+    step = 1 if unseen and not found.raised else found.raised[0].step if found.raised else None
+    words = " ".join(filter(None, (unseen and unseen.group(), found.told, *found.later)))
+    harmed = report.harmed(found)
+    when = "not" if step is None else "before" if step < harmed else "with" if step == harmed else "after"
+    advice = bool(re.search(report.advice, words)) and not re.search(report.false, words)
+    return Answer(words, when, bool(re.search(report.place, words)), advice)
+
+
+def row(report: Report, found: Answer) -> str:
+    """Its line in the table."""
+    name = report.address.replace("/issues/", "#").replace("/pull/", "#")
+    how = "injected" if report.injected else "natural"
+    return (
+        f"| [{name}]({GITHUB}{report.address}) | {report.setting} | {how} | {found.when} | "
+        f"{_said(found.place)} | {_said(found.advice)} |"
+    )
+
+
+def _said(right: bool) -> str:
+    return "right" if right else "**missed**"
+
+
+# ---- what the reports describe -----------------------------------------------------------------------------------
+
+
+def overflow_in_half(block: int, part: str, factor: float, at: Callable[[int], bool]) -> Callable[[Model, int], Any]:
+    """A part of a block computes in float16, on activations that have grown by `factor`."""
+
+    def before(model: Model, step: int) -> Any:
+        module = getattr(model.blocks[block], part)
+        change = lambda _, __, out: (out * factor).half().to(out.dtype)  # noqa: E731
+        return [module.register_forward_hook(change)] if at(step) else []
+
+    return before
+
+
+def broken_backward(block: int, part: str, at: Callable[[int], bool], number: float = math.nan) -> Any:
+    """The backward of one part gives a number that is not finite."""
+
+    def before(model: Model, step: int) -> Any:
+        return [poison(model.get_submodule(f"blocks.{block}.{part}"), number)] if at(step) else []
+
+    return before
+
+
+def once(step: int) -> Callable[[int], bool]:
+    return lambda now: now == step
+
+
+def since(step: int, every: int = 1) -> Callable[[int], bool]:
+    return lambda now: now >= step and (now - step) % every == 0
+
+
+def changed(change: Callable[[Model], object]) -> Callable[[], Model]:
+    """A model whose weights were loaded from a checkpoint that `change` describes."""
+
+    def make() -> Model:
+        model = Model()
+        with torch.no_grad():
+            change(model)
+        return model
+
+    return make
+
+
+def attention_of(model: Model, block: int) -> Attention:
+    found = model.get_submodule(f"blocks.{block}.attn")
+    assert isinstance(found, Attention)
+    return found
+
+
+def padded(columns: int, *, left: bool) -> Tensor:
+    """A mask as people write it: padding on one side, and causal only if that is the left one."""
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    mask = (mask.tril() if left else mask).expand(BATCH, 1, -1, -1).clone()
+    mask[::2, ..., slice(columns) if left else slice(LENGTH - columns, None)] = False
+    if not left:
+        mask[::2, ..., LENGTH - columns :, :] = False
+    return mask
+
+
+def additive(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+
+
+def packed() -> Tensor:
+    """Two documents in a row; the padding behind them belongs to none."""
+    mask = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+    mask[:5, :5] = mask[5:10, 5:10] = True
+    return mask.tril().expand(BATCH, 1, -1, -1)
+
+
+def half_model() -> nn.Module:
+    """All weights in float16; one row of the embedding is used by no batch."""
+
+    class Padded(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(100, WIDTH)
+
+    return Padded().half()
+
+
+def no_labels(at: Callable[[int], bool]) -> Callable[[Tensor, int], Tensor]:
+    return lambda wanted, step: torch.full_like(wanted, -100) if at(step) else wanted
+
+
+class Adapter(nn.Module):
+    """LoRA, with factors in a type of its own."""
+
+    def __init__(self, base: nn.Linear, dtype: torch.dtype, scale: float) -> None:
+        super().__init__()
+        self.base, self.dtype, self.scale = base.requires_grad_(False), dtype, scale
+        self.a, self.b = nn.Parameter(torch.randn(4, WIDTH) / 4), nn.Parameter(torch.zeros(WIDTH, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = F.linear(F.linear(x.to(self.dtype), self.a.to(self.dtype)), self.b.to(self.dtype)) * self.scale
+        return self.base(x) + low.to(x.dtype)  # type: ignore[no-any-return]
+
+
+def adapted(scale: float) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = Model().requires_grad_(False)
+        for block in range(len(model.blocks)):
+            attention = attention_of(model, block)
+            for name in ("q_proj", "v_proj"):
+                setattr(attention, name, Adapter(getattr(attention, name), torch.float16, scale))
+        return model
+
+    return make
+
+
+def eager(implementation: str, bias: float) -> Callable[[], nn.Module]:
+    """A decoder of transformers with large biases on queries and keys of layer 1 head 2, under float16."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = Qwen2ForCausalLM(
+                Qwen2Config(
+                    vocab_size=40,
+                    hidden_size=WIDTH,
+                    intermediate_size=WIDTH,
+                    num_hidden_layers=3,
+                    num_attention_heads=HEADS,
+                    num_key_value_heads=HEADS,
+                    max_position_embeddings=LENGTH,
+                    attn_implementation=implementation,
+                )
+            )
+            attention = self.lm.model.layers[1].self_attn
+            with torch.no_grad():
+                for projection in (attention.q_proj, attention.k_proj):
+                    projection.bias[2 * HEAD_DIM + 3] = bias
+
+        def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+            with torch.autocast("cpu", torch.float16):
+                return self.lm(input_ids=tokens).logits  # type: ignore[no-any-return]
+
+    return Half
+
+
+HEAD: Final = """| report | its setting | failure | reported | place | advice |
+|---|---|---|---|---|---|"""
+
+GO_BACK = r"resume from a checkpoint before step \d+"
+CONTINUE = r"[Ww]eights are finite|stay finite"
+STOP = r"(?i)go back|stop the run|at risk"
+BACKWARD = "first in the backward, between layer {} and layer {}"
+FORWARD = "first in the forward, between the attention of layer {} and the inputs of layer {}"
+SEE_NO_KEY = r"{} of {} .*rows.* see no key"
+LAST = "after the attention of layer 3"
+
+REPORTS: Final = (
+    Report(
+        "huggingface/transformers/issues/5651",
+        "T5 in float16: the MLP's second projection passes 65,504 after some steps",
+        False,
+        lambda: train(before=overflow_in_half(1, "down", 1e6, once(MEASURED))),
+        FORWARD.format(1, 2),
+        GO_BACK,
+    ),
+    Report(
+        "google-research/text-to-text-transfer-transformer/issues/539",
+        "the same under a loss scaler, which skips the steps; the batches come again",
+        False,
+        lambda: train(120, before=overflow_in_half(0, "down", 1e6, since(MISSED, 7)), skip_broken=True),
+        FORWARD.format(0, 1),
+        CONTINUE,
+        STOP,
+    ),
+    Report(
+        "huggingface/transformers/issues/12225",
+        "Pegasus in float16: the last block's residual sum overflows",
+        False,
+        lambda: train(before=overflow_in_half(3, "down", 1e6, once(MEASURED))),
+        LAST,
+        GO_BACK,
+    ),
+    Report(
+        "pytorch/pytorch/issues/41527",
+        "LayerNorm of zeros gives NaN in float16",
+        True,
+        lambda: train(before=overflow_in_half(2, "ln_1", math.nan, once(MEASURED))),
+        FORWARD.format(1, 2),
+        GO_BACK,
+    ),
+    Report(
+        "huggingface/diffusers/pull/13316",
+        "a norm divides by a zero that float16 made of its epsilon; batches without rows measured",
+        True,
+        lambda: train(before=overflow_in_half(2, "ln_1", math.nan, since(MISSED, 3)), skip_broken=True),
+        FORWARD.format(1, 2),
+        CONTINUE,
+        STOP,
+    ),
+    Report(
+        "pytorch/pytorch/issues/40497",
+        "eager attention in float16 overflows before the scale, on loaded weights",
+        False,
+        lambda: train(20, lr=1e-4, make=eager("eager", 300.0)),
+        "attention output of layer 1 head 2; its inputs are finite",
+        "type that scores are computed in",
+    ),
+    Report(
+        "showlab/Tune-A-Video/issues/103",
+        "the same weights under fused attention: scores of 20,000, which a change of attention would break",
+        False,
+        lambda: train(20, lr=1e-4, make=eager("sdpa", 300.0)),
+        "[Ll]ayer 1 head 2",
+        "float16",
+    ),
+    Report(
+        "Dao-AILab/flash-attention/issues/41",
+        "one layer's fused backward gives NaN for some batches, the weights stay finite",
+        True,
+        lambda: train(before=broken_backward(2, "attn.q_proj", since(MISSED, 8)), skip_broken=True, steps=120),
+        "blocks.2.attn.q_proj",
+        CONTINUE,
+        STOP,
+    ),
+    Report(
+        "Dao-AILab/flash-attention/issues/334",
+        "the backward of queries gives NaN for some inputs",
+        True,
+        lambda: train(before=broken_backward(1, "attn.q_proj", once(MEASURED))),
+        BACKWARD.format(0, 1),
+        GO_BACK,
+    ),
+    Report(
+        "HKUSTDial/flash-sparse-attention/issues/121",
+        "only the gradient of the values is infinite",
+        True,
+        lambda: train(before=broken_backward(3, "attn.v_proj", once(MISSED), math.inf)),
+        "blocks.3.attn.v_proj",
+        GO_BACK,
+    ),
+    Report(
+        "ymcui/Chinese-LLaMA-Alpaca/issues/534",
+        "DeepSpeed's loss scale falls at every step until it is at its minimum",
+        True,
+        lambda: train(120, before=broken_backward(1, "down", since(MISSED), math.inf), skip_broken=True),
+        "blocks.1.down",
+        r"updates were lost",
+        STOP,
+    ),
+    Report(
+        "NVIDIA/apex/issues/318",
+        "every second update is skipped, for thousands of steps",
+        True,
+        lambda: train(120, before=broken_backward(3, "up", since(2, 2), math.inf), skip_broken=True),
+        "blocks.3.up",
+        r"updates were lost",
+        STOP,
+    ),
+    Report(
+        "whai362/PVT/issues/94",
+        "the loss scale falls to 0.03: one update in five is skipped",
+        True,
+        lambda: train(120, before=broken_backward(0, "attn.o_proj", since(3, 5), math.inf), skip_broken=True),
+        "blocks.0.attn.o_proj",
+        r"updates were lost",
+        STOP,
+    ),
+    Report(
+        "afiaka87/glide-finetune/issues/5",
+        "weights in float16: Adam's epsilon is 0 there, the first update gives NaN",
+        False,
+        lambda: train(20, make=half_model, optimizer=lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-8)),
+        "embed",
+        GO_BACK,
+    ),
+    Report(
+        "Sara-Ahmed/SiT/issues/4",
+        "a run resumes from a checkpoint that holds NaN",
+        True,
+        lambda: train(
+            20,
+            first_step=501,
+            make=changed(lambda model: attention_of(model, 2).q_proj.weight[5].fill_(math.nan)),
+        ),
+        FORWARD.format(1, 2),
+        "weights that were loaded.* before step 500",
+    ),
+    Report(
+        "pytorch/pytorch/issues/75181",
+        "every label of a batch is ignored: the loss is NaN, weights are not",
+        False,
+        lambda: train(labels=no_labels(once(MISSED))),
+        "loss was not finite.*Gradients and weights are finite",
+        CONTINUE,
+        STOP,
+    ),
+    Report(
+        "pytorch/pytorch/issues/26098",
+        "a padding mask and a causal mask hide every key of the first rows",
+        False,
+        lambda: train(mask=padded(3, left=True)),
+        SEE_NO_KEY.format(9, 72),
+        "mask hides|left padding",
+        STOP,
+    ),
+    Report(
+        "AshleyLab/OpenMHC/issues/11",
+        "an additive mask of -inf leaves whole rows",
+        False,
+        lambda: train(mask=additive(padded(3, left=False))),
+        SEE_NO_KEY.format(9, 72),
+        "mask hides|left padding",
+        STOP,
+    ),
+    Report(
+        "pytorch/pytorch/issues/109517",
+        "documents packed in a row, with padding that belongs to none",
+        False,
+        lambda: train(mask=packed()),
+        SEE_NO_KEY.format(12, 72),
+        "mask hides|left padding",
+        STOP,
+    ),
+    Report(
+        "dmlc/dgl/issues/2657",
+        "padded sets hide whole rows, and NaN comes after an epoch",
+        True,
+        lambda: train(mask=padded(4, left=False), before=broken_backward(0, "attn.q_proj", once(MEASURED))),
+        SEE_NO_KEY.format(12, 72),
+        "suspect the mask first",
+    ),
+    Report(
+        "cactus-compute/needle/issues/53",
+        "LoRA's factors in float16 overflow in the second step",
+        False,
+        lambda: train(20, lr=10.0, make=adapted(1e4)),
+        "attention of layer 0|at or before the inputs of layer 0",
+        "lower the learning rate",
+    ),
+    Report(
+        "OpenNMT/OpenNMT-tf/issues/744",
+        "a learning rate of 2 where 2.5e-4 was meant",
+        False,
+        lambda: train(60, lr=2.0),
+        r"heads",
+        "[Ll]ower the learning rate",
+        harmed=lambda found: found.first_loss(lambda loss: not loss < 2 * found.losses[0]),
+    ),
+    Report(
+        "NVlabs/Sana/issues/192",
+        "fine-tuning a model whose key and query biases are very large",
+        False,
+        lambda: train(
+            20,
+            lr=1e-4,
+            make=changed(
+                lambda model: [
+                    each.bias[9].fill_(60.0) for each in (attention_of(model, 2).q_proj, attention_of(model, 2).k_proj)
+                ]
+            ),
+        ),
+        "[Ll]ayer 2 head 1",
+        "16|score",
+    ),
+    Report(
+        "PAIR-code/tiny-transformers/issues/71",
+        "scores are not divided by the root of the head's width: attention is one-hot from step 1",
+        False,
+        lambda: train(
+            20,
+            lr=1e-4,
+            make=changed(
+                lambda model: [
+                    projection.weight.mul_(7.0)
+                    for block in range(4)
+                    for projection in (attention_of(model, block).q_proj, attention_of(model, block).k_proj)
+                ]
+            ),
+        ),
+        "all .*heads|16 heads|every head",
+        "one key|one-hot|entropy",
+    ),
+)
+
+
+def summary(found: list[tuple[bool, bool, bool]]) -> str:
+    """The sentence above the table, of (in time, place, advice) of every report."""
+    in_time, place, advice = (sum(column) for column in zip(*found, strict=True))
+    return (
+        f"Of {len(found)} reports, foreshock reported {in_time} before the loss or with it. "
+        f"It named the right place in {place} reports and gave the right advice in {advice}."
+    )
+
+
+def judged(lines: list[str]) -> list[tuple[bool, bool, bool]]:
+    """What lines of the table say: in time, place, advice."""
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+    return [(when in ("before", "with"), place == "right", advice == "right") for *_, when, place, advice in cells]
+
+
+if __name__ == "__main__":
+    rows = [row(each, answer(each)) for each in REPORTS]
+    print(summary(judged(rows)), "", HEAD, *rows, sep="\n")
