@@ -264,7 +264,7 @@ class Agent:
             with_errors = self._attached.selector.with_errors
             verdicts = self._guards["detectors"].run(with_errors, verdicts, counted.words, self._heads) or verdicts
         self._guards["sample"].run(lambda: self._outbox.emit_sample(SampleDraft(counted, risk)))
-        said = [*verdicts, *(self._guards["detectors"].run(self._pass_levels, counted) or ())]
+        said = [*(self._guards["detectors"].run(self._pass_levels, counted, verdicts) or ()), *verdicts]
         for verdict in said:
             self._outbox.emit(verdict)
         self._guards["console"].run(self._note, counted)
@@ -279,9 +279,12 @@ class Agent:
             self._guards["policy"].run(self._switching.act, verdicts, self.current_step)
         self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
 
-    def _pass_levels(self, counted: Counted) -> list[wire.Verdict]:
-        """Warnings about levels, which no policy acts on: a level does not show what scores will do."""
-        warned = {(each.layer, each.head) for each in self._active if each.layer is not None and each.head is not None}
+    def _pass_levels(self, counted: Counted, verdicts: Sequence[wire.Verdict]) -> list[wire.Verdict]:
+        """Warnings about levels, which no policy acts on: a level does not show what scores will do. A head needs none
+        if a warning about it is older than this sample."""
+        new = {verdict.id for verdict in verdicts if verdict.state == "raised"}
+        old = [verdict for verdict in self._active if verdict.id not in new]
+        warned = {(each.layer, each.head) for each in old if each.layer is not None and each.head is not None}
         found = self._levels.verdicts(counted.step, counted.words, warned)
         if any(verdict.state == "raised" for verdict in found):
             self._crisis.begin(self.current_step)

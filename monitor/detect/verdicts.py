@@ -87,6 +87,9 @@ def sentence(subject: str, found: Finding, made: wire.Verdict) -> str:
         unknown = math.isnan(seen.suspect_step)
         sound = "a checkpoint before this step" if unknown else checkpoint_before(seen.suspect_step)
         return f"{subject}: {what} not finite. Every weight is at risk; go back to {sound}."
+    if math.isnan(seen.window_steps):  # only a score that is dangerous trips before growth can be measured
+        past = f"{subject}: its largest |score| is past {DANGEROUS_SCORE:.0f}"
+        return f"{past}, before its growth could be measured; the cause looks like {found.cause}."
     drifts = found.signal == "offset"
     start, now = (seen.offset_before, seen.offset) if drifts else (seen.score_before, seen.score)
     what = "drifts: its scores moved as a whole from" if drifts else "grows: its largest |score| went from"

@@ -313,7 +313,8 @@ def test_gradients_that_overflow_for_long_are_suspected_from_the_first_of_them_o
 
 def test_what_was_broken_is_still_known_after_a_resume() -> None:
     first, second = Detectors(HEADS), Detectors(HEADS)
-    first.update(reading(EVERY, suspect_step=7, loss=math.nan))
+    first.update(reading(1, since_step=0))
+    first.update(reading(EVERY, since_step=1, suspect_step=7, loss=math.nan))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     told = [
         v for step in range(100, 1300, EVERY) for v in second.update(reading(step, suspect_step=step, loss=math.nan))
