@@ -75,5 +75,10 @@ def fused(weight: str, *, width: int, heads: int, group: int = 1) -> Rows:
     )
 
 
+def outside(inner: str, rows: Rows) -> Rows:
+    """The module that calls attention is a child `inner` of the one that has the weights."""
+    return lambda state, layer, head: rows(state, layer.removesuffix(inner), head)
+
+
 def _head(weight: Tensor, head: int, width: int) -> Tensor:
     return weight[head * width : (head + 1) * width]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from tests.real_code.case import Case, Lines, fused, separate
+import torch.distributed as dist
+from tests.real_code.case import Case, Lines, fused, outside, separate
 from torch import Tensor, nn
 
 VOCABULARY: Final = 61
@@ -128,7 +129,34 @@ def _nanochat(lines: Lines) -> None:
     loop(lines, model, lambda g: model(*words(g)), optimizer=model.setup_optimizer())
 
 
-# ---- litgpt, lingua, OLMo-core, x-transformers ---------------------------------------------------------------------
+def _modded_nanogpt(lines: Lines) -> None:
+    """Its script of track 3 up to where that wants a GPU; then its initialisation, AdamW, Muon and loss on gloo."""
+    path = Path("records/track_3_optimization/train_gpt_simple.py")
+    sys.argv = [str(path)]
+    code: dict[str, Any] = {}
+    exec(path.read_text().partition('device = torch.device("cuda"')[0], code)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
+    model = code["GPT"](vocab_size=VOCABULARY, num_layers=3, model_dim=256)
+    for name, parameter in model.named_parameters():
+        if "proj" in name or name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif name.endswith("weight"):
+            nn.init.normal_(parameter, std=1 if "embed" in name else 0.33**0.5 / parameter.shape[-1] ** 0.5)
+    matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim >= 2]
+    others = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]
+    optimizers = torch.optim.AdamW(others, 0.004), code["Muon"](matrices, lr=0.025, weight_decay=0.05)
+    lines.attach(model)
+    generator = torch.Generator().manual_seed(7)
+    while True:
+        loss = model(*words(generator))
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        lines.step(loss)
+
+
+# ---- torchtitan, litgpt, lingua, OLMo-core, x-transformers ---------------------------------------------------------
 
 
 def _litgpt(name: str, **given: Any) -> Callable[[Lines], None]:
@@ -173,6 +201,22 @@ def _olmo(**given: Any) -> Callable[[Lines], None]:
         def loss_of(generator: torch.Generator) -> Tensor:
             tokens, targets = words(generator)
             return cross_entropy(model(tokens), targets)
+
+        loop(lines, model, loss_of)
+
+    return train
+
+
+def _torchtitan(name: str, **given: Any) -> Callable[[Lines], None]:
+    def train(lines: Lines) -> None:
+        models = of(f"torchtitan.models.{name}")
+        model = getattr(models, f"{name}_configs")["debugmodel"](attn_backend="sdpa", **given).build()
+        model.init_states()
+
+        def loss_of(generator: torch.Generator) -> Tensor:
+            tokens, targets = words(generator)
+            positions = torch.arange(TOKENS[1]).expand(TOKENS)
+            return cross_entropy(model(tokens, positions=positions), targets)
 
         loop(lines, model, loss_of)
 
@@ -265,6 +309,30 @@ _ALL: Final = (
         says=(r"4 x W_Q and W_K \(.*\): separate \(c_q, c_k\), norms of the weights alone: heads are normalised$",),
     ),
     Case(
+        name="modded-nanogpt",
+        repository="KellerJordan/modded-nanogpt",
+        model="script of track 3, bf16, AdamW and Muon on gloo",
+        train=_modded_nanogpt,
+        layers=3,
+        heads=2,
+        key_heads=2,
+        rows=separate("q.weight", "k.weight", width=128),
+        says=(
+            r"Drift by rounding: perhaps\. The keys have a bias, beside rotary positions",
+            r"3 x W_Q and W_K \(.*\): separate \(q, k\), norms of the weights alone: heads are normalised$",
+        ),
+    ),
+    Case(
+        name="torchtitan-llama3",
+        repository="pytorch/torchtitan",
+        model="its Llama 3 for debugging",
+        train=_torchtitan("llama3"),
+        layers=6,
+        heads=16,
+        key_heads=16,
+        rows=separate("qkv_linear.wq.weight", "qkv_linear.wk.weight", width=16),
+    ),
+    Case(
         name="litgpt-pythia",
         repository="Lightning-AI/litgpt",
         model="Pythia",
@@ -299,6 +367,7 @@ _ALL: Final = (
         watched=0,
         key_heads=2,
         switch="no head",
+        says=("computes its attention by hand",),
     ),
     Case(
         name="x-transformers",
@@ -316,6 +385,7 @@ _ALL: Final = (
         layers=2,
         watched=0,
         switch="no head",
+        says=("computes its attention by hand",),
     ),
     Case(
         name="lingua",
@@ -323,6 +393,7 @@ _ALL: Final = (
         model="LMTransformer, grouped heads repeated, two micro-batches",
         train=_lingua,
         layers=3,
+        key_heads=2,
         rows=separate("wq.weight", "wk.weight", width=8, group=2),
     ),
     Case(
@@ -332,7 +403,7 @@ _ALL: Final = (
         train=_olmo(),
         layers=3,
         key_heads=2,
-        rows=separate("w_q.weight", "w_k.weight", width=8, group=2),
+        rows=outside(".backend", separate("w_q.weight", "w_k.weight", width=8, group=2)),
         folder="src",
     ),
     Case(
@@ -342,7 +413,7 @@ _ALL: Final = (
         train=_olmo(qk_norm=True),
         layers=3,
         key_heads=2,
-        rows=separate("w_q.weight", "w_k.weight", width=8, group=2),
+        rows=outside(".backend", separate("w_q.weight", "w_k.weight", width=8, group=2)),
         folder="src",
     ),
     Case(

@@ -195,6 +195,7 @@ def _judge_switch(verdict: Verdict, case: Case, plain: Course, watched: Course) 
         verdict.switch = "applied" if case.dropout else f"applied, loss within {away:.0e}"
         if away > LOSS_AFTER and not case.dropout:
             verdict.wrong.append(f"after the switch the loss is {away:.1e} away")
+        verdict.wrong += _not_served(watched)
     else:
         verdict.switch = "; ".join(f"{answer.outcome}: {answer.reason}" for answer in answers)
     late = [answer.step for answer in answers if answer.step > ANSWER_BY]
@@ -202,6 +203,18 @@ def _judge_switch(verdict: Verdict, case: Case, plain: Course, watched: Course) 
         verdict.wrong.append(f"the switch is answered in step {late[0]}, more than a sample after the order")
     if not re.match("applied" if case.switch == "applied" else f"refused: .*(?:{case.switch})", verdict.switch):
         verdict.wrong.append(f"switch: {verdict.switch}; expected {case.switch}")
+
+
+def _not_served(watched: Course) -> Iterator[str]:
+    """Our kernels count the rows of every step; a kept attention is measured in one."""
+    before, after = (_rows_of(watched, step) for step in (SWITCH_AT, SWITCH_AT + EVERY))
+    if after != [EVERY * rows for rows in before]:
+        yield f"the switch is called applied, but heads counted {after} rows after it in {EVERY} steps of {before}"
+
+
+def _rows_of(watched: Course, step: int) -> list[float]:
+    words = next((sample.words() for sample in watched.samples if sample.step == step), None)
+    return [] if words is None else slot_values(words, Slot.ROWS).tolist()
 
 
 def _of_lines(case: Case, watched: Course) -> Iterator[str]:

@@ -50,7 +50,7 @@ def look_at(case: Case, clones: Path) -> Verdict:
 
 def _train(case: Case, clone: Path, way: str, folder: Path) -> Course:
     folder.mkdir()
-    subprocess.run(["tar", "x", "-C", str(folder)], input=_git(clone, "archive", "HEAD"), check=True)
+    subprocess.run(["tar", "x", "-C", str(folder)], input=_snapshot(clone), check=True)
     found, log = folder.with_suffix(".pt"), folder.with_suffix(".log")
     command = [sys.executable, "-P", str(ROOT / "scripts" / "run_real_code.py"), TRAIN, case.name, way]
     command += [str(folder), str(found)]
@@ -71,8 +71,17 @@ def _train(case: Case, clone: Path, way: str, folder: Path) -> Course:
     return course
 
 
-def _git(clone: Path, *arguments: str) -> bytes:
-    return subprocess.run(["git", "-C", str(clone), *arguments], capture_output=True, check=True).stdout
+def _snapshot(clone: Path) -> bytes:
+    """The newest commit as a tar archive, without files that the clone lacks, as one without large files does."""
+    listed = [line.split("\t") for line in _git(clone, "ls-tree", "-r", "HEAD").decode().splitlines()]
+    names = "\n".join(about.split()[2] for about, _ in listed).encode()
+    held = _git(clone, "cat-file", "--batch-check", given=names).decode().splitlines()
+    lacking = [path for (_, path), state in zip(listed, held, strict=True) if state.endswith("missing")]
+    return _git(clone, "archive", "HEAD", "--", ".", *(f":(exclude,literal){path}" for path in lacking))
+
+
+def _git(clone: Path, *arguments: str, given: bytes = b"") -> bytes:
+    return subprocess.run(["git", "-C", str(clone), *arguments], input=given, capture_output=True, check=True).stdout
 
 
 def _write(verdicts: list[Verdict]) -> None:

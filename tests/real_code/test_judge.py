@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.monitor.tiny_models import tiny_gpt
-from tests.real_code.case import SAMPLED, Case, Lines, fused
+from tests.real_code.case import EVERY, SAMPLED, SWITCH_AT, Case, Lines, fused
 from tests.real_code.cases import cross_entropy, loop, words
 from tests.real_code.course import Course
 from tests.real_code.judge import Verdict, judge
@@ -83,6 +83,12 @@ def _silence(course: Course) -> None:
     course.answers.clear()
 
 
+def _served_by_nobody(course: Course) -> None:
+    """As a switch is that was answered and moved nothing: the sample after it is like the one before."""
+    before, after = (next(s for s in course.samples if s.step == step) for step in (SWITCH_AT, SWITCH_AT + EVERY))
+    course.samples[course.samples.index(after)] = after.model_copy(update={"states": before.states})
+
+
 @pytest.mark.parametrize(
     ("falsify", "says"),
     [
@@ -92,6 +98,7 @@ def _silence(course: Course) -> None:
         (_score, "blocks.0, step 12: largest score is "),
         (_weights_of_norms, "a norm is 2.0% off"),
         (_count, "watched: 2 of 3, true 2 of 2"),
+        (_served_by_nobody, "the switch is called applied, but heads counted"),
         (_silence, "switch: never answered; expected applied"),
         (lambda course: course.lines.append("foreshock: 1 head is warned about"), "printed, and not on the list: "),
         (lambda course: course.faults.update(agent=1), "contained faults"),
