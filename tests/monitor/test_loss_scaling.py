@@ -10,6 +10,8 @@ from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt
 
 from foreshock.contract import wire
+from foreshock.contract.incident import incidents
+from foreshock.contract.incident_form import Warned
 from foreshock.monitor import AgentConfig, attach
 
 
@@ -67,4 +69,5 @@ def test_the_newest_checkpoint_that_is_advised_was_written_before_the_update_tha
     assert told
     for verdict in told:
         assert verdict.evidence["suspect_step"] == sound[-1] + 1 == poisoned
-        assert f"before step {poisoned}" in verdict.sentence
+        [incident] = incidents([Warned(0, verdict.step, verdict)], mitigation="row_corrected")
+        assert f"a checkpoint before step {poisoned}" in incident.to_do
