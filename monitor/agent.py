@@ -220,7 +220,7 @@ class Agent:
         if self._known:
             self._begin()
         self._sampler.note(loss, grad_norm, learning_rate)
-        self._guards["loss"].run(self._look_for_a_crisis, loss, grad_norm)
+        self._guards["crisis"].run(self._look_for_a_crisis, loss, grad_norm)
         if not self._known:
             return
         if found := self._attached.lookout.news():
@@ -264,7 +264,7 @@ class Agent:
             with_errors = self._attached.selector.with_errors
             verdicts = self._guards["detectors"].run(with_errors, verdicts, counted.words, self._heads) or verdicts
         self._guards["sample"].run(lambda: self._outbox.emit_sample(SampleDraft(counted, risk)))
-        said = [*(self._guards["detectors"].run(self._pass_levels, counted, verdicts) or ()), *verdicts]
+        said = [*(self._guards["levels"].run(self._pass_levels, counted, verdicts) or ()), *verdicts]
         for verdict in said:
             self._outbox.emit(verdict)
         self._guards["console"].run(self._note, counted)

@@ -187,9 +187,11 @@ DROP_REASONS: Final = (
 GUARDED: Final = (
     "agent",
     "loss",
+    "crisis",
     "collector",
     "sample",
     "detectors",
+    "levels",
     "policy",
     "console",
     "switch",

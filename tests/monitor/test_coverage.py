@@ -39,7 +39,8 @@ def words(*counted: bool, slot: Slot = Slot.ROWS) -> Words:
 
 
 def selector(*keeps: bool) -> Any:
-    watched = [SimpleNamespace(sampled=k, unserved={}, why_not_counted="no backward ran through it") for k in keeps]
+    why = "no backward ran through it"
+    watched = [SimpleNamespace(sampled=k, unserved={}, ran=True, why_not_counted=why) for k in keeps]
     return SimpleNamespace(
         layers=watched, how_served=lambda n: "kept, sampled" if keeps[n] else "kernels",
         what_a_switch_meets=list, measured_since=lambda step: True,

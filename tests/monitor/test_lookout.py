@@ -90,7 +90,9 @@ def test_attention_that_is_met_apart_from_its_projections_is_named_once(attentio
         for step in range(3):
             agent.step(train_step(model, optimizer, step))
         assert "NOTHING" not in agent.report()
-        assert agent.report().endswith("watched 2 of 2 attention layers")
+        *_, watched, weights = agent.report().splitlines()
+    assert watched == "watched 2 of 2 attention layers"
+    assert weights == "2 x W_Q and W_K (blocks.0.inner, blocks.1.inner): found by a call (w.q, w.k)"
 
 
 def test_modules_of_another_model_are_no_news() -> None:

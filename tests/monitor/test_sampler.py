@@ -125,11 +125,11 @@ def test_a_number_that_never_changes_is_counted_on_before_its_notes_take_more_ro
 
 def test_where_samples_are_rare_what_is_noted_of_the_steps_is_sampled_before_it_has_no_room() -> None:
     listener = Listener()
-    with attach(tiny_gpt(), quiet=True, strict=True, url=None, norms_every_steps=0, sample_every_steps=5000) as agent:
+    with attach(tiny_gpt(), quiet=True, strict=True, url=None, norms_every_steps=0, sample_every_steps=1000) as agent:
         agent.subscribe(listener)
-        for _ in range(MAX_NOTES + 50):
-            agent.step(1.0)
-    assert [s.step for s in listener.of(wire.Sample)] == [1, MAX_NOTES + 1, MAX_NOTES + 50]
+        for call in range(2 * MAX_NOTES - 100):  # two micro-batches a step
+            agent.step(1.0, step=1 + call // 2)
+    assert [s.step for s in listener.of(wire.Sample)] == [1, MAX_NOTES // 2 + 1, MAX_NOTES - 50]
 
 
 def test_a_sample_holds_what_the_agent_took_of_its_own_steps_alone() -> None:

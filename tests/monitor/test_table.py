@@ -14,7 +14,7 @@ from tests.monitor.tiny_models import (
     tiny_gpt,
     train_step,
 )
-from tests.monitor.watching import SilentAttention
+from tests.monitor.unusual_attention import ByHand
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -23,7 +23,9 @@ from foreshock.monitor.outbox import Outbox
 
 
 def test_the_table_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
-    attach(tiny_gpt(), **{**EVERY_STEP, "quiet": False}).close()
+    model = tiny_gpt()
+    with attach(model, **{**EVERY_STEP, "quiet": False}) as agent:
+        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
     table = capsys.readouterr().err
     assert "blocks.1" in table
     assert "fused Q, K, V (c_attn, Linear)" in table
@@ -31,19 +33,22 @@ def test_the_table_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_like_layers_share_a_line_of_the_table_and_unlike_ones_do_not() -> None:
     alike = [CausalSelfAttention(16, 2) for _ in range(9)]
-    agent = attach(
-        tiny_gpt(*alike[:3], CausalSelfAttention(16, 4), *alike[3:], SilentAttention(), SilentAttention()), **EVERY_STEP
-    )
-    agent.close()
-    lines = [" ".join(line.split()) for line in agent.report().splitlines()]
+
+    def reported(*attention: nn.Module) -> list[str]:
+        model = tiny_gpt(*attention)
+        with attach(model, **EVERY_STEP) as agent:
+            for step in range(2):
+                agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+        return [" ".join(line.split()) for line in agent.report().splitlines()]
+
+    lines = reported(*alike[:3], CausalSelfAttention(16, 4), *alike[3:], ByHand(), ByHand())
     assert [line.split(" fused")[0] for line in lines if "blocks" in line][:2] == [
         "0, 1, ..., 9 9 x blocks.0, blocks.1, ..., blocks.9 2 2 8",
         "3 blocks.3 4 4 4",
     ]
-    assert [line.split(" norms")[0] for line in lines if "NOTHING" in line] == ["- 2 x blocks.10, blocks.11 ? ? ?"]
-    longer = attach(tiny_gpt(*alike), **EVERY_STEP)
-    longer.close()
-    assert "0 to 8" in longer.report()
+    by_hand = "2 x NOTHING: it computes its attention by hand (blocks.11, blocks.10)"  # as the backward meets them
+    assert [line for line in lines if "NOTHING" in line] == [by_hand]
+    assert any(line.startswith("0 to 8 9 x blocks.0, blocks.1, ..., blocks.8") for line in reported(*alike))
 
 
 class KeysOfAFunction(nn.Module):
@@ -126,10 +131,9 @@ def test_the_service_is_corrected_about_a_layer_that_is_switched_refused_and_swi
 
 
 def test_the_table_after_the_first_steps_tells_what_is(capsys: pytest.CaptureFixture[str]) -> None:
-    masked = tiny_gpt(AttentionWithMask(16, 2), CausalSelfAttention(16, 2), SilentAttention())
-    agent = attach(masked, **{**EVERY_STEP, "quiet": False})
-    assert "watched" not in capsys.readouterr().err.splitlines()[-1]
-    with agent:
+    masked = tiny_gpt(AttentionWithMask(16, 2), CausalSelfAttention(16, 2), ByHand())
+    with attach(masked, **{**EVERY_STEP, "quiet": False}) as agent:
+        assert capsys.readouterr().err == "", "no step has shown yet what is attention"
         for step in range(2):
             agent.step(train_step(masked, torch.optim.SGD(masked.parameters(), lr=0.1), step))
         told = capsys.readouterr().err
