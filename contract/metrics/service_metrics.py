@@ -36,9 +36,9 @@ SERVICE_METRICS: Final = (
     ),
     Metric(
         key="service.refusals",
-        title="Refused secrets",
-        help="Requests refused for their secret, by what was tried: login (a wrong token), throttled login (too many "
-        "attempts; the token was not looked at), token (a wrong bearer token).",
+        title="Refused tokens",
+        help="Requests refused for their token, by what was tried: login (a wrong token), throttled login (too many "
+        "attempts; the token was not looked at), token (a wrong token of an agent or a client).",
         bad="Rises: somebody guesses, or an agent has a withdrawn token. The log names each address once a minute.",
         board="service",
         kind="counter",

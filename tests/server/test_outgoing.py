@@ -46,8 +46,10 @@ class Hook:
         tls.load_cert_chain(CERTIFICATE)
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=tls)
         self.port = server.sockets[0].getsockname()[1]
-        yield f"https://{HOST}:{self.port}/services/secret-path"
-        server.close()
+        try:
+            yield f"https://{HOST}:{self.port}/services/secret-path"
+        finally:
+            server.close()
 
     def out(self, trusted: bool = True, **changes: Any) -> Outgoing:
         """A sender that may reach loopback, for tests alone."""
@@ -263,7 +265,11 @@ def test_a_warning_a_switch_and_a_waiting_command_are_told_in_words(play: Any, c
             await service.store(first, first.verdict(11, **new, state="updated"))
             await notifier.turn()
             slack, webhook = (request[1].decode() for request in hook.requests)
-            for words in ("Warning: Run run-1: Scores grow", " in layer 0 head 2, since step 10", "about step 2,110"):
+            for words in (
+                "Warning: Run run-1: Attention scores grow",
+                " in layer 0 head 2, since step 10",
+                "about step 2,110",
+            ):
                 assert words in slack
                 assert words in webhook
             assert "Done: Nothing is switched: rounding could not be shown" in slack

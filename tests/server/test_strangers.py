@@ -194,7 +194,7 @@ NUL_REQUESTS = [
     ("POST", "/v1/runs/run-1/commands", {"who": "ann", "reason": "r\x00", "mode": "exact_delta"}),
     ("POST", "/v1/commands/c/approve", {"who": "a\x00", "reason": "r"}),
     ("POST", "/v1/commands/c/undo", {"who": "ann", "reason": "\x00"}),
-    ("POST", "/v1/webhooks/alertmanager", {"alerts": [{"status": "firing", "labels": {"alertname": "a\x00"}}]}),
+    ("POST", "/v1/webhooks/alertmanager", {"version": "\x00", "alerts": []}),
 ]
 
 
@@ -206,6 +206,18 @@ def test_a_nul_which_postgresql_cannot_store_is_refused_everywhere(
         answer = await service.client.request(method, path, json=body)
         assert answer.status_code == 422, answer.text
         assert "NUL" in answer.text
+
+    play(story)
+
+
+def test_an_alert_with_a_nul_is_refused_and_holds_up_no_other_of_its_delivery(play: Any) -> None:
+    async def story(service: Any) -> None:
+        odd = [{**ALERT, "status": "firing\x00"}, {**ALERT, "labels": {"alertname": "a\x00"}}]
+        odd += [{**ALERT, "labels": {"a\x00": "a"}}, {**ALERT, "fingerprint": "\x00"}]
+        answer = await service.client.post("/v1/webhooks/alertmanager", json={"alerts": [*odd, ALERT]})
+        *refused, last = answer.json()["results"]
+        assert [result.startswith("refused: ") and "NUL" in result for result in refused] == [True] * len(odd)
+        assert last == "ignored: no action is tied to this alert"
 
     play(story)
 
@@ -251,6 +263,11 @@ def test_half_of_a_surrogate_pair_is_refused_in_every_text_that_is_sent(play: An
             method = "PATCH" if path == "/v1/runs/run-1" else "POST"
             answer = await service.client.request(method, path, content=json.dumps(body), headers=headers)
             ignored = HALF in body and path == "/v1/webhooks/alertmanager"  # fields that we do not know
-            assert answer.status_code == (200 if ignored else 422), (path, body, answer.text)
+            alone = "alerts" in body and body["alerts"] != [ALERT]  # an alert is refused without its delivery
+            assert answer.status_code == (200 if ignored or alone else 422), (path, body, answer.text)
+            if alone:
+                [result] = answer.json()["results"]
+                assert result.startswith("refused: "), (body, result)
+                assert "surrogate" in result
 
     play(story)
