@@ -38,7 +38,7 @@ def _course(*, drifting: bool) -> list[tuple[int, Words]]:
         floats = words.view(np.float64)
         offset = level * (1 - np.exp(-step / 900)) + 0.05 * random.normal(size=count)
         if drifting:
-            offset[:HEADS] += 1.6e-2 * max(0, step - 2000)  # its forecast comes into sight
+            offset[:HEADS] += 2e-2 * max(0, step - 2000)  # its harm comes into sight
         words[:, Slot.ROWS] = _ROWS
         words[:, Slot.TIED_ROWS_BF16] = _ROWS // 50
         floats[:, Slot.SCORE_MAX] = floats[:, Slot.ROW_MAX_ABS] = 12 + np.abs(offset) + random.normal(size=count)

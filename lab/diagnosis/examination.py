@@ -206,9 +206,8 @@ def of_recording(history: History) -> Source:
             "norm beside others": norm / (median or math.nan),
         }
         cells = {name: value for name, value in cells.items() if math.isfinite(float(value))}
-        raised = [v for v in history.verdicts if (v.layer, v.head, v.state) == (layer, head, "raised")]
-        if raised:
-            cells["warned"] = f"{raised[0].step}, {raised[0].cause}"
+        if told := [v for v in history.verdicts if (v.layer, v.head) == (layer, head)]:
+            cells["warned"] = f"{told[0].step}, {told[-1].cause}"  # a later verdict may correct the cause
         source.heads.append(Head(history.name, layer, head, cells))
     return source
 
