@@ -21,11 +21,11 @@ from foreshock.server.curves.merging import ARRAYS_OF_MODES, Axis, MergedSteps, 
 from foreshock.server.models import IncidentChange
 from foreshock.server.runs.eventlog import write_events
 from foreshock.server.runs.newest import described, newest_samples, status_of
-from foreshock.server.runs.orders import Orders, carried_out, orders_of
+from foreshock.server.runs.orders import Orders, orders_of
 from foreshock.server.runs.words import printable
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.reading import heads_of_layers, read_back
-from foreshock.server.store.schema import boots, commands, events, topologies, warnings
+from foreshock.server.store.schema import boots, events, topologies, warnings
 
 Newest = Mapping[int, tuple[Axis, list[Row[Any]]]]
 """Of each run the heads and the samples of its newest reading, as `newest_samples` gives them."""
@@ -51,7 +51,6 @@ def incidents_of(
     if newest is None:
         newest = newest_samples(connection, list(warned))
     modes, steps = _modes({run_id: newest[run_id] for run_id in warned if run_id in newest})
-    judged = _judged(connection, warned, verify_steps)
     acknowledged = _acknowledged(connection, warned)
     ordered = orders_of(connection, warned)
     found = {}
@@ -61,7 +60,7 @@ def incidents_of(
         made = incidents(
             own,
             modes=orders.modes(modes.get(run_id, {}), steps.get(run_id, 0)),
-            judged=judged[run_id],
+            judged=[SwitchOutcome(heads, step + verify_steps, held) for heads, step, held in orders.judged],
             acknowledged=acknowledged[run_id],
             policy=description.get("policy"),
             mitigation=description.get("mitigation") or DEFAULT_MITIGATION,
@@ -145,20 +144,6 @@ def modes_of(axis: Axis, reading: MergedSteps) -> dict[HeadRef, str]:
                 found[ref] = mode_name(int(mode))
             except ValueError:
                 continue
-    return found
-
-
-def _judged(connection: Connection, run_ids: Collection[int], verify_steps: int) -> dict[int, list[SwitchOutcome]]:
-    """What became of the switches that were verified."""
-    ruled = commands.c.run_id.in_(run_ids), commands.c.verification.in_(("verified", "not arrested"))
-    at: dict[str, int] = {}
-    for command_id, switched in carried_out(connection, *ruled):
-        at[command_id] = max(switched.step, at.get(command_id, 0))
-    found: dict[int, list[SwitchOutcome]] = defaultdict(list)
-    for row in connection.execute(select(commands).where(*ruled)):
-        if row.id in at:
-            heads = None if row.heads is None else frozenset((layer, head) for layer, head in row.heads)
-            found[row.run_id].append(SwitchOutcome(heads, at[row.id] + verify_steps, row.verification == "verified"))
     return found
 
 

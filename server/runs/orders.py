@@ -32,6 +32,8 @@ class Orders:
 
     known: list[tuple[frozenset[HeadRef] | None, Ordered]] = field(default_factory=list)
     given: dict[HeadRef, Given] = field(default_factory=dict)
+    judged: list[tuple[frozenset[HeadRef] | None, int, bool]] = field(default_factory=list)
+    """Of each switch that was verified its heads, the last step at which a rank carried it out, and whether it held."""
 
     def modes(self, sampled: Mapping[HeadRef, str], step: int) -> dict[HeadRef, str]:
         """The present modes: those of the sample of `step`, and what orders have changed since."""
@@ -70,6 +72,9 @@ def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Ord
             verification=row.verification,
         )
         own.known.append((heads, order))
+        if row.verification in ("verified", "not arrested") and answers[row.id]:
+            last = max(switched.step for switched in answers[row.id])
+            own.judged.append((heads, last, row.verification == "verified"))
         for switched in answers[row.id]:
             _take(own.given, switched, heads, everywhere=row.state == "applied", by_hand=row.source != "rank")
     return found

@@ -1,6 +1,7 @@
 """An agent of a build to come, this service and a store that another build left: nothing is lost."""
 
 import json
+import re
 import sqlite3
 import time
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(pla
             if path.startswith("/v1/audit"):  # its rows were chained by hashes then
                 chained = {"hash", "previous_hash"}
                 answered = {"rows": [{k: row[k] for k in row.keys() - chained} for row in answered["rows"]]}
-            assert_holds(timeless(now), timeless(answered), path)
+            assert_holds(reworded(timeless(now)), reworded(timeless(answered)), path)
         metrics = (await service.client.get("/metrics")).text
         missing = series_of(was["/metrics"]) - series_of(metrics)
         assert not missing
@@ -140,9 +141,21 @@ def timeless(value: Any) -> Any:
     return [timeless(inner) for inner in value] if isinstance(value, list) else value
 
 
+def reworded(value: Any, *, incident: bool = False) -> Any:
+    """An answer in which an incident's sentence only is there: each version makes it anew from what is stored."""
+    if isinstance(value, dict):
+        return {
+            key: bool(inner) if incident and key == "sentence" else reworded(inner, incident=key == "incidents")
+            for key, inner in value.items()
+        }
+    return [reworded(inner, incident=incident) for inner in value] if isinstance(value, list) else value
+
+
 def series_of(exposition: str) -> set[str]:
-    """Every series about runs with its value, without those that tell the time."""
-    lines = (line for line in exposition.splitlines() if 'run="' in line)
+    """Every series about runs with its value, without those that tell the time, and without an incident's sentences."""
+    lines = (
+        re.sub(r'\b(done|sentence|to_do)="[^"]+"', r"\1", line) for line in exposition.splitlines() if 'run="' in line
+    )
     return {line for line in lines if not line.startswith(("foreshock_run_last_", "foreshock_run_silent"))}
 
 

@@ -21,8 +21,8 @@ def upgrade() -> None:
 def downgrade() -> None:
     """The columns come back without the hashes, which are not known any more."""
     if op.get_bind().dialect.name == "sqlite":
-        for change in ("update", "delete"):
-            op.execute(sa.text(f"DROP TRIGGER audit_refuses_{change}"))
+        for statement in ("DROP TRIGGER audit_refuses_update", "DROP TRIGGER audit_refuses_delete"):
+            op.execute(sa.text(statement))
     else:
         op.execute(sa.text("DROP FUNCTION audit_refuses_changes() CASCADE"))
     for name in ("previous_hash", "hash"):
