@@ -14,8 +14,8 @@ from foreshock.lab.training.recipes import find_recipe
 ROOT: Final = Path(__file__).resolve().parents[1]
 TRACES: Final = ROOT / "lab" / "traces"
 SHOWN: Final = {
-    "left-alone": "cure/kb256b128_untreated_seed3.trace.xz",
-    "switched": "cure/kb256b128_rescued-all-row-corrected_seed3.trace.xz",
+    "left-alone": "cure/kb256b128_untreated_seed1.trace.xz",
+    "switched": "cure/kb256b128_rescued-all-row-corrected_seed1.trace.xz",
     "pytorch-flash": "vendor/kb256_flash-untreated_seed21.trace.xz",
 }
 """The file of each run, by the name that people see. The first two are twins: one recipe, one seed."""

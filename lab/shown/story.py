@@ -18,7 +18,7 @@ from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 LEFT_ALONE, SWITCHED, OF_PYTORCH = NAMES = ("left-alone", "switched", "pytorch-flash")
 """The first two are twins; the third is on PyTorch's own kernel."""
 _TEXTS: Final = {"byte pairs": "documentation and source of Python packages"}
-_WORTH_SAYING: Final = (0.01, 0.02, 0.04)
+WORTH_SAYING: Final = (0.01, 0.02, 0.04)
 """Shares of the twin's loss: a sentence says when the loss first lies that far above it."""
 _STEPS_OF_A_LOSS: Final = 500
 
@@ -83,7 +83,7 @@ class Story:
     dangerous: dict[str, int] = field(default_factory=dict)
     """The first step at which a run's largest score was `DANGEROUS_SCORE`."""
     _shares_passed: int = 0
-    """How many of `_WORTH_SAYING` the loss has passed."""
+    """How many of `WORTH_SAYING` the loss has passed."""
     _sentence: str = ""
     """Of the last warning, which twins share."""
 
@@ -127,7 +127,7 @@ class Story:
 
     def _excess_to_say(self) -> float | None:
         excess = self.excess(self.shared_step)
-        reached = sum(excess >= each for each in _WORTH_SAYING)
+        reached = sum(excess >= each for each in WORTH_SAYING)
         if reached <= self._shares_passed:
             return None
         self._shares_passed = reached
