@@ -84,14 +84,14 @@ def warned(trace: Trace) -> int:
 
 
 def test_the_warnings_came_as_long_before_the_untreated_runs_failed_as_is_said() -> None:
-    flash, ours = run("paper-gpt2-64k_flash-untreated"), run("paper-gpt2-64k_untreated")
-    leads, to_512 = [], []
-    for trace, at in ((flash, warned(run("paper-gpt2-64k_flash-rescued"))), (ours, warned(ours))):
-        leads.append(f"{(explosion(trace) or 0) - at:,}")
-        words = ((s.step, w) for s in trace.samples if (w := s.words()) is not None)
-        to_512.append(f"{next(step for step, w in words if catalog.read('head.score_max', w).max() >= 512) - at:,}")
-    assert f"came {' and '.join(leads)} steps before" in EVIDENCE
-    assert f"{' and '.join(to_512)} before a score of 512" in EVIDENCE
+    ours = run("paper-gpt2-64k_untreated")
+    with_biases = run("paper-gpt2-64k-bias_flash-untreated")
+    within = sorted(
+        (explosion(trace) or 0) - warned(trace) for trace in (run("paper-gpt2-64k_flash-untreated"), with_biases, ours)
+    )
+    assert f"warned about {within[0]:,}, {within[1]:,} and {within[2]:,} steps before they exploded" in EVIDENCE
+    apart = (explosion(run("paper-gpt2-64k_flash-untreated")) or 0) - warned(run("paper-gpt2-64k_flash-rescued"))
+    assert f"came {apart:,} steps before its untreated twin exploded, which compares two runs" in EVIDENCE
     raised = (e for e in ours.events if isinstance(e, wire.Verdict) and (e.state, e.cause) == ("raised", "rounding"))
     first, second, *_ = raised
     assert (second.layer, second.head) == FAILING
