@@ -139,11 +139,15 @@ def test_the_losses_of_its_table_are_means_of_a_hundred_steps(arm: str, seed: in
 
 
 @pytest.mark.full
-def test_today_s_detectors_warn_of_its_recordings_as_rounding_and_leave_the_run_alone_that_does_not_fail() -> None:
-    scores = score_traces([run("paper-gpt2-64k_flash-untreated"), run("paper-gpt2-64k-bias_flash-untreated")])
-    for score in scores:
-        assert f"{score.first_warning_step:,}" in EVIDENCE
-        assert (score.layer, score.cause) == (1, "rounding")
-    quiet = [run("paper-gpt2-64k_row-corrected"), *(run("paper-gpt2-64k_flash-rescued", seed) for seed in (1, 2))]
+def test_today_s_detectors_name_no_cause_in_recordings_of_a_sample_of_rows_and_leave_the_treated_run_alone() -> None:
+    flash, with_biases = score_traces(
+        [run("paper-gpt2-64k_flash-untreated"), run("paper-gpt2-64k-bias_flash-untreated")]
+    )
+    assert (flash.first_warning_step, flash.layer, flash.head, flash.cause) == (1220, 3, 6, "score growth")
+    assert (with_biases.first_warning_step, with_biases.layer, with_biases.cause) == (3160, 1, "score growth")
+    assert "Today's detectors warn of these recordings at 1,220 (layer 3) and 3,160, without a named cause." in EVIDENCE
+    quiet = [run("paper-gpt2-64k_row-corrected"), run("paper-gpt2-64k_flash-rescued", 2)]
     assert all(score.warnings == 0 for score in score_traces(quiet))
-    assert "Replayed from their recordings, which join samples, they are not warned about." in EVIDENCE
+    [rescued] = score_traces([run("paper-gpt2-64k_flash-rescued", 1)])
+    assert (rescued.warnings, rescued.first_warning_step, rescued.layer) == (1, 1220, 3)
+    assert "the one of seed 1 is warned about at 1,220, at layer 3, and that of seed 2 is not" in EVIDENCE

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, Row, select, tuple_
+from sqlalchemy import Connection, Row, func, select, tuple_
 
 from foreshock.contract.slots import Slot, Words, fitted
 from foreshock.contract.wire import PER_HEAD, Sample
@@ -26,6 +26,8 @@ _ENTROPY: Final = "entropy"
 _ENTROPY_ROWS: Final = Slot.ENTROPY_ROWS
 NORMS: Final = ("query_norm", "key_norm", "query_key_norm")
 _STEPS_AT_ONCE: Final = 4096
+_STARTS: Final = 4
+"""Process starts of a rank, the newest first, in which a last measured value is looked for."""
 Earlier = tuple[frozenset[str], list[Row[Any]]]
 """Arrays to be read, and samples in the fixed order."""
 
@@ -50,9 +52,11 @@ def earlier_samples(
     connection: Connection, newest: Mapping[int, tuple[Axis, Collection[Row[Any]]]]
 ) -> dict[int, Earlier]:
     """Of each run, given with its newest reading, the other samples in which something was measured last."""
-    query = select(boots.c.run_id, boots.c.id, boots.c.rank, boots.c.measured, boots.c.until_step)
+    recency = func.row_number().over(partition_by=(boots.c.run_id, boots.c.rank), order_by=boots.c.id.desc())
+    columns = (boots.c.run_id, boots.c.id, boots.c.rank, boots.c.measured, boots.c.until_step, recency.label("recency"))
+    known = select(*columns).where(boots.c.run_id.in_(newest), boots.c.measured.is_not(None)).subquery()
     last: dict[tuple[int, int, str], tuple[int, int]] = {}
-    for boot in connection.execute(query.where(boots.c.run_id.in_(newest), boots.c.measured.is_not(None))):
+    for boot in connection.execute(select(known).where(known.c.recency <= _STARTS)):
         for name, step in json.loads(boot.measured).items():
             if name != _ALWAYS and (boot.until_step is None or step <= boot.until_step):
                 key = boot.run_id, boot.rank, name

@@ -41,6 +41,6 @@ def test_the_seals_name_every_held_out_run_that_is_published_as_it_was_scored_an
 def test_the_horizon_silences_the_healthy_text_runs_and_no_failing_one() -> None:
     however_far = DetectorConfig(horizon_windows=None)
     assert first_warnings("real-text", HEALTHY, DetectorConfig()) == [None, None, None]
-    assert first_warnings("real-text", HEALTHY, however_far) == [2450, 4475, None]
+    assert first_warnings("real-text", HEALTHY, however_far) == [2450, 8175, None]
     assert first_warnings("cure", FAILING, DetectorConfig()) == [4375, 4875, 2450, 2750]
     assert first_warnings("cure", FAILING, however_far) == [4175, 4875, 2225, 1250]

@@ -250,6 +250,7 @@ def test_a_block_says_the_same_however_many_samples_it_is_made_of(
             "score_offset": np.mean([each.score_offset for each in waiting], axis=0),
             "largest_score": np.max([each.largest_score for each in waiting], axis=0),
             "delta_bias_sum": np.sum([each.delta_bias_sum for each in waiting], axis=0),
+            "rows": np.sum([each.rows for each in waiting], axis=0),
         }
         said += seldom.update(dataclasses.replace(waiting[-1], since_step=first, **together))
         waiting.clear()
