@@ -42,5 +42,5 @@ def test_the_horizon_silences_the_healthy_text_runs_and_no_failing_one() -> None
     however_far = DetectorConfig(horizon_windows=None)
     assert first_warnings("real-text", HEALTHY, DetectorConfig()) == [None, None, None]
     assert first_warnings("real-text", HEALTHY, however_far) == [2450, 8175, None]
-    assert first_warnings("cure", FAILING, DetectorConfig()) == [4375, 4875, 2450, 2750]
-    assert first_warnings("cure", FAILING, however_far) == [4175, 4875, 2225, 1250]
+    assert first_warnings("cure", FAILING, DetectorConfig()) == [4475, 4875, 2825, 3275]
+    assert first_warnings("cure", FAILING, however_far) == [4375, 4875, 2225, 1250]
