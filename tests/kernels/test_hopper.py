@@ -27,7 +27,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     given up yet."""
     monkeypatch.setattr(launch, "_CALLS", {})
     monkeypatch.setattr(launch, "_capability", lambda device: 90)
-    monkeypatch.setattr(hopper.FORWARD, "failures", [])
+    monkeypatch.setattr(hopper.FORWARD, "failed", set())
     monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
 
 
@@ -175,7 +175,10 @@ def test_where_the_kernel_cannot_be_had_triton_serves_and_one_warning_says_so(
         assert launches.of(tensors(), torch.zeros(4, dtype=torch.int32)) == ["triton"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert launches.of(tensors()) == launches.of(tensors((1, 4, 64), (1, 4, 64))) == ["triton"]
+        assert launches.of(tensors()) == launches.of(tensors((1, 4, 256), (1, 4, 256))) == ["triton"]
+        launches.failure = None
+        of_another_kind = launches.of(tensors((1, 4, 64), (1, 4, 64)))
+    assert of_another_kind == (["triton"] if isinstance(failure, ImportError) else ["hopper"])
 
 
 def test_who_asks_for_triton_s_alone_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     given up yet, and gradients may differ in their bits."""
     monkeypatch.setattr(launch, "_CALLS", {})
     monkeypatch.setattr(launch, "_capability", lambda device: 90)
-    monkeypatch.setattr(hopper.BACKWARD, "failures", [])
+    monkeypatch.setattr(hopper.BACKWARD, "failed", set())
     monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
@@ -221,6 +221,17 @@ def test_who_wants_equal_bits_gets_triton_s_passes_from_one_call_to_the_next(mon
     assert launches.addresses == [False, False, True, True]
 
 
+@pytest.mark.parametrize("members", [(1, 4), (4, 1)])
+def test_each_version_of_a_call_has_launches_of_its_own_to_make_before_addresses_are_enough(
+    members: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = Launches(monkeypatch)
+    for asked in (*members, *members):
+        monkeypatch.setattr(hopper, "_asked", [asked])
+        assert launches.of(Problem(heads=(8, 2))) == ["rows", "hopper", "count"]
+    assert launches.addresses == [False, False, True, True]
+
+
 @pytest.mark.parametrize("failure", [ImportError("no module named gluon"), RuntimeError("PassManager::run failed")])
 def test_where_the_kernel_cannot_be_had_triton_begins_again_and_one_warning_says_so(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
@@ -230,7 +241,10 @@ def test_where_the_kernel_cannot_be_had_triton_begins_again_and_one_warning_says
         assert launches.of(Problem(modes=modes)) == [*CORRECTED, *TRITON, "count"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert launches.of(Problem(modes=modes)) == launches.of(Problem((64, 64))) == [*TRITON, "count"]
+        assert launches.of(Problem(modes=modes)) == launches.of(Problem((512, 512))) == [*TRITON, "count"]
+        launches.failure = None
+        of_another_kind = launches.of(Problem(causal="top_left"))
+    assert of_another_kind == ([*TRITON, "count"] if isinstance(failure, ImportError) else ["rows", "hopper", "count"])
 
 
 def test_where_memory_is_short_that_is_said_and_the_kernel_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

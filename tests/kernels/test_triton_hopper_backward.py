@@ -364,7 +364,7 @@ def test_where_it_cannot_be_launched_triton_serves_and_one_warning_says_so(monke
     problem = with_modes(300, "top_left")
     theirs = problem.by_triton()
     monkeypatch.setattr(hopper.BACKWARD, "load", broken)
-    monkeypatch.setattr(hopper.BACKWARD, "failures", [])
+    monkeypatch.setattr(hopper.BACKWARD, "failed", set())
     with pytest.warns(UserWarning, match="backward for Hopper.*no such Gluon"):
         first = problem.as_served()
     for given in (first, problem.as_served()):

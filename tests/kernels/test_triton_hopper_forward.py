@@ -365,7 +365,7 @@ def test_where_it_cannot_be_launched_triton_serves_and_one_warning_says_so(monke
 
     inputs, spec = random_inputs(300, 300, 128), scaled(128)
     monkeypatch.setattr(hopper.FORWARD, "load", broken)
-    monkeypatch.setattr(hopper.FORWARD, "failures", [])
+    monkeypatch.setattr(hopper.FORWARD, "failed", set())
     with pytest.warns(UserWarning, match="no such Gluon"):
         first = as_served(inputs, spec)
     assert all(

@@ -57,7 +57,8 @@ def attention_backward(
 def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: Grads) -> None:
     """The three passes under given configurations, or Hopper's own in place of two, and the statistics."""
     by_hopper = hopper.takes_backward(call, given, grads)
-    name = ("made", chosen, by_hopper, *[tensor is None for tensor in given])
+    members = hopper.members_of(call, grads[0].device) if by_hopper else 0
+    name = ("made", chosen, members, *[tensor is None for tensor in given])
     made = call.plans.get(name, False)
     rows = launch_rows(call, given, made and call.takes_addresses())
     if by_hopper:

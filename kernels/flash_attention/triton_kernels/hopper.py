@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -33,11 +33,13 @@ def serves(call: Call, *tensors: Tensor) -> bool:
 
 
 class Pass:
-    """The forward or the backward for Hopper. It is not asked any more once it could not be launched."""
+    """The forward or the backward for Hopper. What could not be launched is not asked for again: a kind of call, or
+    every call if the kernels cannot be imported."""
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self.failures: list[Exception] = []
+        self.failed: set[Any] = set()
+        """Kinds of calls; None stands for all."""
 
     def chosen(self, call: Call, *tensors: Tensor | None) -> bool:
         """Whether it computes this call, of and into these tensors. The call remembers the answer."""
@@ -48,7 +50,7 @@ class Pass:
                 call, *[tensor for tensor in tensors if tensor is not None]
             )
             call.plans[name] = answer
-        return bool(answer) and not self.failures
+        return bool(answer) and not (self.failed and self.failed & {None, _kind(call)})
 
     def launched(self, call: Call, *arguments: object) -> bool:
         """Launch it, and say whether it could be; a warning says why it could not."""
@@ -57,7 +59,7 @@ class Pass:
         except torch.OutOfMemoryError:  # no fault of the kernel
             raise
         except Exception as error:  # an import's or a compiler's; what else is wrong, the other launch will say
-            self.failures.append(error)
+            self.failed.add(None if isinstance(error, ImportError) else _kind(call))
             warnings.warn(
                 f"foreshock's {self.what} for Hopper could not be launched ({type(error).__name__}: "
                 f"{error}); the slower {self.what} serves in its place",
@@ -70,6 +72,11 @@ class Pass:
         """Its launch. The first call imports Gluon, which takes a second."""
         launch: Callable[..., None] = import_module(f"{__package__}.hopper_{self.what}").launch
         return launch
+
+
+def _kind(call: Call) -> Any:
+    """What the kernels are compiled for, and not the lengths: another length would fail as well, after compiling."""
+    return call.compiled, call.longest_k % BLOCK > 0, call.heads // call.kv_heads, *_asked
 
 
 FORWARD: Final = Pass("forward")
@@ -119,6 +126,8 @@ _asked: Final[list[int]] = []
 
 def members_of(call: Call, device: torch.device) -> int:
     """How many query heads that share a key head a program takes."""
+    if call.heads == call.kv_heads:
+        return 1
     if _asked:
         return _asked[0]
     members = call.plans.get("hopper members")
