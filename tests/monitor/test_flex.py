@@ -253,7 +253,7 @@ def test_a_compiled_flex_attention_is_watched_wherever_it_is_held_and_compiled_n
     counter = compiled_flex(fullgraph=True)
     unwatched, _ = trained(gpt(kind, "alibi"), watched=False)
     graphs = counter.frame_count
-    _, samples = trained(model := gpt(kind, "alibi"), 3, sample_every_steps=2)
+    _, samples = trained(model := gpt(kind, "alibi"), 4, sample_every_steps=2)
     assert_true(model, samples[-1])
     again, _ = trained(gpt(kind, "alibi"), watched=False)
     assert counter.frame_count == graphs == 1

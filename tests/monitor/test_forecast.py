@@ -90,7 +90,9 @@ def test_the_courses_of_many_heads_are_those_of_each(heads: list[list[float]]) -
     ],
 )
 def test_a_verdict_says_how_sure_its_forecast_is(fields: dict[str, Any], words: str) -> None:
-    found = Finding("offset", Evidence(offset=9.0, offset_before=4.0), "rounding", "warning", **fields)
+    found = Finding(
+        "offset", Evidence(offset=9.0, offset_before=4.0, window_steps=100.0), "rounding", "warning", **fields
+    )
     told = verdict(found, step=100, layer=1, head=2, before=None)
     assert told.sentence.endswith(words)
     assert told.harm_in_sight == (None if math.isnan(found.course) else found.course < 1e9)

@@ -174,7 +174,9 @@ def test_a_call_outside_keeps_nothing_alive_that_those_who_called_it_let_go_of()
     assert kept() is None
 
 
-def test_a_recompute_that_lost_its_layer_is_refused_where_our_kernels_served() -> None:
+def test_a_recompute_that_lost_its_layer_is_warned_about_where_our_kernels_served(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     kept, served = made("h.0"), made("h.1")
     kept.keeps = True
 
@@ -197,12 +199,13 @@ def test_a_recompute_that_lost_its_layer_is_refused_where_our_kernels_served() -
     try:
         backward()  # kept as it is: nothing is lost but the count
         assert running.outside.calls == 1
+        assert not caplog.records
         running.outside.calls = 0
         running.outside.layers.add(served)
-        with pytest.raises(
-            RuntimeError, match=r"which layer's attention is recomputed .* use torch\.utils\.checkpoint"
-        ):
-            backward()
+        backward()
+        (warned,) = caplog.messages
+        assert "attention is recomputed in a backward" in warned
+        assert "Use torch.utils.checkpoint" in warned
     finally:
         running.outside.layers.discard(kept)
         running.outside.layers.discard(served)
