@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch._functorch.config
@@ -48,13 +48,6 @@ FAST_BACKENDS: Final = ("flash", "cudnn", "efficient")
 WATCHED: Final = ("kernels", "kernels_agent", "keep_agent")
 
 
-class Stepped(Protocol):
-    """What is called after each step: an agent, or more."""
-
-    def step(self, loss: Tensor, grad_norm: Tensor, learning_rate: float, /) -> None:
-        """As the agent's."""
-
-
 @dataclass(slots=True)
 class Arm:
     """One way to train the shared weights. `seconds` are the mean steps of its blocks."""
@@ -62,7 +55,7 @@ class Arm:
     name: str
     model: Callable[[Tensor], Tensor]
     backend: str | None = None
-    agent: Stepped | None = None
+    agent: Agent | None = None
     seconds: list[float] = field(default_factory=list)
 
 
@@ -84,7 +77,7 @@ class Bench:
         name: str,
         kind: type[Attention],
         backend: str | None,
-        attached: Callable[[nn.Module], Stepped] | None = None,
+        attached: Callable[[nn.Module], Agent] | None = None,
     ) -> None:
         """Add an arm over the same weights; one that fails says so and is left out."""
         model = copy.deepcopy(self.model, {id(p): p for p in self.weights})

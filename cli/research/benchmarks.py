@@ -66,19 +66,6 @@ def bench_agent(
     agent_step.main(json, rounds, shape, arm or agent_step.WATCHED)
 
 
-@bench.command("qk-clip")
-def bench_qk_clip(
-    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
-    rounds: Annotated[
-        int, typer.Option(help="Number of blocks of steps that each variant trains, in turn.", min=1)
-    ] = 12,
-) -> None:
-    """Time QK-Clip in a step of GPT-2 small: off, with nothing to scale, with all to scale. Needs a CUDA GPU."""
-    from foreshock.benchmarks import qk_clip
-
-    qk_clip.main(json, rounds)
-
-
 @bench.command("ingest")
 def bench_ingest(
     json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,

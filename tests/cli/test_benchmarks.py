@@ -46,7 +46,7 @@ def test_what_was_typed_reaches_the_benchmark(
 def test_every_benchmark_is_listed_with_a_sentence() -> None:
     help_text = foreshock("bench").output
     names = [command.name for command in bench.registered_commands]
-    assert len(names) == 6
+    assert len(names) == 5
     assert all(name is not None and name in help_text for name in names)
 
 
