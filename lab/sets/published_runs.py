@@ -3,8 +3,7 @@
 from foreshock.lab.sets.real_text import real_text_sets
 from foreshock.lab.sets.run_set import Entry
 from foreshock.lab.training.arm import PAPER, PAPER_NO_KEY_BIAS, PAPER_RESCUED, find_arm
-from foreshock.lab.training.recipes import find_recipe
-from foreshock.lab.training.text_recipes import RATES
+from foreshock.lab.training.recipes import RECIPES, find_recipe
 
 _OBSERVED, _RESCUED = ("flash-untreated", "cudnn-untreated"), ("flash-rescued", "cudnn-rescued")
 _FRESH = (21, 22, 23, 24, 25)
@@ -40,7 +39,8 @@ def published() -> dict[str, list[Entry]]:
         "qk-clip": [
             run
             for seed in _CLIPPED
-            for recipe in RATES
+            for recipe in RECIPES.values()
+            if recipe.name.startswith("no-bias-")
             for run in _runs(recipe.name, _CLIPS[recipe.learning_rate], (seed,))
         ],
     }

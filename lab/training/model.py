@@ -9,12 +9,14 @@ from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import with_config
 from torch import Tensor, nn
 
 Dtype = Literal["bfloat16", "float32"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+@with_config(extra="forbid")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a GPT. Parameters, normalisation and the residual stream are float32."""

@@ -1,24 +1,32 @@
-"""What recipes may say of a run: shapes of the model, optimizers, text, and harm that is done on purpose."""
+"""Recipes: what they may say of a run, what an arm changes of it, and that each of them trains."""
 
+import math
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 import typer.main
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.lab.tiny_recipes import tiny
 
 from foreshock.cli.main import app
 from foreshock.contract import wire
-from foreshock.contract.modes import MODE_NAMES, mode_name, served_modes
-from foreshock.contract.slots import Slot
+from foreshock.contract.modes import MODE_NAMES, MODES, mode_name, served_modes
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.sets.published_runs import published
 from foreshock.lab.texts.corpus import Corpus, standard_library
+from foreshock.lab.texts.folder_text import VOCABULARY
 from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
-from foreshock.lab.training.model import ModelConfig
-from foreshock.lab.training.recipes import Recipe, find_recipe
+from foreshock.lab.training.model import GPT, ModelConfig
+from foreshock.lab.training.ranks import Ranks
+from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe, read_recipes
 from foreshock.lab.training.run import Training
 
 SHAPE = ModelConfig(layers=2, heads=4, width=32, context=16)
+KEY_BIAS = find_recipe("key-bias")
 TINY = replace(find_recipe("key-bias-small"), model=SHAPE, batch=4, sample_every_steps=5)
 
 
@@ -87,15 +95,6 @@ def test_biases_have_a_rate_or_a_decay_of_their_own_but_not_both(corpus: Corpus)
         Training(replace(TINY, bias_rate=8.0, bias_decay=0.1), UNTREATED, 0, corpus=corpus)
 
 
-def test_a_trace_says_what_its_run_was_made_to_show() -> None:
-    key_bias, healthy = find_recipe("key-bias-small"), find_recipe("text-small")
-    assert key_bias.truth_of(UNTREATED) == "rounding"
-    assert key_bias.truth_of(CONTROL) == key_bias.truth_of(ARMS["exact-delta"]) == "healthy"
-    header = healthy.header(UNTREATED, 2, "run")
-    assert (header["truth"], header["nature"], header["seed"]) == ("healthy", "natural", 2)
-    assert key_bias.header(UNTREATED, 2, "run")["nature"] == "natural"
-
-
 @pytest.mark.parametrize(
     ("name", "numerics", "mode", "policy", "mitigation", "scope"),
     [
@@ -133,12 +132,6 @@ def test_vectors_may_have_a_decay_of_their_own(corpus: Corpus) -> None:
     assert sum(len(group["params"]) for group in groups) == len(list(decayed.model.parameters()))
 
 
-def test_an_arm_applied_twice_is_an_arm_applied_once() -> None:
-    for name in ("control", "exact-delta"):
-        once = TINY.under(find_arm(name))
-        assert once.under(find_arm(name)) == once
-
-
 def test_a_cosine_rises_to_the_rate_and_ends_at_a_tenth_of_it(corpus: Corpus) -> None:
     recipe = replace(TINY, schedule="cosine", warmup_steps=4, steps=14)
     told: list[float | None] = []
@@ -160,6 +153,128 @@ def test_the_help_of_run_set_names_every_set() -> None:
     """Written out there, since a help text shall not wait for PyTorch."""
     said = str(typer.main.get_command(app).commands["lab"].commands["run-set"].params[0].help)  # type: ignore[attr-defined]
     assert set(re.findall(r"[a-z]+(?:-[a-z]+)*", said.partition(":")[2])) - {"or"} == set(published())
+
+
+def test_a_recipe_takes_from_its_base_what_it_does_not_name() -> None:
+    base = """
+        [first]
+        summary = "One."
+        batch = 2
+        steps = 3
+        learning_rate = 0.1
+        warmup_steps = 1
+        clip = 2.0
+        model = {layers = 1, heads = 2, width = 8, context = 4}
+    """
+    first, second = read_recipes(base + "[second]\nbase = 'first'\nclip = 'none'\nmodel = {heads = 4}").values()
+    assert second == replace(first, name="second", clip=None, model=replace(first.model, heads=4))
+    for wrong in ("rate = 1", "model = {wide = 8}", "batch = 'many'", "model = {heads = 3}"):
+        with pytest.raises(ValueError, match=r"rate|wide|batch|width 8 is not a multiple of 3"):
+            read_recipes(f"{base}[second]\nbase = 'first'\n{wrong}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_every_recipe_trains_at_a_small_size(recipe: Recipe, corpus: Corpus) -> None:
+    paper = recipe.name.startswith("paper-gpt2")
+    small, arm = replace(tiny(recipe), micro_batch=2 if paper else None), "flash-untreated" if paper else "untreated"
+    course = losses(small, corpus, 12, find_arm(arm))
+    assert all(map(math.isfinite, course))
+    assert min(course[6:]) < course[0]
+
+
+@given(warmup=st.integers(1, 400), more=st.integers(0, 4000), schedule=st.sampled_from(["constant", "cosine"]))
+def test_a_rate_rises_in_a_line_never_leaves_its_bounds_and_falls_only_under_a_cosine(
+    warmup: int, more: int, schedule: str
+) -> None:
+    recipe = replace(KEY_BIAS, warmup_steps=warmup, steps=warmup + more, schedule=schedule)  # type: ignore[arg-type]
+    for step in range(1, warmup, max(1, warmup // 7)):
+        assert recipe.rate_share(step) == pytest.approx(step / warmup)
+    later = [recipe.rate_share(step) for step in range(warmup, warmup + more + 1, max(1, more // 11))]
+    assert later[0] == pytest.approx(1.0)
+    assert all(0.1 - 1e-9 <= share <= 1 + 1e-9 for share in later)
+    assert later == sorted(later, reverse=True)
+    end = recipe.rate_share(recipe.steps + 50)
+    assert end == pytest.approx(1.0 if schedule == "constant" else 0.1 if more else end)
+
+
+@pytest.mark.parametrize("arm", ARMS.values(), ids=ARMS.keys())
+def test_only_an_arm_that_rounds_as_the_baseline_does_is_expected_to_fail_by_rounding(arm: Arm) -> None:
+    cured = arm.numerics == "float32" or arm.mode != "plain" or bool(arm.model)
+    assert KEY_BIAS.truth == "rounding"
+    assert KEY_BIAS.truth_of(arm) == ("healthy" if cured else "rounding")
+    other = replace(KEY_BIAS, truth="score growth")
+    held = arm.qk_clip == "always"  # no rounding was its cause, and no mode cures it
+    assert other.truth_of(arm) == ("healthy" if held else "score growth")
+
+
+def test_a_header_tells_what_a_run_is_and_what_it_switches_to_only_where_it_may_switch() -> None:
+    plain = KEY_BIAS.header(UNTREATED, 7, "a-run")
+    assert (plain["recipe"], plain["arm"], plain["seed"], plain["run"]) == ("key-bias", "untreated", 7, "a-run")
+    assert (plain["nature"], plain["policy"]) == ("natural", "observe")
+    assert not {"mitigation", "switch_scope"} & set(plain)
+    rescued = KEY_BIAS.header(find_arm("rescued-centred-keys"), 7, "a-run")
+    assert (rescued["policy"], rescued["mitigation"]) == ("auto", "centred_keys")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_arm_changes_of_a_recipe_what_it_names_and_nothing_else(name: str) -> None:
+    recipe = RECIPES[name]
+    for arm in (UNTREATED, CONTROL, *(find_arm(mode.name.replace("_", "-")) for mode in MODES)):
+        made = recipe.under(arm)
+        assert isinstance(made, Recipe)
+        assert replace(made, model=recipe.model) == recipe
+        wide: Literal["bfloat16", "float32"] = "float32" if arm is CONTROL else "bfloat16"
+        assert made.model == replace(recipe.model, attention_dtype=wide)
+
+
+def test_the_settings_are_those_of_the_paper_and_of_its_authors_program() -> None:
+    paper = find_recipe("paper-gpt2")
+    assert paper.batch * paper.model.context == 524_288
+    assert (paper.learning_rate, paper.warmup_steps, paper.betas, paper.clip) == (1e-3, 2000, (0.9, 0.95), 1.0)
+    assert (paper.weight_decay, paper.model.qkv_bias, paper.compiled) == (0.0, False, True)
+    rates = [paper.learning_rate * paper.rate_share(step) for step in (1, 1000, 2000, 301_000, 600_000, 700_000)]
+    assert rates == pytest.approx([5e-7, 5e-4, 1e-3, 5.05e-4, 1e-5, 1e-5])
+    assert paper.model.vocabulary >= VOCABULARY
+    with torch.device("meta"):
+        weights = sum(weight.numel() for weight in GPT(paper.model).parameters())
+    assert weights == 50_304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 2 * 768) + 768
+
+
+def test_twins_differ_in_what_their_names_say() -> None:
+    paper = find_recipe("paper-gpt2")
+    for size, batch in (("", 512), ("-64k", 64)):
+        bare, biased = find_recipe(f"paper-gpt2{size}"), find_recipe(f"paper-gpt2{size}-bias")
+        assert (bare.batch, biased.batch) == (batch, batch)
+        assert replace(bare, name="", summary="", batch=0) == replace(paper, name="", summary="", batch=0)
+        assert biased.model == replace(bare.model, qkv_bias=True)
+        decayed = find_recipe(f"paper-gpt2{size}-decay")
+        assert (decayed.weight_decay, decayed.bias_decay) == (0.1, 0.0)
+    assert paper.under(CONTROL).model == replace(paper.model, attention_dtype="float32")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_any_usual_number_of_gpus_shares_a_batch_out_in_parts_of_at_most_32(world: int) -> None:
+    for recipe in (each for each in RECIPES.values() if each.name.startswith("paper-gpt2")):
+        rows, at_once = Ranks(0, world).rows(recipe.batch, recipe.micro_batch)
+        assert (rows.stop - rows.start) * world == recipe.batch
+        assert at_once == min(32, recipe.batch // world)
+
+
+def test_qk_clip_holds_the_scores_of_a_run_of_the_laboratory(corpus: Corpus) -> None:
+    small = tiny(replace(find_recipe("no-bias-32e-3"), learning_rate=0.03))
+    scores = {}
+    for arm in (UNTREATED, find_arm("qk-clip")):
+        training = Training(small, arm, 5, corpus=corpus, qk_clip_threshold=4.0)
+        seen: list[wire.Event] = []
+        training.agent.subscribe(seen.append)
+        with training.agent:
+            for _ in range(60):
+                training.advance()
+        samples = [event.words() for event in seen if isinstance(event, wire.Sample)]
+        words = [each for each in samples if each is not None]
+        scores[arm.name] = float(slot_values(words[-1], Slot.SCORE_MAX).max())
+    assert scores["untreated"] > 40
+    assert scores["qk-clip"] < 12
 
 
 @pytest.mark.parametrize("mode", [*MODE_NAMES, mode_name(served_modes()[-1])])  # the last one is the largest union
