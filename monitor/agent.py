@@ -30,8 +30,9 @@ from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.console import ConsoleReporter
 from foreshock.monitor.crisis import Crisis
 from foreshock.monitor.detect.detectors import Detectors
-from foreshock.monitor.detect.levels import Levels, PassedLevels
+from foreshock.monitor.detect.levels import Levels, PassedLevels, warned_before
 from foreshock.monitor.detect.notes import Notes
+from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.guard import Guard, logger, say
 from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.qk_clip.clipping import Clipping
@@ -106,6 +107,8 @@ class Agent:
         self._notes = Notes(self._heads)
         self._levels = Levels(attached.layers, config.detectors.quiet_steps)
         self._active: Sequence[wire.Verdict] = ()
+        self.readings: Readings | None = None
+        """What the detectors read of the newest sample; None before the first, and where they failed."""
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], self._new_id, emit)
         self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
         self._schedule = self._sampler.schedule
@@ -256,7 +259,7 @@ class Agent:
         self._guards["switch"].run(lambda: self._switching.obey(self._outbox.commands(), self.current_step))
 
     def _publish(self, result: DetectorResult) -> None:
-        counted, verdicts, risk, self._active = result
+        counted, verdicts, risk, self._active, self.readings = result
         if counted.broken_step is not None:
             self._crisis.begin(self.current_step)
         self._guards["sample"].run(self._record_coverage, counted)
@@ -280,12 +283,8 @@ class Agent:
         self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
 
     def _pass_levels(self, counted: Counted, verdicts: Sequence[wire.Verdict]) -> list[wire.Verdict]:
-        """Warnings about levels, which no policy acts on: a level does not show what scores will do. A head needs none
-        if a warning about it is older than this sample."""
-        new = {verdict.id for verdict in verdicts if verdict.state == "raised"}
-        old = [verdict for verdict in self._active if verdict.id not in new]
-        warned = {(each.layer, each.head) for each in old if each.layer is not None and each.head is not None}
-        found = self._levels.verdicts(counted.step, counted.words, warned)
+        """Warnings about levels, which no policy acts on: a level does not show what scores will do."""
+        found = self._levels.verdicts(counted.step, counted.words, warned_before(self._active, verdicts))
         if any(verdict.state == "raised" for verdict in found):
             self._crisis.begin(self.current_step)
         return found
@@ -526,7 +525,8 @@ def _detect(guard: Guard, detectors: Detectors, attached: AttachedModel, counted
     """Update the detectors by a sample; runs in their thread, which never holds the agent."""
 
     def detect() -> DetectorResult:
-        verdicts = detectors.update(attached.readings(counted))
-        return DetectorResult(counted, verdicts, detectors.risk, tuple(detectors.active))
+        readings = attached.readings(counted)
+        verdicts = detectors.update(readings)
+        return DetectorResult(counted, verdicts, detectors.risk, tuple(detectors.active), readings)
 
     return guard.run(detect) or DetectorResult(counted, [], None, tuple(detectors.active))

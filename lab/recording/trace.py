@@ -1,8 +1,9 @@
 """Recorded runs as lines of JSON.
 
 A first line {"foreshock_trace": 1, ...what was run...}, then one line for each of
-- the agent's events as they travel on the wire; a sample may name its slots one by one (`slots`) in place of the packed
-  `states`, and may be the merger of several samples: that is how `TraceWriter` writes it;
+- the agent's events as they travel on the wire, each sample with what else the detectors read (`read`), so that a
+  replay says what the agent said. In recordings up to commit 09575e2 a sample names its slots one by one (`slots`),
+  rounded to four digits, and is the merger of several samples;
 - `steps`: loss and gradient norm of every single step since `since_step`, which the baselines and the definition of
   harm need;
 - `probe`: what recorders up to commit ba386e0 measured of weights and activations at a step. It is passed over; `lab
@@ -27,8 +28,10 @@ from foreshock.lab.recording.packed import read_lines
 from foreshock.monitor.detect.readings import Readings, head_readings
 
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
-UNREAD: Final = (Slot.SCORE_OFFSET_SUMSQ,)
-"""Read by no detector and no baseline: left out, and NaN when read back."""
+_UNRECORDED: Final = (Slot.SCORE_OFFSET_SUMSQ,)
+"""What merged samples leave out: NaN when read back."""
+READ: Final = ("suspect_step", "broken_step", "lost_steps", "weights_broken", "parameters", "rounds")
+"""The fields of `Readings` that no event holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Trace:
     events: list[wire.Event] = field(repr=False)
     """samples, verdicts and switches after the start"""
     steps: Steps = field(repr=False)
+    read: dict[int, dict[str, Any]] = field(repr=False, default_factory=dict)
+    """the fields READ of samples, by step"""
 
     @property
     def samples(self) -> list[wire.Sample]:
@@ -100,7 +105,7 @@ _FIRST_NAMES: Final = {
 def _from_slots(named: dict[str, Any], heads: int) -> Words:
     words = np.tile(identity_row(), (heads, 1))
     floats = words.view(np.float64)
-    floats[:, list(UNREAD)] = np.nan
+    floats[:, list(_UNRECORDED)] = np.nan
     for name, given in named.items():
         slot = Slot.__members__.get(name.upper(), _FIRST_NAMES.get(name.upper()))
         if slot is None:  # a newer version's
@@ -139,6 +144,7 @@ def _trace(path: Path, lines: list[dict[str, Any]]) -> Trace:
         raise ValueError(f"{path} has trace version {lines[0]['foreshock_trace']!r}; this program reads version 1")
     started: wire.Started | None = None
     events: list[wire.Event] = []
+    read: dict[int, dict[str, Any]] = {}
     single: list[tuple[int, Floats, Floats]] = []
     for number, line in enumerate(lines[1:], start=2):
         kind = line.get("kind")
@@ -154,6 +160,8 @@ def _trace(path: Path, lines: list[dict[str, Any]]) -> Trace:
                     started = started or event
                 elif isinstance(event, wire.Sample | wire.Verdict | wire.Switched):
                     events.append(event)
+                    if isinstance(event, wire.Sample) and "read" in line:
+                        read[event.step] = {name: line["read"][name] for name in READ}
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{path}, line {number} holds an event that is none: {first['msg']}") from None
@@ -162,7 +170,7 @@ def _trace(path: Path, lines: list[dict[str, Any]]) -> Trace:
     if started is None:
         raise ValueError(f"{path} does not say which heads it watched; it was not recorded from the start")
     samples = [event for event in events if isinstance(event, wire.Sample)]
-    return Trace(path, lines[0], started, events, _single(single) if single else _of_samples(samples))
+    return Trace(path, lines[0], started, events, _single(single) if single else _of_samples(samples), read)
 
 
 def _unpacked(line: dict[str, Any], heads: int) -> dict[str, Any]:
@@ -216,8 +224,9 @@ def readings(trace: Trace) -> Iterator[Readings]:
             since_step=sample.since_step,
             **head_readings(words),
             modes=np.zeros(heads, dtype=np.int32) if sample.modes is None else sample.modes.numpy(),
-            loss=sample.loss if sample.loss is None or math.isfinite(sample.loss) else math.nan,
+            loss=sample.loss,
             grad_norm=sample.grad_norm,
             learning_rate=sample.learning_rate,
-            rounds=trace.rounds,
+            words=words,
+            **({"rounds": trace.rounds} | trace.read.get(sample.step, {})),
         )

@@ -21,7 +21,7 @@ class Recorder:
         self._since = training.step
         self.dead_steps = 0
         """Steps since the loss was last a number."""
-        training.agent.subscribe(writer)
+        training.agent.subscribe(lambda event: writer(event, training.agent.readings))
 
     def step(self) -> None:
         """Call it after every step."""

@@ -13,30 +13,13 @@ import torch._dynamo
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.metrics.catalog import read
-from foreshock.contract.metrics.metric import ratio
 from foreshock.contract.modes import parse_mode
-from foreshock.contract.slots import Floats, Slot, Words, looked_at, slot_values
+from foreshock.contract.slots import Words
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.detect.sampling_errors import sampling_errors, with_errors
 from foreshock.monitor.sampling.stride import passes
-
-
-def sampling_errors(words: Words) -> dict[str, Floats]:
-    """Standard errors of what a sample of rows shows of each head, [N], NaN where it measured none.
-
-    offset_error of the mean of lse - log n, in nats; tied_bf16_error of the share of rows with several maxima. It is
-    s / sqrt(n), as of rows drawn one by one: those of one sequence may be alike, and those of different stretches of it
-    differ. They speak of the steps that were measured.
-    """
-    rows = slot_values(words, Slot.ROWS)
-    share = read("head.tied_rows_bf16", words)
-    variance = np.maximum(read("head.score_offset_rms", words) ** 2 - read("head.score_offset", words) ** 2, 0.0)
-    return {
-        "offset_error": np.sqrt(ratio(variance, rows)),
-        "tied_bf16_error": np.sqrt(ratio(share * (1 - share), looked_at(words))),
-    }
 
 
 class BackendSelector:
@@ -196,15 +179,7 @@ class BackendSelector:
                 f"\nsampling error of the last sample, at most: offset {np.nanmax(offset):.2g} nats, "
                 f"share of tied rows {np.nanmax(tied):.2g}"
             )
-        rows = {head: row for row, head in enumerate(heads)}
-        described = []
-        for verdict in verdicts:
-            row = rows.get((verdict.layer, verdict.head)) if verdict.layer is not None else None  # type: ignore[arg-type]
-            known = {} if row is None else {k: float(v[row]) for k, v in errors.items() if not np.isnan(v[row])}
-            described.append(
-                verdict.model_copy(update={"evidence": {**verdict.evidence, **known}}) if known else verdict
-            )
-        return described
+        return with_errors(verdicts, errors, heads)
 
     def describe(self) -> str:
         """Who serves the attention, in a line."""

@@ -5,7 +5,7 @@ level goes by size, whatever the sign. docs/detectors.md has the healthy ranges 
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -51,6 +51,13 @@ class PassedLevels:
     first_step: int = 0
     active: dict[str, tuple[wire.Verdict, int]] = field(default_factory=dict)
     """by level: its warning, and the last step that passed it"""
+
+
+def warned_before(active: Iterable[wire.Verdict], said: Iterable[wire.Verdict]) -> set[wire.HeadRef]:
+    """The heads that need no warning about a level: one about them is active that the sample did not raise."""
+    new = {verdict.id for verdict in said if verdict.state == "raised"}
+    old = [verdict for verdict in active if verdict.id not in new]
+    return {(each.layer, each.head) for each in old if each.layer is not None and each.head is not None}
 
 
 class Levels:

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.sampling.collector import Counted
 
 LONGEST_WAIT_SECONDS: Final = 1.0
@@ -29,6 +30,8 @@ class DetectorResult(NamedTuple):
     verdicts: list[wire.Verdict]
     risk: Floats | None
     active: tuple[wire.Verdict, ...] = ()
+    readings: Readings | None = None
+    """what they read of it; None where that failed"""
 
 
 class DetectorThread:

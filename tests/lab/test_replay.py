@@ -1,17 +1,19 @@
 """Recorded runs played through today's detectors, alone and into a service."""
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-from tests.lab.short_traces import FAILS, TRACES, write
+import torch
+from tests.lab.short_traces import FAILS, TRACES
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Floats
-from foreshock.lab.recording.replay import replay, verdicts
+from foreshock.lab.recording.replay import judged, replay, verdicts
 from foreshock.lab.recording.trace import read_trace, readings
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.score import score_traces
@@ -20,7 +22,7 @@ from foreshock.lab.service import local_service
 from foreshock.lab.training.arm import find_arm
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training, train
-from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
+from foreshock.monitor.detect.detectors import DetectorConfig
 
 CONTROL = TRACES / "key-bias_fp32_batch32.trace.xz"
 ARRESTED = TRACES / "key-bias_fa2_batch32_exact-delta-from-8000.trace.xz"
@@ -74,38 +76,49 @@ def test_a_replay_says_the_same_every_time() -> None:
     assert verdicts(trace) == verdicts(trace)
 
 
-def test_a_replay_says_what_the_detectors_said_live(tmp_path: Path) -> None:
-    trace = read_trace(FAILS)
-    live = Detectors(trace.heads)
-    said = [verdict for reading in readings(trace) for verdict in live.update(reading)]
-    recorded = [{"foreshock_trace": 1}, *(event.model_dump(mode="json") for event in (trace.started, *trace.events))]
-    again = read_trace(write(tmp_path / "recorded.jsonl.gz", recorded))
-    assert len(said) > 5
-    assert verdicts(again) == said
+def assert_replayed(training: Training, steps: int, path: Path, hurt: Callable[[int], None]) -> list[wire.Verdict]:
+    """Train, record, replay: every verdict and every risk is the agent's, to the bit. The verdicts."""
+    live: list[wire.Event] = []
+    with TraceWriter(path, {}) as writer:
+        train(training, steps, sinks=(live.append,), on_step=lambda step, _: hurt(step), writer=writer)
+    trace = read_trace(path)
+    said = [event for event in live if isinstance(event, wire.Verdict)]
+    assert [event for event in trace.events if isinstance(event, wire.Verdict)] == said
+    assert verdicts(trace, training.agent.config.detectors) == said
+    risks = [event.risk for event in live if isinstance(event, wire.Sample)]
+    again = [e.risk for e in judged(trace, training.agent.config.detectors) if isinstance(e, wire.Sample)]
+    assert again == risks
+    return said
+
+
+@pytest.mark.parametrize("arm", ["flash-untreated", "untreated"])
+def test_a_replay_says_what_the_agent_said_of_its_own_attention_and_of_our_kernels(arm: str, tmp_path: Path) -> None:
+    """Scores that grow past every level, come back, and end in weights that are not finite."""
+    recipe = replace(find_recipe("fast-biases"), steps=400, warmup_steps=10)
+    training = Training(recipe, find_arm(arm), 1, detectors=DetectorConfig(quiet_steps=60, block_steps=10))
+    weights = [layer.weight for name, layer in training.model.named_modules() if name.endswith("attn.c_attn")]
+
+    def hurt(step: int) -> None:
+        with torch.no_grad():
+            if 100 <= step < 180 or 200 <= step < 280:
+                weights[0].mul_(1.04 if step < 200 else 1 / 1.04)
+            if step == 390:
+                weights[1].fill_(math.nan)
+
+    said = assert_replayed(training, 400, tmp_path / "run.jsonl.gz", hurt)
+    assert {verdict.state for verdict in said} == {"raised", "updated", "cleared"}
+    assert {verdict.signal for verdict in said} >= {"score", "level", "nonfinite"}
+    assert any(verdict.severity == "info" for verdict in said)
+    assert any("weights" in verdict.sentence for verdict in said)
 
 
 @pytest.mark.full
-def test_a_replay_finds_each_head_as_near_a_warning_as_the_agent_did_that_sampled_it_more_often(tmp_path: Path) -> None:
-    """Of a run that drifts by rounding within some hundred steps, whose recording holds blocks of its samples."""
-    recipe, arm, path = find_recipe("fast-biases"), find_arm("paper"), tmp_path / "run.jsonl.gz"
-    training = Training(replace(recipe, sample_every_steps=2), arm, 2)
-    live: dict[int, Floats] = {}
-    training.agent.subscribe(lambda event: live.update(_risk(event)))
-    with TraceWriter(path, recipe.header(arm, 2, "run")) as writer:
-        train(training, 1400, writer=writer)  # at 700 its bias supports a warning on some processors only
-    trace, replayed = read_trace(path), Detectors([(0, 0), (0, 1), (1, 0), (1, 1)])
-    assert 3 * len(trace.samples) < len(live)
-    for sample, seen in zip(trace.samples, readings(trace), strict=True):
-        replayed.update(seen)
-        np.testing.assert_allclose(replayed.risk, live[sample.step], atol=0.02, err_msg=f"step {sample.step}")
-    assert replayed.risk.max() > 0.5
-    assert isinstance(training.agent.detectors, Detectors)
-    assert np.abs(np.log(replayed.run.bias.capital)).max() > 1.0
-    np.testing.assert_allclose(replayed.run.bias.capital, training.agent.detectors.run.bias.capital, rtol=0.05)
-
-
-def _risk(event: wire.Event) -> dict[int, Floats]:
-    return {event.step: event.risk.numpy()} if isinstance(event, wire.Sample) and event.risk is not None else {}
+def test_a_replay_says_what_the_agent_said_of_a_drift_by_rounding(tmp_path: Path) -> None:
+    training = Training(
+        find_recipe("fast-biases"), find_arm("paper"), 2, detectors=DetectorConfig(horizon_windows=None)
+    )
+    said = assert_replayed(training, 1400, tmp_path / "run.jsonl.gz", lambda step: None)
+    assert any(verdict.signal == "offset" for verdict in said)
 
 
 def test_a_replay_reaches_the_service_as_a_run_with_its_warning(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from tests.monitor.probing import tensors
 from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
-from foreshock.monitor.attention.backend_selector import BackendSelector, sampling_errors
+from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.probe import Sampling, new_ticks, probe, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.detect.sampling_errors import sampling_errors
 
 
 def test_the_sampling_error_that_is_shown_is_the_spread_of_many_samples() -> None:
