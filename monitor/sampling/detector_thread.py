@@ -9,11 +9,10 @@ import functools
 import queue
 import threading
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
-from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.sampling.collector import Counted
 
 LONGEST_WAIT_SECONDS: Final = 1.0
@@ -30,8 +29,8 @@ class DetectorResult(NamedTuple):
     verdicts: list[wire.Verdict]
     risk: Floats | None
     active: tuple[wire.Verdict, ...] = ()
-    readings: Readings | None = None
-    """what they read of it; None where that failed"""
+    readings: Any = None
+    """the `Readings` of it; None where the detectors failed"""
 
 
 class DetectorThread:
