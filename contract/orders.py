@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from foreshock.contract.modes import Mode, parse_mode, with_mode
+from foreshock.contract.modes import Mode, parse_mode
 from foreshock.contract.wire import HeadRef
 
 SwitchScope = Literal["head", "layer", "model"]
@@ -59,7 +59,7 @@ def switches(
     added = parse_mode(mitigation)
     found: dict[Mode, list[HeadRef]] = {}
     for ref, now in sorted(modes.items()):
-        mode = with_mode(now, added)
+        mode = Mode(now) | added
         if ref[:shared] in asked and ref not in held and mode != now:
             found.setdefault(mode, []).append(ref)
     return found

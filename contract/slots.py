@@ -70,7 +70,7 @@ SLOTS: Final[dict[Slot, SlotInfo]] = {
     Slot.TIED_ROWS_ONE: SlotInfo(
         "int64", "sum", 0, "Rows with more than one P = exp(S - max) that rounds to 1 in the operand's dtype."
     ),
-    Slot.SHIFTED_ROWS: SlotInfo("int64", "sum", 0, "Rows whose softmax a stabilised mode shifted."),
+    Slot.SHIFTED_ROWS: SlotInfo("int64", "sum", 0, "Rows that paper_softmax shifted."),
     Slot.EMPTY_ROWS: SlotInfo("int64", "sum", 0, "Rows with no visible key; kept out of every other slot."),
     Slot.NONFINITE_ROWS: SlotInfo(
         "int64",

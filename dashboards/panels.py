@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from foreshock.contract.metrics.metric import Metric
-from foreshock.contract.modes import mode_name, served_modes
+from foreshock.contract.modes import all_modes, mode_name
 
 Panel = dict[str, Any]
 
@@ -306,7 +306,7 @@ def _modes() -> list[dict[str, Any]]:
     """Mode flags by their names, whatever is switched in blue."""
     names = {
         str(int(mode)): {"text": mode_name(mode), "index": index, **({"color": "semi-dark-blue"} if mode else {})}
-        for index, mode in enumerate(served_modes())
+        for index, mode in enumerate(all_modes())
     }
     return [{"type": "value", "options": names}]
 

@@ -14,7 +14,7 @@ from pydantic import AliasChoices, Field, PositiveInt, SecretStr, ValidationErro
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from foreshock.contract.environment import as_header_carries, names_a_host, refuse_misspelt, token_in
-from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
+from foreshock.contract.modes import DEFAULT_MITIGATION, parse_mode
 from foreshock.contract.orders import SwitchScope
 from foreshock.contract.wire import Identifier, ModeName, Policy
 from foreshock.monitor.detect.detectors import DetectorConfig
@@ -199,7 +199,7 @@ class AgentConfig(BaseSettings):
     def _mitigation_is_known(cls, value: str) -> str:
         if value == "plain":
             raise ValueError("mitigation 'plain' changes nothing; to change nothing give policy='observe'")
-        check_served(parse_mode(value))
+        parse_mode(value)
         return value
 
     @field_validator("mirror")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.modes import Mode, check_served, mode_name, parse_mode
+from foreshock.contract.modes import Mode, mode_name, parse_mode
 
 MAX_ANSWERED: Final = 4096
 """Command ids remembered, so that a repeated delivery changes nothing."""
@@ -82,13 +82,12 @@ class Switchboard:
     def switch(self, heads: Iterable[tuple[int, int]], mode: str, *, step: int, reason: str) -> wire.Switched | None:
         """Give `heads` this mode, as a person asked; None while that waits for the kernels to serve them.
 
-        Raises ValueError for no heads, for a mode or head that does not exist here, and for a mode that no kernel
-        serves, or not for that head as its attention is called. Of every head those are left out that no mode would
-        change.
+        Raises ValueError for no heads, for a mode or head that does not exist here, and for a mode that a head cannot
+        have as its attention is called. Of every head those are left out that no mode would change.
         """
         if not (wanted := list(heads)):
             raise ValueError("no heads were given; give (layer, head) pairs, such as the keys of modes()")
-        check_served(flags := parse_mode(mode))
+        flags = parse_mode(mode)
         unknown = [head for head in wanted if head not in self._rows]
         if unknown:
             raise ValueError(f"(layer, head) {unknown[:5]} is not watched here; report() lists what is")
@@ -253,7 +252,7 @@ class Switchboard:
         if not mine:
             return no("refused", "none of the named heads is watched by this process")
         try:
-            check_served(wanted := parse_mode(command.mode))
+            wanted = parse_mode(command.mode)
             expected = None if command.expect is None else int(parse_mode(command.expect))
             takers, left_out = self._takers(mine, wanted)
         except ValueError as error:
@@ -286,13 +285,11 @@ class Switchboard:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put modes and answered ids back; heads that are not here, or were switched since, are left out.
 
-        Raises ValueError for a saved mode that does not exist or that no kernel serves; then nothing is put back.
+        Raises ValueError for a saved mode that does not exist; then nothing is put back.
         """
         modes = {(int(layer), int(head)): parse_mode(name) for layer, head, name in state["modes"]}
         answered = {str(command): None for command in state["answered"]}
         held = {(int(layer), int(head)) for layer, head in state.get("held", ())}
-        for mode in set(modes.values()):
-            check_served(mode)
         saved: dict[Mode, list[tuple[int, int]]] = {}
         for head, mode in modes.items():
             row = self._rows.get(head)

@@ -168,11 +168,10 @@ def modes() -> Iterator[str]:
     yield "# Modes of a head\n"
     yield (
         "Every mode computes the same attention; they differ in rounding alone. A head may have several, named with "
-        "plus signs between them: `exact_delta+stable_softmax`; `plain` has none. The list is `contract/modes.py`.\n"
+        "plus signs between them: `exact_delta+row_corrected`; `plain` has none. The list is `contract/modes.py`.\n"
     )
     rows = []
     for mode in MODES:
-        apart = ", ".join(f"`{other.name}`" for other in MODES if other.flag & mode.excludes)
         following = stronger(mode.name)
         rows.append(
             (
@@ -180,12 +179,11 @@ def modes() -> Iterator[str]:
                 str(int(mode.flag)),
                 mode.does,
                 mode.cures,
-                apart,
                 f"`{following}`" if following else "",
-                ("when a head is warned about" if mode.proposed else "never") if mode.served else "not served yet",
+                "when a head is warned about" if mode.proposed else "never",
             )
         )
-    head = ("mode", "flag", "what it does", "what it cures", "not with", "where it arrests nothing", "proposed")
+    head = ("mode", "flag", "what it does", "what it cures", "where it arrests nothing", "proposed")
     yield from table(head, rows)
     yield ""
 

@@ -125,8 +125,8 @@ HEAD_METRICS: Final = (
     Metric(
         key="head.shifted_rows",
         title="Shifted rows",
-        help="Share of rows that a stabilised mode shifted.",
-        bad="Zero while a stabilised mode is on: the rule touches nothing.",
+        help="Share of rows that paper_softmax shifted.",
+        bad="Zero while paper_softmax is on: the rule touches nothing.",
         board="heads",
         unit="ratio",
         labels=HEAD_LABELS,

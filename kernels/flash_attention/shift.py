@@ -1,10 +1,8 @@
-"""The stabilised softmax: by how much a row is shifted, so that no weight of it is exactly 1.
+"""The paper's stabilised softmax: by how much a row with tied maxima is shifted, so that no weight of it is exactly 1.
 
-Softmax does not change when a row's scores are all shifted; its rounding does (paper, section 4). README.md says why
-the default rule is not the paper's.
+Softmax does not change when a row's scores are all shifted; its rounding does (paper, section 4).
 """
 
-import math
 from typing import Final
 
 import torch
@@ -37,30 +35,13 @@ def row_shift(scores: Tensor, row_max: Tensor, modes: Tensor | None, operand_dty
 
     [B, H, Sq, 1], 0 for a row left alone, else positive; None when it is known that no head asks.
 
-    Only on a CPU are the modes looked at: on a device that would be a host synchronisation, so every rule is evaluated.
+    Only on a CPU are the modes looked at: on a device that would be a host synchronisation, so the rule is evaluated.
     """
-    stable_heads, paper_heads = (flagged(modes, flag) for flag in (Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX))
-    if stable_heads is None and paper_heads is None:
+    heads = flagged(modes, Mode.PAPER_SOFTMAX)
+    if heads is None:
         return None
-    amount = torch.zeros_like(row_max)
-    if paper_heads is not None:
-        tied = several_within(scores, row_max, PAPER_TOLERANCE, torch.empty_like(scores))
-        amount = torch.where(tied & paper_heads.view(-1, 1, 1), paper_shift(row_max, operand_dtype), amount)
-    if stable_heads is not None:
-        amount = torch.where(stable_heads.view(-1, 1, 1), stable_shift(row_max), amount)
-    return amount
-
-
-def stable_shift(row_max: Tensor) -> Tensor:
-    """ln(256 / k) for an odd k in [153, 215] hashed from the bits of the row maximum, in row_max's dtype.
-
-    The row's largest weight becomes k / 256: never 1; exact in bf16 and fp16, so that dividing by the unrounded row
-    sum is right; odd, so that P V is not exact. Less than a binade, so nothing underflows; not one constant, which
-    would round every row's weights the same way (paper, appendix C); as large at row_max = 0 as elsewhere.
-    """
-    bits = row_max.to(torch.float32).view(torch.int32).to(torch.int64)
-    odd = 153 + 2 * (((bits * 0x9E3779B1) & 0xFFFFFFFF) >> 27)
-    return math.log(256) - odd.to(row_max.dtype).log()
+    tied = several_within(scores, row_max, PAPER_TOLERANCE, torch.empty_like(scores))
+    return torch.where(tied & heads.view(-1, 1, 1), paper_shift(row_max, operand_dtype), torch.zeros_like(row_max))
 
 
 def paper_shift(row_max: Tensor, operand_dtype: torch.dtype) -> Tensor:

@@ -70,7 +70,7 @@ ARMS = {
         PAPER_NO_KEY_BIAS,
         Arm(name="qk-clip", qk_clip="always"),
         Arm(name="qk-clip-warned", qk_clip="warned"),
-        *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES if each.served),
+        *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES),
         *(
             Arm(name=f"{backend}-{each.name}", policy=each.policy, backend=backend)
             for backend in BACKENDS
@@ -96,7 +96,7 @@ def find_arm(name: str) -> Arm:
                 return Arm(name=name, **{"numerics": numerics, field_name: mode, **settings})
     raise ValueError(
         f"variant {name!r} does not exist; allowed are {', '.join(ARMS)}, modes joined by + such as "
-        "exact-delta+stable-softmax, rescued-MODE, rescued-all-MODE, and each of these with paper- before it"
+        "exact-delta+paper-softmax, rescued-MODE, rescued-all-MODE, and each of these with paper- before it"
     )
 
 

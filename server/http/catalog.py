@@ -45,7 +45,6 @@ class ModeChoice(Response):
     name: str
     does: str
     cures: str
-    excludes: list[str] = Field(description="modes that cannot be joined with it")
 
 
 class Catalog(Response):
@@ -82,10 +81,8 @@ async def get_catalog(_: Reader) -> Catalog:
                 name=mode.name,
                 does=mode.does,
                 cures=mode.cures,
-                excludes=[other.name for other in MODES if other.flag & mode.excludes],
             )
             for mode in MODES
-            if mode.served
         ],
         default_mode=DEFAULT_MITIGATION,
     )

@@ -12,7 +12,7 @@ from foreshock.benchmarks.attention import Shape
 from foreshock.benchmarks.stopwatch import Stopwatch
 from foreshock.contract.modes import MODES
 
-OFFERED = [mode.name for mode in MODES if mode.served]
+OFFERED = [mode.name for mode in MODES]
 SMALL = [Shape(8, 2, 2, 16, True), Shape(4, 2, 1, 32, False)]
 
 

@@ -68,13 +68,13 @@ def test_a_switch_waits_for_the_agent_and_says_what_changed(service: LiveService
 
 def test_a_switch_of_every_head_leaves_modes_that_were_set_by_hand_beside_the_new_one(service: LiveService) -> None:
     with AnsweringAgent(service, FakeRank(run="run-own", boot="b2")):
-        own = ["--layer", "1", "--head", "2", "--mode", "centred_keys", "--reason", "set by hand"]
+        own = ["--layer", "1", "--head", "2", "--mode", "paper_softmax", "--reason", "set by hand"]
         assert foreshock("switch", "run-own", *own, "--url", service.url).exit_code == 0
         every = ["--mode", "row_corrected", "--reason", "its offset doubles", "--url", service.url]
         done = foreshock("switch", "run-own", *every)
         again = foreshock("switch", "run-own", *every)
     assert done.exit_code == 0, done.output
-    assert "layer 1 head 2: centred_keys -> row_corrected+centred_keys" in done.output
+    assert "layer 1 head 2: paper_softmax -> paper_softmax+row_corrected" in done.output
     assert done.output.count("plain -> row_corrected") == 5
     assert again.exit_code == 0
     assert "1 heads have row_corrected beside other modes already" in again.stderr

@@ -178,7 +178,7 @@ def test_who_acknowledged_stands_until_the_incident_has_closed() -> None:
     assert other.acknowledged is None
 
 
-@pytest.mark.parametrize("mode", ["row_corrected", "exact_delta", "centred_keys+stable_softmax"])
+@pytest.mark.parametrize("mode", ["row_corrected", "exact_delta", "row_corrected+paper_softmax"])
 def test_a_head_that_was_switched_and_arrested_is_warned_about_no_more(mode: str) -> None:
     """Its scores may stay past 512 for ever, and the detector's word with them: the cure has made that harmless."""
     past = warned(4, 1, step=4000, raised=1000, severity="critical", forecast_steps=0.0)

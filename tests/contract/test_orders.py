@@ -16,10 +16,10 @@ def ordered(**changes: Any) -> Ordered:
 
 
 def test_a_head_keeps_the_modes_that_a_person_gave_it_beside_the_mitigation() -> None:
-    modes = {**dict.fromkeys(HEADS, 0), (0, 1): int(Mode.CENTRED_KEYS), (1, 1): int(Mode.ROW_CORRECTED)}
+    modes = {**dict.fromkeys(HEADS, 0), (0, 1): int(Mode.PAPER_SOFTMAX), (1, 1): int(Mode.ROW_CORRECTED)}
     assert switches([(0, 0)], modes, "row_corrected", "model") == {
         Mode.ROW_CORRECTED: [(0, 0), (1, 0)],
-        Mode.ROW_CORRECTED | Mode.CENTRED_KEYS: [(0, 1)],
+        Mode.ROW_CORRECTED | Mode.PAPER_SOFTMAX: [(0, 1)],
     }
 
 

@@ -19,7 +19,7 @@ from foreshock.kernels.flash_attention.spec import Arguments, Saved
 CURES = (
     "row_corrected",
     "exact_delta+row_corrected",
-    "stable_softmax+row_corrected",
+    "paper_softmax+row_corrected",
 )
 
 

@@ -8,10 +8,10 @@ import torch
 from tests.kernels.row_error import row_sum_defect
 from torch import Tensor
 
-from foreshock.contract.modes import Mode, mode_name, parse_mode, served_modes
+from foreshock.contract.modes import Mode, all_modes, mode_name, parse_mode
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, Numerics, flash_attention, new_state
-from foreshock.kernels.flash_attention.shift import paper_shift, stable_shift
+from foreshock.kernels.flash_attention.shift import paper_shift
 from foreshock.kernels.flash_attention.statistics import one_margin
 
 
@@ -44,7 +44,7 @@ def flags(*modes: Mode) -> Tensor:
 
 
 @pytest.mark.parametrize("numerics", ["kernel", "paper"])
-@pytest.mark.parametrize("mode", served_modes(), ids=mode_name)
+@pytest.mark.parametrize("mode", all_modes(), ids=mode_name)
 def test_a_mode_acts_on_its_head_alone_and_computes_the_same_mathematics(mode: Mode, numerics: Numerics) -> None:
     inputs = tied()
     plain, _ = run(inputs, None, numerics)
@@ -53,7 +53,7 @@ def test_a_mode_acts_on_its_head_alone_and_computes_the_same_mathematics(mode: M
     for before, after, exact in zip(plain, switched, truth, strict=True):
         assert torch.equal(before[:, [0, 2, 3]], after[:, [0, 2, 3]])
         torch.testing.assert_close(after.double(), exact, rtol=2e-2, atol=2e-2)
-    shifts = mode & (Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX)
+    shifts = mode & Mode.PAPER_SOFTMAX
     assert torch.equal(plain[0], switched[0]) == (not shifts)
     assert torch.equal(plain[2], switched[2]) == (mode == Mode.PLAIN)
     shifted = slot_values(state.numpy(), Slot.SHIFTED_ROWS)
@@ -102,7 +102,7 @@ def test_exact_delta_lowers_the_defect_for_values_of_mean_zero_too(length: int, 
     assert exact_rounded < plain_rounded
 
 
-@pytest.mark.parametrize("name", ["exact_delta", "exact_delta+stable_softmax"])
+@pytest.mark.parametrize("name", ["exact_delta", "exact_delta+paper_softmax"])
 def test_exact_delta_takes_the_bias_out_of_the_gradient_of_a_key_bias(name: str) -> None:
     """A constant added to every key changes no output, so the sum of dK over keys is 0 but for rounding."""
     inputs = tied(batch=4, length=64)
@@ -114,31 +114,18 @@ def test_exact_delta_takes_the_bias_out_of_the_gradient_of_a_key_bias(name: str)
     assert defect[1] < defect[0]
 
 
-def test_a_stable_shift_is_bounded_acts_at_zero_and_is_no_constant() -> None:
-    row_max = torch.cat([torch.zeros(1), torch.linspace(-1e4, 1e4, 100_001), torch.logspace(-30, 30, 1000)])
-    shift = stable_shift(row_max) / math.log(2)
-    assert shift.min() >= 0.25
-    assert shift.max() <= 0.75
-    assert shift[0] >= 0.25
-    assert 0.1 < shift.std() < 0.2  # 0.144 if the hash spreads evenly
-    largest = shift.neg().exp2().mul(256)  # of 256: exact in bf16, and odd, so that P V is not
-    assert torch.equal(largest.round() % 2, torch.ones_like(largest))
-    torch.testing.assert_close(largest, largest.round(), rtol=1e-5, atol=0)
-
-
 def test_the_papers_shift_follows_algorithm_3_up_to_its_cap() -> None:
     row_max = torch.tensor([-200.0, -3.0, 0.0, 2.0, 350.0])
     assert paper_shift(row_max, torch.bfloat16).tolist() == [60.0, 3.0, 0.0, 2.0, 60.0]
     assert paper_shift(row_max, torch.float16).tolist() == [0.5, 0.5, 0.0, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("mode", [Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1.0, 30.0, 300.0])
-def test_no_shift_underflows_at_large_scores(mode: Mode, dtype: torch.dtype, size: float) -> None:
+def test_no_shift_underflows_at_large_scores(dtype: torch.dtype, size: float) -> None:
     inputs = [x.to(dtype) for x in tied(batch=1, heads=1)]
     inputs[0] *= size
-    (out, lse, *grads), state = run(inputs, flags(mode))
+    (out, lse, *grads), state = run(inputs, flags(Mode.PAPER_SOFTMAX))
     (plain_out, plain_lse, *_), _ = run(inputs, None)
     assert all(torch.isfinite(x).all() for x in (out, lse, *grads))
     torch.testing.assert_close(out, plain_out, rtol=2e-2, atol=2e-2)
@@ -146,25 +133,13 @@ def test_no_shift_underflows_at_large_scores(mode: Mode, dtype: torch.dtype, siz
     assert slot_values(state.numpy(), Slot.SHIFTED_ROWS).item() == 24
 
 
-def test_equal_scores_of_zero_are_shifted_by_the_default_rule_and_not_by_the_papers() -> None:
+def test_equal_scores_of_zero_are_not_shifted() -> None:
     inputs = tied(batch=1, heads=2, length=10)
     inputs[0].zero_()
-    (out, *_), state = run(inputs, flags(Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX))
-    assert slot_values(state.numpy(), Slot.SHIFTED_ROWS).tolist() == [10, 0]
+    (out, *_), state = run(inputs, flags(Mode.PLAIN, Mode.PAPER_SOFTMAX))
+    assert slot_values(state.numpy(), Slot.SHIFTED_ROWS).tolist() == [0, 0]
     mean = inputs[2].double().mean(2, keepdim=True).expand_as(out)
     torch.testing.assert_close(out.double(), mean, rtol=0, atol=2.0**-9)
-
-
-def test_a_shifted_rows_output_errs_no_more_than_a_plain_one_and_with_no_bias() -> None:
-    inputs = tied(batch=16, heads=2, length=64)
-    inputs[2] = inputs[2].abs() + 0.5
-    truth, _ = run([x.double() for x in inputs], None, "float64")
-    plain, _ = run(inputs, None)
-    stable, _ = run(inputs, flags(Mode.STABLE_SOFTMAX, Mode.STABLE_SOFTMAX))
-    errors = [x[0].double() - truth[0] for x in (plain, stable)]
-    assert errors[1].abs().mean() <= 1.1 * errors[0].abs().mean()
-    assert errors[1].mean().abs() < 0.05 * errors[1].abs().mean()
-    torch.testing.assert_close(stable[1], plain[1], rtol=1e-6, atol=1e-6)  # lse is from unrounded weights
 
 
 def test_ties_count_over_the_whole_row_however_far_apart() -> None:
@@ -173,7 +148,7 @@ def test_ties_count_over_the_whole_row_however_far_apart() -> None:
     best = (query[0, 0, 0] @ key[0, 0].mT).argmax()
     other = 299 if best < 150 else 0
     key[0, 0, other] = key[0, 0, best]
-    _, state = run([query[:, :, :1], key, value, grad[:, :, :1]], flags(Mode.STABLE_SOFTMAX))
+    _, state = run([query[:, :, :1], key, value, grad[:, :, :1]], flags(Mode.PAPER_SOFTMAX))
     assert slot_values(state.numpy(), Slot.TIED_ROWS_ONE).item() == 1
     assert slot_values(state.numpy(), Slot.SHIFTED_ROWS).item() == 1
 

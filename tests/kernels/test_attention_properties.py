@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreshock.contract.modes import served_modes
+from foreshock.contract.modes import all_modes
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, Words, merge_words, slot_values
 from foreshock.kernels.flash_attention import Numerics, flash_attention, new_state
 
@@ -36,7 +36,7 @@ def run(inputs: list[Tensor], numerics: Numerics, modes: Tensor) -> tuple[list[T
 
 
 def modes_of(heads: int, seed: int) -> Tensor:
-    choices = served_modes()
+    choices = all_modes()
     return torch.tensor([int(choices[(seed + i) % len(choices)]) for i in range(heads)], dtype=torch.int32)
 
 

@@ -14,7 +14,7 @@ from foreshock.kernels.flash_attention import AttentionSpec, Numerics, flash_att
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-MODES = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+MODES = torch.tensor([0, 1, 8, 4], dtype=torch.int32)
 OPTIONS = (9, 9, None)
 
 

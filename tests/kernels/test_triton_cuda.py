@@ -111,7 +111,7 @@ def test_a_captured_graph_counts_at_every_replay_and_obeys_a_mode_changed_betwee
         graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
     assert counted(state) == [3 * 512.0] * 4
-    modes.fill_(int(Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX))
+    modes.fill_(int(Mode.EXACT_DELTA | Mode.PAPER_SOFTMAX))
     graph.replay()
     assert not torch.equal(eager[0], captured[0])
     assert not torch.equal(eager[1], captured[1])

@@ -22,7 +22,7 @@ pytestmark = ON_HOPPER
 MIXED = (
     Mode.PLAIN,
     Mode.ROW_CORRECTED,
-    Mode.STABLE_SOFTMAX,
+    Mode.PAPER_SOFTMAX,
     Mode.EXACT_DELTA,
     Mode.EXACT_DELTA | Mode.ROW_CORRECTED,
     Mode.PAPER_SOFTMAX | Mode.ROW_CORRECTED,

@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.into, self.out = nn.Linear(HEADS * DIM, 3 * HEADS * DIM), nn.Linear(HEADS * DIM, HEADS * DIM)
         self.to(device)
         self.state = new_state(HEADS, device)
-        self.modes = torch.tensor([0, Mode.EXACT_DELTA, Mode.STABLE_SOFTMAX, 0], dtype=torch.int32, device=device)
+        self.modes = torch.tensor([0, Mode.EXACT_DELTA, Mode.PAPER_SOFTMAX, 0], dtype=torch.int32, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (y.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for y in self.into(x).chunk(3, -1))

@@ -5,8 +5,8 @@ import pytest
 from foreshock.contract.modes import MODES, is_mode
 from foreshock.lab.training.arm import ARMS, UNTREATED, find_arm, variant
 
-MODE_NAMES = [mode.name for mode in MODES if mode.served]
-UNION = "row-corrected+centred-keys"
+MODE_NAMES = [mode.name for mode in MODES]
+UNION = "paper-softmax+row-corrected"
 
 
 @pytest.mark.parametrize("name", [*(name.replace("_", "-") for name in MODE_NAMES), UNION])
@@ -36,7 +36,7 @@ def test_cured_from_the_first_step_are_float32_modes_and_a_model_without_the_key
 
 
 @pytest.mark.parametrize(
-    "name", ["", "baseline", "rescued-", "exact_delta+centred_keys-", "rescued-paper-exact-delta", "exact-delta+"]
+    "name", ["", "baseline", "rescued-", "exact_delta+paper_softmax-", "rescued-paper-exact-delta", "exact-delta+"]
 )
 def test_a_name_that_is_none_is_refused_with_those_that_are(name: str) -> None:
     with pytest.raises(ValueError, match=r"variant .* does not exist; allowed are untreated, rescued, control"):

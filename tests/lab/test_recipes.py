@@ -14,7 +14,7 @@ from tests.lab.tiny_recipes import tiny
 
 from foreshock.cli.main import app
 from foreshock.contract import wire
-from foreshock.contract.modes import MODE_NAMES, MODES, mode_name, served_modes
+from foreshock.contract.modes import MODE_NAMES, MODES, all_modes, mode_name
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.sets.published_runs import published
 from foreshock.lab.texts.corpus import Corpus, standard_library
@@ -98,12 +98,12 @@ def test_biases_have_a_rate_or_a_decay_of_their_own_but_not_both(corpus: Corpus)
 @pytest.mark.parametrize(
     ("name", "numerics", "mode", "policy", "mitigation", "scope"),
     [
-        ("stable-softmax+exact-delta", "kernel", "stable_softmax+exact_delta", "observe", None, "model"),
+        ("paper-softmax+exact-delta", "kernel", "paper_softmax+exact_delta", "observe", None, "model"),
         ("paper-exact-delta", "paper", "exact_delta", "observe", None, "model"),
         ("paper-softmax", "kernel", "paper_softmax", "observe", None, "model"),
         ("paper-paper-softmax", "paper", "paper_softmax", "observe", None, "model"),
-        ("rescued-stable-softmax", "kernel", "plain", "auto", "stable_softmax", "head"),
-        ("paper-rescued-all-centred-keys", "paper", "plain", "auto", "centred_keys", "model"),
+        ("rescued-paper-softmax", "kernel", "plain", "auto", "paper_softmax", "head"),
+        ("paper-rescued-all-paper-softmax", "paper", "plain", "auto", "paper_softmax", "model"),
     ],
 )
 def test_an_arm_is_made_of_the_name_of_any_mode(
@@ -212,8 +212,8 @@ def test_a_header_tells_what_a_run_is_and_what_it_switches_to_only_where_it_may_
     assert (plain["recipe"], plain["arm"], plain["seed"], plain["run"]) == ("key-bias", "untreated", 7, "a-run")
     assert (plain["nature"], plain["policy"]) == ("natural", "observe")
     assert not {"mitigation", "switch_scope"} & set(plain)
-    rescued = KEY_BIAS.header(find_arm("rescued-centred-keys"), 7, "a-run")
-    assert (rescued["policy"], rescued["mitigation"]) == ("auto", "centred_keys")
+    rescued = KEY_BIAS.header(find_arm("rescued-paper-softmax"), 7, "a-run")
+    assert (rescued["policy"], rescued["mitigation"]) == ("auto", "paper_softmax")
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -277,7 +277,7 @@ def test_qk_clip_holds_the_scores_of_a_run_of_the_laboratory(corpus: Corpus) -> 
     assert scores["qk-clip"] < 12
 
 
-@pytest.mark.parametrize("mode", [*MODE_NAMES, mode_name(served_modes()[-1])])  # the last one is the largest union
+@pytest.mark.parametrize("mode", [*MODE_NAMES, mode_name(all_modes()[-1])])  # the last one is the largest union
 def test_every_mode_trains_as_an_arm_of_its_name(mode: str, corpus: Corpus) -> None:
     arm = find_arm(mode.replace("_", "-"))
     training = Training(TINY, arm, 1, corpus=corpus)

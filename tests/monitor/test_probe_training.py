@@ -307,7 +307,7 @@ def test_the_sampling_error_stands_in_the_report_and_in_the_evidence_of_a_warnin
 def test_a_resumed_run_moves_its_switched_layers_before_its_first_step() -> None:
     model = tiny_gpt()
     agent, _ = kept(model)
-    agent.set_mode([(1, 1)], "stable_softmax", "a test")
+    agent.set_mode([(1, 1)], "paper_softmax", "a test")
     state = agent.state_dict()
     agent.close()
     agent, listener = kept(model, probe_rows=5)

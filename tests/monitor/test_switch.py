@@ -10,7 +10,7 @@ from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
 from tests.monitor.tiny_models import TinyGPT, tiny_gpt, train_step
 
 from foreshock.contract import wire
-from foreshock.contract.modes import DEFAULT_MITIGATION, Mode, with_mode
+from foreshock.contract.modes import DEFAULT_MITIGATION, Mode, parse_mode
 from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.console import ConsoleReporter
@@ -182,8 +182,8 @@ def test_a_verdict_that_no_rounding_mode_helps_leads_to_no_switch(unfit: wire.Ve
 def test_a_head_that_has_the_mitigation_is_left_alone() -> None:
     modes = {**dict.fromkeys(HEADS, 0), (1, 0): int(Mode.EXACT_DELTA)}
     assert list(decide([verdict(1, 0)], "exact_delta", modes, "head")) == []
-    (decision,) = decide([verdict(1, 0)], "exact_delta+stable_softmax", modes, "head")
-    assert decision.mode == Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX
+    (decision,) = decide([verdict(1, 0)], "exact_delta+paper_softmax", modes, "head")
+    assert decision.mode == Mode.EXACT_DELTA | Mode.PAPER_SOFTMAX
 
 
 def test_one_warning_may_switch_the_head_its_layer_or_every_head_that_lacks_the_mitigation() -> None:
@@ -198,10 +198,10 @@ def test_one_warning_may_switch_the_head_its_layer_or_every_head_that_lacks_the_
 
 
 def test_heads_of_other_modes_keep_them_beside_the_mitigation_of_the_model() -> None:
-    modes = dict.fromkeys(HEADS, 0) | {(0, 1): int(Mode.STABLE_SOFTMAX)}
-    plain, stable = decide([verdict(1, 0)], "exact_delta", modes, "model")
+    modes = dict.fromkeys(HEADS, 0) | {(0, 1): int(Mode.PAPER_SOFTMAX)}
+    plain, paper = decide([verdict(1, 0)], "exact_delta", modes, "model")
     assert (plain.heads, plain.mode) == (((0, 0), (1, 0), (1, 1)), Mode.EXACT_DELTA)
-    assert (stable.heads, stable.mode) == (((0, 1),), Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX)
+    assert (paper.heads, paper.mode) == (((0, 1),), Mode.EXACT_DELTA | Mode.PAPER_SOFTMAX)
 
 
 def test_auto_switches_all_heads_at_the_first_warning_unless_told_otherwise() -> None:
@@ -210,11 +210,6 @@ def test_auto_switches_all_heads_at_the_first_warning_unless_told_otherwise() ->
     (switched,) = listener.of(wire.Switched)
     assert switched.heads == tuple(HEADS)
     assert set(agent.modes().values()) == {DEFAULT_MITIGATION}
-
-
-def test_a_mitigation_keeps_other_flags_and_replaces_a_softmax_rule() -> None:
-    assert with_mode(Mode.STABLE_SOFTMAX, Mode.EXACT_DELTA) == Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX
-    assert with_mode(Mode.PAPER_SOFTMAX, Mode.STABLE_SOFTMAX) == Mode.STABLE_SOFTMAX
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------
@@ -254,7 +249,7 @@ def test_a_head_that_a_command_switched_back_is_held_until_a_command_switches_it
         ({"expires_unix_seconds": 99.0}, "expired", "expired by the clock"),
         ({"heads": ((7, 0),)}, "refused", "none of the named heads"),
         ({"mode": "faster_rows"}, "refused", "mode 'faster_rows' does not exist"),
-        ({"mode": "stable_softmax+paper_softmax"}, "refused", "does not exist"),
+        ({"mode": "centred_keys"}, "refused", "mode 'centred_keys' does not exist"),
         ({"expect": "faster_rows"}, "refused", "mode 'faster_rows' does not exist"),
         ({"action": "rewind"}, "refused", "does not carry out 'rewind' orders"),
         ({"expect": "exact_delta"}, "refused", "expected exact_delta, but layer 1 head 0 has plain"),
@@ -269,23 +264,6 @@ def test_a_command_that_must_not_act_is_answered_and_changes_nothing(
     assert answer is not None
     assert answer.outcome == outcome
     assert reason in answer.reason
-    assert modes.tolist() == [0, 0, 0, 0]
-
-
-def test_a_mode_that_no_kernel_serves_is_refused_wherever_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreshock.contract.modes._SERVED", Mode.STABLE_SOFTMAX)
-    switchboard, modes = board()
-    sentence = "no kernel serves mode exact_delta; served are stable_softmax"
-    answer = switchboard.obey(command(mode="exact_delta+stable_softmax"), step=5, unix_seconds=100.0)
-    assert answer is not None
-    assert (answer.outcome, answer.before, answer.after) == ("refused", ("plain",), ("plain",))
-    assert answer.reason == sentence
-    with pytest.raises(ValueError, match=sentence):
-        switchboard.switch([(0, 0)], "exact_delta", step=1, reason="a test")
-    with pytest.raises(ValueError, match=sentence):
-        switchboard.load_state_dict({"modes": [[0, 0, "exact_delta"]], "answered": []})
-    with pytest.raises(ValueError, match=sentence):
-        attach(tiny_gpt(), mitigation="exact_delta", **QUICK)
     assert modes.tolist() == [0, 0, 0, 0]
 
 
@@ -335,7 +313,7 @@ def test_a_person_who_sets_a_wrong_mode_or_head_gets_a_sentence(heads: Any, mode
 @pytest.mark.parametrize("attention", ["kernels", "keep"])
 def test_modes_answers_and_detector_state_are_back_with_the_first_step_of_a_resumed_run(attention: Any) -> None:
     agent, _ = run(tiny_gpt(), {}, 5, sample_every_steps=3, attention=attention)
-    agent.set_mode([(0, 1)], "exact_delta+stable_softmax", "a person")
+    agent.set_mode([(0, 1)], "exact_delta+paper_softmax", "a person")
     saved = json.loads(json.dumps(agent.state_dict()))
     agent.close()
     model = tiny_gpt()
@@ -344,9 +322,9 @@ def test_modes_answers_and_detector_state_are_back_with_the_first_step_of_a_resu
     resumed.subscribe(listener)
     detectors = resumed.detectors = ScriptedDetectors(4)
     resumed.load_state_dict(saved)
-    both = "exact_delta+stable_softmax"
+    both = "exact_delta+paper_softmax"
     assert resumed.modes()[(0, 1)] == (both if attention == "kernels" else "plain")  # until a step shows it
-    assert model.blocks[0].__dict__[LAYER_ATTRIBUTE].modes.tolist() == [0, 3]
+    assert model.blocks[0].__dict__[LAYER_ATTRIBUTE].modes.tolist() == [0, int(parse_mode(both))]
     assert detectors.loaded == {"seen": 3}  # the samples at 1 and 4, and the one the checkpoint took at 5
     resumed.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 5))
     assert resumed.modes()[(0, 1)] == both

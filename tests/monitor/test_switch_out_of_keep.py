@@ -208,12 +208,12 @@ def test_an_order_that_waits_expires_and_gives_way_to_a_later_one() -> None:
         for _ in range(3):
             replayed(model, agent)
         assert order(agent, id="c2", mode="row_corrected") is None
-        assert order(agent, id="c3", mode="stable_softmax") is None
+        assert order(agent, id="c3", mode="paper_softmax") is None
         replayed(model, agent)
         agent.step(eager(model, 1))
         told = [(s.command, s.outcome) for s in listener.of(wire.Switched)]
         assert told == [("c1", "expired"), ("c2", "refused"), ("c3", "applied")]
-        assert agent.modes()[(1, 0)] == "stable_softmax"
+        assert agent.modes()[(1, 0)] == "paper_softmax"
 
 
 def test_a_layer_that_did_not_run_waits_while_its_peer_is_switched() -> None:

@@ -61,9 +61,9 @@ def messages() -> Iterator[tuple[str, str]]:
         "unknown": [],
     }
     for verdict, growth in grown.items():
-        told = judged_in_words({(4, 2): growth}, "stable_softmax", 9000, verdict, 1000, active=True)
+        told = judged_in_words({(4, 2): growth}, "paper_softmax", 9000, verdict, 1000, active=True)
         yield from _printed(f"what became of a switch: {verdict}", of_run("gpt2-small/7", [], [told], page))
-    escalated = stronger("stable_softmax")
+    escalated = stronger("paper_softmax")
     order = f"Command to switch layer 4 head 2 to {escalated} is proposed (service): not arrested, it grows on"
     yield from _printed("an order that waits for approval", of_run("gpt2-small/7", [], [order], page))
     fleet = {f"sweep/{number:03}": [example("rounding", "observe", 1 + number % 9)] for number in range(40)}

@@ -137,7 +137,7 @@ def test_a_webhook_adds_to_the_mode_that_a_person_set_and_leaves_a_head_alone_th
         rank = FakeRank()
         started = rank.started(policy="auto").model_copy(update={"switch_scope": "model"})
         await service.store(rank, started, rank.sample(1), rank.verdict(1))
-        await order(service, heads=[[0, 1]], mode="centred_keys")
+        await order(service, heads=[[0, 1]], mode="paper_softmax")
         [by_hand] = (await service.store(rank, rank.sample(2))).commands
         await service.store(rank, rank.answer(by_hand, 9))
         await order(service, heads=[[1, 0]])
@@ -152,7 +152,7 @@ def test_a_webhook_adds_to_the_mode_that_a_person_set_and_leaves_a_head_alone_th
         made = [c for c in (await service.get(f"{RUN}/commands"))["commands"] if c["source"] == "alertmanager"]
         assert {c["mode"]: c["heads"] for c in made} == {
             "exact_delta": [[0, 0], [0, 2], [1, 1], [1, 2]],
-            "exact_delta+centred_keys": [[0, 1]],
+            "exact_delta+paper_softmax": [[0, 1]],
         }
 
     play(story)

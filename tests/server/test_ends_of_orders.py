@@ -146,7 +146,7 @@ def test_the_answer_of_a_process_that_is_gone_does_not_close_the_order_of_its_su
 def test_a_switch_after_the_step_from_which_a_run_resumes_is_neither_shown_nor_judged(play: Any, ranks: int) -> None:
     async def story(service: Any) -> None:
         async def plan() -> Any:
-            found = await service.get("/v1/runs/run-1/switches", mode="centred_keys")  # adds that to what heads have
+            found = await service.get("/v1/runs/run-1/switches", mode="paper_softmax")  # adds that to what heads have
             return [change["mode"] for change in found["changes"]]
 
         former = [FakeRank(rank=rank, boot="b1") for rank in range(2)]
@@ -156,12 +156,12 @@ def test_a_switch_after_the_step_from_which_a_run_resumes_is_neither_shown_nor_j
         for rank in former:
             [sent] = (await service.store(rank, rank.verdict(899), rank.sample(900), age=101)).commands
             await service.store(rank, rank.answer(sent, 901), age=102)
-        assert (await state_of(service, command), await plan()) == ("applied", ["exact_delta+centred_keys"])
+        assert (await state_of(service, command), await plan()) == ("applied", ["exact_delta+paper_softmax"])
         for rank in (FakeRank(rank=rank, boot="b2") for rank in range(ranks)):
             steps = range(510, 1101, 10)
             await service.store(rank, rank.started(step=500, world_size=ranks), rank.verdict(900, name="again"), age=2)
             await service.store(rank, rank.sample(510, since=500), age=2)
-            assert await plan() == ["centred_keys"] or rank.rank < ranks - 1
+            assert await plan() == ["paper_softmax"] or rank.rank < ranks - 1
             await service.store(rank, *(rank.sample(step, since=step - 10) for step in steps[1:]), age=3)
         state = service.app.state
         await verify(state.store, state.settings, state.roller)

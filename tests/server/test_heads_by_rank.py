@@ -16,13 +16,13 @@ def test_an_order_for_every_head_adds_to_modes_that_were_set_by_hand_and_says_so
         rank = FakeRank()
         await start(service, rank)
         assert await planned("row_corrected") == [["row_corrected", None], []]
-        own = {(0, 2): "centred_keys", (1, 0): "row_corrected+centred_keys"}
+        own = {(0, 2): "paper_softmax", (1, 0): "paper_softmax+row_corrected"}
         for ref, mode in own.items():
             await order(service, heads=[list(ref)], mode=mode)
         for command in (await service.store(rank, rank.sample(10))).commands:
             await service.store(rank, rank.answer(command, 10))
         others = [[0, 0], [0, 1], [1, 1], [1, 2]]
-        expected = [["row_corrected", others], ["row_corrected+centred_keys", [[0, 2]]], [[1, 0]]]
+        expected = [["row_corrected", others], ["paper_softmax+row_corrected", [[0, 2]]], [[1, 0]]]
         assert await planned("row_corrected") == expected
         assert await planned("plain") == [["plain", None], []]
         answer = await service.client.get("/v1/runs/run-1/switches?mode=nothing")

@@ -37,7 +37,7 @@ def test_an_idempotency_key_orders_once_and_refuses_another_order(play: Any) -> 
         first, second = await order(service, "k1"), await order(service, "k1")
         assert (first.status_code, second.status_code) == (201, 200)
         assert first.json()["id"] == second.json()["id"]
-        assert (await order(service, "k1", mode="stable_softmax")).status_code == 409
+        assert (await order(service, "k1", mode="paper_softmax")).status_code == 409
         assert len((await service.get("/v1/runs/run-1/commands"))["commands"]) == 1
 
     play(story)

@@ -110,7 +110,7 @@ def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(pla
             assert_holds(reworded(timeless(now)), reworded(timeless(answered)), path)
         metrics = (await service.client.get("/metrics")).text
         missing = series_of(was["/metrics"]) - series_of(metrics)
-        assert not missing
+        assert all("stable_softmax" in line for line in missing)  # a mode that went: counted as another one
         assert "foreshock_service_unreadable_rows 0.0" in metrics
         warned = 0  # runs recorded before there were incidents have them all the same
         for row in (await service.get("/v1/runs", limit=500))["runs"]:
@@ -120,12 +120,10 @@ def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(pla
             assert shown == heads, row["run"]
             warned += bool(heads)
         assert warned
-        # ... and it is written on: the run goes on where it stood, and its open order is delivered
+        # ... and it is written on: the run goes on where it stood. Its open order is for a mode that went since.
         first = FakeRank(run="golden/ranks", rank=0, boot="b0")
         first.sequence = 1000
-        [order] = (await service.store(first, first.sample(1500, 1400))).commands
-        assert order.mode == "stable_softmax"
-        await service.store(first, first.answer(order, 1500))
+        assert not (await service.store(first, first.sample(1500, 1400))).commands
         assert (await service.get("/v1/runs/golden/ranks/matrix", metric="head.mode"))["step"] == 1500
 
     play(story, verify_steps=0, finished_run_seconds=1e6, silent_run_seconds=1e6)

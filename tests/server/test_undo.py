@@ -29,14 +29,14 @@ def test_an_applied_switch_is_undone_on_request_head_by_head_to_the_modes_there_
             f"Command {command} is pending; only what was applied can be undone.",
         )
         [sent] = (await service.store(rank, rank.sample(10))).commands
-        await service.store(rank, answer(rank, sent, ["plain", "stable_softmax", "exact_delta"]))
+        await service.store(rank, answer(rank, sent, ["plain", "paper_softmax", "exact_delta"]))
 
         undone = await service.client.post(f"/v1/commands/{command}/undo", json=WHO)
         assert undone.status_code == 201
         orders = (await service.store(rank, rank.sample(40))).commands
         assert {(o.mode, o.heads, o.expect) for o in orders} == {
             ("plain", ((0, 0),), "exact_delta"),
-            ("stable_softmax", ((0, 1),), "exact_delta"),
+            ("paper_softmax", ((0, 1),), "exact_delta"),
         }  # head 2 had the mode before
         for one in orders:
             await service.store(rank, rank.answer(one, 41))

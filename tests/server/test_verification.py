@@ -154,14 +154,14 @@ def test_a_switch_of_heads_without_a_warning_is_not_judged_and_no_news(play: Any
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
 def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a_person(play: Any, policy: Policy) -> None:
     async def story(service: Any) -> None:
-        await switched(service, policy=policy, mode="stable_softmax")
+        await switched(service, policy=policy, mode="paper_softmax")
         await judge(service)
         proposed = [c for c in await commands_of(service) if c["source"] == "service"]
         if policy == "observe":
             assert proposed == []
             return
         [stronger] = proposed
-        assert (stronger["state"], stronger["mode"]) == ("proposed", "exact_delta+stable_softmax")
+        assert (stronger["state"], stronger["mode"]) == ("proposed", "exact_delta+paper_softmax")
         assert stronger["heads"] == [[0, 2]]
         assert "not arrested, it grows on" in stronger["reason"]
         await judge(service)
@@ -172,7 +172,7 @@ def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a_perso
 
 def test_an_escalation_keeps_to_the_bounds_of_machines(play: Any) -> None:
     async def story(service: Any) -> None:
-        await switched(service, mode="stable_softmax")
+        await switched(service, mode="paper_softmax")
         store = service.app.state.store
         with store.writer.engine.begin() as connection:
             run_id = connection.execute(select(runs.c.id)).scalar_one()
@@ -203,7 +203,7 @@ def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fres
 
 def test_two_replicas_that_judge_at_once_write_one_verdict_and_one_proposal(play: Any) -> None:
     async def story(service: Any) -> None:
-        await switched(service, mode="stable_softmax")
+        await switched(service, mode="paper_softmax")
         await asyncio.gather(judge(service), judge(service))
         events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
         assert [bool(event["command"]["verification"]) for event in events].count(True) == 1
@@ -272,16 +272,16 @@ def test_people_are_told_what_became_of_a_switch(play: Any) -> None:
         )
         notifier = Notifier(service.app.state.store, settings, Out())  # type: ignore[arg-type]
         await notifier.turn()
-        await switched(service, mode="stable_softmax")
+        await switched(service, mode="paper_softmax")
         await judge(service)
         await notifier.turn()
         await notifier.turn()
         [told] = [words for words in Out.said if "not arrested" in words]
         became, proposed = told.splitlines()[-2:]  # what became of it, and the proposal that follows
         assert became.startswith(
-            "Run run-1: Layer 0 head 2 after the switch to stable_softmax at step 2,000: not arrested"
+            "Run run-1: Layer 0 head 2 after the switch to paper_softmax at step 2,000: not arrested"
         )
-        assert "Escalate: exact_delta+stable_softmax" in became
+        assert "Escalate: exact_delta+paper_softmax" in became
         assert "is proposed (service)" in proposed
 
     play(story)

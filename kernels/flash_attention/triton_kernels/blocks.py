@@ -12,7 +12,6 @@ INTERPRET: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 round, so there tiles are widened to fp32 when loaded and rounded by hand."""
 
 EXACT_DELTA: tl.constexpr = tl.constexpr(int(Mode.EXACT_DELTA))
-STABLE_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.STABLE_SOFTMAX))
 PAPER_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.PAPER_SOFTMAX))
 ROW_CORRECTED: tl.constexpr = tl.constexpr(int(Mode.ROW_CORRECTED))
 PAPER_TOLERANCE: tl.constexpr = tl.constexpr(shift.PAPER_TOLERANCE)

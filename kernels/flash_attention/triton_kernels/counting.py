@@ -13,7 +13,6 @@ from foreshock.kernels.flash_attention.triton_kernels.blocks import (
     LOG2E,
     PAPER_SOFTMAX,
     PAPER_TOLERANCE,
-    STABLE_SOFTMAX,
 )
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch
 from foreshock.kernels.flash_attention.triton_kernels.passes import RowVectors, Tensors
@@ -166,8 +165,7 @@ def count_kernel(
     own = partial + tl.program_id(1).to(tl.int64) * _SLOTS * blocks + block
     _put(own, ROWS_SLOT, blocks, tl.sum(counted.to(tl.int64), 0))
     tied_bf16, tied_one = tied(largest, second, DTYPE)
-    papers = (largest - second <= PAPER_TOLERANCE) & (largest != 0.0) & ((mode & PAPER_SOFTMAX) != 0)
-    shifted = papers | ((mode & STABLE_SOFTMAX) != 0)
+    shifted = (largest - second <= PAPER_TOLERANCE) & (largest != 0.0) & ((mode & PAPER_SOFTMAX) != 0)
     _put(own, TIED_BF16_SLOT, blocks, tl.sum((counted & tied_bf16).to(tl.int64), 0))
     _put(own, TIED_ONE_SLOT, blocks, tl.sum((counted & tied_one).to(tl.int64), 0))
     _put(own, SHIFTED_SLOT, blocks, tl.sum((counted & shifted).to(tl.int64), 0))

@@ -12,13 +12,11 @@ from foreshock.kernels.flash_attention.shift import PAPER_SHIFT_CAP
 from foreshock.kernels.flash_attention.spec import Arguments
 from foreshock.kernels.flash_attention.triton_kernels import hopper
 from foreshock.kernels.flash_attention.triton_kernels.blocks import (
-    INTERPRET,
     LN2,
     LOG2E,
     PAPER_SOFTMAX,
     PAPER_TOLERANCE,
     RESIDUAL_SCALE_FP16,
-    STABLE_SOFTMAX,
     cap_scores,
     in_registers,
     kept,
@@ -45,18 +43,6 @@ PAPER_CAP_FP16: tl.constexpr = tl.constexpr(PAPER_SHIFT_CAP[torch.float16])
 
 
 @triton.jit
-def stable_shift(row_max):
-    """As `shift.stable_shift`, in powers of two."""
-    bits = row_max.to(tl.uint32, bitcast=True)
-    odd = (153 + 2 * ((bits * 0x9E3779B1) >> 27)).to(tl.float32)
-    if INTERPRET:
-        return 8.0 - tl.log2(odd)
-    # Within 2^-22, which leaves exp2 of it nearer to odd / 256 than to any other 16-bit number.
-    log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [odd], tl.float32, True, 1)
-    return 8.0 - log2
-
-
-@triton.jit
 def _attend(
     running, shift, q, tensors, low, high, queries, seen, chance, strides, numbers,
     MASKED: tl.constexpr, SHIFT: tl.constexpr, SECOND: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr,
@@ -64,12 +50,11 @@ def _attend(
 ):  # fmt: skip
     """Take the keys [low, high) into the running accumulator, row sum, largest and, if asked, second largest score."""
     acc, total, row_max, second, before = running
-    paper, paper_shift = shift
     key, value, batch, kv_head = tensors
     _, length_k, _, _ = seen
     seed, plane, start_q, start_k, threshold = chance
     stride_k, stride_v = strides
-    dim, unit, scale, softcap, score_unit, _ = numbers
+    dim, unit, scale, softcap, _, _ = numbers
     BLOCK_N: tl.constexpr = TILE.block_n
     for start in tl.range(low, high, BLOCK_N):
         k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, SPEC, MASKED, TILE.tma)
@@ -85,7 +70,7 @@ def _attend(
         # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
         subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * unit)
         if SHIFT:
-            subtracted += tl.where(paper, paper_shift, stable_shift(new_max * score_unit))
+            subtracted += shift
         # One rounding, and the same `subtracted` for every entry and for the rescaling: what it lost cancels in P / l.
         p = tl.exp2(tl.fma(scores, unit, -subtracted[:, None]))
         shrink = tl.exp2(before - subtracted)
@@ -128,7 +113,7 @@ def _paper_shift(
 
 @triton.jit
 def _block(
-    q, tensors, outputs, mode, first, rows, length_q, seen, chance, strides, stride_o, numbers,
+    q, tensors, outputs, first, rows, length_q, seen, chance, strides, stride_o, numbers,
     SHIFT: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The whole forward of one block of queries, in one of its versions."""
@@ -143,13 +128,9 @@ def _block(
     total = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     running = (tl.zeros((BLOCK_M, BLOCK_D), tl.float32), total, row_max, row_max, row_max)
-    shift = (False, total)
+    shift = total
     if SHIFT:
-        paper = (mode & PAPER_SOFTMAX) != 0
-        paper_shift = _paper_shift(
-            q, tensors, low, tl.where(paper, high, low), queries, seen, strides[0], numbers, SPEC, TILE, DTYPE
-        )
-        shift = (paper, paper_shift)
+        shift = _paper_shift(q, tensors, low, high, queries, seen, strides[0], numbers, SPEC, TILE, DTYPE)
     if SPEC.HAS_LEFT:
         running = _attend(
             running, shift, q, tensors, low, full_low, queries, seen, chance, strides, numbers, True, SHIFT,
@@ -203,7 +184,7 @@ def forward_kernel(
     seed = load_seed(seeds)
     taken = first < length_q
     if SHIFTED_ONLY:
-        taken = taken & ((tl.load(modes + head) & (STABLE_SOFTMAX | PAPER_SOFTMAX)) != 0)
+        taken = taken & ((tl.load(modes + head) & PAPER_SOFTMAX) != 0)
     if taken:
         q = load_tile(query, batch, head, first, TILE.block_m, stride_q[2], length_q, dim, SPEC, True, TILE.tma)
         if TILE.operands_in_registers:
@@ -215,22 +196,20 @@ def forward_kernel(
         key_strides = (stride_k[2], stride_v[2])
         numbers = (dim, unit, scale, softcap, score_unit, keep_scale)
         # Whole versions, chosen once: a branch inside a loop would stop its pipelining.
-        mode = 0
         if modes is not None:
-            mode = tl.load(modes + head)
-            if (mode & (STABLE_SOFTMAX | PAPER_SOFTMAX)) != 0:
+            if (tl.load(modes + head) & PAPER_SOFTMAX) != 0:
                 _block(
-                    q, tensors, outputs, mode, first, rows, length_q, seen, chance, key_strides,
+                    q, tensors, outputs, first, rows, length_q, seen, chance, key_strides,
                     stride_o[2], numbers, True, SPEC, TILE, dtype,
                 )  # fmt: skip
             elif not SHIFTED_ONLY:
                 _block(
-                    q, tensors, outputs, mode, first, rows, length_q, seen, chance, key_strides,
+                    q, tensors, outputs, first, rows, length_q, seen, chance, key_strides,
                     stride_o[2], numbers, False, SPEC, TILE, dtype,
                 )  # fmt: skip
         else:
             _block(
-                q, tensors, outputs, mode, first, rows, length_q, seen, chance, key_strides,
+                q, tensors, outputs, first, rows, length_q, seen, chance, key_strides,
                 stride_o[2], numbers, False, SPEC, TILE, dtype,
             )  # fmt: skip
 

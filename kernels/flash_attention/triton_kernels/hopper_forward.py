@@ -33,7 +33,7 @@ HEAD_DIM: gl.constexpr = gl.constexpr(DIM)
 STAGES: gl.constexpr = gl.constexpr(2)
 """Tiles of keys, and of values, that lie in shared memory."""
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
-SHIFTED: gl.constexpr = gl.constexpr(int(Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX))
+SHIFTED: gl.constexpr = gl.constexpr(int(Mode.PAPER_SOFTMAX))
 RESIDUAL_SCALE_FP16: gl.constexpr = gl.constexpr(spec.residual_scale(torch.float16))
 
 

@@ -400,8 +400,6 @@ export interface ModeChoice {
   name: string;
   does: string;
   cures: string;
-  /** modes that cannot be joined with it */
-  excludes: string[];
 }
 
 /** An order or a proposal for heads of an incident, and how far it has come. */

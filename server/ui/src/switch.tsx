@@ -109,7 +109,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
                 </fieldset>
                 <fieldset>
                   <legend>Mode: {mode}</legend>
-                  {catalog.modes.map(({ name, does, cures, excludes }) => (
+                  {catalog.modes.map(({ name, does, cures }) => (
                     <label key={name} title={`${does} ${cures}`}>
                       <input
                         type="checkbox"
@@ -119,7 +119,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
                         onChange={(event) =>
                           setChosen(
                             event.currentTarget.checked
-                              ? [...chosen.filter((other) => !excludes.includes(other)), name]
+                              ? [...chosen, name]
                               : chosen.filter((other) => other !== name),
                           )
                         }

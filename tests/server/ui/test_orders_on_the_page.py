@@ -24,15 +24,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.servers
 
 
-def test_an_order_may_join_modes_and_one_takes_the_place_of_what_it_excludes(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
+def test_an_order_may_join_modes(chromium: Chrome, service: Service, feeder: Feeder) -> None:
     feeder.start()
     feeder.train(5)
     open_run(chromium, service, feeder.run)
     button(chromium, "New order").click()
     offered = [box.get_attribute("value") for box in chromium.find_elements(By.NAME, "mode")]
-    assert offered == [mode.name for mode in MODES if mode.served]
+    assert offered == [mode.name for mode in MODES]
 
     def chosen(*toggled: str) -> str:
         for name in toggled:
@@ -40,16 +38,15 @@ def test_an_order_may_join_modes_and_one_takes_the_place_of_what_it_excludes(
         return chromium.find_element(By.XPATH, "//legend[starts-with(., 'Mode')]").text
 
     assert chosen() == "Mode: row_corrected"
-    assert chosen("stable_softmax") == "Mode: stable_softmax+row_corrected"
     assert chosen("paper_softmax") == "Mode: paper_softmax+row_corrected"
     assert chosen("row_corrected", "paper_softmax") == "Mode: plain"
-    chosen("stable_softmax", "exact_delta")
+    chosen("paper_softmax", "exact_delta")
     chromium.find_element(By.NAME, "who").send_keys("Ada")
     chromium.find_element(By.NAME, "reason").send_keys("a try")
     button(chromium, "Continue").click()
     button(chromium, "Switch now").click()
-    wait("the order stands on the page", lambda: "exact_delta+stable_softmax" in text(chromium, ".commands"))
-    assert feeder.obey() == ["exact_delta+stable_softmax"]
+    wait("the order stands on the page", lambda: "exact_delta+paper_softmax" in text(chromium, ".commands"))
+    assert feeder.obey() == ["exact_delta+paper_softmax"]
 
 
 @pytest.mark.full
