@@ -99,14 +99,14 @@ def length_of(headers: Headers) -> int:
 class ConcurrencyLimit:
     """How many requests each caller may have in flight, so that requests that never end leave room for the others.
 
-    A token gets half of the requests that the service takes, an address without one an eighth, all of those together a
-    quarter. Each gets `body_bytes` of bodies, by what their headers announce: bodies are in memory until they are read.
+    A token gets half of the requests that the service takes, all callers without one a quarter together. Each gets
+    `body_bytes` of bodies, by what their headers announce: bodies are in memory until they are read.
     """
 
     def __init__(self, requests: int, body_bytes: int, max_bytes: int) -> None:
-        self._of_token, self._of_stranger = max(1, requests // 2), max(1, requests // 8)
-        self._of_strangers, self._strangers = max(1, requests // 4), 0
-        self._body_bytes, self._max_bytes = body_bytes, max_bytes
+        self._of_token = max(1, requests // 2), max_bytes
+        self._of_strangers = max(1, requests // 4), min(max_bytes, _STRANGERS_BYTES)
+        self._body_bytes = body_bytes
         self._requests: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
@@ -116,10 +116,10 @@ class ConcurrencyLimit:
 
         One body is always taken.
         """
-        size = self._max_bytes if "transfer-encoding" in headers else min(length_of(headers), self._max_bytes)
-        full = self._requests[who] >= (self._of_token if known else self._of_stranger)
-        full = full or (not known and self._strangers >= self._of_strangers)
-        if full or (size and self._bytes[who] and self._bytes[who] + size > self._body_bytes):
+        who, (most, largest) = (who, self._of_token) if known else ("", self._of_strangers)
+        size = largest if "transfer-encoding" in headers else min(length_of(headers), largest)
+        held = self._bytes[who]
+        if self._requests[who] >= most or (size and held and held + size > self._body_bytes):
             raise ProblemError(
                 429,
                 "Too many concurrent requests from this client. Retry after the time in Retry-After.",
@@ -127,11 +127,9 @@ class ConcurrencyLimit:
             )
         self._requests[who] += 1
         self._bytes[who] += size
-        self._strangers += not known
         try:
             yield
         finally:
-            self._strangers -= not known
             for counted, number in ((self._requests, 1), (self._bytes, size)):
                 counted[who] -= number
                 if not counted[who]:

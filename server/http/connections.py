@@ -40,7 +40,7 @@ class Whole:
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
-        self._head: bytes | None = None
+        self._head = b""
         self.is_closing = transport.is_closing  # asked at every request
 
     def write(self, data: bytes) -> None:
@@ -48,24 +48,18 @@ class Whole:
 
         Nothing is sent once the connection ends: many answers may be under way on it, and each would be an error.
         """
+        head, self._head = self._head, b""
         if self.is_closing():
-            self._head = None
             return
-        if self._head is not None:
-            data, self._head = self._head + data, None
-        elif data.startswith(_STATUS_LINE):
+        if not head and data.startswith(_STATUS_LINE):
             self._head = data
-            self._loop.call_soon(self._flush)
-            return
-        self._transport.write(data)
-
-    def _flush(self) -> None:
-        if self._head is not None:
-            self.write(b"")
+            self._loop.call_soon(self.write, b"")
+        elif data := head + data:
+            self._transport.write(data)
 
     def close(self) -> None:
         """Close when all is sent."""
-        self._flush()
+        self.write(b"")
         self._transport.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -179,13 +173,12 @@ def _within_open_files(connections: int) -> int:
     """
     wanted = connections + _RESERVE + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < wanted:
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with suppress(ValueError, OverflowError, OSError):  # some systems allow less than their hard limit says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return connections
-    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    with suppress(ValueError, OverflowError, OSError):  # some systems allow less than their hard limit says
-        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-        soft = raised
-    if soft >= wanted:
         return connections
     fewer = max(1, soft - _RESERVE - _OTHER_FILES)
     log.warning(

@@ -75,37 +75,35 @@ def test_whatever_is_refused_or_ends_leaves_every_caller_its_whole_share(
     shares = ConcurrencyLimit(requests, body_bytes=100, max_bytes=80)
     with ExitStack() as under_way:
         held: dict[str, list[int]] = {}
-        strangers = 0
         for who, size, known in callers:
-            most = max(1, requests // (2 if known else 8))
-            mine, counted = held.setdefault(who, []), min(size, 80)
-            full = len(mine) >= most or (not known and strangers >= max(1, requests // 4))
+            mine, counted = held.setdefault(who if known else "strangers", []), min(size, 80)
+            full = len(mine) >= max(1, requests // (2 if known else 4))
             fits = not full and not (counted and sum(mine) and sum(mine) + counted > 100)
             try:
                 under_way.enter_context(shares.take(who, body(size), known=known))
                 mine.append(counted)
-                strangers += not known
                 refused = None
             except ProblemError as error:
                 refused = error.status
             assert refused == (None if fits else 429)
-    for who in "abc":
-        with shares.take(who, body(120), known=False):
+    for known in (True, False):
+        with shares.take("a", body(120), known=known):
             pass
 
 
 @pytest.mark.promise("S19")
 def test_all_strangers_together_leave_three_quarters_to_those_with_a_token() -> None:
-    shares, strangers = ConcurrencyLimit(400, body_bytes=100, max_bytes=80), 0
+    shares, strangers = ConcurrencyLimit(400, body_bytes=2**30, max_bytes=2**30), 0
+    chunked = Headers({"transfer-encoding": "chunked"})  # counts as the largest body that is read of a stranger
     with ExitStack() as under_way:
         for number in range(500):
             try:
-                under_way.enter_context(shares.take(f"from 10.0.0.{number % 50}", body(0), known=False))
+                under_way.enter_context(shares.take(f"from 10.0.0.{number % 50}", chunked, known=False))
             except ProblemError:
                 continue
             strangers += 1
         assert strangers == 100
-        under_way.enter_context(shares.take("a token", body(0), known=True))
+        under_way.enter_context(shares.take("a token", chunked, known=True))
 
 
 def test_a_body_of_unknown_length_counts_as_the_longest() -> None:
