@@ -1,4 +1,5 @@
 """Speed of attention beside its peers, all in one process and interleaved: `foreshock bench attention --json FILE`.
+With `--modes`: what each mode costs if every head has it, beside plain heads and cuDNN.
 
 Every contender's call is timed with device events after the cache was flushed, in turn with the others; a figure is the
 median of its calls. Forward counts 4 B H Sq Sk D operations, half of it when causal; backward 2.5 times as many.
@@ -9,7 +10,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from foreshock.benchmarks import machine
 from foreshock.benchmarks.stopwatch import PASSES, Contender, Stopwatch, passes
-from foreshock.contract.modes import Mode
+from foreshock.contract.modes import MODES, Mode
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.spec import Arguments
@@ -32,9 +33,15 @@ from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
 TOKENS = 16_384
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
+WIDTHS = ((64, 32), (128, 16))
+"""Head dims, each with the heads of a width of 2048."""
+MODE_LENGTHS = ((1024, True), (2048, True), (8192, True), (4096, False))
 _OPERATIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 _PEERS = {"sdpa_flash": "flash", "sdpa_cudnn": "cuDNN", "flex": "flex"}
 """How the tables call the peers, by the names of their cells."""
+_OWN, _PLAIN_HEADS = "foreshock", "plain"
+_MODES = {mode.name: mode.flag for mode in MODES if mode.served}
+_BESIDE_PLAIN = {**{name: name for name in _MODES}, "sdpa_cudnn": "cuDNN"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +63,8 @@ class Shape:
 
 def grid(lengths: Iterable[int] = LENGTHS) -> list[Shape]:
     """The shapes that are measured: the full grid, and grouped key heads at three lengths."""
-    shapes = [
-        Shape(head_dim, heads, heads, length, causal)
-        for head_dim, heads in ((64, 32), (128, 16))
-        for causal in (True, False)
-        for length in lengths
-    ]
-    grouped = [Shape(d, h, h // 8, n, True) for d, h in ((64, 32), (128, 16)) for n in lengths if n in (2048, 8192)]
+    shapes = [Shape(d, h, h, n, causal) for d, h in WIDTHS for causal in (True, False) for n in lengths]
+    grouped = [Shape(d, h, h // 8, n, True) for d, h in WIDTHS for n in lengths if n in (2048, 8192)]
     return shapes + grouped
 
 
@@ -137,6 +139,12 @@ def contenders(shape: Shape) -> dict[str, Contender]:
     }
 
 
+def modes_beside_plain(shape: Shape, device: str = "cuda") -> dict[str, Contender]:
+    """Plain heads, heads in every mode that kernels serve, and cuDNN, all with statistics of all rows."""
+    ours = {name: foreshock(shape, mode, device) for name, mode in {_PLAIN_HEADS: Mode.PLAIN, **_MODES}.items()}
+    return {**ours, "sdpa_cudnn": sdpa(shape, SDPBackend.CUDNN_ATTENTION)}
+
+
 def timed(
     shape: Shape,
     stopwatch: Stopwatch,
@@ -208,26 +216,28 @@ def measure_varlen(head_dim: int, heads: int, stopwatch: Stopwatch) -> list[dict
     ]
 
 
-def _ratio(cell: dict[str, Any], peer: str) -> str:
-    return f"{cell[peer] / cell['foreshock']:.2f}" if cell.get(peer) else "-"
+def _ratio(cell: dict[str, Any], peer: str, own: str) -> str:
+    return f"{cell[peer] / cell[own]:.2f}" if cell.get(peer) else "-"
 
 
 def markdown(cells: list[dict[str, Any]]) -> str:
-    """A table of kernels/flash_attention/README.md: milliseconds (TFLOP/s), then peer / foreshock for each peer that
-    was timed."""
-    peers = [name for name in _PEERS if any(name in cell for cell in cells)]
-    ratios = "/ " + " / ".join(_PEERS[name] for name in peers)
-    columns = ["D, heads", "mask", "S", *(column for which in PASSES for column in (which, ratios))]
+    """A table of kernels/flash_attention/README.md: milliseconds (TFLOP/s) of foreshock or of plain heads, then how
+    many times as long each peer or mode takes."""
+    own, named = (_OWN, _PEERS) if _OWN in cells[0] else (_PLAIN_HEADS, _BESIDE_PLAIN)
+    timed_passes = [which for which in PASSES if any(cell["pass"] == which for cell in cells)]
+    peers = [name for name in named if any(name in cell for cell in cells)]
+    ratios = "/ " + " / ".join(named[name] for name in peers)
+    columns = ["D, heads", "mask", "S", *(column for which in timed_passes for column in (which, ratios))]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for start in range(0, len(cells), len(PASSES)):
+    for start in range(0, len(cells), len(timed_passes)):
         first = cells[start]
         shape = Shape(*(first[key] for key in ("head_dim", "heads", "kv_heads", "seq_len", "causal")))
         columns = [f"{shape.head_dim}, {shape.heads}/{shape.kv_heads}", "causal" if shape.causal else "full"]
         columns.append(str(shape.seq_len))
-        for cell in cells[start : start + len(PASSES)]:
-            rate = _OPERATIONS[cell["pass"]] * shape.flops / cell["foreshock"] / 1e9
-            columns.append(f"{cell['foreshock']:.3f} ({rate:.0f})")
-            columns.append(" / ".join(_ratio(cell, peer) for peer in peers))
+        for cell in cells[start : start + len(timed_passes)]:
+            rate = _OPERATIONS[cell["pass"]] * shape.flops / cell[own] / 1e9
+            columns.append(f"{cell[own]:.3f} ({rate:.0f})")
+            columns.append(" / ".join(_ratio(cell, peer, own) for peer in peers))
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
 
@@ -250,40 +260,66 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
     return result
 
 
-def main(json_path: str | None = None, repeats: int = 15, lengths: tuple[int, ...] = LENGTHS) -> None:
-    """Measure the grid, print it, and write it to `json_path`. Needs a CUDA GPU."""
+def mode_costs(cells: list[dict[str, Any]]) -> dict[str, float]:
+    """The mean and the largest ratio of each mode and of cuDNN to plain heads from S = 2048 on, for each head dim and
+    pass. A cell that was refused is left out."""
+    found: dict[str, list[float]] = {}
+    for cell in cells:
+        for name in _BESIDE_PLAIN:
+            if cell["seq_len"] >= 2048 and cell.get(name):
+                key = f"D {cell['head_dim']} {cell['pass']} {name}"
+                found.setdefault(key, []).append(cell[name] / cell[_PLAIN_HEADS])
+    means = {f"{key} mean": statistics.geometric_mean(ratios) for key, ratios in found.items()}
+    return means | {f"{key} worst": max(ratios) for key, ratios in found.items()}
+
+
+def main(file: Path | None = None, repeats: int = 15, *, modes: bool = False, lengths: Sequence[int] = LENGTHS) -> None:
+    """Measure the grid, or what each mode costs, print it, and write it to `file`. Needs a CUDA GPU."""
+    option = " --modes" if modes else ""
     if not torch.cuda.is_available():
-        raise SystemExit("foreshock bench attention needs a CUDA GPU, and this machine has none that PyTorch sees")
-    began, stopwatch = time.monotonic(), Stopwatch(repeats)
+        raise SystemExit(f"foreshock bench attention{option} needs a CUDA GPU, and PyTorch sees none here")
+    command = f"foreshock bench attention{option} --repeats {repeats}" + (f" --json {file.name}" if file else "")
+    of_modes = [Shape(d, h, h, n, causal) for n, causal in MODE_LENGTHS for d, h in WIDTHS]
+    run(Stopwatch(repeats), file, machine.header(command), of_modes if modes else grid(lengths), modes=modes)
+
+
+def run(
+    stopwatch: Stopwatch,
+    file: Path | None,
+    header: dict[str, Any],
+    shapes: Sequence[Shape],
+    *,
+    modes: bool,
+    device: str = "cuda",
+) -> None:
+    """Time every shape in turn, print its line, and write all that is known to `file`."""
+    began = time.monotonic()
     cells: list[dict[str, Any]] = []
     varlen: list[dict[str, Any]] = []
+    summed = mode_costs if modes else summary
 
     def keep() -> None:
-        if json_path is None:
-            return
-        result = {
-            **machine.header(f"foreshock bench attention --repeats {repeats} --json {Path(json_path).name}"),
-            "unit": "milliseconds, median",
-            "seconds": round(time.monotonic() - began),
-            "summary": summary(cells),
-            "cells": cells,
-            "varlen_cells": varlen,
-        }
-        Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
+        if file is not None:
+            result = {"unit": "milliseconds, median", "seconds": round(time.monotonic() - began)}
+            result |= {"summary": summed(cells), "cells": cells} | ({} if modes else {"varlen_cells": varlen})
+            file.write_text(json.dumps(header | result, indent=1) + "\n")
 
-    for shape in grid(lengths):
-        found = timed(shape, stopwatch, contenders(shape))
+    for shape in shapes:
+        if modes:
+            found = timed(shape, stopwatch, modes_beside_plain(shape, device), PASSES[1:], device)
+        else:
+            found = timed(shape, stopwatch, contenders(shape), device=device)
         *head, line = markdown(found).splitlines()
         print("\n".join([line] if cells else [*head, line]), flush=True)
         cells += found
         keep()
-    for head_dim, heads in ((64, 32), (128, 16)):
+    for head_dim, heads in () if modes else WIDTHS:
         varlen += measure_varlen(head_dim, heads, stopwatch)
         keep()
     for cell in varlen:
         print(
             f"varlen D {cell['head_dim']} {cell['pass']:<8} foreshock {cell['foreshock']:.3f} ms, "
-            f"torch varlen {cell['torch_varlen']:.3f} ms, ratio {_ratio(cell, 'torch_varlen')}"
+            f"torch varlen {cell['torch_varlen']:.3f} ms, ratio {_ratio(cell, 'torch_varlen', _OWN)}"
         )
-    for name, value in summary(cells).items():
+    for name, value in summed(cells).items():
         print(f"{name}: {value:.3f}")

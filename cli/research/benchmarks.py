@@ -20,24 +20,21 @@ def bench_attention(
     repeats: Annotated[int, typer.Option(help="Number of timed rounds.", min=3)] = 15,
     host_only: Annotated[
         bool,
-        typer.Option("--host-only", help="Only the host's time for a small call; without a GPU less the launches."),
+        typer.Option("--host-only", help="Only the host's time for a small call."),
     ] = False,
     modes: Annotated[
         bool, typer.Option("--modes", help="Only what each mode costs beside plain heads, and cuDNN, on eight shapes.")
     ] = False,
 ) -> None:
     """Time attention beside SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""
-    from foreshock.benchmarks import attention, attention_host, attention_modes
+    from foreshock.benchmarks import attention, attention_host
 
-    file = None if json is None else str(json)
     if host_only and modes:
         raise typer.BadParameter("are two measurements; give one of them", param_hint="--host-only and --modes")
     if host_only:
-        attention_host.main(file)
-    elif modes:
-        attention_modes.main(file, repeats)
+        attention_host.main(json)
     else:
-        attention.main(file, repeats)
+        attention.main(json, repeats, modes=modes)
 
 
 @bench.command("detectors")

@@ -11,7 +11,6 @@ from foreshock.benchmarks import (
     agent_step,
     attention,
     attention_host,
-    attention_modes,
     detectors,
     ingest,
     page,
@@ -24,10 +23,10 @@ F = Path("f.json")
 @pytest.mark.parametrize(
     ("words", "module", "args", "options"),
     [
-        ("attention --json f.json --repeats 4", attention, ("f.json", 4), {}),
-        ("attention", attention, (None, 15), {}),
-        ("attention --host-only --json f.json", attention_host, ("f.json",), {}),
-        ("attention --modes --json f.json --repeats 7", attention_modes, ("f.json", 7), {}),
+        ("attention --json f.json --repeats 4", attention, (F, 4), {"modes": False}),
+        ("attention", attention, (None, 15), {"modes": False}),
+        ("attention --host-only --json f.json", attention_host, (F,), {}),
+        ("attention --modes --json f.json --repeats 7", attention, (F, 7), {"modes": True}),
         ("detectors --json f.json", detectors, (F,), {}),
         ("agent --rounds 2 --shape llama-1b", agent_step, (None, 2, "llama-1b", agent_step.WATCHED), {}),
         ("ingest --seconds 3", ingest, (None,), {"seconds": 3.0, "database_url": None}),
@@ -51,7 +50,7 @@ def test_every_benchmark_is_listed_with_a_sentence() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the benchmarks run, for minutes")
-@pytest.mark.parametrize("words", ["attention", "attention --modes", "agent"])
+@pytest.mark.parametrize("words", ["attention", "attention --modes", "attention --host-only", "agent"])
 def test_what_needs_a_gpu_says_so_without_one_and_writes_nothing(words: str, tmp_path: Path) -> None:
     file = tmp_path / "f.json"
     done = foreshock("bench", *words.split(), "--json", str(file))
