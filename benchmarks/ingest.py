@@ -1,4 +1,4 @@
-"""What the service takes in: batches a second, under overload, and as runs grow many. `foreshock bench ingest`.
+"""What the service takes in: batches a second, and under overload. `foreshock bench ingest`.
 
 A real service process on 127.0.0.1 is driven by real client processes; every batch holds one sample of 12 layers x 12
 heads with every metric. Clients and service share the machine's cores.
@@ -29,10 +29,6 @@ from foreshock.server.testing import LiveService
 
 CLIENTS: Final = 32
 """Connections that keep two cores busy; the overload has ten times as many."""
-MANY_RUNS: Final = 992
-"""About a thousand: as many for each client."""
-_TARGET_SECONDS: Final = 0.25
-_ROUNDS: Final = 3
 
 
 class Watch:
@@ -72,7 +68,7 @@ def main(
     overload_seconds: float = 60.0,
     database_url: str | None = None,
 ) -> dict[str, Any]:
-    """Measure, print a table, write JSON; the figures. The run takes about three times `seconds` and two minutes more.
+    """Measure, print a table, write JSON; the figures. The run takes about `seconds` and a minute more.
 
     `database_url` names a PostgreSQL database that may be written to; without one a new SQLite file is used.
     """
@@ -89,9 +85,6 @@ def main(
         report = device(database_url)
         report["sustained"] = _sustained(service, Load(service.url, CLIENTS, CLIENTS, seconds, f"{name}-a"))
         report["overload"] = _overload(service, Load(service.url, 10 * CLIENTS, CLIENTS, overload_seconds, f"{name}-b"))
-        after = run_load(Load(service.url, CLIENTS, CLIENTS, 8.0, f"{name}-c"))
-        report["overload"]["normal_again_after_seconds"] = _recovered(after, 8.0)
-        report["by_runs"] = _cost_by_runs(service, name, max(2.0, seconds / 5))
     _show(report)
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,51 +146,20 @@ def _figures(result: Result, cpu_seconds: float) -> dict[str, Any]:
 def _sustained(service: LiveService, load: Load) -> dict[str, Any]:
     before = cpu_seconds(service)
     result = run_load(load)
-    return {"clients": load.clients, **_figures(result, cpu_seconds(service) - before)}
+    figures = _figures(result, cpu_seconds(service) - before)
+    return {"clients": load.clients, **figures, "refusals_with_retry_after": result.retry_after == result.statuses[429]}
 
 
 def _overload(service: LiveService, load: Load) -> dict[str, Any]:
-    before = cpu_seconds(service)
     start = psutil.Process(service.pid).memory_info().rss
     with Watch(service) as watch:
-        result = run_load(load)
+        figures = _sustained(service, load)
     return {
-        "clients": load.clients,
-        **_figures(result, cpu_seconds(service) - before),
-        "refusals_with_retry_after": result.retry_after == result.statuses[429],
+        **figures,
         "looks": dict(watch.answers),
         "slowest_look_seconds": round(watch.slowest_seconds, 3),
         "rss_before_bytes": start,
         "rss_largest_bytes": watch.rss_bytes,
-    }
-
-
-def _recovered(after: Result, seconds: float) -> float | None:
-    """Seconds until the 99th percentile of every later second is on target; None if it never is."""
-    recovered: float | None = None
-    for second in reversed(range(int(seconds))):
-        took = [t for at, t in after.latencies if second <= at < second + 1]
-        slow = sorted(took)[int(0.99 * len(took))] if took else float("inf")
-        if slow >= _TARGET_SECONDS:
-            break
-        recovered = float(second)
-    return recovered
-
-
-def _cost_by_runs(service: LiveService, name: str, seconds: float) -> dict[str, Any]:
-    """CPU time per batch with one run and with a thousand, taken in turns; a first turn makes the runs, uncounted."""
-    cost: dict[int, list[float]] = {1: [], MANY_RUNS: []}
-    for turn in range(_ROUNDS + 1):
-        for runs in cost:
-            before = cpu_seconds(service)
-            result = run_load(Load(service.url, CLIENTS, runs, seconds, f"{name}-{runs}", 1 + turn * 10**6))
-            spent = cpu_seconds(service) - before
-            if turn > 0:
-                cost[runs].append(round(1e3 * spent / max(1, result.statuses[200]), 3))
-    one, many = (sorted(cost[runs])[_ROUNDS // 2] for runs in (1, MANY_RUNS))
-    return {
-        "cpu_milliseconds_per_batch": {str(k): v for k, v in cost.items()},
-        "ratio_of_medians": round(many / one, 3),
     }
 
 
@@ -220,10 +182,9 @@ def _show(report: dict[str, Any]) -> None:
             f"{figures['cpu_milliseconds_per_batch']:.2f}",
             *(f"{100 * figures[share]:.1f} %" for share in ("share_2xx", "share_429", "share_5xx")),
         )
-    over, by_runs = report["overload"], report["by_runs"]
+    over = report["overload"]
     console = Console(width=max(100, Console().width))
     console.print(table)
     console.print(f"under overload: looks {over['looks']}, slowest {over['slowest_look_seconds']} s")
     grown = f"{over['rss_before_bytes'] / 2**20:.0f} to {over['rss_largest_bytes'] / 2**20:.0f} MiB"
-    console.print(f"memory {grown}; normal again after {over['normal_again_after_seconds']} s")
-    console.print(f"CPU per batch, {MANY_RUNS} runs over 1 run: {by_runs['ratio_of_medians']}")
+    console.print(f"memory {grown}")

@@ -39,8 +39,6 @@ class Load:
     seconds: float
     name: str
     """Tells this load's runs and boots from another's."""
-    first_sequence: int = 1
-    """Of each client; a load that goes on with the boots of another begins beyond it."""
 
 
 @dataclass
@@ -98,7 +96,7 @@ async def _client(load: Load, number: int, shape: bytes, began: float, result: R
     shape = shape.replace(b'"%s"' % _BOOT.encode(), b'"%s-%d"' % (load.name.encode(), number))
     shape = shape.replace(b'"rank":0', b'"rank":%d' % number)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    sequence = load.first_sequence
+    sequence = 1
     while (start := time.monotonic()) < began + load.seconds:
         own = number + load.clients * (sequence % max(1, load.runs // load.clients))
         run = b'"%s-%d"' % (load.name.encode(), own % load.runs)

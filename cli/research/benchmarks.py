@@ -72,7 +72,7 @@ def bench_ingest(
         typer.Option(help="Address of a PostgreSQL database that may be overwritten; by default SQLite is used."),
     ] = None,
 ) -> None:
-    """Load a real service over loopback: at its capacity, with ten times the clients, and afterwards."""
+    """Load a real service over loopback: at its capacity, and with ten times the clients."""
     from foreshock.benchmarks import ingest
 
     ingest.main(json, seconds=seconds, database_url=database_url)
