@@ -40,7 +40,7 @@ _OPERATIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 _PEERS = {"sdpa_flash": "flash", "sdpa_cudnn": "cuDNN", "flex": "flex"}
 """How the tables call the peers, by the names of their cells."""
 _OWN, _PLAIN_HEADS = "foreshock", "plain"
-_MODES = {mode.name: mode.flag for mode in MODES if mode.served}
+_MODES = {mode.name: mode.flag for mode in MODES}
 _BESIDE_PLAIN = {**{name: name for name in _MODES}, "sdpa_cudnn": "cuDNN"}
 
 

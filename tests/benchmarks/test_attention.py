@@ -118,7 +118,7 @@ class Fake(Stopwatch):
 def test_every_mode_is_timed_in_turn_with_plain_heads_and_the_table_has_its_ratio_to_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    offered = [mode.name for mode in MODES if mode.served]
+    offered = [mode.name for mode in MODES]
     stopwatch, file = Fake(), tmp_path / "modes.json"
     shapes = [Shape(8, 2, 2, 16, True), Shape(4, 2, 1, 32, False)]
     run(stopwatch, file, {"command": "this one"}, shapes, modes=True, device="cpu")
@@ -138,7 +138,7 @@ def test_every_mode_is_timed_in_turn_with_plain_heads_and_the_table_has_its_rati
 
 
 def test_the_cost_of_a_mode_is_its_mean_from_two_thousand_tokens_on_without_what_was_refused() -> None:
-    first = next(mode.name for mode in MODES if mode.served)
+    first = next(mode.name for mode in MODES)
     cells = [
         {"head_dim": dim, "seq_len": length, "pass": "both", "plain": 2.0, first: taken}
         for dim, length, taken in ((64, 1024, 90.0), (64, 2048, 2.0), (64, 4096, 8.0), (128, 2048, None))
