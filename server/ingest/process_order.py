@@ -69,7 +69,7 @@ def record_shared_ranks(connection: Connection, heard: Sequence[Row[Any]], now: 
 
 _START: Final[Select[Any]] = select(
     *(boots.c[name] for name in ("id", "rank", "place", "newest", "until_step", "started_step", "earliest_step")),
-    *(boots.c[name] for name in ("world_size", "replayed")),
+    *(boots.c[name] for name in ("world_size", "replayed", "began", "last_seen")),
 )
 
 
@@ -96,7 +96,8 @@ def place(
 def supersede(connection: Connection, moved: Iterable[Row[Any]]) -> None:
     """Write down which process starts are the newest, and up to which step every older one counts.
 
-    moved: rows, as they were before, of process starts that are new or whose place, world size or first step changed.
+    moved: rows, as they were before, of process starts that are new, whose place, world size or first step changed,
+    or that may be gone or back, or show that others are.
     """
     by_run: dict[int, dict[int, Row[Any]]] = defaultdict(dict)
     for row in moved:
@@ -112,6 +113,10 @@ def _supersede(connection: Connection, run_id: int, before: Mapping[int, Row[Any
     former = select(boots.c.place).where(own, ~boots.c.newest, boots.c.id.not_in(before))
     below = connection.execute(former.order_by(desc(boots.c.place)).limit(1)).scalar() or b""
     usual = all(row.place > below for row in known.values()) and all(_only_lowers(before[i], known[i]) for i in before)
+    if usual and len({row.rank for row in known.values()}) < max(row.world_size or 0 for row in known.values()):
+        listened = select(boots.c.rank).where(own, boots.c.newest)
+        gone = own, ~boots.c.newest, ~boots.c.replayed, boots.c.rank.not_in(listened), boots.c.id.not_in(before)
+        usual = connection.execute(select(boots.c.id).where(*gone).limit(1)).first() is None
     if not usual:
         known = {row.id: row for row in connection.execute(_START.where(own))}
     moved = [known[i] for i in before if process_starts.first_step(known[i]) is not None]
@@ -126,6 +131,8 @@ def _supersede(connection: Connection, run_id: int, before: Mapping[int, Row[Any
 
 def _only_lowers(before: Row[Any], now: Row[Any]) -> bool:
     """Whether what changed of a process start can lower the steps up to which others count, and never raise one."""
+    if before.last_sequence and process_starts.may_be_gone_or_back(before, now.last_seen):
+        return False
     same = before.place == now.place and before.world_size in (None, now.world_size)
     first, was = process_starts.first_step(now), process_starts.first_step(before)
     lower = was is None or (first is not None and first <= was)

@@ -271,6 +271,8 @@ def _merge_boots(
         boot = merged.setdefault(boot_id, {**rows[boot_id]._asdict(), **placed.get(boot_id, {})})
         boot["last_sequence"] = max(boot["last_sequence"], batch.sequence)
         if boot_id in living:
+            if process_starts.may_be_gone_or_back(rows[boot_id], now):
+                moved.add(boot_id)
             boot["last_seen"] = now
             boot["beside"] |= rows[boot_id].last_sequence > 0 and not rows[boot_id].newest
         for event in batch.events:

@@ -2,8 +2,8 @@
 
 A generation of a run is what one launch starts: at most one process of each rank, all with one world size. The newest
 process starts are those of the newest generation: from its first step on nothing of an older one counts, whatever
-ranks that had. World size, rank and age tell generations apart (`arranged`), since launchers give no name of a launch
-that all its ranks share: torchrun counts restarts on each node by itself.
+ranks that had. World size, rank, age and silence tell generations apart (`arranged`), since launchers give no name of
+a launch that all its ranks share: torchrun counts restarts on each node by itself.
 
 A process start is placed by the service's clock: the moment at which its first batch came, less the age that the
 agent sent with it (wire.AGE_HEADER, by its monotonic clock). The wall clock of the node, by which its name sorts,
@@ -51,21 +51,43 @@ def least(*steps: int | None) -> int | None:
     return min((step for step in steps if step is not None), default=None)
 
 
+def is_gone(row: Row[Any], after: Iterable[Row[Any]]) -> bool:
+    """Whether one of those of other ranks that began after a process start fell silent has spoken SILENT_SECONDS later.
+
+    Launchers name no launch, so a rank that was not launched again is known by nothing else.
+    """
+    return row.began is not None and any(one.last_seen >= row.last_seen + SILENT_SECONDS for one in after)
+
+
+def may_be_gone_or_back(before: Row[Any], now: float) -> bool:
+    """Whether a process start that speaks now may show that others are gone, or that it is not gone itself."""
+    if not before.newest:
+        return bool(before.last_sequence) and now >= before.last_seen + SILENT_SECONDS
+    return before.began is not None and before.last_seen < before.began + SILENT_SECONDS <= now
+
+
 def arranged(rows: Iterable[Row[Any]]) -> dict[int, tuple[bool, int | None]]:
     """Of the process starts of a run, by id: whether it is one of the newest, and the step up to which it counts.
 
-    A later one does again what an earlier one did, from its own first step on, if both are of one rank, or if another
-    generation, with another world size, has begun between them. What has spoken for itself comes after what has not.
+    A later one does again what an earlier one did, from its own first step on, if both are of one rank, if another
+    generation, with another world size, has begun between them, or if the earlier one is gone (`is_gone`). What has
+    spoken for itself comes after what has not.
     """
     latest = sorted(rows, key=lambda row: (row.place, -row.rank), reverse=True)
     world = None
     newest: dict[int, Row[Any]] = {}
+    of_rank: dict[int, int | None] = {}
+    later: list[Row[Any]] = []
     for row in [row for row in latest if not row.replayed] or latest:
         world = world or row.world_size
         if row.world_size not in (None, world):
             break
-        newest.setdefault(row.rank, row)
-    of_rank: dict[int, int | None] = {}
+        if row.rank not in newest and row.rank not in of_rank:
+            if is_gone(row, after := [one for one in later if row.last_seen < (one.began or 0.0)]):
+                of_rank[row.rank] = least(*map(first_step, after))
+            else:
+                newest[row.rank] = row
+        later.append(row)
     first: int | None = None
     again, ended = first, first
     found: dict[int, tuple[bool, int | None]] = {}
