@@ -1,14 +1,27 @@
-"""What the documents name is there: files, tests, and public names."""
+"""What the documents name is there: files, tests, promises and public names; generated pages name what they must."""
 
 import inspect
 import re
+import tomllib
+from itertools import groupby
 from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import typer.main
+from pydantic import TypeAdapter
+from tests.loading import module_at
 
 import foreshock
 from foreshock import callbacks, client
+from foreshock.cli.main import app
+from foreshock.contract.variables import VARIABLES
 from foreshock.kernels import flash_attention
+from foreshock.monitor.config import AgentConfig
+from foreshock.server.settings import Settings
 
 ROOT = Path(__file__).parents[1]
+DOCS, TYPES = (module_at(ROOT / "scripts" / name) for name in ("generate_docs.py", "page_types.py"))
 
 
 def documents() -> list[Path]:
@@ -34,6 +47,8 @@ def test_every_test_that_a_document_names_is_there() -> None:
     known |= {name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())}
     named = {(page, name) for page in documents() for name in re.findall(r"\btest_\w+", page.read_text())}
     assert len(named) > 20
+    rows = (ROOT / "docs" / "agent.md").read_text().partition("| guarantee | test |")[2].partition("\n\n")[0]
+    assert [row for row in rows.splitlines()[2:] if "`test_" not in row] == []
     assert sorted(f"{page.relative_to(ROOT)}: {name}" for page, name in named if name not in known) == []
 
 
@@ -74,3 +89,104 @@ def test_the_drawing_of_the_ways_through_the_code_names_files_that_are_there() -
     named = re.findall(r"(?:[a-z_]+/)+[a-z_]+\.py", drawing)
     assert len(set(named)) > 30
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_promise_has_a_test_and_every_mark_a_promise() -> None:
+    parts = tomllib.loads((ROOT / "tests" / "promises.toml").read_text())
+    promised = [promise for part in parts.values() for promise in part]
+    assert set(DOCS.proofs()) == set(promised)
+    for letter, group in groupby(promised, key=lambda promise: promise[0]):
+        numbers = [int(promise[1:]) for promise in group]
+        assert numbers == sorted(set(numbers)), f"promises {letter} have the numbers {numbers}"
+
+
+def test_every_setting_of_agent_and_service_has_a_row_with_its_variable() -> None:
+    page = "\n".join(DOCS.settings())
+    for name in AgentConfig.model_fields:
+        assert re.search(rf"^\| `{name}` +\|.*`FORESHOCK_{name.upper()}`", page, re.MULTILINE), name
+    for variable in Settings.variables():
+        assert f"`{variable.removesuffix('_FILE')}`" in page  # the page says of which it may be a file
+
+
+def test_every_option_of_the_product_is_explained_and_every_command_of_a_checkout_listed() -> None:
+    page = "\n".join(DOCS.commands())
+    whole = typer.main.get_command(app)
+    options = 0
+    for path, command in DOCS._leaves(whole, "foreshock"):
+        if path.split()[1] in DOCS.RESEARCH:
+            assert re.search(rf"^- `{path}`: \w+ \w+", page, re.MULTILINE), path
+            continue
+        section = page.split(f"## `{path}`\n")[1].split("\n## ")[0]
+        for name in (name for each in command.params if each.name != "help" for name in each.opts if name[:2] == "--"):
+            where = page if re.search(rf"^- also .*`{name}`", section, re.MULTILINE) else section
+            (meaning,) = re.findall(
+                rf"^- .*`{name}`.*?: (.*)$", where.split("\n## ")[0] if where is page else where, re.MULTILINE
+            )
+            assert len(re.findall(r"[a-z]{2,}", meaning)) >= 2, (path, name)
+            options += 1
+    assert options > 60
+
+
+def test_the_variables_that_are_read_are_those_of_the_contract() -> None:
+    assert list(VARIABLES) == sorted(set(VARIABLES))
+
+
+def test_every_picture_is_drawn_by_a_command_and_every_one_that_is_shown_is_there() -> None:
+    shots = module_at(ROOT / "scripts" / "screenshots.py")
+    drawn = [picture.name for picture in [*shots.pictures(("a", "b", "c")), *shots.hard_pictures()]]
+    details = {f"details-{scheme}{suffix}" for scheme in ("light", "dark") for suffix in ("", "-phone")}
+    elsewhere = {"paper-run", "lab-explosion", "lab-leads"}  # drawn by explosion_picture.py and for the notebook
+    there = {path.stem for path in (ROOT / "docs" / "images").glob("*.png")}
+    assert there == {*drawn, *details, *elsewhere}
+    assert len(drawn) == len(set(drawn))
+    assert {name for page in documents() for name in re.findall(r"images/([a-z-]+)\.png", page.read_text())} <= there
+    assert all(trace.is_file() for trace in shots.RECORDED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "written"),
+    [
+        (int, "number"),
+        (float, "number"),
+        (bool, "boolean"),
+        (str | None, "string | null"),
+        (list[str], "string[]"),
+        (list[str | int], "(string | number)[]"),
+        (list[list[float]], "number[][]"),
+        (tuple[int, str], "[number, string]"),
+        (dict[str, float], "Record<string, number>"),
+        (dict[str, Any], "Record<string, unknown>"),
+        (Literal["a"], '"a"'),
+        (Literal["a", "b"] | None, '"a" | "b" | null'),
+        (Any, "unknown"),
+    ],
+)
+def test_a_type_of_python_is_written_as_the_page_reads_it(kind: Any, written: str) -> None:
+    assert TYPES.type_of(TypeAdapter(kind).json_schema()) == written
+
+
+def test_a_schema_of_an_unknown_kind_is_refused() -> None:
+    assert TYPES.type_of({"$ref": "#/components/schemas/Incident"}) == "Incident"
+    with pytest.raises(ValueError, match=r"no TypeScript for the schema .*; teach it to scripts/page_types\.py"):
+        TYPES.type_of({"type": "rainbow"})
+
+
+def recipe(target: str) -> str:
+    """The lines of a target of the Makefile."""
+    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+    assert found is not None
+    return found.group(1)
+
+
+def test_every_file_that_runs_alone_exists() -> None:
+    for path in module_at(ROOT / "tests" / "conftest.py").ALONE:
+        assert (ROOT / path).exists(), f"{path} is gone; name where it went in ALONE of tests/conftest.py"
+
+
+def test_continuous_integration_runs_every_test_once() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in lines if line.startswith("make")] == ["make check", "make test", "make test-full"]
+    assert re.findall(r'-m "?([a-z ]+?)"? \$', recipe("test").replace(" -m pytest", "")) == ["not alone", "alone"]
+    assert re.findall(r'-m "([a-z ]+)"', recipe("test-full")) == ["full and not alone", "full and alone"]
+    assert "--tier" not in recipe("test")
+    assert recipe("test-full").count("--tier full") == 2
