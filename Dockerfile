@@ -1,14 +1,10 @@
 # The service alone: no torch, no Triton, no agent. Build from the repository's root; docker-compose.yml does.
 FROM python:3.13-slim AS build
 WORKDIR /source
-# src/foreshock holds links to the top-level folders: both ends are needed. Those of training stay out.
 COPY pyproject.toml README.md constraints.txt ./
 COPY src src
-COPY contract contract
-COPY server server
-COPY dashboards dashboards
-COPY cli cli
-RUN rm src/foreshock/kernels src/foreshock/monitor src/foreshock/lab src/foreshock/benchmarks \
+# what training alone needs stays out
+RUN rm -r src/foreshock/kernels src/foreshock/monitor src/foreshock/lab src/foreshock/benchmarks \
     && python -m venv /opt/foreshock \
     && /opt/foreshock/bin/pip install --no-cache-dir --constraint constraints.txt ".[server]"
 

@@ -7,7 +7,7 @@ PY := $(BIN)/python -P
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # What codespell reads: words of people, not data.
-PROSE := *.md docs lab contract kernels monitor server/*.py server/*/*.py dashboards/*.py cli scripts examples src/foreshock/*.py
+PROSE := *.md docs scripts examples $(shell git ls-files 'src/foreshock/*.py' 'src/foreshock/*.md')
 
 # Tests start hundreds of processes; where this is set, each of them compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE

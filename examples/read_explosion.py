@@ -1,6 +1,6 @@
 """Read a recorded loss explosion and find the head that caused it: what was warned about, when, and what moved.
 
-python examples/read_explosion.py            # lab/traces, in a checkout
+python examples/read_explosion.py            # src/foreshock/lab/traces, in a checkout
 python examples/read_explosion.py TRACE.jsonl.gz
 """
 
@@ -13,7 +13,7 @@ from foreshock.contract.metrics import catalog
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import read_trace
 
-RECORDED = Path(__file__).parents[1] / "lab/traces/cure/shared-values_untreated_seed2.trace.xz"
+RECORDED = Path(__file__).parents[1] / "src/foreshock/lab/traces/cure/shared-values_untreated_seed2.trace.xz"
 
 
 def main() -> None:

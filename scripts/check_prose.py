@@ -5,16 +5,22 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (".", "docs", "docs/runbooks", "docs/reference", "lab", "lab/traces", "kernels/flash_attention", "server/ui")
+FOLDERS = (
+    ".",
+    "docs",
+    "docs/runbooks",
+    "docs/reference",
+    *map("src/foreshock/{}".format, ("lab", "lab/traces", "kernels/flash_attention", "server/ui")),
+)
 EXEMPT = frozenset(
     {
         "CHANGELOG.md",  # one line for each change, however long
-        "lab/NOTEBOOK.md",  # kept as it was written
+        "src/foreshock/lab/NOTEBOOK.md",  # kept as it was written
         "docs/reliability.md",  # test names and figures, generated
         "docs/models.md",  # test names and reasons, generated
     }
 )
-UP_TO = {"kernels/flash_attention/README.md": "\n## Dropout"}
+UP_TO = {"src/foreshock/kernels/flash_attention/README.md": "\n## Dropout"}
 """Where the checked part of a page ends: what follows is a notebook of measurements."""
 MOST_WORDS, MOST_LINES = 35, 120
 

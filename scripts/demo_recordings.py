@@ -12,7 +12,7 @@ from foreshock.lab.recording.packed import read_lines, text_of
 from foreshock.lab.training.recipes import find_recipe
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-TRACES: Final = ROOT / "lab" / "traces"
+TRACES: Final = ROOT / "src/foreshock/lab" / "traces"
 SHOWN: Final = {
     "left-alone": "cure/kb256b128_untreated_seed1.trace.xz",
     "switched": "cure/kb256b128_rescued-all-row-corrected_seed1.trace.xz",
@@ -51,7 +51,7 @@ def recordings() -> dict[str, str]:
     return {name: text_of(lines_of(name)) for name in SHOWN}
 
 
-def main(folder: Path = ROOT / "lab" / "shown") -> None:
+def main(folder: Path = ROOT / "src/foreshock/lab" / "shown") -> None:
     """Write the files and say how large they are."""
     for name, text in recordings().items():
         file = folder / f"{name}.jsonl.gz"

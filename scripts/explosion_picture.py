@@ -12,7 +12,7 @@ from foreshock.contract.metrics import catalog
 from foreshock.lab.recording.trace import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
-PAPER = ROOT / "lab" / "traces" / "paper"
+PAPER = ROOT / "src/foreshock/lab" / "traces" / "paper"
 RUNS = {
     PAPER / "paper-gpt2-64k_flash-rescued_seed1.trace.xz": (
         "PyTorch's flash attention, switched by foreshock at its warning",

@@ -242,6 +242,7 @@ def variables() -> Iterator[str]:
 
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "foreshock"
 PROMISES = ROOT / "tests" / "promises.toml"
 
 
@@ -286,10 +287,10 @@ PAGES = {
         }.items()
     },
     ROOT / "docs" / "reliability.md": (NOTE, promises),
-    ROOT / "server" / "ui" / "src" / "service.ts": (PAGE_NOTE, _beside("page_types.py")["page_types"]),
-    ROOT / "monitor" / "agent_settings.py": ("", keywords),
+    PACKAGE / "server" / "ui" / "src" / "service.ts": (PAGE_NOTE, _beside("page_types.py")["page_types"]),
+    PACKAGE / "monitor" / "agent_settings.py": ("", keywords),
     **{ROOT / page: ("", partial(_BLOCKS, ROOT / page)) for page in ("README.md", "docs/agent.md", "docs/examples.md")},
-    ROOT / "contract" / "variables.py": (VARIABLES_NOTE, variables),
+    PACKAGE / "contract" / "variables.py": (VARIABLES_NOTE, variables),
 }
 
 

@@ -13,7 +13,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from foreshock.benchmarks.page import chromium
 
 ROOT = Path(__file__).resolve().parents[1]
-BOARDS = ROOT / "dashboards" / "generated" / "boards"
+BOARDS = ROOT / "src/foreshock/dashboards" / "generated" / "boards"
 SECONDS = 60
 
 

@@ -31,7 +31,7 @@ _MONITORS = {
 
 def compared() -> Iterator[str]:
     """README's table of monitors, from the report on the runs on real text."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "monitors.json").read_text())["table"]
+    rows = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "monitors.json").read_text())["table"]
     measured = {(row["monitor"], row["kind"]): row for row in rows}
     first = measured["foreshock", "shipped"]
     head = (
@@ -70,7 +70,7 @@ def printed() -> Iterator[str]:
 
 def steps() -> Iterator[str]:
     """The step times of docs/agent.md."""
-    yield markdown(json.loads((ROOT / "benchmarks" / "results" / "agent_h200.json").read_text()))
+    yield markdown(json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "agent_h200.json").read_text()))
 
 
 def with_blocks(page: Path) -> Iterator[str]:

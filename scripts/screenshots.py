@@ -35,7 +35,7 @@ from foreshock.server.testing import FakeRank
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = tuple(
-    ROOT / "lab" / "traces" / "cure" / f"kb256_{arm}_seed2.trace.xz"
+    ROOT / "src/foreshock/lab" / "traces" / "cure" / f"kb256_{arm}_seed2.trace.xz"
     for arm in ("untreated", "rescued-all-row-corrected", "control")
 )
 """Runs on real text, of the default mode: the one that drifts, the one that was switched, the one in float32."""

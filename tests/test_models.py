@@ -45,7 +45,7 @@ def test_the_table_of_modes_has_a_place_for_every_mark_of_a_test_and_no_other() 
 
 
 def test_the_zoo_is_counted_as_its_record_says() -> None:
-    records = json.loads((ROOT / "benchmarks" / "results" / "zoo.json").read_text())
+    records = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "zoo.json").read_text())
     keep, kernels = (
         [how for record in records for how in record["layers"].get(way, {}).values()] for way in ("keep", "kernels")
     )

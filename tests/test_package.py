@@ -79,21 +79,6 @@ def test_the_keywords_that_editors_complete_are_the_settings_of_the_agent() -> N
     assert AgentSettings.__optional_keys__ == frozenset(AgentConfig.model_fields)
 
 
-def test_a_checkout_without_symbolic_links_is_one_sentence(tmp_path: Path) -> None:
-    """Some archive tools, and Windows by default, make a text file of each link."""
-    package = tmp_path / "foreshock"
-    package.mkdir()
-    for part in (ROOT / "src" / "foreshock").iterdir():
-        if part.is_symlink():
-            (package / part.name).write_text(str(part.readlink()))
-        elif part.is_file():
-            (package / part.name).write_text(part.read_text())
-    run = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import foreshock"]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1].startswith("ImportError: this checkout of foreshock has no symbolic links")
-    assert "git clone -c core.symlinks=true" in done.stderr
-
-
 def test_windows_is_refused_with_what_to_use_there() -> None:
     program = "import sys; sys.platform = 'win32'; import foreshock"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)

@@ -40,7 +40,10 @@ def wheel(built: Path) -> zipfile.ZipFile:
 
 
 def tracked(pattern: str) -> list[str]:
-    listed = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, check=True, capture_output=True, text=True)
+    """Files of git whose path below src/foreshock/ matches, as the wheel names them within foreshock/."""
+    listed = subprocess.run(
+        ["git", "ls-files", pattern], cwd=ROOT / "src/foreshock", check=True, capture_output=True, text=True
+    )
     return listed.stdout.split()
 
 

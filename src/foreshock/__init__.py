@@ -16,11 +16,6 @@ _MODULES: Final = ("callbacks", "client")
 
 if sys.platform == "win32":
     raise ImportError("foreshock runs on Linux and macOS; on Windows use the Windows Subsystem for Linux")
-if find_spec("foreshock.contract") is None:  # its folders are symbolic links in a checkout
-    raise ImportError(
-        "this checkout of foreshock has no symbolic links: src/foreshock/contract and its neighbours are text files. "
-        "Clone it with `git clone -c core.symlinks=true`, or install the wheel"
-    )
 
 
 def _ask_for_torch() -> None:

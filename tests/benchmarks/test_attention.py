@@ -16,10 +16,10 @@ from foreshock.contract.modes import MODES
 
 ROOT = Path(__file__).parents[2]
 RESULT, TIES, GROUPED = (
-    json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    json.loads((ROOT / f"src/foreshock/benchmarks/results/{name}.json").read_text())
     for name in ("attention_h200", "attention_hopper_h200", "hopper_grouped_h100")
 )
-PAGE = (ROOT / "kernels/flash_attention/README.md").read_text()
+PAGE = (ROOT / "src/foreshock/kernels/flash_attention/README.md").read_text()
 
 
 def test_every_cell_of_the_grid_is_kept_with_every_contender() -> None:

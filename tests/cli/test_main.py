@@ -137,7 +137,7 @@ def test_a_missing_module_names_an_extra_that_brings_it_and_boards_need_no_tools
         names = {name.lower().replace("_", "-") for name in distributions.get(module, [module])}
         brought = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in extras[extra]}
         assert names & brought, f"the extra {extra} does not bring {module}"
-    used = {module for file in (ROOT / "dashboards").glob("*.py") for module in imported(file)}
+    used = {module for file in (ROOT / "src/foreshock/dashboards").glob("*.py") for module in imported(file)}
     assert {errors._EXTRAS.get(module) for module in used} <= {None, "grafana"}
 
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner, Result
 from foreshock.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-TRACE = ROOT / "lab" / "traces" / "key-bias_fp32_batch32.trace.xz"
+TRACE = ROOT / "src/foreshock/lab" / "traces" / "key-bias_fp32_batch32.trace.xz"
 
 
 def foreshock(*words: str) -> Result:

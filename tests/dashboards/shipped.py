@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-PROVISIONING = Path(__file__).parents[2] / "dashboards" / "provisioning"
+PROVISIONING = Path(__file__).parents[2] / "src/foreshock/dashboards" / "provisioning"
 TEMPLATES = PROVISIONING / "messages.tmpl"
 SWITCHING = "ForeshockHeadFailing"
 """The alert that is never held back."""

@@ -107,7 +107,7 @@ def test_a_board_holds_no_credentials_and_links_to_the_page_for_a_switch(board: 
     assert "${service}/?runs=" in text or board["uid"] == "foreshock-service"
 
 
-EXCLUDED = yaml.safe_load(Path("dashboards/.lint").read_text())["exclusions"]
+EXCLUDED = yaml.safe_load(Path("src/foreshock/dashboards/.lint").read_text())["exclusions"]
 
 
 def variables(board: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from foreshock.server.testing import FakeRank, LiveService
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-RULES = ROOT / "dashboards" / "generated" / "prometheus-rules.yml"
+RULES = ROOT / "src/foreshock/dashboards" / "generated" / "prometheus-rules.yml"
 SECRET = "a-secret-of-sixteen-or-more"
 REPLICAS = 3
 

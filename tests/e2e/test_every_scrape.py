@@ -21,7 +21,7 @@ from foreshock.server.testing import LiveService
 ROOT = Path(__file__).parents[2]
 SCRAPE_SECONDS = 0.5
 SCRAPES = 240
-RULES = ROOT / "dashboards" / "generated" / "prometheus-rules.yml"
+RULES = ROOT / "src/foreshock/dashboards" / "generated" / "prometheus-rules.yml"
 
 TRAIN = """
 import sys, time, torch

@@ -19,7 +19,7 @@ from tests.dashboards.shipped import alertmanager_config, prometheus_config
 from tests.e2e.running import Start, eventually, free_port
 
 ROOT = Path(__file__).parents[2]
-RULES = ROOT / "dashboards" / "generated" / "prometheus-rules.yml"
+RULES = ROOT / "src/foreshock/dashboards" / "generated" / "prometheus-rules.yml"
 SEED = 110
 MOST_SECONDS = 900.0
 """Until the warning; it comes after some 2000 steps, and a machine with other work takes them slowly."""

@@ -15,7 +15,7 @@ from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.wire import Finished
 from foreshock.server.testing import FakeRank
 
-RULES = Path(__file__).parents[2] / "dashboards" / "generated" / "prometheus-rules.yml"
+RULES = Path(__file__).parents[2] / "src/foreshock/dashboards" / "generated" / "prometheus-rules.yml"
 FINISHED_SECONDS = 4.0
 MAX_SERIES = 400
 

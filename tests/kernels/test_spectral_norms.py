@@ -142,7 +142,7 @@ def test_the_generator_and_the_weights_are_left_alone() -> None:
 
 def test_on_an_h200_a_model_of_32_layers_pays_less_than_a_millisecond_a_step() -> None:
     """`foreshock bench spectral` (at commit ba386e0), whose random weights have no value that stands out."""
-    result = json.loads((Path(__file__).parents[2] / "benchmarks/results/spectral_h200.json").read_text())
+    result = json.loads((Path(__file__).parents[2] / "src/foreshock/benchmarks/results/spectral_h200.json").read_text())
     assert (result["layers"], result["heads"], result["d_model"]) == (32, 32, 4096)
     for model in result["models"]:
         assert model["milliseconds_a_step"] < 1.0

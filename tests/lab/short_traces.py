@@ -9,7 +9,7 @@ import numpy as np
 
 from foreshock.contract import wire
 
-TRACES = Path(__file__).parents[2] / "lab" / "traces"
+TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"
 FAILS = TRACES / "key-bias_fa2_batch32.trace.xz"
 
 

@@ -9,7 +9,7 @@ from tests.lab.made_up import noisy
 from foreshock.lab.recording.trace import Steps, read_trace
 from foreshock.lab.scoring.baselines import BASELINES
 
-TRACES = Path(__file__).parents[2] / "lab" / "traces"
+TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"
 
 
 def test_a_z_score_sees_a_spike_and_does_not_let_it_hide_the_next() -> None:

@@ -23,7 +23,7 @@ from foreshock.lab.training.arm import CONTROL, UNTREATED, find_arm
 from foreshock.lab.training.run import lab_run
 from foreshock.server.testing import FakeRank, LiveService
 
-TRACES = Path(__file__).parents[2] / "lab" / "traces"
+TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"
 
 
 @pytest.fixture(scope="module")

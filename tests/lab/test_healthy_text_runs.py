@@ -12,7 +12,7 @@ from foreshock.lab.scoring.sealed import sealed, text_hash
 from foreshock.lab.training.real_text_split import real_text_split
 from foreshock.monitor.detect.detectors import DetectorConfig
 
-TRACES = Path(__file__).parents[2] / "lab" / "traces"
+TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"
 HEALTHY = ("text-gpt-muon_untreated_seed1", "text-narrow-no-bias_untreated_seed1", "text-gpt_untreated_seed1")
 FAILING = ("kb256_untreated_seed1", "kb256_untreated_seed2", "kb256b128_untreated_seed1", "kb256b128_untreated_seed2")
 

@@ -9,7 +9,7 @@ from foreshock.lab.scoring.score import score_traces
 from foreshock.lab.scoring.table import Row, table
 from foreshock.monitor.detect.detectors import Detectors
 
-LAB = Path(__file__).parents[2] / "lab"
+LAB = Path(__file__).parents[2] / "src/foreshock/lab"
 
 
 def line(row: Row) -> str:

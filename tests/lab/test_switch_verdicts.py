@@ -5,7 +5,7 @@ from pathlib import Path
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.scoring.switch_verdicts import judged
 
-TRACES = Path(__file__).parents[2] / "lab" / "traces"
+TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"
 
 
 def test_a_recorded_switch_that_held_is_verified_for_the_warned_head_and_the_truth_agrees() -> None:

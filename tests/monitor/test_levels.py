@@ -17,7 +17,7 @@ from foreshock.lab.recording.trace import read_trace
 from foreshock.monitor import attach
 from foreshock.monitor.detect.levels import ENTROPY, FIRST_SCORE, HEALTHY_SCORE, SCORE, Levels
 
-TRACES = Path(__file__).parents[2] / "lab" / "traces"
+TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"
 HEALTHY = [
     *sorted(TRACES.glob("healthy-small*.trace.xz")),
     *(

@@ -9,7 +9,7 @@ import pytest
 from foreshock.monitor.config import AgentConfig
 
 ROOT = Path(__file__).parents[2]
-FIGURES: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "power.json").read_text())
+FIGURES: dict[str, Any] = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "power.json").read_text())
 PAGE = (ROOT / "docs" / "scoring.md").read_text()
 
 

@@ -8,7 +8,7 @@ from tests.real_code.judge import Verdict
 
 _ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = _ROOT / "docs" / "models.md"
-RECORD: Final = _ROOT / "benchmarks" / "results" / "real_code.json"
+RECORD: Final = _ROOT / "src/foreshock/benchmarks" / "results" / "real_code.json"
 BEGINS, ENDS = "<!-- real code begins -->", "<!-- real code ends -->"
 _HEAD: Final = (
     "repository", "model", "attached", "watched", "bits", "largest error of scores", "largest error of norms",

@@ -63,8 +63,10 @@ def told() -> tuple[Story, list[tuple[int, str, str]]]:
 def test_the_recordings_are_those_of_lab_traces() -> None:
     assert set(NAMES) == set(MADE.SHOWN)
     for name, text in MADE.recordings().items():
-        assert gzip.decompress((ROOT / "lab" / "shown" / f"{name}.jsonl.gz").read_bytes()).decode() == text
-    assert sum(file.stat().st_size for file in (ROOT / "lab" / "shown").glob("*.gz")) < 210_000
+        assert (
+            gzip.decompress((ROOT / "src/foreshock/lab" / "shown" / f"{name}.jsonl.gz").read_bytes()).decode() == text
+        )
+    assert sum(file.stat().st_size for file in (ROOT / "src/foreshock/lab" / "shown").glob("*.gz")) < 210_000
 
 
 def test_what_was_left_out_of_a_recording_changes_no_warning() -> None:

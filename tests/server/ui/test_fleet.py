@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 pytestmark = pytest.mark.servers
-UI = Path(__file__).parents[3] / "server" / "ui"
+UI = Path(__file__).parents[3] / "src/foreshock/server" / "ui"
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-UI = Path(__file__).parents[3] / "server" / "ui"
+UI = Path(__file__).parents[3] / "src/foreshock/server" / "ui"
 DIST = UI / "dist"
 SOURCES = ("src", "index.html", "package.json", "package-lock.json", "tsconfig.json", "vite.config.ts", ".npmrc")
 

@@ -11,7 +11,7 @@ import pytest
 from foreshock.contract.metrics.catalog import METRICS
 
 ROOT = Path(__file__).parents[3]
-SOURCES = sorted((ROOT / "server" / "ui" / "src").glob("*.ts*"))
+SOURCES = sorted((ROOT / "src/foreshock/server" / "ui" / "src").glob("*.ts*"))
 
 
 def test_no_source_imports_itself_over_others() -> None:

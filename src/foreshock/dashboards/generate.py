@@ -11,29 +11,30 @@ from foreshock.dashboards.metrics_table import metrics_page
 from foreshock.dashboards.rules import Links, prometheus_rules
 
 GENERATED: Final = Path("dashboards/generated")
+"""Below the package in a checkout, below the folder that the user names elsewhere."""
 METRICS_PAGE: Final = Path("docs/metrics.md")
+_PACKAGE: Final = Path("src/foreshock")
 _NOTE: Final = "Generated from contract/metrics by `foreshock dashboards generate`; change that, not this."
 
 
-def files(links: Links) -> dict[Path, str]:
-    """Every generated file: its path below the repository's root, and its text."""
+def files(links: Links, *, checkout: bool = True) -> dict[Path, str]:
+    """Every generated file: its path below the root, and its text. Only a checkout has the page of metrics."""
     rules = yaml.safe_dump(prometheus_rules(links), sort_keys=False, width=120, allow_unicode=True)
+    folder = _PACKAGE / GENERATED if checkout else GENERATED
     return {
-        GENERATED / "prometheus-rules.yml": f"# {_NOTE}\n{rules}",
+        folder / "prometheus-rules.yml": f"# {_NOTE}\n{rules}",
         **{
-            GENERATED / "boards" / name: json.dumps(board, indent=1, ensure_ascii=False) + "\n"
+            folder / "boards" / name: json.dumps(board, indent=1, ensure_ascii=False) + "\n"
             for name, board in boards(links).items()
         },
-        METRICS_PAGE: f"<!-- {_NOTE} -->\n{metrics_page()}",
+        **({METRICS_PAGE: f"<!-- {_NOTE} -->\n{metrics_page()}"} if checkout else {}),
     }
 
 
 def generate(root: Path, links: Links | None = None, *, checkout: bool = True) -> list[Path]:
-    """Write the generated files below `root`; returns their paths. Only a checkout needs the page of metrics."""
+    """Write the generated files below `root`; returns their paths."""
     written = []
-    for path, text in files(links or Links()).items():
-        if path == METRICS_PAGE and not checkout:
-            continue
+    for path, text in files(links or Links(), checkout=checkout).items():
         target = root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
@@ -47,5 +48,5 @@ def check(root: Path) -> list[Path]:
     changed = [
         path for path, text in expected.items() if not (root / path).is_file() or (root / path).read_text() != text
     ]
-    on_disk = {path.relative_to(root) for path in (root / GENERATED).rglob("*") if path.is_file()}
+    on_disk = {path.relative_to(root) for path in (root / _PACKAGE / GENERATED).rglob("*") if path.is_file()}
     return sorted({*changed, *(on_disk - set(expected))})

@@ -54,7 +54,7 @@ def dashboards_check() -> None:
 
 
 def _checkout() -> Path:
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[3]
     if not (root / "pyproject.toml").is_file():
         raise ValueError("generated files belong to a checkout of foreshock; this is an installed copy")
     return root
