@@ -10,17 +10,18 @@ from foreshock.dashboards.boards import boards
 from foreshock.dashboards.metrics_table import metrics_page
 from foreshock.dashboards.rules import Links, prometheus_rules
 
-GENERATED: Final = Path("dashboards/generated")
-"""Below the package in a checkout, below the folder that the user names elsewhere."""
+GENERATED: Final = Path("src/foreshock/dashboards/generated")
+"""In a checkout, below its root."""
 METRICS_PAGE: Final = Path("docs/metrics.md")
-_PACKAGE: Final = Path("src/foreshock")
+_ELSEWHERE: Final = Path("dashboards/generated")
+"""Below the folder that the user of a wheel names."""
 _NOTE: Final = "Generated from contract/metrics by `foreshock dashboards generate`; change that, not this."
 
 
 def files(links: Links, *, checkout: bool = True) -> dict[Path, str]:
     """Every generated file: its path below the root, and its text. Only a checkout has the page of metrics."""
     rules = yaml.safe_dump(prometheus_rules(links), sort_keys=False, width=120, allow_unicode=True)
-    folder = _PACKAGE / GENERATED if checkout else GENERATED
+    folder = GENERATED if checkout else _ELSEWHERE
     return {
         folder / "prometheus-rules.yml": f"# {_NOTE}\n{rules}",
         **{
@@ -48,5 +49,5 @@ def check(root: Path) -> list[Path]:
     changed = [
         path for path, text in expected.items() if not (root / path).is_file() or (root / path).read_text() != text
     ]
-    on_disk = {path.relative_to(root) for path in (root / _PACKAGE / GENERATED).rglob("*") if path.is_file()}
+    on_disk = {path.relative_to(root) for path in (root / GENERATED).rglob("*") if path.is_file()}
     return sorted({*changed, *(on_disk - set(expected))})
