@@ -26,7 +26,10 @@ DOCS, TYPES = (module_at(ROOT / "scripts" / name) for name in ("generate_docs.py
 
 
 def documents() -> list[Path]:
-    pages = [*ROOT.glob("*.md"), *(page for folder in ("docs", "src", "tests") for page in (ROOT / folder).rglob("*.md"))]
+    pages = [
+        *ROOT.glob("*.md"),
+        *(page for folder in ("docs", "src", "tests") for page in (ROOT / folder).rglob("*.md")),
+    ]
     return [page for page in pages if "node_modules" not in page.parts]
 
 

@@ -54,12 +54,14 @@ def test_the_costs_are_those_that_were_measured() -> None:
     for model in ("gpt2-small", "llama-1b"):
         row = next(cells(line) for line in table.splitlines() if line.startswith(f"| {model} "))
         measured.add(share_of_a_step(row[8]))
-    kept = json.loads((ROOT / "benchmarks" / "results" / "agent_kept_h200.json").read_text())["shapes"]
+    kept = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "agent_kept_h200.json").read_text())["shapes"]
     measured |= {share_of_a_step(each["ratios"]["keep_agent / none"]) for each in kept if each["probe_rows"] == 4096}
     (costs,) = re.findall(r"^1\. On an H200 (.*)$", README, re.MULTILINE)
     assert set(re.findall(r"\d+\.\d %", costs)) == measured
     assert all(float(share.split()[0]) < 2.5 for share in measured), "the first screen says about two per cent"
-    modes = json.loads((ROOT / "benchmarks" / "results" / "attention_modes_h200.json").read_text())["summary"]
+    modes = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "attention_modes_h200.json").read_text())[
+        "summary"
+    ]
     both = [each for each in modes if (each["pass"], each["name"]) == ("both", "row_corrected")]
     least, most = sorted(100 * (each["mean_ratio"] - 1) for each in both)
     assert f"[{least:.0f} to {most:.0f} % longer]" in costs
