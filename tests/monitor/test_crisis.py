@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from foreshock.monitor.crisis import BrokenParameters, broken_among, sentence
+from foreshock.monitor.crisis import BrokenParameters, Crisis, broken_among, broken_parameters, sentence
 
 
 class Block(nn.Module):
@@ -33,7 +34,8 @@ def test_a_backward_that_breaks_names_the_module_at_which_it_broke() -> None:
     model = Block()
     model.second.register_full_backward_pre_hook(broken)
     model(torch.ones(2, 4)).sum().backward()
-    found = broken_among(gradients(model))
+    [found] = broken_among(gradients(model))
+    assert found is not None
     assert found == BrokenParameters(4, 6, "second.bias", "third.weight")
     assert sentence("gradients", found) == (
         "4 of 6 gradients are not finite: "
@@ -46,17 +48,72 @@ def test_one_number_of_one_tensor_is_found(bad: float) -> None:
     model = Block()
     with torch.no_grad():
         model.third.weight[3, 2] = bad
-    assert broken_among(model.named_parameters()) == BrokenParameters(1, 6, "third.weight", "third.bias")
+    assert broken_among(model.named_parameters()) == [BrokenParameters(1, 6, "third.weight", "third.bias")]
 
 
 def test_finite_and_missing_tensors_are_no_finding() -> None:
     model = Block()
-    assert broken_among(gradients(model)) is None
-    assert broken_among([*model.named_parameters(), ("step", torch.tensor(3)), ("empty", torch.empty(0))]) is None
-    assert broken_among([("huge", torch.full((4,), torch.finfo(torch.float16).max, dtype=torch.float16))]) is None
+    others = [("step", torch.tensor(3)), ("empty", torch.empty(0))]
+    huge = [("huge", torch.full((4,), torch.finfo(torch.float16).max, dtype=torch.float16))]
+    assert broken_among(gradients(model), [*model.named_parameters(), *others], huge) == [None] * 3
 
 
 def test_all_of_them_is_said_as_all() -> None:
-    found = broken_among([("a", torch.tensor([math.nan])), ("b", torch.tensor([math.inf]))])
+    [found] = broken_among([("a", torch.tensor([math.nan])), ("b", torch.tensor([math.inf]))])
     assert found is not None
     assert sentence("weights", found) == "None of 2 weights is finite."
+
+
+class Reads(TorchFunctionMode):
+    """Counts what waits for a device: a number of a tensor that the host asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__")
+        self.count += getattr(func, "__name__", "") in waits
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("blocks", [1, 30])
+def test_the_device_is_waited_for_once_whatever_the_number_of_tensors(blocks: int) -> None:
+    model = nn.Sequential(*(Block() for _ in range(blocks)), Block().half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with torch.no_grad():
+        optimizer.state[model[0].first.weight]["momentum_buffer"][0, 0] = math.inf  # type: ignore[index, union-attr]
+    with Reads() as reads:
+        found = broken_parameters(model, [optimizer])
+    assert found.weights
+    assert "optimizer's state is not finite" in found.sentence
+    assert reads.count == 1
+
+
+def looks(losses: dict[int, float], norms: dict[int, float], end: int, weights_break: int = 10**9) -> list[int]:
+    """The steps up to `end` at which a crisis of 50 steps looks at the parameters."""
+    model, seen = Block(), []
+
+    def give() -> nn.Module:
+        seen.append(step)
+        if step >= weights_break:
+            torch.nn.init.constant_(model.first.weight, math.nan)
+        return model
+
+    crisis = Crisis(give, list, 50, lambda _: None)
+    for step in range(1, end):
+        crisis.look(step, losses.get(step, 1.0), norms.get(step, 1.0))
+    return seen
+
+
+def test_a_crisis_looks_once_at_gradients_at_each_broken_loss_and_never_at_a_healthy_step() -> None:
+    nan = math.nan
+    every = dict.fromkeys(range(10, 200), nan)
+    assert looks({}, {}, 200) == []
+    assert looks({}, every, 200) == [10, 60, 110, 160]
+    assert looks({20: nan, 22: nan}, every, 40) == [10, 20, 22]
+    assert looks(every, every, 200) == [*range(10, 61), 110, 160]
+    assert looks(every, every, 200, weights_break=12) == [10, 11, 12]

@@ -5,6 +5,7 @@ read, a step or more later. From then on, for as long as every step is sampled, 
 that it meets the next broken step while the gradients of that step exist.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,21 +29,41 @@ class BrokenParameters:
     """The next one, which is finite; empty if there is none."""
 
 
-def broken_among(named: Iterable[tuple[str, Any]]) -> BrokenParameters | None:
-    """The tensors that are not finite, None if all are. Of sharded tensors this process's own part is checked.
+def broken_among(*groups: Iterable[tuple[str, Any]]) -> list[BrokenParameters | None]:
+    """Of each group the tensors that are not finite, None if all are. Of sharded tensors this process's own part is
+    checked.
 
-    It waits for the device, and holds one number for each tensor.
+    It waits once for each device, and holds one number for each tensor.
     """
-    names, tensors = [], []
-    for name, tensor in named:
-        if tensor is None or not tensor.is_floating_point() or tensor.is_sparse or not tensor.numel():
-            continue
-        names.append(name)
-        tensors.append((tensor.to_local() if is_sharded(tensor) else tensor).detach())
-    if not tensors:
+    named = [[(name, each) for name, tensor in group if (each := _checked(tensor)) is not None] for group in groups]
+    sound = iter(_finite([tensor for group in named for _, tensor in group]))
+    return [_broken([name for name, _ in group], [next(sound) for _ in group]) for group in named]
+
+
+def _checked(tensor: Any) -> Tensor | None:
+    """What is checked of a tensor that may be missing."""
+    if tensor is None or not tensor.is_floating_point() or tensor.is_sparse or not tensor.numel():
         return None
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part.detach()
+
+
+def _finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Which tensors are finite."""
+    places: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(place)
+    sound = [True] * len(tensors)
     with torch.no_grad():
-        sound = [bool(norm.isfinite()) for norm in torch._foreach_norm(tensors, float("inf"))]
+        for by_type in places.values():
+            norms = (torch._foreach_norm([tensors[i] for i in each], float("inf")) for each in by_type.values())
+            answers = torch.cat([torch.stack(each).isfinite() for each in norms]).tolist()
+            for place, answer in zip(itertools.chain(*by_type.values()), answers, strict=True):
+                sound[place] = answer
+    return sound
+
+
+def _broken(names: Sequence[str], sound: Sequence[bool]) -> BrokenParameters | None:
     if all(sound):
         return None
     last = max(place for place, is_sound in enumerate(sound) if not is_sound)
@@ -87,29 +108,38 @@ class Crisis:
     ) -> None:
         self._model, self._optimizers, self._steps, self._watch = model, optimizers, steps, watch
         self._until = self._rests_until = -1
-        self._weights_broken = False
+        self._found: ParametersFound | None = None
+        """by the last look of this crisis"""
+        self._looked_at = -1
 
     def begin(self, step: int) -> None:
         """Something is not finite at `step`."""
         if step > self._rests_until:
             self._until, self._rests_until = step + self._steps, step + _REST * self._steps
-            self._weights_broken = False
+            self._found = None
             self._watch(step)
 
-    def look(self, step: int, *values: object) -> ParametersFound | None:
-        """What is not finite among the parameters if one of the step's `values` is not, until their weights are not.
+    def look(self, step: int, loss: object, grad_norm: object) -> ParametersFound | None:
+        """What is not finite among the parameters if the step's loss or gradient norm is not, until their weights are
+        not.
 
         Weights that are finite after such a step show that its update was skipped, which the next step cannot show if
-        its loss breaks as well.
+        its loss breaks as well. A crisis looks at each broken loss, since nothing else tells whether the weights broke
+        with it; at gradients, and at losses after the crisis, it looks once in its length.
         """
-        if all(self._is_finite(value, step) for value in values):
+        finite_loss = self._is_finite(loss, step)
+        if finite_loss and self._is_finite(grad_norm, step):
             return None
         self.begin(step)
-        if self._weights_broken or (model := self._model()) is None:
+        if self._found is not None:
+            if self._found.weights:
+                return None
+            if step < self._looked_at + (1 if step <= self._until and not finite_loss else self._steps):
+                return None if finite_loss else self._found
+        if (model := self._model()) is None:
             return None
-        found = broken_parameters(model, self._optimizers())
-        self._weights_broken = found.weights
-        return found
+        self._found, self._looked_at = broken_parameters(model, self._optimizers()), step
+        return self._found
 
     def _is_finite(self, value: object, step: int) -> bool:
         """Whether a number is finite, or not known yet."""
@@ -123,10 +153,12 @@ class Crisis:
 def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = ()) -> ParametersFound:
     """Which gradients, weights and optimizer states are not finite."""
     parameters = list(model.named_parameters())
-    gradients = broken_among((name, parameter.grad) for name, parameter in parameters)
-    weights = broken_among(parameters)
     held = [optimizer.state.get(parameter, {}) for _, parameter in parameters for optimizer in optimizers]
-    states = broken_among(("", value) for state in held for value in state.values() if isinstance(value, Tensor))
+    gradients, weights, states = broken_among(
+        ((name, parameter.grad) for name, parameter in parameters),
+        parameters,
+        (("", value) for state in held for value in state.values() if isinstance(value, Tensor)),
+    )
     if gradients is not None and gradients == weights:
         return ParametersFound(f"{sentence('gradients', gradients)} Nor are their weights.", weights=True)
     said = [sentence(what, found) for what, found in (("gradients", gradients), ("weights", weights)) if found]
