@@ -64,6 +64,42 @@ def test_all_of_them_is_said_as_all() -> None:
     assert sentence("weights", found) == "None of 2 weights is finite."
 
 
+def said_of(model: nn.Module, *optimizers: torch.optim.Optimizer, finite_loss: bool = True) -> str:
+    return broken_parameters(model, optimizers, finite_loss=finite_loss).sentence
+
+
+def test_what_gradients_and_the_loss_show_together_is_said_and_nothing_of_gradients_that_are_gone() -> None:
+    model = Block()
+    assert said_of(model) == said_of(model, finite_loss=False) == "Weights are finite."
+    model(torch.ones(2, 4)).sum().backward()
+    assert "norm overflows" in said_of(model)
+    assert "look at the labels" in said_of(model, finite_loss=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    assert "The loss was finite: look at how it is computed" in said_of(model)
+    assert "The loss was finite" not in said_of(model, finite_loss=False)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "eps"),
+    [
+        (None, "Adam's default eps of 1e-08 is 0"),
+        (lambda model: torch.optim.Adam(model.parameters(), eps=1e-9), "the eps of 1e-09 is 0"),
+        (lambda model: torch.optim.Adam(model.parameters(), eps=1e-4), None),
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), None),
+    ],
+)
+def test_broken_weights_in_float16_are_traced_to_an_epsilon_that_is_0_there(optimizer: Any, eps: str | None) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        model = Block().to(dtype)
+        given = [] if optimizer is None else [optimizer(model)]
+        assert "float16" not in said_of(model, *given)
+        torch.nn.init.constant_(model.second.weight, math.nan)
+        said = said_of(model, *given)
+        assert (eps is not None and dtype == torch.float16) == ("Weights are in float16" in said)
+        assert eps is None or dtype != torch.float16 or eps in said
+
+
 class Reads(TorchFunctionMode):
     """Counts what waits for a device: a number of a tensor that the host asks for."""
 
@@ -87,7 +123,7 @@ def test_the_device_is_waited_for_once_whatever_the_number_of_tensors(blocks: in
     with torch.no_grad():
         optimizer.state[model[0].first.weight]["momentum_buffer"][0, 0] = math.inf  # type: ignore[index, union-attr]
     with Reads() as reads:
-        found = broken_parameters(model, [optimizer])
+        found = broken_parameters(model, [optimizer], finite_loss=True)
     assert found.weights
     assert "optimizer's state is not finite" in found.sentence
     assert reads.count == 1

@@ -119,6 +119,7 @@ def train(
     make: Callable[[], nn.Module] = Model,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     labels: Callable[[Tensor, int], Tensor] | None = None,
+    loss_of: Callable[[Tensor, Tensor, int], Tensor] | None = None,
     first_step: int = 1,
     **settings: Any,
 ) -> Outcome:
@@ -126,7 +127,8 @@ def train(
 
     mask: as scaled_dot_product_attention takes it. skip_broken: as a loss scaler, do not step on such gradients. known:
     give the agent numbers, as trainers that log do, and not tensors. make: gives the model. optimizer: of its
-    parameters, in place of AdamW. labels: changes those of a step. first_step: above 1 in a run that is resumed.
+    parameters, in place of AdamW. labels: changes those of a step. loss_of: the loss of logits, labels and step, in
+    place of the cross-entropy. first_step: above 1 in a run that is resumed.
     """
     torch.manual_seed(0)
     model = make()
@@ -140,7 +142,9 @@ def train(
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
         logits = model(tokens[:, :-1], mask)
         wanted = tokens[:, 1:].flatten()
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted if labels is None else labels(wanted, step))
+        wanted = wanted if labels is None else labels(wanted, step)
+        by_token = logits.flatten(0, 1).float()
+        loss = F.cross_entropy(by_token, wanted) if loss_of is None else loss_of(by_token, wanted, step)
         update.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         for handle in handles or ():

@@ -58,10 +58,10 @@ CAUSES: Final[dict[IncidentCause, CauseInfo]] = {
         shown_by="run.loss",
         resumed="without the batches that led here, or with a lower learning rate.",
         done="Nothing is switched: no switch repairs what is not finite.",
-        to_do="Stop the run, look at the place named, and resume from {checkpoint}; leave out the batches that led "
-        "here, or lower the learning rate.",
-        to_do_of_warning="Let the run continue and look at the place named: its mask, the loss scale and the batches "
-        "of these steps.",
+        to_do="Stop the run, look at what the warning names, and resume from {checkpoint}; leave out the batches that "
+        "led here, or lower the learning rate.",
+        to_do_of_warning="Let the run continue and look at what the warning names, the mask, the loss scale and the "
+        "batches of these steps.",
     ),
     "other": CauseInfo(reads="Something else failed", shown_by="run.loss"),
 }

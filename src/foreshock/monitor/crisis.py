@@ -138,7 +138,7 @@ class Crisis:
                 return None if finite_loss else self._found
         if (model := self._model()) is None:
             return None
-        self._found, self._looked_at = broken_parameters(model, self._optimizers()), step
+        self._found, self._looked_at = broken_parameters(model, self._optimizers(), finite_loss=finite_loss), step
         return self._found
 
     def _is_finite(self, value: object, step: int) -> bool:
@@ -150,8 +150,8 @@ class Crisis:
         return not (value.is_cpu or step <= self._until) or math.isfinite(float(value))
 
 
-def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = ()) -> ParametersFound:
-    """Which gradients, weights and optimizer states are not finite."""
+def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finite_loss: bool) -> ParametersFound:
+    """Which gradients, weights and optimizer states are not finite, after a step whose loss or gradient norm is not."""
     parameters = list(model.named_parameters())
     held = [optimizer.state.get(parameter, {}) for _, parameter in parameters for optimizer in optimizers]
     gradients, weights, states = broken_among(
@@ -160,10 +160,44 @@ def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = ()) -> Param
         (("", value) for state in held for value in state.values() if isinstance(value, Tensor)),
     )
     if gradients is not None and gradients == weights:
-        return ParametersFound(f"{sentence('gradients', gradients)} Nor are their weights.", weights=True)
-    said = [sentence(what, found) for what, found in (("gradients", gradients), ("weights", weights)) if found]
-    if weights is None:
-        said.append("Weights are finite." if said else "Gradients and weights are finite.")
+        said = [f"{sentence('gradients', gradients)} Nor are their weights."]
+    else:
+        said = [sentence(what, found) for what, found in (("gradients", gradients), ("weights", weights)) if found]
+    if gradients is not None and finite_loss and gradients.broken == gradients.total:
+        said.append(_FINITE_LOSS)
+    if weights is not None:
+        said += _in_half([parameter for _, parameter in parameters], optimizers)
+    elif gradients is not None or all(parameter.grad is None for _, parameter in parameters):  # zero_grad came before
+        said.append("Weights are finite.")
+    else:
+        said.append(_LARGE_NORM if finite_loss else _SOUND_MODEL)
     if states is not None and weights is None:
         said.append("The optimizer's state is not finite: its next update breaks the weights.")
     return ParametersFound(" ".join(said), weights=weights is not None or states is not None)
+
+
+_FINITE_LOSS: Final = (
+    "The loss was finite: look at how it is computed, at rows that it leaves out, and at whether clipping spread this."
+)
+_SOUND_MODEL: Final = (
+    "Gradients and weights are finite: look at the labels, and at what the loss is divided by and multiplied with."
+)
+_LARGE_NORM: Final = "Gradients and weights are finite: the gradients are so large that their norm overflows."
+_LEAST_HALF: Final = 2.0**-24
+"""The smallest number that float16 holds; half of it and less is 0 there."""
+
+
+def _in_half(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> list[str]:
+    """What breaks weights that an optimizer updates in float16."""
+    if not any(each.requires_grad and each.dtype == torch.float16 for each in parameters):
+        return []
+    known = [group.get("eps") for optimizer in optimizers for group in optimizer.param_groups]
+    small = [eps for eps in known if isinstance(eps, float) and eps <= _LEAST_HALF / 2]
+    if known and not small:
+        return []
+    eps = f"the eps of {small[0]:g}" if small else "Adam's default eps of 1e-08"
+    return [
+        f"Weights are in float16, where {eps} is 0: "
+        "a gradient of 0 gives NaN. Keep the weights in float32 and train under autocast with a GradScaler, or set "
+        "eps=1e-4."
+    ]

@@ -25,6 +25,7 @@ _FROM_THE_START: Final = (
     "and the type that scores are computed in."
 )
 _UNKNOWN: Final = "but that step's rows were not measured (sample_every_steps=1 measures every step)"
+_UNMEASURED: Final = "but no row of attention was measured (agent.report() says why)"
 
 
 @dataclass(slots=True)
@@ -63,8 +64,8 @@ class Origin:
     """a sentence about gradients and weights"""
 
     @classmethod
-    def of(cls, readings: Readings, heads: Sequence[HeadRef]) -> Self:
-        """Of the first broken sample."""
+    def of(cls, readings: Readings, heads: Sequence[HeadRef], *, measured: bool) -> Self:
+        """Of the first broken sample. measured: whether any sample held rows."""
         first = readings.step if readings.broken_step is None else readings.broken_step
         place, empty = "", ""
         if heads and (words := readings.words) is not None:
@@ -79,7 +80,7 @@ class Origin:
             first_layer = [layer == heads[0][0] for layer, _ in heads]
             if first >= readings.step or not by_input[first_layer].any():
                 place = origin(heads, rows, by_input, by_output)
-            place = place or _UNKNOWN
+            place = place or (_UNKNOWN if measured else _UNMEASURED)
             worst = int(unseen.argmax())
             if unseen[worst]:
                 every = unseen[worst] + rows[worst] + sound[worst]
@@ -102,6 +103,8 @@ class NonFiniteTracker:
     harm: Harm = ""
     placed: bool = False
     """whether this sample showed the place of what was reported without one"""
+    measured: bool = False
+    """whether any sample held rows of attention"""
     seen_finite: bool = False
     """whether any sample was finite: else what was loaded is broken, or how the model computes"""
 
@@ -129,11 +132,12 @@ class NonFiniteTracker:
         else:
             self.harm = ("weights" if loss is None or norm is None else "rows") if any_row else ""
         self.placed = False
+        self.measured |= bool(readings.rows.any() or any_row)
         if self.harm or overflows:
             if self.origin is None:
-                self.origin = Origin.of(readings, heads)
+                self.origin = Origin.of(readings, heads, measured=self.measured)
             elif overflows and self.origin.place == _UNKNOWN:  # the weights are sound: any such step shows the place
-                self.origin.place = Origin.of(readings, heads).place
+                self.origin.place = Origin.of(readings, heads, measured=self.measured).place
                 self.placed = self.origin.place != _UNKNOWN
             self.origin.heads = max(self.origin.heads, int(in_rows.sum()))
             self.origin.parameters = self.origin.parameters or readings.parameters
