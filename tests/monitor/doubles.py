@@ -17,6 +17,8 @@ class ScriptedDetectors(Detectors):
         self._heads = heads
         self._script = dict(script or {})
         self.standing: list[wire.Verdict] = []
+        self.undecided_until = -1
+        """the last step at which a drift has no cause yet"""
 
     def update(self, readings: Readings) -> list[wire.Verdict]:
         self.readings.append(readings)
@@ -26,6 +28,10 @@ class ScriptedDetectors(Detectors):
     @property
     def active(self) -> list[wire.Verdict]:
         return self.standing
+
+    @property
+    def undecided(self) -> bool:
+        return self.readings[-1].step <= self.undecided_until
 
     @property
     def risk(self) -> "np.ndarray[Any, np.dtype[np.float64]]":

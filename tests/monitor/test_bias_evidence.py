@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreshock.monitor.detect.bias_evidence import ASKED, CHANCE, MEMORY_BLOCKS, BiasEvidence
+from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.bias_evidence import ASKED, CHANCE, MEMORY_BETS, SAMPLES_OF_A_BET, BiasEvidence
 
 STAKE, USUAL, FIRST, OUTLIER, MOST = 0.6, 20, 3, 3.0, 1e6
 
@@ -19,7 +20,7 @@ def by_hand(biases: list[float], rows: float, sign: float) -> float:
     for bias in biases:
         size = bias / math.sqrt(rows)
         won = max(-1.0, min(1.0, size / usual)) if blocks >= FIRST and usual else 0.0
-        capital = min(capital * (1 + sign * STAKE * won) * (1 - 1 / MEMORY_BLOCKS) + 1 / MEMORY_BLOCKS, MOST)
+        capital = min(capital * (1 + sign * STAKE * won) * (1 - 1 / MEMORY_BETS) + 1 / MEMORY_BETS, MOST)
         if size:
             seen = min(abs(size), OUTLIER * usual) if blocks >= FIRST else abs(size)
             blocks += 1
@@ -27,10 +28,16 @@ def by_hand(biases: list[float], rows: float, sign: float) -> float:
     return capital
 
 
+def bet(evidence: BiasEvidence, bias: Floats, rows: float = 1.0) -> None:
+    """One bet of one sample, arrays [N]."""
+    evidence.add(bias, np.full(len(bias), rows))
+    evidence.bet()
+
+
 def played(biases: list[float], rows: float = 100.0) -> BiasEvidence:
     evidence = BiasEvidence.begin(1)
     for bias in biases:
-        evidence.add(np.array([bias]), np.array([rows]))
+        bet(evidence, np.array([bias]), rows)
     return evidence
 
 
@@ -47,16 +54,16 @@ def test_over_all_signs_of_given_blocks_the_bets_are_fair(sizes: tuple[float, ..
     signs = np.array(list(itertools.product([-1.0, 1.0], repeat=len(sizes)))).T
     evidence = BiasEvidence.begin(signs.shape[1])
     for size, sign in zip(sizes, signs, strict=True):
-        evidence.add(size * sign, np.ones(len(sign)))
+        bet(evidence, size * sign)
         assert evidence.capital.mean(axis=1) == pytest.approx([1.0, 1.0])
 
 
 @pytest.mark.parametrize("heavy", [False, True])
-def test_noise_comes_to_what_is_asked_in_few_runs_of_a_thousand_blocks_at_any_look(heavy: bool) -> None:
+def test_noise_comes_to_what_is_asked_in_few_runs_of_a_thousand_bets_at_any_look(heavy: bool) -> None:
     rng, runs = np.random.default_rng(7), 2000
     evidence, hit = BiasEvidence.begin(runs), np.zeros(runs, dtype=bool)
-    for _ in range(MEMORY_BLOCKS):
-        evidence.add(rng.standard_t(2, runs) if heavy else rng.standard_normal(runs), np.ones(runs))
+    for _ in range(MEMORY_BETS):
+        bet(evidence, rng.standard_t(2, runs) if heavy else rng.standard_normal(runs))
         hit |= evidence.of(np.ones(runs)) >= ASKED
     assert 0 < hit.mean() <= CHANCE
 
@@ -66,10 +73,10 @@ def test_a_push_is_found_as_soon_however_long_there_was_none(before: int) -> Non
     rng, heads = np.random.default_rng(11), 400
     evidence = BiasEvidence.begin(heads)
     for _ in range(before):
-        evidence.add(rng.standard_normal(heads), np.ones(heads))
+        bet(evidence, rng.standard_normal(heads))
     found = np.full(heads, 200)
     for block in range(100):
-        evidence.add(rng.standard_normal(heads) + 0.65, np.ones(heads))
+        bet(evidence, rng.standard_normal(heads) + 0.65)
         now = evidence.of(np.ones(heads)) >= ASKED
         found[now] = np.minimum(found[now], block)
     assert np.median(found) <= 45
@@ -80,10 +87,10 @@ def test_a_push_that_ends_is_forgotten() -> None:
     rng, heads = np.random.default_rng(5), 200
     evidence = BiasEvidence.begin(heads)
     for _ in range(1000):
-        evidence.add(rng.standard_normal(heads) + 2.0, np.ones(heads))
+        bet(evidence, rng.standard_normal(heads) + 2.0)
     assert (evidence.of(np.ones(heads)) >= ASKED).all()
     for _ in range(200):
-        evidence.add(rng.standard_normal(heads), np.ones(heads))
+        bet(evidence, rng.standard_normal(heads))
     assert (evidence.of(np.ones(heads)) >= ASKED).mean() <= 0.05
 
 
@@ -102,5 +109,24 @@ def test_gradients_that_come_to_another_size_hide_no_push(factor: float) -> None
     evidence = BiasEvidence.begin(heads)
     for block in range(160):
         scale = factor ** min(1.0, block / 30)
-        evidence.add(scale * (rng.standard_normal(heads) + 0.65 * (block >= 40)), np.ones(heads))
+        bet(evidence, scale * (rng.standard_normal(heads) + 0.65 * (block >= 40)))
     assert (evidence.of(np.ones(heads)) >= ASKED).mean() >= 0.9
+
+
+def test_samples_of_every_step_decide_within_two_blocks_what_one_bet_a_block_does_not() -> None:
+    """Ten samples show a push of 0.9 deviations, a block of a hundred 2.8; noise of every step wins as little."""
+    rng, heads, push = np.random.default_rng(17), 400, 0.9 / math.sqrt(SAMPLES_OF_A_BET)
+    noise, pushed, whole = (BiasEvidence.begin(heads) for _ in range(3))
+    for step in range(1, 301):
+        drawn = rng.standard_normal(heads)
+        for evidence, bias in ((noise, drawn), (pushed, drawn + push)):
+            evidence.add(bias, np.ones(heads))
+        whole.open_bias += drawn + push
+        whole.open_rows += 1.0
+        if step % 100 == 0:
+            whole.open_samples = 1
+            whole.bet()
+    won, by_blocks, by_noise = (each.of(np.ones(heads)) >= ASKED for each in (pushed, whole, noise))
+    assert won.mean() >= 0.8
+    assert not by_blocks.any()
+    assert by_noise.mean() <= CHANCE / 2

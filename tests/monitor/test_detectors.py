@@ -91,6 +91,31 @@ def test_a_drift_that_no_delta_bias_supports_is_called_consistent_with_rounding_
     assert play(creep, until=7000, bias=bias, detectors=Detectors(HEADS, HOWEVER_FAR))[1] == []
 
 
+def test_a_drift_is_undecided_while_the_bets_on_its_direction_hold_their_capital_and_have_not_won_enough() -> None:
+    detectors, undecided, supported = Detectors(HEADS), [], []
+    for step in range(EVERY, 9001, EVERY):
+        detectors.update(reading(step, explosion, bias=0.4))
+        if detectors.undecided:
+            undecided.append(step)
+        if detectors.supported.any():
+            supported.append(step)
+    assert undecided
+    assert supported
+    assert max(undecided) < min(supported)
+    for course, bias in ((explosion, -0.6), (healthy, 0.6)):
+        detectors = Detectors(HEADS)
+        for step in range(EVERY, 9001, EVERY):
+            detectors.update(reading(step, course, bias=bias))
+            assert not detectors.undecided
+
+
+def test_a_drift_whose_delta_bias_is_not_measured_is_not_undecided() -> None:
+    detectors = Detectors(HEADS)
+    for step in range(EVERY, 9001, EVERY):
+        detectors.update(reading(step, explosion, delta_bias_sum=np.full(N, np.nan)))
+        assert not detectors.undecided
+
+
 @pytest.mark.parametrize(("began", "pace", "warned"), [(300.0, 0.02, False), (420.0, 0.02, True), (60.0, 0.3, True)])
 def test_a_head_that_sharpens_is_warned_about_when_its_score_is_dangerous_or_about_to_be(
     began: float, pace: float, warned: bool

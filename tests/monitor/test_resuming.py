@@ -103,7 +103,7 @@ def test_a_state_that_is_damaged_or_of_another_model_leaves_everything_as_it_was
         (("alarms",), [1]),
         (("alarms",), {"9": {}}),
         (("bias", "capital"), None),
-        (("bias_open",), {}),
+        (("warning_ratios",), {}),
         (("layout",), LAYOUT + 1),
     ],
 )

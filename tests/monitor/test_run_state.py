@@ -63,8 +63,12 @@ def test_a_state_of_other_blocks_or_another_window_is_refused(other: dict[str, A
     [
         ("layout", LAYOUT + 1, f"have layout {LAYOUT + 1}, this version reads layout {LAYOUT}"),
         ("last_step", "yesterday", "are damaged: last_step: Input should be a valid integer"),
-        ("bias_open", {"dtype": "<f8", "shape": [16], "data": "AAAA"}, "are damaged: bias_open: .*needs 128 bytes"),
-        ("bias_open", {"dtype": "<f8", "shape": [0], "data": ""}, "other blocks or another window"),
+        (
+            "warning_ratios",
+            {"dtype": "<f8", "shape": [16], "data": "AAAA"},
+            "are damaged: warning_ratios: .*needs 128 bytes",
+        ),
+        ("warning_ratios", {"dtype": "<f8", "shape": [0], "data": ""}, "other blocks or another window"),
     ],
 )
 def test_a_damaged_state_is_refused_with_a_sentence_and_the_detectors_go_on_as_they_were(
@@ -93,13 +97,13 @@ def test_a_run_set_back_keeps_the_blocks_before_that_step_and_its_verdicts() -> 
 def test_the_evidence_of_a_head_begins_anew_with_its_mode_in_the_middle_of_a_block_too(mode: Mode) -> None:
     state = after(*range(EVERY, 1001, EVERY), bias=3.0)
     state.add(reading(1010, since_step=1000, bias=3.0))
-    assert state.bias_open.all()
+    assert state.bias.open_bias.all()
     assert state.bias.of(np.ones(N))[SICK] > 5
     modes = np.zeros(N, dtype=np.int32)
     modes[SICK] = int(mode)
     changed = reading(1020, since_step=1010, modes=modes)
     state.add(changed)
-    assert state.bias_open[SICK] == changed.delta_bias_sum[SICK]
+    assert state.bias.open_bias[SICK] == changed.delta_bias_sum[SICK]
     assert state.bias.capital[:, SICK].tolist() == [1.0, 1.0]
     assert not state.can_round()[SICK]
     assert state.can_round()[SICK + 1]

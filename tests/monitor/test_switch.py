@@ -165,6 +165,18 @@ def test_after_a_warning_every_step_is_sampled_for_a_while(monkeypatch: pytest.M
     assert [s.step for s in listener.of(wire.Sample)] == [1, 4, 6, 7, 8, 12, 16]
 
 
+def test_every_step_is_sampled_while_the_cause_of_a_drift_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AgentConfig, "close_watch_steps", 3)
+    model = tiny_gpt()
+    agent, listener = run(model, {}, 0, sample_every_steps=4)
+    agent.detectors.undecided_until = 6  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(16):
+        agent.step(train_step(model, optimizer, step))
+    agent.close()
+    assert [s.step for s in listener.of(wire.Sample)] == [1, *range(3, 11), 12, 16]
+
+
 @pytest.mark.parametrize(
     "unfit",
     [

@@ -259,7 +259,7 @@ class Agent:
         self._guards["switch"].run(lambda: self._switching.obey(self._outbox.commands(), self.current_step))
 
     def _publish(self, result: DetectorResult) -> None:
-        counted, verdicts, risk, self._active, self.readings = result
+        counted, verdicts, risk, self._active, self.readings, undecided = result
         if counted.broken_step is not None:
             self._crisis.begin(self.current_step)
         self._guards["sample"].run(self._record_coverage, counted)
@@ -271,7 +271,7 @@ class Agent:
         for verdict in said:
             self._outbox.emit(verdict)
         self._guards["console"].run(self._note, counted)
-        if any(v.state == "raised" and v.severity != "info" for v in said):
+        if undecided or any(v.state == "raised" and v.severity != "info" for v in said):
             self._schedule.watch_closely(self.current_step)
         if said:
             console, modes = self._console, self._switchboard.named
@@ -527,6 +527,7 @@ def _detect(guard: Guard, detectors: Detectors, attached: AttachedModel, counted
     def detect() -> DetectorResult:
         readings = attached.readings(counted)
         verdicts = detectors.update(readings)
-        return DetectorResult(counted, verdicts, detectors.risk, tuple(detectors.active), readings)
+        active = tuple(detectors.active)
+        return DetectorResult(counted, verdicts, detectors.risk, active, readings, detectors.undecided)
 
     return guard.run(detect) or DetectorResult(counted, [], None, tuple(detectors.active))

@@ -109,8 +109,9 @@ class AgentConfig(BaseSettings):
     PyTorch's attention on drawn operands; what differs by more than rounding stays with the model's own."""
     probe_rows: int = Field(default=4096, ge=1, le=2**20)
     """Where attention is kept: one step in `sample_every_steps` is measured, and every step for a while after a
-    warning. This is the number of rows of each head that a measured step reads, or all where a batch has no more. They
-    are spread over the batch and drawn anew each time. The detectors' page shows what rows are worth."""
+    warning or while the cause of a drift is undecided. This is the number of rows of each head that a measured step
+    reads, or all where a batch has no more. They are spread over the batch and drawn anew each time. The detectors'
+    page shows what rows are worth."""
 
     sample_every_steps: int = Field(default=10, ge=1)
     """A sample is taken every this many steps, at most 1000: samples further apart show no failure in time. The number

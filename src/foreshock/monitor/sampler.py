@@ -37,7 +37,7 @@ class SamplingSchedule:
         self._agent_seconds = 0.0
         self._norms_at: int | None = None
         self.watch_until = -1
-        """Up to this step every step is sampled, since a warning is fresh."""
+        """Up to this step every step is sampled."""
 
     def begin_at(self, step: int) -> None:
         """So many steps were done before."""
@@ -73,7 +73,7 @@ class SamplingSchedule:
         self._agent_seconds += seconds
 
     def watch_closely(self, step: int) -> None:
-        """A warning was raised at `step`."""
+        """A warning was raised at `step`, or a drift has no cause yet."""
         self.watch_until = step + self._config.close_watch_steps
 
     def due(self, since_step: int, *, crowded: bool) -> bool:

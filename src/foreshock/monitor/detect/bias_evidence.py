@@ -1,12 +1,12 @@
 """Whether the delta bias of a head pushes one way: a sequential test that forgets.
 
-The null hypothesis is that a block's delta bias is as likely positive as negative, whatever came before. Then 1 + b g
-is a fair bet, where g is the bias in units of its usual size so far, cut off at 1, and b the stake. What such bets win,
-with a small part of the capital set aside for bets that begin later, is an e-process: the chance that it ever comes to
-c within T blocks is at most (1 + T / MEMORY_BLOCKS) / c (Ville's inequality; Shafer, "Testing by betting", JRSS A 2021;
-the mixture over beginnings is that of the e-detectors of Shin, Ramdas and Rinaldo, arXiv 2203.03532).
-A spike weighs as much as any large block, gradients of another size are measured by their own size soon, and what was
-won long ago is lost again within some 100 blocks that show nothing.
+The null hypothesis is that the delta bias of a bet is as likely positive as negative, whatever came before. Then
+1 + b g is a fair bet, where g is the bias in units of its usual size so far, cut off at 1, and b the stake. What such
+bets win, with a small part of the capital set aside for bets that begin later, is an e-process: the chance that it ever
+comes to c within T bets is at most (1 + T / MEMORY_BETS) / c (Ville's inequality; Shafer, "Testing by betting", JRSS A
+2021; the mixture over beginnings is that of the e-detectors of Shin, Ramdas and Rinaldo, arXiv 2203.03532).
+A spike weighs as much as any large bet, gradients of another size are measured by their own size soon, and what was won
+long ago is lost again within some 100 bets that show nothing.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,22 @@ import numpy.typing as npt
 
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.growth import SavedFloats
+from foreshock.monitor.detect.readings import is_finite
 
-MEMORY_BLOCKS: Final = 1000
-"""Blocks, about 100,000 steps, for which the error is stated."""
+MEMORY_BETS: Final = 1000
+"""For which the error is stated. A bet is on a block, so these are about 100,000 steps."""
 CHANCE: Final = 0.05
-"""That noise supports any of the heads that drift, within so many blocks."""
+"""That noise supports any of the heads that drift, within so many bets."""
 ASKED: Final = 2 / CHANCE
 """Capital that supports a drift, times the number of heads that drift at that time."""
 _STAKE: Final = 0.6
 _MOST: Final = 1e6
 """What was won beyond is forgotten."""
-_USUAL_BLOCKS: Final = 20
-_FIRST_BLOCKS: Final = 3
-"""Blocks that show what is usual before the first bet."""
+SAMPLES_OF_A_BET: Final = 10
+"""At most. The gain of a bet is bounded, so a block of which every step is sampled is several bets."""
+_USUAL_BETS: Final = 20
+_FIRST_BETS: Final = 3
+"""That show what is usual, and win nothing."""
 _OUTLIER: Final = 3.0
 
 
@@ -40,34 +43,62 @@ class BiasEvidence:
     capital: SavedFloats
     """of the bets that the bias is negative and that it is positive, [2, N]"""
     usual: SavedFloats
-    """size of a block's bias for each root of a row, [N]"""
-    blocks: SavedFloats
+    """size of a bet's bias for each root of a row, [N]"""
+    bets: SavedFloats
     """that showed any, [N]"""
+    open_bias: SavedFloats
+    """delta bias since the last bet, [N]"""
+    open_rows: SavedFloats
+    """its rows, [N]"""
+    open_samples: int = 0
 
     @classmethod
     def begin(cls, heads: int) -> Self:
         """Of heads that nothing is known of yet."""
-        return cls(capital=np.ones((2, heads)), usual=np.zeros(heads), blocks=np.zeros(heads))
+        return cls(
+            capital=np.ones((2, heads)),
+            usual=np.zeros(heads),
+            bets=np.zeros(heads),
+            open_bias=np.zeros(heads),
+            open_rows=np.zeros(heads),
+        )
 
     def forget(self, heads: npt.NDArray[np.bool_]) -> None:
         """Begin anew for these heads, whose mode has changed."""
-        self.capital[:, heads], self.usual[heads], self.blocks[heads] = 1.0, 0.0, 0.0
+        self.capital[:, heads] = 1.0
+        for part in (self.usual, self.bets, self.open_bias, self.open_rows):
+            part[heads] = 0.0
+
+    def drop_open(self) -> None:
+        """Forget the samples since the last bet."""
+        self.open_bias[:] = self.open_rows[:] = self.open_samples = 0
 
     def add(self, bias: Floats, rows: Floats) -> None:
-        """Bet on one block: the sum of its delta bias, [N], over its rows."""
-        size = bias / np.sqrt(np.maximum(rows, 1.0))
-        known = self.blocks >= _FIRST_BLOCKS
+        """Add a sample: the sum of its delta bias, [N], over its rows. Every `SAMPLES_OF_A_BET` are a bet."""
+        self.open_bias += bias if is_finite(bias) else np.where(np.isfinite(bias), bias, 0.0)
+        self.open_rows += rows
+        self.open_samples += 1
+        if self.open_samples >= SAMPLES_OF_A_BET:
+            self.bet()
+
+    def bet(self) -> None:
+        """Bet on the samples since the last bet, if there are any."""
+        if not self.open_samples:
+            return
+        size = self.open_bias / np.sqrt(np.maximum(self.open_rows, 1.0))
+        self.drop_open()
+        known = self.bets >= _FIRST_BETS
         won = np.divide(size, self.usual, out=np.zeros_like(size), where=known & (self.usual > 0))
         won = _STAKE * np.clip(won, -1.0, 1.0)
         self.capital[0] -= self.capital[0] * won
         self.capital[1] += self.capital[1] * won
-        self.capital += (1.0 - self.capital) / MEMORY_BLOCKS
+        self.capital += (1.0 - self.capital) / MEMORY_BETS
         np.minimum(self.capital, _MOST, out=self.capital)
         np.abs(size, out=size)
         np.minimum(size, _OUTLIER * self.usual, out=size, where=known)
         showed = size > 0
-        self.blocks += showed
-        self.usual += (size - self.usual) / np.clip(self.blocks, 1.0, _USUAL_BLOCKS) * showed
+        self.bets += showed
+        self.usual += (size - self.usual) / np.clip(self.bets, 1.0, _USUAL_BETS) * showed
 
     def of(self, direction: Floats) -> Floats:
         """The capital that was won on each head's bias having this sign, [N]; 1 is none."""

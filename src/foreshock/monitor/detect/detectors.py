@@ -72,6 +72,11 @@ class Detectors:
         return none if self._conditions is None else self._conditions.supported
 
     @property
+    def undecided(self) -> bool:
+        """Whether closer samples would show the cause of a drift that matters, as of the last block."""
+        return self._conditions is not None and bool(self._conditions.undecided.any())
+
+    @property
     def active(self) -> list[wire.Verdict]:
         """The verdicts that are raised and not cleared."""
         return [alarm.verdict for alarm in self.run.alarms.values()]

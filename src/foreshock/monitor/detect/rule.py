@@ -15,6 +15,8 @@ from foreshock.monitor.detect.thresholds import DetectorConfig
 Flags = npt.NDArray[np.bool_]
 _WORTH_A_FORECAST: Final = 0.6
 """A forecast is made of heads whose ratio comes to this by what costs less."""
+_WORTH_A_LOOK: Final = 0.1
+"""Capital from which on closer samples may support a drift."""
 
 
 class WarningConditions(NamedTuple):
@@ -27,6 +29,8 @@ class WarningConditions(NamedTuple):
     """[N]: it drifts, and the delta bias supports that"""
     ratios: Floats
     """[2, N]: the least ratio of all conditions but persistence, 0 or more; 0 where one is unknown"""
+    undecided: Flags
+    """[N]: it drifts and that matters, and closer samples may yet support that"""
     urgent: Flags
     """[N]: its score is dangerous, or will be before growth could last"""
 
@@ -48,9 +52,12 @@ class WarningConditions(NamedTuple):
         drifts = drift >= 1.0
         # Heads that may drift soon are tested too, or each would be the only one when it begins to.
         tested = together & (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
-        evidence = np.where(rounds, bias.of(offset) / (ASKED * max(int(np.count_nonzero(tested)), 1)), 0.0)
-        evidence[score_before >= DANGEROUS_SCORE] = 0.0  # there rounding follows from the scores
+        capital = np.where(rounds, bias.of(offset), 0.0)
+        capital[score_before >= DANGEROUS_SCORE] = 0.0  # there rounding follows from the scores
+        evidence = capital / (ASKED * max(int(np.count_nonzero(tested)), 1))
         supported = drifts & (evidence >= 1.0)
+        undecided = drifts & ~supported & (capital >= _WORTH_A_LOOK) & (bias.bets > 0)
+        undecided &= growth.held >= config.earliest_steps
 
         ratios = np.empty_like(growth.end)
         first = np.copysign(1.0, offset) * (
@@ -68,7 +75,7 @@ class WarningConditions(NamedTuple):
         np.fmax(ratios, 0.0, out=ratios)
 
         window = growth.steps
-        heads = np.flatnonzero(ratios.max(axis=0, initial=0.0) >= _WORTH_A_FORECAST)
+        heads = np.flatnonzero((ratios.max(axis=0, initial=0.0) >= _WORTH_A_FORECAST) | undecided)
         ahead = np.full(len(far), math.inf)
         if len(heads):
             ahead[heads] = courses(growth, heads)
@@ -76,6 +83,7 @@ class WarningConditions(NamedTuple):
                 horizon = np.where(supported[heads], config.horizon_windows, config.bare_horizon_windows)
                 within = horizon * window / ahead[heads]
                 ratios[HeadSignal.OFFSET, heads] = np.fmin(ratios[HeadSignal.OFFSET, heads], within)
+                undecided &= ~(ahead > config.horizon_windows * window)
             ratios[HeadSignal.SCORE, heads] = np.fmin(ratios[HeadSignal.SCORE, heads], window / ahead[heads])
         dangerous = (latest >= DANGEROUS_SCORE) & ~(latest < score_before)
         ratios[HeadSignal.SCORE, dangerous] = np.fmax(
@@ -83,4 +91,4 @@ class WarningConditions(NamedTuple):
         )
         lasting = config.persist_blocks * config.block_steps
         urgent = dangerous | ((latest >= config.growing_score) & (ahead < min(lasting, window)))
-        return cls(growth, evidence, supported, ratios, urgent)
+        return cls(growth, evidence, supported, ratios, undecided, urgent)

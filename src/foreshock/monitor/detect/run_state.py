@@ -13,11 +13,11 @@ from foreshock.contract.modes import ROUNDING_ENDS
 from foreshock.monitor.detect.bias_evidence import BiasEvidence
 from foreshock.monitor.detect.growth import HeadPasts, HeadSignal, SavedFloats, SavedInts
 from foreshock.monitor.detect.non_finite import NonFiniteTracker
-from foreshock.monitor.detect.readings import Readings, is_finite
+from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.detect.rule import Flags
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
-LAYOUT: Final = 7
+LAYOUT: Final = 8
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
 _ENDS: Final = int(ROUNDING_ENDS) | 16
 """16 is the flag of a mode that only recorded runs have. A plain int: comparing an IntFlag with NumPy integers is 40
@@ -42,8 +42,6 @@ class RunState:
     bias: BiasEvidence
     warning_ratios: SavedFloats
     """of the last `persist_blocks` blocks, a ring, [blocks, 2, N]"""
-    bias_open: SavedFloats
-    """delta bias over the open block"""
     modes: SavedInts
     """of the last sample; -1 before the first"""
     rounds: bool = True
@@ -62,14 +60,14 @@ class RunState:
             past=HeadPasts.begin(count, config.window_steps, config.block_steps),
             bias=BiasEvidence.begin(count),
             warning_ratios=np.zeros((config.persist_blocks, len(HeadSignal), count)),
-            bias_open=np.zeros(count),
             modes=np.full(count, -1, dtype=np.int32),
         )
 
     def set_back(self, step: int) -> None:
         """Forget what came after `step`, since the run was set back to a checkpoint of it; its verdicts stand."""
         self.past.set_back(self.last_step - step)
-        self.warning_ratios[:] = self.bias_open[:] = 0.0
+        self.warning_ratios[:] = 0.0
+        self.bias.drop_open()
         self.non_finite = NonFiniteTracker()
 
     def can_round(self) -> Flags:
@@ -82,15 +80,12 @@ class RunState:
         self.last_step, self.rounds, changed = readings.step, readings.rounds, self.modes != readings.modes
         if np.count_nonzero(changed):
             self.bias.forget(changed)
-            self.bias_open[changed] = 0.0
             self.modes = readings.modes.astype(np.int32)
-        bias = readings.delta_bias_sum
-        self.bias_open += bias if is_finite(bias) else np.where(np.isfinite(bias), bias, 0.0)
+        self.bias.add(readings.delta_bias_sum, readings.rows)
         counted = readings.rows, readings.score_offset, readings.largest_score
         closed = self.past.add(steps, *counted, readings.learning_rate)
-        if closed:  # A block is one draw: rows of one step are not independent, and more samples are no more evidence.
-            self.bias.add(self.bias_open, self.past.rows)
-            self.bias_open[:] = 0.0
+        if closed:
+            self.bias.bet()
         return closed
 
     def saved(self) -> dict[str, Any]:

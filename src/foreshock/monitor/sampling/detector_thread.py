@@ -31,6 +31,8 @@ class DetectorResult(NamedTuple):
     active: tuple[wire.Verdict, ...] = ()
     readings: Any = None
     """the `Readings` of it; None where the detectors failed"""
+    undecided: bool = False
+    """whether closer samples would show the cause of a drift"""
 
 
 class DetectorThread:
