@@ -6,7 +6,6 @@ from typing import Any, Final
 from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS, RUN_METRICS, SERVICE_METRICS, WATCHDOG
 from foreshock.contract.metrics.metric import Metric
 from foreshock.dashboards.panels import (
-    DATASOURCE,
     MANY_RUNS,
     ONE_RUN,
     Filters,
@@ -20,6 +19,7 @@ from foreshock.dashboards.panels import (
     query,
     row,
     select,
+    skeleton,
     stat,
     table,
     target,
@@ -30,9 +30,7 @@ from foreshock.dashboards.rules import DATASOURCE_UID, JOB, Links
 
 Board = dict[str, Any]
 
-SCHEMA_VERSION: Final = 42
 COLUMNS: Final = 24
-TAG: Final = "foreshock"
 
 Sized = tuple[Panel, int, int]
 """A panel with its width (of 24 columns) and height (in grid units of 30 pixels)."""
@@ -167,20 +165,13 @@ def _layers(links: Links) -> Board:
 
 
 def _service(links: Links) -> Board:
-    up = panel(
-        "stat",
-        "Service",
-        "1 while Prometheus can scrape the service. Bad: 0; agents go on detecting, but nothing new is shown or sent.",
-        [target(f'max(up{{job="{JOB}"}})', legend_format="service")],
-        grafana_unit="bool_on_off",
-        options={"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "colorMode": "value"},
-        defaults={
-            "thresholds": {
-                "mode": "absolute",
-                "steps": [{"color": "red", "value": None}, {"color": "green", "value": 1}],
-            }
-        },
+    words = (
+        "1 while Prometheus can scrape the service. Bad: 0; agents go on detecting, but nothing new is shown or sent."
     )
+    steps = [{"color": "red", "value": None}, {"color": "green", "value": 1}]
+    targets = [target(f'max(up{{job="{JOB}"}})', legend_format="service")]
+    colours = {"thresholds": {"mode": "absolute", "steps": steps}}
+    up = panel("service", "Service", words, targets, grafana_unit="bool_on_off", defaults=colours)
     watchdog, store, dropped = (BY_KEY[key] for key in ("service.watchdog", "service.store", "service.series_dropped"))
     panels: list[Sized] = [
         (up, 6, 4),
@@ -248,24 +239,16 @@ def _board(name: str, title: str, panels: Sequence[Sized], links: Links, *, filt
         "uid": f"foreshock-{name}",
         "title": f"foreshock / {title}",
         "description": "Generated from contract/metrics by `foreshock dashboards generate`; change that, not this.",
-        "tags": [TAG],
-        "schemaVersion": SCHEMA_VERSION,
-        "editable": False,
-        "graphTooltip": 1,
-        "refresh": "30s",
-        "timezone": "browser",
-        "time": {"from": "now-3h", "to": "now"},
-        "templating": {"list": [_datasource_variable(), _service_variable(links), *_run_variables(filters)]},
+        **skeleton("board"),
+        "templating": {"list": _variables(links, filters)},
         "annotations": {"list": [_warning_annotation(filters), _switch_annotation(filters)]},
         "links": [
-            *(_to_board(other, words) for other, words in _WAYS.items() if other != name),
-            {
-                "title": "The service's page",
-                "type": "link",
-                "url": links.service,
-                "targetBlank": True,
-                "icon": "external link",
-            },
+            *(
+                {"title": words, "url": f"/d/foreshock-{other}", **skeleton("board link")}
+                for other, words in _WAYS.items()
+                if other != name
+            ),
+            {"url": links.service, **skeleton("page link")},
         ],
         "panels": _place(panels),
     }
@@ -280,89 +263,30 @@ _WAYS: Final = {
 """The way from board to board, in the words of a link."""
 
 
-def _to_board(name: str, title: str) -> dict[str, Any]:
-    return {
-        "title": title,
-        "type": "link",
-        "url": f"/d/foreshock-{name}",
-        "includeVars": True,
-        "keepTime": True,
-        "targetBlank": False,
-        "icon": "dashboard",
-    }
+def _variables(links: Links, filters: Filters) -> list[dict[str, Any]]:
+    """The variables that the filters name, and the service's address for data links, which is hidden.
 
-
-def _datasource_variable() -> dict[str, Any]:
-    return {
-        "name": "datasource",
-        "type": "datasource",
-        "label": "Data source",
-        "query": "prometheus",
-        "current": {"text": "foreshock", "value": DATASOURCE_UID},
-        "refresh": 1,
-    }
-
-
-def _service_variable(links: Links) -> dict[str, Any]:
-    """The service's address, for data links; hidden."""
-    return {"name": "service", "type": "constant", "label": "Service", "query": links.service, "hide": 2}
-
-
-def _run_variables(filters: Filters) -> list[dict[str, Any]]:
-    """The variables that the filters speak of."""
-    if filters is MANY_RUNS:
-        return [_run_variable() | {"multi": True, "includeAll": True, "allValue": ".+", "current": _ALL}]
-    return [_run_variable(), _layer_variable()]
-
-
-def _run_variable() -> dict[str, Any]:
-    return {
-        "name": "run",
-        "label": "Run",
-        "type": "query",
-        "datasource": DATASOURCE,
-        # The run that stepped last comes first, and is the one that a board opens with.
-        "query": {"query": f"query_result(sort_desc({BY_KEY['run.last_step'].name}))", "refId": "run"},
-        "regex": '/run="([^"]+)"/',
-        "refresh": 2,
-        "sort": 0,
-    }
-
-
-def _layer_variable() -> dict[str, Any]:
+    The run that stepped last comes first, and a board of one run opens with it.
+    """
     layers = select(BY_KEY["head.risk"], {"run": ONE_RUN["run"]}, of_layers=True)
-    return {
-        "name": "layer",
-        "label": "Layer",
-        "type": "query",
-        "datasource": DATASOURCE,
-        "query": {"query": f"label_values({layers}, layer)", "refId": "layer"},
-        "refresh": 2,
-        "sort": 3,
-        "multi": True,
-        "includeAll": True,
-        "allValue": ".+",
-        "current": _ALL,
-    }
-
-
-_ALL: Final = {"text": "All", "value": ["$__all"], "selected": True}
+    last = {"query": f"query_result(sort_desc({BY_KEY['run.last_step'].name}))", "refId": "run"}
+    of_layers = {"query": f"label_values({layers}, layer)", "refId": "layer"}
+    current = {"text": "foreshock", "value": DATASOURCE_UID}
+    common = [
+        {**skeleton("datasource variable"), "current": current},
+        {**skeleton("service variable"), "query": links.service},
+    ]
+    run = {**skeleton("run variable"), "query": last}
+    if filters is MANY_RUNS:
+        return [*common, {**run, **skeleton("many")}]
+    return [*common, run, {**skeleton("layer variable"), "query": of_layers, **skeleton("many")}]
 
 
 def _warning_annotation(filters: Filters) -> dict[str, Any]:
     """A band for as long as a head is warned about: Grafana joins the samples that stand side by side."""
     metric = BY_KEY["warning.active"]
-    return {
-        "name": "Warnings",
-        "datasource": DATASOURCE,
-        "enable": True,
-        "iconColor": "orange",
-        "expr": f"max by ({', '.join(metric.labels)}) ({select(metric, {'run': filters['run']})} == 1)",
-        "step": "15s",
-        "titleFormat": "{{run}}: layer {{layer}} head {{head}} warned",
-        "textFormat": "{{signal}} tripped, cause: {{cause}}",
-        "tagKeys": "severity,cause",
-    }
+    expr = f"max by ({', '.join(metric.labels)}) ({select(metric, {'run': filters['run']})} == 1)"
+    return {**skeleton("warnings"), "expr": expr}
 
 
 def _switch_annotation(filters: Filters) -> dict[str, Any]:
@@ -370,14 +294,4 @@ def _switch_annotation(filters: Filters) -> dict[str, Any]:
     metric = BY_KEY["switch.outcomes"]
     counter = select(metric, {"run": filters["run"]})
     grown = f"increase({counter}[1m]) > 0 or ({counter} > 0 unless {counter} offset 1m)"
-    return {
-        "name": "Switches",
-        "datasource": DATASOURCE,
-        "enable": True,
-        "iconColor": "blue",
-        "expr": f"sum by ({', '.join(metric.labels)}) ({grown})",
-        "step": "15s",
-        "titleFormat": "{{run}}: switch to {{mode}} {{outcome}}",
-        "textFormat": "The run's page has who, why, before and after.",
-        "tagKeys": "mode,outcome",
-    }
+    return {**skeleton("switches"), "expr": f"sum by ({', '.join(metric.labels)}) ({grown})"}

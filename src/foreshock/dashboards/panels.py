@@ -1,17 +1,22 @@
 """Grafana panels from catalogue entries, as the plain data of Grafana's classic dashboard JSON (schema version 42).
 
-A panel's place (`gridPos`) is left to the board. Its id is a hash of its title, so that links to a panel survive the
-coming and going of its neighbours.
+skeletons.json has the parts of each kind of panel that no metric changes, in Grafana's own form. The board
+decides where a panel is (`gridPos`). Its id is a hash of its title, so that links to a panel still work when its
+neighbours change.
 """
 
+import json
 import zlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from foreshock.contract.metrics.metric import Metric
 from foreshock.contract.modes import all_modes, mode_name
 
 Panel = dict[str, Any]
+
+_SKELETONS: Final[dict[str, Any]] = json.loads(Path(__file__).with_name("skeletons.json").read_text())
 
 DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 RUN_PAGE: Final = "${service}/?runs="
@@ -124,40 +129,38 @@ def page_link(label: str = "run") -> dict[str, Any]:
     return {"title": "Open the run's page (evidence, switch)", "url": RUN_PAGE + run, "targetBlank": True}
 
 
+def skeleton(name: str, *, title: str = "", grafana_unit: str = "") -> dict[str, Any]:
+    """What skeletons.json has under a name, with the title and the unit of a metric in their places."""
+    text = json.dumps(_SKELETONS[name]).replace("{title}", title).replace("{unit}", grafana_unit)
+    made: dict[str, Any] = json.loads(text)
+    return made
+
+
 def panel(
-    kind: str,
+    name: str,
     title: str,
     description: str,
     targets: Sequence[dict[str, Any]],
     *,
     grafana_unit: str,
-    options: Mapping[str, Any],
+    metric_title: str = "",
     custom: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
-    overrides: Sequence[dict[str, Any]] = (),
-    transformations: Sequence[dict[str, Any]] = (),
 ) -> Panel:
-    """A panel of any kind with the parts that every panel has."""
+    """A panel of the skeleton `name`; `custom` and `defaults` add to its fields."""
+    made = skeleton(name, title=metric_title, grafana_unit=grafana_unit)
+    fields = {"unit": grafana_unit, "custom": {**made.get("custom", {}), **(custom or {})}, **(defaults or {})}
     return {
         "id": 1 + zlib.crc32(title.encode()) % 1_000_000,
-        "type": kind,
+        "type": made["type"],
         "title": title,
         "description": description,
         "datasource": DATASOURCE,
         "targets": list(targets),
-        "fieldConfig": {
-            "defaults": {"unit": grafana_unit, "custom": dict(custom or {}), **(defaults or {})},
-            "overrides": list(overrides),
-        },
-        "options": dict(options),
-        "transformations": list(transformations),
+        "fieldConfig": {"defaults": fields, "overrides": made.get("overrides", [])},
+        "options": made["options"],
+        "transformations": made.get("transformations", []),
     }
-
-
-_LEGEND: Final = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": ["lastNotNull"]}
-_TOOLTIP: Final = {"mode": "multi", "sort": "desc"}
-_LINE: Final = {"drawStyle": "line", "lineWidth": 1, "fillOpacity": 0, "showPoints": "auto", "spanNulls": False}
-_BARS: Final = {"drawStyle": "bars", "lineWidth": 1, "fillOpacity": 50, "showPoints": "never"}
 
 
 def time_series(metric: Metric, filters: Filters) -> Panel:
@@ -165,141 +168,63 @@ def time_series(metric: Metric, filters: Filters) -> Panel:
     one_run = filters is ONE_RUN
     labels = [label for label in metric.labels if not (one_run and label == "run")]
     title = f"Since {metric.title.lower()}" if metric.unit == "timestamp_seconds" else metric.title
+    name = "counter" if metric.kind == "counter" else "timeseries"
+    targets = [target(query(metric, filters), legend_format=legend(labels, fallback=metric.title))]
+    links = {"links": [page_link()]} if "run" in metric.labels and one_run else {}
     return panel(
-        "timeseries",
-        title,
-        describe(metric),
-        [target(query(metric, filters), legend_format=legend(labels, fallback=metric.title))],
-        grafana_unit=unit(metric),
-        options={"legend": _LEGEND, "tooltip": _TOOLTIP},
-        custom={
-            **(_BARS if metric.kind == "counter" else _LINE),
-            **scale(metric),
-        },
-        defaults={"links": [page_link()]} if "run" in metric.labels and one_run else None,
+        name, title, describe(metric), targets, grafana_unit=unit(metric), custom=scale(metric), defaults=links
     )
 
 
 def stat(metric: Metric, title: str, expr: str) -> Panel:
     """One number, coloured by the catalogue's levels."""
-    return panel(
-        "stat",
-        title,
-        describe(metric),
-        [target(expr, legend_format=title)],
-        grafana_unit=unit(metric),
-        options={
-            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
-            "colorMode": "value",
-            "graphMode": "area",
-            "textMode": "value",
-        },
-        defaults={**thresholds(metric, quiet="text", watch="orange", alarm="red"), "noValue": "none"},
-    )
+    targets = [target(expr, legend_format=title)]
+    own = {**thresholds(metric, quiet="text", watch="orange", alarm="red"), "noValue": "none"}
+    return panel("stat", title, describe(metric), targets, grafana_unit=unit(metric), defaults=own)
 
 
 def by_step(metric: Metric, step: str, expr: str) -> Panel:
     """A metric against the optimizer step, for one run.
 
-    The trend panel refuses steps that do not ascend, as after a rollback; grouping and sorting by step mends that, and
-    of a step that was taken twice shows the later value. It shows no annotations: those are on the time axis.
+    The trend panel refuses steps that do not ascend, as after a rollback; so its transformations group and sort by
+    step, and show the later value of a step that was taken twice. It has no annotations: those are on the time axis.
     """
+    words = f"{describe(metric)} Against the optimizer step; after a rollback the later value of a step is shown."
+    targets = [target(step, legend_format="step"), target(expr, legend_format=metric.title, ref="B")]
     return panel(
         "trend",
         f"{metric.title} by step",
-        f"{describe(metric)} Against the optimizer step; after a rollback the later value of a step is shown.",
-        [
-            target(step, legend_format="step") | {"format": "table"},
-            target(expr, legend_format=metric.title, ref="B") | {"format": "table"},
-        ],
+        words,
+        [each | {"format": "table"} for each in targets],
         grafana_unit=unit(metric),
-        options={"legend": _LEGEND, "tooltip": _TOOLTIP, "xField": "step"},
-        custom={**_LINE, **scale(metric)},
-        overrides=[{"matcher": {"id": "byName", "options": "step"}, "properties": [{"id": "unit", "value": "short"}]}],
-        transformations=[
-            {"id": "merge", "options": {}},
-            {
-                "id": "groupBy",
-                "options": {
-                    "fields": {
-                        "Value #A": {"operation": "groupby", "aggregations": []},
-                        "Value #B": {"operation": "aggregate", "aggregations": ["lastNotNull"]},
-                    }
-                },
-            },
-            {"id": "sortBy", "options": {"sort": [{"field": "Value #A"}]}},
-            {
-                "id": "organize",
-                "options": {"renameByName": {"Value #A": "step", "Value #B (lastNotNull)": metric.title}},
-            },
-        ],
+        metric_title=metric.title,
+        custom=scale(metric),
     )
 
 
 def matrix(metric: Metric, expr: str) -> Panel:
-    """The last value of every head that Prometheus holds: a row for each layer, a column for each head."""
+    """The last value of every head that Prometheus holds: a row for each layer, a column for each head.
+
+    Rows and columns come in the order of the answer, and labels are text: "10" before "2". So the transformations make
+    numbers of them and sort.
+    """
+    words = "Rows are layers, columns heads; empty heads are not among the worst that Prometheus is given (the "
+    words = f"{describe(metric)} {words}service's page shows all)."
     colours = thresholds(metric, quiet="transparent", watch="semi-dark-orange", alarm="semi-dark-red")
-    return panel(
-        "table",
-        f"{metric.title}: layer by head",
-        f"{describe(metric)} Rows are layers, columns heads; empty heads are not among the worst that Prometheus is "
-        "given (the service's page shows all).",
-        [target(expr, table=True)],
-        grafana_unit=unit(metric),
-        options={"showHeader": True, "cellHeight": "sm"},
-        custom={"align": "center", "cellOptions": {"type": "color-background", "mode": "basic"}},
-        defaults={**colours, "links": [page_link()], **({"mappings": _modes()} if metric.key == "head.mode" else {})},
-        overrides=[
-            {
-                "matcher": {"id": "byName", "options": "layer\\head"},
-                "properties": [
-                    {"id": "custom.cellOptions", "value": {"type": "auto"}},
-                    {"id": "unit", "value": "string"},
-                ],
-            }
-        ],
-        # Rows and columns come in the order in which they are met, and labels are text: "10" before "2".
-        transformations=[
-            *_ascending("head"),
-            {
-                "id": "groupingToMatrix",
-                "options": {"rowField": "layer", "columnField": "head", "valueField": "Value", "emptyValue": "null"},
-            },
-            *_ascending("layer\\head"),
-        ],
-    )
-
-
-def _ascending(field: str) -> list[dict[str, Any]]:
-    """Transformations that sort by a field of numbers that are written as text."""
-    numbers = [{"targetField": field, "destinationType": "number"}]
-    return [
-        {"id": "convertFieldType", "options": {"conversions": numbers, "fields": {}}},
-        {"id": "sortBy", "options": {"sort": [{"field": field}]}},
-    ]
+    mapped = {"mappings": _modes()} if metric.key == "head.mode" else {}
+    title, targets = f"{metric.title}: layer by head", [target(expr, table=True)]
+    own = {**colours, "links": [page_link()], **mapped}
+    return panel("matrix", title, words, targets, grafana_unit=unit(metric), defaults=own)
 
 
 def layers_over_time(metric: Metric, expr: str) -> Panel:
-    """The worst head of every layer over time, as a heat map with a row for each layer."""
-    return panel(
-        "heatmap",
-        f"{metric.title} by layer over time",
-        f"{describe(metric)} Each row is a layer, coloured by its worst head.",
-        [target(expr, legend_format="{{layer}}")],
-        grafana_unit=unit(metric),
-        options={
-            "calculate": False,
-            "rowsFrame": {"layout": "auto", "value": metric.title},
-            # A perceptually even scale that colour-blind people can read.
-            "color": {"mode": "scheme", "scheme": "Viridis", "steps": 64, "exponent": 0.5, "fill": "dark-orange"},
-            "cellGap": 0,
-            "yAxis": {"axisLabel": "layer", "axisPlacement": "left", "reverse": True},
-            "cellValues": {"unit": unit(metric)},
-            "legend": {"show": True},
-            "tooltip": {"mode": "single", "yHistogram": False, "showColorScale": True},
-            "showValue": "never",
-        },
-    )
+    """The worst head of every layer over time, as a heat map with a row for each layer.
+
+    Its colours are a perceptually even scale that colour-blind people can read.
+    """
+    words = f"{describe(metric)} Each row is a layer, coloured by its worst head."
+    title, targets = f"{metric.title} by layer over time", [target(expr, legend_format="{{layer}}")]
+    return panel("heatmap", title, words, targets, grafana_unit=unit(metric), metric_title=metric.title)
 
 
 def _modes() -> list[dict[str, Any]]:
@@ -313,16 +238,9 @@ def _modes() -> list[dict[str, Any]]:
 
 def modes_over_time(metric: Metric, expr: str) -> Panel:
     """Which mode each head is in, over time."""
-    return panel(
-        "state-timeline",
-        "Modes over time",
-        describe(metric),
-        [target(expr, legend_format="layer {{layer}} head {{head}}")],
-        grafana_unit="short",
-        options={"showValue": "auto", "mergeValues": True, "rowHeight": 0.9, "legend": _LEGEND, "tooltip": _TOOLTIP},
-        custom={"lineWidth": 0, "fillOpacity": 70},
-        defaults={"mappings": _modes(), "links": [page_link()]},
-    )
+    targets, shown = [target(expr, legend_format="layer {{layer}} head {{head}}")], describe(metric)
+    own = {"mappings": _modes(), "links": [page_link()]}
+    return panel("modes", "Modes over time", shown, targets, grafana_unit="short", defaults=own)
 
 
 def table(
@@ -340,51 +258,25 @@ def table(
     the metric that `levels` names for it; the largest of the column `sort` come first.
     """
     refs = [chr(ord("A") + index) for index in range(len(columns))]
-    overrides: list[dict[str, Any]] = [
-        {
-            "matcher": {"id": "byName", "options": name},
-            "properties": [{"id": "unit", "value": grafana_unit}, *_coloured((levels or {}).get(name))],
-        }
+    targets = [target(expr, ref=ref, table=True) for ref, (_, expr, _) in zip(refs, columns, strict=True)]
+    made = panel("table", title, description, targets, grafana_unit="short")
+    properties = {
+        name: [{"id": "unit", "value": grafana_unit}, *_coloured((levels or {}).get(name))]
         for name, _, grafana_unit in columns
+    }
+    links = [board_link("run", "Board of the run"), board_link("layers", "Its layers and heads"), page_link("value")]
+    properties["run"] = [{"id": "links", "value": links}, {"id": "unit", "value": "string"}]
+    made["fieldConfig"]["overrides"] = [
+        {"matcher": {"id": "byName", "options": name}, "properties": each} for name, each in properties.items()
     ]
-    overrides.append(
-        {
-            "matcher": {"id": "byName", "options": "run"},
-            "properties": [
-                {
-                    "id": "links",
-                    "value": [
-                        board_link("run", "Board of the run"),
-                        board_link("layers", "Its layers and heads"),
-                        page_link("value"),
-                    ],
-                },
-                {"id": "unit", "value": "string"},
-            ],
-        }
-    )
     single = len(columns) == 1
     rename = {"Value" if single else f"Value #{ref}": name for ref, (name, _, _) in zip(refs, columns, strict=True)}
-    return panel(
-        "table",
-        title,
-        description,
-        [target(expr, ref=ref, table=True) for ref, (_, expr, _) in zip(refs, columns, strict=True)],
-        grafana_unit="short",
-        options={
-            "showHeader": True,
-            "cellHeight": "sm",
-            **({"sortBy": [{"displayName": sort, "desc": True}]} if sort else {}),
-        },
-        overrides=overrides,
-        transformations=[
-            *([] if single else [{"id": "merge", "options": {}}]),
-            {
-                "id": "organize",
-                "options": {"excludeByName": dict.fromkeys(("Time", *hide), True), "renameByName": rename},
-            },
-        ],
-    )
+    organized = {"excludeByName": dict.fromkeys(("Time", *hide), True), "renameByName": rename}
+    made["transformations"] = [*([] if single else [{"id": "merge", "options": {}}])]
+    made["transformations"].append({"id": "organize", "options": organized})
+    if sort:
+        made["options"]["sortBy"] = [{"displayName": sort, "desc": True}]
+    return made
 
 
 def _coloured(metric: Metric | None) -> list[dict[str, Any]]:
