@@ -56,9 +56,8 @@ def test_the_costs_are_those_that_were_measured() -> None:
         measured.add(share_of_a_step(row[8]))
     kept = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "agent_kept_h200.json").read_text())["shapes"]
     measured |= {share_of_a_step(each["ratios"]["keep_agent / none"]) for each in kept if each["probe_rows"] == 4096}
-    (costs,) = re.findall(r"^1\. On an H200 (.*)$", README, re.MULTILINE)
+    costs = README.partition("\n## Cost\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"\d+\.\d %", costs)) == measured
-    assert all(float(share.split()[0]) < 2.5 for share in measured), "the first screen says about two per cent"
     modes = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "attention_modes_h200.json").read_text())[
         "summary"
     ]
@@ -76,7 +75,6 @@ def test_the_picture_s_steps_are_those_of_the_runs() -> None:
     assert f"the loss explodes at step {exploded:,}; warned about at step {warned:,} and switched" in README
     evidence = (ROOT / "docs" / "evidence.md").read_text()
     assert f"The warning of the switched run came {exploded - warned:,} steps before its untreated twin" in evidence
-    assert f"it stands {exploded - warned:,} steps before" in README
 
 
 def test_the_warning_that_is_quoted_is_the_one_that_the_detectors_give_on_that_run() -> None:
