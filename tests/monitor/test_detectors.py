@@ -1,5 +1,6 @@
 """The detectors on made-up heads whose fate is known."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -176,12 +177,28 @@ def test_more_heads_than_a_sample_may_raise_are_warned_about_one_sample_after_an
 
 
 def test_an_infinite_score_beside_a_finite_offset_is_not_finite_at_once_whatever_else_the_head_does() -> None:
-    detectors, _ = play(line, until=5000, bias=0.6)
-    score = line(5050)[1]
-    score[SICK] = math.inf
-    of_run, of_head = detectors.update(reading(5050, line, bias=0.6, largest_score=score))
-    assert (of_run.layer, of_run.signal, of_head.signal) == (None, "nonfinite", "nonfinite")
-    assert (of_head.layer, of_head.head) == HEADS[SICK]
+    played, _ = play(line, until=5000, bias=0.6)
+    closed = set()
+    for step in range(5050, 5050 + 2 * played.config.block_steps, EVERY):  # one of these samples closes a block
+        detectors = copy.deepcopy(played)
+        score = line(step)[1]
+        score[SICK] = math.inf
+        of_run, of_head, *_ = detectors.update(reading(step, line, bias=0.6, largest_score=score))
+        assert (of_run.layer, of_run.signal, of_head.signal) == (None, "nonfinite", "nonfinite")
+        assert (of_head.layer, of_head.head) == HEADS[SICK]
+        closed.add(detectors.run.past.closed > played.run.past.closed)
+        played.update(reading(step, line, bias=0.6))
+    assert closed == {True, False}
+
+
+def test_the_step_of_an_overflow_that_has_ended_is_not_suspected_of_a_later_break() -> None:
+    detectors, _ = play(until=3000)
+    for step in range(3001, 3004):
+        detectors.update(reading(step, since_step=step - 1, grad_norm=math.inf))
+    late = 3003 + 2 * detectors.config.overflow_steps
+    play(since=3003, until=late, detectors=detectors)
+    told = detectors.update(reading(late + EVERY, loss=math.nan, suspect_step=late + 7))
+    assert [verdict.evidence["suspect_step"] for verdict in told] == [late + 7]
 
 
 def test_accumulated_delta_bias_alone_never_warns() -> None:
