@@ -18,7 +18,7 @@ from foreshock.contract.incident import SwitchOutcome
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.wire import Policy
 from foreshock.dashboards.rules import Links, prometheus_rules
-from foreshock.server.messages import words_of
+from foreshock.server.notifier import words_of
 
 LINKS: Final = Links(
     grafana="https://grafana.example.org",

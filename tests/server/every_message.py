@@ -8,10 +8,10 @@ from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, W
 from foreshock.contract.modes import stronger
 from foreshock.contract.switch_verdict import SignalGrowth
 from foreshock.contract.wire import Outcome, Policy, Switched, Verdict
-from foreshock.server.commands.verification import judged_in_words
-from foreshock.server.messages import of_many, of_run, silent
 from foreshock.server.models import Verification
-from foreshock.server.runs.words import switched_sentence
+from foreshock.server.notifier import of_many, of_run, silent
+from foreshock.server.runs.eventlog import switched_sentence
+from foreshock.server.verification import judged_in_words
 
 _FLOODS = {"one head": 1, "144 heads": 144}
 

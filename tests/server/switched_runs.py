@@ -6,8 +6,8 @@ import numpy as np
 
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Policy, Sample
-from foreshock.server.commands.verification import verify
 from foreshock.server.testing import FakeRank
+from foreshock.server.verification import verify
 
 ORDER = {"who": "ann", "reason": "it drifts", "heads": [[0, 2]], "mode": "exact_delta"}
 WINDOW = 1000

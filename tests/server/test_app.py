@@ -20,8 +20,7 @@ from foreshock.server import app as put_together
 from foreshock.server.app import AddressError, Server, create_app, serve
 from foreshock.server.settings import Settings
 from foreshock.server.store.backup import examine
-from foreshock.server.store.database import Store, StoreError, unusable
-from foreshock.server.store.executors import ClosingError
+from foreshock.server.store.database import ClosingError, Store, StoreError, unusable
 
 
 def test_an_address_that_cannot_be_listened_on_is_refused_before_the_store_is_made(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from typing import Any
 import httpx
 import pytest
 
-from foreshock.server.access.auth import Needs
-from foreshock.server.http import catalog, routes, stream, webhooks
-from foreshock.server.ingest import endpoint as ingest
+from foreshock.server import endpoint
+from foreshock.server.auth import Needs
+from foreshock.server.http import routes, stream, webhooks
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 
@@ -50,7 +50,7 @@ def test_every_path_is_closed_to_every_method_without_a_token(play: Any) -> None
 @pytest.mark.promise("S7")
 def test_every_route_says_which_scope_it_needs() -> None:
     unguarded = set()
-    for module in (catalog, ingest, routes, stream, webhooks):
+    for module in (endpoint, routes, stream, webhooks):
         for route in module.router.routes:
             parts = route.dependant.dependencies
             needs = [d for d in [*parts, *(s for p in parts for s in p.dependencies)] if isinstance(d.call, Needs)]

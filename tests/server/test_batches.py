@@ -39,7 +39,7 @@ def test_a_store_that_fails_answers_503_and_acknowledges_nothing(play: Any, monk
             raise OperationalError("COMMIT", None, OSError("database or disk is full"))
 
         with monkeypatch.context() as patch:
-            patch.setattr("foreshock.server.ingest.batches.exchange", full)
+            patch.setattr("foreshock.server.endpoint.exchange", full)
             answer = await service.post(rank.batch(rank.started()))
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1

@@ -9,9 +9,9 @@ from tests.server.drawn_runs import store_run
 
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.wire import Array
-from foreshock.server.access.problems import ProblemError
-from foreshock.server.curves.drawing import metric_of
-from foreshock.server.curves.rollups import build
+from foreshock.server.drawing import metric_of
+from foreshock.server.problems import ProblemError
+from foreshock.server.rollups import build
 from foreshock.server.testing import FakeRank
 
 
@@ -80,7 +80,7 @@ def test_what_would_fill_the_memory_is_drawn_in_fewer_points(play: Any, monkeypa
         await store_run(service, range(1, 101))
         query = {"line": ["run.loss", "head.score_max:0", "head.score_max:1:2"], "max_points": 50}
         whole = (await service.get("/v1/runs/run-1/curves", **query))["lines"]
-        monkeypatch.setattr("foreshock.server.curves.drawing._VALUES", 10 * (3 * 32 + 3 + 1))
+        monkeypatch.setattr("foreshock.server.drawing._VALUES", 10 * (3 * 32 + 3 + 1))
         some = (await service.get("/v1/runs/run-1/curves", **query))["lines"]
         assert [len(line["steps"]) for line in whole] == [50] * 3
         assert [len(line["steps"]) for line in some] == [10] * 3

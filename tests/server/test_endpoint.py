@@ -140,9 +140,7 @@ def test_control_characters_in_texts_reach_no_log_line(play: Any) -> None:
 @pytest.mark.promise("S13")
 def test_refused_batches_are_logged_with_the_reason_once_in_a_while(play: Any, monkeypatch: Any) -> None:
     logged: list[Any] = []
-    monkeypatch.setattr(
-        "foreshock.server.ingest.endpoint.log.warning", lambda *args, **fields: logged.append((args, fields))
-    )
+    monkeypatch.setattr("foreshock.server.endpoint.log.warning", lambda *args, **fields: logged.append((args, fields)))
 
     async def story(service: Any) -> None:
         body = json.loads(FakeRank().batch(FakeRank().sample(1)).model_dump_json()) | {"run": "a\nb<img>"}

@@ -8,10 +8,10 @@ import pytest
 from tests.server.orders import order, start, state_of
 
 from foreshock.contract.wire import Command
-from foreshock.server.commands import delivery
-from foreshock.server.commands.verification import verify
+from foreshock.server import delivery
 from foreshock.server.settings import Scope, Token
 from foreshock.server.testing import FakeRank
+from foreshock.server.verification import verify
 
 pytestmark = pytest.mark.promise("S11")
 WHY = {"who": "bob", "reason": "the wrong run"}

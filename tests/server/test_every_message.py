@@ -5,7 +5,7 @@ import re
 from tests.server.every_message import messages
 
 from foreshock.contract.causes import CAUSES
-from foreshock.server.messages import LONGEST
+from foreshock.server.notifier import LONGEST
 
 MESSAGES = dict(messages())
 

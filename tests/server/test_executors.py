@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, create_engine, text
 
-from foreshock.server.store.executors import ClosingError, Executor, give_up_if_cancelled
+from foreshock.server.store.database import ClosingError, Executor, give_up_if_cancelled
 
 INSERT, COUNT = text("INSERT INTO kept VALUES (1)"), text("SELECT COUNT(*) FROM kept")
 

@@ -217,7 +217,7 @@ def test_a_scrape_takes_as_many_queries_for_thirty_runs_as_for_three(play: Any) 
 
 def test_heartbeats_are_words_of_a_run_and_no_steps(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [5_000.0]
-    monkeypatch.setattr("foreshock.server.ingest.recorder.time.time", lambda: clock[0])
+    monkeypatch.setattr("foreshock.server.recorder.time.time", lambda: clock[0])
     settings = {"silent_run_seconds": 1e12}  # the clock of the store's rows stands in another century
 
     def told(shown: dict[tuple[str, ...], float]) -> tuple[float, float]:

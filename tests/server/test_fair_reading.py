@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreshock.server.settings import Token
-from foreshock.server.store.turns import BusyError, LeftError, Turns
+from foreshock.server.store.database import BusyError, LeftError, Turns
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("S26")

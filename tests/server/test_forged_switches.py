@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from foreshock.contract.wire import HeadRef, Outcome, Policy, Switched
-from foreshock.server.commands import delivery, local_switches
+from foreshock.server import delivery
 from foreshock.server.runs import incidents
 from foreshock.server.store import audit
 from foreshock.server.testing import FakeRank
@@ -137,7 +137,7 @@ def test_hundreds_of_switches_in_one_batch_are_one_order_and_read_the_run_once(
             monkeypatch.setattr(module, name, count)
 
         counted(incidents, "read_back")
-        counted(local_switches, "described")
+        counted(delivery, "described")
         counted(delivery, "heads_by_rank")
         counted(audit, "append")
         many = [told(f"local-{number}", (heads[number % 6],), verdict=names[number % 6]) for number in range(300)]

@@ -9,7 +9,7 @@ import pytest
 from tests.server.replaying import seen_after
 
 from foreshock.contract.wire import AgentHealth, Batch, Event, Finished
-from foreshock.server.ingest import recorder
+from foreshock.server import recorder
 from foreshock.server.testing import FakeRank
 
 pytestmark = [pytest.mark.promise("S27"), pytest.mark.promise("S2")]

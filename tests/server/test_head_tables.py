@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from foreshock.contract.metrics.catalog import HEAD_METRICS
 from foreshock.contract.slots import identity_row
-from foreshock.server.curves.merging import Axis, MergedSteps
-from foreshock.server.http.head_tables import Reading, head_tables
-from foreshock.server.http.lines import Line, line
+from foreshock.server.http.exposition import Line, Reading, head_tables, line
+from foreshock.server.merging import Axis, MergedSteps
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("S15")

@@ -8,11 +8,11 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.types import Message
 
-from foreshock.server.access.limits import ConcurrencyLimit
-from foreshock.server.access.problems import ProblemError
-from foreshock.server.counters import Counters
-from foreshock.server.ingest.batches import Writer
-from foreshock.server.ingest.process_order import NO_HEADERS
+from foreshock.server.endpoint import Writer
+from foreshock.server.limits import ConcurrencyLimit
+from foreshock.server.logs import Counters
+from foreshock.server.problems import ProblemError
+from foreshock.server.process_order import NO_HEADERS
 from foreshock.server.settings import Settings, Token
 from foreshock.server.testing import FakeRank
 from foreshock.server.testing.fixed import settings_with

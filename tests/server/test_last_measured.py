@@ -14,7 +14,7 @@ from sqlalchemy import event
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.slots import Slot, identity_row
 from foreshock.contract.wire import Array, Finished, Sample
-from foreshock.server.runs.last_measured import with_sample
+from foreshock.server.runs.newest import with_sample
 from foreshock.server.testing import FakeRank
 
 NORMS = ("query_norm", "key_norm", "query_key_norm")

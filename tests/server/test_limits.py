@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from foreshock.server.access.limits import Buckets, ConcurrencyLimit, length_of, retry_after
-from foreshock.server.access.problems import ProblemError
+from foreshock.server.limits import Buckets, ConcurrencyLimit, length_of, retry_after
+from foreshock.server.problems import ProblemError
 
 EIGHTHS = st.integers(0, 80).map(lambda n: n / 8)
 """Seconds and rates that floating point adds without an error."""

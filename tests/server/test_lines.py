@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.registry import Collector
 
 from foreshock.contract.metrics.catalog import METRICS
-from foreshock.server.http.lines import encoder, line
+from foreshock.server.http.exposition import encoder, line
 
 pytestmark = pytest.mark.promise("S15")
 FORMATS: dict[str, Any] = {

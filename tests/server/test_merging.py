@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from foreshock.contract.metrics.catalog import BY_KEY, METRICS
 from foreshock.contract.slots import merge_words
-from foreshock.server.curves.merging import merge_scalars
-from foreshock.server.store.packing import SCALARS
+from foreshock.server.merging import merge_scalars
+from foreshock.server.store.reading import SCALARS
 from foreshock.server.testing import FakeRank
 
 RULES: dict[str, str] = {metric.sample: metric.across_ranks for metric in METRICS if metric.sample}

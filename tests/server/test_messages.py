@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from foreshock.contract.incident import Warned, incidents
 from foreshock.contract.wire import Verdict
-from foreshock.server.messages import LONGEST, messages_of, silent, words_of
+from foreshock.server.notifier import LONGEST, messages_of, silent, words_of
 
 
 def test_a_fleet_whose_runs_compute_what_is_not_finite_is_not_told_of_heads_that_nobody_warned_about() -> None:

@@ -10,8 +10,7 @@ from sqlalchemy import update
 
 from foreshock.contract.metrics.catalog import SILENT_SECONDS
 from foreshock.contract.wire import Finished
-from foreshock.server.messages import LONGEST
-from foreshock.server.notifier import Notifier
+from foreshock.server.notifier import LONGEST, Notifier
 from foreshock.server.settings import Settings
 from foreshock.server.store.schema import runs, service_state
 from foreshock.server.testing import FakeRank

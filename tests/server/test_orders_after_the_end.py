@@ -8,7 +8,7 @@ import pytest
 from tests.server.orders import local, order, start, state_of
 
 from foreshock.contract.wire import Finished
-from foreshock.server.commands import delivery
+from foreshock.server import delivery
 from foreshock.server.testing import FakeRank
 
 WHO = {"who": "ann", "reason": "too late"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foreshock.contract.slots import SLOT_COUNT
 from foreshock.contract.wire import Array, Sample
-from foreshock.server.store.packing import (
+from foreshock.server.store.reading import (
     SCALARS,
     head_arrays,
     pack_arrays,

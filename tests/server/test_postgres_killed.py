@@ -16,10 +16,9 @@ from sqlalchemy import text
 from tests.server.postgresql import PostgresServer, new_database
 from tests.server.test_postgres import MIGRATE, Sender, stored
 
-from foreshock.server.curves import rollups
+from foreshock.server import rollups
 from foreshock.server.store import retention as sweeping
-from foreshock.server.store.database import Store
-from foreshock.server.store.trouble import is_away
+from foreshock.server.store.database import Store, is_away
 from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = [pytest.mark.servers, pytest.mark.promise("S1")]

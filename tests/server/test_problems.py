@@ -13,10 +13,9 @@ from pydantic import BaseModel
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from starlette.exceptions import HTTPException
 
-from foreshock.server.access.problems import MAX_ERRORS, ProblemError, install, items, problem
 from foreshock.server.models import Problem, ProblemItem
-from foreshock.server.store.executors import ClosingError
-from foreshock.server.store.turns import BusyError
+from foreshock.server.problems import MAX_ERRORS, ProblemError, install, items, problem
+from foreshock.server.store.database import BusyError, ClosingError
 
 INSIDE = "SELECT secret FROM /srv/foreshock/data.db"
 WAYS: dict[str, tuple[Exception, int, str]] = {

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from foreshock.contract.wire import Finished
-from foreshock.server.ingest import recorder
-from foreshock.server.runs.words import shared_sentence
+from foreshock.server import recorder
+from foreshock.server.runs.eventlog import shared_sentence
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("A18")

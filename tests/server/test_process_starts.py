@@ -10,8 +10,8 @@ import pytest
 from tests.server.postgresql import new_database
 
 from foreshock.contract.wire import AGE_HEADER, Finished
-from foreshock.server.ingest import recorder
-from foreshock.server.ingest.process_order import Arrival, arrival_of
+from foreshock.server import recorder
+from foreshock.server.process_order import Arrival, arrival_of
 from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank
 

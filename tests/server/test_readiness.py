@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from foreshock.server.http import readiness
+from foreshock.server.http import routes
 from foreshock.server.testing import LiveService
 
 Usage = namedtuple("Usage", "total used free")
@@ -22,7 +22,7 @@ async def asked(service: Any) -> tuple[int, str]:
 
 @pytest.fixture(autouse=True)
 def each_answer_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "_SAME_ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(routes, "_SAME_ANSWER_SECONDS", 0.0)
 
 
 def test_a_service_that_can_store_is_ready_again_and_again(play: Any) -> None:
@@ -43,7 +43,7 @@ def test_a_load_balancer_may_ask_with_head_and_gets_what_get_says_without_the_bo
 def test_a_probe_needs_no_token_and_costs_one_write_a_second_however_many_ask(
     play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readiness, "_SAME_ANSWER_SECONDS", 3600.0)
+    monkeypatch.setattr(routes, "_SAME_ANSWER_SECONDS", 3600.0)
     tried = []
 
     async def story(service: Any) -> None:
@@ -75,7 +75,7 @@ def test_a_disk_with_no_room_for_a_batch_is_not_ready(play: Any, monkeypatch: py
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2**40, 2**40, 4096))
         assert await asked(service) == (503, "its disk is full")
         monkeypatch.undo()
-        monkeypatch.setattr(readiness, "_SAME_ANSWER_SECONDS", 0.0)
+        monkeypatch.setattr(routes, "_SAME_ANSWER_SECONDS", 0.0)
         assert await asked(service) == (200, "ok")
 
     play(story)
@@ -96,7 +96,7 @@ def test_a_store_that_reads_but_takes_no_write_is_not_ready(play: Any) -> None:
 def test_a_writer_that_hangs_is_said_within_the_deadline_and_not_for_ever(
     play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readiness, "DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr(routes, "DEADLINE_SECONDS", 0.3)
 
     async def story(service: Any) -> None:
         with service.app.state.store.writer.engine.begin():

@@ -12,8 +12,8 @@ import pytest
 from tests.server.loopwatch import watched_loop
 from tests.server.postgresql import new_database
 
-from foreshock.server.curves import drawing
-from foreshock.server.curves.rollups import Roller
+from foreshock.server import drawing
+from foreshock.server.rollups import Roller
 from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = pytest.mark.promise("S4")

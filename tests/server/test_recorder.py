@@ -1,4 +1,4 @@
-"""The same batches leave the same rows whatever their order, repeats and interleaving (server/ingest/recorder.py)."""
+"""The same batches leave the same rows whatever their order, repeats and interleaving (server/recorder.py)."""
 
 import random
 import time

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from foreshock.server.access.problems import items
-from foreshock.server.requests import Acknowledgement, CommandRequest, Decision, Description, Undo
+from foreshock.server.models import Acknowledgement, CommandRequest, Decision, Description, Undo
+from foreshock.server.problems import items
 
 BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (CommandRequest, {"who": "ann", "reason": "it drifts", "mode": "row_corrected"}),

@@ -7,7 +7,7 @@ from sqlalchemy import text
 from sqlalchemy.event import listen
 from tests.server.drawn_runs import store_run
 
-from foreshock.server.curves.rollups import COARSE, build, built_spans
+from foreshock.server.rollups import COARSE, build, built_spans
 from foreshock.server.testing import FakeRank
 
 

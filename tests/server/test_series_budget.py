@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.server.scraped import Shown, runs_of, shown
 
-from foreshock.server.http.head_tables import Table
+from foreshock.server.http.exposition import Table
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 

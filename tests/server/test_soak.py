@@ -13,7 +13,7 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from foreshock.server.curves import rollups
+from foreshock.server import rollups
 from foreshock.server.store.retention import Retention
 from foreshock.server.testing import FakeRank, LiveService
 

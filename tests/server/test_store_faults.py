@@ -20,7 +20,7 @@ from sqlalchemy import event
 from tests.server import golden_store as old
 from tests.server.test_durability import samples_by_batch
 
-from foreshock.server.ingest import recorder
+from foreshock.server import recorder
 from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = pytest.mark.promise("S1")

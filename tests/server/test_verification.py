@@ -12,7 +12,7 @@ from tests.server.switched_runs import ORDER, commands_of, grown, judge, switche
 
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Policy, Sample, Switched, head_refs
-from foreshock.server.commands.lifecycle import Order, create
+from foreshock.server.commands import Order, create
 from foreshock.server.notifier import Notifier
 from foreshock.server.settings import Settings
 from foreshock.server.store.schema import runs

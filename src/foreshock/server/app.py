@@ -21,31 +21,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import foreshock
-from foreshock.server.access import problems
-from foreshock.server.access.auth import AuthMiddleware, Keyring
-from foreshock.server.access.limits import BodyLimit, Buckets, ConcurrencyLimit
-from foreshock.server.access.sessions import Sessions
-from foreshock.server.commands.delivery import expire
-from foreshock.server.commands.verification import verify
-from foreshock.server.counters import Counters
-from foreshock.server.curves.rollups import Roller
-from foreshock.server.http import catalog, routes, run_metadata, stream, webhooks
+from foreshock.server import endpoint, problems
+from foreshock.server.auth import AuthMiddleware, Keyring, Sessions
+from foreshock.server.delivery import expire
+from foreshock.server.endpoint import Endpoint, Writer, is_batch
+from foreshock.server.http import routes, stream, webhooks
 from foreshock.server.http.connections import bounded
 from foreshock.server.http.exposition import Exposer
-from foreshock.server.http.readiness import Readiness
-from foreshock.server.ingest import endpoint
-from foreshock.server.ingest.batches import Writer
-from foreshock.server.ingest.endpoint import Endpoint, is_batch
-from foreshock.server.logs import configure_logs
+from foreshock.server.http.routes import Readiness
+from foreshock.server.limits import BodyLimit, Buckets, ConcurrencyLimit
+from foreshock.server.logs import Counters, configure_logs
 from foreshock.server.notifier import Notifier
-from foreshock.server.pause import pause
+from foreshock.server.rollups import Roller
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.listing import SummaryCache
 from foreshock.server.settings import Settings
-from foreshock.server.store.database import Store, sole_service, unusable
-from foreshock.server.store.executors import ClosingError
+from foreshock.server.store.database import ClosingError, Store, log_store_error, pause, sole_service, unusable
 from foreshock.server.store.retention import Retention
-from foreshock.server.store.trouble import log_store_error
+from foreshock.server.verification import verify
 
 log = structlog.get_logger()
 _CHORES_SECONDS: Final = 10.0
@@ -111,14 +104,7 @@ def create_app(settings: Settings) -> Service:
     app.state.known_runs = SummaryCache()
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
-    for router in (
-        endpoint.router,
-        stream.router,
-        webhooks.router,
-        catalog.router,
-        run_metadata.router,
-        routes.router,
-    ):
+    for router in (endpoint.router, stream.router, webhooks.router, routes.router):
         app.include_router(router)
     _serve_page(app)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)

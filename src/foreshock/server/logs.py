@@ -1,4 +1,4 @@
-"""Structured logs, one JSON object a line, to standard error. Tokens, URLs with secrets and bodies are never logged."""
+"""What the service says of itself: its log, and what it counts since its start."""
 
 import logging
 import math
@@ -66,3 +66,14 @@ def configure_logs(level: str) -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, root.level))
     logging.getLogger("uvicorn.error").filters = [Seldom()]
+
+
+class Counters:
+    """Mutable totals that /metrics shows."""
+
+    def __init__(self) -> None:
+        self.batches: Counter[str] = Counter(stored=0, duplicate=0, refused=0, busy=0)
+        self.refusals: Counter[str] = Counter({"login": 0, "throttled login": 0, "token": 0})
+        self.webhooks: Counter[tuple[str, str]] = Counter()
+        self.commit_seconds = 0.0
+        self.series_dropped = 0

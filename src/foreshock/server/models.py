@@ -1,12 +1,14 @@
-"""What the API answers. The page, the command line and the tests read these; docs/api derives from them.
+"""What the API answers, and what people and programs ask of it beside batches.
 
-Numbers that are not finite travel as "NaN", "Infinity" and "-Infinity"; `null` means that nothing was counted. Times
-are Unix seconds by the service's clock unless a field says otherwise.
+The page, the command line and the tests read these; docs/api derives from them. Numbers that are not finite travel as
+"NaN", "Infinity" and "-Infinity"; `null` means that nothing was counted. Times are Unix seconds by the service's clock
+unless a field says otherwise. Text that people write is recorded: none may hold a NUL or half of a surrogate pair,
+which JSON can spell and no store can keep.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from foreshock.contract.causes import Cause, IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, IncidentState
@@ -14,7 +16,19 @@ from foreshock.contract.metrics.catalog import FIRST_STEP_SECONDS
 from foreshock.contract.orders import CommandState as CommandState
 from foreshock.contract.orders import OrderSource
 from foreshock.contract.orders import Verification as Verification
-from foreshock.contract.wire import Clipped, HeadRef, Identifier, Outcome, Policy, Severity, Switched, Verdict
+from foreshock.contract.wire import (
+    MAX_LAYERS,
+    Clipped,
+    HeadRef,
+    Identifier,
+    ModeName,
+    Outcome,
+    Policy,
+    Severity,
+    Step,
+    Switched,
+    Verdict,
+)
 
 RunStatus = Literal["active", "completed", "failed", "stopped"]
 Condition = Literal["active", "hung", "silent", "completed", "failed", "stopped"]
@@ -335,3 +349,97 @@ class Health(Response):
 
     status: Literal["ok", "degraded"]
     checks: dict[str, str]
+
+
+def _storable(text: str) -> str:
+    if "\x00" in text:
+        raise ValueError("holds a NUL character, which cannot be stored; leave it out")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("holds half of a surrogate pair, which is no character; leave it out")
+    return text
+
+
+Storable = Annotated[str, AfterValidator(_storable)]
+"""Text of a request that every store takes: PostgreSQL has no NUL, and UTF-8 no lone surrogate."""
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is blank; the audit trail needs a word")
+    return text
+
+
+Said = Annotated[Storable, AfterValidator(_not_blank)]
+"""Who acts, and why."""
+
+
+class Login(BaseModel):
+    """A token in exchange for a session cookie."""
+
+    model_config = ConfigDict(extra="forbid")
+    token: Storable = Field(max_length=512)
+
+
+class CommandRequest(BaseModel):
+    """An order to switch heads."""
+
+    model_config = ConfigDict(extra="forbid")
+    who: Said = Field(min_length=1, max_length=128, description="who orders it; stands in the audit trail")
+    reason: Said = Field(min_length=1, max_length=500)
+    heads: list[HeadRef] | None = Field(
+        default=None, max_length=MAX_LAYERS * 64, description="[[layer, head], ...]; null means every head of the run"
+    )
+    mode: ModeName = Field(description="the mode that these heads get")
+    expect: ModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
+    expires_in_seconds: float | None = Field(default=None, gt=0, le=30 * 86400)
+    expires_step: Step | None = None
+    dry_run: bool = False
+
+
+class Decision(BaseModel):
+    """Approval or rejection of a proposed command, or the end of one that is under way."""
+
+    model_config = ConfigDict(extra="forbid")
+    who: Said = Field(min_length=1, max_length=128)
+    reason: Said = Field(min_length=1, max_length=500)
+
+
+class Acknowledgement(Decision):
+    """Somebody takes care of an incident."""
+
+    incident: Storable = Field(max_length=64, description="its id: its cause, with a dash for a space")
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable() or text != text.strip():
+        raise ValueError("holds a control character, or blanks at an end; write it on one line")
+    return text
+
+
+Line = Annotated[Storable, AfterValidator(_one_line)]
+
+
+def _tag(text: str) -> str:
+    if set(text) & set(",="):
+        raise ValueError("holds a comma or an equals sign, which no tag may: NAME=VALUE is a label")
+    return text
+
+
+Tag = Annotated[Line, Field(min_length=1, max_length=64), AfterValidator(_tag)]
+
+
+class Description(BaseModel):
+    """What people say of a run. What is left out stays as it is; what is empty is taken away."""
+
+    model_config = ConfigDict(extra="forbid")
+    who: Said = Field(min_length=1, max_length=128)
+    display_name: Annotated[Line, Field(max_length=128)] | None = None
+    tags: list[Tag] | None = Field(default=None, max_length=32)
+    notes: Annotated[Storable, Field(max_length=4000)] | None = None
+
+
+class Undo(Decision):
+    """An order to take a switch back."""
+
+    reason: Said = Field(min_length=1, max_length=480)
+    dry_run: bool = False

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, cast
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from foreshock.server.access.limits import LOGIN
+from foreshock.server.limits import LOGIN
 from foreshock.server.settings import Settings
 
 log = structlog.get_logger()

@@ -7,29 +7,382 @@ changes. What the newest sample lacks is shown as it was measured last.
 """
 
 import asyncio
+import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import structlog
-from sqlalchemy import Connection, Row, select
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+from sqlalchemy import Connection, Row, case, func, select
 
-from foreshock.contract.metrics.catalog import BY_KEY
-from foreshock.server.access.auth import Keyring
-from foreshock.server.commands import lifecycle as commands
-from foreshock.server.counters import Counters
-from foreshock.server.http.head_tables import HEADS_AT_ONCE, Reading, head_tables
-from foreshock.server.http.lines import Line, encoder, line
-from foreshock.server.http.run_series import RunRows, RunSeries, read_rows, series_of
-from foreshock.server.logs import lines
+from foreshock.contract.incident import Incident
+from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS, METRICS
+from foreshock.contract.metrics.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
+from foreshock.contract.modes import is_mode
+from foreshock.contract.slots import Floats
+from foreshock.contract.wire import Clipped
+from foreshock.server import commands
+from foreshock.server.auth import Keyring
+from foreshock.server.logs import Counters, lines
+from foreshock.server.merging import Axis, MergedSteps, merge
+from foreshock.server.models import ActiveWarning
+from foreshock.server.notifier import words_of
+from foreshock.server.runs.incidents import incidents_of
+from foreshock.server.runs.listing import Losses, active_warnings, losses
+from foreshock.server.runs.newest import NORMS, Earlier, carry, earlier_samples, newest_samples, status_of
 from foreshock.server.settings import Settings
-from foreshock.server.store.database import Store
-from foreshock.server.store.executors import give_up_if_cancelled
-from foreshock.server.store.reading import unreadable
-from foreshock.server.store.schema import runs, service_state
+from foreshock.server.store import process_starts
+from foreshock.server.store.database import Store, give_up_if_cancelled
+from foreshock.server.store.reading import read_back, unreadable
+from foreshock.server.store.schema import events, runs, service_state, warnings
+
+Labels = tuple[str, ...]
+Line = tuple[str, str]
+"""(metric name, its sample as text)."""
+
+
+def _families() -> Iterable[tuple[str, Family, Labels]]:
+    for metric in METRICS:
+        yield metric.name, Family(metric.name.removesuffix("_total"), metric.help, metric.kind), metric.labels
+        if metric.head is not None:
+            text = f"{metric.help} Value of the layer's worst head."
+            yield metric.layer_name, Family(metric.layer_name, text, metric.kind), ("run", "layer")
+
+
+_FAMILIES: Final = {name: family for name, family, _ in _families()}
+_ORDER: Final = {name: sorted(range(len(labels)), key=labels.__getitem__) for name, _, labels in _families()}
+"""Labels stand by name, as prometheus_client writes them."""
+_SAMPLE: Final = {
+    name: f"{name}{{" + ",".join(f'{label}="%s"' for label in sorted(labels)) + "} %s\n" if labels else f"{name} %s\n"
+    for name, _, labels in _families()
+}
+_PLAIN: Final = 1e6
+"""Smaller numbers are written as Python writes them."""
+_TO_ESCAPE: Final = re.compile(r'[\\"\n]')
+
+
+def line(name: str, labels: Labels, value: float) -> Line:
+    """A sample as text; its labels as the catalogue orders them."""
+    own = [labels[place] for place in _ORDER[name]]
+    if _TO_ESCAPE.search("".join(own)):
+        own = [text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") for text in own]
+    plain = -_PLAIN < value < _PLAIN  # as prometheus_client would; it looks at every number for what is rare
+    number = repr(value) if plain else floatToGoString(value)  # type: ignore[no-untyped-call]
+    return name, _SAMPLE[name] % (*own, number)
+
+
+class _Families(Collector):
+    """Families without samples, whose heads prometheus_client writes."""
+
+    def __init__(self, *families: Family) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def encoder(accept: str) -> tuple[Callable[[Mapping[str, Sequence[str]]], bytes], str]:
+    """What makes a body of lines by metric, and its content type, for the Accept header of a scraper."""
+    # the one other escaping that changes names that need none; the lines are made before it is known who asks
+    heads, content_type = choose_encoder(accept.replace("escaping=dots", "escaping=underscores"))
+
+    def encode(lines: Mapping[str, Sequence[str]]) -> bytes:
+        end = heads(_Families())
+        parts = []
+        for name, family in _FAMILIES.items():
+            if own := lines.get(name):
+                parts += [heads(_Families(family)).removesuffix(end), "".join(own).encode()]
+        return b"".join([*parts, end])
+
+    return encode, content_type
+
+
+_HEAD_NAMES: Final = tuple(metric.name for metric in HEAD_METRICS)
+_LAYER_NAMES: Final = tuple(metric.layer_name for metric in HEAD_METRICS)
+_RISK, _SIZE = (HEAD_METRICS.index(BY_KEY[key]) for key in ("head.risk", "head.row_max_abs"))
+HEADS_AT_ONCE: Final = 2**15
+"""Heads whose tables are made together; numpy takes as long for a run's few as for thousands."""
+
+
+@dataclass
+class Table:
+    """Per-head metrics at some places, kept as numbers: of thousands of runs few fit into the budget."""
+
+    names: Sequence[str]
+    labels: Sequence[Labels]
+    values: Floats
+    """[places, names]; NaN where nothing was counted."""
+    by_place: bool
+    """In which order the lines stand: place by place, or name by name."""
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(~np.isnan(self.values)))
+
+    def __iter__(self) -> Iterator[Line]:
+        there = ~np.isnan(self.values)
+        where = np.argwhere(there) if self.by_place else np.argwhere(there.T)[:, ::-1]
+        for place, name in where.tolist():
+            yield line(self.names[name], self.labels[place], float(self.values[place, name]))
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """As text, kept from the first scrape on whose budget reaches so far."""
+        return list(self)
+
+
+Reading = tuple[str, Axis, MergedSteps]
+"""A run's name, its heads and its newest reading."""
+
+
+def head_tables(readings: Sequence[Reading], worst_heads: int) -> list[tuple[Table, Table]]:
+    """(one row for each layer, one for each of the worst heads) of each run, each of which has heads."""
+    values = _values([reading for _, _, reading in readings])
+    heads = np.array([len(axis.heads) for _, axis, _ in readings])
+    run_of = np.repeat(np.arange(len(readings)), heads)
+    worst = _worst_of_layers([own.stop - own.start for _, axis, _ in readings for own in axis.columns.values()], values)
+    first = _worst_first(run_of, values[:, _RISK], values[:, _SIZE])
+    firsts = np.split(first, np.searchsorted(run_of[first], np.arange(1, len(readings))))
+    tables, begin, layers_begin = [], 0, 0
+    for (run, axis, _), own in zip(readings, firsts, strict=True):
+        rows = worst[layers_begin : layers_begin + len(axis.columns)].copy()  # a view would keep the others' alive
+        layers = Table(_LAYER_NAMES, [(run, str(layer)) for layer in axis.columns], rows, by_place=False)
+        some = own[:worst_heads]
+        labels = [(run, str(axis.heads[i][0]), str(axis.heads[i][1])) for i in (some - begin).tolist()]
+        tables.append((layers, Table(_HEAD_NAMES, labels, values[some], by_place=True)))
+        begin, layers_begin = begin + len(axis.heads), layers_begin + len(axis.columns)
+    return tables
+
+
+def _values(readings: Sequence[MergedSteps]) -> Floats:
+    """[heads of all runs, metrics]: each metric of each head in the last step."""
+    last = MergedSteps(
+        np.zeros(1, np.int64),
+        np.concatenate([reading.words[-1:] for reading in readings], axis=1),
+        np.concatenate([reading.counted[-1:] for reading in readings], axis=1),
+        {name: np.concatenate([r.fields[name][-1:] for r in readings], axis=1) for name in readings[0].fields},
+        {},
+        {},
+    )
+    return np.stack([last.head_values(metric)[0] for metric in HEAD_METRICS], axis=1)
+
+
+def _worst_of_layers(heads: Sequence[int], values: Floats) -> Floats:
+    """[layers, metrics]: the value of each layer's worst head, the first of several; NaN where no head has one.
+
+    heads: how many each layer has, at least one; they stand together.
+    """
+    starts = np.cumsum([0, *heads[:-1]])
+    there = ~np.isnan(values)
+    bad = np.stack([metric.badness(values[:, i]) for i, metric in enumerate(HEAD_METRICS)], axis=1)
+    size = np.where(there, bad, -np.inf)
+    layer = np.repeat(np.arange(len(heads)), heads)
+    # a value of -inf is worse than none
+    worst = (size == np.maximum.reduceat(size, starts)[layer]) & (there | ~np.logical_or.reduceat(there, starts)[layer])
+    place = np.where(worst, np.arange(len(values))[:, np.newaxis], len(values))
+    found: Floats = np.take_along_axis(values, np.minimum.reduceat(place, starts), axis=0)
+    return found
+
+
+def _worst_first(run: npt.NDArray[np.intp], risk: Floats, size: Floats) -> npt.NDArray[np.intp]:
+    """Heads by run, then by risk, by their largest |row maximum|, by number; those with neither are left out."""
+    order: npt.NDArray[np.intp] = np.lexsort((-np.nan_to_num(size, nan=-1.0), -np.nan_to_num(risk, nan=-1.0), run))
+    measured: npt.NDArray[np.intp] = order[~(np.isnan(risk) & np.isnan(size))[order]]
+    return measured
+
+
+Entry = tuple[str, Labels, float]
+"""(metric name, label values, value)."""
+_NAMES: Final = {metric.key: metric.name for metric in METRICS}
+_SEVERITIES: Final = ("critical", "warning", "info")
+
+
+@dataclass
+class RunSeries:
+    """What is shown of a run, by how much it is needed."""
+
+    finished: bool
+    urgent: list[list[Line]] = field(default_factory=list)
+    """State, step, an incident and the worst warning; then one more of each."""
+    whole: list[Line] = field(default_factory=list)
+    layers: Table | None = None
+    heads: Table | None = None
+
+
+@dataclass
+class RunRows:
+    """What the store knows of a run, from which its series are made."""
+
+    name: str
+    boots: list[Row[Any]] = field(default_factory=list)
+    """The process starts of now."""
+    lost: Losses = field(default_factory=Losses)
+    raised: list[ActiveWarning] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    newest: tuple[Axis, list[Row[Any]]] | None = None
+    earlier: Earlier | None = None
+    """Samples with what the newest reading lacks."""
+    causes: Counter[str] = field(default_factory=Counter)
+    switches: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(mode, outcome) of every switch."""
+    clips: float | None = None
+    """How often QK-Clip scaled a head, as the newest word of each rank has it."""
+
+
+def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: int) -> dict[int, RunRows]:
+    """Read these runs, by id: in as many queries for many as for one. verify_steps: as for `incidents_of`."""
+    found = {row.id: RunRows(row.name) for row in rows}
+    for run_id, starts_now in process_starts.of_now(connection, found).items():
+        found[run_id].boots = starts_now
+    for run_id, lost in losses(connection, found).items():
+        found[run_id].lost = lost
+    for run_id, raised in active_warnings(connection, list(found)).items():
+        found[run_id].raised = raised
+    newest = newest_samples(connection, list(found))
+    for run_id, own in newest.items():
+        found[run_id].newest = own
+    for run_id, earlier in earlier_samples(connection, newest).items():
+        found[run_id].earlier = earlier
+    starts = {run_id: run.boots for run_id, run in found.items() if run.raised}
+    made = incidents_of(connection, list(starts), verify_steps, starts=starts, newest=newest)
+    for run_id, incidents in made.items():
+        found[run_id].incidents = [one for one in incidents if one.state != "closed"]
+    causes = select(warnings.c.run_id, warnings.c.cause, func.count()).where(warnings.c.run_id.in_(found))
+    for run_id, cause, count in connection.execute(causes.group_by(warnings.c.run_id, warnings.c.cause)):
+        found[run_id].causes[cause] += count
+    clips = events.c.kind == "clipped"
+    key = events.c.run_id, events.c.mode, events.c.outcome, case((clips, events.c.rank))
+    counts = select(*key, func.count(), func.max(case((clips, events.c.id)))).where(events.c.run_id.in_(found))
+    clipped = []
+    for run_id, mode, outcome, _, count, newest in connection.execute(
+        counts.where(events.c.kind.in_(("switched", "clipped"))).group_by(*key, clips)
+    ):
+        if newest is not None:
+            clipped.append(newest)
+            continue
+        named = mode if not mode or is_mode(mode) else OTHER
+        found[run_id].switches[named or "", outcome] += count
+    if clipped:
+        for event in connection.execute(select(events).where(events.c.id.in_(clipped))):
+            if (recorded := read_back(Clipped, event.payload, "event", event.id)) is not None:
+                found[event.run_id].clips = (found[event.run_id].clips or 0.0) + recorded.total
+    return found
+
+
+def series_of(rows: RunRows) -> tuple[RunSeries, MergedSteps | None]:
+    """The series of a run, but for its tables, and its newest reading."""
+    reading = merge(*rows.newest) if rows.newest is not None else None
+    norms_step = None
+    if reading is not None and rows.newest is not None:
+        if any(not np.isnan(reading.fields[name][-1]).all() for name in NORMS):
+            norms_step = int(reading.steps[-1])
+        if rows.earlier is not None:
+            carried = carry(rows.newest[0], reading, rows.earlier)
+            norms_step = carried if norms_step is None else norms_step
+    series = RunSeries(finished=status_of(rows.boots) != "active")
+    written: set[tuple[str, Labels]] = set()
+    series.urgent = [_lines(entries, written) for entries in _urgent(rows, reading, finished=series.finished)]
+    series.whole = _lines(_whole(rows, reading, norms_step), written)
+    return series, reading
+
+
+def _lines(entries: Iterable[Entry], written: set[tuple[str, Labels]]) -> list[Line]:
+    """The lines of these series as text, without those that the run has already."""
+    made = []
+    for name, labels, value in entries:
+        if (name, labels) not in written:
+            written.add((name, labels))
+            made.append(line(name, labels, value))
+    return made
+
+
+def _urgent(rows: RunRows, reading: MergedSteps | None, *, finished: bool) -> list[list[Entry]]:
+    name = rows.name
+    first: list[Entry] = [(_NAMES["run.active"], (name,), float(not finished))]
+    if reading is not None:
+        first.append((_NAMES["run.step"], (name,), float(reading.steps[-1])))
+    incidents = [_of_incident(name, incident) for incident in rows.incidents]
+    shown: list[list[Entry]] = []
+    for warning in sorted(rows.raised, key=lambda w: _SEVERITIES.index(w.severity)):
+        where = name, _text(warning.layer), _text(warning.head)
+        signal = known(warning.signal, SIGNALS)
+        entries: list[Entry] = [
+            (_NAMES["warning.active"], (*where, warning.cause, signal, warning.severity), 1.0),
+        ]
+        if warning.forecast_steps is not None:
+            entries.append((_NAMES["warning.forecast"], where, warning.forecast_steps))
+        shown.append(entries)
+    rounds = [[*incident, *warning] for incident, warning in zip_longest(incidents, shown, fillvalue=())]
+    return [first + (rounds[0] if rounds else []), *rounds[1:]]
+
+
+def _of_incident(run: str, incident: Incident) -> list[Entry]:
+    where = run, incident.cause
+    state = "open" if incident.state == "acknowledged" else incident.state  # a series of its own shows that
+    entries: list[Entry] = [
+        (_NAMES["incident.active"], (*where, state, incident.severity, incident.act), 1.0),
+        (_NAMES["incident.words"], (*where, *words_of(run, incident)), 1.0),
+        (_NAMES["incident.heads"], where, float(incident.standing_heads)),
+        (_NAMES["incident.opened_step"], where, float(incident.opened_step)),
+        (_NAMES["incident.acknowledged"], where, float(incident.acknowledged is not None)),
+    ]
+    if incident.corrected_from is not None and incident.corrected_step is not None:
+        corrected = (*where, incident.corrected_from)
+        entries.append((_NAMES["incident.corrected_step"], corrected, float(incident.corrected_step)))
+    if incident.steps_left is not None:
+        entries.append((_NAMES["incident.forecast"], where, incident.steps_left))
+    return entries
+
+
+def _whole(rows: RunRows, reading: MergedSteps | None, norms_step: int | None) -> list[Entry]:
+    whole: list[Entry] = []
+
+    def add(key: str, value: float | None, *labels: str) -> None:
+        if value is not None:
+            whole.append((_NAMES[key], (rows.name, *labels), value))
+
+    add("run.norms_step", norms_step)
+    add("run.nonfinite_steps", float(rows.lost.nonfinite_steps))
+    # a zero, so that a panel of a good run is not empty
+    for reason, count in _by_known({"queue_full": 0, **rows.lost.dropped}, DROP_REASONS).items():
+        add("agent.dropped", float(count), reason)
+    for component, count in _by_known({"sender": 0, **rows.lost.faults}, FAULT_COMPONENTS).items():
+        add("agent.faults", float(count), component)
+    living = process_starts.newest(rows.boots).values()
+    add("run.last_heard", max((boot.last_seen for boot in living), default=None))
+    add("run.last_step", max((boot.stepped for boot in living if boot.stepped is not None), default=None))
+    if reading is not None:
+        for key, value in reading.latest().items():
+            add(key, value)
+        clipped = reading.fields["clipped_steps"][-1]
+        add("run.clipped_heads", None if np.isnan(clipped).all() else float(np.nansum(clipped > 0)))
+    add("run.clips", rows.clips)
+    for cause, count in rows.causes.items():
+        add("warning.raised", float(count), cause)
+    for (mode, outcome), count in rows.switches.items():
+        add("switch.outcomes", float(count), mode, outcome)
+    return whole
+
+
+def _by_known(counts: dict[str, int], words: Collection[str]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for word, count in counts.items():
+        found[known(word, words)] += max(0, count)
+    return found
+
+
+def _text(value: int | None) -> str:
+    return "" if value is None else str(value)
+
 
 log = structlog.get_logger()
 _RUNS_AT_ONCE: Final = 64

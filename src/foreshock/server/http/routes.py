@@ -1,52 +1,201 @@
-"""The API that people and the page use: runs, curves, matrix, events, commands, audit trail, session."""
+"""What people and the page ask for, and what they do with a run."""
 
 import asyncio
+import shutil
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Header, Query, Request
-from sqlalchemy import Connection
+from pydantic import Field
+from sqlalchemy import Connection, delete
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from foreshock.contract.incident import Incident
+from foreshock.contract.metrics.catalog import METRICS
+from foreshock.contract.metrics.metric import MORE_CHARTS, Scale
+from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
 from foreshock.contract.wire import ModeName
-from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, cookie_of
-from foreshock.server.access.problems import ProblemError
-from foreshock.server.commands import lifecycle as commands
-from foreshock.server.commands.heads_by_rank import plan
-from foreshock.server.curves.answers import Curves, Matrix
-from foreshock.server.curves.drawing import as_json, curve_of, curves, metric_of
-from foreshock.server.curves.matrix import matrix
+from foreshock.server import commands, models
+from foreshock.server.auth import COOKIE, Actor, Caller, Deleter, Keyring, Reader, caller_of, cookie_of
+from foreshock.server.commands import plan
+from foreshock.server.drawing import Curves, Matrix, as_json, curve_of, curves, matrix, metric_of
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.models import (
+    Acknowledgement,
     AuditPage,
     CommandList,
+    CommandRequest,
     CommandStatus,
+    Decision,
+    Description,
     EventKind,
     EventList,
     Health,
     IncidentList,
+    Login,
     Problem,
     RunDetail,
     RunEvent,
     RunList,
     Session,
     SwitchPlan,
+    Undo,
 )
-from foreshock.server.requests import Acknowledgement, CommandRequest, Decision, Login, Undo
+from foreshock.server.problems import ProblemError
+from foreshock.server.runs import listing
 from foreshock.server.runs.eventlog import events_of
 from foreshock.server.runs.incidents import acknowledge, incidents_of
-from foreshock.server.runs.listing import list_runs, run_detail
-from foreshock.server.runs.run_metadata import find_run
+from foreshock.server.runs.listing import find_run, list_runs, run_detail
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit
-from foreshock.server.store.database import Store, lock_runs
-from foreshock.server.store.executors import Work
-from foreshock.server.store.turns import LeftError, Turns
+from foreshock.server.store.database import LeftError, Store, Turns, Work, insert_or_ignore, lock_runs
+from foreshock.server.store.schema import service_state
+
+DEADLINE_SECONDS: Final = 5.0
+_SAME_ANSWER_SECONDS: Final = 1.0
+_KEY: Final = "readiness"
+
+
+class Readiness:
+    """Tries the store, at most once a second however many ask."""
+
+    def __init__(self, store: Store, settings: Settings) -> None:
+        self._store, self._room = store, settings.max_body_bytes
+        self._asking = asyncio.Lock()
+        self._found = "never tried"
+        self._found_at = -float("inf")
+
+    async def of_store(self) -> str:
+        """ "ok", or what is wrong with the store."""
+        async with self._asking:
+            if time.monotonic() - self._found_at >= _SAME_ANSWER_SECONDS:
+                self._found = await self._tried()
+                self._found_at = time.monotonic()
+        return self._found
+
+    async def _tried(self) -> str:
+        path = self._store.path
+        try:
+            if path is not None and not path.exists():
+                return "its file is gone"
+            if path is not None and shutil.disk_usage(path.parent).free < self._room:
+                return "its disk is full"
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                await self._store.write(_try_to_write)
+        except TimeoutError:
+            return f"no write within {DEADLINE_SECONDS:.0f} s"
+        except Exception as error:
+            return type(error).__name__
+        return "ok"
+
+
+def _try_to_write(connection: Connection) -> None:
+    connection.execute(delete(service_state).where(service_state.c.key == _KEY))
+    connection.execute(insert_or_ignore(connection, service_state), [{"key": _KEY, "value": time.time()}])
+
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
+
+
+class MetricLevels(models.Response):
+    """From where on a value is marked; with `below`, small values are the bad ones."""
+
+    alarm: float
+    watch: float | None
+    below: bool
+
+
+class MetricInfo(models.Response):
+    """A metric of the catalogue: all that is needed to draw it."""
+
+    key: str
+    title: str
+    help: str
+    bad: str
+    unit: str
+    per_head: bool
+    signed: bool = Field(description="either sign may be bad; the worst head is the largest in size")
+    scale: Scale = Field(description="of its axis; symlog is linear between -1 and 1 and logarithmic beyond")
+    percent: bool = Field(description="a share, read in percent")
+    levels: MetricLevels | None
+    chart: Literal["first", "more"] | None = Field(description="drawn at once, on demand, or in no chart of its own")
+
+
+class ModeChoice(models.Response):
+    """A mode that a head may be switched to, alone or with others."""
+
+    name: str
+    does: str
+    cures: str
+
+
+class Catalog(models.Response):
+    """Every metric that series and, where per_head, matrix can show, as charts stand; every mode that kernels serve."""
+
+    metrics: list[MetricInfo]
+    modes: list[ModeChoice]
+    default_mode: str = Field(description="what a head is switched to where no other mode is asked for")
+
+
+@router.get("/v1/catalog")
+async def get_catalog(_: Reader) -> Catalog:
+    """Every metric that can be drawn, and every mode that can be ordered."""
+    return Catalog(
+        metrics=[
+            MetricInfo(
+                key=m.key,
+                title=m.title,
+                help=m.help,
+                bad=m.bad,
+                unit=m.unit,
+                per_head=m.head is not None,
+                signed=m.signed,
+                scale=m.scale,
+                percent=m.percent,
+                levels=None if m.levels is None else MetricLevels(**asdict(m.levels)),
+                chart=None if m.chart is None else "first" if m.chart < MORE_CHARTS else "more",
+            )
+            for m in sorted(METRICS, key=lambda m: MORE_CHARTS if m.chart is None else m.chart)
+            if m.has_series
+        ],
+        modes=[
+            ModeChoice(
+                name=mode.name,
+                does=mode.does,
+                cures=mode.cures,
+            )
+            for mode in MODES
+        ],
+        default_mode=DEFAULT_MITIGATION,
+    )
+
+
+@router.patch("/v1/runs/{run:path}", response_model=RunDetail)
+async def patch_run(request: Request, caller: Actor, run: str, description: Description) -> RunDetail:
+    """Give a run a display name, tags and notes. Its name stays what agents, alerts and addresses know it by."""
+    state = request.app.state
+
+    def describe(connection: Connection) -> RunDetail:
+        listing.describe(connection, run, f"{description.who} ({caller.name})", description)
+        return run_detail(connection, listing.find_run(connection, run), state.settings.verify_steps)
+
+    found: RunDetail = await state.store.write(describe)
+    state.broadcaster.wake()
+    return found
+
+
+@router.delete("/v1/runs/{run:path}", status_code=204)
+async def delete_run(request: Request, caller: Deleter, run: str, decision: Annotated[Decision, Query()]) -> Response:
+    """Delete a run that no longer trains, with everything that was stored of it. It cannot be taken back."""
+    state = request.app.state
+    await listing.delete(state.store, run, f"{decision.who} ({caller.name})", decision)
+    state.broadcaster.deleted(run)
+    return Response(status_code=204)
+
 
 Limit = Annotated[int, Query(ge=1, le=500)]
 StepQuery = Annotated[int | None, Query(ge=0, le=2**53)]

@@ -16,11 +16,10 @@ from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import StreamingResponse
 
-from foreshock.server.access.auth import Reader, caller_of
+from foreshock.server.auth import Reader, caller_of
 from foreshock.server.runs.broadcast import REPLAYED_AT_ONCE, Broadcaster, Client, StreamEvent, stream_event
 from foreshock.server.runs.eventlog import cursor_of, events_after, newest_cursor
-from foreshock.server.store.executors import ClosingError
-from foreshock.server.store.turns import BusyError
+from foreshock.server.store.database import BusyError, ClosingError
 
 router = APIRouter()
 _HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}

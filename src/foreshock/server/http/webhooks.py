@@ -24,12 +24,10 @@ from foreshock.contract.incident import Incident
 from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
 from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode
 from foreshock.contract.orders import switches
-from foreshock.server.access.auth import Actor
-from foreshock.server.commands import lifecycle as commands
-from foreshock.server.commands.heads_by_rank import heads_by_rank, modes_here, nobody_left
-from foreshock.server.commands.propose import propose
-from foreshock.server.models import Problem, WebhookResult
-from foreshock.server.requests import Storable
+from foreshock.server import commands
+from foreshock.server.auth import Actor
+from foreshock.server.commands import heads_by_rank, modes_here, nobody_left, propose
+from foreshock.server.models import Problem, Storable, WebhookResult
 from foreshock.server.runs.incidents import incidents_of, rejected_heads
 from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings

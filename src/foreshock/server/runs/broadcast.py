@@ -10,13 +10,12 @@ from typing import Final, NamedTuple
 from fastapi.sse import format_sse_event
 
 from foreshock.contract.wire import Batch, Sample
-from foreshock.server.curves.merging import RUN_SCALARS, merge_scalars
+from foreshock.server.merging import RUN_SCALARS, merge_scalars
 from foreshock.server.models import RunEvent, StreamSample
 from foreshock.server.runs.eventlog import event_id, events_after
 from foreshock.server.settings import Settings
-from foreshock.server.store.database import Store
-from foreshock.server.store.packing import SCALARS
-from foreshock.server.store.trouble import log_store_error
+from foreshock.server.store.database import Store, log_store_error
+from foreshock.server.store.reading import SCALARS
 
 REPLAYED_AT_ONCE: Final = 1000
 """Events of the log that are read at once."""

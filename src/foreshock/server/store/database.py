@@ -1,14 +1,20 @@
-"""The database: one engine, one writer at a time, migrations shipped in the package.
+"""The database: one engine, one writer at a time, migrations shipped in the package; its threads and their turns.
 
 SQLite runs in WAL mode with synchronous=FULL: what is committed survives a kill and a power cut. PostgreSQL is chosen
-by URL and may be shared by several replicas of the service.
+by URL and may be shared by several replicas of the service. Reading and writing happen in threads of their own: neither
+holds up the other, nor the event loop.
 """
 
+import asyncio
 import os
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -17,16 +23,171 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, select, text
+from sqlalchemy import URL, Connection, Dialect, Engine, Table, create_engine, event, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.sql.dml import UpdateBase
 
-from foreshock.server.store.executors import Executor, Work
 from foreshock.server.store.schema import metadata, runs
-from foreshock.server.store.turns import Turns
 
 log = structlog.get_logger()
+_PASSING: Final = (OperationalError, InterfaceError, InternalError, PoolTimeoutError)
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether the same work may succeed later, as it is."""
+    return isinstance(error, _PASSING) or (isinstance(error, DBAPIError) and error.connection_invalidated)
+
+
+def log_store_error(sentence: str, error: BaseException, **fields: Any) -> None:
+    """Log that work failed; where the store is away in one line, else with everything that helps to find the fault."""
+    away = is_away(error)
+    log.error(sentence, error=str(error).partition("\n")[0][:500], exc_info=None if away else error, **fields)
+
+
+Values = Mapping[str, Any]
+
+
+class Many:
+    """A statement with these parameters, two or more; values are of types that the database's driver takes as they are:
+    numbers, truth values, text, bytes."""
+
+    def __init__(self, statement: UpdateBase, parameters: Iterable[str]) -> None:
+        self._statement, self._parameters = statement, list(parameters)
+        self._compiled: dict[str, tuple[str, Callable[[Values], Any]]] = {}
+
+    def execute(self, connection: Connection, rows: Iterable[Values]) -> None:
+        """Execute it for each of these rows, one at least; every parameter is among a row's values."""
+        dialect = connection.dialect
+        if dialect.name not in self._compiled:
+            self._compiled[dialect.name] = self._compile(dialect)
+        words, given = self._compiled[dialect.name]
+        connection.exec_driver_sql(words, [given(row) for row in rows])
+
+    def _compile(self, dialect: Dialect) -> tuple[str, Callable[[Values], Any]]:
+        compiled: Any = self._statement.compile(dialect=dialect, column_keys=self._parameters)
+        return str(compiled), itemgetter(*compiled.positiontup) if dialect.positional else dict
+
+
+class BusyError(Exception):
+    """This caller already has as many requests waiting as it may."""
+
+
+class LeftError(Exception):
+    """The caller left before its turn came."""
+
+
+class Turns:
+    """`at_once` turns are taken together; of each caller up to `waiting` requests wait. Callers take turns."""
+
+    def __init__(self, at_once: int, waiting: int) -> None:
+        self._free, self._most = at_once, waiting
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Requests by caller, none of them empty; the caller whose turn comes next is the first."""
+
+    @asynccontextmanager
+    async def turn(self, caller: str, leaves: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
+        """Wait for a turn of this caller, which gives up its place when `leaves` is done.
+
+        Raises BusyError when too many requests of the caller wait, LeftError when it left.
+        """
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(caller, leaves)
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, caller: str, leaves: asyncio.Future[None] | None) -> None:
+        if len(self._waiting.get(caller, ())) >= self._most:
+            raise BusyError
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        try:
+            await asyncio.wait({turn, leaves} if leaves else {turn}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._leave(caller, turn)
+            raise
+        if not turn.done():
+            self._leave(caller, turn)
+            raise LeftError
+
+    def _leave(self, caller: str, turn: asyncio.Future[None]) -> None:
+        if turn.done():  # it came just as the caller left
+            self._pass_on()
+            return
+        own = self._waiting[caller]
+        own.remove(turn)
+        if not own:
+            del self._waiting[caller]
+
+    def _pass_on(self) -> None:
+        if not self._waiting:
+            self._free += 1
+            return
+        caller = next(iter(self._waiting))
+        own = self._waiting.pop(caller)
+        own.popleft().set_result(None)
+        if own:
+            self._waiting[caller] = own  # behind the others
+
+
+async def pause(closing: asyncio.Event, seconds: float) -> None:
+    """Wait `seconds`, or until `closing` is set."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await closing.wait()
+
+
+T = TypeVar("T")
+Work = Callable[[Connection], T]
+"""Work on a connection, in one transaction."""
+_CANCELLED: Final = "foreshock_cancelled"
+
+
+class ClosingError(Exception):
+    """The service goes down, and what was being read is given up."""
+
+
+class Executor:
+    """At most `threads` pieces of work at once, each with a connection of this engine, in threads of the executor."""
+
+    def __init__(self, name: str, engine: Engine, threads: int) -> None:
+        self.engine = engine
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"foreshock-{name}")
+        self._cancelled = threading.Event()
+
+    async def run(self, work: Work[T]) -> T:
+        """Do the work; what it wrote stands when it returns. Raises ClosingError when the executor is cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, work)
+
+    def _run(self, work: Work[T]) -> T:
+        with self.engine.connect() as connection:
+            connection.execution_options(**{_CANCELLED: self._cancelled})
+            give_up_if_cancelled(connection)
+            with connection.begin():
+                return work(connection)
+
+    def cancel(self) -> None:
+        """Do no more, and give up what is under way where it calls `give_up_if_cancelled`."""
+        self._cancelled.set()
+
+    async def close(self) -> None:
+        """Wait for what is under way, and close the connections."""
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+        self.engine.dispose()
+
+
+def give_up_if_cancelled(connection: Connection) -> None:
+    """Called again and again where much is read. Raises ClosingError when the executor was cancelled."""
+    if connection.get_execution_options()[_CANCELLED].is_set():
+        raise ClosingError
+
+
 _EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
 _MIGRATION_LOCK: Final = _EVENTS_LOCK + 1
 _READS: Final = 8
@@ -68,7 +229,6 @@ _REMEDIES: Final = {
     "SQLITE_IOERR": "make room on its disk, and look for errors of that disk in the system's log",
 }
 """What to do, by the beginning of SQLite's name for the error."""
-T = TypeVar("T")
 
 
 class StoreError(ValueError):

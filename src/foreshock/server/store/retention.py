@@ -10,8 +10,7 @@ from typing import Final
 import structlog
 from sqlalchemy import Connection, delete, select
 
-from foreshock.server.store.database import Store, lock_runs
-from foreshock.server.store.executors import Work
+from foreshock.server.store.database import Store, Work, lock_runs
 from foreshock.server.store.schema import runs, samples
 
 log = structlog.get_logger()

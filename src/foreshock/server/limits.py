@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foreshock.server.access.problems import ProblemError
+from foreshock.server.problems import ProblemError
 
 _MAX_BUCKETS: Final = 10_000
 _STRANGERS_BYTES: Final = 64 * 2**10

@@ -13,9 +13,8 @@ import structlog
 from sqlalchemy import Connection, Row, Select, and_, desc, or_, select, update
 
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER
-from foreshock.server.curves.rollups import forget_runs
-from foreshock.server.runs.eventlog import write_events
-from foreshock.server.runs.words import shared_sentence
+from foreshock.server.rollups import forget_runs
+from foreshock.server.runs.eventlog import shared_sentence, write_events
 from foreshock.server.store import process_starts
 from foreshock.server.store.schema import boots, events
 

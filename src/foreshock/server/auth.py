@@ -8,6 +8,8 @@ authorises and changes something also needs the CSRF token.
 
 import hashlib
 import hmac
+import secrets
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -15,16 +17,62 @@ from urllib.parse import urlsplit
 
 import structlog
 from fastapi import Depends, Request
+from sqlalchemy import Connection, delete, select
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from foreshock.server.access.limits import LOGIN, Buckets, ConcurrencyLimit, LoginLimit, network_of
-from foreshock.server.access.problems import TOO_LARGE, ProblemError, answer_to, problem
-from foreshock.server.access.sessions import Sessions
-from foreshock.server.counters import Counters
+from foreshock.server.limits import LOGIN, Buckets, ConcurrencyLimit, LoginLimit, network_of
+from foreshock.server.logs import Counters
+from foreshock.server.problems import TOO_LARGE, ProblemError, answer_to, problem
 from foreshock.server.settings import ALL_SCOPES, Scope, Settings, Token
+from foreshock.server.store.database import Store
+from foreshock.server.store.schema import sessions
+
+_COOKIE_BYTES: Final = 32
+_COOKIE_LENGTH: Final = 43
+
+
+class Sessions:
+    """Sessions of `seconds` each."""
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        self._store, self.seconds = store, seconds
+
+    async def begin(self, token: str) -> str:
+        """A new session of the token with this hash; its cookie. What has expired is forgotten."""
+        cookie, now = secrets.token_urlsafe(_COOKIE_BYTES), time.time()
+
+        def add(connection: Connection) -> None:
+            connection.execute(delete(sessions).where(sessions.c.until < now))
+            connection.execute(sessions.insert().values(hash=_hash(cookie), token=token, until=now + self.seconds))
+
+        await self._store.write(add)
+        return cookie
+
+    async def token_of(self, cookie: str) -> str | None:
+        """The hash of the token whose session has this cookie; None where no session has it."""
+        if len(cookie) != _COOKIE_LENGTH or not cookie.isascii():
+            return None
+        query = select(sessions.c.token).where(sessions.c.hash == _hash(cookie), sessions.c.until >= time.time())
+        token: str | None = await self._store.read(lambda connection: connection.execute(query).scalar())
+        return token
+
+    async def end(self, cookie: str) -> None:
+        """End a session."""
+        ended = delete(sessions).where(sessions.c.hash == _hash(cookie))
+        await self._store.write(lambda connection: connection.execute(ended))
+
+    async def end_all(self, token: str) -> None:
+        """End every session of the token with this hash."""
+        ended = delete(sessions).where(sessions.c.token == token)
+        await self._store.write(lambda connection: connection.execute(ended))
+
+
+def _hash(cookie: str) -> str:
+    return hashlib.sha256(cookie.encode()).hexdigest()
+
 
 log = structlog.get_logger()
 COOKIE: Final = "foreshock_session"

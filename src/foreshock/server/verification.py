@@ -19,16 +19,15 @@ from foreshock.contract.modes import stronger
 from foreshock.contract.orders import switches
 from foreshock.contract.switch_verdict import POINTS, SIGNALS, SignalGrowth, growth_of
 from foreshock.contract.wire import HeadRef, Switched
-from foreshock.server.commands import lifecycle as commands
-from foreshock.server.commands.propose import propose
-from foreshock.server.curves.drawing import Curve, Window, draw, edges
-from foreshock.server.curves.merging import axis_of
-from foreshock.server.curves.rollups import Roller
+from foreshock.server import commands
+from foreshock.server.commands import propose
+from foreshock.server.drawing import Curve, Window, draw, edges
+from foreshock.server.merging import axis_of
 from foreshock.server.models import Verification
-from foreshock.server.runs.incidents import present, record_incidents, warned_of
+from foreshock.server.rollups import Roller
+from foreshock.server.runs.eventlog import heads_in_words
+from foreshock.server.runs.incidents import carried_out, present, record_incidents, warned_of
 from foreshock.server.runs.newest import described
-from foreshock.server.runs.orders import carried_out
-from foreshock.server.runs.words import heads_in_words
 from foreshock.server.settings import Settings
 from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, lock_runs

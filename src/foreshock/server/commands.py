@@ -1,39 +1,145 @@
-"""Commands: created once, decided by people or policy, and shown. delivery.py takes them to the ranks.
+"""The gate of machines: whether they may order or propose a switch now, and the orders that it takes.
 
-    proposed -> pending | rejected | expired
-    pending -> delivered | refused | expired | cancelled
-    delivered -> applied | refused | expired | dry_run | cancelled
-
-The service itself refuses what is under way when the last rank that could answer ends. A late answer still tells the
-truth: what was refused so, or expired, becomes what the rank made of it.
-Delivery is at least once; the agent applies an id once. No collective and no common step: the ranks may switch at
-different steps (house decision 5).
+Webhooks, the verdict on a switch and switches that ranks pass on come here. People may always order.
 """
 
 import hashlib
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from sqlalchemy import Connection, Row, desc, func, or_, select, update
 
-from foreshock.contract.modes import is_mode
+from foreshock.contract.modes import Mode, is_mode, mode_name, parse_mode
+from foreshock.contract.orders import switches
 from foreshock.contract.wire import Batch, HeadRef, Switched
-from foreshock.server.access.problems import ProblemError
-from foreshock.server.commands.heads_by_rank import check_heads, check_somebody_is_left, heads_by_rank
-from foreshock.server.models import CommandChange, CommandState, CommandStatus, RankAnswer, Verification
-from foreshock.server.requests import CommandRequest
-from foreshock.server.runs.eventlog import write_events
-from foreshock.server.runs.orders import reject_evidence
-from foreshock.server.runs.run_metadata import find_run
-from foreshock.server.runs.words import ended_before_the_answer, order_in_words, printable
+from foreshock.server.models import (
+    CommandChange,
+    CommandRequest,
+    CommandState,
+    CommandStatus,
+    RankAnswer,
+    SwitchedTo,
+    SwitchPlan,
+    Verification,
+)
+from foreshock.server.problems import ProblemError
+from foreshock.server.runs.eventlog import (
+    ended_before_the_answer,
+    heads_in_words,
+    order_in_words,
+    printable,
+    write_events,
+)
+from foreshock.server.runs.incidents import present, reject_evidence
+from foreshock.server.runs.listing import find_run
 from foreshock.server.store import audit
 from foreshock.server.store.database import lock_runs
-from foreshock.server.store.reading import read_back
-from foreshock.server.store.schema import command_ranks, commands, runs
+from foreshock.server.store.reading import heads_of_layers, read_back
+from foreshock.server.store.schema import boots, command_ranks, commands, runs, topologies
+from foreshock.server.store.schema import commands as table
+
+
+@dataclass
+class RankHeads:
+    """What the newest process start of a rank watches."""
+
+    boot: str
+    heads: frozenset[HeadRef]
+    known: bool
+    finished: bool
+
+
+def concerned(heads: Iterable[HeadRef] | None, ranks: Mapping[int, RankHeads]) -> set[int]:
+    """The ranks that have to answer an order for these heads, or for every one: those that train on and hold some."""
+    return {rank for rank in _holders(heads, ranks) if not ranks[rank].finished}
+
+
+def _holders(heads: Iterable[HeadRef] | None, ranks: Mapping[int, RankHeads]) -> set[int]:
+    asked = None if heads is None else set(heads)
+    return {
+        rank
+        for rank, holding in ranks.items()
+        if asked is None or not holding.known or not holding.heads.isdisjoint(asked)
+    }
+
+
+def all_ended(heads: Iterable[HeadRef] | None, ranks: Mapping[int, RankHeads]) -> bool:
+    """Whether some rank holds some of these heads, and each that does has ended: no answer can come any more.
+
+    A run that is resumed in another shape may have heads for a moment that no rank holds; somebody may yet.
+    """
+    held = _holders(heads, ranks)
+    return bool(held) and all(ranks[rank].finished for rank in held)
+
+
+def nobody_left(heads: Iterable[HeadRef] | None, ranks: Mapping[int, RankHeads]) -> bool:
+    """Whether it is known that no rank is left to carry out an order for these heads, or for every one."""
+    return bool(ranks) and not concerned(heads, ranks)
+
+
+def heads_by_rank(connection: Connection, run_ids: Iterable[int]) -> dict[int, dict[int, RankHeads]]:
+    """For each run and rank, the heads that its newest process start holds."""
+    query = select(boots.c.run_id, boots.c.rank, boots.c.boot, boots.c.finished_status, boots.c.topology)
+    query = query.where(boots.c.newest, boots.c.run_id.in_(run_ids)).order_by(boots.c.run_id, boots.c.rank)
+    newest = connection.execute(query).all()
+    hashes = {row.topology for row in newest if row.topology}
+    found = connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
+    heads = {row.hash: heads_of_layers(row.layers) for row in found}
+    held: dict[int, dict[int, RankHeads]] = defaultdict(dict)
+    for row in newest:
+        held[row.run_id][row.rank] = RankHeads(
+            row.boot, frozenset(heads.get(row.topology, ())), row.topology is not None, row.finished_status is not None
+        )
+    return held
+
+
+def modes_here(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
+    """The present mode of every head that a rank holds, plain where no head's is known; and the heads that no machine
+    switches."""
+    modes, held = present(connection, run_id)
+    ranks = heads_by_rank(connection, [run_id]).get(run_id, {})
+    refs = {ref for holding in ranks.values() for ref in holding.heads}
+    return {ref: modes.get(ref, 0) for ref in refs if ref in modes or not modes}, held
+
+
+def plan(connection: Connection, run_id: int, wanted: str) -> SwitchPlan:
+    """What an order of a mode for every head does: it adds the mode to what each has, and plain takes all away."""
+    here, _ = modes_here(connection, run_id)
+    found = switches(here, here, wanted) if parse_mode(wanted) else {}
+    changes = [SwitchedTo(mode=mode_name(mode), heads=heads) for mode, heads in found.items()]
+    changed = {ref for heads in found.values() for ref in heads}
+    kept = [ref for ref, mode in sorted(here.items()) if ref not in changed and mode_name(mode) != wanted]
+    if not parse_mode(wanted) or (not kept and all(each.mode == wanted for each in changes)):
+        return SwitchPlan(changes=[SwitchedTo(mode=wanted, heads=None)], kept=[])
+    return SwitchPlan(changes=changes, kept=kept)
+
+
+def check_heads(run: str, heads: Sequence[HeadRef], ranks: Mapping[int, RankHeads]) -> None:
+    """Raises ProblemError for an order of no heads, or of heads that no rank ever held."""
+    if not heads:
+        raise ProblemError(422, "heads is empty; name at least one [layer, head], or give null for every head.")
+    held: set[HeadRef] = set()
+    for holding in ranks.values():
+        held |= holding.heads
+    unknown = [ref for ref in heads if ref not in held]
+    if held and unknown:
+        raise ProblemError(422, f"Run {run} has no {heads_in_words(unknown)}.")
+
+
+def check_somebody_is_left(run: str, heads: Sequence[HeadRef] | None, ranks: Mapping[int, RankHeads]) -> None:
+    """Raises ProblemError for an order that nobody can carry out: it would stand until it expires, and people wait."""
+    if not nobody_left(heads, ranks):
+        return
+    named = heads_in_words(heads)
+    who = f"Run {run} has ended, and nobody is left to switch {named}"
+    if not all(holding.finished for holding in ranks.values()):
+        who = f"Every rank of run {run} that holds {named} has ended, and nobody is left to switch it"
+    raise ProblemError(409, f"{who}. Order it again when the run is resumed.")
+
 
 OPEN: Final = ("pending", "delivered")
 
@@ -361,3 +467,44 @@ def not_arrested_by_run(connection: Connection) -> dict[int, int]:
 def _share_heads(one: list[list[int]] | None, other: list[list[int]] | None) -> bool:
     """None stands for every head."""
     return one is None or other is None or any(ref in other for ref in one)
+
+
+_COOLED: Final = ("alertmanager", "service")
+_MOST_WAITING: Final = 64
+"""Orders and proposals of machines that wait in one run: nobody reads more."""
+
+
+def propose(
+    connection: Connection, order: Order, wanted: Mapping[Mode, Sequence[HeadRef]], cooldown_seconds: float = 0.0
+) -> str | None:
+    """Create `order` for each mode with its heads, unless something is in the way: then nothing, and the reason.
+
+    The caller holds the run. cooldown_seconds: how long after an order of the service or of a webhook none follows. An
+    order that is carried out is not in the way: it has made the heads what they are, or was undone.
+    """
+    heads = [ref for own in wanted.values() for ref in own]
+    if why := _in_the_way(connection, order.run_id, set(heads), cooldown_seconds):
+        return why
+    for mode, own in wanted.items():
+        create(connection, replace(order, mode=mode_name(mode), heads=own))
+    return None
+
+
+def _in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldown: float) -> str | None:
+    now, mine = time.time(), table.c.run_id == run_id
+    # one that lies ahead by more than another replica's clock may was ordered by a clock that was wrong
+    lately = table.c.created > now - cooldown, table.c.created <= now + cooldown
+    ours = mine, table.c.source.in_(_COOLED), table.c.state != "rejected", *lately
+    last = connection.execute(select(func.max(table.c.created)).where(*ours)).scalar()
+    if cooldown and last is not None:
+        return f"the run's cool-down lasts {cooldown - (now - last):.0f} s more"
+    waiting = select(table.c.heads, table.c.state, table.c.source)
+    rows = connection.execute(waiting.where(mine, table.c.state.in_((*OPEN, "proposed")), ~table.c.dry_run)).all()
+    for row in rows:
+        named = heads if row.heads is None else {(layer, head) for layer, head in row.heads}
+        if row.state == "proposed" and heads <= named:
+            return "a proposal for these heads waits for approval"
+        if row.state != "proposed" and not named.isdisjoint(heads):
+            return "a command for these heads is under way"
+    machines = sum(row.source != "api" for row in rows)
+    return f"{machines} orders of machines wait already" if machines >= _MOST_WAITING else None

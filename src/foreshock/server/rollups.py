@@ -18,14 +18,9 @@ from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select,
 
 from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS
 from foreshock.contract.slots import Floats
-from foreshock.server.curves.merging import LIVE_SAMPLES, SERIES_KEYS, Axis, axis_of, merge, stream_chunks
-from foreshock.server.curves.spans import Spans
-from foreshock.server.pause import pause
-from foreshock.server.store.database import Store, lock_runs
-from foreshock.server.store.executors import ClosingError
-from foreshock.server.store.many import Many
+from foreshock.server.merging import LIVE_SAMPLES, SERIES_KEYS, Axis, Spans, axis_of, merge, stream_chunks
+from foreshock.server.store.database import ClosingError, Many, Store, lock_runs, log_store_error, pause
 from foreshock.server.store.schema import rollup_spans, rollups, runs, samples
-from foreshock.server.store.trouble import log_store_error
 
 COARSE: Final = 1024
 FINE: Final = 128

@@ -12,9 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from foreshock.server.models import Problem, ProblemItem
-from foreshock.server.store.executors import ClosingError
-from foreshock.server.store.trouble import is_away
-from foreshock.server.store.turns import BusyError
+from foreshock.server.store.database import BusyError, ClosingError, is_away
 
 log = structlog.get_logger()
 MAX_ERRORS = 10
