@@ -11,7 +11,6 @@ import re
 import runpy
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,8 @@ import typer.main
 from pydantic import AliasChoices, BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.cli import get_docs_for_click
+from typer.core import TyperGroup
 
 from foreshock.cli.main import app
 from foreshock.contract.modes import MODES, stronger
@@ -49,55 +49,23 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
             yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
 
 
-def _option(parameter: Any) -> str:
-    """An argument or option as an entry of a list: its names, its default and its meaning."""
-    names = parameter.opts if isinstance(parameter, TyperOption) else [parameter.name]
-    default = "" if parameter.default in (None, False, []) else f" (`{parameter.default}`)"
-    given = " (required)" if parameter.required else default
-    return f"- {', '.join(f'`{name}`' for name in names)}{given}: {getattr(parameter, 'help', None) or ''}"
-
-
-_SHARED = 5
-"""From how many commands on an option is explained once for all of them."""
-
 RESEARCH = ("lab", "bench")
 """The groups of commands that only a checkout has."""
 
 
 def commands() -> Iterator[str]:
-    """Every command with its arguments and options; of what only a checkout has, the commands alone."""
+    """Every command with its arguments and options, by Typer's own tool; a checkout's own commands as a list."""
     whole = typer.main.get_command(app)
     assert isinstance(whole, TyperGroup)
-    research = [leaf for name in RESEARCH for leaf in _leaves(whole.commands.pop(name), f"foreshock {name}")]
-    product = [
-        (path, command, [_option(each) for each in command.params]) for path, command in _leaves(whole, "foreshock")
-    ]
-    common = Counter(line for *_, lines in product for line in lines).most_common()
-    shared = [line for line, count in common if count >= _SHARED and not line.startswith("- `--help`")]
-    yield "# Command line\n"
-    yield "Options that several commands share:\n"
-    yield from shared
-    yield ""
-    for path, command, lines in product:
-        yield f"## `{path}`\n"
-        yield (command.help or "").strip() + "\n"
-        yield from (line for line in lines if line not in shared and not line.startswith("- `--help`"))
-        if also := [line.split()[1].rstrip(":") for line in shared if line in lines]:
-            yield f"- also {', '.join(also)}"
-        yield ""
-    yield "# Laboratory and benchmarks\n"
+    research = {name: whole.commands.pop(name) for name in RESEARCH}
+    page = get_docs_for_click(obj=whole, ctx=typer.Context(whole), name="foreshock", title="Command line")
+    yield re.sub(r"\*\*Commands\*\*:\n\n(\* .*\n)+\n|\[/?bold\]", "", page).rstrip()  # the lists are cut at 45 letters
+    yield "\n# Laboratory and benchmarks\n"
     yield "A checkout has these commands beside the product's; `--help` of each has its options.\n"
-    for path, command in research:
-        yield f"- `{path}`: {' '.join((command.help or '').split())}"
-
-
-def _leaves(command: TyperCommand | TyperGroup, path: str) -> Iterator[tuple[str, TyperCommand]]:
-    """Every command below a group, by its whole name."""
-    if isinstance(command, TyperCommand):
-        yield path, command
-        return
-    for name, child in sorted(command.commands.items()):
-        yield from _leaves(child, f"{path} {name}")
+    for name, group in research.items():
+        assert isinstance(group, TyperGroup)
+        for command in group.commands.values():
+            yield f"- `foreshock {name} {command.name}`: {' '.join((command.help or '').split())}"
 
 
 def model(kind: type[BaseModel], prefix: str) -> Iterator[str]:

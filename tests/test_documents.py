@@ -113,21 +113,14 @@ def test_every_setting_of_agent_and_service_has_a_row_with_its_variable() -> Non
 
 def test_every_option_of_the_product_is_explained_and_every_command_of_a_checkout_listed() -> None:
     page = "\n".join(DOCS.commands())
-    whole = typer.main.get_command(app)
-    options = 0
-    for path, command in DOCS._leaves(whole, "foreshock"):
-        if path.split()[1] in DOCS.RESEARCH:
-            assert re.search(rf"^- `{path}`: \w+ \w+", page, re.MULTILINE), path
-            continue
-        section = page.split(f"## `{path}`\n")[1].split("\n## ")[0]
-        for name in (name for each in command.params if each.name != "help" for name in each.opts if name[:2] == "--"):
-            where = page if re.search(rf"^- also .*`{name}`", section, re.MULTILINE) else section
-            (meaning,) = re.findall(
-                rf"^- .*`{name}`.*?: (.*)$", where.split("\n## ")[0] if where is page else where, re.MULTILINE
-            )
-            assert len(re.findall(r"[a-z]{2,}", meaning)) >= 2, (path, name)
-            options += 1
-    assert options > 60
+    sections = re.findall(r"^##+ `(foreshock [^`]*)`\n\n\w+ [^\n]*\n(.*?)(?=^#|\Z)", page, re.MULTILINE | re.DOTALL)
+    options = [option for *_, text in sections for option in re.findall(r"^\* `(.*?)`(?:: (.*))?$", text, re.MULTILINE)]
+    assert len(sections) > 20
+    assert len(options) > 60
+    assert [option for option, meaning in options if len(re.findall(r"[a-z]{2,}", meaning)) < 2] == []
+    listed = re.findall(r"^- `foreshock (\w+) ([\w-]+)`: \w+ \w+", page, re.MULTILINE)
+    whole: Any = typer.main.get_command(app)
+    assert listed == [(name, command) for name in DOCS.RESEARCH for command in whole.commands[name].commands]
 
 
 def test_the_variables_that_are_read_are_those_of_the_contract() -> None:
