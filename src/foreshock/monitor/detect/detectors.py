@@ -101,7 +101,7 @@ class Detectors:
             closed = self.run.add(readings)
             if closed:
                 self._measure()
-                tripped = tripped | self._trip()
+                tripped = self._trip() | tripped
             return self._report(tripped, readings.step, block_closed=closed)
 
     def _measure(self) -> None:

@@ -159,7 +159,7 @@ class NonFiniteTracker:
             self.overflow.lost += max(readings.lost_steps, 1)
             self.overflow.loss |= readings.loss is not None and not math.isfinite(readings.loss)
         elif known is not None and step - known.last_step > overflow_steps:
-            pass
+            self.overflow = None
 
     def sentence(self, step: int, heads: int) -> str:
         """What is known at `step`, in words. heads: how many the model has."""
