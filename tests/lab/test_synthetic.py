@@ -1,12 +1,20 @@
 """The table of synthetic runs: what it counts, and that the command makes it."""
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from foreshock.lab.scoring.synthetic import FAMILIES, SCORING_SEED, score_family, score_synthetic, supported_by_noise
+from foreshock.lab.scoring.synthetic import (
+    FAMILIES,
+    SCORING_SEED,
+    play,
+    score_family,
+    score_synthetic,
+    supported_by_noise,
+)
 
 NAMED = {family.name: family for family in FAMILIES}
 
@@ -52,3 +60,14 @@ def test_noise_that_is_looked_at_after_every_block_supports_a_drift_in_few_runs(
     row = supported_by_noise(16, runs=20, blocks=200, first_seed=0)
     assert row.warned <= 3
     assert row.runs == 20
+
+
+def test_closer_samples_name_the_cause_of_a_drift_that_one_step_in_ten_does_not_show() -> None:
+    family = NAMED["doubles each 500 steps from 5,000, closer samples decide"]
+    named = dict.fromkeys((0, 200), 0)
+    for seed, close_steps in itertools.product(range(3), named):
+        course = family.make(np.random.default_rng(seed))
+        end = int((course.score[:, 0] >= 512).argmax()) - 1000
+        played = play(course, end, family.stride, close_steps)
+        named[close_steps] += any(verdict.cause == "rounding" for _, told in played for verdict in told)
+    assert named[0] < named[200] == 3

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from foreshock.contract.slots import Floats
 from foreshock.contract.wire import Verdict
+from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 from foreshock.monitor.detect.readings import Readings
@@ -26,6 +27,8 @@ from foreshock.monitor.detect.readings import Readings
 SCORING_SEED: Final = 1000
 """The first seed of a published table; smaller ones are for tuning."""
 _PUSH: Final = 0.65
+_IN_ONE_OF_TEN: Final = math.sqrt(10.0)
+"""A push that one step in ten shows in a block is as much larger in all of its steps."""
 _BASE: Final = 40.0
 _HEADS_OF_A_LAYER: Final = 12
 Truth = Literal["failing", "healthy"]
@@ -56,6 +59,8 @@ class Family:
     runs: int = 10
     tuned: bool = True
     """whether its runs were looked at while the rule was chosen"""
+    stride: int = 1
+    """A course of every step is sampled as the agent does: one step in so many, and every one where that decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,42 +102,45 @@ class Row:
     """one for each run"""
 
 
-def play(course: Course, until: int | None = None) -> Iterator[tuple[Detectors, list[Verdict]]]:
-    """Feed a run to fresh detectors, sample by sample."""
+def play(
+    course: Course, until: int | None = None, stride: int = 1, close_steps: int = AgentConfig.close_watch_steps
+) -> Iterator[tuple[Detectors, list[Verdict]]]:
+    """Feed a run to fresh detectors, sample by sample. close_steps: every step is sampled so long after a warning or an
+    undecided drift."""
     count = course.offset.shape[1]
     detectors = Detectors([(index // _HEADS_OF_A_LAYER, index % _HEADS_OF_A_LAYER) for index in range(count)])
-    zeros, plain, before = np.zeros(count), np.zeros(count, dtype=np.int32), course.since
+    zeros, plain, before, close_until = np.zeros(count), np.zeros(count, dtype=np.int32), course.since, -1
     for place, step in enumerate(course.step[:until].tolist()):
-        rate = None if course.rate is None else float(course.rate[place])
-        yield (
-            detectors,
-            detectors.update(
-                Readings(
-                    step=step,
-                    since_step=min(before, step - 1),
-                    rows=np.full(count, course.rows[place]),
-                    score_offset=course.offset[place],
-                    largest_score=course.score[place],
-                    delta_bias_sum=course.bias[place],
-                    nonfinite_rows=zeros,
-                    modes=plain,
-                    loss=3.0,
-                    grad_norm=1.0,
-                    learning_rate=rate,
-                )
-            ),
+        if step % stride and step > close_until:
+            continue
+        readings = Readings(
+            step=step,
+            since_step=min(before, step - 1),
+            rows=np.full(count, course.rows[place]),
+            score_offset=course.offset[place],
+            largest_score=course.score[place],
+            delta_bias_sum=course.bias[place],
+            nonfinite_rows=zeros,
+            modes=plain,
+            loss=3.0,
+            grad_norm=1.0,
+            learning_rate=None if course.rate is None else float(course.rate[place]),
         )
+        told = detectors.update(readings)
+        yield detectors, told
+        if stride > 1 and (detectors.undecided or any(verdict.state == "raised" for verdict in told)):
+            close_until = step + close_steps
         before = step
 
 
-def outcome(course: Course, truth: Truth) -> Outcome:
+def outcome(course: Course, truth: Truth, stride: int = 1) -> Outcome:
     """Play one run. Of a failing run head 0 fails, and the run ends 3,500 steps after its score of 512."""
     dangerous = np.flatnonzero(course.score[:, 0] >= DANGEROUS_SCORE) if truth == "failing" else np.zeros(0, dtype=int)
     end = None
     if len(dangerous):
         after = course.step[dangerous[0] :] >= course.step[dangerous[0]] + 3500
         end = int(dangerous[0] + after.argmax()) if after.any() else None
-    told = [verdict for _, verdicts in play(course, end) for verdict in verdicts if verdict.severity != "info"]
+    told = [verdict for _, verdicts in play(course, end, stride) for verdict in verdicts if verdict.severity != "info"]
     raised = [verdict for verdict in told if verdict.state == "raised"]
     at = int(course.step[dangerous[0]]) if len(dangerous) else None
 
@@ -157,7 +165,7 @@ def outcome(course: Course, truth: Truth) -> Outcome:
 def score_family(family: Family, first_seed: int = SCORING_SEED, runs: int | None = None) -> Row:
     """Play the runs of a family, those with the seeds from `first_seed` on."""
     found = [
-        outcome(family.make(np.random.default_rng([seed, len(family.name)])), family.truth)
+        outcome(family.make(np.random.default_rng([seed, len(family.name)])), family.truth, family.stride)
         for seed in range(first_seed, first_seed + (runs or family.runs))
     ]
     row = Row(family=family.name, truth=family.truth, tuned=family.tuned, runs=len(found), warned=0, as_rounding=0)
@@ -513,6 +521,16 @@ FAMILIES: Final = (
     Family(name="30 nats in 1,000 steps", truth="failing", make=failing(lambda age: 0.03 * age, last=20_000)),
     Family(name="square of the step", truth="failing", make=failing(lambda age: 512 * (age / 1e4) ** 2), tuned=False),
     Family(name="doubles each 300 steps from 5,000", truth="failing", make=failing(doubling(300.0), onset=5000)),
+    *(
+        Family(
+            name=f"doubles each {pace} steps from 5,000, closer samples decide",
+            truth="failing",
+            make=failing(doubling(pace), onset=5000, last=10_000, every=1, heads=24, push=_IN_ONE_OF_TEN * _PUSH),
+            tuned=False,
+            stride=10,
+        )
+        for pace in (300, 500)
+    ),
     Family(name="no bias is measured", truth="failing", make=failing(push=0.0)),
     *(
         Family(
@@ -523,6 +541,17 @@ FAMILIES: Final = (
         )
         for name, course in _HEALTHY.items()
         for push, rate in ((0.0, "constant"), (0.1, "constant"), (0.1, "cosine"))
+    ),
+    *(
+        Family(
+            name=f"{name}, push {push:g}, closer samples decide",
+            truth="healthy",
+            make=healthy(_HEALTHY[name], push=_IN_ONE_OF_TEN * push, heads=24, every=1),
+            tuned=False,
+            stride=10,
+        )
+        for name in ("plateau", "wander of 1 to 4 nats")
+        for push in (0.0, 0.1)
     ),
     *(
         Family(
