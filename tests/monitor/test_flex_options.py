@@ -19,7 +19,7 @@ from transformers.integrations import flex_attention as integration
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
-from foreshock.monitor.attention import flex as watching
+from foreshock.monitor.attention import interception as watching
 from foreshock.monitor.attention import probe
 
 pytestmark = [

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreshock.monitor.model.latent import Call, InconclusiveCallError, parts_of
-from foreshock.monitor.model.layouts import Numbers
+from foreshock.monitor.model.layouts import Call, InconclusiveCallError, Numbers, parts_of
 
 TOKENS = 16
 

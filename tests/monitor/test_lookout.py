@@ -11,8 +11,8 @@ from tests.monitor.unusual_attention import ByHand
 from torch import Tensor, nn
 
 from foreshock.monitor import attach
-from foreshock.monitor.attention import lookout as module_of_lookouts
-from foreshock.monitor.attention.lookout import Lookout
+from foreshock.monitor.attention import coverage as module_of_lookouts
+from foreshock.monitor.attention.coverage import Lookout
 
 PYTORCHS = torch.autograd.backward
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foreshock.monitor.model.layers import find_projection
-from foreshock.monitor.model.sharding import part_of, tensor_parallel_dims
+from foreshock.monitor.model.weights import part_of, tensor_parallel_dims
 from foreshock.monitor.sampling.norms import ModelNorms
 
 

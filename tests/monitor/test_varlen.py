@@ -14,7 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
-from foreshock.monitor.attention import varlen as watching
+from foreshock.monitor.attention import interception as watching
 
 
 class Packed(CausalSelfAttention):
@@ -72,7 +72,7 @@ def state_after(model: Any, attention: Any) -> tuple[list[Tensor], list[wire.Sam
 
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
 def test_packed_sequences_of_pytorchs_own_function_are_watched(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "VARLEN", own_varlen)
+    monkeypatch.setattr(watching, "_own_varlen", own_varlen)
     torch.manual_seed(2)
     expected = tiny_gpt(PackedByHand(16, 2))
     model = tiny_gpt(Packed(16, 2))
@@ -89,7 +89,7 @@ def test_packed_sequences_of_pytorchs_own_function_are_watched(attention: Any, m
 
 
 def test_what_is_probed_of_packed_sequences_is_what_our_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "VARLEN", own_varlen)
+    monkeypatch.setattr(watching, "_own_varlen", own_varlen)
     counted = []
     for attention in ("keep", "kernels"):
         torch.manual_seed(4)
@@ -103,7 +103,7 @@ def test_what_is_probed_of_packed_sequences_is_what_our_kernels_count(monkeypatc
 def test_an_option_of_varlen_attn_that_is_not_known_is_left_alone_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watching, "VARLEN", lambda *args, block_table, **options: own_varlen(*args, **options))
+    monkeypatch.setattr(watching, "_own_varlen", lambda *args, block_table, **options: own_varlen(*args, **options))
 
     class Paged(Packed):
         def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

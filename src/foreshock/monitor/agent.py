@@ -336,17 +336,6 @@ class Agent:
         """
         return self._clipping.set(on, step=self.current_step, reason=reason)
 
-    def qk_clip_dry_run(self) -> dict[wire.HeadRef, float]:
-        """The heads that QK-Clip would scale, (layer, head), each with what its scores would be multiplied by.
-
-        By the largest scores of this process in the last sample and since; it waits for the device, changes nothing.
-        Of attention that is kept these are a sample of the scores: then the largest of all, by which it would go, may
-        be larger.
-        """
-        with apart(self._attached.state.device):
-            self._settle(self._sampler.collect(self._switchboard.host, sample=False, wait=True))
-            return self._clipping.dry_run()
-
     def qk_clip_with(
         self,
         *,

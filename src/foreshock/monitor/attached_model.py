@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.monitor.attention.backend_selector import BackendSelector
+from foreshock.monitor.attention.coverage import Lookout
 from foreshock.monitor.attention.layout_proof import LayoutProof
-from foreshock.monitor.attention.lookout import Lookout
 from foreshock.monitor.config import AgentConfig, versions
 from foreshock.monitor.detect.readings import Readings, head_readings
 from foreshock.monitor.sampling import collector as collecting

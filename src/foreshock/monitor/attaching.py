@@ -25,14 +25,12 @@ from foreshock.monitor.apart import apart
 from foreshock.monitor.assessment import KeyBias, openness, rounding
 from foreshock.monitor.attached_model import AttachedModel, served_by
 from foreshock.monitor.attention.backend_selector import BackendSelector
-from foreshock.monitor.attention.copies import is_watched
+from foreshock.monitor.attention.coverage import Lookout, lies_in
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
 from foreshock.monitor.attention.layout_proof import LayoutProof
-from foreshock.monitor.attention.lookout import Lookout, lies_in
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, is_watched, logger
 from foreshock.monitor.config import AgentConfig, make_config
-from foreshock.monitor.model.discovery import Found, find_attention, is_called_attention
-from foreshock.monitor.model.table import table_of
+from foreshock.monitor.model.discovery import Found, find_attention, is_called_attention, table_of
 from foreshock.monitor.model.weights import device_of
 from foreshock.monitor.qk_clip.latent_proof import LatentProof
 
@@ -100,7 +98,11 @@ def _put_under(
                 layer.go_on(before[layer.name])
             layer.late = before is not None and layer.name not in before
         selector = BackendSelector(layers, state, settings)
-    of_modules = [(f.module, layer.layout) for f, layer in zip(watched, layers, strict=True) if layer.layout]
+    of_modules = [
+        (f.module, layer.layout)
+        for f, layer in zip(watched, layers, strict=True)
+        if isinstance(layer.layout, LayoutProof)
+    ]
     lookout = Lookout(model, [f.name for f in found], settings.heads, of_modules)
     undo = _install(model, watched, layers, selector, lookout)
     try:
@@ -279,12 +281,11 @@ def _install(
             undo.callback(one)
         for found, layer in zip(watched, layers, strict=True):
             undo.callback(watch_module(found.module, layer))
-            if layer.layout is not None:
+            if isinstance(layer.layout, LayoutProof):
                 undo.callback(layer.layout.stop)
                 layer.layout.start()
         if "transformers.modeling_utils" in sys.modules:
-            from foreshock.monitor.attention.transformers_attention import watch_dispatch
-            from foreshock.monitor.attention.transformers_positions import watch_positions
+            from foreshock.monitor.attention.transformers_attention import watch_dispatch, watch_positions
 
             undo.callback(watch_dispatch())
             selector.masks_can_be_left_out(functools.partial(watch_positions, model))

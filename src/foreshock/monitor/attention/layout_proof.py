@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foreshock.monitor.attention.copies import LAYOUT_ATTRIBUTE, leave_no_trace_in_copies
+from foreshock.monitor.attention.watched_layer import LAYOUT_ATTRIBUTE, leave_no_trace_in_copies
+from foreshock.monitor.model.discovery import listed
 from foreshock.monitor.model.layers import (
     HeadRows,
     Projection,
@@ -24,9 +25,14 @@ from foreshock.monitor.model.layers import (
     why_unmeasured,
 )
 from foreshock.monitor.model.layouts import Rows, Seen, alike, fit, fused_rows, says_nothing, separate_rows
-from foreshock.monitor.model.sharding import is_sharded
-from foreshock.monitor.model.table import listed
-from foreshock.monitor.model.weights import base_of, change_by_weight, computes_otherwise, has_adapters, stored
+from foreshock.monitor.model.weights import (
+    base_of,
+    change_by_weight,
+    computes_otherwise,
+    has_adapters,
+    is_sharded,
+    stored,
+)
 
 _TRIES: Final = 3
 """Calls that may fit no layout before the norms stay unknown: one may be of another kind, for example with a cache."""

@@ -19,7 +19,7 @@ from foreshock.monitor.attention.running import (
     was_intercepted,
 )
 from foreshock.monitor.attention.watched_layer import Packed
-from foreshock.monitor.model.libraries import ORIGINAL, Entry, Make
+from foreshock.monitor.model.discovery import ORIGINAL, Entry, Make
 
 
 class _Call(NamedTuple):

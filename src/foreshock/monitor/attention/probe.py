@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,15 +31,26 @@ from foreshock.monitor.attention.probed_rows import (
     sizes,
 )
 
-if TYPE_CHECKING:
-    from foreshock.monitor.attention.layout_proof import LayoutProof
-
 logger: Final = logging.getLogger("foreshock")
 
 _SAVED: Final = 7
 """Tensors of a call that are saved for its backward; tokens of the projections come behind them."""
 _TICK_BITS: Final = 40
 """Of a layer's counter below its number."""
+
+
+class Layout(Protocol):
+    """Shows where W_Q and W_K of a layer's heads lie, from tokens of its calls (layout_proof.py)."""
+
+    @property
+    def open(self) -> bool:
+        """Whether a call is still to show it."""
+
+    def meet(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Attention is given these operands; what compiled code returns goes to `keep`."""
+
+    def keep(self, tokens: Sequence[Tensor]) -> None:
+        """Take what `meet` returned."""
 
 
 @dataclass(slots=True)
@@ -60,7 +71,7 @@ class Sampling:
     """Why this agent measures nothing any more: the training goes on without it."""
     refused: dict[int, str] = field(default_factory=dict)
     """By where a layer's state lies: what the model does with the attention that our kernels would not let it do."""
-    layouts: "Sequence[LayoutProof]" = ()
+    layouts: Sequence[Layout] = ()
     """The proofs of the agent's layers, in the order of their counters: they keep the tokens of compiled code."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from foreshock.monitor.model.sharding import is_sharded
+from foreshock.monitor.model.weights import is_sharded
 
 _NAME: Final = "clip_grad_norm_"
 

@@ -3,23 +3,29 @@
 No code is read. A number of heads with layers that make queries, or with a class that is called attention, makes a
 candidate, whose calls of attention are met. The first step shows which candidates compute attention, and which other
 modules do.
+
+All calls of a library pass through a few objects of its own: `flash_attn_func` ends in `FlashAttnFunc.apply`. They are
+recognised here without importing any of them.
+
+What a model computes in fact is read from the autograd graph of a backward: nothing is run for it. Softmax attention is
+a softmax of scores, which came out of a product of two activations, whose result is passed on to another product; or
+one of PyTorch's own attention operators. A product with a parameter is a linear layer: a router's softmax is no
+attention. Additive attention (of graph networks, of Bahdanau et al. 2015) adds an activation of each query to one of
+each key: a sum of two activations, each of which is repeated along another dimension, with a linear layer at most
+before the softmax. Where a graph was compiled, or is made again in the backward, nothing is seen of it.
 """
 
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from types import FunctionType
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
-
-try:
-    from torch.nn.attention import varlen
-except ImportError:  # before torch 2.9
-    varlen = None  # type: ignore[assignment]
 
 from foreshock.monitor.model.layers import (
     NOT_FOUND,
@@ -30,9 +36,242 @@ from foreshock.monitor.model.layers import (
     query_width,
     why_unmeasured,
 )
-from foreshock.monitor.model.libraries import make_of
-from foreshock.monitor.model.sharding import is_sharded, part_of, tensor_parallel_dims, under_fsdp
-from foreshock.monitor.model.weights import stored
+from foreshock.monitor.model.weights import is_sharded, part_of, stored, tensor_parallel_dims, under_fsdp
+
+try:
+    from torch.nn.attention import varlen
+except ImportError:  # before torch 2.9
+    varlen = None  # type: ignore[assignment]
+
+Make = Literal["flash_attn", "xformers", "transformer_engine", "megatron"]
+
+ORIGINAL: Final = "_foreshock_original"
+"""Attribute of what stands in the place of a library's object: that object."""
+
+_FLASH_ATTN: Final = [
+    f"FlashAttn{ends}{packed}Func" for ends in ("", "Varlen") for packed in ("", "QKVPacked", "KVPacked")
+]
+_KNOWN: Final[tuple[tuple[str, frozenset[str], Make], ...]] = (
+    # flash_attn from 2.3 on, flash_attn_interface (3), flash_attn.cute (4), and their copies in modules of any name
+    *((name, frozenset({"softmax_scale", "causal", "window_size"}), "flash_attn") for name in _FLASH_ATTN),
+    ("_memory_efficient_attention", frozenset({"inp", "op"}), "xformers"),
+    ("DotProductAttention", frozenset({"query_layer", "qkv_format", "attn_mask_type"}), "transformer_engine"),
+    ("DotProductAttention", frozenset({"query", "attention_mask", "packed_seq_params"}), "megatron"),
+)
+"""Name of an object, arguments that it has to take (or it is another's of the same name), and whose it is."""
+_NAMES: Final = frozenset(name for name, _, _ in _KNOWN)
+
+
+class Entry(NamedTuple):
+    """An object that calls of a library pass through."""
+
+    make: Make
+    arguments: dict[str, Any]
+    """In order and with their defaults, None for none; "self" of a module's forward."""
+
+
+def recognised(value: Any) -> Entry | None:
+    """What a library's function, torch.autograd.Function or module class is; None for anything else."""
+    if not isinstance(value, type | FunctionType) or value.__name__ not in _NAMES:
+        return None
+    value = vars(value).get(ORIGINAL, value)
+    function = issubclass(value, torch.autograd.Function) if isinstance(value, type) else False
+    if isinstance(value, type) and not function and not issubclass(value, nn.Module):
+        return None
+    called = value if isinstance(value, FunctionType) else value.forward
+    named = list(inspect.signature(called).parameters.values())[function:]
+    arguments = {each.name: None if each.default is each.empty else each.default for each in named}
+    makes = (make for name, wanted, make in _KNOWN if name == value.__name__ and wanted <= arguments.keys())
+    make = next(makes, None)
+    return None if make is None else Entry(make, arguments)
+
+
+def entries() -> Iterator[tuple[dict[str, Any] | type, str, Any, Entry]]:
+    """(globals of a module or a class, name in it, object, what it is) of every library that is imported."""
+    for module in list(sys.modules.values()):
+        space = getattr(module, "__dict__", None)
+        if not isinstance(space, dict):
+            continue
+        for name in _NAMES.intersection(space):
+            value = space[name]
+            if (entry := recognised(value)) is None:
+                continue
+            if issubclass(value, nn.Module) if isinstance(value, type) else False:
+                if "forward" in vars(value) and not hasattr(value.forward, ORIGINAL):
+                    yield value, "forward", value.forward, entry
+            elif not hasattr(value, ORIGINAL):
+                yield space, name, value, entry
+
+
+def make_of(module: nn.Module) -> Make | None:
+    """Whose attention module it is; None where it is no library's."""
+    found = (recognised(kind) for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    return next((entry.make for entry in found if entry is not None), None)
+
+
+_PRODUCTS: Final = {"BmmBackward0": 0, "MmBackward0": 0, "BaddbmmBackward0": 1}
+"""Products of two matrices, and which of their inputs is the first of these."""
+_PASS_ON: Final = re.compile(
+    "(Unsafe)?View|Reshape(Alias)?|Expand|Permute|Transpose|T|Clone|ToCopy|Mul|Div|Add|Sub|Neg|(Native|Fused)?Dropout|"
+    "MaskedFill|Where|NanToNum|Slice|Select|Squeeze|Unsqueeze|Cat|Stack|Index|Gather|Alias|Unbind|Split|Sum"
+)
+"""Functions that hand on what they are given, elementwise or to another place."""
+_SOFTMAX: Final = ("Softmax", "SafeSoftmax")
+_OPERATOR: Final = re.compile(r"_?ScaledDotProduct\w*Attention\w*Backward0")
+_PROBE: Final = "_Probed"
+"""What stands behind an attention that is met and measured (monitor/attention/probe.py)."""
+_LAYER: Final = re.compile(
+    "Addmm|Linear|.*Convolution|Embedding|ScaledDotProduct|ScaledGroupedMm|GroupedMm|.*Checkpoint"
+)
+_FAR: Final = 64
+"""Functions looked at from one on, until its inputs are given up."""
+
+BY_HAND: Final = "computes its attention by hand"
+OUT_OF_REACH: Final = "calls PyTorch's attention where it cannot be met"
+
+
+def attention_in(roots: Iterable[Tensor], model: nn.Module) -> dict[str, str] | None:
+    """What a backward from `roots` would run of attention that is not met: by name of the module that holds the weights
+    of its queries and keys, BY_HAND or OUT_OF_REACH. None where it runs through no parameter of `model`."""
+    nodes = _all_from([root.grad_fn for root in roots if root.grad_fn is not None])
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if not any(id(getattr(node, "variable", None)) in names for node in nodes):
+        return None
+    modules = dict(model.named_modules())
+    found: dict[str, str] = {}
+    met = {node for probe in nodes if _kind(probe) == _PROBE for node in _near(_inputs(probe)[0], _passes_on)}
+    for node in (node for node in nodes if node not in met):
+        kind = type(node).__name__
+        if _is_product(node):
+            operands = [scores for weights in _operands(node) for scores in _scores_behind(weights)]
+            how = BY_HAND
+        elif _OPERATOR.fullmatch(kind):
+            operands, how = [_inputs(node)[:2]], OUT_OF_REACH
+        else:
+            continue
+        for pair in operands:
+            if (name := _owner(pair, names, modules)) is not None:
+                found.setdefault(name, how)
+    return found
+
+
+def _all_from(roots: list[Any]) -> list[Any]:
+    seen, left = set(roots), list(roots)
+    while left:
+        for node in _inputs(left.pop()):
+            if node is not None and node not in seen:
+                seen.add(node)
+                left.append(node)
+    return list(seen)
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [before for before, _ in node.next_functions]
+
+
+def _operands(product: Any) -> list[Any]:
+    first = _PRODUCTS[type(product).__name__]
+    return _inputs(product)[first : first + 2]
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__.partition("Backward")[0]
+
+
+def _near(start: Any, goes_on: Callable[[Any], bool]) -> Iterator[Any]:
+    """Nodes from `start` on, the nearest first, without the inputs of those that do not go on."""
+    level, seen = [start], {start}
+    for node in level:
+        yield node
+        if node is not None and goes_on(node):
+            for before in _inputs(node):
+                if before not in seen and len(seen) < _FAR:
+                    seen.add(before)
+                    level.append(before)
+
+
+def _passes_on(node: Any) -> bool:
+    return _PASS_ON.fullmatch(_kind(node)) is not None
+
+
+def _scores_behind(weights: Any) -> Iterator[list[Any]]:
+    """The two activations of each product, or where there is none of each sum over all pairs, whose softmax these
+    weights are."""
+    for softmax in _near(weights, _passes_on):
+        if softmax is not None and _kind(softmax) in _SOFTMAX:
+            scores = _inputs(softmax)[0]
+            products = filter(_is_product, _near(scores, lambda node: not _is_product(node)))
+            operands = [_operands(node) for node in products]
+            # a product with a softmax is the output of another attention, or of a router
+            found = [pair for pair in operands if not any(map(_is_parameter, pair)) and not any(map(_weighs, pair))]
+            yield from found or _sums_of_all_pairs(scores)
+
+
+def _sums_of_all_pairs(scores: Any, *, through_a_layer: bool = True) -> Iterator[list[Any]]:
+    """The two activations of each sum, or difference, that broadcasts both: one of each query, one of each key."""
+    for node in _near(scores, lambda before: not _is_layer(before)):
+        if node is None:
+            continue
+        if _kind(node) in ("Add", "Sub") and None not in _inputs(node):
+            one, other = (_repeated(before) for before in _inputs(node))
+            pairs = list(zip(reversed(one), reversed(other), strict=False))
+            both_ways = any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
+            if both_ways and not any(map(_is_parameter, _inputs(node))):
+                yield _inputs(node)
+        elif through_a_layer and _is_layer(node):
+            for before in _inputs(node):
+                yield from _sums_of_all_pairs(before, through_a_layer=False)
+
+
+def _repeated(node: Any) -> Sequence[int]:
+    """The shape of what this node computed, before it was repeated along a dimension."""
+    while _kind(node) == "Expand" and None not in _inputs(node):
+        (node,) = _inputs(node)
+    return tuple(node._input_metadata[0].shape)
+
+
+def _is_product(node: Any) -> bool:
+    return type(node).__name__ in _PRODUCTS
+
+
+def _weighs(node: Any) -> bool:
+    return any(before is not None and _kind(before) in _SOFTMAX for before in _near(node, _passes_on))
+
+
+def _is_parameter(node: Any) -> bool:
+    """Whether a product's operand is made of parameters and constants alone, without a layer between."""
+    return not any(map(_is_layer, _near(node, lambda before: not _is_layer(before))))
+
+
+def _is_layer(node: Any) -> bool:
+    return _is_product(node) or _LAYER.match(_kind(node)) is not None
+
+
+def _owner(operands: list[Any], names: Mapping[int, str], modules: Mapping[str, nn.Module]) -> str | None:
+    """The module that holds the nearest weights of both; None where there are none that show it."""
+    paths = []
+    for operand in operands:
+        for node in _near(operand, lambda _: True):
+            if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+                paths.append(name.split(".")[:-1])
+                break
+    if len(paths) < 2:
+        return None
+    one, other = paths
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    path = one[:same]
+    if (
+        path
+        and type(modules[".".join(path)]).__module__.startswith("torch.nn.modules.")
+        and not isinstance(
+            modules[".".join(path)], nn.MultiheadAttention | nn.Sequential | nn.ModuleList | nn.ModuleDict
+        )
+    ):
+        path = path[:-1]  # a layer that makes queries and keys
+    return ".".join(path)
+
 
 SDPA: Final = torch.nn.functional.scaled_dot_product_attention
 """PyTorch's own function, whatever the name is bound to later."""
@@ -306,3 +545,52 @@ def places_of(*functions: Any) -> list[tuple[dict[str, Any], str, Any]]:
         if not str(getattr(module, "__name__", "")).startswith(left_alone):
             places.extend((space, name, value) for name, value in list(space.items()) if id(value) in wanted)
     return places
+
+
+_HEAD: Final = ("layer", "attention module", "heads", "key heads", "head dim", "W_Q and W_K", "how it is watched")
+_NAMED: Final = 3
+"""Members of a group that are named one by one."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names of a group, those in the middle left out where there are many."""
+    return ", ".join(names) if len(names) <= _NAMED else f"{names[0]}, {names[1]}, ..., {names[-1]}"
+
+
+def table_of(found: Sequence[Found], how: str) -> str:
+    """Modules that differ in their number alone share a line; `how` says how those are watched that are."""
+    groups: dict[tuple[str, ...], tuple[tuple[str, ...], list[tuple[str, str]]]] = {}
+    number = 0
+    for each in found:
+        label = "-" if each.problem else str(number)
+        number += not each.problem
+        name = each.name or "(the model)"
+        described = _described(each, how)
+        like = (re.sub(r"\d+", "#", name), *described[:-1], re.sub(r"\d+", "#", described[-1]))
+        groups.setdefault(like, (described, []))[1].append((label, name))
+    rows = [_HEAD]
+    for described, members in groups.values():
+        labels, names = zip(*members, strict=True)
+        together = f"{len(members)} x " if len(members) > 1 else ""
+        rows.append((_numbers(labels), together + listed(names), *described))  # type: ignore[arg-type]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(("foreshock watches:", *lines))
+
+
+def _described(found: Found, how: str) -> tuple[str, ...]:
+    sizes = [str(size) if size else "?" for size in (found.heads, found.kv_heads, found.head_dim)]
+    if found.projection:
+        layout = found.projection.layout + found.projection.gaps(found.first_head)
+    else:
+        layout = f"norms are not measured: {found.unmeasured or 'it is not watched'}"
+    return (*sizes, layout, f"NOTHING: {found.problem}" if found.problem else how)
+
+
+def _numbers(labels: Sequence[str]) -> str:
+    """0 to 31, or 1, 3, ..., 11."""
+    if labels[0] == "-":
+        return "-"
+    first, last = int(labels[0]), int(labels[-1])
+    whole = len(labels) > 1 and last - first + 1 == len(labels)
+    return f"{first} to {last}" if whole else listed(labels)

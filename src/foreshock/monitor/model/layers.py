@@ -13,15 +13,19 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foreshock.monitor.model.sharding import (
+from foreshock.monitor.model.weights import (
     Part,
+    base_of,
+    has_adapters,
+    is_conv1d,
     is_sharded,
     is_wrapped,
     local_tensor,
     part_of,
     parts_of,
+    stored,
+    why_unread,
 )
-from foreshock.monitor.model.weights import base_of, has_adapters, is_conv1d, stored, why_unread
 
 _SEPARATE: Final = (
     ("q_proj", "k_proj"),

@@ -1,28 +1,84 @@
-"""QK-Clip as an act: when it is on, which layers it may scale, and what it did, in events and in words."""
+"""QK-Clip as an act: when it is on, which layers it may scale, and what it did, in events and in words.
 
-import math
+It may scale layers whose largest score is known exactly and whose weights are the optimizer's own. Processes that hold
+the same heads must scale them by the same factors.
+"""
+
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.contract.decision import cause_of, is_active
-from foreshock.contract.slots import Floats, Slot, slot_values
 from foreshock.monitor.apart import apart
 from foreshock.monitor.attached_model import AttachedModel
+from foreshock.monitor.attention.backend_selector import BackendSelector
+from foreshock.monitor.attention.layout_proof import LayoutProof
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard, logger
+from foreshock.monitor.model.discovery import listed
 from foreshock.monitor.model.layers import Projection
-from foreshock.monitor.model.table import listed
-from foreshock.monitor.qk_clip.replicas import alike, group_of_replicas
-from foreshock.monitor.qk_clip.scaling import QKClip
-from foreshock.monitor.qk_clip.targets import projection_of
+from foreshock.monitor.qk_clip.scaling import QKClip, parameters_of
 from foreshock.monitor.sampling.collector import Counted
 from foreshock.monitor.sampling.stride import passes
+
+
+def group_of_replicas(given: "torch.distributed.ProcessGroup | None") -> "torch.distributed.ProcessGroup | None":
+    """The group that was given, else all processes of the job; None where that is this process alone."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    group = given if given is not None else torch.distributed.group.WORLD
+    return group if torch.distributed.get_world_size(group) > 1 else None
+
+
+def alike(group: "torch.distributed.ProcessGroup", state: Tensor, what: tuple[object, ...]) -> bool:
+    """Whether all processes of the group hold the same heads with the same settings. It waits for them, once."""
+    digest = float(zlib.crc32(repr(what).encode()))
+    both = torch.tensor([digest, -digest], dtype=torch.float64, device=state.device)
+    torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
+    return bool(both[0] == digest and both[1] == -digest)
+
+
+_COPIED: Final = ("main_param", "_hp_mapping", "ds_id")
+"""What Megatron and DeepSpeed put on a parameter whose master copy the optimizer owns."""
+
+
+def projection_of(
+    layer: WatchedLayer, layout: LayoutProof, selector: BackendSelector, optimizers: Sequence[Any]
+) -> Projection | str:
+    """Where the weights of a layer lie, or why it is not scaled."""
+    if layer.sampled and (why := selector.why_not_in_full(layer)) is not None:
+        return why
+    if layer.unserved:
+        return f"some of its calls are not watched ({next(iter(layer.unserved))})"
+    found = layout.scalable()
+    if isinstance(found, str):
+        return found
+    for parameter in parameters_of(found):
+        if (why := _why_not_owned(parameter, optimizers)) is not None:
+            return why
+    return found
+
+
+def _why_not_owned(parameter: nn.Parameter, optimizers: Sequence[Any]) -> str | None:
+    if not optimizers:
+        if parameter.element_size() > 2 and not any(hasattr(parameter, name) for name in _COPIED):
+            return None
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        return (
+            f"its weights are {dtype} and may be copies of an optimizer's own; where they are not, "
+            "agent.qk_clip_with(optimizer=...) shows it"
+        )
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    owned = any(parameter is own for group in groups for own in group["params"])
+    masters = any("master" in str(key) for one in optimizers for key in one.state.get(parameter, {}))
+    return None if owned and not masters else "the optimizer trains a copy of its weights, which would undo it"
+
 
 _BEGIN_TOGETHER: Final = (
     "several processes can only begin to clip in the same step: start them with qk_clip='warned' or 'always', or call "
@@ -72,8 +128,6 @@ class Clipping:
         """The step of the newest sample that showed scalings."""
         self._done: dict[wire.HeadRef, tuple[int, float]] = {}
         """Heads that were ever scaled: how often, and by what factor the scores were scaled altogether at most."""
-        self.last_scores: Floats | None = None
-        """The largest score of each head in the last sample, for `dry_run`."""
         self._looked: tuple[list[tuple[object, ...]], dict[int, str]] | None = None
         """The state of the layers when the last search found which can be scaled, and why others cannot."""
         self._ask_for_all_rows(0, 1)
@@ -155,20 +209,6 @@ class Clipping:
                 self._held = False
                 self._switched(True, step, f"qk_clip warned: {verdict.sentence}")
                 return
-
-    def dry_run(self) -> dict[wire.HeadRef, float]:
-        """What the scores of each head would be scaled by, by the largest of the last sample and since."""
-        trial = self._trial()
-        scores = (trial if self._clip is None else self._clip).largest.cpu().numpy()
-        return self._factors(scores if self.last_scores is None else np.fmax(scores, self.last_scores))
-
-    def _factors(self, scores: Floats) -> dict[wire.HeadRef, float]:
-        refused, tau = self._trial().refused, self._config.qk_clip_threshold
-        return {
-            head: tau / score
-            for head, score in zip(self._heads, scores.tolist(), strict=True)
-            if head[0] not in refused and tau < score < math.inf
-        }
 
     def _trial(self) -> QKClip:
         layers, tau = self._attached.layers, self._config.qk_clip_threshold
@@ -266,7 +306,6 @@ class Clipping:
 
     def arrived(self, counted: Counted) -> None:
         """Take in what a sample shows, once it is on the host."""
-        self.last_scores = slot_values(counted.words, Slot.SCORE_MAX)
         wishes = counted.norms.pop("wishes", None)
         if wishes is None:
             return

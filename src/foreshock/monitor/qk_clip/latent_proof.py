@@ -2,7 +2,7 @@
 
 Hooks on the projections of a layer note a few tokens of their outputs, and the call of attention that follows keeps
 the same tokens of what it was given. At the next step boundary these numbers show where the parts of queries and keys
-lie (monitor/model/latent.py). Where keys have a part that all heads share no norms are measured: QK-Clip alone asks.
+lie (monitor/model/layouts.py). Where keys have a part that all heads share no norms are measured: QK-Clip alone asks.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from foreshock.monitor.attention.copies import LAYOUT_ATTRIBUTE
 from foreshock.monitor.attention.layout_proof import LayoutProof, proof_of
-from foreshock.monitor.model.latent import Call, InconclusiveCallError, Placed, parts_of
+from foreshock.monitor.attention.watched_layer import LAYOUT_ATTRIBUTE
 from foreshock.monitor.model.layers import HeadRows, Projection, outputs_of, why_projection_unread
-from foreshock.monitor.model.layouts import Numbers
-from foreshock.monitor.model.sharding import is_sharded
-from foreshock.monitor.model.weights import has_adapters, stored
+from foreshock.monitor.model.layouts import Call, InconclusiveCallError, Numbers, Placed, parts_of
+from foreshock.monitor.model.weights import has_adapters, is_sharded, stored
 
 _TRIES: Final = 3
 """Calls that may fit no layout before it stays unknown, as in LayoutProof."""

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot
 from foreshock.monitor.model.layers import HeadRows, Projection
-from foreshock.monitor.model.sharding import is_sharded, is_wrapped, local_tensor, spans_of
-from foreshock.monitor.model.weights import is_conv1d, stored
+from foreshock.monitor.model.weights import is_conv1d, is_sharded, is_wrapped, local_tensor, spans_of, stored
 
 ALPHA: Final = 0.5
 """The share of the queries in the scaling, as in Kimi K2."""

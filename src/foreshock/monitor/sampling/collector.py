@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foreshock.contract.slots import Floats, Words, identity_row
 from foreshock.monitor.crisis import ParametersFound
-from foreshock.monitor.model.sharding import is_sharded
+from foreshock.monitor.model.weights import is_sharded
 from foreshock.monitor.sampling.transfer import Transfer, ungathered
 
 logger: Final = logging.getLogger("foreshock")
