@@ -1,26 +1,34 @@
 import asyncio
-import ipaddress
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import SecretStr, ValidationError
 
 from foreshock.server.notifier import Notifier
-from foreshock.server.outgoing import Outgoing, OutgoingError, Target, is_public
+from foreshock.server.outgoing import Outgoing, OutgoingError
 from foreshock.server.settings import Settings
 from foreshock.server.testing import FakeRank
 from foreshock.server.testing.fixed import settings_with
 
 HOST = "hooks.example.com"
 CERTIFICATE = Path(__file__).parent / "loopback_certificate.pem"
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 pytestmark = pytest.mark.promise("S10")
+
+
+class ToLoopback(httpx.AsyncHTTPTransport):
+    """Connects to loopback for whatever host is named, and checks the certificate against that name."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        request.extensions |= {"sni_hostname": request.url.host}
+        request.url = request.url.copy_with(host="127.0.0.1")
+        return await super().handle_async_request(request)
 
 
 class Hook:
@@ -51,59 +59,14 @@ class Hook:
         finally:
             server.close()
 
-    def out(self, trusted: bool = True, **changes: Any) -> Outgoing:
-        """A sender that may reach loopback, for tests alone."""
-        tls = ssl.create_default_context(cafile=str(CERTIFICATE) if trusted else None)
-        given: dict[str, Any] = {"resolve": self.resolve, "reachable": lambda address: address.is_loopback, "tls": tls}
-        return Outgoing({HOST}, **{**given, **changes})
-
-    async def resolve(self, host: str, port: int) -> list[str]:
-        assert host == HOST
-        return ["127.0.0.1"]
+    def out(self, total_seconds: float = 5.0) -> Outgoing:
+        """A sender whose messages reach loopback, for tests alone."""
+        return Outgoing({HOST}, lambda tls: ToLoopback(verify=tls), total_seconds)
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1",
-        "127.8.8.8",
-        "0.0.0.0",
-        "10.0.0.1",
-        "172.16.3.4",
-        "192.168.1.1",
-        "169.254.169.254",
-        "100.64.0.1",
-        "192.0.2.1",
-        "198.18.0.1",
-        "224.0.0.1",
-        "240.0.0.1",
-        "255.255.255.255",
-        "::",
-        "::1",
-        "fe80::1",
-        "fc00::1",
-        "fd12::1",
-        "ff02::1",
-        "::ffff:127.0.0.1",
-        "::ffff:8.8.8.8",
-        "64:ff9b::7f00:1",
-        "2002:7f00:1::",
-        "2001:0:7f00:1::",
-        "2001:db8::1",
-    ],
-)
-def test_an_address_that_is_not_of_the_open_internet_is_refused(address: str) -> None:
-    assert not is_public(ipaddress.ip_address(address))
-
-    async def resolve(host: str, port: int) -> list[str]:
-        return ["93.184.215.14", address]  # one bad address among good ones is enough
-
-    with pytest.raises(OutgoingError, match="not public"):
-        asyncio.run(Outgoing({HOST}, resolve=resolve).post(f"https://{HOST}/", b"{}"))
-
-
-def test_addresses_of_the_open_internet_are_taken() -> None:
-    assert all(is_public(ipaddress.ip_address(text)) for text in ("93.184.215.14", "1.1.1.1", "2606:4700::1111"))
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
 
 
 @pytest.mark.parametrize(
@@ -111,56 +74,40 @@ def test_addresses_of_the_open_internet_are_taken() -> None:
     [
         ("http://hooks.example.com/", "only https"),
         ("file:///etc/passwd", "only https"),
-        ("gopher://hooks.example.com/", "only https"),
-        ("https://127.0.0.1/", "by its full name"),
-        ("https://2130706433/", "by its full name"),
-        ("https://0x7f000001/", "by its full name"),
-        ("https://0177.0.0.1/", "by its full name"),
-        ("https://127.1/", "by its full name"),
-        ("https://[::1]/", "by its full name"),
-        ("https://[::ffff:127.0.0.1]/", "by its full name"),
-        ("https://localhost/", "by its full name"),
-        ("https://metadata/", "by its full name"),
-        ("https://hooks.example.com./", "by its full name"),
-        ("https://hooks.example\u3002com/", "by its full name"),
+        ("https://127.0.0.1/", "not allowed"),
+        ("https://2130706433/", "not allowed"),
+        ("https://[::1]/", "not allowed"),
+        ("https://localhost/", "not allowed"),
+        ("https://hooks.example.com./", "not allowed"),
         ("https://elsewhere.example.com/", "not allowed"),
         ("https://hooks.example.com.evil.org/", "not allowed"),
         ("https://hooks.example.com@evil.org/", "login"),
         ("https://evil.org:x@hooks.example.com/", "login"),
-        ("https://hooks.example.com:99999/", "cannot be read"),
-        ("https://hooks.example.com/a b", "percent-encoded"),
-        ("https://hooks.example.com/\u00e4", "percent-encoded"),
+        ("https://hooks.example.com/a\r\nx-evil:1", "cannot be read"),
     ],
 )
-def test_a_url_that_could_lead_elsewhere_is_refused_before_anything_is_resolved(url: str, words: str) -> None:
-    async def resolve(host: str, port: int) -> list[str]:
-        raise AssertionError("resolved")
+def test_a_url_that_could_lead_elsewhere_is_refused_before_anything_is_sent(url: str, words: str) -> None:
+    def transport(tls: ssl.SSLContext) -> httpx.AsyncBaseTransport:
+        raise AssertionError("something was sent")
 
     with pytest.raises(OutgoingError, match=words) as caught:
-        asyncio.run(Outgoing({HOST}, resolve=resolve).post(url, b"{}"))
+        asyncio.run(Outgoing({HOST}, transport).post(url, b"{}"))
     assert url not in str(caught.value)
 
 
-def test_line_breaks_in_a_url_never_reach_the_wire() -> None:
-    assert Target.of("https://hooks.example.com/a\r\nx-evil:1", {HOST}).path == "/ax-evil:1"
-
-
-def test_a_message_is_delivered_to_the_address_that_was_checked() -> None:
-    hook, asked = Hook(), []
-
-    async def resolve(host: str, port: int) -> list[str]:
-        asked.append(host)
-        return ["127.0.0.1"] if len(asked) == 1 else ["10.0.0.1"]  # a name that is rebound after the check
+def test_a_message_is_delivered_as_json_to_the_host_that_the_url_names() -> None:
+    hook = Hook()
 
     async def story() -> None:
         async with hook.open() as url:
-            assert await hook.out(resolve=resolve).post(url, b'{"a":1}') == 200
+            assert await hook.out().post(url, b'{"a":1}') == 200
 
     asyncio.run(story())
     [(head, body)] = hook.requests
     assert head.startswith("POST /services/secret-path HTTP/1.1\r\n")
-    assert f"host: {HOST}:{hook.port}" in head
-    assert (body, asked) == (b'{"a":1}', [HOST])
+    assert f"host: {HOST}:{hook.port}" in head.lower()
+    assert "content-type: application/json" in head.lower()
+    assert body == b'{"a":1}'
 
 
 def test_a_redirect_is_an_answer_and_not_followed() -> None:
@@ -199,13 +146,21 @@ def test_a_body_without_end_is_not_read() -> None:
     asyncio.run(story())
 
 
-def test_a_server_without_the_names_certificate_gets_nothing() -> None:
-    hook = Hook()
+@pytest.mark.parametrize("certificates", ["others", "another name"])
+def test_an_inner_server_has_no_certificate_for_the_name_and_gets_nothing(
+    certificates: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook, named = Hook(), HOST
+    if certificates == "others":
+        monkeypatch.delenv("SSL_CERT_FILE")
+    else:
+        named = "other.example.com"
 
     async def story() -> None:
         async with hook.open() as url:
+            out = Outgoing({named}, lambda tls: ToLoopback(verify=tls))
             with pytest.raises(OutgoingError, match="SSLCertVerificationError"):
-                await hook.out(trusted=False).post(url, b"{}")
+                await out.post(url.replace(HOST, named), b"{}")
 
     asyncio.run(story())
     assert hook.requests == []
@@ -221,7 +176,7 @@ def test_certificates_that_the_environment_names_are_read_for_each_message_and_a
 
     async def story() -> None:
         async with hook.open() as url:
-            out = hook.out(tls=None)
+            out = hook.out()
             with pytest.raises(OutgoingError, match=f"SSL_CERT_FILE={named} cannot be used"):
                 await out.post(url, b"{}")
             named.write_bytes(CERTIFICATE.read_bytes())

@@ -15,7 +15,7 @@ from pydantic_settings.exceptions import SettingsError
 
 from foreshock.contract.environment import as_header_carries, refuse_misspelt, sentences
 from foreshock.contract.wire import MAX_BATCH_BYTES
-from foreshock.server.outgoing import OutgoingError, Target
+from foreshock.server.outgoing import OutgoingError, allowed
 
 Scope = Literal["ingest", "read", "act", "delete", "admin"]
 _TOKEN_CHARACTERS = 16
@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     notify_slack_url: SecretStr | None = Field(default=None, description="an incoming webhook of Slack, or compatible")
     notify_webhook_url: SecretStr | None = Field(default=None, description="gets {message, event, incidents} as JSON")
     notify_hosts: tuple[str, ...] = Field(
-        default=("hooks.slack.com",), description="hosts that the two URLs above may name; https alone, never a number"
+        default=("hooks.slack.com",), description="hosts that the two URLs above may name; https alone"
     )
     public_url: str = Field(
         default="",
@@ -141,7 +141,7 @@ class Settings(BaseSettings):
         for url in (self.notify_slack_url, self.notify_webhook_url):
             if url is not None:
                 try:
-                    Target.of(url.get_secret_value(), [host.lower() for host in self.notify_hosts])
+                    allowed(url.get_secret_value(), [host.lower() for host in self.notify_hosts])
                 except OutgoingError as error:
                     raise ValueError(f"a notification URL cannot be used: {error}") from None
         return self
