@@ -38,26 +38,14 @@ def test_a_cursor_that_the_service_never_gave_is_refused(play: Any, power: str, 
     play(story)
 
 
-def test_a_run_says_the_key_heads_that_its_agent_knows_and_none_that_nothing_told(play: Any) -> None:
+def test_a_run_says_the_key_heads_and_head_dims_that_its_agent_knows_and_none_that_nothing_told(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = FakeRank()
         known, unknown = rank.layers
-        rank.layers = (known, unknown.model_copy(update={"kv_heads_known": False}))
+        rank.layers = (known, unknown.model_copy(update={"kv_heads_known": False, "head_dim": 0}))
         await service.store(rank, rank.started())
         layers = (await service.get("/v1/runs/run-1"))["layers"]
-        assert [layer["kv_heads"] for layer in layers] == [3, None]
-
-    play(story)
-
-
-def test_a_head_dim_that_nothing_told_is_no_number(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        known, unknown = rank.layers
-        rank.layers = (known, unknown.model_copy(update={"head_dim": 0}))
-        await service.store(rank, rank.started())
-        layers = (await service.get("/v1/runs/run-1"))["layers"]
-        assert [layer["head_dim"] for layer in layers] == [16, None]
+        assert [(layer["kv_heads"], layer["head_dim"]) for layer in layers] == [(3, 16), (None, None)]
 
     play(story)
 

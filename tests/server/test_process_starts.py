@@ -20,6 +20,15 @@ AHEAD, BEHIND = "1800000060000-0-aaaa", "1800000000000-0-bbbb"
 ORDER = {"who": "ann", "reason": "drift", "heads": [[0, 1]], "mode": "exact_delta"}
 
 
+class Clock:
+    """The service's clock, which may be wrong for a moment."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return time.time() + self.ahead
+
+
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
 def play_on_both(request: pytest.FixtureRequest, play: Any, player: Any) -> Callable[..., None]:
     """Plays a story on a new store of either kind."""
@@ -113,12 +122,6 @@ def test_one_that_was_cut_off_from_the_service_does_not_outrank_its_successor_wh
 def test_a_service_whose_clock_jumped_for_a_moment_still_knows_who_came_last(
     play: Any, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
 ) -> None:
-    class Clock:
-        ahead = 0.0
-
-        def time(self) -> float:
-            return time.time() + self.ahead
-
     async def story(service: Any) -> None:
         clock = Clock()
         monkeypatch.setattr(recorder, "time", clock)
@@ -134,12 +137,6 @@ def test_a_service_whose_clock_jumped_for_a_moment_still_knows_who_came_last(
 def test_a_spool_that_is_replayed_after_the_clock_was_ahead_stays_before_its_successor(
     play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Clock:
-        ahead = 0.0
-
-        def time(self) -> float:
-            return time.time() + self.ahead
-
     async def story(service: Any) -> None:
         clock = Clock()
         monkeypatch.setattr(recorder, "time", clock)
@@ -193,14 +190,15 @@ def test_an_agent_that_was_updated_outranks_the_old_one_whose_clock_was_ahead(pl
 
 
 @pytest.mark.promise("S5")
-@pytest.mark.parametrize("age", ["-1", "nan", "inf", "1e308", "", "12.5"])
-def test_only_an_age_that_a_process_can_have_is_taken(age: str) -> None:
-    assert arrival_of({AGE_HEADER: age}) == Arrival(12.5 if age == "12.5" else None)
+def test_an_age_that_a_process_can_have_is_taken() -> None:
+    assert arrival_of({AGE_HEADER: "12.5"}) == Arrival(12.5)
 
 
 @pytest.mark.promise("S5")
-@pytest.mark.parametrize("age", ["soon", "-1", "nan", "inf", "1e300", "9" * 400, "\u0660", ""])
-def test_a_senseless_age_costs_no_batch(play: Any, age: str) -> None:
+@pytest.mark.parametrize("age", ["soon", "-1", "nan", "inf", "1e308", "9" * 400, "\u0660", ""])
+def test_a_senseless_age_is_not_taken_and_costs_no_batch(play: Any, age: str) -> None:
+    assert arrival_of({AGE_HEADER: age.encode().decode("latin-1")}) == Arrival()  # as a server reads it
+
     async def story(service: Any) -> None:
         rank = FakeRank()
         headers = {"content-type": "application/json", "foreshock-process-age": age.encode()}
