@@ -10,8 +10,7 @@ from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
 from tests.monitor.test_clipping import EVERY, changed, two_layers
 
 from foreshock.contract import wire
-from foreshock.contract.incident import incidents
-from foreshock.contract.incident_form import Warned
+from foreshock.contract.incident import Warned, incidents
 from foreshock.contract.slots import Slot, Words, identity_row
 from foreshock.lab.recording.trace import read_trace
 from foreshock.monitor import attach

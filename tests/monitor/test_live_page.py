@@ -8,7 +8,7 @@ from tests.faults.hostile_server import acknowledge, hostile_server
 from tests.monitor.doubles import ScriptedDetectors, verdict
 from tests.monitor.tiny_models import tiny_gpt, train_step
 
-from foreshock.contract.incident_form import page_of
+from foreshock.contract.incident import page_of
 from foreshock.monitor import attach
 
 

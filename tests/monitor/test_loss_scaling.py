@@ -10,8 +10,7 @@ from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt
 
 from foreshock.contract import wire
-from foreshock.contract.incident import incidents
-from foreshock.contract.incident_form import Warned
+from foreshock.contract.incident import Warned, incidents
 from foreshock.monitor import AgentConfig, attach
 
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foreshock.contract import wire
-from foreshock.contract.incident import incidents
-from foreshock.contract.incident_form import Warned
+from foreshock.contract.incident import Warned, incidents
 from foreshock.monitor import attach
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCABULARY = 4, 4, 32, 12, 6, 40

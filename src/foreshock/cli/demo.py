@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foreshock.contract import wire
-from foreshock.contract.incident_form import page_of
+from foreshock.contract.incident import page_of
 from foreshock.lab.recording.pace import Pace
 from foreshock.lab.recording.replay import replay_together
 from foreshock.lab.service import local_service

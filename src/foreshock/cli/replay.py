@@ -9,7 +9,7 @@ from rich.console import Console
 
 from foreshock.cli.output import print_json_line
 from foreshock.contract import wire
-from foreshock.contract.incident_form import page_of
+from foreshock.contract.incident import page_of
 from foreshock.lab.recording.pace import Pace
 from foreshock.lab.recording.replay import replay, run_of
 from foreshock.lab.recording.trace import read_trace

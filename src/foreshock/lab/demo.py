@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from rich.console import Console
 
-from foreshock.contract.incident_form import page_of
+from foreshock.contract.incident import page_of
 from foreshock.lab.service import local_service
 from foreshock.lab.training.arm import (
     CONTROL,

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.incident_form import page_of
+from foreshock.contract.incident import page_of
 from foreshock.contract.metrics.metric import GUARDED
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor.apart import apart

@@ -8,7 +8,7 @@ from typing import Final
 from foreshock.contract import wire
 from foreshock.contract.causes import IncidentCause
 from foreshock.contract.decision import cause_of
-from foreshock.contract.incident_form import page_of
+from foreshock.contract.incident import page_of
 from foreshock.contract.route import through
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard, say
