@@ -19,21 +19,20 @@ from foreshock.monitor import attach
 
 ROOT = Path(__file__).resolve().parents[1]
 _MONITORS = {
-    "foreshock": ("foreshock", "shipped", "yes", "switches it"),
-    "largest score, 100 (Megatron)": ("largest score of the model", "published", "no", "QK-clip"),
-    "largest score, calibrated": ("largest score of the model", "calibrated", "no", "no"),
-    "largest offset, 50": ("largest offset of the model", "published", "no", "no"),
-    "W_Q norm, calibrated": ("W_Q norm", "calibrated", "no", "no"),
-    "gradient norm z-score, 2.5 (ZClip)": ("gradient-norm z-score", "published", "no", "clips the gradient"),
+    "foreshock": ("foreshock", "yes", "switches it"),
+    "four conditions (the simplest rule that we found)": ("four conditions", "yes", "no"),
+    "largest offset, 50": ("largest offset of the model", "no", "no"),
+    "largest score, 100 (Megatron)": ("largest score of the model", "no", "QK-clip"),
+    "gradient norm z-score, 2.5 (ZClip)": ("gradient-norm z-score", "no", "clips the gradient"),
 }
-"""A row of README's table: monitor and threshold in the report of `lab score`; whether it names the head, and acts."""
+"""A row of README's table: monitor in the report of `lab score`; whether it names the head, and acts."""
 
 
 def compared() -> Iterator[str]:
     """README's table of monitors, from the report on the runs on real text."""
     rows = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "monitors.json").read_text())["table"]
-    measured = {(row["monitor"], row["kind"]): row for row in rows}
-    first = measured["foreshock", "shipped"]
+    measured = {row["monitor"]: row for row in rows}
+    first = measured["foreshock"]
     head = (
         "monitor, threshold",
         f"warned before a score of 512, of {first['dangerous']}",
@@ -42,13 +41,13 @@ def compared() -> Iterator[str]:
     )
     yield f"| {' | '.join((*head, 'names the head', 'acts'))} |"
     yield "|---|---|---|---|---|---|"
-    for name, (monitor, kind, *known) in _MONITORS.items():
-        row = measured[monitor, kind]
-        median, least, most = (row[f"{which}_lead_to_dangerous_steps"] for which in ("median", "least", "most"))
+    for name, (monitor, *known) in _MONITORS.items():
+        row = measured[monitor]
+        median, least, most = (row[f"{which}_lead"] for which in ("median", "least", "most"))
         never_quiet = row["false_alarms"] > row["possible_alarms"] / 2
         cells = (
             name,
-            f"{row['warned_before_dangerous']}",
+            f"{row['warned']}",
             "rings all the time" if never_quiet else f"{median:,.0f} ({least:,.0f} to {most:,.0f})",
             f"{row['false_alarms']}",
             *known,

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("contract", "kernels", "monitor", "server", "dashboards", "lab", "cli")
-CHECKOUT = ("benchmarks/", "cli/research/", "lab/scoring/", "lab/sets/", "server/testing/")
+CHECKOUT = ("benchmarks/", "cli/research/", "lab/scoring/", "server/testing/")
 """What research and tests need, and no user of the wheel."""
 
 

@@ -36,18 +36,23 @@ def test_what_is_printed_of_a_run_is_what_the_report_says_of_it(tmp_path: Path) 
     assert f"report: {tmp_path / 'report.json'}" in out.getvalue().replace("\n", "")
 
 
-def test_forecasts_and_monitors_are_those_of_the_report(tmp_path: Path) -> None:
+def test_the_tables_are_those_of_the_report(tmp_path: Path) -> None:
     failing = TRACE.with_name("key-bias_fa2_batch32.trace.xz")
     console, out = wide()
     scores.score([failing, TRACE], console, report=tmp_path / "report.json")
     report = json.loads((tmp_path / "report.json").read_text())
-    told = {each["file"].rsplit("/", 1)[-1]: each for each in report["traces"]}
+    told = {each["file"]: each for each in report["traces"]}
     for file, each in told.items():
         line = columns(out.getvalue(), file.removesuffix(".trace.xz"))
         assert line[3] == scores.cell(each["first_warning_step"])
     assert told[failing.name]["first_warning_step"] is not None
-    assert "forecasts, " in out.getvalue()
-    assert "healthy steps: " in out.getvalue()
+    for monitor in report["table"]:
+        name = monitor["monitor"]
+        rest = next(line for line in out.getvalue().splitlines() if line.startswith(name))[len(name) :].split()
+        assert rest[0] == scores.cell(monitor["threshold"])
+        assert rest[1:4] == [str(monitor["warned"]), "of", str(monitor["dangerous"])]
+    assert f"all {report['healthy'][-1]['runs']}" in " ".join(columns(out.getvalue(), "all "))
+    assert f"Of {report['precision']['warned_as_rounding']} observed runs" in out.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 120])

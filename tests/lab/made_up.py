@@ -24,18 +24,20 @@ def noisy(level: float, count: int = STEPS, seed: int = 0) -> Floats:
     return level + 0.02 * np.random.default_rng(seed).normal(size=count)
 
 
-def words(offset: float, largest: float) -> Words:
+def words(offset: float, largest: float, bias: float = 1e-4) -> Words:
     state = np.tile(identity_row(), (HEADS, 1))
     floats = state.view(np.float64)
     state[:, Slot.ROWS] = 1000
     floats[:, Slot.SCORE_OFFSET_SUM] = 500.0
     floats[:, Slot.ROW_MAX_ABS] = 12.0
     floats[1, Slot.SCORE_OFFSET_SUM], floats[1, Slot.ROW_MAX_ABS] = 1000 * offset, largest
-    floats[:, Slot.DELTA_BIAS_SUM], floats[1, Slot.DELTA_BIAS_SUM] = 1e-6, 1e-4
+    floats[:, Slot.DELTA_BIAS_SUM], floats[1, Slot.DELTA_BIAS_SUM] = 1e-6, bias
     return state
 
 
-def record(path: Path, *, fails: bool, split: str = "held-out", seed: int = 1, **header: Any) -> Path:
+def record(
+    path: Path, *, fails: bool, split: str = "held-out", seed: int = 1, bias: float = 1e-4, **header: Any
+) -> Path:
     """A run of two layers of two heads; a failing head doubles every 400 steps, and the loss leaves at 5000."""
     layers = tuple(
         wire.Layer(layer=layer, name=f"h.{layer}", heads=(0, 1), kv_heads=2, head_dim=8, served_by="reference")
@@ -50,7 +52,7 @@ def record(path: Path, *, fails: bool, split: str = "held-out", seed: int = 1, *
         writer(wire.Started(step=0, unix_seconds=0.0, layers=layers, policy="observe", numerics="kernel"))
         for step in range(50, STEPS + 1, 50):
             drift = 0.4 * 2 ** (max(0, step - 1500) / 400) if fails else 0.4
-            state = wire.Array.of(words(drift, 10 + drift))
+            state = wire.Array.of(words(drift, 10 + drift, bias))
             sample = wire.Sample(step=step, since_step=step - 50, unix_seconds=0.0, states=state, learning_rate=1e-3)
             writer(sample)
             writer.steps(step - 50, loss[step - 50 : step], np.full(50, 0.5))

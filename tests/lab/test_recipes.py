@@ -1,22 +1,18 @@
 """Recipes: what they may say of a run, what an arm changes of it, and that each of them trains."""
 
 import math
-import re
 from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 import torch
-import typer.main
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.lab.tiny_recipes import tiny
 
-from foreshock.cli.main import app
 from foreshock.contract import wire
 from foreshock.contract.modes import MODE_NAMES, MODES, all_modes, mode_name
 from foreshock.contract.slots import Slot, slot_values
-from foreshock.lab.sets.published_runs import published
 from foreshock.lab.texts.corpus import Corpus, standard_library
 from foreshock.lab.texts.folder_text import VOCABULARY
 from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
@@ -147,12 +143,6 @@ def test_a_cosine_rises_to_the_rate_and_ends_at_a_tenth_of_it(corpus: Corpus) ->
     assert rates[-1] == pytest.approx(0.1)
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert told[-1] == pytest.approx(recipe.learning_rate / 10)
-
-
-def test_the_help_of_run_set_names_every_set() -> None:
-    """Written out there, since a help text shall not wait for PyTorch."""
-    said = str(typer.main.get_command(app).commands["lab"].commands["run-set"].params[0].help)  # type: ignore[attr-defined]
-    assert set(re.findall(r"[a-z]+(?:-[a-z]+)*", said.partition(":")[2])) - {"or"} == set(published())
 
 
 def test_a_recipe_takes_from_its_base_what_it_does_not_name() -> None:

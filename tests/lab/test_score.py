@@ -14,15 +14,9 @@ from foreshock.contract.slots import Slot, identity_row
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.baselines import BASELINES, Signal
-from foreshock.lab.scoring.incidents import OpenIncident
-from foreshock.lab.scoring.intervals import poisson_upper_bound
-from foreshock.lab.scoring.score import NOT_RECORDED, alarms, split, truth
-from foreshock.lab.scoring.table import as_json, lab_score
-
-
-@pytest.mark.parametrize(("count", "bound"), [(0, 2.996), (1, 4.744), (2, 6.296), (10, 16.962)])
-def test_the_upper_bound_is_that_of_the_tables_of_the_poisson_distribution(count: int, bound: float) -> None:
-    assert poisson_upper_bound(count) == pytest.approx(bound, abs=1e-3)
+from foreshock.lab.scoring.four_conditions import blocks_met
+from foreshock.lab.scoring.score import alarms, split, truth
+from foreshock.lab.scoring.table import lab_score
 
 
 def test_a_signal_that_stays_beyond_its_threshold_alarms_again_and_one_that_hovers_does_not() -> None:
@@ -32,7 +26,7 @@ def test_a_signal_that_stays_beyond_its_threshold_alarms_again_and_one_that_hove
     assert alarms(signal, 9.0) == []
 
 
-def test_a_failure_is_scored_with_its_lead_its_cause_and_its_forecast(tmp_path: Path) -> None:
+def test_a_failure_is_scored_with_its_lead_and_its_cause_beside_a_healthy_run_and_its_rivals(tmp_path: Path) -> None:
     failing = record(tmp_path / "failing.jsonl.gz", fails=True)
     control = record(tmp_path / "control.jsonl.gz", fails=False)
     report = tmp_path / "report.json"
@@ -44,29 +38,35 @@ def test_a_failure_is_scored_with_its_lead_its_cause_and_its_forecast(tmp_path: 
     assert (failed.layer, failed.head, failed.cause) == (0, 1, "rounding")
     assert (failed.harm_step, failed.harm_by, failed.harm_against) == (5001, "loss", "control")
     assert failed.dangerous_step is not None
-    assert healthy.first_warning_step is None
-    assert healthy.healthy
-    ours = result["table"][0]
-    assert (ours["monitor"], ours["kind"], ours["split"]) == ("foreshock", "shipped", "held-out")
-    assert (ours["failures"], ours["warned"], ours["in_time"]) == (1, 1, 1)
-    assert ours["median_lead_steps"] == 5001 - failed.first_warning_step
-    assert (ours["false_alarms"], ours["healthy_steps"]) == (0, STEPS)
-    assert ours["upper_bound_per_10k"] == pytest.approx(2.9957 / STEPS * 1e4, rel=1e-3)
-    assert (ours["causes"], ours["causes_right"]) == (1, 1)
-    written = json.loads(report.read_text())
-    first = written["traces"][0]
-    assert first["file"] == "failing.jsonl.gz"
-    assert first["first_steps"]["foreshock"] == failed.first_warning_step
-    assert first["first_steps"]["W_Q norm"] == NOT_RECORDED
-    assert set(first["first_steps"]) >= {baseline.name for baseline in BASELINES}
-    assert written["forecasts"]["held-out"]["decided"] == 1
     assert failed.failing_head == (0, 1)
-    assert failed.told_in_time == OpenIncident("rounding", [(0, 1)])
-    assert [(each.step, each.cause) for each in failed.incidents] == [(failed.first_warning_step, "rounding")]
-    rows = {each["group"]: each for each in written["incidents"]}
-    assert (rows["failed"]["named"], rows["failed"]["named_of"], rows["failed"]["causes_right"]) == (1, 1, 1)
-    assert (rows["healthy"]["runs"], rows["healthy"]["incidents"], rows["healthy"]["quiet_runs"]) == (1, 0, 1)
-    assert rows["healthy"]["at_most_per_500k"] == pytest.approx(2.9957 * 500_000 / STEPS, rel=1e-3)
+    assert healthy.healthy
+    assert healthy.first_warning_step is None
+    rows = {row["monitor"]: row for row in result["table"]}
+    ours = rows["foreshock"]
+    assert set(rows) == {"foreshock", *(baseline.name for baseline in BASELINES)}
+    assert (ours["warned"], ours["dangerous"], ours["in_time"], ours["harmed"]) == (1, 1, 1, 1)
+    assert ours["median_lead"] == failed.dangerous_step - failed.first_warning_step
+    assert (ours["healthy"], ours["healthy_warned"], ours["possible_alarms"]) == (1, 0, math.ceil(STEPS / 2000))
+    leads = [rows[name]["median_lead"] for name in ("four conditions", "largest offset of the model")]
+    assert ours["median_lead"] >= leads[0] > leads[1] > 0
+    assert result["healthy"] == [
+        {"set": tmp_path.name, "tuned": False, "runs": 1, "steps": STEPS, "warned": 0},
+        {"set": "all", "tuned": None, "runs": 1, "steps": STEPS, "warned": 0},
+    ]
+    assert result["precision"] == {"warned_as_rounding": 1, "failed": 1, "cut_short": 0, "ran_to_the_end": 0}
+    written = json.loads(report.read_text())
+    assert written["traces"][0]["file"] == "failing.jsonl.gz"
+    assert written["table"] == result["table"]
+
+
+@pytest.mark.parametrize(("rate", "warns"), [(1e-4, True), (-1e-4, False), (0.0, False)])
+def test_the_rule_of_four_conditions_warns_of_heads_that_their_bias_drives_and_of_no_others(
+    rate: float, warns: bool, tmp_path: Path
+) -> None:
+    trace = read_trace(record(tmp_path / "f.jsonl.gz", fails=True, bias=rate))
+    *_, before_512 = (share for step, share in blocks_met(trace) if step < 5000)
+    assert bool(before_512[1] == 1.0) is warns
+    assert before_512[[0, 2, 3]].max() < 1.0
 
 
 def test_runs_that_thresholds_were_changed_after_are_tuning_and_treated_ones_are_neither_healthy_nor_failures(
@@ -97,6 +97,5 @@ def test_nan_in_every_field_is_a_run_without_a_verdict(tmp_path: Path) -> None:
             writer(sample)
     (score,), result = lab_score([path])
     assert (score.first_warning_step, score.warnings, score.harm_step) == (None, 0, None)
-    assert score.first_steps["largest score of the model"] == NOT_RECORDED
-    json.dumps(as_json([score]), allow_nan=True)
+    assert score.alarms["largest score of the model"] is None
     assert [each["truth"] for each in result["traces"]] == [score.truth]

@@ -2,8 +2,8 @@
 
 A head is arrested if each signal that grew before the switch (its score offset, its largest score) grows afterwards by
 at most a third as much, in logarithms over as many steps. Below a level nothing counts as growth: the offset of a
-healthy head wanders about zero, and its scores grow as it learns. `python -P -m foreshock.lab.scoring.switch_verdicts`
-counts how often these bounds are right on the recorded switches.
+healthy head wanders about zero, and its scores grow as it learns. docs/service.md says how often these bounds are
+right on the recorded switches.
 """
 
 import math

@@ -82,92 +82,6 @@ def lab_run(
     laboratory.run(recipe, console(), arm_name=arm, seed=seed, steps=steps, trace=trace, checkpoint=checkpoint, url=url)
 
 
-@lab.command("run-set")
-def lab_run_set(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="Which set: real-text, real-text-large, real-text-small, vendor, vendor-healthy, qk-clip or demo."
-        ),
-    ],
-    folder: Annotated[
-        Path, typer.Option(help="Folder for the traces; runs that are there already are not made again.")
-    ],
-    processes: Annotated[int, typer.Option(help="Number of processes side by side.", min=1)] = 1,
-    runs_per_process: Annotated[
-        int, typer.Option(help="Trainings that each process runs at once, for a GPU.", min=1)
-    ] = 1,
-    gpu: Annotated[list[int] | None, typer.Option(help="GPU to use; may be repeated to spread the runs.")] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(help="Minutes after which it stops; runs that are cut short go to the folder `unfinished`."),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Make only runs whose name matches, such as 'text-gpt_*' or '*_seed1'; may be repeated."),
-    ] = None,
-) -> None:
-    """Make the published set of runs again: every recipe, variant and seed of it."""
-    from foreshock.cli.output import console
-    from foreshock.cli.research import laboratory
-
-    laboratory.run_set(
-        name,
-        console(),
-        folder=folder,
-        processes=processes,
-        runs_per_process=runs_per_process,
-        gpus=gpu or (),
-        minutes=minutes,
-        only=only or (),
-    )
-
-
-@lab.command("run-table")
-def lab_run_table(
-    traces: Annotated[list[Path], typer.Argument(help="Recorded runs.")],
-    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
-) -> None:
-    """List recorded runs: first warning, cause, a score of 512, switch, and loss, score and offset at the end."""
-    from foreshock.cli.output import console
-    from foreshock.cli.research import laboratory
-
-    laboratory.run_table(traces, console(), json=json)
-
-
-@lab.command("matrix")
-def lab_matrix(
-    failure: Annotated[
-        list[str] | None,
-        typer.Argument(help="Failures to make, such as 'rounding' or 'score growth by AdamW'; by default all."),
-    ] = None,
-    remedy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="nothing, row_corrected, qk_clip, both, or float32 for a control; may be repeated, by default all."
-        ),
-    ] = None,
-    on: Annotated[
-        list[str] | None,
-        typer.Option(help="When the remedy comes: start or warning; may be repeated, by default both."),
-    ] = None,
-    seeds: Annotated[str, typer.Option(help="First and last seed, such as 1-3; or one.")] = "1",
-    workers: Annotated[int, typer.Option(help="Trainings side by side, one thread each.", min=1)] = 1,
-    minutes: Annotated[
-        float | None, typer.Option(help="Minutes after which no training begins; called again, it goes on.")
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Where every training is kept; those that are there are not made again.")
-    ] = None,
-    traces: Annotated[Path | None, typer.Option(help="Folder to record every training in that is made.")] = None,
-) -> None:
-    """Train a small GPT into each failure, with each remedy, and say what held it and what the agent warned about."""
-    from foreshock.cli.output import console
-    from foreshock.cli.research import laboratory
-
-    laboratory.matrix(failure, remedy, on, seeds, console(), workers=workers, minutes=minutes, json=json, traces=traces)
-
-
 @lab.command("corpus")
 def lab_corpus(
     text: Annotated[
@@ -196,12 +110,8 @@ def lab_score(
         bool, typer.Option("--synthetic", help="Score made-up runs of many kinds instead; takes some minutes.")
     ] = False,
     report: Annotated[Path | None, typer.Option(help="Write the scores as JSON.")] = None,
-    held_out: Annotated[
-        Path | None,
-        typer.Option(help="Score held-out runs on real text too, once: this file keeps by which detectors."),
-    ] = None,
 ) -> None:
-    """Score detectors and baselines on recorded runs: who was warned about, when, why, and how good the forecast was.
+    """Score detectors and baselines on recorded runs: who was warned about, when and why, and how often for nothing.
 
     Give the float32 control of a run beside it (same recipe and seed, variant "control"): it measures quality loss.
     """
@@ -213,4 +123,4 @@ def lab_score(
     if synthetic:
         scores.score_synthetic(console(), report=report)
     else:
-        scores.score(traces or [], console(), report=report, seal=held_out)
+        scores.score(traces or [], console(), report=report)

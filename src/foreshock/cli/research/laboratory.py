@@ -2,17 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from json import dumps
 from pathlib import Path
 from typing import SupportsFloat
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
-from rich.table import Table
 
-from foreshock.cli.output import print_json, print_whole
-from foreshock.cli.research.scores import COLUMNS, cell
+from foreshock.cli.output import print_json
+from foreshock.cli.research.scores import COLUMNS
 from foreshock.lab.training.arm import ARMS, UNTREATED, Arm, find_arm, variant
 from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe
 
@@ -76,116 +73,6 @@ def show_corpus(name: str, console: Console, *, folders: Sequence[Path], charact
             console.print(
                 f"The published runs saw another text, SHA-256 {SHA256}, made from {MADE_FROM}", soft_wrap=True
             )
-
-
-def run_set(
-    name: str,
-    console: Console,
-    *,
-    folder: Path,
-    processes: int,
-    runs_per_process: int,
-    gpus: Sequence[int],
-    minutes: float | None,
-    only: Sequence[str] = (),
-) -> None:
-    """Make the traces of one published set that are not there yet.
-
-    Raises ValueError for an unknown set, and for a pattern that no run of the set matches.
-    """
-    from foreshock.lab.sets.published_runs import published
-    from foreshock.lab.sets.run_set import chosen
-    from foreshock.lab.sets.run_set import run_set as make
-
-    sets = published()
-    if name not in sets:
-        raise ValueError(f"set {name!r} does not exist; allowed are {', '.join(sets)}")
-    missing = make(
-        chosen(sets[name], only),
-        folder,
-        processes=processes,
-        runs_per_process=runs_per_process,
-        gpus=gpus,
-        seconds=float("inf") if minutes is None else 60 * minutes,
-        say=console.print,
-    )
-    for trace in missing:
-        console.print(f"missing: {trace}")
-
-
-def run_table(traces: Sequence[Path], console: Console, *, json: Path | None) -> None:
-    """A row for each recorded run, and the same in a JSON file."""
-    from foreshock.lab.scoring.run_table import run_rows
-
-    runs = [asdict(run) for run in run_rows(traces)]
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in runs[0]:
-        shown.add_column(
-            name.replace("_", " "), justify="left" if name in ("recipe", "arm", "backend", "cause") else "right"
-        )
-    for run in runs:
-        shown.add_row(*map(cell, run.values()))
-    print_whole(shown, console)
-    console.print(
-        "first warning, cause: of the agent, as it trained. head right: it named the head whose |score| was the first "
-        "at 512, here or in the observed run of the seed. loss end: mean of the last 1000 steps."
-    )
-    if json is not None:
-        json.write_text(dumps({"runs": runs}, indent=1) + "\n")
-        console.print(f"JSON: {json}")
-
-
-def matrix(
-    failures: Sequence[str] | None,
-    remedies: Sequence[str] | None,
-    ons: Sequence[str] | None,
-    seeds: str,
-    console: Console,
-    *,
-    workers: int,
-    minutes: float | None,
-    json: Path | None,
-    traces: Path | None,
-) -> None:
-    """Print a row for each failure, remedy and time of it: of all seeds how many exploded, what they ended at, and what
-    the agent warned of.
-
-    Raises ValueError for seeds that are no range, and for a failure, remedy or time that does not exist.
-    """
-    from foreshock.lab.sets import matrix as sets
-
-    def print_run(run: sets.Run) -> None:
-        how = f"{run.failure}, {run.remedy}{f' on {run.on}' if run.on else ''}, seed {run.seed}"
-        console.print(f"{how}: {run.processor_seconds:.0f} s", highlight=False)
-
-    cells = list(
-        sets.cells(
-            failures or tuple(sets.FAILURES),
-            remedies or (*sets.REMEDIES, "float32"),
-            ons or ("start", "warning"),
-            _range(seeds),
-        )
-    )
-    found = sets.matrix(cells, workers=workers, minutes=minutes, json_file=json, on_run=print_run, traces=traces)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("failure", "remedy", "on", "exploded", "loss", "largest score", "warned", "cause"):
-        table.add_column(name, justify="left" if name in ("failure", "remedy", "on", "cause") else "right")
-    for row in sets.rows(found):
-        table.add_row(*row)
-    console.print(table)
-    console.print(
-        f"{len(found)} of {len(cells)} trainings. Loss, largest score and step of the first warning are medians.",
-        highlight=False,
-    )
-
-
-def _range(seeds: str) -> range:
-    """Of the first and the last, or of one. Raises ValueError."""
-    first, dash, last = seeds.partition("-")
-    last = last if dash else first
-    if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
-        raise ValueError(f"seeds {seeds!r} are no range; give the first and the last, such as 1-3, or one")
-    return range(int(first), int(last) + 1)
 
 
 def run(

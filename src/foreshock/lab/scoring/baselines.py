@@ -1,8 +1,7 @@
 """What people watch today, as signals over a recorded run, to be scored beside our detectors.
 
 A signal is a number that rises with the danger; it warns when it passes a threshold. Loss and gradient norm are read at
-every step, the others at every sample. Where the source names a threshold, it is the default; the others have none but
-what `foreshock lab score` calibrates on the tuning set. docs/scoring.md names the sources, and what was assumed.
+every step, the others at every sample. docs/scoring.md names the sources, and what was assumed.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace import Trace, readings
+from foreshock.lab.scoring.four_conditions import blocks_met
 
 _ALPHA: Final = 0.97
 _WARMUP: Final = 25
@@ -33,8 +33,8 @@ class Baseline:
     """A monitor of today. `signal` gives None for a trace that did not record what it reads."""
 
     name: str
-    threshold: float | None
-    """as published; None where the source names none"""
+    threshold: float
+    """as published"""
     signal: Callable[[Trace], Signal | None]
 
 
@@ -86,15 +86,14 @@ def _largest_offset(trace: Trace) -> Signal | None:
     return _largest_of([(r.step, np.abs(r.score_offset)) for r in readings(trace)])
 
 
-def _query_norm(trace: Trace) -> Signal | None:
-    norms = [(sample.step, sample.query_norm) for sample in trace.samples]
-    return _largest_of([(step, None if each is None else each.numpy().astype(np.float64)) for step, each in norms])
+def _four_conditions(trace: Trace) -> Signal | None:
+    return _largest_of(blocks_met(trace))
 
 
 BASELINES: Final = (
-    Baseline("loss z-score", 3.0, _loss_z),
-    Baseline("gradient-norm z-score", _Z_CLIP, _grad_norm_z),
-    Baseline("largest score of the model", 100.0, _largest_score),
     Baseline("largest offset of the model", 50.0, _largest_offset),
-    Baseline("W_Q norm", None, _query_norm),
+    Baseline("four conditions", 1.0, _four_conditions),
+    Baseline("largest score of the model", 100.0, _largest_score),
+    Baseline("gradient-norm z-score", _Z_CLIP, _grad_norm_z),
+    Baseline("loss z-score", 3.0, _loss_z),
 )

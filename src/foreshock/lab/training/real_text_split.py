@@ -1,9 +1,8 @@
 """Which runs on real text detectors may be tuned on, and which are held out.
 
 The split is a file, by recipe and seed, that was committed before any of these runs was made: `real_text_split.json`.
-Detectors are tuned on its tuning runs alone. What is held out is scored once, at the end, by
-`foreshock lab score --held-out` (foreshock.lab.scoring.sealed). Held-out runs that were scored are "spent": from then
-on they are for tuning, and the next detectors are judged by other seeds.
+Detectors are tuned on its tuning runs alone. What is held out is scored once, at the end. Held-out runs that were
+scored are "spent": from then on they are for tuning, and the next detectors are judged by other seeds.
 """
 
 import json
