@@ -175,7 +175,7 @@ def truth(trace: Trace) -> str:
     recorded, arm = trace.header.get("truth"), str(trace.header.get("arm", ""))
     if recorded is None:
         return "healthy" if not trace.rounds or arm == "control" else "rounding"
-    treated = recorded == "healthy" and trace.rounds and arm not in ("untreated", "control")
+    treated = recorded == "healthy" and trace.rounds and arm != "control" and not arm.endswith("untreated")
     return "treated" if treated else str(recorded)
 
 
