@@ -32,7 +32,7 @@ def cells(row: dict[str, Any]) -> str:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("folders", [("real-text",), ("vendor",)])
+@pytest.mark.parametrize("folders", [("real-text",), ("vendor", "vendor/healthy"), ("paper",), ("qk-clip",)])
 def test_the_page_holds_what_the_published_runs_give_of_every_monitor(folders: tuple[str, ...]) -> None:
     _, result = lab_score([path for folder in folders for path in sorted((TRACES / folder).glob("*.xz"))])
     for row in result["table"]:

@@ -18,6 +18,8 @@ from foreshock.lab.scoring.four_conditions import blocks_met
 _ALPHA: Final = 0.97
 _WARMUP: Final = 25
 _Z_CLIP: Final = 2.5
+_FIRST_STEP: Final = 500
+"""No z-score is judged while a run begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ def _z_score(step: npt.NDArray[np.int64], values: Floats) -> Signal | None:
         kept = mean + _Z_CLIP**2 / z * deviation if z > _Z_CLIP else value
         variance = _ALPHA * variance + (1 - _ALPHA) * (kept - mean) ** 2
         mean = _ALPHA * mean + (1 - _ALPHA) * kept
+    scores[step < _FIRST_STEP] = np.nan
     return Signal(step, scores)
 
 

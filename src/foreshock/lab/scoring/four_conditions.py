@@ -1,9 +1,10 @@
 """A rule of four conditions as a rival of the shipped detectors: offset, its delta bias, a forecast, persistence.
 
 A reader of the recordings found it after the fact. Its thresholds are frozen, so that runs which nobody has seen can
-judge both; blocks and courses are those of the shipped detectors.
+judge both; blocks and courses are those of the shipped detectors, stretched where the learning rate falls.
 """
 
+import math
 from typing import Final
 
 import numpy as np
@@ -29,6 +30,8 @@ _SHARP: Final = 1024.0
 """A largest |score| that is warned about whatever moves it."""
 _WINDOW: Final = 4000
 _BLOCK: Final = 100
+_EVEN: Final = 1e-9
+"""Difference from 1 below which a power of the step makes an exponential."""
 
 
 def blocks_met(trace: Trace) -> list[tuple[int, Floats]]:
@@ -36,12 +39,14 @@ def blocks_met(trace: Trace) -> list[tuple[int, Floats]]:
     heads = len(trace.heads)
     past = HeadPasts.begin(heads, _WINDOW, _BLOCK)
     total, squares, block, met = np.zeros((4, heads))
+    rates: list[tuple[int, float]] = []
     found = []
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         for reading in readings(trace):
             block += np.nan_to_num(np.where(reading.modes & int(ROUNDING_ENDS), 0.0, reading.delta_bias_sum))
             counted = reading.rows, reading.score_offset, reading.largest_score
-            if past.add(reading.step - reading.since_step, *counted, rate=reading.learning_rate):
+            rates += [(reading.step, rate)] if (rate := reading.learning_rate) else []
+            if past.add(reading.step - reading.since_step, *counted, rate=rate):
                 total += block
                 squares += block * block
                 block[:] = 0.0
@@ -51,8 +56,22 @@ def blocks_met(trace: Trace) -> list[tuple[int, Floats]]:
                     moved = np.sign(offset) * (offset - growth.start[HeadSignal.OFFSET])
                     push = total / np.sqrt(squares) * np.sign(offset)
                     drifts = (np.abs(offset) >= _OFFSET) & (moved >= _MOVED) & (push >= _SUPPORT)
-                    ahead = courses(growth, np.arange(heads))
+                    ahead = _while_rate_falls(courses(growth, np.arange(heads)), rates, growth.steps)
                     now = (drifts & (ahead <= _LIVES * reading.step)) | (score >= _SHARP)
                 met = np.where(now, met + 1, 0.0)
             found.append((reading.step, np.minimum(met / _BLOCKS, 1.0)))
     return found
+
+
+def _while_rate_falls(steps: Floats, rates: list[tuple[int, float]], window: float) -> Floats:
+    """In how many steps a rate that goes on falling by the same power of the step takes heads as far as today's would
+    in `steps`."""
+    if not rates:
+        return steps
+    age, last = rates[-1]
+    since, first = next(each for each in rates if each[0] >= age - window)
+    power = math.log(first / last) / math.log(age / since) if last < first and since < age else 0.0
+    if abs(power - 1.0) < _EVEN:
+        return np.asarray(age * np.expm1(steps / age))
+    left = np.maximum(1.0 + (1.0 - power) * steps / age, 0.0)  # 0: it ends before
+    return np.asarray(age * (left ** (1.0 / (1.0 - power)) - 1.0))

@@ -120,10 +120,7 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
     heard: dict[str, list[int] | None] = {OURS: [verdict.step for verdict in said]}
     for baseline in BASELINES:
         signal = baseline.signal(trace)
-        heard[baseline.name] = None
-        if signal is not None:
-            judged = signal.step >= config.earliest_steps  # as ours: growth is not judged while a run begins
-            heard[baseline.name] = alarms(Signal(signal.step[judged], signal.value[judged]), baseline.threshold)
+        heard[baseline.name] = None if signal is None else alarms(signal, baseline.threshold)
     dangerous, failing = _first_dangerous(trace)
     header, steps = trace.header, trace.samples[-1].step
     recipe = RECIPES.get(str(header.get("recipe")))
