@@ -43,7 +43,7 @@ def losses(recipe: Recipe, corpus: Corpus, steps: int, arm: Arm = UNTREATED) -> 
         {"kv_heads": 2, "rotary": True, "qkv_bias": False},
         {"qk_norm": True},
         {"kv_heads": 1, "qk_norm": True, "rotary": True, "matmul_dtype": "bfloat16"},
-        {"value_offset": 2.0, "qkv_bias": False},
+        {"value_offset": 2.0},
         {"kv_heads": 2, "rotary": True, "qkv_bias": False, "norm": "rms", "gated": True, "qk_norm": True},
     ],
 )

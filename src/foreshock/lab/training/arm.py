@@ -27,8 +27,6 @@ class Arm:
     """Which heads it switches."""
     mode: ModeName = "plain"
     """The mode of every head from the first step on."""
-    nudge: float = 0.0
-    """Relative size of random changes to the first weights: as small as rounding, it makes another run of the same."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the recipe's model that this arm has otherwise."""
     backend: Backend | None = None
@@ -46,8 +44,6 @@ class Arm:
 UNTREATED = Arm(name="untreated")
 RESCUED = Arm(name="rescued", policy="auto")
 CONTROL = Arm(name="control", numerics="float32")
-CONTROL_AGAIN = Arm(name="control-again", numerics="float32", nudge=1e-6)
-"""The control once more: how far the two part is the noise of the recipe."""
 PAPER = Arm(name="paper", numerics="paper")
 PAPER_RESCUED = Arm(name="paper-rescued", numerics="paper", policy="auto")
 PAPER_NO_KEY_BIAS = Arm(name="paper-no-key-bias", numerics="paper", model={"key_bias": False})
@@ -64,7 +60,6 @@ ARMS = {
         UNTREATED,
         RESCUED,
         CONTROL,
-        CONTROL_AGAIN,
         PAPER,
         PAPER_RESCUED,
         PAPER_NO_KEY_BIAS,

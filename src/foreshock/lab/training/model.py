@@ -9,14 +9,12 @@ from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import with_config
 from torch import Tensor, nn
 
 Dtype = Literal["bfloat16", "float32"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@with_config(extra="forbid")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a GPT. Parameters, normalisation and the residual stream are float32."""
@@ -47,8 +45,6 @@ class ModelConfig:
     """SwiGLU of about the same size in place of the four times wider GELU layer."""
     attention_dtype: Dtype = "bfloat16"
     """Type of the operands that attention is given."""
-    float8: bool = False
-    """Queries and keys are rounded to float8_e4m3fn before, under one scale for each tensor; gradients go past it."""
     matmul_dtype: Dtype = "float32"
     """Type of the operands of every other matrix product (bfloat16: as under autocast)."""
 
@@ -57,6 +53,8 @@ class ModelConfig:
             raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads; give one that is")
         if self.heads % self.key_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key heads; give a divisor")
+        if self.value_offset and not self.qkv_bias:
+            raise ValueError("a value_offset is the first bias of the values; leave qkv_bias true with it")
 
     @property
     def key_heads(self) -> int:
@@ -86,12 +84,9 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_kv_head = config.heads, config.key_heads
         self.head_dim = config.width // config.heads
         self.operand, dtype = DTYPES[config.attention_dtype], DTYPES[config.matmul_dtype]
-        self.float8 = config.float8
         values = self.n_kv_head * self.head_dim
         self.c_attn = Linear(config.width, config.width + 2 * values, dtype, bias=config.qkv_bias)
         self.c_proj = Linear(config.width, config.width, dtype)
-        own = config.value_offset > 0 and not config.qkv_bias
-        self.value_bias = nn.Parameter(torch.zeros(values)) if own else None
         kept = torch.ones(config.width + 2 * values)
         kept[config.width : config.width + values] = 0.0
         self.register_buffer("kept", None if config.key_bias else kept, persistent=False)
@@ -102,14 +97,10 @@ class CausalSelfAttention(nn.Module):
         """Query, key and value as attention is given them, [B, heads, S, D], of its input [B, S, width]."""
         width, values = x.shape[2], self.n_kv_head * self.head_dim
         query, key, value = self.c_attn(x, cast(Tensor | None, self.kept)).split([width, values, values], -1)
-        if self.value_bias is not None:
-            value = value + self.value_bias
         query, key, value = (
             each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value)
         )  # each [B, heads, S, D]
         query, key = self.rotary(self.q_norm(query)), self.rotary(self.k_norm(key))
-        if self.float8:
-            query, key = _through_float8(query), _through_float8(key)
         return query.to(self.operand), key.to(self.operand), value.to(self.operand)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,11 +108,6 @@ class CausalSelfAttention(nn.Module):
         grouped = self.n_kv_head != self.n_head
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(x.shape)))
-
-
-def _through_float8(x: Tensor) -> Tensor:
-    scale = torch.finfo(torch.float8_e4m3fn).max / x.detach().abs().amax().clamp(min=1e-12)
-    return x + ((x * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale - x).detach()
 
 
 class HeadNorm(nn.RMSNorm):
@@ -192,7 +178,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers))
-            elif name.endswith(("c_attn.bias", "value_bias")) and config.value_offset > 0:
+            elif name.endswith("c_attn.bias") and config.value_offset > 0:
                 nn.init.normal_(parameter[-config.key_heads * config.width // config.heads :], std=config.value_offset)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import with_config
-
 from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.real_text_split import assigned
@@ -16,7 +14,6 @@ source files of folders as byte pairs of a larger vocabulary (folder_text.py).""
 Truth = Literal["healthy", "rounding", "score growth", "other"]
 
 
-@with_config(extra="forbid")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A training run up to its arm and its seed."""

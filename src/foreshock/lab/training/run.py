@@ -49,15 +49,6 @@ def text_of(name: Text) -> Corpus:
     return makers.get(name, folder_text)()
 
 
-@torch.no_grad()
-def _nudge(model: GPT, share: float, seed: int) -> None:
-    """Change every weight by a random share of itself, of that size; torch's own generator is left as it is."""
-    if share:
-        generator = torch.Generator().manual_seed(seed)
-        for weight in model.parameters():
-            weight.mul_(1 + share * torch.randn(weight.shape, generator=generator))
-
-
 class Training:
     """One run: model, optimizer, text and agent, at some step.
 
@@ -110,7 +101,6 @@ class Training:
         self._batches = torch.Generator().manual_seed(seed)
         with self.on_stream():
             self.model = GPT(recipe.model)
-            _nudge(self.model, arm.nudge, seed)
             self.model.to(self.device)
             shape = recipe.batch // self.ranks.world, recipe.model.context + 1
             self._windows = torch.zeros(shape, dtype=self.corpus.tokens.dtype, device=self.device)
