@@ -73,6 +73,12 @@ def test_a_verdict_is_latched_until_the_head_was_quiet_and_the_head_may_warn_aga
     assert states[0][1] == states[1][1] != states[2][1]
     quiet = next(v for v in told if v.state == "cleared")
     assert quiet.step >= 5500 + DetectorConfig().quiet_steps
+    met = quiet.step - DetectorConfig().quiet_steps
+    assert quiet.sentence == f"Layer 0 head 2 has met no condition of a warning for {quiet.step - met:,} steps."
+    updates = [v for v in told if v.state == "updated" and met < v.step < quiet.step]
+    since = f"No condition of a warning has been met since step {met:,}."
+    assert updates
+    assert all(v.sentence.endswith(since) for v in updates), "a reader can join what drifts and what is quiet"
     assert detectors.risk[SICK] == 1.0
 
 

@@ -145,13 +145,15 @@ class Detectors:
             if index == RUN:
                 said = self.run.non_finite.sentence(step, len(self.heads))[:500]
                 made = made.model_copy(update={"sentence": said})
+            elif before and (tripped_step := alarms[index].tripped_step) < step:
+                said = f"{made.sentence} No condition of a warning has been met since step {tripped_step:,}."
+                made = made.model_copy(update={"sentence": said})
             verdicts.append(made)
             alarms[index] = Alarm(made, alarms[index].tripped_step if before else step)
         for index in [i for i, alarm in alarms.items() if alarm.tripped_step <= step - self.config.quiet_steps]:
             quiet = alarms.pop(index)
-            sentence = (
-                f"{who(quiet.verdict.layer, quiet.verdict.head)} has been quiet for {step - quiet.tripped_step} steps."
-            )
+            since = f"met no condition of a warning for {step - quiet.tripped_step:,} steps"
+            sentence = f"{who(quiet.verdict.layer, quiet.verdict.head)} has {since}."
             verdicts.append(quiet.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": sentence}))
         return verdicts
 
