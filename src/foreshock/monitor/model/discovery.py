@@ -152,7 +152,7 @@ def attention_in(roots: Iterable[Tensor], model: nn.Module) -> dict[str, str] | 
         for pair in operands:
             if (name := _owner(pair, names, modules)) is not None:
                 found.setdefault(name, how)
-    return found
+    return {name: found[name] for name in modules if name in found}  # nodes of a graph come in no order
 
 
 def _all_from(roots: list[Any]) -> list[Any]:
