@@ -43,13 +43,6 @@ def test_a_checkup_the_recipes_and_a_replay_are_told_as_json() -> None:
     assert json.loads(played[-1]) == {"kind": "played", "trace": TRACE.name, "run": None, "url": None}
 
 
-@pytest.mark.parametrize("seeds", ["", "x", "4-3", "1-", "1,2"])
-def test_seeds_that_are_no_range_are_refused(seeds: str) -> None:
-    done = foreshock("lab", "matrix", "--seeds", seeds)
-    assert done.exit_code == 1
-    assert "are no range; give the first and the last" in " ".join(done.stderr.split())
-
-
 @pytest.mark.parametrize(
     "spoil", [lambda whole: b"no trace at all\n", lambda whole: whole[: len(whole) // 2]], ids=["text", "cut off"]
 )

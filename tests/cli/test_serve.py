@@ -50,7 +50,7 @@ HASHED = '{"name": "%s", "sha256": "%s", "scopes": ["read"]}'
             "chat.example is not allowed",
             "tail-of",
         ),
-        ({"FORESHOCK_NOTIFY_WEBHOOK_URL": "http://[bad/tail-of-the-address"}, "cannot be read", "tail-of"),
+        ({"FORESHOCK_NOTIFY_WEBHOOK_URL": "https://chat.example:b:c/tail-of-the-address"}, "cannot be read", "tail-of"),
         ({"FORESHOCK_TOKEN": "long-enough-secret", "FORESHOCK_RETENTION_SECOND": "9"}, "did you mean", "long-enough"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
