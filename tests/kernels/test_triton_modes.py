@@ -102,9 +102,8 @@ def test_rows_whose_scores_are_all_far_below_zero_are_those_of_the_same_scores_s
     assert low.counts(Slot.NONFINITE_ROWS) == [0.0]
 
 
-@pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.PAPER_SOFTMAX])
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e4])
-def test_saturated_and_tied_rows_are_not_biased(mode: Mode, size: float) -> None:
+def test_saturated_and_tied_rows_are_not_biased(size: float) -> None:
     """Values of one sign: a bias that a largest error cannot see would show in the mean."""
     length = 96
     inputs = random_inputs(length, length)
@@ -113,7 +112,7 @@ def test_saturated_and_tied_rows_are_not_biased(mode: Mode, size: float) -> None
     key[:, :, ::7] = size**0.5 / 4
     positive = Inputs(query, key, inputs.value.abs() + 0.5, inputs.grad)
     spec = scaled(32, scale=1.0)
-    given, exact = attend(positive, spec, flags(mode, mode)), truth(positive, spec)
+    given, exact = attend(positive, spec, flags(Mode.PLAIN, Mode.PLAIN)), truth(positive, spec)
     error = (given.out.double() - exact.out) / exact.out
     assert error.abs().max() <= 2.0**-7
     assert (
