@@ -88,7 +88,7 @@ def test_the_alert_of_a_head_opens_its_run_its_measure_and_the_steps_from_before
     chromium: Chrome, links: dict[str, tuple[str, str]]
 ) -> None:
     said, link = links[DRIFTS]
-    assert said == f"Run {DRIFTS}: rounding in layer 2 head 4 and layer 1 head 0"
+    assert said == f"Run {DRIFTS}: attention becomes unstable in layer 2 head 4 and layer 1 head 0 (rounding)"
     place = {"runs": [DRIFTS], "head": ["2.4"], "metric": ["head.score_offset"], "steps": ["6000-"]}
     assert asked(link) == place
     chromium.get(link)
@@ -103,7 +103,7 @@ def test_the_alert_of_a_whole_run_says_so_and_opens_its_loss(
     chromium: Chrome, links: dict[str, tuple[str, str]]
 ) -> None:
     said, link = links[DIVES]
-    assert said == f"Run {DIVES}: not finite in the whole run"
+    assert said == f"Run {DIVES}: attention becomes unstable in the whole run (not finite)"
     assert asked(link) == {"runs": [DIVES], "metric": ["run.loss"], "steps": ["6000-"]}
     chromium.get(link)
     wait("its charts", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap"))
