@@ -31,7 +31,7 @@ class ScriptedDetectors(Detectors):
 
     @property
     def undecided(self) -> bool:
-        return self.readings[-1].step <= self.undecided_until
+        return bool(self.readings) and self.readings[-1].step <= self.undecided_until
 
     @property
     def risk(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
