@@ -1,6 +1,5 @@
 """The list of causes: its names, its words and what follows from them."""
 
-import string
 from itertools import product
 from typing import get_args
 
@@ -19,15 +18,6 @@ def test_the_causes_that_runs_have_stored_keep_their_names() -> None:
 def test_a_cause_is_shown_by_a_metric_that_has_a_chart() -> None:
     for cause in CAUSES.values():
         assert BY_KEY[cause.shown_by].chart is not None
-
-
-def test_words_ask_for_nothing_but_what_they_are_given() -> None:
-    def asked(words: str) -> set[str | None]:
-        return {name for _, name, _, _ in string.Formatter().parse(words)} - {None}
-
-    for cause in CAUSES.values():
-        assert asked(cause.resumed) <= {"mitigation"}
-        assert asked(cause.to_do) == {"checkpoint"}
 
 
 def test_no_two_causes_are_one_incident_by_its_name() -> None:

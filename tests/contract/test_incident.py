@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from foreshock.contract.causes import CAUSES
 from foreshock.contract.decision import cause_of
-from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned, incidents
+from foreshock.contract.incident import Acknowledged, Incident, RunContext, SwitchOutcome, Warned, incidents
 from foreshock.contract.wire import Verdict
 
 
@@ -27,7 +27,7 @@ def warned(layer: int | None = 0, head: int | None = 0, step: int = 100, rank: i
 
 
 def of(*given_: Warned, **known: Any) -> list[Incident]:
-    return incidents(given_, mitigation="row_corrected", **known)
+    return incidents(given_, RunContext(**{"mitigation": "row_corrected", **known}))
 
 
 @st.composite

@@ -10,7 +10,7 @@ from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
 from tests.monitor.test_clipping import EVERY, changed, two_layers
 
 from foreshock.contract import wire
-from foreshock.contract.incident import Warned, incidents
+from foreshock.contract.incident import RunContext, Warned, incidents
 from foreshock.contract.slots import Slot, Words, identity_row
 from foreshock.lab.recording.trace import read_trace
 from foreshock.monitor import attach
@@ -62,7 +62,7 @@ def test_a_level_is_a_warning_in_the_first_sample_by_size_and_not_by_sign(step: 
     [found] = raised(words, step=step)
     assert said in found.sentence
     assert (found.state, found.severity, found.layer) == ("raised", "warning", None)
-    [incident] = incidents([Warned(0, step, found)], mitigation="row_corrected")
+    [incident] = incidents([Warned(0, step, found)], RunContext("row_corrected"))
     assert incident.sentence == found.sentence
 
 

@@ -10,7 +10,7 @@ from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt
 
 from foreshock.contract import wire
-from foreshock.contract.incident import Warned, incidents
+from foreshock.contract.incident import RunContext, Warned, incidents
 from foreshock.monitor import AgentConfig, attach
 
 
@@ -68,5 +68,5 @@ def test_the_newest_checkpoint_that_is_advised_was_written_before_the_update_tha
     assert told
     for verdict in told:
         assert verdict.evidence["suspect_step"] == sound[-1] + 1 == poisoned
-        [incident] = incidents([Warned(0, verdict.step, verdict)], mitigation="row_corrected")
+        [incident] = incidents([Warned(0, verdict.step, verdict)], RunContext("row_corrected"))
         assert f"a checkpoint before step {poisoned}" in incident.to_do

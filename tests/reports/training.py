@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foreshock.contract import wire
-from foreshock.contract.incident import Warned, incidents
+from foreshock.contract.incident import RunContext, Warned, incidents
 from foreshock.monitor import attach
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCABULARY = 4, 4, 32, 12, 6, 40
@@ -92,7 +92,7 @@ class Outcome:
         if not self.raised:
             return ""
         first = Warned(0, self.raised[0].step, self.raised[0])
-        incident = incidents([first], policy="observe", mitigation="row_corrected")[0]
+        incident = incidents([first], RunContext("row_corrected", policy="observe"))[0]
         return f"{incident.sentence} {incident.to_do}"
 
     @property

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 from foreshock.contract.causes import CAUSES, IncidentCause, curable
-from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned, incidents
+from foreshock.contract.incident import Acknowledged, Incident, RunContext, SwitchOutcome, Warned, incidents
 from foreshock.contract.modes import stronger
 from foreshock.contract.switch_verdict import SignalGrowth
 from foreshock.contract.wire import Outcome, Policy, Switched, Verdict
@@ -101,5 +101,5 @@ def example(
         )
         for number in range(heads or 1)
     ]  # fmt: skip
-    [found] = incidents(warned, policy=policy, mitigation="row_corrected", scope="model", **known)
+    [found] = incidents(warned, RunContext("row_corrected", policy=policy, scope="model", **known))
     return found

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreshock.contract.incident import Warned, incidents
+from foreshock.contract.incident import RunContext, Warned, incidents
 from foreshock.contract.wire import Verdict
 from foreshock.server.notifier import LONGEST, messages_of, silent, words_of
 
 
 def test_a_fleet_whose_runs_compute_what_is_not_finite_is_not_told_of_heads_that_nobody_warned_about() -> None:
     nan = Verdict(id="n", step=70, state="raised", severity="critical", cause="other", signal="nonfinite", sentence="")
-    found = incidents([Warned(0, 70, nan)], mitigation="row_corrected", policy="auto")
+    found = incidents([Warned(0, 70, nan)], RunContext("row_corrected", policy="auto"))
     [(_, message)] = messages_of({f"sweep/{number}": found for number in range(5)}, {}, "")
     assert message.splitlines()[1] == "sweep/0: critical, not finite, the whole run since step 70"
 
@@ -21,7 +21,7 @@ def test_a_fleet_whose_runs_compute_what_is_not_finite_is_not_told_of_heads_that
 def drifting(policy: Any = "observe") -> Any:
     fields: Any = {"cause": "rounding", "signal": "offset", "sentence": "drifts"}
     told = Verdict(id="w", step=9000, state="raised", severity="warning", layer=4, head=2, **fields)
-    return incidents([Warned(0, 9000, told)], mitigation="row_corrected", policy=policy)
+    return incidents([Warned(0, 9000, told)], RunContext("row_corrected", policy=policy))
 
 
 @pytest.mark.promise("S24")
@@ -61,7 +61,7 @@ def test_a_message_opens_the_first_head_its_metric_and_the_steps_from_before_its
         return Verdict(id=f"w{head}", step=said, state="raised", severity="warning", layer=4, head=head, **fields)
 
     warned = [Warned(0, raised, verdict(2, 900.0)), Warned(0, raised, verdict(6, 700.0))]
-    found = incidents(warned, mitigation="row_corrected", policy="observe")
+    found = incidents(warned, RunContext("row_corrected", policy="observe"))
     [(_, message)] = messages_of({"team/run 1": found}, {}, "https://page.example/")
     address = "https://page.example/?runs=team%2Frun%201&head=4.6&metric=head.score_max"
     assert message.splitlines()[-1] == f"Evidence and switch: {address}{steps}"
@@ -81,7 +81,7 @@ def test_no_message_is_longer_than_people_read_and_each_keeps_its_link(
         for cause in causes
         for head in range(0, 90, 2)
     ]  # fmt: skip
-    found = incidents(warned, mitigation="row_corrected", policy="approve")
+    found = incidents(warned, RunContext("row_corrected", policy="approve"))
     page = "https://foreshock.example.org/" + "p" * 400
     told = messages_of(dict.fromkeys(names, found), dict.fromkeys(names, words), page)
     for _, message in [*told, ("", silent(names, 5, page))]:

@@ -4,7 +4,7 @@ Warnings are of heads, and every rank has its own; people need one message. An i
 its cause, grows with every further one, and closes when all are quiet; its heads are ranked by how soon they come to
 harm. A warning whose cause is corrected goes over to the incident of that cause. Where that one is not open, the
 incident goes on under another name, from the step of its first warning, and says so. Rounding and score growth
-that stand at one time are one incident (contract.decision.in_order).
+that stand at one time are one incident.
 
 It is a function of what is known: the newest word of every warning, the present modes, what became of switches, and who
 acknowledged. So it does not depend on the order in which ranks were heard, needs no table of its own, and old stores
@@ -19,8 +19,19 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, Field
 
 from foreshock.contract.causes import CAUSES, IncidentCause, curable, incident_id, mates
-from foreshock.contract.decision import Act, Ask, Decision, Progress, cause_of, decision, in_order, is_active
-from foreshock.contract.modes import ROUNDING_ENDS, is_mode, parse_mode
+from foreshock.contract.decision import (
+    TEXTS,
+    UNDONE,
+    WHOSE,
+    Act,
+    Ask,
+    Progress,
+    act_on,
+    cause_of,
+    checkpoint_before,
+    is_active,
+)
+from foreshock.contract.modes import ROUNDING_ENDS, is_mode, parse_mode, stronger
 from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import HeadRef, Policy, Severity, Verdict
 
@@ -225,26 +236,38 @@ def page_of(url: str, *runs: str) -> str:
     return f"{url.rstrip('/')}/?runs={quote(','.join(runs), safe='/:,')}"
 
 
-class Known(NamedTuple):
-    """What is known of a run beside its warnings: the keywords of `incidents`."""
+class RunContext(NamedTuple):
+    """What is known of a run beside its warnings."""
 
-    modes: Mapping[HeadRef, str]
-    judged: Sequence[SwitchOutcome]
-    acknowledged: Sequence[Acknowledged]
-    policy: Policy | None
     mitigation: str
-    scope: str | None
-    orders: Sequence[tuple[frozenset[HeadRef] | None, Ordered]] | None
-    held: Collection[HeadRef]
-    ended: bool
-    clip: str | None
+    modes: Mapping[HeadRef, str] = {}
+    """The present mode of each head, where it is known."""
+    judged: Sequence[SwitchOutcome] = ()
+    acknowledged: Sequence[Acknowledged] = ()
+    policy: Policy | None = None
+    scope: str | None = None
+    last_step: int = 0
+    """Steps left are counted from it."""
+    orders: Sequence[tuple[frozenset[HeadRef] | None, Ordered]] | None = None
+    """What was ordered and proposed, for which heads (None: every head), the newest first; None: not known."""
+    held: Collection[HeadRef] = ()
+    """Heads that a person took a mitigation from, which no machine switches."""
+    ended: bool = False
+    clip: str | None = None
+    """`Started.qk_clip` as it is now."""
 
 
-def answer(
-    episode: Sequence[Warned],
-    standing: Sequence[IncidentHead],
-    known: Known,
-    before_step: int,
+class Decision(NamedTuple):
+    """`act` is the machines' part, `done` and `to_do` say it in words; `ask` is the button that `to_do` means."""
+
+    act: Act
+    done: str
+    to_do: str
+    ask: Ask = "none"
+
+
+def _decide(
+    episode: Sequence[Warned], standing: Sequence[IncidentHead], known: RunContext, before_step: int
 ) -> tuple[Decision, Ordered | None]:
     """What is done about what stands, and the order that shows how far that is."""
     if not standing:
@@ -257,44 +280,67 @@ def answer(
         order = next(applied, None)
         way = "" if order is None else f" {order.way}."
         return Decision("none", f"All warnings are quiet.{way}", "Nothing."), order
-    decided: list[Decision] = []
-    order, finite = None, True
-    for own in [one for one in CAUSES if any(one in head.causes for head in standing)]:
-        heads = [head for head in standing if own in head.causes]
-        progress = progress_of(heads) if curable(own) else "unswitched"
-        if curable(own):
-            rejected = {
-                (one.verdict.layer, one.verdict.head)
-                for one in episode
-                if one.rejected and is_active(one.verdict) and cause_of(one.verdict) == own
-            }
-            order = _order(heads, progress, known.orders or (), rejected, known.held)
-            finite = all(head.signal != "nonfinite" for head in heads)
-        decided.append(
-            decision(
-                own,
-                known.policy,
-                mitigation=known.mitigation,
-                scope=known.scope,
-                progress=progress,
-                switched=switched_of(heads),
-                heads=len(heads),
-                before_step=before_step,
-                finite=finite,
-                orders_known=known.orders is not None,
-                order=order if curable(own) else None,
-                over=bool(heads) and all(falls(head.evidence) for head in heads),
-                ended=known.ended,
-                clip=known.clip,
-                warning=bool(heads) and all(head.severity != "critical" for head in heads),
-            )
-        )
+    order, decided = None, []
+    for cause in [one for one in CAUSES if any(one in head.causes for head in standing)]:
+        heads = [head for head in standing if cause in head.causes]
+        if curable(cause):
+            order = _order(episode, heads, known, cause)
+        decided.append(_decision(cause, heads, known, before_step, order if curable(cause) else None))
     what, *more = decided
-    return (in_order(what, more[0]) if more and finite and not known.ended else what), order
+    broken = any(head.signal == "nonfinite" for head in standing if any(map(curable, head.causes)))
+    if not more or broken or known.ended:
+        return what, order
+    [growth] = more  # rounding drives heads, and scores grow too
+    if what.to_do == "Nothing.":
+        return Decision(what.act, f"Rounding: {what.done} Score growth: {growth.done}", growth.to_do), order
+    return what._replace(to_do=f"{what.to_do} Scores grow too: {growth.to_do}"), order
 
 
-def _cures(order: Ordered) -> bool:
-    return is_mode(order.mode) and bool(parse_mode(order.mode) & ROUNDING_ENDS)
+def _decision(
+    cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, before_step: int, order: Ordered | None
+) -> Decision:
+    """What is done about these heads, which are warned about for this cause, and what is left to people."""
+    act, switched = act_on(cause, known.policy), switched_of(heads)
+    text = TEXTS[cause].get(_state(cause, heads, known, order)) or TEXTS[cause][""]
+    count = f"All {len(heads)} heads are" if switched >= len(heads) else f"{switched} of {len(heads)} heads are"
+    given, way = f"{'The head is' if len(heads) < 2 else count} switched", "" if order is None else f" {order.way}."
+    words = {
+        "checkpoint": checkpoint_before(before_step),
+        "given": given,
+        "ended": f"{given}.{way}" if switched else "Nothing is switched.",
+        "so_far": f" So far {switched} of {len(heads)} are switched." if 0 < switched < len(heads) else "",
+        "whose": WHOSE.get(known.scope or "head", "every head"),
+        "mitigation": known.mitigation,
+        "stronger": stronger(known.mitigation) or "",
+        "mode": "" if order is None else order.mode,
+        "by": "" if order is None else order.way,
+        "way": way,
+    }
+    return Decision(act, text.done.format(**words), text.to_do.format(**words), text.ask)
+
+
+def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, order: Ordered | None) -> str:
+    """The line of `TEXTS`: what was ordered counts more than what the policy would do."""
+    progress = progress_of(heads) if curable(cause) else "unswitched"
+    if known.ended and progress != "arrested":
+        return "ended, not arrested" if progress == "not arrested" else "ended"
+    if not curable(cause):
+        warning = all(head.severity != "critical" for head in heads)
+        return known.clip or "" if cause == "score growth" else "warning" if warning else ""
+    act = act_on(cause, known.policy)
+    if any(head.signal == "nonfinite" for head in heads):
+        return f"not finite, {act}"
+    if progress == "not arrested" and order is not None and order.state == "proposed":
+        return "not arrested, proposed"
+    if progress == "not arrested" and stronger(known.mitigation):
+        return "not arrested, stronger"
+    if progress != "unswitched":
+        return progress
+    if all(falls(head.evidence) for head in heads) and (order is None or order.state in UNDONE):
+        return "over"
+    if order is not None:
+        return order.state
+    return "no proposal" if act == "propose" and known.orders is not None else act
 
 
 def switched_of(heads: Sequence[IncidentHead]) -> int:
@@ -309,11 +355,7 @@ def falls(evidence: Mapping[str, float]) -> bool:
 
 
 def _order(
-    standing: Sequence[IncidentHead],
-    progress: Progress,
-    orders: Sequence[tuple[frozenset[HeadRef] | None, Ordered]],
-    rejected: Collection[tuple[int | None, int | None]],
-    held: Collection[HeadRef],
+    episode: Sequence[Warned], standing: Sequence[IncidentHead], known: RunContext, cause: IncidentCause
 ) -> Ordered | None:
     """The newest order that shows where the incident's heads stand.
 
@@ -322,17 +364,21 @@ def _order(
     A proposal that waits goes before newer orders, since it is what people can answer.
     """
     bare = {(head.layer, head.head) for head in standing if head.state == "unswitched"}
-    own = bare or {(head.layer, head.head) for head in standing}
-    for heads, order in sorted(orders, key=lambda each: each[1].state != "proposed"):
+    own, progress = bare or {(head.layer, head.head) for head in standing}, progress_of(standing)
+    for heads, order in sorted(known.orders or (), key=lambda each: each[1].state != "proposed"):
         if heads is not None and own.isdisjoint(heads):
             continue
-        cures = _cures(order)
+        cures = is_mode(order.mode) and bool(parse_mode(order.mode) & ROUNDING_ENDS)
         if progress != "unswitched":
             counts = cures and order.state in ("applied", "proposed")
         elif order.state == "rejected":
-            counts = own <= set(rejected)
+            counts = own <= {
+                (one.verdict.layer, one.verdict.head)
+                for one in episode
+                if one.rejected and is_active(one.verdict) and cause_of(one.verdict) == cause
+            }
         elif order.state == "applied":
-            counts = not cures and own <= set(held)
+            counts = not cures and own <= set(known.held)
         else:
             counts = cures
         if counts:
@@ -352,36 +398,18 @@ def progress_of(standing: Sequence[IncidentHead]) -> Progress:
 _SEVERITIES: Final[tuple[Severity, ...]] = ("info", "warning", "critical")
 
 
-def incidents(
-    warned: Iterable[Warned],
-    *,
-    modes: Mapping[HeadRef, str] | None = None,
-    judged: Iterable[SwitchOutcome] = (),
-    acknowledged: Iterable[Acknowledged] = (),
-    policy: Policy | None = None,
-    mitigation: str,
-    scope: str | None = None,
-    last_step: int = 0,
-    orders: Sequence[tuple[frozenset[HeadRef] | None, Ordered]] | None = None,
-    held: Collection[HeadRef] = (),
-    ended: bool = False,
-    clip: str | None = None,
-) -> list[Incident]:
+def incidents(warned: Iterable[Warned], known: RunContext) -> list[Incident]:
     """Every incident of a run, the most urgent first. The order of what is given does not matter.
 
-    modes: the present mode of each head, where it is known. last_step: the run's; steps left are counted from it.
-    orders: what was ordered and proposed, for which heads (None: every head), the newest first; None where that is not
-    known. held: heads that a person took a mitigation from, which no machine switches. ended: the run has ended. clip:
-    `Started.qk_clip` as it is now. Warnings of severity info are notes, and open nothing.
+    Warnings of severity info are notes, and open nothing.
     """
-    known = Known(modes or {}, list(judged), list(acknowledged), policy, mitigation, scope, orders, held, ended, clip)
     together: dict[frozenset[IncidentCause], list[Warned]] = {}
     for one in warned:
         if one.verdict.severity != "info":
             together.setdefault(mates(cause_of(one.verdict)), []).append(one)
     found: list[Incident] = []
     for all_of_it in together.values():
-        at = max(last_step, *(one.verdict.step for one in all_of_it))
+        at = max(known.last_step, *(one.verdict.step for one in all_of_it))
         by_cause: dict[IncidentCause, list[list[Warned]]] = {}
         for episode in _episodes(all_of_it):
             by_cause.setdefault(_causes(episode)[0], []).append(episode)
@@ -428,7 +456,7 @@ def _stands(one: Warned) -> bool:
     return one.verdict.state != "cleared"
 
 
-def _incident(episodes: Sequence[Sequence[Warned]], known: Known, last_step: int) -> Incident:
+def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step: int) -> Incident:
     episode = episodes[-1]
     causes = _causes(episode)
     cause = causes[0]
@@ -452,7 +480,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: Known, last_step: int
         severity = "info"
     suspect = [head.evidence["suspect_step"] for head in standing if "suspect_step" in head.evidence]
     before = min([opened, *map(int, filter(math.isfinite, suspect))])
-    what, order = answer(episode, standing, known, before)
+    what, order = _decide(episode, standing, known, before)
     driven = [head for head in standing if any(map(curable, head.causes))]
     progress = progress_of(driven)
     if progress == "arrested" and loose:

@@ -13,7 +13,7 @@ from typing import Final
 from foreshock.contract import wire
 from foreshock.contract.causes import IncidentCause, mates
 from foreshock.contract.decision import cause_of
-from foreshock.contract.incident import Incident, Warned, incidents
+from foreshock.contract.incident import Incident, RunContext, Warned, incidents
 from foreshock.monitor.config import AgentConfig
 
 logger: Final = logging.getLogger("foreshock")
@@ -129,11 +129,7 @@ class ConsoleReporter:
 
     def _of(self, own: _Open, modes: Callable[[], Mapping[wire.HeadRef, str]]) -> Incident:
         config = self._config
-        return incidents(
-            own.warned.values(),
-            modes=modes(),
-            policy=config.policy,
-            mitigation=config.mitigation,
-            scope=config.switch_scope,
-            clip=self._clip,
-        )[0]
+        context = RunContext(
+            config.mitigation, modes(), policy=config.policy, scope=config.switch_scope, clip=self._clip
+        )
+        return incidents(own.warned.values(), context)[0]

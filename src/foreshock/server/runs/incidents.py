@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, desc, select, updat
 
 from foreshock.contract.causes import IncidentCause
 from foreshock.contract.decision import calls_for_switch
-from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned, incidents
+from foreshock.contract.incident import Acknowledged, Incident, RunContext, SwitchOutcome, Warned, incidents
 from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode, mode_name, parse_mode
 from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import HeadRef, Switched, Verdict
@@ -45,8 +45,8 @@ class Orders:
 
     known: list[tuple[frozenset[HeadRef] | None, Ordered]] = field(default_factory=list)
     given: dict[HeadRef, Given] = field(default_factory=dict)
-    judged: list[tuple[frozenset[HeadRef] | None, int, bool]] = field(default_factory=list)
-    """Of each switch that was verified its heads, the last step at which a rank carried it out, and whether it held."""
+    judged: list[SwitchOutcome] = field(default_factory=list)
+    """Of each switch that was verified; `step` is the last one at which a rank carried it out."""
 
     def modes(self, sampled: Mapping[HeadRef, str], step: int) -> dict[HeadRef, str]:
         """The present modes: those of the sample of `step`, and what orders have changed since."""
@@ -87,7 +87,7 @@ def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Ord
         own.known.append((heads, order))
         if row.verification in ("verified", "not arrested") and answers[row.id]:
             last = max(switched.step for switched in answers[row.id])
-            own.judged.append((heads, last, row.verification == "verified"))
+            own.judged.append(SwitchOutcome(heads, last, row.verification == "verified"))
         for switched in answers[row.id]:
             _take(own.given, switched, heads, everywhere=row.state == "applied", by_hand=row.source != "rank")
     return found
@@ -162,13 +162,12 @@ def incidents_of(
     for run_id, own in warned.items():
         description = described(known.get(run_id, ()))
         orders = ordered.get(run_id, Orders())
-        made = incidents(
-            own,
+        context = RunContext(
+            mitigation=description.get("mitigation") or DEFAULT_MITIGATION,
             modes=orders.modes(modes.get(run_id, {}), steps.get(run_id, 0)),
-            judged=[SwitchOutcome(heads, step + verify_steps, held) for heads, step, held in orders.judged],
+            judged=[one._replace(step=one.step + verify_steps) for one in orders.judged],
             acknowledged=acknowledged[run_id],
             policy=description.get("policy"),
-            mitigation=description.get("mitigation") or DEFAULT_MITIGATION,
             scope=description.get("switch_scope"),
             last_step=steps.get(run_id, 0),
             orders=orders.known,
@@ -176,6 +175,7 @@ def incidents_of(
             ended=status_of(known.get(run_id, ())) != "active",
             clip=description.get("qk_clip"),
         )
+        made = incidents(own, context)
         if made:
             found[run_id] = made
     return found
