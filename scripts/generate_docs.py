@@ -257,7 +257,10 @@ PAGES = {
     ROOT / "docs" / "reliability.md": (NOTE, promises),
     PACKAGE / "server" / "ui" / "src" / "service.ts": (PAGE_NOTE, _beside("page_types.py")["page_types"]),
     PACKAGE / "monitor" / "agent_settings.py": ("", keywords),
-    **{ROOT / page: ("", partial(_BLOCKS, ROOT / page)) for page in ("README.md", "docs/agent.md", "docs/examples.md")},
+    **{
+        ROOT / page: ("", partial(_BLOCKS, ROOT / page))
+        for page in ("README.md", "docs/overhead.md", "docs/examples.md")
+    },
     PACKAGE / "contract" / "variables.py": (VARIABLES_NOTE, variables),
 }
 

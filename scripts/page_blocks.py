@@ -68,7 +68,7 @@ def printed() -> Iterator[str]:
 
 
 def steps() -> Iterator[str]:
-    """The step times of docs/agent.md."""
+    """The step times of docs/overhead.md."""
     yield markdown(json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "agent_h200.json").read_text()))
 
 

@@ -48,7 +48,7 @@ def share_of_a_step(ratio: object) -> str:
 
 
 def test_the_costs_are_those_that_were_measured() -> None:
-    agent = (ROOT / "docs" / "agent.md").read_text()
+    agent = (ROOT / "docs" / "overhead.md").read_text()
     table = agent.split("<!-- generated: steps -->")[1].split("<!-- end -->")[0]
     measured = set()
     for model in ("gpt2-small", "llama-1b"):

@@ -11,7 +11,7 @@ PAGE: Final = _ROOT / "docs" / "models.md"
 RECORD: Final = _ROOT / "src/foreshock/benchmarks" / "results" / "real_code.json"
 BEGINS, ENDS = "<!-- real code begins -->", "<!-- real code ends -->"
 _HEAD: Final = (
-    "repository", "model", "attached", "watched", "bits", "largest error of scores", "largest error of norms",
+    "repository", "model", "watched", "bits", "error of scores", "error of norms",
     "switch", "verdict",
 )  # fmt: skip
 
@@ -27,7 +27,6 @@ def _row(verdict: Verdict) -> tuple[str, ...]:
     return (
         f"{verdict.repository} {verdict.commit}".strip(),
         verdict.model,
-        verdict.attached,
         verdict.watched,
         verdict.bits,
         "not measured" if score is None else f"{score:.0e}",

@@ -262,7 +262,7 @@ def _write(path: Path, shapes: list[dict[str, Any]]) -> None:
 
 
 def markdown(figures: dict[str, Any]) -> str:
-    """The table of docs/agent.md from what `main` wrote: milliseconds a step, and ratios as median (mean)."""
+    """The table of docs/overhead.md from what `main` wrote: milliseconds a step, and ratios as median (mean)."""
     pairs, arms = tuple(f"{a} / {b}" for a, b in _PAIRS), ("none", *WATCHED)
     lines = [
         f"| {' | '.join(('model', 'S, batch', 'best backend', *arms, *pairs))} |",

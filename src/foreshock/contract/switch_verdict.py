@@ -2,7 +2,7 @@
 
 A head is arrested if each signal that grew before the switch (its score offset, its largest score) grows afterwards by
 at most a third as much, in logarithms over as many steps. Below a level nothing counts as growth: the offset of a
-healthy head wanders about zero, and its scores grow as it learns. docs/service.md says how often these bounds are
+healthy head wanders about zero, and its scores grow as it learns. docs/concepts.md says how often these bounds are
 right on the recorded switches.
 """
 

@@ -4,7 +4,7 @@ The agent sends batches; the service answers each with an acknowledgement that c
 by (run, rank, boot, sequence): sending it twice changes nothing. JSON only; arrays travel as base64 of little-endian
 bytes, so that a NaN arrives as the same NaN; a non-finite scalar travels as a string ("NaN", "Infinity").
 
-Agents and services of different versions work together (docs/service.md, Compatibility): what a reader does not know,
+Agents and services of different versions work together (docs/compatibility.md): what a reader does not know,
 a field, a slot, a kind of event, the name of a mode, it skips or keeps as text. What it does know it checks: what is
 acknowledged can be read by everybody afterwards.
 """

@@ -3,7 +3,7 @@
 Messages name incidents and their changes, orders that wait for approval, what became of switches, and runs that have
 fallen silent: each once, since a replica claims it in the store before it sends. What comes together is sent together:
 news wait `notify_gather_seconds` for more. A message whose sending fails three times is given up and counted; what must
-not be missed is Alertmanager's to send (docs/service.md). A message is short enough to be read on a telephone at night:
+not be missed is Alertmanager's to send (docs/grafana.md). A message is short enough to be read on a telephone at night:
 severity and run first, then what, what was done, what to do, and where to look. However many heads fail and however
 many runs, it has fewer than LONGEST characters.
 """
