@@ -285,10 +285,17 @@ def _install(
                 undo.callback(layer.layout.stop)
                 layer.layout.start()
         if "transformers.modeling_utils" in sys.modules:
-            from foreshock.monitor.attention.transformers_attention import watch_dispatch, watch_positions
+            from foreshock.monitor.attention.transformers_attention import (
+                models_inside,
+                watch_dispatch,
+                watch_positions,
+            )
 
             undo.callback(watch_dispatch())
-            selector.masks_can_be_left_out(functools.partial(watch_positions, model))
+            of_transformers = models_inside(model)
+            inside = {id(module) for one in of_transformers for module in one.modules()}
+            mask_makers = [layer for found, layer in zip(watched, layers, strict=True) if id(found.module) in inside]
+            selector.masks_can_be_left_out(mask_makers, functools.partial(watch_positions, of_transformers))
         sdpa_rebinding.acquire()
         undo.callback(sdpa_rebinding.release)
         installed = undo.pop_all()

@@ -114,11 +114,15 @@ class BackendSelector:
             first += heads
         self._leave_masks_out()
 
-    def masks_can_be_left_out(self, leave_out: Callable[[], Callable[[], None]]) -> None:
-        """`leave_out` makes the model's compiled code pass no mask that says no more than is_causal, which our kernels
-        would not serve; it returns the undoing. So it is while they are to serve a layer."""
+    def masks_can_be_left_out(
+        self, layers: Sequence[WatchedLayer], leave_out: Callable[[], Callable[[], None]]
+    ) -> None:
+        """While our kernels serve a layer, call `leave_out`: the compiled code of `layers` then passes no mask that
+        says the same as is_causal. It returns the undoing."""
+        if not layers:
+            return
         self._leave_out = leave_out
-        for layer in self.layers:
+        for layer in layers:
             layer.may_lose_masks = True
         self._leave_masks_out()
 

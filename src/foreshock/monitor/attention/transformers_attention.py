@@ -7,7 +7,7 @@ given.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -218,13 +218,18 @@ def _forget(module: nn.Module, args: Any, output: Any) -> None:
     _counting.config = None
 
 
-def watch_positions(root: nn.Module) -> Callable[[], None]:
-    """Let the models inside `root` make their masks without a look at position numbers that they make themselves;
-    returns the undoing."""
+def models_inside(root: nn.Module) -> list[PreTrainedModel]:
+    """The models of transformers that `root` is or contains."""
+    return [module for module in root.modules() if isinstance(module, PreTrainedModel)]
+
+
+def watch_positions(models: Sequence[PreTrainedModel]) -> Callable[[], None]:
+    """Let `models` make their masks without a look at position numbers that they make themselves; returns the
+    undoing."""
     if _make_causal_mask is None:
         return lambda: None
     handles, stay_clean = [], []
-    for model in (m for m in root.modules() if isinstance(m, PreTrainedModel)):
+    for model in models:
         names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         handles.append(model.register_forward_pre_hook(_hook(names), with_kwargs=True))
         handles.append(model.register_forward_hook(_forget, always_call=True))
