@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.contract.test_incident import of, warned
@@ -94,3 +95,19 @@ def test_a_head_that_settles_has_no_harm_in_sight_and_one_of_no_forecast_says_no
     assert settles.sentence.endswith(" Its growth slows down: on this course its largest |score| stays below 512.")
     [unknown] = of(warned())
     assert unknown.sentence.endswith("since step 100.")
+
+
+@pytest.mark.parametrize("cause", ["rounding", "score growth"])
+@pytest.mark.parametrize("severity", ["warning", "critical"])
+def test_an_incident_whose_text_says_that_no_harm_is_in_sight_is_a_note_and_asks_for_no_act(
+    cause: str, severity: str
+) -> None:
+    slowing = warned(harm_in_sight=False, cause=cause, severity=severity)
+    [note] = of(slowing, policy="observe", orders=[])
+    assert (note.severity, note.ask, note.state) == ("info", "none", "open")
+    assert note.to_do.startswith("Watch the growth; if it goes on")
+    for worse in (warned(0, 1, harm_in_sight=True), warned(0, 1), warned(rank=1, harm_in_sight=True)):
+        [incident] = of(slowing, worse._replace(verdict=worse.verdict.model_copy(update={"cause": cause})))
+        assert incident.severity in ("warning", "critical"), "one head, or one rank, that goes on is enough"
+    [broken] = of(warned(harm_in_sight=False, signal="nonfinite", cause="other", severity="critical"))
+    assert broken.severity == "critical"

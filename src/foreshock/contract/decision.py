@@ -38,7 +38,8 @@ _NO_REMEDY: Final = (
 )
 _RESUME: Final = "The run has ended. Resume it from {checkpoint}"
 _BY_HAND: Final = "Switch every head to {mitigation}."
-_LATER: Final = "Watch the growth; if it goes on, switch every head to {mitigation}."
+_WATCH: Final = "Watch the growth; if it goes on,"
+_LATER: Final = f"{_WATCH} switch every head to {{mitigation}}."
 _WAIT: Final = "Wait for the agents' answer."
 _GROWS_ON: Final = "{given}, and the growth goes on: rounding is not all of it."
 UNDONE: Final = ("expired", "refused", "cancelled", "dry_run")
@@ -56,6 +57,7 @@ _ROUNDING: Final[dict[str, Text]] = {
     # what the policy does, while nothing is switched and no order is known
     **_BY_POLICY,
     "no proposal": Text("Nothing is switched, and no proposal waits.{so_far}", _BY_HAND, "switch"),
+    "slows": Text("Nothing is switched, because the growth slows down.{so_far}", _LATER),
     "over": Text(
         "Nothing grows any more, without a switch.{so_far}",
         "Look at the loss. If it stays on its track, wait: the warning is cleared when nothing has grown for a while.",
@@ -102,6 +104,7 @@ _GROWTH: Final[dict[str, Text]] = {
         "QK-Clip is on: after each step it scales heads whose largest score passed its threshold.",
         "Watch the loss. If it does not come back, resume from {checkpoint} with a lower learning rate.",
     ),
+    "slows": Text(_NO_REMEDY, f"{_WATCH} lower the learning rate."),
     "ended": Text("{ended}", f"{_RESUME} with a lower learning rate or a longer warm-up{_CLIP}."),
 }
 _NOT_FINITE: Final[dict[str, Text]] = {
@@ -138,6 +141,13 @@ def cause_of(verdict: Verdict) -> IncidentCause:
 def is_active(verdict: Verdict) -> bool:
     """Whether a verdict is a warning that is not over."""
     return verdict.state != "cleared" and verdict.severity != "info"
+
+
+def because_of(verdict: Verdict, policy: str) -> str:
+    """Why heads are switched or proposed: it names the warning, whose sentence people read in the warning itself."""
+    return (
+        f"{policy}: {verdict.cause} in layer {verdict.layer} head {verdict.head}, warned about at step {verdict.step:,}"
+    )
 
 
 def calls_for_switch(verdict: Verdict) -> bool:

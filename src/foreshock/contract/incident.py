@@ -324,6 +324,9 @@ def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContex
     progress = progress_of(heads) if curable(cause) else "unswitched"
     if known.ended and progress != "arrested":
         return "ended, not arrested" if progress == "not arrested" else "ended"
+    slows = all(head.severity == "info" for head in heads)
+    if cause == "score growth" and slows:
+        return "slows"
     if not curable(cause):
         warning = all(head.severity != "critical" for head in heads)
         return known.clip or "" if cause == "score growth" else "warning" if warning else ""
@@ -338,6 +341,8 @@ def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContex
         return progress
     if all(falls(head.evidence) for head in heads) and (order is None or order.state in UNDONE):
         return "over"
+    if slows and act != "switch" and (order is None or order.state in UNDONE):
+        return "slows"
     if order is not None:
         return order.state
     return "no proposal" if act == "propose" and known.orders is not None else act
@@ -563,9 +568,14 @@ def _head(
 
 
 def _severity(own: Sequence[Warned]) -> Severity:
-    """The worst of what ranks say of a head; what has begun to fall by itself is a warning at most."""
+    """The worst that any rank reports of a head. What falls is a warning at most; what slows down, so that its score
+    stays below 512 on this course, is a note, of which no alert is made."""
     worst = max((one.verdict.severity for one in own), key=_SEVERITIES.index)
-    fall = all(one.verdict.signal != "nonfinite" and falls(one.verdict.evidence) for one in own)
+    if any(one.verdict.signal == "nonfinite" for one in own):
+        return worst
+    if all(one.verdict.harm_in_sight is False for one in own):
+        return "info"
+    fall = all(falls(one.verdict.evidence) for one in own)
     return "warning" if fall and worst == "critical" else worst
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract import wire
+from foreshock.contract.decision import because_of
 from foreshock.contract.modes import Mode, mode_name, parse_mode
 
 MAX_ANSWERED: Final = 4096
@@ -110,7 +111,7 @@ class Switchboard:
         refused = self._refused(wanted, mode)
         takers = [head for head in wanted if head not in refused]
         shared: dict[str, Any] = {"step": step, "verdict": verdict.id}
-        reason = f"{policy}: {verdict.sentence}"
+        reason = because_of(verdict, policy)
         done = []
         if takers and outcome != "applied":
             done.append(self._done(outcome, takers, mode, reason=reason, **shared))

@@ -15,6 +15,7 @@ import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service as Chromedriver
 
+from foreshock.contract.decision import because_of
 from foreshock.contract.modes import mode_name, parse_mode
 from foreshock.contract.slots import SLOT_COUNT, Slot
 from foreshock.contract.wire import Ack, Array, Batch, Event, Layer, Sample, Started, Switched, Verdict
@@ -120,23 +121,22 @@ class Feeder:
 
     def warn(self, sentence: str = "Layer 0 head 2 drifts: its score offset left its peers and keeps growing.") -> None:
         """Raise the warning about head 2 of layer 0."""
-        self.send(
-            Verdict(
-                id="offset-0-2",
-                step=self.step,
-                state="raised",
-                severity="warning",
-                layer=0,
-                head=2,
-                cause="rounding",
-                signal="offset",
-                evidence={"offset": -6.25, "growth_per_1000_steps": 2.5, "delta_bias_z": 5.5},
-                forecast_steps=2130.0,
-                forecast_low_steps=1420.0,
-                forecast_high_steps=3080.0,
-                sentence=sentence,
-            )
+        self.warning = Verdict(
+            id="offset-0-2",
+            step=self.step,
+            state="raised",
+            severity="warning",
+            layer=0,
+            head=2,
+            cause="rounding",
+            signal="offset",
+            evidence={"offset": -6.25, "growth_per_1000_steps": 2.5, "delta_bias_z": 5.5},
+            forecast_steps=2130.0,
+            forecast_low_steps=1420.0,
+            forecast_high_steps=3080.0,
+            sentence=sentence,
         )
+        self.send(self.warning)
 
     def propose(self) -> None:
         """Ask for approval to switch head 2 of layer 0, as an agent does under policy approve."""
@@ -149,7 +149,7 @@ class Feeder:
                 heads=((0, 2),),
                 before=("plain",),
                 after=("exact_delta",),
-                reason="policy approve: Layer 0 head 2 drifts: its score offset left its peers and keeps growing.",
+                reason=because_of(self.warning, "policy approve"),
             )
         )
 

@@ -136,7 +136,7 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         run=run,
         source=SENDER,
         issued_by=SENDER,
-        reason=f"alert {name}: {meant.sentence}",
+        reason=f"alert {name}: {' and '.join(meant.causes)} since step {meant.opened_step:,}",
         heads=None,
         mode="",
         state="proposed",

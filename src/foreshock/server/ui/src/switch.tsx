@@ -215,9 +215,6 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
   const isActive = (run: string) => views.some(({ detail }) => detail.run === run && detail.status === "active");
   const mayDecide = (run: string) => onSwitch !== null && isActive(run);
   const colourOf = (run: string) => views.find((view) => view.detail.run === run)?.colour ?? "";
-  /** What a card says already: an order that was made for it does not repeat its sentence. */
-  const said = views.flatMap(({ incidents }) => incidents.flatMap(({ sentence, heads }) => [sentence, ...heads.map((head) => head.sentence)]));
-  const unsaid = (reason: string) => said.reduce((left, sentence) => (sentence ? left.replace(sentence, "") : left), reason).trim().replace(/:$/, "");
   const decide = (command: CommandStatus, decision: Deed) =>
     onSwitch?.({ run: command.run, head: null, mode: command.mode, decide: { command, decision } });
   return (
@@ -246,7 +243,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
             <p class="muted">
               {command.issued_by}
               {BY[command.source] ?? ""}, <Ago at={command.created_unix_seconds} />
-              {unsaid(command.reason) && `: ${unsaid(command.reason)}`}
+              {command.reason && `: ${command.reason}`}
             </p>
             {command.closed_because && <p class="muted">{command.closed_because}</p>}
             {command.ranks
