@@ -13,9 +13,7 @@ from foreshock import __version__
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "src/foreshock/lab/README.md": "laboratory.md",
-    "src/foreshock/lab/NOTEBOOK.md": "notebook.md",
     "src/foreshock/kernels/flash_attention/README.md": "kernels.md",
-    "src/foreshock/lab/traces/README.md": "recorded-runs.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }

@@ -19,7 +19,7 @@ RESULT, TIES, GROUPED = (
     json.loads((ROOT / f"src/foreshock/benchmarks/results/{name}.json").read_text())
     for name in ("attention_h200", "attention_hopper_h200", "hopper_grouped_h100")
 )
-PAGE = (ROOT / "src/foreshock/kernels/flash_attention/README.md").read_text()
+PAGE = (ROOT / "src/foreshock/lab/NOTEBOOK.md").read_text()
 
 
 def test_every_cell_of_the_grid_is_kept_with_every_contender() -> None:
@@ -32,14 +32,14 @@ def test_every_cell_of_the_grid_is_kept_with_every_contender() -> None:
             assert 0 < cell[name] < 1000
 
 
-def test_the_readme_shows_the_table_and_the_summary_follows_from_the_cells() -> None:
+def test_the_notebook_shows_the_table_and_the_summary_follows_from_the_cells() -> None:
     shown = [c for c in RESULT["cells"] if c["seq_len"] in (1024, 4096, 16384) or c["kv_heads"] != c["heads"]]
     assert markdown(shown) in PAGE
     told = summary(RESULT["cells"])
     assert told == pytest.approx({name: RESULT["summary"][name] for name in told})
 
 
-def test_what_the_readme_says_beside_cudnn_and_of_statistics_follows_from_the_cells() -> None:
+def test_what_the_notebook_says_beside_cudnn_and_of_statistics_follows_from_the_cells() -> None:
     found = summary(RESULT["cells"])
 
     def beside(which: str) -> str:
@@ -54,7 +54,7 @@ def test_what_the_readme_says_beside_cudnn_and_of_statistics_follows_from_the_ce
     assert f"add {cost:.1f} % to both passes from S = 2048 on without grouped heads (worst {worst:.1f})" in PAGE
 
 
-def test_what_the_readme_says_of_shared_key_heads_follows_from_the_cells() -> None:
+def test_what_the_notebook_says_of_shared_key_heads_follows_from_the_cells() -> None:
     def beside_cudnn(heads: int, tokens: int, length: int, whose: str) -> str:
         (cell,) = (
             cell["milliseconds"]
@@ -81,7 +81,7 @@ def shares(name: str, head_dim: int | None = None) -> float:
     )
 
 
-def test_what_the_readme_says_of_ties_in_the_forward_follows_from_the_cells() -> None:
+def test_what_the_notebook_says_of_ties_in_the_forward_follows_from_the_cells() -> None:
     both, backward = ([f"{shares(name, dim):.3f}" for dim in (None, 64, 128)] for name in ("both", "backward"))
     assert f"both passes take {both[0]} of the time (D 64 {both[1]}, D 128 {both[2]})" in PAGE
     assert f"the backward {backward[0]} ({backward[1]}, {backward[2]})" in PAGE

@@ -221,7 +221,7 @@ def _ratio(cell: dict[str, Any], peer: str, own: str) -> str:
 
 
 def markdown(cells: list[dict[str, Any]]) -> str:
-    """A table of kernels/flash_attention/README.md: milliseconds (TFLOP/s) of foreshock or of plain heads, then how
+    """A table of lab/NOTEBOOK.md: milliseconds (TFLOP/s) of foreshock or of plain heads, then how
     many times as long each peer or mode takes."""
     own, named = (_OWN, _PEERS) if _OWN in cells[0] else (_PLAIN_HEADS, _BESIDE_PLAIN)
     timed_passes = [which for which in PASSES if any(cell["pass"] == which for cell in cells)]
