@@ -40,7 +40,10 @@ def test_a_cancelled_order_goes_to_nobody_and_the_audit_trail_says_who_stopped_i
         [event, *_] = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
         assert "is cancelled (bob (local))" in event["sentence"]
         again = await cancel(service, command)
-        assert (again.status_code, "is cancelled, not under way" in again.json()["detail"]) == (409, True)
+        assert (
+            again.status_code,
+            "is cancelled, so you cannot cancel it; you can undo it." in again.json()["detail"],
+        ) == (409, True)
 
     play(story)
 

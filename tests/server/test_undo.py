@@ -26,7 +26,7 @@ def test_an_applied_switch_is_undone_on_request_head_by_head_to_the_modes_there_
         early = await service.client.post(f"/v1/commands/{command}/undo", json=WHO)
         assert (early.status_code, early.json()["detail"]) == (
             409,
-            f"Command {command} is pending; only what was applied can be undone.",
+            f"Command {command} is pending, so you cannot undo it; you can cancel it.",
         )
         [sent] = (await service.store(rank, rank.sample(10))).commands
         await service.store(rank, answer(rank, sent, ["plain", "paper_softmax", "exact_delta"]))

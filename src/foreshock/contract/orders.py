@@ -18,8 +18,19 @@ CommandState = Literal[
 ]  # fmt: skip
 """proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run.
 
-What is pending or delivered may be cancelled: it goes to no further rank. It is refused when the last rank ends.
+What is under way is refused when the last rank ends. An answer that comes late still says what was done.
 """
+OPEN: Final = ("pending", "delivered")
+"""Under way: it goes out until it is answered."""
+Decided = Literal["approve", "reject", "cancel"]
+PEOPLE_MAY: Final[Mapping[CommandState, tuple[Decided | Literal["undo"], ...]]] = {
+    "proposed": ("approve", "reject"),
+    "pending": ("cancel",),
+    "delivered": ("cancel",),
+    "applied": ("undo",),
+    "cancelled": ("undo",),
+}
+"""What people may do with an order in each state; what some ranks did before it was cancelled can be undone."""
 Verification = Literal["verified", "not arrested", "unknown"]
 OrderSource = Literal["api", "alertmanager", "agent", "rank", "service"]
 

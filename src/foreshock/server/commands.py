@@ -1,20 +1,20 @@
-"""The gate of machines: whether they may order or propose a switch now, and the orders that it takes.
+"""Orders: made, decided, undone and shown, each step audited; and the one gate through which machines order.
 
-Webhooks, the verdict on a switch and switches that ranks pass on come here. People may always order.
+Webhooks, the verdict on a switch and switches that ranks pass on `propose`. People may always order.
 """
 
 import hashlib
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
-from sqlalchemy import Connection, Row, desc, func, or_, select, update
+from sqlalchemy import Connection, Row, delete, desc, func, or_, select, update
 
-from foreshock.contract.modes import Mode, is_mode, mode_name, parse_mode
-from foreshock.contract.orders import switches
+from foreshock.contract.modes import is_mode, mode_name, parse_mode
+from foreshock.contract.orders import OPEN, PEOPLE_MAY, Decided, switches
 from foreshock.contract.wire import Batch, HeadRef, Switched
 from foreshock.server.models import (
     CommandChange,
@@ -34,67 +34,14 @@ from foreshock.server.runs.eventlog import (
     printable,
     write_events,
 )
-from foreshock.server.runs.incidents import present, reject_evidence
+from foreshock.server.runs.incidents import present, reject_evidence, rejected_heads
 from foreshock.server.runs.listing import find_run
+from foreshock.server.runs.newest import Ranks, heads_by_rank, nobody_left
 from foreshock.server.store import audit
-from foreshock.server.store.database import lock_runs
-from foreshock.server.store.reading import heads_of_layers, read_back
-from foreshock.server.store.schema import boots, command_ranks, commands, runs, topologies
+from foreshock.server.store.database import insert_or_ignore, lock_runs
+from foreshock.server.store.reading import read_back
+from foreshock.server.store.schema import command_ranks, commands, runs, webhook_alerts
 from foreshock.server.store.schema import commands as table
-
-
-@dataclass
-class RankHeads:
-    """What the newest process start of a rank watches."""
-
-    boot: str
-    heads: frozenset[HeadRef]
-    known: bool
-    finished: bool
-
-
-def concerned(heads: Iterable[HeadRef] | None, ranks: Mapping[int, RankHeads]) -> set[int]:
-    """The ranks that have to answer an order for these heads, or for every one: those that train on and hold some."""
-    return {rank for rank in _holders(heads, ranks) if not ranks[rank].finished}
-
-
-def _holders(heads: Iterable[HeadRef] | None, ranks: Mapping[int, RankHeads]) -> set[int]:
-    asked = None if heads is None else set(heads)
-    return {
-        rank
-        for rank, holding in ranks.items()
-        if asked is None or not holding.known or not holding.heads.isdisjoint(asked)
-    }
-
-
-def all_ended(heads: Iterable[HeadRef] | None, ranks: Mapping[int, RankHeads]) -> bool:
-    """Whether some rank holds some of these heads, and each that does has ended: no answer can come any more.
-
-    A run that is resumed in another shape may have heads for a moment that no rank holds; somebody may yet.
-    """
-    held = _holders(heads, ranks)
-    return bool(held) and all(ranks[rank].finished for rank in held)
-
-
-def nobody_left(heads: Iterable[HeadRef] | None, ranks: Mapping[int, RankHeads]) -> bool:
-    """Whether it is known that no rank is left to carry out an order for these heads, or for every one."""
-    return bool(ranks) and not concerned(heads, ranks)
-
-
-def heads_by_rank(connection: Connection, run_ids: Iterable[int]) -> dict[int, dict[int, RankHeads]]:
-    """For each run and rank, the heads that its newest process start holds."""
-    query = select(boots.c.run_id, boots.c.rank, boots.c.boot, boots.c.finished_status, boots.c.topology)
-    query = query.where(boots.c.newest, boots.c.run_id.in_(run_ids)).order_by(boots.c.run_id, boots.c.rank)
-    newest = connection.execute(query).all()
-    hashes = {row.topology for row in newest if row.topology}
-    found = connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
-    heads = {row.hash: heads_of_layers(row.layers) for row in found}
-    held: dict[int, dict[int, RankHeads]] = defaultdict(dict)
-    for row in newest:
-        held[row.run_id][row.rank] = RankHeads(
-            row.boot, frozenset(heads.get(row.topology, ())), row.topology is not None, row.finished_status is not None
-        )
-    return held
 
 
 def modes_here(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
@@ -118,7 +65,7 @@ def plan(connection: Connection, run_id: int, wanted: str) -> SwitchPlan:
     return SwitchPlan(changes=changes, kept=kept)
 
 
-def check_heads(run: str, heads: Sequence[HeadRef], ranks: Mapping[int, RankHeads]) -> None:
+def check_heads(run: str, heads: Sequence[HeadRef], ranks: Ranks) -> None:
     """Raises ProblemError for an order of no heads, or of heads that no rank ever held."""
     if not heads:
         raise ProblemError(422, "heads is empty; name at least one [layer, head], or give null for every head.")
@@ -130,7 +77,7 @@ def check_heads(run: str, heads: Sequence[HeadRef], ranks: Mapping[int, RankHead
         raise ProblemError(422, f"Run {run} has no {heads_in_words(unknown)}.")
 
 
-def check_somebody_is_left(run: str, heads: Sequence[HeadRef] | None, ranks: Mapping[int, RankHeads]) -> None:
+def check_somebody_is_left(run: str, heads: Sequence[HeadRef] | None, ranks: Ranks) -> None:
     """Raises ProblemError for an order that nobody can carry out: it would stand until it expires, and people wait."""
     if not nobody_left(heads, ranks):
         return
@@ -139,9 +86,6 @@ def check_somebody_is_left(run: str, heads: Sequence[HeadRef] | None, ranks: Map
     if not all(holding.finished for holding in ranks.values()):
         who = f"Every rank of run {run} that holds {named} has ended, and nobody is left to switch it"
     raise ProblemError(409, f"{who}. Order it again when the run is resumed.")
-
-
-OPEN: Final = ("pending", "delivered")
 
 
 @dataclass(frozen=True)
@@ -230,60 +174,60 @@ def create_from_request(
     return create(connection, order), True
 
 
-def approve(connection: Connection, command_id: str, who: str, reason: str, *, expiry: float) -> list[str]:
-    """Let a proposed command go out, for `expiry` seconds; its id."""
-    row = _proposed(connection, command_id)
-    if not is_mode(row.mode):
-        raise ProblemError(409, f"Command {row.id} is for {row.mode}, which this service cannot order; reject it.")
-    check_somebody_is_left(row.run, heads_of(row), heads_by_rank(connection, [row.run_id]).get(row.run_id, {}))
-    return _decide(connection, row, "pending", who, reason, time.time() + expiry)
+_TO: Final[dict[Decided, tuple[CommandState, str]]] = {
+    "approve": ("pending", "approved"),
+    "reject": ("rejected", "rejected"),
+    "cancel": ("cancelled", "cancelled"),
+}
 
 
-def reject(connection: Connection, command_id: str, who: str, reason: str) -> list[str]:
-    """Turn a proposed command down, which holds for the warnings that stand: see `reject_evidence`; its id."""
-    row = _proposed(connection, command_id)
-    reject_evidence(connection, row.run_id, heads_of(row))
-    return _decide(connection, row, "rejected", who, reason, row.expires)
-
-
-def _proposed(connection: Connection, command_id: str) -> Row[Any]:
+def decide(connection: Connection, command_id: str, who: str, reason: str, *, how: Decided, expiry: float) -> list[str]:
+    """Let a proposed command go out for `expiry` seconds, turn it down, which holds for the warnings that stand (see
+    `reject_evidence`), or stop one that is under way, so that no further rank gets it. Its id.
+    """
     row = _command(connection, command_id)
-    if row.state != "proposed":
-        raise ProblemError(409, f"Command {row.id} is {row.state}, no longer proposed.")
-    return row
-
-
-def _decide(
-    connection: Connection, row: Row[Any], state: CommandState, who: str, reason: str, expires: float | None
-) -> list[str]:
-    values = {"state": state, "decided_by": printable(who)[:160], "decided": time.time(), "expires": expires}
-    connection.execute(update(commands).where(commands.c.id == row.id).values(values))
-    verb = "approved" if state == "pending" else "rejected"
-    sentence = (
-        f"The proposal to {order_in_words(row.mode, heads_of(row))} is {verb} ({printable(who)}): {printable(reason)}"
-    )
-    record_transition(connection, row, row.run, state, who, {"reason": reason, "decided": True}, sentence)
+    heads, (state, verb) = heads_of(row), _TO[how]
+    _check_state(row, how)
+    values: dict[str, Any] = {"decided_by": printable(who)[:160], "decided": time.time()}
+    details: dict[str, Any] = {"reason": reason, "decided": True}
+    if how == "approve":
+        if not is_mode(row.mode):
+            raise ProblemError(409, f"Command {row.id} is for {row.mode}, which this service cannot order; reject it.")
+        check_somebody_is_left(row.run, heads, heads_by_rank(connection, [row.run_id]).get(row.run_id, {}))
+        values["expires"] = time.time() + expiry
+    elif how == "reject":
+        reject_evidence(connection, row.run_id, heads)
+    else:
+        track = tracks_of(connection, [command_id]).get(command_id, {})
+        answered = sorted(rank for rank in track if track[rank].outcome)
+        values, details = {}, {"reason": reason, "delivered_to": sorted(track), "answered": answered}
+    what = f"{'Command' if how == 'cancel' else 'The proposal'} to {order_in_words(row.mode, heads)}"
+    move(connection, row, state, who, details, f"{what} is {verb} ({printable(who)}): {printable(reason)}", **values)
     return [row.id]
 
 
-def cancel(connection: Connection, command_id: str, who: str, reason: str) -> list[str]:
-    """Stop a command that is under way: no further rank gets it. What ranks did stays, and can be undone. Its id."""
-    row = _command(connection, command_id)
-    if row.state not in OPEN:
-        how = {"proposed": "reject it", "applied": "undo it"}.get(row.state, "there is nothing to do")
-        raise ProblemError(409, f"Command {command_id} is {row.state}, not under way; {how}.")
-    connection.execute(update(commands).where(commands.c.id == command_id).values(state="cancelled"))
-    track = tracks_of(connection, [command_id]).get(command_id, {})
-    details = {
-        "reason": reason,
-        "delivered_to": sorted(track),
-        "answered": sorted(r for r in track if track[r].outcome),
-    }
-    sentence = (
-        f"Command to {order_in_words(row.mode, heads_of(row))} is cancelled ({printable(who)}): {printable(reason)}"
-    )
-    record_transition(connection, row, row.run, "cancelled", who, details, sentence)
-    return [command_id]
+def _check_state(row: Row[Any], how: Decided | Literal["undo"]) -> None:
+    """Raises ProblemError unless a command in this state can be decided so."""
+    if how not in (can := PEOPLE_MAY.get(row.state, ())):
+        instead = f"you can {' or '.join(can)} it" if can else "there is nothing to do"
+        raise ProblemError(409, f"Command {row.id} is {row.state}, so you cannot {how} it; {instead}.")
+
+
+def move(
+    connection: Connection,
+    row: Row[Any],
+    state: CommandState,
+    actor: str,
+    details: dict[str, Any],
+    sentence: str | None = None,
+    **values: Any,
+) -> bool:
+    """Bring a command into a state, with its audit row and event; False where it has moved on meanwhile."""
+    same = commands.c.id == row.id, commands.c.state == row.state
+    if not connection.execute(update(commands).where(*same).values(state=state, **values)).rowcount:
+        return False
+    record_transition(connection, row, row.run, state, actor, details, sentence)
+    return True
 
 
 def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_run: bool, expiry: float) -> list[str]:
@@ -293,8 +237,7 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
     wholly or by some ranks before it was cancelled, and nothing takes it back yet.
     """
     row = _command(connection, command_id)
-    if row.state not in ("applied", "cancelled"):
-        raise ProblemError(409, f"Command {command_id} is {row.state}; only what was applied can be undone.")
+    _check_state(row, "undo")
     if other := _undone(connection, [command_id]).get(command_id):
         raise ProblemError(409, f"Command {command_id} is undone by {other} already.")
     own = None if row.heads is None else {(layer, head) for layer, head in row.heads}
@@ -470,27 +413,76 @@ def _share_heads(one: list[list[int]] | None, other: list[list[int]] | None) -> 
 
 
 _COOLED: Final = ("alertmanager", "service")
+_REMEMBERED_SECONDS: Final = 7 * 86_400.0
 _MOST_WAITING: Final = 64
 """Orders and proposals of machines that wait in one run: nobody reads more."""
 
 
-def propose(
-    connection: Connection, order: Order, wanted: Mapping[Mode, Sequence[HeadRef]], cooldown_seconds: float = 0.0
-) -> str | None:
-    """Create `order` for each mode with its heads, unless something is in the way: then nothing, and the reason.
+class Gate(NamedTuple):
+    """What became of the wish of a machine for a switch: ordered, proposed, or why not."""
 
-    The caller holds the run. cooldown_seconds: how long after an order of the service or of a webhook none follows. An
-    order that is carried out is not in the way: it has made the heads what they are, or was undone.
+    result: Literal["ordered", "proposed", "observed", "refused", "duplicate"]
+    why: str = ""
+    heads: tuple[HeadRef, ...] = ()
+
+
+def propose(
+    connection: Connection,
+    order: Order,
+    called_for: Collection[HeadRef],
+    scope: str = "head",
+    *,
+    cooldown_seconds: float = 0.0,
+    once: str = "",
+) -> Gate:
+    """Order or propose, as `order` says, its mode for the heads that call for it, beside the modes that they have.
+
+    The caller holds the run. What a person rejected or took back holds against every machine until a new warning.
+    cooldown_seconds: how long after an order of the service or of a webhook none follows. once: names who asks, who is
+    heard once a week about the same heads.
     """
-    heads = [ref for own in wanted.values() for ref in own]
-    if why := _in_the_way(connection, order.run_id, set(heads), cooldown_seconds):
-        return why
+    if not called_for:
+        return Gate("observed", "its heads are switched")
+    if not is_mode(order.mode):
+        return Gate("refused", f"mode {order.mode} is not known to this service; it may be the older one")
+    modes, held = modes_here(connection, order.run_id)
+    loose = set(called_for) - rejected_heads(connection, order.run_id)
+    wanted = switches(loose, modes, order.mode, scope, held)
+    heads = tuple(sorted(ref for own in wanted.values() for ref in own))
+    if not heads:
+        who = "took the switch of these heads back" if loose else "rejected this switch"
+        return Gate("observed", f"a person {who}, which holds until one of these heads has a new warning")
+    if nobody_left(heads, heads_by_rank(connection, [order.run_id]).get(order.run_id, {})):
+        return Gate("refused", "every rank that holds these heads has ended", heads)
+    key = hashlib.sha256(f"{once}:{heads}".encode()).hexdigest()
+    if once and _has_acted(connection, key):
+        return Gate("duplicate", "this alert has acted before", heads)
+    if why := in_the_way(connection, order.run_id, set(heads), cooldown_seconds):
+        return Gate("refused", why, heads)
     for mode, own in wanted.items():
         create(connection, replace(order, mode=mode_name(mode), heads=own))
-    return None
+    if once:
+        _remember(connection, key)
+    return Gate("ordered" if order.state == "pending" else "proposed", heads=heads)
 
 
-def _in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldown: float) -> str | None:
+def _has_acted(connection: Connection, key: str) -> bool:
+    """Whether an alert of this key has ordered or proposed something within a week."""
+    known = webhook_alerts.c.key == key, webhook_alerts.c.unix_seconds >= time.time() - _REMEMBERED_SECONDS
+    return connection.execute(select(webhook_alerts.c.key).where(*known)).first() is not None
+
+
+def _remember(connection: Connection, key: str) -> None:
+    now = time.time()
+    connection.execute(delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < now - _REMEMBERED_SECONDS))
+    connection.execute(insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=now))
+
+
+def in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldown: float = 0.0) -> str | None:
+    """Why no machine may order or propose a switch of these heads now; None where nothing is in the way.
+
+    An order that is carried out is not: it has made the heads what they are, or was undone.
+    """
     now, mine = time.time(), table.c.run_id == run_id
     # one that lies ahead by more than another replica's clock may was ordered by a clock that was wrong
     lately = table.c.created > now - cooldown, table.c.created <= now + cooldown

@@ -15,28 +15,23 @@ from sqlalchemy import Connection, Row, and_, bindparam, select, update
 
 from foreshock.contract.causes import curable
 from foreshock.contract.modes import is_mode, mode_name, parse_mode
-from foreshock.contract.orders import switches
+from foreshock.contract.orders import OPEN, switches
 from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, HeadRef, Switched
 from foreshock.server.commands import (
-    OPEN,
     Order,
-    RankHeads,
-    all_ended,
     answer_of,
-    concerned,
     create,
     details_of,
-    heads_by_rank,
     heads_of,
-    propose,
-    record_transition,
+    in_the_way,
+    move,
     tracks_of,
 )
 from foreshock.server.models import CommandState
 from foreshock.server.runs.eventlog import ended_before_the_answer, order_in_words
 from foreshock.server.runs.incidents import rejected_heads
 from foreshock.server.runs.listing import active_warnings
-from foreshock.server.runs.newest import described
+from foreshock.server.runs.newest import RankHeads, Ranks, all_ended, concerned, described, heads_by_rank
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import lock_runs
 from foreshock.server.store.reading import passed_over
@@ -79,7 +74,7 @@ def _as_one(some: Sequence[Switched], reason: str) -> Switched:
 def propagate(
     connection: Connection,
     run_id: int,
-    ranks: Mapping[int, RankHeads],
+    ranks: Ranks,
     descriptions: dict[int, list[dict[str, Any]]],
     batch: Batch,
     switched: Switched,
@@ -128,13 +123,11 @@ def propagate(
             id=command_id,
             answered=(batch, switched) if applied else None,
         )
-        if state is None:
-            propose(connection, order, {parse_mode(mode): heads})
-        else:
+        if state is not None or not in_the_way(connection, run_id, set(heads)):
             create(connection, order)
 
 
-def _others(ranks: Mapping[int, RankHeads], rank: int, heads: list[HeadRef]) -> set[int]:
+def _others(ranks: Ranks, rank: int, heads: list[HeadRef]) -> set[int]:
     return {r for r, h in ranks.items() if r != rank and not h.finished and h.heads & set(heads)}
 
 
@@ -191,7 +184,7 @@ Orders = dict[tuple[str, int, str], tuple[Command, ...]]
 """What each boot, by run, rank and boot, is ordered to do."""
 
 
-def _concerned(row: Row[Any], ranks: Mapping[int, RankHeads]) -> set[int]:
+def _concerned(row: Row[Any], ranks: Ranks) -> set[int]:
     return concerned(heads_of(row), ranks)
 
 
@@ -268,10 +261,7 @@ def _delivered(connection: Connection, row: Row[Any], rank: int, track: Row[Any]
         connection.execute(update(command_ranks).where(same).values(deliveries=track.deliveries + 1))
         return
     connection.execute(command_ranks.insert().values(command_id=row.id, rank=rank, deliveries=1))
-    changed = update(commands).where(commands.c.id == row.id, commands.c.state == "pending").values(state="delivered")
-    if connection.execute(changed).rowcount:
-        record_transition(connection, row, row.run, "delivered", "service", {"rank": rank})
-    else:
+    if row.state != "pending" or not move(connection, row, "delivered", "service", {"rank": rank}):
         details = {"rank": rank, "state": "delivered"}
         audit.append(connection, actor="service", action="command", run=row.run, command=row.id, details=details)
 
@@ -307,7 +297,7 @@ def _answer(
         _settle(connection, row, ranks, track_of)
 
 
-def _settle(connection: Connection, row: Row[Any], ranks: Mapping[int, RankHeads], track: dict[int, Row[Any]]) -> bool:
+def _settle(connection: Connection, row: Row[Any], ranks: Ranks, track: dict[int, Row[Any]]) -> bool:
     """Close a command that is answered, has expired or can be answered by nobody. True when it is closed."""
     outcomes = {rank: t.outcome for rank, t in track.items() if t.outcome is not None and rank in ranks}
     waiting = {rank for rank in _concerned(row, ranks) if rank not in outcomes}
@@ -324,7 +314,6 @@ def _settle(connection: Connection, row: Row[Any], ranks: Mapping[int, RankHeads
     else:
         return False
     if state != row.state:
-        connection.execute(update(commands).where(commands.c.id == row.id).values(state=state))
         answers = {str(rank): outcome for rank, outcome in sorted(outcomes.items())}
         details: dict[str, Any] = {"outcomes": answers, "silent": sorted(waiting)}
         sentence = _unanswered(row, waiting) if state == "expired" and waiting else None
@@ -334,7 +323,7 @@ def _settle(connection: Connection, row: Row[Any], ranks: Mapping[int, RankHeads
         steps = [step for t in track.values() if (step := _applied_at(t)) is not None] if state == "applied" else []
         if steps:
             sentence = f"Command to {order_in_words(row.mode, heads_of(row))} is applied at step {max(steps):,}."
-        record_transition(connection, row, row.run, state, "service", details, sentence)
+        move(connection, row, state, "service", details, sentence)
     return True
 
 

@@ -16,7 +16,6 @@ from sqlalchemy import Connection, Row, select, update
 
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.modes import stronger
-from foreshock.contract.orders import switches
 from foreshock.contract.switch_verdict import POINTS, SIGNALS, SignalGrowth, growth_of
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server import commands
@@ -26,7 +25,7 @@ from foreshock.server.merging import axis_of
 from foreshock.server.models import Verification
 from foreshock.server.rollups import Roller
 from foreshock.server.runs.eventlog import heads_in_words
-from foreshock.server.runs.incidents import carried_out, present, record_incidents, warned_of
+from foreshock.server.runs.incidents import carried_out, record_incidents, warned_of
 from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings
 from foreshock.server.store import process_starts
@@ -182,9 +181,8 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     loose = [ref for ref in loose if ref in due.active]
     if next_mode is None or observed:
         return
-    modes, held = present(connection, row.run_id)
-    order = commands.Order(row.run_id, row.run, "service", "service", sentence, None, "", "proposed")
-    propose(connection, order, switches(loose, modes, next_mode, held=held), settings.webhook_cooldown_seconds)
+    order = commands.Order(row.run_id, row.run, "service", "service", sentence, None, next_mode, "proposed")
+    propose(connection, order, loose, cooldown_seconds=settings.webhook_cooldown_seconds)
 
 
 def _growths(

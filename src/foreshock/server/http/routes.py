@@ -18,6 +18,7 @@ from foreshock.contract.incident import Incident
 from foreshock.contract.metrics.catalog import METRICS
 from foreshock.contract.metrics.metric import MORE_CHARTS, Scale
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
+from foreshock.contract.orders import Decided
 from foreshock.contract.wire import ModeName
 from foreshock.server import commands, models
 from foreshock.server.auth import COOKIE, Actor, Caller, Deleter, Keyring, Reader, caller_of, cookie_of
@@ -406,20 +407,19 @@ def _reachable(connection: Connection, caller: Caller, command: str) -> CommandS
 @router.post("/v1/commands/{command}/approve")
 async def approve(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
     """Let a proposed command go out."""
-    expiry = request.app.state.settings.command_expiry_seconds
-    return (await _act(request, caller, command, decision, partial(commands.approve, expiry=expiry)))[0]
+    return await _decide(request, caller, command, decision, "approve")
 
 
 @router.post("/v1/commands/{command}/reject")
 async def reject(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
     """Turn a proposed command down."""
-    return (await _act(request, caller, command, decision, commands.reject))[0]
+    return await _decide(request, caller, command, decision, "reject")
 
 
 @router.post("/v1/commands/{command}/cancel")
 async def cancel(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
     """Stop a pending or delivered command: no further rank gets it. What ranks did already stays, and can be undone."""
-    return (await _act(request, caller, command, decision, commands.cancel))[0]
+    return await _decide(request, caller, command, decision, "cancel")
 
 
 @router.post("/v1/commands/{command}/undo", status_code=201)
@@ -427,6 +427,11 @@ async def undo(request: Request, caller: Actor, command: str, order: Undo) -> Co
     """Order the modes back that a command changed; heads that have another mode by now refuse."""
     act = partial(commands.undo, dry_run=order.dry_run, expiry=request.app.state.settings.command_expiry_seconds)
     return CommandList(commands=await _act(request, caller, command, order, act))
+
+
+async def _decide(request: Request, caller: Caller, command: str, decision: Decision, how: Decided) -> CommandStatus:
+    act = partial(commands.decide, how=how, expiry=request.app.state.settings.command_expiry_seconds)
+    return (await _act(request, caller, command, decision, act))[0]
 
 
 async def _act(

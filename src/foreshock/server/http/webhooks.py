@@ -8,38 +8,32 @@ It must speak of an incident that the service knows of itself: what may be done 
 command, or a command, bounded by a cool-down.
 """
 
-import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, ValidationError
-from sqlalchemy import Connection, Row, delete, select, update
+from sqlalchemy import Connection, Row, select, update
 
 from foreshock.contract.causes import curable
-from foreshock.contract.incident import Incident
 from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
-from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode
-from foreshock.contract.orders import switches
-from foreshock.server import commands
+from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.server.auth import Actor
-from foreshock.server.commands import heads_by_rank, modes_here, nobody_left, propose
+from foreshock.server.commands import Order, propose
 from foreshock.server.models import Problem, Storable, WebhookResult
-from foreshock.server.runs.incidents import incidents_of, rejected_heads
+from foreshock.server.runs.incidents import incidents_of
 from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import insert_or_ignore, lock_runs
-from foreshock.server.store.schema import runs, service_state, webhook_alerts
+from foreshock.server.store.schema import runs, service_state
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
 
 SWITCHING_ALERTS: Final = frozenset(alert.name for alert in BY_KEY["incident.active"].alerts)
 SENDER: Final = "alertmanager"
-_REMEMBERED_SECONDS: Final = 7 * 86_400.0
 
 Text = Annotated[Storable, Field(max_length=1024)]
 
@@ -96,18 +90,6 @@ def _passed_over(alert: Alert) -> str | None:
     return None if alert.status == "firing" else "ignored: resolved alerts undo nothing"
 
 
-def _has_acted(connection: Connection, key: str) -> bool:
-    """Whether an alert of this key has ordered or proposed something within a week."""
-    known = webhook_alerts.c.key == key, webhook_alerts.c.unix_seconds >= time.time() - _REMEMBERED_SECONDS
-    return connection.execute(select(webhook_alerts.c.key).where(*known)).first() is not None
-
-
-def _remember(connection: Connection, key: str) -> None:
-    now = time.time()
-    connection.execute(delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < now - _REMEMBERED_SECONDS))
-    connection.execute(insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=now))
-
-
 def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) -> str:
     name = alert.labels.get("alertname", "")
     if name == WATCHDOG.name:
@@ -126,73 +108,43 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
     if meant is None:
         return "refused: the run has no open incident of this cause"
     if meant.act == "none":
-        known = _current_policy(_boots(connection, row.id)) if any(map(curable, meant.causes)) else ""
-        why = f"the run's policy is {known}" if known else f"no switch helps against {meant.causes[-1]}"
-        details = {"alert": name, "incident": meant.id, "why": why}
-        audit.append(connection, actor=SENDER, action="webhook observed", run=run, details=details)
+        why = f"no switch helps against {meant.causes[-1]}"
+        if any(map(curable, meant.causes)):
+            why = f"the run's policy is {described(_boots(connection, row.id)).get('policy', 'observe')}"
+        noted = {"alert": name, "incident": meant.id, "why": why}
+        audit.append(connection, actor=SENDER, action="webhook observed", run=run, details=noted)
         return f"observed: {why}"
-    order = commands.Order(
+    description = described(_boots(connection, row.id))
+    mitigation, scope = description.get("mitigation", DEFAULT_MITIGATION), description.get("switch_scope") or "head"
+    order = Order(
         run_id=row.id,
         run=run,
         source=SENDER,
         issued_by=SENDER,
         reason=f"alert {name}: {' and '.join(meant.causes)} since step {meant.opened_step:,}",
         heads=None,
-        mode="",
-        state="proposed",
+        mode=mitigation,
+        state="pending" if meant.act == "switch" else "proposed",
         expires=time.time() + settings.command_expiry_seconds,
     )
-    return _switch(settings, connection, order, meant, f"alert:{alert.fingerprint}:{alert.startsAt}:{run}")
+    bare = [head for head in meant.heads if head.state == "unswitched" and any(map(curable, head.causes))]
+    asked = {(head.layer, head.head) for head in bare if head.layer is not None and head.head is not None}
+    once = f"alert:{alert.fingerprint}:{alert.startsAt}:{run}"
+    cooldown = settings.webhook_cooldown_seconds
+    gate = propose(connection, order, asked, scope, cooldown_seconds=cooldown, once=once)
+    if gate.result in ("observed", "refused"):
+        details: dict[str, Any] = {
+            "reason": order.reason[:500],
+            "incident": meant.id,
+            "policy": description.get("policy"),
+        }
+        details |= {"heads": [list(ref) for ref in gate.heads[:64]], "mode": mitigation, "why": gate.why}
+        audit.append(connection, actor=SENDER, action=f"webhook {gate.result}", run=run, details=details)
+    return f"{gate.result}: {gate.why}" if gate.why else gate.result
 
 
 def _boots(connection: Connection, run_id: int) -> Sequence[Row[Any]]:
     return process_starts.of_now(connection, [run_id])[run_id]
-
-
-def _current_policy(known: Sequence[Row[Any]]) -> str:
-    return str(described(known).get("policy", "observe"))
-
-
-def _switch(
-    settings: Settings, connection: Connection, order: commands.Order, incident: Incident, alert_key: str
-) -> str:
-    """Order or propose the switch that the incident calls for: one order for each mode that its heads get."""
-    run_id, run = order.run_id, order.run
-    description = described(_boots(connection, run_id))
-    mitigation, scope = description.get("mitigation", DEFAULT_MITIGATION), description.get("switch_scope") or "head"
-    ranks = (heads_by_rank(connection, [run_id])).get(run_id, {})
-    here, held = modes_here(connection, run_id)
-    driven = [head for head in incident.heads if any(map(curable, head.causes))]
-    bare = {(head.layer, head.head) for head in driven if head.state == "unswitched"}
-    asked = {(layer, head) for layer, head in bare if layer is not None and head is not None}
-    loose = asked - rejected_heads(connection, run_id)
-    known = is_mode(mitigation)
-    wanted = switches(loose, here, mitigation, scope, held) if known else {}
-    refs = sorted(ref for heads in wanted.values() for ref in heads)
-    details = {"reason": order.reason[:500], "incident": incident.id, "policy": description.get("policy")}
-    details |= {"heads": [list(ref) for ref in refs[:64]], "mode": mitigation}
-
-    def note(action: str, why: str) -> str:
-        audit.append(connection, actor=SENDER, action=action, run=run, details=details | {"why": why})
-        return f"{action.removeprefix('webhook ')}: {why}"
-
-    if not asked:
-        return note("webhook observed", "its heads are switched")
-    if not known:
-        return note("webhook refused", f"mode {mitigation} is not known to this service; it may be the older one")
-    if not refs:
-        who = "took the switch of these heads back" if loose else "rejected this switch"
-        return note("webhook observed", f"a person {who}, which holds until one of these heads has a new warning")
-    if nobody_left(refs, ranks):
-        return note("webhook refused", "every rank that holds these heads has ended")
-    key = hashlib.sha256(f"{alert_key}:{refs}".encode()).hexdigest()
-    if _has_acted(connection, key):
-        return "duplicate: this alert has acted before"
-    order = replace(order, state="pending" if incident.act == "switch" else "proposed")
-    if why := propose(connection, order, wanted, settings.webhook_cooldown_seconds):
-        return note("webhook refused", why)
-    _remember(connection, key)
-    return "ordered" if incident.act == "switch" else "proposed"
 
 
 def _seen(connection: Connection) -> None:

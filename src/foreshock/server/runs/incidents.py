@@ -7,7 +7,7 @@ of kind `incident` say how it went: what the stream hands on, and what people ar
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,10 +23,10 @@ from foreshock.server.merging import ARRAYS_OF_MODES, Axis, MergedSteps, merge
 from foreshock.server.models import IncidentChange
 from foreshock.server.problems import ProblemError
 from foreshock.server.runs.eventlog import printable, write_events
-from foreshock.server.runs.newest import described, newest_samples, status_of
+from foreshock.server.runs.newest import described, heads_by_rank, newest_samples, status_of
 from foreshock.server.store import audit, process_starts
-from foreshock.server.store.reading import heads_of_layers, read_back
-from foreshock.server.store.schema import boots, command_ranks, commands, events, topologies, warnings
+from foreshock.server.store.reading import read_back
+from foreshock.server.store.schema import boots, command_ranks, commands, events, warnings
 
 
 class Given(NamedTuple):
@@ -188,32 +188,16 @@ def warned_of(connection: Connection, run_ids: Collection[int], *only: ColumnEle
     query = select(warnings, boots.c.until_step, boots.c.newest).join(boots, warnings.c.boot_id == boots.c.id)
     query = query.where(warnings.c.run_id.in_(run_ids), *only)
     rows = connection.execute(query.order_by(warnings.c.raised_step, warnings.c.rank, warnings.c.uid)).all()
-    held = _held_now(connection, {row.run_id for row in rows if not row.newest})
+    held = heads_by_rank(connection, {row.run_id for row in rows if not row.newest})
     found: dict[int, list[Warned]] = defaultdict(list)
     for row in rows:
         verdict = read_back(Verdict, row.verdict, "warning", (row.run_id, row.rank, row.uid))
         if verdict is None or (row.until_step is not None and verdict.step > row.until_step):
             continue
-        if row.newest or held(row.run_id, row.rank, (verdict.layer, verdict.head)):
+        own = held.get(row.run_id, {}).get(row.rank)
+        if row.newest or (own and (verdict.layer is None or own.may_hold([(verdict.layer, verdict.head)]))):
             found[row.run_id].append(Warned(row.rank, row.raised_step, verdict, row.rejected))
     return found
-
-
-def _held_now(
-    connection: Connection, run_ids: Collection[int]
-) -> Callable[[int, int, tuple[int | None, int | None]], bool]:
-    """Whether the newest process start of a rank holds a head, or may; every living one holds (None, None), the run."""
-    query = select(boots.c.run_id, boots.c.rank, boots.c.topology)
-    newest = connection.execute(query.where(boots.c.newest, boots.c.run_id.in_(run_ids))).all() if run_ids else []
-    layers = select(topologies).where(topologies.c.hash.in_({row.topology for row in newest if row.topology}))
-    heads = {row.hash: frozenset(heads_of_layers(row.layers)) for row in (connection.execute(layers) if newest else ())}
-    held = {(row.run_id, row.rank): heads.get(row.topology) for row in newest}
-
-    def holds(run_id: int, rank: int, ref: tuple[int | None, int | None]) -> bool:
-        own = held.get((run_id, rank), frozenset())
-        return own is None or ref in own or (ref[0] is None and (run_id, rank) in held)
-
-    return holds
 
 
 def present(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:

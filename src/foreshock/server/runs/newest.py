@@ -10,6 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -18,12 +19,12 @@ from sqlalchemy import Connection, Row, and_, case, desc, func, select, tuple_
 
 from foreshock.contract.metrics.catalog import SILENT_SECONDS
 from foreshock.contract.slots import Slot, Words, fitted
-from foreshock.contract.wire import PER_HEAD, Layer, Sample, Severity, Started
+from foreshock.contract.wire import PER_HEAD, HeadRef, Layer, Sample, Severity, Started
 from foreshock.server.merging import LIVE_SAMPLES, Axis, MergedSteps, axes_of, merge
 from foreshock.server.models import RunStatus
 from foreshock.server.store import process_starts
-from foreshock.server.store.reading import SCALARS, read_back
-from foreshock.server.store.schema import boots, runs, samples
+from foreshock.server.store.reading import SCALARS, heads_of_layers, read_back
+from foreshock.server.store.schema import boots, runs, samples, topologies
 
 _SEVERITIES: Final[tuple[Severity | None, ...]] = (None, "info", "warning", "critical")
 
@@ -51,6 +52,59 @@ def condition_of(fields: Mapping[str, Any], now: float | None = None) -> dict[st
     severity = max(found, key=_SEVERITIES.index, default=None)
     urgency = _SEVERITIES.index(severity) + len(_SEVERITIES) * (fields["status"] == "active")
     return {"condition": condition, "condition_since_unix_seconds": since, "severity": severity, "urgency": urgency}
+
+
+@dataclass
+class RankHeads:
+    """What the newest process start of a rank watches."""
+
+    boot: str
+    heads: frozenset[HeadRef]
+    known: bool
+    finished: bool
+
+    def may_hold(self, heads: Collection[object] | None) -> bool:
+        """Whether it holds some of these heads, None for every head, or has not said what it holds."""
+        return heads is None or not self.known or not self.heads.isdisjoint(heads)
+
+
+Ranks = Mapping[int, RankHeads]
+
+
+def concerned(heads: Collection[HeadRef] | None, ranks: Ranks) -> set[int]:
+    """The ranks that have to answer an order for these heads, or for every one: those that train on and hold some."""
+    return {rank for rank, own in ranks.items() if not own.finished and own.may_hold(heads)}
+
+
+def all_ended(heads: Collection[HeadRef] | None, ranks: Ranks) -> bool:
+    """Whether some rank holds some of these heads, and each that does has ended: no answer can come any more.
+
+    A run that is resumed in another shape may have heads for a moment that no rank holds; somebody may yet.
+    """
+    held = [own for own in ranks.values() if own.may_hold(heads)]
+    return bool(held) and all(own.finished for own in held)
+
+
+def nobody_left(heads: Collection[HeadRef] | None, ranks: Ranks) -> bool:
+    """Whether it is known that no rank is left to carry out an order for these heads, or for every one."""
+    return bool(ranks) and not concerned(heads, ranks)
+
+
+def heads_by_rank(connection: Connection, run_ids: Collection[int]) -> dict[int, dict[int, RankHeads]]:
+    """For each run and rank, the heads that its newest process start holds."""
+    if not run_ids:
+        return {}
+    query = select(boots.c.run_id, boots.c.rank, boots.c.boot, boots.c.finished_status, boots.c.topology)
+    query = query.where(boots.c.newest, boots.c.run_id.in_(run_ids)).order_by(boots.c.run_id, boots.c.rank)
+    newest = connection.execute(query).all()
+    hashes = {row.topology for row in newest if row.topology}
+    found = connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
+    heads = {row.hash: frozenset(heads_of_layers(row.layers)) for row in found}
+    held: dict[int, dict[int, RankHeads]] = defaultdict(dict)
+    for row in newest:
+        own = heads.get(row.topology, frozenset())
+        held[row.run_id][row.rank] = RankHeads(row.boot, own, row.topology is not None, row.finished_status is not None)
+    return held
 
 
 _STEPS_LOOKED_AT = 16
