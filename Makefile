@@ -12,7 +12,7 @@ PROSE := *.md docs scripts examples $(shell git ls-files 'src/foreshock/*.py' 's
 # Tests start hundreds of processes; where this is set, each of them compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: site help demo demo-train test test-full faults-long real-code check check-types check-rest format docs servers screenshots clean
+.PHONY: site help demo demo-train test test-full faults-long mutants real-code check check-types check-rest format docs servers screenshots clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -61,6 +61,9 @@ test-full: .venv/.dev servers ## the tests that `test` leaves out: kernels in th
 
 faults-long: .venv/.dev servers ## kills, fuzz and soak at the promised sizes; hours
 	@$(PY) -m pytest tests/faults tests/server --tier long $(ARGS)
+
+mutants: .venv/.dev servers ## changes of the rules that the tests have to notice (tests/mutants.toml); an hour
+	@$(PY) scripts/run_mutants.py $(ARGS)
 
 real-code: .venv/.dev ## public training repositories with foreshock and without, from the folder of clones CLONES; half an hour
 	@$(PY) scripts/run_real_code.py $(CLONES) $(ARGS)
