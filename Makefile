@@ -95,7 +95,6 @@ site: .venv/.dev ## the documentation, strict, in build/site/index.html; it need
 	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir build/doctrees docs build/site
 
 screenshots: .venv/.dev servers ## the pictures in README and docs
-	@$(PY) scripts/explosion_picture.py
 	@$(PY) scripts/screenshots.py
 
 clean: ## remove what the build made

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
+from shutil import which
 from typing import NamedTuple
 
 import httpx
@@ -22,12 +23,11 @@ from selenium.webdriver.common.by import By
 sys.path.append(str(Path(__file__).parents[1]))  # last: our kernels/ must not stand before another package's
 
 from tests.server.ui import page_details
+from tests.server.ui.conftest import headless
 
-from foreshock.benchmarks import page
-from foreshock.benchmarks.page import chromium
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.slots import Slot
-from foreshock.contract.wire import Array, Event
+from foreshock.contract.wire import Array, Event, Finished
 from foreshock.lab.recording.replay import replay, replay_together
 from foreshock.lab.service import local_service
 from foreshock.lab.shown.story import NAMES, recordings
@@ -95,13 +95,28 @@ def fill_hard(url: str) -> None:
     """The runs that `hard_pictures` shows."""
     replay_together(recordings(), url=url)
     with httpx.Client(base_url=url, timeout=120) as client:
-        page.fill(client)
+        fill_fleet(client)
         send_long(client, FLOOD, 12, 12, warned=144)
         for number in range(3):
             name = long_name(number)
             send_long(client, name, 4, 6)
             said = {"tags": ["t" * 64, "keep", "\u05ea\u05d2\u05d9\u05ea"], "notes": "<b>Not markup.</b> " + "n" * 300}
             client.patch(f"/v1/runs/{name}", json={"who": "Ada", **said}).raise_for_status()
+
+
+def fill_fleet(client: httpx.Client) -> None:
+    """A thousand runs of one sample each, some warned about and some that have ended."""
+    for number in range(1000):
+        rank = FakeRank(run=f"fleet/{number:04}", layers=1, heads=(0,))
+        step = 10 + 37 * number % 4001
+        risk = Array.of(np.array([61 * number % 100 / 125], np.float32))
+        events: list[Event] = [rank.sample(step, loss=2.2 + 37 * number % 100 / 100).model_copy(update={"risk": risk})]
+        if number % 150 == 149:
+            events.append(rank.verdict(step, 0, 0))
+        elif number % 7 == 0:
+            events.append(Finished(step=step, unix_seconds=float(step), status="completed"))
+        body = rank.batch(rank.started(), *events).model_dump_json()
+        client.post("/v1/batches", content=body, headers={"content-type": "application/json"}).raise_for_status()
 
 
 def send_long(client: httpx.Client, run: str, layers: int, heads: int, warned: int = 1) -> None:
@@ -229,10 +244,11 @@ def main(out: Path = ROOT / "docs" / "images") -> None:
     with tempfile.TemporaryDirectory(prefix="foreshock-screenshots-") as directory, ExitStack() as stack:
         url = stack.enter_context(local_service(Path(directory), 0))
         runs = tuple(replay(trace, url=url) for trace in RECORDED)
-        try:
-            browser = stack.enter_context(chromium())
-        except FileNotFoundError as missing:
-            sys.exit(str(missing))
+        binary, driver = which("chromium"), which("chromedriver")
+        if not binary or not driver:
+            sys.exit("this needs Debian's packages chromium and chromium-driver: scripts/install-servers")
+        browser = headless(binary, driver, Path(directory, "profile"))
+        stack.callback(browser.quit)
         for picture in pictures(runs):
             print(take(browser, url, picture, out))
         fill_hard(url)

@@ -129,7 +129,7 @@ def test_every_picture_is_drawn_by_a_command_and_every_one_that_is_shown_is_ther
     shots = module_at(ROOT / "scripts" / "screenshots.py")
     drawn = [picture.name for picture in [*shots.pictures(("a", "b", "c")), *shots.hard_pictures()]]
     details = {f"details-{scheme}{suffix}" for scheme in ("light", "dark") for suffix in ("", "-phone")}
-    elsewhere = {"paper-run", "lab-explosion", "lab-leads"}  # drawn by explosion_picture.py and for the notebook
+    elsewhere = {"paper-run", "lab-explosion", "lab-leads"}  # of finished studies
     there = {path.stem for path in (ROOT / "docs" / "images").glob("*.png")}
     assert there == {*drawn, *details, *elsewhere}
     assert len(drawn) == len(set(drawn))

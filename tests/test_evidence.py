@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.loading import module_at
 
 from foreshock.contract import wire
 from foreshock.contract.metrics import catalog
@@ -13,8 +12,7 @@ from foreshock.lab.recording.trace import Trace, read_trace
 from foreshock.lab.scoring.score import score_traces
 
 ROOT = Path(__file__).parents[1]
-PICTURE = module_at(ROOT / "scripts" / "explosion_picture.py")
-RUNS = PICTURE.PAPER
+RUNS = ROOT / "src/foreshock/lab/traces/paper"
 EVIDENCE = (ROOT / "docs" / "evidence.md").read_text().split("### The paper's model explodes")[1].split("\n### ")[0]
 FAILING = (1, 9)
 """Layer and head."""
@@ -22,6 +20,11 @@ FAILING = (1, 9)
 
 def run(name: str, seed: int = 1) -> Trace:
     return read_trace(RUNS / f"{name}_seed{seed}.trace.xz")
+
+
+def first_warning(trace: Trace) -> wire.Verdict:
+    """The first warning that was raised while the run was recorded."""
+    return next(e for e in trace.events if isinstance(e, wire.Verdict) and e.state == "raised")
 
 
 def explosion(trace: Trace) -> int | None:
@@ -74,13 +77,13 @@ def test_the_paper_s_model_explodes_where_it_is_said_to_and_nowhere_else(name: s
     ],
 )
 def test_the_table_names_the_first_warning_of_each_run_and_its_cause(name: str, seed: int, cause: str) -> None:
-    warning = PICTURE.first_warning(run(name, seed))
+    warning = first_warning(run(name, seed))
     assert (warning.layer, warning.cause) == (1, cause)
     assert f"| {warning.step:,}, {cause} " in EVIDENCE
 
 
 def warned(trace: Trace) -> int:
-    return int(PICTURE.first_warning(trace).step)
+    return first_warning(trace).step
 
 
 def test_the_warnings_came_as_long_before_the_untreated_runs_failed_as_is_said() -> None:

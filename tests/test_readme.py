@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.test_evidence import explosion
-
-from foreshock.lab.recording.trace import read_trace
+from tests.test_evidence import explosion, first_warning, run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -67,9 +65,8 @@ def test_the_costs_are_those_that_were_measured() -> None:
 
 
 def test_the_picture_s_steps_are_those_of_the_runs() -> None:
-    picture = runpy.run_path(str(ROOT / "scripts" / "explosion_picture.py"))
-    switched, untreated, _ = map(read_trace, picture["RUNS"])
-    warned, exploded = picture["first_warning"](switched).step, explosion(untreated)
+    switched, untreated = (run(f"paper-gpt2-64k_flash-{arm}") for arm in ("rescued", "untreated"))
+    warned, exploded = first_warning(switched).step, explosion(untreated)
     assert exploded is not None
     assert explosion(switched) is None
     assert f"the loss explodes at step {exploded:,}; warned about at step {warned:,} and switched" in README

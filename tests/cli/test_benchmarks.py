@@ -10,10 +10,7 @@ from tests.cli.typed import foreshock
 from foreshock.benchmarks import (
     agent_step,
     attention,
-    attention_host,
-    detectors,
     ingest,
-    page,
 )
 from foreshock.cli.research.benchmarks import bench
 
@@ -25,12 +22,9 @@ F = Path("f.json")
     [
         ("attention --json f.json --repeats 4", attention, (F, 4), {"modes": False}),
         ("attention", attention, (None, 15), {"modes": False}),
-        ("attention --host-only --json f.json", attention_host, (F,), {}),
         ("attention --modes --json f.json --repeats 7", attention, (F, 7), {"modes": True}),
-        ("detectors --json f.json", detectors, (F,), {}),
         ("agent --rounds 2 --shape llama-1b", agent_step, (None, 2, "llama-1b", agent_step.WATCHED), {}),
         ("ingest --seconds 3", ingest, (None,), {"seconds": 3.0, "database_url": None}),
-        ("page --json f.json", page, (F,), {}),
     ],
 )
 def test_what_was_typed_reaches_the_benchmark(
@@ -45,12 +39,12 @@ def test_what_was_typed_reaches_the_benchmark(
 def test_every_benchmark_is_listed_with_a_sentence() -> None:
     help_text = foreshock("bench").output
     names = [command.name for command in bench.registered_commands]
-    assert len(names) == 5
+    assert len(names) == 3
     assert all(name is not None and name in help_text for name in names)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the benchmarks run, for minutes")
-@pytest.mark.parametrize("words", ["attention", "attention --modes", "attention --host-only", "agent"])
+@pytest.mark.parametrize("words", ["attention", "attention --modes", "agent"])
 def test_what_needs_a_gpu_says_so_without_one_and_writes_nothing(words: str, tmp_path: Path) -> None:
     file = tmp_path / "f.json"
     done = foreshock("bench", *words.split(), "--json", str(file))
@@ -64,7 +58,6 @@ def test_what_needs_a_gpu_says_so_without_one_and_writes_nothing(words: str, tmp
     "words",
     [
         ("attention", "--repeats", "1"),
-        ("attention", "--modes", "--host-only"),
         ("ingest", "--seconds", "0"),
         ("pages",),
     ],

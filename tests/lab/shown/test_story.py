@@ -1,14 +1,12 @@
 """What the demo says of its recorded runs is true of the runs it was made from, read once more and another way."""
 
-import gzip
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.loading import module_at
+from tests.lab.short_traces import TRACES
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
@@ -26,12 +24,11 @@ from foreshock.lab.shown.story import (
     recordings,
 )
 
-ROOT = Path(__file__).parents[3]
-MADE = module_at(ROOT / "scripts" / "demo_recordings.py")
 RUNS = recordings()
 TOLD = 0.2
 """Percent: a gap is told to a tenth, a recorded loss has four digits, and 500 steps begin and end inside samples."""
-WHOLE = {name: read_trace(MADE.TRACES / file) for name, file in MADE.SHOWN.items()}
+WHOLE = {name: read_trace(TRACES / trace.header["shows"]["file"]) for name, trace in RUNS.items()}
+LAST_STEP = max(trace.samples[-1].step for trace in RUNS.values())
 
 
 def number(pattern: str, text: str) -> float:
@@ -61,17 +58,16 @@ def told() -> tuple[Story, list[tuple[int, str, str]]]:
 
 
 def test_the_recordings_are_those_of_lab_traces() -> None:
-    assert set(NAMES) == set(MADE.SHOWN)
-    for name, text in MADE.recordings().items():
-        assert (
-            gzip.decompress((ROOT / "src/foreshock/lab" / "shown" / f"{name}.jsonl.gz").read_bytes()).decode() == text
-        )
-    assert sum(file.stat().st_size for file in (ROOT / "src/foreshock/lab" / "shown").glob("*.gz")) < 210_000
+    for name in NAMES:
+        kinds = wire.Sample | wire.Switched
+        whole = [event for event in WHOLE[name].events if isinstance(event, kinds) and event.step <= LAST_STEP]
+        assert RUNS[name].events == whole
+    assert sum(file.stat().st_size for file in (TRACES.parent / "shown").glob("*.gz")) < 210_000
 
 
 def test_what_was_left_out_of_a_recording_changes_no_warning() -> None:
     for name in NAMES:
-        assert verdicts(RUNS[name]) == [v for v in verdicts(WHOLE[name]) if v.step <= MADE.LAST_STEP]
+        assert verdicts(RUNS[name]) == [v for v in verdicts(WHOLE[name]) if v.step <= LAST_STEP]
 
 
 def test_the_twins_are_equal_until_the_switch_and_the_opening_says_how_long() -> None:

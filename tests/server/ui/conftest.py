@@ -246,17 +246,10 @@ def guarded(tmp_path: Path) -> Iterator[Service]:
     running.close()
 
 
-@pytest.fixture(scope="session")
-def _chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not binary or not driver:
-        message = "these tests need Debian's packages chromium and chromium-driver: chromium or chromedriver is missing"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
+def headless(binary: str, driver: str, profile: Path) -> Chrome:
+    """A Chromium without a window, with a fresh profile."""
     options = ChromeOptions()
     options.binary_location = binary
-    profile = tmp_path_factory.mktemp("chromium")
     for flag in (
         "headless",
         "no-sandbox",
@@ -273,7 +266,18 @@ def _chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     ):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    chrome = Chrome(options=options, service=Chromedriver(driver))
+    return Chrome(options=options, service=Chromedriver(driver))
+
+
+@pytest.fixture(scope="session")
+def _chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not binary or not driver:
+        message = "these tests need Debian's packages chromium and chromium-driver: chromium or chromedriver is missing"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    chrome = headless(binary, driver, tmp_path_factory.mktemp("chromium"))
     yield chrome
     chrome.quit()
 

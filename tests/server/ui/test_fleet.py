@@ -18,7 +18,6 @@ from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import text, wait
 from tests.server.ui.test_when_it_matters import OVERFLOW, open_at_size, see_at
 
-from foreshock.benchmarks import page
 from foreshock.contract.wire import Finished
 
 if TYPE_CHECKING:
@@ -209,21 +208,6 @@ def test_a_list_that_could_not_be_loaded_is_asked_for_again_though_nothing_happe
         assert not chromium.find_elements(By.CSS_SELECTOR, ".note.error")
     finally:
         chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
-
-
-@pytest.mark.full
-def test_the_benchmark_of_a_fleet_measures_what_it_says(chromium: Chrome, tmp_path: Path) -> None:
-    service = Service(tmp_path, run_batches_per_second="1e9")
-    try:
-        page.fill(service.client, 40)
-        page.fill(service.client, 40)  # a store that has them is left alone
-        assert len(service.client.get("/v1/runs").json()["runs"]) == 40
-        figures = page.measure(chromium, service.url, 2, 40)
-    finally:
-        service.close()
-    assert figures["runs"] == 40
-    for what in ("listed_seconds", "searched_seconds"):
-        assert 0 < figures[what]["median"] <= figures[what]["slowest"]
 
 
 # Nobody is kept out

@@ -10,7 +10,7 @@ from foreshock.cli.errors import Commands
 bench = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    help="Benchmarks of the kernels, the agent, the detectors, the service and the page.",
+    help="Benchmarks of the kernels, the agent and the service.",
 )
 
 
@@ -18,31 +18,14 @@ bench = typer.Typer(
 def bench_attention(
     json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
     repeats: Annotated[int, typer.Option(help="Number of timed rounds.", min=3)] = 15,
-    host_only: Annotated[
-        bool,
-        typer.Option("--host-only", help="Only the host's time for a small call."),
-    ] = False,
     modes: Annotated[
         bool, typer.Option("--modes", help="Only what each mode costs beside plain heads, and cuDNN, on eight shapes.")
     ] = False,
 ) -> None:
     """Time attention beside SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""
-    from foreshock.benchmarks import attention, attention_host
+    from foreshock.benchmarks import attention
 
-    if host_only and modes:
-        raise typer.BadParameter("are two measurements; give one of them", param_hint="--host-only and --modes")
-    if host_only:
-        attention_host.main(json)
-    else:
-        attention.main(json, repeats, modes=modes)
-
-
-@bench.command("detectors")
-def bench_detectors(json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None) -> None:
-    """Time the detectors on one core, for 80 layers of 64 heads. Set OMP_NUM_THREADS=1."""
-    from foreshock.benchmarks import detectors
-
-    detectors.main(json)
+    attention.main(json, repeats, modes=modes)
 
 
 @bench.command("agent")
@@ -76,11 +59,3 @@ def bench_ingest(
     from foreshock.benchmarks import ingest
 
     ingest.main(json, seconds=seconds, database_url=database_url)
-
-
-@bench.command("page")
-def bench_page(json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None) -> None:
-    """Time the list of 1,000 runs of the live page in a real Chromium: drawn, and searched."""
-    from foreshock.benchmarks import page
-
-    page.main(json)

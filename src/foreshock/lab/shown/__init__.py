@@ -1,1 +1,1 @@
-"""The recorded runs that `foreshock demo` plays, made by scripts/demo_recordings.py, and the sentences about them."""
+"""The recorded runs that `foreshock demo` plays, parts of those in lab/traces, and the sentences about them."""
