@@ -53,15 +53,29 @@ RESEARCH = ("lab", "bench")
 """The groups of commands that only a checkout has."""
 
 
+_COMMON = re.compile(
+    r"^\* `--(?:help`|json`|token <str>`|token-file <path>`|url <str>`: Address of the service).*\n", re.MULTILINE
+)
+"""Options that many commands share; the page lists them once."""
+
+
 def commands() -> Iterator[str]:
     """Every command with its arguments and options, by Typer's own tool; a checkout's own commands as a list."""
     whole = typer.main.get_command(app)
     assert isinstance(whole, TyperGroup)
     research = {name: whole.commands.pop(name) for name in RESEARCH}
     page = get_docs_for_click(obj=whole, ctx=typer.Context(whole), name="foreshock", title="Command line")
-    yield re.sub(r"\*\*Commands\*\*:\n\n(\* .*\n)+\n|\[/?bold\]", "", page).rstrip()  # the lists are cut at 45 letters
-    yield "\n# Laboratory and benchmarks\n"
-    yield "A checkout has these commands beside the product's; `--help` of each has its options.\n"
+    page = re.sub(
+        r"\*\*(Commands|Usage)\*\*:\n\n(\* .*\n|```console\n.*\n```\n)+\n|\[/?bold\]", "", page
+    )  # cut at 45 letters
+    product, *sections = re.split(r"(?=^##+ `)", page, flags=re.MULTILINE)
+    yield product.rstrip() + "\n"
+    yield "Options of many commands:\n"
+    yield "".join(dict.fromkeys(_COMMON.findall("".join(sections))))
+    for section in sections:
+        yield re.sub(r"\*\*Options\*\*:\n\n(?!\*)", "", _COMMON.sub("", section)).rstrip() + "\n"
+    yield "# Laboratory and benchmarks\n"
+    yield "Only a checkout has these commands; `--help` of each lists its options.\n"
     for name, group in research.items():
         assert isinstance(group, TyperGroup)
         for command in group.commands.values():

@@ -11,15 +11,13 @@ from foreshock.client import DEFAULT_URL, Service, given_token
 
 
 def describe(
-    run: Annotated[str, typer.Argument(help="Run to speak of.")],
+    run: Annotated[str, typer.Argument(help="Run to describe.")],
     name: Annotated[
-        str | None, typer.Option(help='What people shall call it; "" takes that away. Its own name stays.')
+        str | None, typer.Option(help='Display name; "" removes it. Agents and alerts use the name of the run.')
     ] = None,
     tag: Annotated[list[str] | None, typer.Option(help="Add this tag; may be repeated.")] = None,
-    untag: Annotated[list[str] | None, typer.Option(help="Take this tag away; may be repeated.")] = None,
-    note: Annotated[
-        str | None, typer.Option(help='Notes, in place of those that are there; "" takes them away.')
-    ] = None,
+    untag: Annotated[list[str] | None, typer.Option(help="Remove this tag; may be repeated.")] = None,
+    note: Annotated[str | None, typer.Option(help='Notes, which replace the present ones; "" removes them.')] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
@@ -40,15 +38,15 @@ def describe(
 
 
 def delete(
-    run: Annotated[str, typer.Argument(help="Run to delete, with everything that is stored of it.")],
-    reason: Annotated[str, typer.Option(help="Why; stands in the audit trail.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    run: Annotated[str, typer.Argument(help="Run to delete, with all its data.")],
+    reason: Annotated[str, typer.Option(help="Reason, recorded in the audit trail.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Delete a run that no longer trains. It cannot be taken back. Needs a token with the scope `delete`."""
+    """Delete a run that no longer trains. This is final. Needs a token with the scope `delete`."""
     from foreshock.cli.output import print_result
 
     with Service(url, given_token(token, token_file)) as client:

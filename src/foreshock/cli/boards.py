@@ -26,7 +26,7 @@ def dashboards_generate(
 ) -> None:
     """Write the boards and the alert rules.
 
-    Name a folder with --out if you give addresses of your own. Configuration files of Prometheus, Alertmanager and
+    If you set addresses, also set --out. Configuration files of Prometheus, Alertmanager and
     Grafana are in dashboards/provisioning of the checkout.
     """
     from foreshock.cli.output import print_result
@@ -72,7 +72,7 @@ def dashboards_push(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Load the boards into a running Grafana, by its HTTP interface."""
+    """Load the boards into a running Grafana, through its HTTP API."""
     from foreshock.cli.output import print_json
     from foreshock.dashboards.push import GrafanaError, push
     from foreshock.dashboards.rules import Links

@@ -10,10 +10,10 @@ from foreshock.client import DEFAULT_URL, Service, given_token
 from foreshock.contract.wire import HeadRef
 
 Run = Annotated[str, typer.Argument(help="Run whose proposed switch you answer.")]
-Reason = Annotated[str, typer.Option(help="Why you decide so; it is recorded in the audit trail.")]
+Reason = Annotated[str, typer.Option(help="Reason, recorded in the audit trail.")]
 Proposal = Annotated[
     str | None,
-    typer.Option("--command", metavar="COMMAND", help="Id of the proposal; needed only if several wait."),
+    typer.Option("--command", metavar="COMMAND", help="Id of the proposal; needed only if there are several."),
 ]
 
 
@@ -27,7 +27,7 @@ def approve(
     token: Token = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Approve the switch that waits for approval, and wait for the agent's answer. Exit codes as of `switch`."""
+    """Approve the proposed switch, and wait for the agent's answer. Exit codes as for `switch`."""
     from foreshock.cli import runs as text
     from foreshock.cli.output import console, print_json
 
@@ -50,7 +50,7 @@ def reject(
     token: Token = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Reject the switch that waits for approval: no machine asks again until a new warning of its heads."""
+    """Reject the proposed switch. It is not proposed again until its heads have a new warning."""
     from foreshock.cli import runs as text
     from foreshock.cli.output import console, print_json
 

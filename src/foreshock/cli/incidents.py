@@ -20,12 +20,10 @@ def incidents(
         str | None,
         typer.Option(
             metavar="INCIDENT",
-            help="Acknowledge the incident with this id, so that others know that you look after it; needs --reason.",
+            help="Acknowledge the incident with this id, so that others know that you are handling it; needs --reason.",
         ),
     ] = None,
-    reason: Annotated[
-        str | None, typer.Option(help="Why you acknowledge it; it is recorded in the audit trail.")
-    ] = None,
+    reason: Annotated[str | None, typer.Option(help="Reason, recorded in the audit trail.")] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,

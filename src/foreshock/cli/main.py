@@ -26,9 +26,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Early warning for loss explosions: watches attention from inside a training run, warns before the loss "
-    "explodes, and switches the affected heads to a stable kernel while the run goes on.\n\n"
-    "Start with [bold]foreshock demo[/bold]; [bold]foreshock doctor[/bold] says what this machine can do.",
+    help="foreshock monitors the attention heads of a training, warns before the loss explodes, and can switch failing "
+    "heads to a corrected kernel without a restart.\n\n"
+    "Start with [bold]foreshock demo[/bold]. [bold]foreshock doctor[/bold] reports what this machine supports.",
 )
 app.add_typer(boards, name="dashboards")
 app.add_typer(store, name="store")
@@ -68,7 +68,7 @@ def demo(
     ] = False,
     steps_per_second: Annotated[
         float | None,
-        typer.Option(help="How fast the recorded runs are played; 100 by default.", min=0.001),
+        typer.Option(help="Speed of the recorded runs; 100 by default.", min=0.001),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write what happened as JSON.")] = None,
     port: Annotated[int, typer.Option(help="Port of the live page; 0 takes a free one.")] = 8765,
@@ -80,9 +80,9 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Play recorded failures on real text beside the run that was switched, in two minutes and without PyTorch.
+    """Play recorded failures next to a run that was switched, in two minutes and without PyTorch.
 
-    With --train a failure begins here, live: a small GPT is trained three times, side by side.
+    With --train, train a small GPT three times instead, side by side, until its attention drifts.
     """
     from foreshock.cli.output import console
 
@@ -104,16 +104,14 @@ def demo(
 @app.command()
 def serve(
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; every address but loopback needs a token.")
+        str | None, typer.Option(help="Address to listen on; addresses other than loopback need a token.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
-    database_url: Annotated[
-        str | None, typer.Option(help="Where the data is stored: sqlite:///FILE or postgresql://...")
-    ] = None,
+    database_url: Annotated[str | None, typer.Option(help="Store: sqlite:///FILE or postgresql://...")] = None,
 ) -> None:
-    """Run the service: it stores runs and shows the live page, the HTTP interface and /metrics.
+    """Run the service: it stores runs and shows the live page, the HTTP API and /metrics.
 
-    All settings can also be given as variables FORESHOCK_*; docs/reference/settings.md lists them.
+    Every setting is also an environment variable, FORESHOCK_*; docs/reference/settings.md lists them.
     """
     from foreshock.server.app import serve as serve_app
     from foreshock.server.settings import settings_of
@@ -126,7 +124,9 @@ def serve(
 def doctor(
     model: Annotated[
         str | None,
-        typer.Argument(help="A function as module:factory that makes a model; lists what would be watched in it."),
+        typer.Argument(
+            help="A function that makes a model, as module:factory; lists what foreshock would monitor in it."
+        ),
     ] = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
@@ -143,7 +143,7 @@ def doctor(
 
 @app.command()
 def runs(
-    run: Annotated[str | None, typer.Argument(help="Show this run alone, with its layers and warnings.")] = None,
+    run: Annotated[str | None, typer.Argument(help="Show only this run, with its layers and warnings.")] = None,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the list as CSV.")] = False,
     url: Url = DEFAULT_URL,
@@ -205,21 +205,21 @@ def export(
 @app.command()
 def switch(
     run: Annotated[str, typer.Argument(help="Run to switch.")],
-    reason: Annotated[str, typer.Option(help="Why you switch; it is recorded in the audit trail.")],
+    reason: Annotated[str, typer.Option(help="Reason, recorded in the audit trail.")],
     mode: Annotated[
         str | None, typer.Option(help=f"New mode: plain, {', '.join(MODE_NAMES)}, or several joined by +.")
     ] = None,
     undo: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Undo a switch instead: the id of the order, or `last`.")
+        str | None, typer.Option(metavar="COMMAND", help="Undo a switch instead: the id of its command, or `last`.")
     ] = None,
     cancel: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Stop an order that is under way instead: its id, or `last`.")
+        str | None, typer.Option(metavar="COMMAND", help="Cancel a pending command instead: its id, or `last`.")
     ] = None,
     layer: Annotated[int | None, typer.Option(help="Layer to switch; by default all layers.")] = None,
     head: Annotated[
         list[int] | None, typer.Option(help="Head of that layer; may be repeated. By default all heads.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Ask the agent what it would do, and change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only report what the agent would do.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.")] = 30.0,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -260,21 +260,19 @@ def switch(
 def replay(
     trace: Annotated[Path, typer.Argument(help="A recorded run (.trace.xz or .jsonl.gz).")],
     url: Annotated[
-        str | None, typer.Option(help="Send it to this service; by default a service is started for it.")
+        str | None, typer.Option(help="Service to send the run to; by default a new one is started.")
     ] = None,
     token: Token = None,
     token_file: TokenFile = None,
-    run: Annotated[str | None, typer.Option(help="Name of the run under which it appears.")] = None,
+    run: Annotated[str | None, typer.Option(help="Name of the replayed run.")] = None,
     port: Annotated[int, typer.Option(help="Port of the service that is started; 0 takes a free one.")] = 8765,
     steps_per_second: Annotated[
-        float | None, typer.Option(help="How fast to play; by default as fast as possible.", min=0.001)
+        float | None, typer.Option(help="Speed; by default as fast as possible.", min=0.001)
     ] = None,
-    offline: Annotated[
-        bool, typer.Option("--offline", help="Only print what the detectors say, without a service.")
-    ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Print the verdicts only, without a service.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Play a recorded run through the same detectors, service and page. What was not recorded stays unknown."""
+    """Play a recorded run through the same detectors, service and page."""
     from foreshock.cli import replay as player
     from foreshock.cli.output import console
 
@@ -308,12 +306,12 @@ def diagnose(
     ] = [],  # noqa: B006
     head: Annotated[list[str], typer.Option(help="Head to look at, as LAYER.HEAD; may be repeated.")] = [],  # noqa: B006
     batches: Annotated[int, typer.Option(help="Number of batches that a model is run on.", min=2)] = 16,
-    json: Annotated[Path | None, typer.Option(help="Write every number.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for every number, as JSON.")] = None,
     url: Url = DEFAULT_URL,
     token: Token = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Is it attention, which head, is it rounding or something else, what to do? From checkpoints, a trace or a run."""
+    """Say whether attention failed, in which head, why, and what to do, from checkpoints, a trace or a run."""
     from foreshock.cli import diagnose as text
     from foreshock.cli.output import console
 

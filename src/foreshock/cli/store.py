@@ -59,7 +59,7 @@ def store_restore(
 
 @store.command("check")
 def store_check(database_url: DatabaseUrl = None, as_json: AsJson = False) -> None:
-    """Show what the store holds. The service may run."""
+    """Show what the store contains. The service may run."""
     _print_held(_url(database_url), as_json=as_json)
 
 
