@@ -1,7 +1,6 @@
 """Saves the pictures of the live page that stand in README and docs: docs/images/*.png.
 
-It replays three recorded runs on real text into a service of its own, and fills that with those of the demo, a flood of
-warnings, long names and a fleet.
+It fills a service of its own with the runs of the demo, a flood of warnings, long names and a fleet.
 """
 
 import sys
@@ -28,43 +27,23 @@ from tests.server.ui.conftest import headless
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Event, Finished
-from foreshock.lab.recording.replay import replay, replay_together
+from foreshock.lab.recording.replay import replay_together
 from foreshock.lab.service import local_service
 from foreshock.lab.shown.story import NAMES, recordings
 from foreshock.server.testing import FakeRank
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDED = tuple(
-    ROOT / "src/foreshock/lab" / "traces" / "cure" / f"kb256_{arm}_seed2.trace.xz"
-    for arm in ("untreated", "rescued-all-row-corrected", "control")
-)
-"""Runs on real text, of the default mode: the one that drifts, the one that was switched, the one in float32."""
 DESKTOP, PHONE = 1280, 390
 
 
 class Picture(NamedTuple):
-    """One file: what it shows, in which light, how wide, and which part of the page (all of it by default)."""
+    """One file: what it shows, in which light, how wide and how high."""
 
     name: str
     runs: tuple[str, ...]
     scheme: str
     width: int = DESKTOP
-    part: str | None = None
-    height: int | None = None
-    """Only so much of the page, from its top."""
-    expect: str = ".u-wrap"
-    """What a page of runs must show before it is photographed."""
-
-
-def pictures(runs: tuple[str, ...]) -> Iterator[Picture]:
-    """What is photographed: `runs` side by side, the first of them alone."""
-    alone = runs[:1]
-    yield Picture("runs", (), "light", height=520)
-    yield Picture("compare-dark", runs, "dark", height=1500)
-    yield Picture("run", alone, "light", height=1700)
-    yield Picture("heatmap", alone, "light", part="section[aria-label='Layer by head']")
-    yield Picture("switches", runs[1:2], "light", part="section[aria-label='Switches']", expect=".verification")
-    yield Picture("phone", alone, "dark", width=PHONE, height=1600)
+    height: int = 900
 
 
 LONG = (
@@ -79,7 +58,7 @@ def long_name(number: int) -> str:
     return f"{LONG:x<127.127}{number}"
 
 
-def hard_pictures() -> Iterator[Picture]:
+def pictures() -> Iterator[Picture]:
     """The demo at its end; the same views with 144 failing heads, with long names and with a fleet."""
     yield Picture("demo", NAMES, "light", height=1500)
     names = tuple(map(long_name, range(3)))
@@ -91,8 +70,8 @@ def hard_pictures() -> Iterator[Picture]:
         yield Picture(f"long-names-compare{suffix}", names, "light", width, height=height)
 
 
-def fill_hard(url: str) -> None:
-    """The runs that `hard_pictures` shows."""
+def fill(url: str) -> None:
+    """The runs that `pictures` shows."""
     replay_together(recordings(), url=url)
     with httpx.Client(base_url=url, timeout=120) as client:
         fill_fleet(client)
@@ -162,15 +141,12 @@ def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
     screen(8000)  # the page loads what can be seen
     browser.get(f"{url}/?runs={','.join(picture.runs)}" if picture.runs else url)
-    settle(browser, expect=picture.expect if picture.runs else "tbody tr")
-    whole: int = browser.execute_script("return document.querySelector('main').getBoundingClientRect().bottom | 0")
-    screen(picture.height or whole)
+    settle(browser, expect=".u-wrap" if picture.runs else "tbody tr")
+    screen(picture.height)
     time.sleep(0.5)  # charts follow the new size
     file = directory / f"{picture.name}.png"
     file.parent.mkdir(parents=True, exist_ok=True)
-    target = browser.find_element(By.CSS_SELECTOR, picture.part) if picture.part else None
-    saved = target.screenshot(str(file)) if target else browser.save_screenshot(str(file))
-    assert saved, file
+    assert browser.save_screenshot(str(file)), file
     return file
 
 
@@ -243,16 +219,13 @@ def main(out: Path = ROOT / "docs" / "images") -> None:
     """Photograph everything, and name the files."""
     with tempfile.TemporaryDirectory(prefix="foreshock-screenshots-") as directory, ExitStack() as stack:
         url = stack.enter_context(local_service(Path(directory), 0))
-        runs = tuple(replay(trace, url=url) for trace in RECORDED)
         binary, driver = which("chromium"), which("chromedriver")
         if not binary or not driver:
             sys.exit("this needs Debian's packages chromium and chromium-driver: scripts/install-servers")
         browser = headless(binary, driver, Path(directory, "profile"))
         stack.callback(browser.quit)
-        for picture in pictures(runs):
-            print(take(browser, url, picture, out))
-        fill_hard(url)
-        for picture in hard_pictures():
+        fill(url)
+        for picture in pictures():
             print(take(browser, url, picture, out))
         for file in take_details(browser, url, out):
             print(file)
