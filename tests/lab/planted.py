@@ -63,6 +63,6 @@ def planted_history(bias: float) -> History:
     steps = np.linspace(25.0, 5000.0, 200, dtype=np.float64)
     noise = np.random.default_rng(0).normal(0, 0.02, (len(steps), 2))
     shares = noise + np.array([bias, 0.0])
-    names = ("head.score_offset", "head.row_max_abs", "head.tied_rows_one", "head.tied_rows_bf16", "head.query_norm")
+    names = ("head.score_offset", "head.row_max_abs", "head.tied_rows_one")
     values = {name: np.stack([steps / 500, np.zeros_like(steps)], 1) for name in names}
-    return History("planted", "kernel", [(0, 0), (0, 1)], steps, {**values, "head.delta_bias": shares}, [])
+    return History("planted", [(0, 0), (0, 1)], steps, {**values, "head.delta_bias": shares}, [])

@@ -40,7 +40,7 @@ def test_a_checkpoint_of_the_laboratory_is_examined_in_every_layer(checkpoints: 
     assert source.name == "step 3"
     [column] = diagnose([source], [(1, 0)]).heads
     assert (column.layer, column.head) == (1, 0)
-    assert math.isfinite(column["query error"])
+    assert math.isfinite(column["output error"])
     with pytest.raises(ValueError, match=r"step 3 has no head 7\.0; it has 0\.0 to 1\.1"):
         diagnose([source], [(7, 0)])
 
@@ -79,7 +79,7 @@ def test_the_command_joins_a_trace_and_a_checkpoint(tmp_path: Path, checkpoints:
         "--batches", "2", "--json", str(tmp_path / "d.json"),
     )  # fmt: skip
     assert said.exit_code == 0, said.output
-    for words in ("warned at step", "gradient of queries off float64", "foreshock switch RUN --mode row_corrected"):
+    for words in ("warned at step", "output off float64", "foreshock switch RUN --mode row_corrected"):
         assert words in said.output
     found = json.loads((tmp_path / "d.json").read_text())
     assert found["findings"][0]["kind"] == "rounding"

@@ -31,6 +31,6 @@ def test_samples_of_single_steps_weigh_no_more_than_their_steps() -> None:
         [np.arange(100.0, 1001.0, 100.0), np.arange(1001.0, 1101.0), np.arange(1200.0, 2001.0, 100.0)]
     )
     shares = np.where((steps > 1000) & (steps <= 1100), 1.0, 0.0)[:, None]
-    history = History("dense", "kernel", [(0, 0)], steps, {"head.delta_bias": shares}, [])
+    history = History("dense", [(0, 0)], steps, {"head.delta_bias": shares}, [])
     ends, means = history.blocks("head.delta_bias", (0, 0))
     assert (means * np.diff(ends, prepend=0.0)).sum() == pytest.approx(100.0)

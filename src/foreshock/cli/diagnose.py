@@ -21,18 +21,13 @@ _FILES: Final = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _ROWS: Final = {
     "warned": ("warned at step", ""),
     "offset": ("offset, nats", "+.1f"),
-    "change": ("offset since half of the run", "+.1f"),
     "shift": ("shift of all scores together, nats", "+.1f"),
     "largest": ("largest |score|", ".0f"),
     "entropy": ("entropy of attention, nats", ".2f"),
     "delta": ("error of delta, one-sided", "+.3f"),
     "delta z": ("the same in standard errors", "+.1f"),
     "ties": ("rows with several P = 1", ".1%"),
-    "norm": ("norm of W_Q", ".1f"),
-    "norm beside others": ("the same over the median head", ".1f"),
     "output error": ("output off float64", ".2%"),
-    "query error": ("gradient of queries off float64", ".2%"),
-    "key sum": ("sum of the keys' gradient, 0 in truth", ".1e"),
     "empty": ("rows that see no key", ".1%"),
 }
 """Rows of the table: title and format by the name of a cell."""

@@ -4,7 +4,7 @@ the first that is not finite."""
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLa
 
 @dataclass(slots=True)
 class AttentionCall:
-    """One call of one layer's attention: tensors as the model gave them, and the gradients that its backward gave."""
+    """One call of one layer's attention, with the tensors as the model gave them."""
 
     layer: int
     """number of the watched module, from 0 in the order of the model's own modules"""
@@ -32,8 +32,6 @@ class AttentionCall:
     ends: tuple[Tensor, Tensor] | None = None
     """where packed sequences of queries and of keys begin"""
     score_mod: ScoreMod | None = None
-    grads: dict[str, Tensor] = field(default_factory=dict)
-    """by out, query, key and value, once a backward gave them"""
 
 
 class Capture:
@@ -73,12 +71,6 @@ class Capture:
 
     def __exit__(self, *error: Any) -> None:
         self._undo.close()
-
-    def whole(self) -> list[AttentionCall]:
-        """The calls that were differentiated, and those of layers without any: a call that checkpointing computes twice
-        is taken once."""
-        differentiated = {call.layer for call in self.calls if call.grads}
-        return [call for call in self.calls if call.grads or call.layer not in differentiated]
 
     def _kept(self, number: int, layer: WatchedLayer, out: Tensor, *operands: Tensor, **options: Any) -> Tensor:
         layer.met = True  # as its own method notes, in whose place this is
@@ -126,7 +118,6 @@ class Capture:
             self._break(f"the gradient of {name}", None)
 
     def _differentiated(self, call: AttentionCall, name: str, grad: Tensor) -> None:
-        call.grads[name] = grad
         if finite([grad]):
             self._reached = call.layer
         elif self.broken_gradient is None and name == "out":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -131,11 +131,12 @@ def examine(
             with explained(f"{name}: the loss of batch {number} of {batches}"):
                 loss = loss_of_next()
             _check(loss, name)
+            made = list(capture.calls)  # in the backward checkpointing calls attention once more
             if finite := bool(loss.isfinite()):
                 with explained(f"{name}: the backward of batch {number}"):
                     loss.backward()  # type: ignore[no-untyped-call]
         source.broken = source.broken or _broken(capture, finite=finite)
-        for call in capture.whole():
+        for call in made:
             source.exact = call.spec.numerics in ("float32", "float64")
             try:
                 one = measured(call)
@@ -143,8 +144,6 @@ def examine(
                 left_out.setdefault(f"not measured, {error or type(error).__name__}", set()).add(call.name)
                 continue
             found.setdefault(call.name, []).append(one)
-            if finite and "out" not in call.grads:
-                left_out.setdefault("gradients not measured, no backward ran through it", set()).add(call.name)
         if agent is not None and number == 1 and source.broken is None:
             agent.step(loss.detach())
     met = found.keys() | {layer for layers in left_out.values() for layer in layers}
@@ -180,30 +179,24 @@ def _cells(head: int, calls: Sequence[dict[str, Floats]]) -> dict[str, float | s
     """Quantities of one head over all calls of its layer."""
     values = {name: np.array([call[name][head] for call in calls], dtype=np.float64) for name in calls[0]}
     known = {name: column[np.isfinite(column)] for name, column in values.items()}
-    cells = {name: float(column.mean()) for name, column in known.items() if len(column)}
+    cells: dict[str, Any] = {name: float(column.mean()) for name, column in known.items() if len(column)}
     offset, common = cells.get("offset", math.nan), cells.pop("common", math.nan)
     together = common * offset > 0 and abs(common) >= _ONE_SIGN * cells.pop("common rms", math.nan)
     cells["shift"] = min(common, offset, key=abs) if together else 0.0
     cells |= {"largest": float(known["largest"].max(initial=0.0)), "rows": float(known["rows"].sum())}
     cells["empty"] = float(known["empty"].sum()) / max(cells["rows"], 1.0)
-    return {**cells, **_one_sided(known["delta"])}
+    return cells
 
 
 def of_recording(history: History) -> Source:
     """Every head of a recorded or live run, with what its detectors said."""
-    norms = [_last(history.course("head.query_norm", place)) for place in history.heads]
-    median = float(np.median(known)) if (known := [norm for norm in norms if math.isfinite(norm)]) else math.nan
     source = Source(history.name)
-    for (layer, head), norm in zip(history.heads, norms, strict=True):
-        offset = history.course("head.score_offset", (layer, head))
+    for layer, head in history.heads:
         cells: dict[str, float | str] = {
-            "offset": _last(offset),
-            "change": _last(offset) - _last(offset[: len(offset) // 2]),
+            "offset": _last(history.course("head.score_offset", (layer, head))),
             "largest": _last(history.course("head.row_max_abs", (layer, head))),
             **_one_sided(history.blocks("head.delta_bias", (layer, head))[1]),
             "ties": _last(history.course("head.tied_rows_one", (layer, head))),
-            "norm": norm,
-            "norm beside others": norm / (median or math.nan),
         }
         cells = {name: value for name, value in cells.items() if math.isfinite(float(value))}
         if told := [v for v in history.verdicts if (v.layer, v.head) == (layer, head)]:
@@ -213,7 +206,7 @@ def of_recording(history: History) -> Source:
 
 
 def _one_sided(bias: Floats) -> dict[str, float]:
-    """The one-sidedness of delta's error over blocks or batches, and the same in standard errors."""
+    """The one-sidedness of delta's error over blocks, and the same in standard errors."""
     error = float(bias.std()) / math.sqrt(len(bias)) if len(bias) > 1 else 0.0
     return {"delta": float(bias.mean()), "delta z": float(bias.mean()) / error} if error > 0 else {}
 

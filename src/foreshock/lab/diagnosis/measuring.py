@@ -20,7 +20,6 @@ _ROWS: Final = 256
 _COUNTED: Final = {
     "head.score_offset": "offset",
     "head.tied_rows_one": "ties",
-    "head.delta_bias": "delta",
     "head.entropy": "entropy",
 }
 
@@ -29,8 +28,7 @@ _COUNTED: Final = {
 def measured(call: AttentionCall) -> dict[str, Floats]:
     """Quantities of one call by name, each [H]; NaN for what its tensors do not show.
 
-    Those of `_COUNTED` are the agent's, of the same rows. The others are taken beside float64: errors of the output
-    and of the queries' gradient, and the sum of the keys' gradient over all keys, which is zero but for rounding.
+    Those of `_COUNTED` are the agent's, of the same rows. The others are taken beside float64.
     """
     with torch.autocast(call.query.device.type, enabled=False):
         given = _batched(call)
@@ -42,8 +40,6 @@ def measured(call: AttentionCall) -> dict[str, Floats]:
     for metric in HEAD_METRICS:
         if metric.key in _COUNTED and metric.head is not None and metric.head.read is not None:
             found[_COUNTED[metric.key]] = metric.head.read(words)
-    if not finite([call.grads.get("out", torch.tensor(math.nan))]) or call.spec.dropout_p > 0:
-        found["delta"] = np.full(len(words), np.nan)
     found["rows"] = words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]].sum(1).astype(np.float64)
     found["empty"] = words[:, Slot.EMPTY_ROWS].astype(np.float64)
     return found
@@ -51,62 +47,37 @@ def measured(call: AttentionCall) -> dict[str, Floats]:
 
 def _batched(call: AttentionCall) -> Call:
     """The call as [B, H, S, D], its operands in the type that they were multiplied in."""
-    mask, grad = call.mask, call.grads.get("out")
+    mask = call.mask
     if mask is not None and mask.is_floating_point():  # a mask is a mask whatever number it was written with
         mask = mask.detach().masked_fill(mask <= BLIND, -math.inf)
-    if grad is None or not finite([grad]):
-        grad = torch.zeros_like(call.out)
-    given = Call(grad, call.out, call.query, call.key, call.value, mask, *(call.ends or (None, None)))
+    nothing = torch.zeros_like(call.out)
+    given = Call(nothing, call.out, call.query, call.key, call.value, mask, *(call.ends or (None, None)))
     return given.batched().rounded(call.spec.numerics)
 
 
 def _beside_float64(call: AttentionCall, given: Call, tick: Tensor) -> dict[str, Floats]:
-    spec, nothing = replace(call.spec, numerics="float64"), torch.tensor(math.nan)
-    # The derivative of a cap, or of what a function makes of the scores, is not computed again, nor what dropout drew.
-    plain = not (spec.softcap or spec.dropout_p or call.score_mod)
-    own = None
-    if plain and call.grads.keys() >= {"out", "query", "key"}:
-        own = given._replace(query=call.grads["query"], key=call.grads["key"]).batched()
+    """What all scores of a row share, the largest |score|, and how far the output is from that in float64."""
+    spec = replace(call.spec, numerics="float64")
     parts: list[Tensor] = []
     chosen = chosen_rows(tick, _ROWS, *given.query.shape[::2])
     for entries, rows, (scores, _), keys in pieces(*chosen, given, spec, call.score_mod):
-        key, value = (wide(x, entries, spec)[:, :, keys] for x in (given.key, given.value))
-        out, grad = (of_rows(x, entries, rows).double() for x in (given.out, given.grad_out))
+        value, out = wide(given.value, entries, spec)[:, :, keys], of_rows(given.out, entries, rows).double()
         seen = ~scores.isneginf()
         shown = scores.masked_fill(~seen, 0.0)
         good = seen.any(-1) & shown.isfinite().all(-1) & out.isfinite().all(-1)
-        weights = scores.masked_fill(~good.unsqueeze(-1), 0.0).softmax(-1)
-        truth = times(weights, value)
-        query_grad = own_grad = torch.full_like(truth, math.nan)
-        if own is not None:
-            score_grad = weights * (times(grad, value.mT) - (grad * truth).sum(-1, keepdim=True))
-            query_grad, own_grad = spec.scale * times(score_grad, key), of_rows(own.query, entries, rows).double()
-        number = seen.sum(-1).clamp_min(1)
-        columns = (
-            good.double(),
-            shown.sum(-1) / number,
-            number.double().log(),
-            shown.abs().amax(-1),
-            *(x.square().sum(-1) for x in (out - truth, truth, own_grad - query_grad, query_grad)),
-        )
+        truth = times(scores.masked_fill(~good.unsqueeze(-1), 0.0).softmax(-1), value)
+        common = shown.sum(-1) / seen.sum(-1).clamp_min(1)
+        squares = ((out - truth).square().sum(-1), truth.square().sum(-1))
+        columns = (good.double(), common, shown.abs().amax(-1), *squares)
         parts.append(torch.stack([column.transpose(0, 1).flatten(1) for column in columns]))
     found = torch.cat(parts, 2)
-    good, (common, keys_seen, largest, *squares) = found[0] > 0, found[1:].masked_fill(found[0] == 0, 0.0)
-    count = good.sum(1)
-    off, size, off_grad, size_grad = (each.sum(1).sqrt() for each in squares)
-    key_sum = nothing.expand(len(count))
-    if own is not None:
-        grads = own.key.double()
-        share = grads.sum((0, 2)).norm(dim=-1) / grads.norm(dim=-1).sum((0, 2))
-        key_sum = share.repeat_interleave(len(count) // len(share))
+    count, (common, largest, *squared) = (found[0] > 0).sum(1), found[1:].masked_fill(found[0] == 0, 0.0)
+    off, size = (each.sum(1).sqrt() for each in squared)
     quantities = {
         "common": common.sum(1) / count,
         "common rms": (common.square().sum(1) / count).sqrt(),
-        "log keys": keys_seen.sum(1) / count,
         "largest": largest.amax(1).masked_fill(count == 0, math.nan),
-        "output error": off / size if spec.dropout_p == 0 else nothing.expand(len(count)),
-        "query error": off_grad / size_grad,
-        "key sum": key_sum,
+        "output error": (off / size).masked_fill(torch.tensor(spec.dropout_p > 0, device=off.device), math.nan),
     }
     return {name: values.cpu().numpy() for name, values in quantities.items()}
 

@@ -32,30 +32,22 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
     given = _weights_in(read(path))
     if not given:
         raise ValueError(f"{path} holds no weights; expected tensors by name, or such under {', '.join(_HOLDERS)}")
-    wanted = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    wanted = model.state_dict()
     names = _named_alike(list(given), list(wanted))
     found = {names[name]: tensor for name, tensor in given.items() if name in names}
-    if not any(name in found for name, _ in model.named_parameters()):
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if found.keys().isdisjoint(parameters):
         raise ValueError(f"{path} is of another model: {some(given)} fit no parameter of {type(model).__name__}, "
                          f"which has {some(wanted)}")  # fmt: skip
-    wrong = [
-        f"{name} is {list(tensor.shape)} there and {list(wanted[name].shape)} in the model"
-        for name, tensor in found.items()
-        if tensor.shape != wanted[name].shape
-    ]
-    if wrong:
-        raise ValueError(f"{path} is of another model: {some(wrong, '; ')}")
-    held = {tensor.data_ptr() for name, tensor in wanted.items() if name in found}
-    missing = [
-        name
-        for name, tensor in model.named_parameters(remove_duplicate=False)
-        if name not in found and tensor.data_ptr() not in held  # a tied weight is saved once
-    ]
-    if missing:
+    try:
+        left_out = model.load_state_dict(found, strict=False).missing_keys
+    except RuntimeError as error:  # a line for each parameter of another shape, after a first one
+        raise ValueError(
+            f"{path} is of another model: {some(map(str.strip, str(error).splitlines()[1:]), '; ')}"
+        ) from None
+    held = {wanted[name].data_ptr() for name in found}  # a tied weight is saved once
+    if missing := [name for name in left_out if name in parameters and wanted[name].data_ptr() not in held]:
         raise ValueError(f"{path} lacks {some(missing)}, which {type(model).__name__} has; give the whole model")
-    with torch.no_grad():
-        for name, tensor in found.items():
-            wanted[name].copy_(tensor)
     extra = [name for name in given if name not in names]
     narrow = sorted({str(x.dtype).removeprefix("torch.") for x in found.values() if _is_narrow(x)})
     notes = [f"{path.name}: {some(extra)} belong to no part of the model and were left out."] if extra else []

@@ -19,9 +19,7 @@ READ: Final = (
     "head.score_offset",
     "head.row_max_abs",
     "head.tied_rows_one",
-    "head.tied_rows_bf16",
     "head.delta_bias",
-    "head.query_norm",
 )
 _BLOCKS: Final = 100
 _POINTS: Final = 40
@@ -35,7 +33,6 @@ class History:
     """Every head of a run at every recorded step."""
 
     name: str
-    numerics: str
     heads: list[tuple[int, int]]
     steps: Floats
     """[T]"""
@@ -69,20 +66,14 @@ def recorded(trace: Path | Trace) -> History:
     """The history of a trace, with today's verdicts. Raises ValueError for a file that is none."""
     trace = read_trace(trace) if isinstance(trace, Path) else trace
     counted = [(sample, words) for sample in trace.samples if (words := sample.words()) is not None]
-    nothing = np.full(len(trace.heads), np.nan)
-    values: dict[str, list[Floats]] = {key: [] for key in READ}
-    for sample, words in counted:
-        for key in READ:
-            reading = METRICS[key].head
-            assert reading is not None
-            if reading.read is not None:
-                values[key].append(reading.read(words))
-            else:
-                array: wire.Array | None = getattr(sample, str(reading.field))
-                values[key].append(nothing if array is None else array.numpy().astype(np.float64))
+    values: dict[str, list[Floats]] = {}
+    for key in READ:
+        reading = METRICS[key].head
+        assert reading is not None
+        assert reading.read is not None
+        values[key] = [reading.read(words) for _, words in counted]
     return History(
         trace.path.name,
-        trace.started.numerics,
         trace.heads,
         np.array([sample.step for sample, _ in counted], dtype=np.float64),
         {key: np.array(rows, dtype=np.float64).reshape(len(counted), len(trace.heads)) for key, rows in values.items()},
@@ -109,4 +100,4 @@ def live(run: str, service: Service) -> History:
             values[key][row] = shown.values[rows, columns]
     events = islice(service.events(run, "verdict"), _VERDICTS)
     found = [wire.Verdict.model_validate(each["verdict"]) for each in events if each["verdict"]]
-    return History(run, detail["numerics"] or "unknown", heads, np.array(steps, dtype=np.float64), values, found[::-1])
+    return History(run, heads, np.array(steps, dtype=np.float64), values, found[::-1])
