@@ -179,3 +179,12 @@ def test_the_probes_are_answered_without_a_token_by_the_pods_address(store: str,
 def test_the_tokens_of_the_example_are_the_json_that_a_person_edits() -> None:
     tokens = json.loads(one("Secret", "secrets.example", name="foreshock")["stringData"]["tokens"])
     assert all(set(token["sha256"]) in ({"0"}, {"1"}) for token in tokens), "an example, nobody's secret"
+
+
+def test_kustomize_makes_a_config_map_of_every_board_that_the_sidecar_of_grafana_finds() -> None:
+    folder = ROOT / "src/foreshock/dashboards"
+    [generator] = yaml.safe_load((folder / "kustomization.yaml").read_text())["configMapGenerator"]
+    boards = {f"generated/boards/{path.name}" for path in (folder / "generated/boards").iterdir()}
+    assert set(generator["files"]) == boards
+    assert generator["options"]["labels"] == {"grafana_dashboard": "1"}
+    assert sum((folder / name).stat().st_size for name in boards) < 2**20, "what Kubernetes stores of one ConfigMap"

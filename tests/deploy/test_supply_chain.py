@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tests.loading import module_at
 
 ROOT = Path(__file__).parents[2]
@@ -127,3 +128,17 @@ def test_an_audit_passes_only_where_every_package_was_looked_up(
 
 def test_the_release_check_is_sound_shell() -> None:
     subprocess.run(["bash", "-n", ROOT / "scripts" / "release-check"], check=True)
+
+
+def test_only_the_last_job_of_a_release_may_publish_and_only_what_the_jobs_before_built_and_tried() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads `on` as true
+    jobs = workflow["jobs"]
+    assert (jobs["publish"]["needs"], jobs["try"]["needs"]) == ("try", "build")
+    assert [name for name, job in jobs.items() if "id-token" in job.get("permissions", {})] == ["publish"]
+    assert not any("checkout" in step.get("uses", "") for step in jobs["publish"]["steps"])
+    ran = [
+        step["run"].split()[0] for job in jobs.values() for step in job["steps"] if "scripts/" in step.get("run", "")
+    ]
+    assert ran == ["scripts/release-check", "checkout/scripts/try-wheel"]
+    assert all((ROOT / path.removeprefix("checkout/")).is_file() for path in ran)

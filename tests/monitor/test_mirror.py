@@ -1,17 +1,21 @@
 """What the agent mirrors into an experiment tracker: real TensorBoard, stand-ins for the others and for faults."""
 
 import contextvars
+import gzip
 import importlib.machinery
 import logging
 import sys
 import threading
 import types
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.monitor.doubles import ScriptedDetectors, verdict
 from tests.monitor.tiny_models import tiny_gpt, train_step
@@ -82,17 +86,24 @@ def test_tensorboard_holds_each_sample_s_numbers_and_when_a_warning_stood(
     assert switched[0] == 0.0
     assert switched[-1] > 0.0
     assert all(e.value > 0 for e in told.Scalars("foreshock/largest_score"))
+    (warning,) = told.Tensors("foreshock/warnings/text_summary")
+    assert (warning.step, b"layer 0 head 1" in warning.tensor_proto.string_val[0]) == (3, True)
 
 
 def test_wandb_s_own_step_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[dict[str, float], dict[str, Any]]] = []
     defined: list[tuple[str, str | None]] = []
+    alerts: list[dict[str, str]] = []
     run = types.SimpleNamespace(
         define_metric=lambda name, step_metric=None: defined.append((name, step_metric)),
         log=lambda numbers, **options: logged.append((numbers, options)),
+        alert=lambda **alert: alerts.append(alert),
     )
     stand_in(monkeypatch, "wandb", run=run)
     assert not trained(4, mirror="wandb").faults
+    (alert,) = alerts
+    assert (alert["title"], alert["level"]) == ("foreshock: rounding, layer 0 head 1", "WARN")
+    assert "layer 0 head 1" in alert["text"]
     assert ("foreshock/*", "foreshock/step") in defined
     assert [numbers["foreshock/step"] for numbers, _ in logged] == [1, 2, 3, 4]
     assert all(numbers.keys() == NAMES | {"foreshock/step"} for numbers, _ in logged)
@@ -101,29 +112,44 @@ def test_wandb_s_own_step_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mlflow_is_told_by_the_name_of_the_open_run(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[int, str, set[str]]] = []
+    tags: list[tuple[str, str, str]] = []
     run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="run-77"))
     stand_in(
         monkeypatch,
         "mlflow",
+        MlflowClient=lambda: types.SimpleNamespace(set_tag=lambda *tag: tags.append(tag)),
         active_run=lambda: run if threading.current_thread() is threading.main_thread() else None,
         log_metrics=lambda numbers, step, run_id: logged.append((step, run_id, set(numbers))),
     )
     assert not trained(3, mirror="mlflow").faults
     assert logged == [(1, "run-77", NAMES), (2, "run-77", NAMES), (3, "run-77", NAMES)]
+    ((run_id, name, text),) = tags
+    assert (run_id, name, text[:30]) == ("run-77", "foreshock.warning", "step 3: layer 0 head 1 drifts"[:30])
+
+
+def trackio(monkeypatch: pytest.MonkeyPatch, log: Any, **members: Any) -> None:
+    levels = {"WARN": "warn", "ERROR": "error"}
+    stand_in(monkeypatch, "trackio", log=log, AlertLevel=levels, **{"alert": lambda **_: None, **members})
 
 
 def test_trackio_s_run_is_found_in_the_context_that_opened_it(monkeypatch: pytest.MonkeyPatch) -> None:
     current: contextvars.ContextVar[list[int]] = contextvars.ContextVar("current")
     logged: list[int] = []
+    alerts: list[tuple[str, str]] = []
     current.set(logged)
-    stand_in(monkeypatch, "trackio", log=lambda numbers, step: current.get().append(step))
+    trackio(
+        monkeypatch,
+        lambda numbers, step: current.get().append(step),
+        alert=lambda title, text, level: alerts.append((title, level)),
+    )
     assert not trained(3, mirror="trackio").faults
     assert logged == [1, 2, 3]
+    assert alerts == [("foreshock: rounding, layer 0 head 1", "warn")]
 
 
 def test_only_the_first_process_mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[int] = []
-    stand_in(monkeypatch, "trackio", log=lambda numbers, step: logged.append(step))
+    trackio(monkeypatch, lambda numbers, step: logged.append(step))
     trained(3, mirror="trackio", rank=1, world_size=2, run="r")
     assert logged == []
 
@@ -137,7 +163,7 @@ def test_a_tracker_that_raises_is_off_after_three_faults_and_training_goes_on(
         calls.append(step)
         raise ConnectionError("the tracker's host is gone")
 
-    stand_in(monkeypatch, "trackio", log=log)
+    trackio(monkeypatch, log, alert=log)
     agent = trained(12, mirror="trackio")
     assert agent.current_step == 12
     assert agent.faults["tracker"] == 3
@@ -148,7 +174,7 @@ def test_a_tracker_that_raises_is_off_after_three_faults_and_training_goes_on(
 def test_a_tracker_that_hangs_delays_no_step_and_close_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(AgentConfig, "close_seconds", 0.1)
-    stand_in(monkeypatch, "trackio", log=lambda numbers, step: released.wait(60))
+    trackio(monkeypatch, lambda numbers, step: released.wait(60))
     try:
         agent = trained(80, mirror="trackio")  # more samples than its queue takes
         assert agent.current_step == 80
@@ -157,21 +183,36 @@ def test_a_tracker_that_hangs_delays_no_step_and_close_only_so_long(monkeypatch:
         released.set()
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
-def test_without_an_open_run_the_log_says_what_to_call(
-    tracker: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_run_that_is_opened_later_is_joined_and_the_log_says_what_to_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stand_in(monkeypatch, tracker, run=None, active_run=lambda: None)
-    assert trained(2, mirror=tracker).current_step == 2
-    assert "before the first step" in caplog.text
+    logged: list[int] = []
+    run = types.SimpleNamespace(
+        define_metric=lambda name, step_metric=None: None,
+        log=lambda numbers, **options: logged.append(numbers["foreshock/step"]),
+        alert=lambda **_: None,
+    )
+    wandb: Any = stand_in(monkeypatch, "wandb", run=None)
+    model = tiny_gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    every: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True}
+    with attach(model, mirror="wandb", spool_directory=None, **every) as agent:
+        for step in range(6):
+            wandb.run = run if step >= 3 else None
+            agent.step(train_step(model, optimizer, step))
+    assert not agent.faults
+    assert logged[-3:] == [4, 5, 6]
+    assert not {1, 2} & set(logged)
+    assert caplog.text.count("the mirror waits for a run: call wandb.init") == 1
 
 
 @pytest.mark.parametrize(
     ("mirror", "sentence"),
     [
-        ("comet", "is no tracker; allowed are wandb, tensorboard:FOLDER, mlflow, trackio"),
+        ("comet", "is no tracker; allowed are wandb, tensorboard:FOLDER, mlflow, trackio, otlp"),
         ("tensorboard", "needs the folder of the run's logs"),
         ("mlflow:here", "takes no folder"),
+        ("otlp:http://collector:4318", "set OTEL_EXPORTER_OTLP_ENDPOINT"),
     ],
 )
 def test_a_wrong_mirror_is_refused_before_the_first_step(mirror: str, sentence: str) -> None:
@@ -183,6 +224,89 @@ def test_a_tracker_that_is_not_installed_is_refused_with_what_to_type(monkeypatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="mirror needs wandb, which is not installed: pip install wandb"):
         attach(tiny_gpt(), mirror="wandb", quiet=True)
+    with pytest.raises(ValueError, match=r"mirror needs otlp, which is not installed: pip install 'foreshock\[otlp\]'"):
+        attach(tiny_gpt(), mirror="otlp", quiet=True)
+
+
+class Collector(BaseHTTPRequestHandler):
+    """What an OpenTelemetry collector takes over HTTP."""
+
+    metrics: ClassVar[list[ExportMetricsServiceRequest]] = []
+    logs: ClassVar[list[ExportLogsServiceRequest]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+        if self.path == "/v1/metrics":
+            self.metrics.append(ExportMetricsServiceRequest.FromString(body))
+        else:
+            assert self.path == "/v1/logs"
+            self.logs.append(ExportLogsServiceRequest.FromString(body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Collector]]:
+    Collector.metrics.clear()
+    Collector.logs.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield Collector
+        server.shutdown()
+
+
+def attributes(of: Any) -> dict[str, Any]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in of.attributes}
+
+
+def test_a_collector_gets_each_process_s_numbers_and_warnings_under_the_names_of_nemo_lens(
+    collector: type[Collector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "nemo.run.id=the-job-s-own,deployment.environment=test")
+    monkeypatch.setattr(AgentConfig, "close_seconds", 30)
+    agent = trained(9, mirror="otlp", rank=1, world_size=2, run="team/r")
+    assert not agent.faults
+    (resource,) = collector.metrics[-1].resource_metrics
+    who = attributes(resource.resource)
+    assert (who["service.name"], who["foreshock.run"], who["nv.dl.rank"], who["nv.dl.world_size"]) == (
+        "foreshock",
+        "team/r",
+        1,
+        2,
+    )
+    assert (who["nemo.run.id"], who["deployment.environment"]) == ("the-job-s-own", "test")
+    gauges = {metric.name: metric.gauge.data_points for metric in resource.scope_metrics[0].metrics}
+    assert gauges["foreshock.step"][0].as_double == 9.0
+    assert gauges["foreshock.loss"][0].as_double > 0.0
+    assert gauges["foreshock.active_warnings"][0].as_double == 0.0
+    assert "foreshock.worst_score_offset" in gauges
+    by_layer = {attributes(point)["layer"] for point in gauges["foreshock.max_attention_logit"]}
+    assert by_layer == {layer for layer, _ in agent.modes()}
+    records = [
+        record
+        for request in collector.logs
+        for one in request.resource_logs
+        for scope in one.scope_logs
+        for record in scope.log_records
+    ]
+    told = [(record.severity_text, attributes(record)) for record in records]
+    assert [(text, said["foreshock.state"], said["foreshock.step"]) for text, said in told] == [
+        ("WARN", "raised", 3),
+        ("INFO", "cleared", 6),
+    ]
+    assert (told[0][1]["foreshock.layer"], told[0][1]["foreshock.head"]) == (0, 1)
+    assert "layer 0 head 1" in records[0].body.string_value
+
+
+def test_a_collector_that_is_not_there_costs_the_training_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(AgentConfig, "close_seconds", 0.1)
+    assert trained(4, mirror="otlp").current_step == 4
 
 
 def test_a_warning_is_a_line_of_the_training_log_with_no_service_at_all(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,6 @@
 """What the user may set. Every field can also come from the environment as FORESHOCK_<NAME>."""
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -73,10 +72,11 @@ class AgentConfig(BaseSettings):
     """Number of processes of the run."""
 
     mirror: str | None = None
-    """Experiment tracker that also receives a few numbers of the first process: worst score offset, largest |score|,
-    largest attention logit, lowest entropy of attention, active warnings, switched heads, and what QK-Clip did. For
-    "wandb", "mlflow" or "trackio" the program must have opened a run before the first step. "tensorboard:FOLDER" writes
-    event files. None: no tracker."""
+    """Tracker that also receives a few numbers and the warnings of the first process: worst score offset, largest
+    |score|, largest attention logit, lowest entropy of attention, active warnings, switched heads, and what QK-Clip
+    did. "wandb", "mlflow" and "trackio" write into the run that the program has open. "tensorboard:FOLDER" writes event
+    files. "otlp" exports from every process, with loss and gradient norm, to an OpenTelemetry collector. None: no
+    tracker."""
 
     policy: Policy = "observe"
     """observe: only warn. approve: propose a switch, which a person must approve. auto: switch at the next step
@@ -207,9 +207,7 @@ class AgentConfig(BaseSettings):
     @classmethod
     def _mirror_is_installed(cls, value: str | None) -> str | None:
         if value is not None:
-            tracker, _ = parts_of_mirror(value)
-            if importlib.util.find_spec(tracker) is None:
-                raise ValueError(f"mirror needs {tracker}, which is not installed: pip install {tracker}")
+            parts_of_mirror(value)
         return value
 
     @field_validator("url")

@@ -1,90 +1,327 @@
-"""The agent's few numbers in the experiment tracker that the run uses already: off by default, never in the way.
+"""The agent's few numbers and its warnings in the tracker or collector that the run uses already: off by default.
 
-A thread of its own calls the tracker's client library, so that a slow one delays nobody. What does not fit into its
-short queue is dropped and counted as a fault; after three faults in a row the mirror is off for the rest of the run.
+A thread of its own calls the client library, so that a slow one delays nobody. What does not fit into its short queue
+is dropped and counted as a fault; after three faults in a row the mirror is off for the rest of the run.
 """
 
 import contextvars
+import importlib.util
 import queue
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from foreshock.contract import wire
 from foreshock.contract.metrics import catalog
 from foreshock.contract.slots import Slot, slot_values
-from foreshock.monitor.guard import Guard
+from foreshock.monitor.guard import Guard, logger
 from foreshock.monitor.sampling.collector import Counted
 
-Numbers = Mapping[str, float]
-Log = Callable[[Numbers, int], None]
-"""Takes the numbers of a step to the tracker."""
-
-TRACKERS: Final = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
-"""Tracker and the module that is imported for it."""
 _QUEUE: Final = 64
 _PREFIX: Final = "foreshock/"
 
 
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """The numbers of one sample; what was not counted is left out, since trackers draw no gap for NaN."""
+
+    step: int
+    numbers: Mapping[str, float]
+    training: Mapping[str, float]
+    """loss and grad_norm, which trackers have from the program itself."""
+    max_attention_logits: Mapping[int, float]
+    """By layer."""
+
+
+class Tracker(Protocol):
+    """One client library."""
+
+    def log(self, sample: Mirrored) -> None:
+        """Take the numbers of a sample there."""
+
+    def alert(self, verdict: wire.Verdict, page: str) -> None:
+        """Say there that a warning was raised; `page`: where the run is shown, or ""."""
+
+    def verdict(self, verdict: wire.Verdict) -> None:
+        """A warning of a head was raised, updated or cleared."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class _Tracker:
+    """What a tracker does that has nothing more to do."""
+
+    def verdict(self, verdict: wire.Verdict) -> None:
+        pass
+
+    def close(self) -> None:
+        """The program closes the run that it opened."""
+
+
+class _Wandb(_Tracker):
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        run.define_metric(_PREFIX + "step")
+        run.define_metric(_PREFIX + "*", step_metric=_PREFIX + "step")
+
+    def log(self, sample: Mirrored) -> None:
+        # a commit would move wandb's own step, which belongs to the program: the numbers travel with its next log
+        self._run.log({**_prefixed(sample.numbers), _PREFIX + "step": sample.step}, commit=False)
+
+    def alert(self, verdict: wire.Verdict, page: str) -> None:
+        self._run.alert(title=_title(verdict), text=f"{verdict.sentence}{page}", level=_level(verdict))
+
+
+class _TensorBoard(_Tracker):
+    def __init__(self, folder: str) -> None:
+        writer = import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer = writer(folder, filename_suffix=".foreshock")
+
+    def log(self, sample: Mirrored) -> None:
+        for name, value in _prefixed(sample.numbers).items():
+            self._writer.add_scalar(name, value, sample.step)
+
+    def alert(self, verdict: wire.Verdict, page: str) -> None:
+        self._writer.add_text(_PREFIX + "warnings", f"{verdict.sentence}{page}", verdict.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _MLflow(_Tracker):
+    def __init__(self, run_id: str) -> None:
+        # named, since the open run is one of the thread that opened it
+        self._run_id = run_id
+
+    def log(self, sample: Mirrored) -> None:
+        import_module("mlflow").log_metrics(_prefixed(sample.numbers), step=sample.step, run_id=self._run_id)
+
+    def alert(self, verdict: wire.Verdict, page: str) -> None:
+        client = import_module("mlflow").MlflowClient()
+        client.set_tag(self._run_id, "foreshock.warning", f"step {verdict.step:,}: {verdict.sentence}{page}")
+
+
+class _Trackio(_Tracker):
+    def __init__(self) -> None:
+        self._module = import_module("trackio")
+
+    def log(self, sample: Mirrored) -> None:
+        self._module.log(_prefixed(sample.numbers), step=sample.step)
+
+    def alert(self, verdict: wire.Verdict, page: str) -> None:
+        level = self._module.AlertLevel[_level(verdict)]
+        self._module.alert(title=_title(verdict), text=f"{verdict.sentence}{page}", level=level)
+
+
+class _Otlp(_Tracker):
+    """OpenTelemetry's own exporter, set up by its OTEL_* variables. Resource names are those of NVIDIA's NeMo Lens,
+    so that one query joins these numbers with Megatron's."""
+
+    def __init__(self, run: str, rank: int, world_size: int) -> None:
+        export = import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+        export_logs = import_module("opentelemetry.exporter.otlp.proto.http._log_exporter")
+        metrics = import_module("opentelemetry.sdk.metrics")
+        reading = import_module("opentelemetry.sdk.metrics.export")
+        logs = import_module("opentelemetry.sdk._logs")
+        processing = import_module("opentelemetry.sdk._logs.export")
+        resources = import_module("opentelemetry.sdk.resources")
+        who = {
+            "service.name": "foreshock",
+            "service.instance.id": f"{run}-rank{rank}",
+            "foreshock.run": run,
+            "nemo.run.id": run,
+            "nv.dl.rank": rank,
+            "nv.dl.world_size": world_size,
+        }
+        # what the environment says of the resource wins: there a job gives all its processes one run id
+        resource = resources.Resource.create(who).merge(resources.OTELResourceDetector().detect())
+        reader = reading.PeriodicExportingMetricReader(export.OTLPMetricExporter())
+        self._metrics = metrics.MeterProvider([reader], resource=resource, shutdown_on_exit=False)
+        self._logs = logs.LoggerProvider(resource=resource, shutdown_on_exit=False)
+        self._logs.add_log_record_processor(processing.BatchLogRecordProcessor(export_logs.OTLPLogExporter()))
+        self._meter = self._metrics.get_meter("foreshock")
+        self._logger = self._logs.get_logger("foreshock")
+        self._severities = import_module("opentelemetry._logs").SeverityNumber
+        self._gauges: dict[str, Any] = {}
+
+    def _set(self, name: str, value: float, **attributes: int) -> None:
+        if name not in self._gauges:
+            self._gauges[name] = self._meter.create_gauge(f"foreshock.{name}")
+        self._gauges[name].set(value, attributes)
+
+    def log(self, sample: Mirrored) -> None:
+        for name, value in {"step": float(sample.step), **sample.training, **sample.numbers}.items():
+            if name != "max_attention_logit":
+                self._set(name, value)
+        for layer, value in sample.max_attention_logits.items():
+            self._set("max_attention_logit", value, layer=layer)
+
+    def alert(self, verdict: wire.Verdict, page: str) -> None:
+        """Every warning is a record already."""
+
+    def verdict(self, verdict: wire.Verdict) -> None:
+        place = {"layer": verdict.layer, "head": verdict.head}
+        level = "INFO" if verdict.state == "cleared" else _level(verdict)
+        self._logger.emit(
+            body=verdict.sentence,
+            severity_number=self._severities[level],
+            severity_text=level,
+            event_name="foreshock.warning",
+            attributes={
+                "foreshock.step": verdict.step,
+                "foreshock.state": verdict.state,
+                "foreshock.cause": verdict.cause,
+                "foreshock.warning.id": verdict.id,
+                **{f"foreshock.{name}": number for name, number in place.items() if number is not None},
+            },
+        )
+
+    def close(self) -> None:
+        self._metrics.shutdown()
+        self._logs.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How a tracker is found and opened."""
+
+    module: str
+    install: str
+    open: Callable[..., Tracker | None]
+    """Takes the mirror's folder and the run, rank and world size; None while the program has no run open there."""
+    start: str = ""
+    """What opens a run there."""
+
+
+def _open_wandb(**_: Any) -> Tracker | None:
+    run = import_module("wandb").run
+    return None if run is None else _Wandb(run)
+
+
+def _open_mlflow(**_: Any) -> Tracker | None:
+    run = import_module("mlflow").active_run()
+    return None if run is None else _MLflow(run.info.run_id)
+
+
+def _open_trackio(**_: Any) -> Tracker | None:
+    current = getattr(import_module("trackio"), "context_vars", None)
+    return None if current is not None and current.current_run.get() is None else _Trackio()
+
+
+def _open_tensorboard(*, folder: str, **_: Any) -> Tracker:
+    return _TensorBoard(folder)
+
+
+def _open_otlp(*, run: str, rank: int, world_size: int, **_: Any) -> Tracker:
+    return _Otlp(run, rank, world_size)
+
+
+_KINDS: Final = {
+    "wandb": _Kind("wandb", "wandb", _open_wandb, "wandb.init"),
+    "tensorboard": _Kind("tensorboard", "tensorboard", _open_tensorboard),
+    "mlflow": _Kind("mlflow", "mlflow", _open_mlflow, "mlflow.start_run"),
+    "trackio": _Kind("trackio", "trackio", _open_trackio, "trackio.init"),
+    "otlp": _Kind("opentelemetry.exporter.otlp.proto.http", "'foreshock[otlp]'", _open_otlp),
+}
+
+
 def parts_of_mirror(mirror: str) -> tuple[str, str]:
-    """`tensorboard:FOLDER` in its two parts. Raises ValueError for an unknown tracker or one without its folder."""
+    """`tensorboard:FOLDER` in its two parts. Raises ValueError for an unknown tracker, for one without its folder and
+    for one that is not installed."""
     tracker, _, folder = mirror.partition(":")
-    if tracker not in TRACKERS:
+    if tracker not in _KINDS:
         raise ValueError(
-            f"mirror {mirror[:100]!r} is no tracker; allowed are wandb, tensorboard:FOLDER, mlflow, trackio"
+            f"mirror {mirror[:100]!r} is no tracker; allowed are wandb, tensorboard:FOLDER, mlflow, trackio, otlp"
         )
-    if (tracker == "tensorboard") != bool(folder):
-        raise ValueError(
-            "mirror='tensorboard' needs the folder of the run's logs: mirror='tensorboard:FOLDER'"
-            if tracker == "tensorboard"
-            else f"mirror={tracker!r} takes no folder; it writes into the run that {tracker} has open"
-        )
+    if tracker == "tensorboard" and not folder:
+        raise ValueError("mirror='tensorboard' needs the folder of the run's logs: mirror='tensorboard:FOLDER'")
+    if tracker == "otlp" and folder:
+        raise ValueError("mirror='otlp' takes no address; set OTEL_EXPORTER_OTLP_ENDPOINT, as for any exporter")
+    if tracker != "tensorboard" and folder:
+        raise ValueError(f"mirror={tracker!r} takes no folder; it writes into the run that {tracker} has open")
+    kind = _KINDS[tracker]
+    try:
+        found = importlib.util.find_spec(kind.module)
+    except ModuleNotFoundError:  # a package that the module is inside of
+        found = None
+    if found is None:
+        raise ValueError(f"mirror needs {tracker}, which is not installed: pip install {kind.install}")
     return tracker, folder
 
 
 class Mirror:
     """Mirrors samples and warnings to `mirror` (see `AgentConfig.mirror`) from `start` to `close`."""
 
-    def __init__(self, mirror: str, guard: Guard) -> None:
-        self._tracker, self._folder = parts_of_mirror(mirror)
+    def __init__(self, mirror: str, guard: Guard, *, run: str, rank: int, world_size: int) -> None:
+        tracker, folder = parts_of_mirror(mirror)
+        self._kind = _KINDS[tracker]
+        self._open = partial(self._kind.open, folder=folder, run=run, rank=rank, world_size=world_size)
         self._guard = guard
-        self._queue: queue.Queue[tuple[Numbers, int] | None] = queue.Queue(_QUEUE)
+        self._queue: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_QUEUE)
         self._warnings: set[str] = set()
+        self._layers: list[int] = []
+        self._said = False
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Open the tracker, in the thread and context in which the program opened its own run."""
-        with self._guard:
-            log, close = _OPEN[self._tracker](self._folder)
+    def start(self, layers: tuple[wire.Layer, ...]) -> None:
+        """Open the tracker, in the thread and context in which the program opened its own run; where none is open yet,
+        the next sample looks again."""
+        self._layers = [layer.layer for layer in layers for _ in layer.heads]
+        self._join_run()
+
+    def _join_run(self) -> None:
+        tracker = self._guard.run(self._open)
+        if tracker is not None:
             context = contextvars.copy_context()
             self._thread = threading.Thread(
-                target=context.run, args=(self._work, log, close), name="foreshock-mirror", daemon=True
+                target=context.run, args=(self._work, tracker), name="foreshock-mirror", daemon=True
             )
             self._thread.start()
+        elif self._guard.on and not self._said:
+            self._said = True
+            logger.warning(
+                "foreshock: the mirror waits for a run: call %s; samples and warnings after that are mirrored",
+                self._kind.start,
+            )
 
-    def warned(self, verdict: wire.Verdict) -> None:
-        """Count a warning as active, or no longer."""
+    def verdict(self, verdict: wire.Verdict) -> None:
+        """Count a warning as active, or no longer. Raises queue.Full where the tracker does not keep up."""
+        if verdict.severity == "info":
+            return
         if verdict.state == "cleared":
             self._warnings.discard(verdict.id)
-        elif verdict.severity != "info":
+        else:
             self._warnings.add(verdict.id)
+        self._put(lambda tracker: tracker.verdict(verdict))
+
+    def alert(self, verdict: wire.Verdict, page: str) -> None:
+        """Alert people in the tracker. Raises queue.Full where it does not keep up."""
+        self._put(lambda tracker: tracker.alert(verdict, page))
 
     def sampled(self, counted: Counted) -> None:
         """Mirror the numbers of a sample; returns at once. Raises queue.Full where the tracker does not keep up."""
-        if self._thread is not None:
-            self._queue.put_nowait((self._numbers(counted), counted.step))
+        if self._thread is None:
+            self._join_run()
+        sample = self._mirrored(counted)
+        self._put(lambda tracker: tracker.log(sample))
 
-    def _numbers(self, counted: Counted) -> Numbers:
-        offsets = catalog.read("head.score_offset", counted.words)
-        scores = slot_values(counted.words, Slot.ROW_MAX_ABS)
+    def _put(self, work: Callable[[Tracker], None]) -> None:
+        if self._thread is not None:
+            self._queue.put_nowait(work)
+
+    def _mirrored(self, counted: Counted) -> Mirrored:
+        logits = catalog.read("head.score_max", counted.words)
         numbers = {
-            "worst_score_offset": _largest(offsets),
-            "largest_score": _largest(scores),
-            "max_attention_logit": float(np.fmax.reduce(catalog.read("head.score_max", counted.words), initial=np.nan)),
+            "worst_score_offset": _largest(catalog.read("head.score_offset", counted.words)),
+            "largest_score": _largest(slot_values(counted.words, Slot.ROW_MAX_ABS)),
+            "max_attention_logit": float(np.fmax.reduce(logits, initial=np.nan)),
             "attention_entropy": float(np.fmin.reduce(catalog.read("head.entropy", counted.words), initial=np.nan)),
             "active_warnings": float(len(self._warnings)),
             "switched_heads": float(np.count_nonzero(counted.modes)),
@@ -92,13 +329,20 @@ class Mirror:
         if "clip_factor" in counted.norms:
             numbers["qk_clip_factor"] = float(counted.norms["clip_factor"].min())
             numbers["qk_clipped_heads"] = float(np.count_nonzero(counted.norms["clipped_steps"]))
-        # trackers draw no gap for NaN, so that what was not counted is left out
-        return {_PREFIX + name: value for name, value in numbers.items() if np.isfinite(value)}
+        training = {
+            name: float(values.mean())
+            for name, values in (("loss", counted.losses), ("grad_norm", counted.grad_norms))
+            if values.size
+        }
+        by_layer: dict[int, float] = {}
+        for layer, value in zip(self._layers, logits.tolist(), strict=True):
+            by_layer[layer] = float(np.fmax(by_layer.get(layer, np.nan), value))
+        return Mirrored(counted.step, _finite(numbers), _finite(training), _finite(by_layer))
 
-    def _work(self, log: Log, close: Callable[[], None]) -> None:
-        while (item := self._queue.get()) is not None:
-            self._guard.run(log, *item)
-        self._guard.run(close)
+    def _work(self, tracker: Tracker) -> None:
+        while (work := self._queue.get()) is not None:
+            self._guard.run(work, tracker)
+        self._guard.run(tracker.close)
 
     def end(self) -> None:
         """Nothing more is mirrored; the thread hands the rest over and ends."""
@@ -120,42 +364,18 @@ def _largest(values: Any) -> float:
     return float(finite[np.argmax(np.abs(finite))]) if finite.size else float("nan")
 
 
-def _wandb(folder: str) -> tuple[Log, Callable[[], None]]:
-    run = import_module("wandb").run
-    if run is None:
-        raise RuntimeError("wandb has no run open; call wandb.init before the first step")
-    run.define_metric(_PREFIX + "step")
-    run.define_metric(_PREFIX + "*", step_metric=_PREFIX + "step")
-    # a commit would move wandb's own step, which belongs to the program: the numbers travel with its next log
-    return lambda numbers, step: run.log({**numbers, _PREFIX + "step": step}, commit=False), _nothing
+def _finite(numbers: Mapping[Any, float]) -> dict[Any, float]:
+    return {name: value for name, value in numbers.items() if np.isfinite(value)}
 
 
-def _tensorboard(folder: str) -> tuple[Log, Callable[[], None]]:
-    writer = import_module("torch.utils.tensorboard").SummaryWriter(folder, filename_suffix=".foreshock")
-
-    def log(numbers: Numbers, step: int) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-
-    return log, writer.close
+def _prefixed(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {_PREFIX + name: value for name, value in numbers.items()}
 
 
-def _mlflow(folder: str) -> tuple[Log, Callable[[], None]]:
-    mlflow = import_module("mlflow")
-    run = mlflow.active_run()
-    if run is None:
-        raise RuntimeError("mlflow has no run open; call mlflow.start_run before the first step")
-    # named, since the open run is one of the thread that opened it
-    return lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step, run_id=run.info.run_id), _nothing
+def _title(verdict: wire.Verdict) -> str:
+    place = "" if verdict.layer is None else f", layer {verdict.layer} head {verdict.head}"
+    return f"foreshock: {verdict.cause}{place}"[:63]  # wandb takes fewer than 64 characters
 
 
-def _trackio(folder: str) -> tuple[Log, Callable[[], None]]:
-    trackio = import_module("trackio")
-    return lambda numbers, step: trackio.log(dict(numbers), step=step), _nothing
-
-
-def _nothing() -> None:
-    """The program closes the run that it opened."""
-
-
-_OPEN: Final = {"wandb": _wandb, "tensorboard": _tensorboard, "mlflow": _mlflow, "trackio": _trackio}
+def _level(verdict: wire.Verdict) -> str:
+    return "ERROR" if verdict.severity == "critical" else "WARN"

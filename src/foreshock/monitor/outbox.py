@@ -49,10 +49,10 @@ class Outbox:
         self._sinks.append(sink)
 
     def start(self, config: AgentConfig, run: str, boot: str, health: Callable[[], tuple[int, dict[str, int]]]) -> None:
-        """Start the sender, where there is a service, and the mirror, where one was asked for."""
-        if config.mirror is not None and config.rank == 0:
-            self._mirror = Mirror(config.mirror, self._guards["tracker"])
-            self._mirror.start()
+        """Start the sender, where there is a service; make the mirror, where one was asked for."""
+        if config.mirror is not None and (config.rank == 0 or config.mirror == "otlp"):
+            guard = self._guards["tracker"]
+            self._mirror = Mirror(config.mirror, guard, run=run, rank=config.rank, world_size=config.world_size)
         if config.url is not None:
             if config.spool_directory is None and "spool_directory" not in config.model_fields_set:
                 logger.warning(
@@ -78,7 +78,7 @@ class Outbox:
         if isinstance(event, wire.Verdict):
             self._log(event)
             if self._mirror is not None:
-                self._mirror.warned(event)
+                self._guards["mirror"].run(self._mirror.verdict, event)
         self._send(event)
 
     def _log(self, verdict: wire.Verdict) -> None:
@@ -88,7 +88,10 @@ class Outbox:
         for others in self._active.values():
             others.discard(verdict.id)
         if verdict.state == "raised":
-            first = verdict.severity != "info" and not active and not self._console_prints
+            opens = verdict.severity != "info" and not active
+            if opens and self._mirror is not None:
+                self._guards["mirror"].run(self._mirror.alert, verdict, self.page)
+            first = opens and not self._console_prints
             level = logging.WARNING if first else logging.INFO
             logger.log(level, "foreshock, step %d: %s%s", verdict.step, verdict.sentence, self.page if first else "")
         elif verdict.severity == "info":  # a note, which never stands
@@ -104,6 +107,8 @@ class Outbox:
     def begin(self, started: wire.Started) -> None:
         """The run starts: hand that over, and what was switched before."""
         self.started, early, self._early = started, self._early or [], None
+        if self._mirror is not None:
+            self._mirror.start(started.layers)
         self.emit(started)
         for event in early:
             self.emit(event.model_copy(update={"step": started.step}))
