@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreshock.contract.slots import Floats
-from foreshock.monitor.detect.bias_evidence import ASKED, CHANCE, MEMORY_BETS, SAMPLES_OF_A_BET, BiasEvidence
+from foreshock.monitor.detect.bias_evidence import ASKED, CHANCE, MEMORY_BETS, BiasEvidence
 
 STAKE, USUAL, FIRST, OUTLIER, MOST = 0.6, 20, 3, 3.0, 1e6
 
@@ -31,7 +31,7 @@ def by_hand(biases: list[float], rows: float, sign: float) -> float:
 def bet(evidence: BiasEvidence, bias: Floats, rows: float = 1.0) -> None:
     """One bet of one sample, arrays [N]."""
     evidence.add(bias, np.full(len(bias), rows))
-    evidence.bet()
+    evidence.close()
 
 
 def played(biases: list[float], rows: float = 100.0) -> BiasEvidence:
@@ -55,7 +55,7 @@ def test_over_all_signs_of_given_blocks_the_bets_are_fair(sizes: tuple[float, ..
     evidence = BiasEvidence.begin(signs.shape[1])
     for size, sign in zip(sizes, signs, strict=True):
         bet(evidence, size * sign)
-        assert evidence.capital.mean(axis=1) == pytest.approx([1.0, 1.0])
+        assert evidence.capital.mean(axis=-1) == pytest.approx(np.ones((2, 2)))
 
 
 @pytest.mark.parametrize("heavy", [False, True])
@@ -113,20 +113,17 @@ def test_gradients_that_come_to_another_size_hide_no_push(factor: float) -> None
     assert (evidence.of(np.ones(heads)) >= ASKED).mean() >= 0.9
 
 
-def test_samples_of_every_step_decide_within_two_blocks_what_one_bet_a_block_does_not() -> None:
-    """Ten samples show a push of 0.9 deviations, a block of a hundred 2.8; noise of every step wins as little."""
-    rng, heads, push = np.random.default_rng(17), 400, 0.9 / math.sqrt(SAMPLES_OF_A_BET)
-    noise, pushed, whole = (BiasEvidence.begin(heads) for _ in range(3))
-    for step in range(1, 301):
+@pytest.mark.parametrize(("push", "blocks"), [(0.9 / math.sqrt(10), 3), (0.065, 100)], ids=["seen closer", "spread"])
+def test_a_push_is_found_from_samples_of_every_step(push: float, blocks: int) -> None:
+    """Ten samples of every step show the first push as ten far ones would; the second only whole blocks show."""
+    rng, heads = np.random.default_rng(17), 200
+    noise, pushed = (BiasEvidence.begin(heads) for _ in range(2))
+    for step in range(1, 100 * blocks + 1):
         drawn = rng.standard_normal(heads)
         for evidence, bias in ((noise, drawn), (pushed, drawn + push)):
             evidence.add(bias, np.ones(heads))
-        whole.open_bias += drawn + push
-        whole.open_rows += 1.0
-        if step % 100 == 0:
-            whole.open_samples = 1
-            whole.bet()
-    won, by_blocks, by_noise = (each.of(np.ones(heads)) >= ASKED for each in (pushed, whole, noise))
+            if step % 100 == 0:
+                evidence.close()
+    won, by_noise = (each.of(np.ones(heads)) >= ASKED for each in (pushed, noise))
     assert won.mean() >= 0.8
-    assert not by_blocks.any()
-    assert by_noise.mean() <= CHANCE / 2
+    assert by_noise.mean() <= CHANCE

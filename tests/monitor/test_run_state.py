@@ -103,8 +103,8 @@ def test_the_evidence_of_a_head_begins_anew_with_its_mode_in_the_middle_of_a_blo
     modes[SICK] = int(mode)
     changed = reading(1020, since_step=1010, modes=modes)
     state.add(changed)
-    assert state.bias.open_bias[SICK] == changed.delta_bias_sum[SICK]
-    assert state.bias.capital[:, SICK].tolist() == [1.0, 1.0]
+    assert state.bias.open_bias[:, SICK].tolist() == 2 * [changed.delta_bias_sum[SICK]]
+    assert (state.bias.capital[..., SICK] == 1.0).all()
     assert not state.can_round()[SICK]
     assert state.can_round()[SICK + 1]
     state.add(reading(1150, rounds=False))

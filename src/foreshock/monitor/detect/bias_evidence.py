@@ -29,7 +29,8 @@ _STAKE: Final = 0.6
 _MOST: Final = 1e6
 """What was won beyond is forgotten."""
 SAMPLES_OF_A_BET: Final = 10
-"""At most. The gain of a bet is bounded, so a block of which every step is sampled is several bets."""
+"""Half of the capital bets on so many samples at most: the gain of a bet is bounded, so a block of which every step is
+sampled is several bets. The other half bets on whole blocks, since what few rows show of a push is too weak to win."""
 _USUAL_BETS: Final = 20
 _FIRST_BETS: Final = 3
 """That show what is usual, and win nothing."""
@@ -38,68 +39,68 @@ _OUTLIER: Final = 3.0
 
 @dataclass(slots=True, kw_only=True)
 class BiasEvidence:
-    """Of N heads."""
+    """Of N heads, for bets on a few samples and for bets on blocks, [2, N]."""
 
     capital: SavedFloats
-    """of the bets that the bias is negative and that it is positive, [2, N]"""
+    """of the bets that the bias is negative and that it is positive, [2, 2, N]"""
     usual: SavedFloats
-    """size of a bet's bias for each root of a row, [N]"""
+    """size of a bet's bias for each root of a row"""
     bets: SavedFloats
-    """that showed any, [N]"""
+    """that showed any"""
     open_bias: SavedFloats
-    """delta bias since the last bet, [N]"""
+    """delta bias since the last bet"""
     open_rows: SavedFloats
-    """its rows, [N]"""
+    """its rows"""
     open_samples: int = 0
+    """since the last bet on samples"""
 
     @classmethod
     def begin(cls, heads: int) -> Self:
         """Of heads that nothing is known of yet."""
-        return cls(
-            capital=np.ones((2, heads)),
-            usual=np.zeros(heads),
-            bets=np.zeros(heads),
-            open_bias=np.zeros(heads),
-            open_rows=np.zeros(heads),
-        )
+        usual, bets, bias, rows = np.zeros((4, 2, heads))
+        return cls(capital=np.ones((2, 2, heads)), usual=usual, bets=bets, open_bias=bias, open_rows=rows)
 
     def forget(self, heads: npt.NDArray[np.bool_]) -> None:
         """Begin anew for these heads, whose mode has changed."""
-        self.capital[:, heads] = 1.0
+        self.capital[..., heads] = 1.0
         for part in (self.usual, self.bets, self.open_bias, self.open_rows):
-            part[heads] = 0.0
+            part[:, heads] = 0.0
 
     def drop_open(self) -> None:
-        """Forget the samples since the last bet."""
+        """Forget the samples since the last bets."""
         self.open_bias[:] = self.open_rows[:] = self.open_samples = 0
 
     def add(self, bias: Floats, rows: Floats) -> None:
-        """Add a sample: the sum of its delta bias, [N], over its rows. Every `SAMPLES_OF_A_BET` are a bet."""
+        """Add a sample: the sum of its delta bias, [N], over its rows."""
         self.open_bias += bias if is_finite(bias) else np.where(np.isfinite(bias), bias, 0.0)
         self.open_rows += rows
         self.open_samples += 1
         if self.open_samples >= SAMPLES_OF_A_BET:
-            self.bet()
+            self._bet(0)
 
-    def bet(self) -> None:
-        """Bet on the samples since the last bet, if there are any."""
-        if not self.open_samples:
-            return
-        size = self.open_bias / np.sqrt(np.maximum(self.open_rows, 1.0))
-        self.drop_open()
-        known = self.bets >= _FIRST_BETS
-        won = np.divide(size, self.usual, out=np.zeros_like(size), where=known & (self.usual > 0))
-        won = _STAKE * np.clip(won, -1.0, 1.0)
-        self.capital[0] -= self.capital[0] * won
-        self.capital[1] += self.capital[1] * won
-        self.capital += (1.0 - self.capital) / MEMORY_BETS
-        np.minimum(self.capital, _MOST, out=self.capital)
+    def close(self) -> None:
+        """Bet on the block that closes, and on its samples since the last bet."""
+        if self.open_samples:
+            self._bet(0)
+        self._bet(1)
+
+    def _bet(self, pace: int) -> None:
+        size = self.open_bias[pace] / np.sqrt(np.maximum(self.open_rows[pace], 1.0))
+        self.open_bias[pace] = self.open_rows[pace] = 0.0
+        self.open_samples = self.open_samples if pace else 0
+        capital, usual, bets = self.capital[pace], self.usual[pace], self.bets[pace]
+        known = bets >= _FIRST_BETS
+        won = np.divide(size, usual, out=np.zeros_like(size), where=known & (usual > 0))
+        capital += capital * np.multiply.outer((-_STAKE, _STAKE), np.clip(won, -1.0, 1.0))
+        capital += (1.0 - capital) / MEMORY_BETS
+        np.minimum(capital, _MOST, out=capital)
         np.abs(size, out=size)
-        np.minimum(size, _OUTLIER * self.usual, out=size, where=known)
+        np.minimum(size, _OUTLIER * usual, out=size, where=known)
         showed = size > 0
-        self.bets += showed
-        self.usual += (size - self.usual) / np.clip(self.bets, 1.0, _USUAL_BETS) * showed
+        bets += showed
+        usual += (size - usual) / np.clip(bets, 1.0, _USUAL_BETS) * showed
 
     def of(self, direction: Floats) -> Floats:
         """The capital that was won on each head's bias having this sign, [N]; 1 is none."""
-        return np.where(direction < 0, self.capital[0], self.capital[1])
+        capital = self.capital.mean(axis=0)
+        return np.where(direction < 0, capital[0], capital[1])

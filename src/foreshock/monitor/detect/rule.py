@@ -56,7 +56,7 @@ class WarningConditions(NamedTuple):
         capital[score_before >= DANGEROUS_SCORE] = 0.0  # there rounding follows from the scores
         evidence = capital / (ASKED * max(int(np.count_nonzero(tested)), 1))
         supported = drifts & (evidence >= 1.0)
-        undecided = drifts & ~supported & (capital >= _WORTH_A_LOOK) & (bias.bets > 0)
+        undecided = drifts & ~supported & (capital >= _WORTH_A_LOOK) & (bias.bets[0] > 0)
         undecided &= growth.held >= config.earliest_steps
 
         ratios = np.empty_like(growth.end)
