@@ -131,10 +131,23 @@ def settings() -> Iterator[str]:
     yield from model(AgentConfig, "FORESHOCK_")
 
 
+EXAMPLES = """```
+api=http://127.0.0.1:8765/v1; auth="Authorization: Bearer $FORESHOCK_TOKEN"
+curl -H "$auth" $api/runs                                                    # every run
+curl -H "$auth" $api/runs/my-run/incidents                                   # its incidents, the most urgent first
+curl -H "$auth" "$api/runs/my-run/curves?line=run.loss&line=head.score_offset:1:0&from_step=1000"
+curl -H "$auth" -H 'Content-Type: application/json' $api/runs/my-run/commands \\
+  -d '{"who": "Ada", "reason": "offset keeps growing", "mode": "row_corrected"}'   # switch every head
+```
+"""
+
+
 def routes() -> Iterator[str]:
     """Every route of the service."""
     yield "# HTTP API\n"
-    yield "The service describes itself at `/openapi.json`. Errors are `application/problem+json`.\n"
+    yield "The service describes itself at `/openapi.json`. Errors are `application/problem+json`."
+    yield "With tokens, each request needs the header `Authorization: Bearer TOKEN` ([scopes](../secure.md#tokens)).\n"
+    yield EXAMPLES
     document = create_app(Settings()).openapi()
     rows = [
         (f"`{method.upper()}`", f"`{path}`", (operation.get("description") or operation.get("summary") or "").strip())
@@ -149,8 +162,8 @@ def modes() -> Iterator[str]:
     """Every mode of a head."""
     yield "# Modes of a head\n"
     yield (
-        "Every mode computes the same attention; they differ in rounding alone. A head may have several, named with "
-        "plus signs between them: `exact_delta+row_corrected`; `plain` has none. The list is `contract/modes.py`.\n"
+        "Every mode computes the same attention; only the rounding differs. A head may have several modes, joined by "
+        "plus signs: `exact_delta+row_corrected`. `plain` means none.\n"
     )
     rows = []
     for mode in MODES:
@@ -162,10 +175,10 @@ def modes() -> Iterator[str]:
                 mode.does,
                 mode.cures,
                 f"`{following}`" if following else "",
-                "when a head is warned about" if mode.proposed else "never",
+                "at a warning" if mode.proposed else "never",
             )
         )
-    head = ("mode", "flag", "what it does", "what it cures", "where it arrests nothing", "proposed")
+    head = ("mode", "flag", "what it does", "what it mitigates", "if growth continues", "proposed")
     yield from table(head, rows)
     yield ""
 
@@ -238,14 +251,15 @@ def proofs() -> dict[str, list[Path]]:
 
 
 def promises() -> Iterator[str]:
-    """Every promise with the files whose tests prove it. Raises KeyError for one that none proves."""
+    """Every promise with the files of its tests. Raises KeyError for one without a test."""
     files = proofs()
-    yield "# What is promised, and where it is proven\n"
-    yield "Each promise stands in tests/promises.toml. The tests that bear its number prove it, for example"
-    yield '`@pytest.mark.promise("A1")`; the links name their files. `make test` and `make test-full` run all of them,'
-    yield "and `make faults-long` runs kills, fuzzing and soak at their full sizes, which takes hours.\n"
+    yield "# Promises and their tests\n"
+    yield "This page is for operators who must know what foreshock guarantees. Each promise has a number, and"
+    yield 'a mark such as `@pytest.mark.promise("A1")` on the tests that check it.'
+    yield "`make test` and `make test-full` run them all."
+    yield "`make faults-long` runs kills, fuzzing and soak tests at full size, for hours.\n"
     for part, sentences in tomllib.loads(PROMISES.read_text()).items():
-        yield f"## {part.capitalize()}\n\n| | promise | proven in |\n|---|---|---|"
+        yield f"## {part.capitalize()}\n\n| | promise | tests |\n|---|---|---|"
         for promise, sentence in sentences.items():
             links = (f"[{path.stem.removeprefix('test_')}](../{path.relative_to(ROOT)})" for path in files[promise])
             yield f"| {promise} | {sentence.replace('|', chr(92) + '|')} | {', '.join(links)} |"

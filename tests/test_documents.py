@@ -72,6 +72,8 @@ def test_the_reference_describes_every_public_name_from_its_docstring() -> None:
     assert {f"{value.__module__}.{value.__qualname__}" for value in ours} <= described
     assert {f"foreshock.kernels.flash_attention.spec.{name}" for name in ("Numerics", "CausalAlignment")} <= described
     assert [value for value in ours if len((value.__doc__ or "").split()) < 8] == []
+    members = set(re.search(r"agent\.Agent\n   :members: (.*)", page)[1].split(", "))  # type: ignore[index]
+    assert members == {name for name in vars(foreshock.Agent) if name[0] != "_"}
 
 
 def test_contributing_lists_the_files_that_each_addition_touches_and_each_is_there() -> None:

@@ -137,7 +137,7 @@ class Service:
     # ---- what is known --------------------------------------------------------------------------------------------
 
     def runs(self) -> Iterator[dict[str, Any]]:
-        """Every run, the one heard from last first."""
+        """Every run, the most recent first."""
         return self._pages("/v1/runs", "runs")
 
     def run(self, run: str) -> dict[str, Any]:
@@ -145,11 +145,11 @@ class Service:
         return self._object(self.get(path_of("runs", run)))
 
     def incidents(self, run: str) -> list[dict[str, Any]]:
-        """What is wrong with a run, the most urgent first; heads by the steps left."""
+        """The incidents of a run, the most urgent first; heads by the steps left."""
         return list(self._object(self.get(path_of("runs", run, "incidents")))["incidents"])
 
     def acknowledge(self, run: str, incident: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
-        """Say that somebody looks after an incident; the incident as it stands then."""
+        """Acknowledge an incident; returns it in its new state."""
         return self._object(
             self.post(path_of("runs", run, "acknowledge"), {"incident": incident, **_said(who, reason)})
         )
@@ -163,7 +163,7 @@ class Service:
         notes: str | None = None,
         who: str | None = None,
     ) -> dict[str, Any]:
-        """Give a run a display name, tags and notes; what is None stays, what is empty is taken away.
+        """Give a run a display name, tags and notes. None leaves a field unchanged; an empty value removes it.
 
         The run keeps the name by which agents, alerts and addresses know it. Returns the run as `run` does.
         """
@@ -172,7 +172,7 @@ class Service:
         return self._object(self._send("PATCH", path_of("runs", run), json={"who": who or _user(), **given}))
 
     def delete(self, run: str, *, reason: str, who: str | None = None) -> None:
-        """Delete a run that no longer trains, with everything stored of it; for a token with the scope `delete`.
+        """Delete a run that no longer trains, with all its data. Needs a token with the scope `delete`.
 
         It cannot be taken back; `who` and `reason` stand in the audit trail.
         """
@@ -246,11 +246,11 @@ class Service:
     # ---- orders ---------------------------------------------------------------------------------------------------
 
     def commands(self, run: str) -> list[dict[str, Any]]:
-        """The newest orders to a run, newest first."""
+        """The newest commands of a run, newest first."""
         return list(self.get(path_of("runs", run, "commands"))["commands"])
 
     def command(self, command: str) -> dict[str, Any]:
-        """One order and its way through the ranks."""
+        """One command with the answers of the ranks."""
         return self._object(self.get(path_of("commands", command)))
 
     def switch(
@@ -277,25 +277,25 @@ class Service:
         return self._object(self.get(path_of("runs", run, "switches"), mode=mode))
 
     def undo(self, command: str, *, reason: str, dry_run: bool = False, who: str | None = None) -> list[dict[str, Any]]:
-        """Order the modes back that `command` changed; returns the orders that do it."""
+        """Revert the modes that `command` changed; returns the new commands."""
         return list(
             self.post(path_of("commands", command, "undo"), {"dry_run": dry_run, **_said(who, reason)})["commands"]
         )
 
     def approve(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
-        """Let a proposed switch go out."""
+        """Approve a proposed switch."""
         return self._object(self.post(path_of("commands", command, "approve"), _said(who, reason)))
 
     def reject(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
-        """Turn a proposed switch down."""
+        """Reject a proposed switch."""
         return self._object(self.post(path_of("commands", command, "reject"), _said(who, reason)))
 
     def cancel(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
-        """Stop an order that is under way: no further rank gets it. What ranks did already stays, and can be undone."""
+        """Cancel a pending or delivered command: no further rank receives it. Finished switches stay."""
         return self._object(self.post(path_of("commands", command, "cancel"), _said(who, reason)))
 
     def wait(self, command: dict[str, Any], seconds: float = 30.0) -> dict[str, Any]:
-        """The order once every agent that it concerns has answered, or as it stands after `seconds`."""
+        """The command once all its agents have answered, or its state after `seconds`."""
         deadline = time.monotonic() + seconds
         while command["state"] not in SETTLED and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -303,7 +303,7 @@ class Service:
         return command
 
     def audit_export(self, after: int = 0) -> bytes:
-        """The next rows of the audit trail past row `after`, JSON lines, the oldest first; empty at its end."""
+        """The next rows of the audit trail after row `after`, as JSON lines, the oldest first; empty at the end."""
         return self._answer("GET", "/v1/audit/export", params={"after": after}).content
 
     # ---- anything else of the HTTP API ----------------------------------------------------------------------------

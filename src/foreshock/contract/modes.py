@@ -52,22 +52,22 @@ class ModeInfo:
 MODES: Final = (
     ModeInfo(
         flag=Mode.EXACT_DELTA,
-        does="The backward takes delta from O and its saved rounding residual.",
-        cures="The bias of delta, which moves all scores of a head together; the rounding of dS stays.",
+        does="Computes delta from O and its saved rounding residual.",
+        cures="The bias of delta, which moves all scores of a head together. The rounding of dS stays.",
         ends_rounding_growth=True,
         escalates_to=Mode.ROW_CORRECTED,
         proposed=True,
     ),
     ModeInfo(
         flag=Mode.PAPER_SOFTMAX,
-        does="Rows with tied maxima are shifted by the paper's exact rule (algorithm 3).",
-        cures="The rounding of rows with tied maxima; it saved no run, and is there for comparison.",
+        does="Shifts rows with tied maxima by the paper's exact rule (algorithm 3).",
+        cures="The rounding of rows with tied maxima. It saved no run, and exists for comparison.",
         escalates_to=Mode.EXACT_DELTA,
     ),
     ModeInfo(
         flag=Mode.ROW_CORRECTED,
-        does="dQ and delta are corrected by what the row sum of the rounded dS misses of zero.",
-        cures="What rounding adds to dQ along the keys a row sees; an offset that has grown already stays.",
+        does="Corrects dQ and delta by the difference between zero and the row sum of the rounded dS.",
+        cures="The rounding error of dQ along the keys that a row sees. An offset that has already grown stays.",
         ends_rounding_growth=True,
         proposed=True,
     ),

@@ -325,7 +325,7 @@ router = APIRouter(dependencies=[Depends(Needs("ingest"))])
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}},
 )
 async def post_batch(request: Request) -> Response:
-    """Store a batch whole or not at all. Sending it again changes nothing. The answer carries the open commands."""
+    """Store a batch whole or not at all. Sending it again changes nothing. The answer has the open commands."""
     endpoint: Endpoint = request.app.state.endpoint
     answer = await endpoint.take(request.scope["state"]["caller"], request.headers, request.receive)
     return Response(answer, media_type="application/json")

@@ -177,7 +177,7 @@ async def get_catalog(_: Reader) -> Catalog:
 
 @router.patch("/v1/runs/{run:path}", response_model=RunDetail)
 async def patch_run(request: Request, caller: Actor, run: str, description: Description) -> RunDetail:
-    """Give a run a display name, tags and notes. Its name stays what agents, alerts and addresses know it by."""
+    """Give a run a display name, tags and notes. Agents, alerts and addresses still use the run's own name."""
     state = request.app.state
 
     def describe(connection: Connection) -> RunDetail:
@@ -191,7 +191,7 @@ async def patch_run(request: Request, caller: Actor, run: str, description: Desc
 
 @router.delete("/v1/runs/{run:path}", status_code=204)
 async def delete_run(request: Request, caller: Deleter, run: str, decision: Annotated[Decision, Query()]) -> Response:
-    """Delete a run that no longer trains, with everything that was stored of it. It cannot be taken back."""
+    """Delete a run that no longer trains, with all its data. This is final."""
     state = request.app.state
     await listing.delete(state.store, run, f"{decision.who} ({caller.name})", decision)
     state.broadcaster.deleted(run)
@@ -240,7 +240,7 @@ async def get_runs(
         str | None, Query(max_length=160, pattern=r"^0x1\.[0-9a-f]{13}p\+[0-9]{1,2}-[^\x00]{1,128}$")
     ] = None,
 ) -> Response:
-    """Runs, the one heard from last first."""
+    """Runs, the most recent first."""
     steps, known, prefix = _verify_steps(request), request.app.state.known_runs, caller.run_prefix
 
     def read(connection: Connection) -> bytes:
@@ -313,7 +313,7 @@ async def get_events(
 
 @router.get("/v1/runs/{run:path}/incidents")
 async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
-    """What all warnings of a run come to: incidents and their remedies, the most urgent first, closed ones included."""
+    """The incidents of a run with their remedies, the most urgent first, closed ones included."""
 
     def read(connection: Connection) -> list[Incident]:
         run_id = find_run(connection, run).id
@@ -324,7 +324,7 @@ async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
 
 @router.post("/v1/runs/{run:path}/acknowledge")
 async def post_acknowledge(request: Request, caller: Actor, run: str, care: Acknowledgement) -> Incident:
-    """Say that somebody takes care of an incident. It holds until the incident has closed."""
+    """Acknowledge an incident, until it closes."""
     state = request.app.state
     who, steps = f"{care.who} ({caller.name})", _verify_steps(request)
 
@@ -350,7 +350,7 @@ async def get_commands(request: Request, _: Reader, run: str, limit: Limit = 100
 
 @router.get("/v1/runs/{run:path}/switches")
 async def get_switches(request: Request, _: Reader, run: str, mode: ModeName) -> SwitchPlan:
-    """What ordering a mode for every head would change: each head keeps its own mode beside it."""
+    """The changes that a switch of every head would make; each head also keeps its present modes."""
     return await _store(request).read(lambda connection: plan(connection, find_run(connection, run).id, mode))
 
 
@@ -363,7 +363,7 @@ async def post_command(
     response: Response,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
 ) -> CommandStatus:
-    """Order a switch. With an Idempotency-Key, the same order sent again answers 200 with the first one's state."""
+    """Order a switch. A request repeated with the same Idempotency-Key answers 200 with the first command."""
     state = request.app.state
     expiry = state.settings.command_expiry_seconds
 
@@ -391,7 +391,7 @@ async def get_run(request: Request, _: Reader, run: str) -> Response:
 
 @router.get("/v1/commands/{command}")
 async def get_command(request: Request, caller: Reader, command: str) -> CommandStatus:
-    """One command and its way through the ranks."""
+    """One command with the answers of the ranks."""
     return await _store(request).read(lambda connection: _reachable(connection, caller, command))
 
 
@@ -406,25 +406,25 @@ def _reachable(connection: Connection, caller: Caller, command: str) -> CommandS
 
 @router.post("/v1/commands/{command}/approve")
 async def approve(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
-    """Let a proposed command go out."""
+    """Approve a proposed command."""
     return await _decide(request, caller, command, decision, "approve")
 
 
 @router.post("/v1/commands/{command}/reject")
 async def reject(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
-    """Turn a proposed command down."""
+    """Reject a proposed command."""
     return await _decide(request, caller, command, decision, "reject")
 
 
 @router.post("/v1/commands/{command}/cancel")
 async def cancel(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
-    """Stop a pending or delivered command: no further rank gets it. What ranks did already stays, and can be undone."""
+    """Cancel a pending or delivered command: no further rank receives it. Finished switches stay, and can be undone."""
     return await _decide(request, caller, command, decision, "cancel")
 
 
 @router.post("/v1/commands/{command}/undo", status_code=201)
 async def undo(request: Request, caller: Actor, command: str, order: Undo) -> CommandList:
-    """Order the modes back that a command changed; heads that have another mode by now refuse."""
+    """Revert the modes that a command changed; heads that have been given another mode since refuse."""
     act = partial(commands.undo, dry_run=order.dry_run, expiry=request.app.state.settings.command_expiry_seconds)
     return CommandList(commands=await _act(request, caller, command, order, act))
 
@@ -490,7 +490,7 @@ async def get_metrics(request: Request, caller: Reader) -> Response:
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz")
 async def get_healthz() -> Health:
-    """The process lives."""
+    """Liveness probe: the process runs."""
     return Health(status="ok", checks={})
 
 
@@ -510,7 +510,7 @@ async def get_readyz(request: Request) -> Any:
 
 @router.get("/v1/session")
 async def get_session(request: Request) -> Session:
-    """Who this browser is to the service."""
+    """The token and scopes of this browser's session."""
     caller = caller_of(request)
     known = bool(caller.scopes)
     return Session(
