@@ -127,3 +127,11 @@ def test_a_past_that_was_set_back_goes_on_as_one_that_never_went_further() -> No
     np.testing.assert_allclose(found.start[0], wanted.start[0], atol=600)  # the ring had written over the oldest ones
     np.testing.assert_array_equal(found.end, wanted.end)
     assert found.held == wanted.held
+
+
+@pytest.mark.parametrize("rate", [0.0, None])
+def test_a_learning_rate_that_is_zero_or_unknown_counts_as_the_last_one(rate: float | None) -> None:
+    past, one = HeadPasts.begin(1, WINDOW, BLOCK), np.ones(1)
+    past.add(10, one, one, one, 0.5)
+    past.add(10, one, one, one, rate)
+    assert past.rate_steps == 10.0

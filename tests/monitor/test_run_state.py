@@ -123,3 +123,17 @@ def test_one_sample_without_a_delta_bias_leaves_the_evidence_of_the_others() -> 
         gap.add(reading(step, bias=0.6, **unknown))
     assert np.isfinite(gap.bias.capital).all()
     assert gap.bias.of(np.ones(N))[SICK] > whole.bias.of(np.ones(N))[SICK] / 4
+
+
+def test_a_run_that_is_set_back_forgets_its_ratios_and_the_open_bet_and_overlapping_samples_count_once() -> None:
+    state = after(*range(EVERY, 5001, EVERY))
+    state.add(reading(5010, since_step=5000))
+    state.warning_ratios[:] = 1.0
+    assert state.bias.open_samples
+    state.set_back(5000)
+    assert not state.warning_ratios.any()
+    assert not state.bias.open_samples
+    assert not state.bias.open_rows.any()
+    late = after(EVERY)
+    late.add(reading(2 * EVERY, since_step=0))
+    assert late.past.held == 2 * EVERY
