@@ -17,7 +17,7 @@ from tests.lab.ranks_of_a_run import TINY
 from tests.monitor.doubles import ScriptedDetectors, verdict
 
 from foreshock.lab.recording.trace import read_trace
-from foreshock.lab.texts.corpus import Corpus, standard_library
+from foreshock.lab.texts import Corpus, standard_library
 from foreshock.lab.training import long_run as module
 from foreshock.lab.training.arm import CONTROL, find_arm
 from foreshock.lab.training.checkpoints import Checkpoints

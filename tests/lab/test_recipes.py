@@ -13,8 +13,7 @@ from tests.lab.tiny_recipes import tiny
 from foreshock.contract import wire
 from foreshock.contract.modes import MODE_NAMES, MODES, all_modes, mode_name
 from foreshock.contract.slots import Slot, slot_values
-from foreshock.lab.texts.corpus import Corpus, standard_library
-from foreshock.lab.texts.folder_text import VOCABULARY
+from foreshock.lab.texts import FOLDER_VOCABULARY, Corpus, standard_library
 from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
 from foreshock.lab.training.model import GPT, ModelConfig
 from foreshock.lab.training.ranks import Ranks
@@ -224,7 +223,7 @@ def test_the_settings_are_those_of_the_paper_and_of_its_authors_program() -> Non
     assert (paper.weight_decay, paper.model.qkv_bias, paper.compiled) == (0.0, False, True)
     rates = [paper.learning_rate * paper.rate_share(step) for step in (1, 1000, 2000, 301_000, 600_000, 700_000)]
     assert rates == pytest.approx([5e-7, 5e-4, 1e-3, 5.05e-4, 1e-5, 1e-5])
-    assert paper.model.vocabulary >= VOCABULARY
+    assert paper.model.vocabulary >= FOLDER_VOCABULARY
     with torch.device("meta"):
         weights = sum(weight.numel() for weight in GPT(paper.model).parameters())
     assert weights == 50_304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 2 * 768) + 768

@@ -14,7 +14,7 @@ from torch import nn
 from foreshock.contract import wire
 from foreshock.contract.slots import Words
 from foreshock.lab.recording.trace import read_trace
-from foreshock.lab.texts.corpus import Corpus, standard_library
+from foreshock.lab.texts import Corpus, standard_library
 from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, find_arm
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import RECIPES, find_recipe

@@ -127,3 +127,25 @@ def test_a_push_is_found_from_samples_of_every_step(push: float, blocks: int) ->
     won, by_noise = (each.of(np.ones(heads)) >= ASKED for each in (pushed, noise))
     assert won.mean() >= 0.8
     assert by_noise.mean() <= CHANCE
+
+
+def test_a_head_whose_mode_changes_begins_again_and_the_others_go_on() -> None:
+    evidence = BiasEvidence.begin(2)
+    for _ in range(20):
+        bet(evidence, np.ones(2), 100.0)
+    evidence.forget(np.array([True, False]))
+    assert evidence.of(np.ones(2))[0] == 1.0
+    assert evidence.of(np.ones(2))[1] > ASKED
+    for _ in range(20):
+        bet(evidence, np.array([1.0, 0.0]), 100.0)
+    assert evidence.of(np.ones(2))[0] == pytest.approx(played([1.0] * 20).of(np.ones(1))[0])
+
+
+def test_a_bias_that_is_not_finite_is_left_out_of_its_bet() -> None:
+    with_gap, without = BiasEvidence.begin(1), BiasEvidence.begin(1)
+    for number in range(20):
+        if number % 5 == 4:
+            with_gap.add(np.array([math.nan]), np.zeros(1))
+        bet(with_gap, np.ones(1), 100.0)
+        bet(without, np.ones(1), 100.0)
+    assert with_gap.of(np.ones(1)) == without.of(np.ones(1))

@@ -51,27 +51,28 @@ def show_corpus(name: str, console: Console, *, folders: Sequence[Path], charact
 
     Raises ValueError for an unknown text, and for folders of another than theirs.
     """
-    from foreshock.lab.texts.byte_pairs import MADE_FROM, SHA256, byte_pairs_file, make_byte_pairs
-    from foreshock.lab.texts.corpus import standard_library
-    from foreshock.lab.texts.folder_text import folder_text, folder_text_file, make_folder_text
+    from foreshock.lab import texts
 
     if name not in ("bytes", "byte-pairs", "folders"):
         raise ValueError(f"text {name!r} does not exist; allowed are bytes, byte-pairs and folders")
     if name == "folders":
-        corpus = make_folder_text(folders, characters) if folders else folder_text()
+        corpus = texts.make_folder_text(folders, characters) if folders else texts.folder_text()
         held_out = 0 if corpus.held_out is None else len(corpus.held_out)
         summary = f"{corpus.source}: {len(corpus.tokens):,} tokens, {held_out:,} held out, SHA-256"
-        console.print(f"{summary} {corpus.sha256}\nIt lies at {folder_text_file()}", soft_wrap=True, highlight=False)
+        console.print(
+            f"{summary} {corpus.sha256}\nIt lies at {texts.folder_text_file()}", soft_wrap=True, highlight=False
+        )
         return
     if folders:
         raise ValueError(f"--folder is for the text of folders: foreshock lab corpus folders, not {name}")
-    corpus = standard_library() if name == "bytes" else make_byte_pairs()
+    corpus = texts.standard_library() if name == "bytes" else texts.make_byte_pairs()
     console.print(f"{corpus.source}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256}", soft_wrap=True)
     if name == "byte-pairs":
-        console.print(f"It lies at {byte_pairs_file()}", soft_wrap=True)
-        if corpus.sha256 != SHA256:
+        console.print(f"It lies at {texts.byte_pairs_file()}", soft_wrap=True)
+        if corpus.sha256 != texts.SHA256:
             console.print(
-                f"The published runs saw another text, SHA-256 {SHA256}, made from {MADE_FROM}", soft_wrap=True
+                f"The published runs saw another text, SHA-256 {texts.SHA256}, made from {texts.MADE_FROM}",
+                soft_wrap=True,
             )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from foreshock.contract import wire
 from foreshock.lab.recording.trace_writer import TraceWriter, lines_until
 from foreshock.lab.recording.whole_file import whole_file
-from foreshock.lab.texts.corpus import Corpus
+from foreshock.lab.texts import Corpus
 from foreshock.lab.training.arm import Arm, variant
 from foreshock.lab.training.checkpoints import EVERY_STEPS, Checkpoints
 from foreshock.lab.training.ranks import Ranks

@@ -9,8 +9,8 @@ from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.real_text_split import assigned
 
 Text = Literal["bytes", "byte pairs", "folders"]
-"""The source of the standard library as bytes (corpus.py), what is installed as byte pairs (byte_pairs.py), or the
-source files of folders as byte pairs of a larger vocabulary (folder_text.py)."""
+"""The source of the standard library as bytes, what is installed as byte pairs, or the source files of folders as byte
+pairs of a larger vocabulary (texts.py)."""
 Truth = Literal["healthy", "rounding", "score growth", "other"]
 
 

@@ -14,9 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace_writer import TraceWriter
-from foreshock.lab.texts.byte_pairs import byte_pairs
-from foreshock.lab.texts.corpus import Corpus, standard_library
-from foreshock.lab.texts.folder_text import folder_text
+from foreshock.lab.texts import Corpus, byte_pairs, folder_text, standard_library
 from foreshock.lab.training.arm import Arm, Backend, variant
 from foreshock.lab.training.model import GPT
 from foreshock.lab.training.optimizers import optimizers

@@ -1,18 +1,31 @@
-"""Text from the source files of folders: the same wherever they lie, and some of it held out."""
+"""The texts of the laboratory: the same from the same files, read back as they were made, some of it held out."""
 
 import random
 import shutil
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.cli.typed import foreshock
 
-from foreshock.lab.texts import byte_pairs
-from foreshock.lab.texts.folder_text import VOCABULARY, folder_text, folder_text_file, make_folder_text
-from foreshock.lab.training.run import text_of
+from foreshock.lab.texts import (
+    FOLDER_VOCABULARY,
+    MADE_FROM,
+    PACKAGES,
+    SHA256,
+    VOCABULARY,
+    byte_pairs,
+    folder_text,
+    folder_text_file,
+    make_byte_pairs,
+    make_folder_text,
+    standard_library,
+)
+from foreshock.lab.training.arm import CONTROL, UNTREATED
+from foreshock.lab.training.recipes import find_recipe
+from foreshock.lab.training.run import Training, text_of
 
 FILES = 250
 
@@ -44,24 +57,22 @@ def test_every_file_is_taken_once_and_one_in_a_hundred_is_held_out(folder: Path)
     )
     assert corpus.held_out is not None
     assert 0 < len(corpus.held_out) < len(corpus.tokens) / 50
-    assert int(corpus.tokens.max()) < VOCABULARY
+    assert int(corpus.tokens.max()) < FOLDER_VOCABULARY
     read = text_of("folders")
     assert torch.equal(read.tokens, corpus.tokens)
     assert read.sha256 == corpus.sha256
 
 
-def test_a_held_out_file_is_not_in_the_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Sequence[str]] = []
-
-    def keeping(tokenizer: Any, texts: Sequence[str]) -> Any:
-        kept.append(texts)
-        return byte_pairs.encoded(tokenizer, texts)
-
-    monkeypatch.setattr("foreshock.lab.texts.folder_text.encoded", keeping)
-    make_folder_text([folder], 10**9)
-    trained, held_out = map(set, kept)
-    assert not trained & held_out
-    assert len(trained | held_out) == FILES
+def test_a_held_out_file_is_not_in_the_text(folder: Path) -> None:
+    """Every file is of tokens that no other has, so what is held out shares next to none with the rest."""
+    for number, path in enumerate(sorted(folder.rglob("module*.py"))):
+        path.write_text("".join(chr(0x4E00 + number) for _ in range(600)))
+    corpus = make_folder_text([folder], 10**9)
+    assert corpus.held_out is not None
+    trained, held_out = (tokens.unsqueeze(0) for tokens in (corpus.tokens, corpus.held_out))
+    windows = trained.unfold(1, 3, 1)[0], held_out.unfold(1, 3, 1)[0]
+    seen, unseen = (set(map(tuple, each.tolist())) for each in windows)
+    assert len(unseen - seen) > 0.9 * len(unseen)
 
 
 def test_the_same_files_give_the_same_text_wherever_they_lie(folder: Path, tmp_path: Path) -> None:
@@ -103,3 +114,47 @@ def test_the_command_says_what_the_text_is_made_of(folder: Path) -> None:
     refused = foreshock("lab", "corpus", "bytes", "--folder", str(folder))
     assert refused.exit_code == 1
     assert "--folder is for the text of folders" in refused.stderr
+
+
+# Bytes, and byte pairs of what is installed
+
+
+def test_the_standard_library_is_the_same_text_every_time_and_a_python_without_it_is_refused(tmp_path: Path) -> None:
+    corpus, again = standard_library(), standard_library()
+    assert corpus.sha256 == again.sha256
+    assert torch.equal(corpus.tokens, again.tokens)
+    assert len(corpus.tokens) > 2**20
+    with pytest.raises(FileNotFoundError, match="holds 0 bytes of Python source"):
+        standard_library(tmp_path)
+
+
+@pytest.mark.full
+def test_the_same_packages_give_the_same_text_on_which_recipes_train_in_either_arm(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="make it with `foreshock lab corpus byte-pairs`"):
+        byte_pairs()
+    made = make_byte_pairs(("typer", "rich"), 300_000)
+    assert (tmp_path / "texts" / "byte-pairs.xz").is_file()
+    assert make_byte_pairs(("typer", "rich"), 300_000).sha256 == made.sha256 != SHA256
+    assert torch.equal(made.tokens, byte_pairs().tokens)
+    assert 50_000 < len(made.tokens) < 300_000
+    assert 256 < int(made.tokens.max()) < VOCABULARY
+    assert "typer" in made.source
+    recipe = find_recipe("kb256")
+    tiny = replace(recipe, model=replace(recipe.model, layers=1, heads=2, width=16, context=32), batch=2)
+    for arm in (UNTREATED, CONTROL):
+        training = Training(tiny, arm, 1)
+        with training.agent:
+            first = float(training.advance())
+            course = [float(training.advance()) for _ in range(40)]
+        assert first == pytest.approx(np.log(VOCABULARY), rel=0.05)
+        assert course[-1] < first
+
+
+def test_a_missing_package_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-package is not installed"):
+        make_byte_pairs(("rich", "no-such-package"))
+
+
+def test_the_pinned_text_says_what_it_was_made_from() -> None:
+    assert len(SHA256) == 64
+    assert all(f" {package} " in MADE_FROM for package in PACKAGES)

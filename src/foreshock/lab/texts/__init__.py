@@ -1,1 +1,0 @@
-"""The texts that the laboratory trains on."""
