@@ -81,7 +81,7 @@ def test_a_command_that_is_gone_is_found() -> None:
 def test_the_commands_of_the_laboratory_that_pages_name_run_in_a_short_form(tmp_path: Path) -> None:
     short = {
         "lab recipes": ["lab", "recipes"],
-        "lab run": ["lab", "run", "fast-biases", "--steps", "2", "--trace", str(tmp_path / "t.jsonl.gz")],
+        "lab run": ["lab", "run", "fast-biases", "--steps", "2", "--folder", str(tmp_path / "run")],
         "lab score": ["lab", "score", str(TRACE), "--report", str(tmp_path / "scores.json")],
         "replay": ["replay", str(TRACE)],
         "diagnose": ["diagnose", str(TRACE)],

@@ -27,27 +27,12 @@ def test_an_unknown_recipe_or_variant_names_the_known_ones(words: list[str], sen
     assert "allowed are" in done.stderr
 
 
-@pytest.mark.parametrize("words", [["--resume"], ["--minutes", "3"], ["--branch-from", "c.pt"]])
-def test_what_speaks_of_checkpoints_asks_for_the_folder_that_holds_them(words: list[str]) -> None:
-    done = foreshock("lab", "run", "key-bias", *words)
-    assert done.exit_code == 1
-    assert "need --folder, where the checkpoints lie" in done.stderr
-
-
-T = Path("t.jsonl.gz")
-
-
 @pytest.mark.parametrize(
     ("words", "where", "options"),
     [
         (
-            "run key-bias --arm control --seed 3 --steps 7 --trace t.jsonl.gz --checkpoint c.pt",
-            "laboratory.run",
-            {"arm_name": "control", "seed": 3, "steps": 7, "trace": T, "checkpoint": Path("c.pt"), "url": None},
-        ),
-        (
             "run kb256 --folder f --resume --minutes 9 --url http://127.0.0.1:8765",
-            "laboratory.long_run",
+            "laboratory.run",
             {
                 "arm_name": "untreated",
                 "seed": 0,

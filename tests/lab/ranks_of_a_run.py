@@ -21,6 +21,7 @@ from foreshock.lab.training.arm import find_arm
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.ranks import Ranks, launched
 from foreshock.lab.training.recipes import Recipe, find_recipe
+from foreshock.lab.training.recorder import Recorder
 from foreshock.lab.training.run import Training, train
 
 TINY = replace(
@@ -48,11 +49,14 @@ def _trained(recipe: Recipe, ranks: Ranks, trace: Path | None, ends_at: int | No
 
     def stepped(step: int, loss: SupportsFloat) -> None:
         losses.append(float(loss))
+        if recorder is not None:
+            (recorder.flush if step == STEPS else recorder.step)()
         training.wants_to_end = ranks.rank == 1 and step == ends_at
 
     header = recipe.header(training.arm, 1, training.agent.run)
     with TraceWriter(trace, header) if trace is not None else nullcontext() as writer:
-        train(training, STEPS, sinks=(heard,), on_step=stepped, writer=writer)
+        recorder = None if writer is None else Recorder(training, writer)
+        train(training, STEPS, sinks=(heard,), on_step=stepped)
     config = training.agent.config
     place = (config.rank, config.world_size, training.agent.run)
     return {"losses": losses, "rows": sum(rows), "weights": training.model.state_dict(), "place": place}

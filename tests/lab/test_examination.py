@@ -20,19 +20,26 @@ from foreshock.lab.diagnosis.examination import of_checkpoint, of_factory, of_re
 from foreshock.lab.diagnosis.verdict import diagnose
 from foreshock.lab.recording.history import live, recorded
 from foreshock.lab.training.arm import CONTROL, UNTREATED, find_arm
-from foreshock.lab.training.run import lab_run
+from foreshock.lab.training.checkpoints import Checkpoints
+from foreshock.lab.training.long_run import LongRun
 from foreshock.server.testing import FakeRank, LiveService
 
 TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"
 
 
+def checkpoint_of(run: LongRun) -> Path:
+    """The last checkpoint of a run, which is trained."""
+    run.train()
+    path = Checkpoints(run.folder / "checkpoints").newest()
+    assert path is not None
+    return path
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder, paths = tmp_path_factory.mktemp("checkpoints"), []
-    for arm in (UNTREATED, CONTROL):
-        paths.append(folder / f"{arm.name}.pt")
-        lab_run(TINY, arm, seed=1, trace=folder / f"{arm.name}.jsonl.gz", steps=3, checkpoint=paths[-1])
-    return paths
+    folder = tmp_path_factory.mktemp("checkpoints")
+    runs = (LongRun(recipe=TINY, arm=a, seed=1, folder=folder / a.name, steps=3) for a in (UNTREATED, CONTROL))
+    return [checkpoint_of(run) for run in runs]
 
 
 def test_a_checkpoint_of_the_laboratory_is_examined_in_every_layer(checkpoints: list[Path]) -> None:
@@ -47,9 +54,9 @@ def test_a_checkpoint_of_the_laboratory_is_examined_in_every_layer(checkpoints: 
 
 @pytest.mark.parametrize(("arm", "exact"), [("flash-untreated", False), ("control", True)])
 def test_a_checkpoint_is_examined_with_the_attention_that_trained_it(arm: str, exact: bool, tmp_path: Path) -> None:
-    path, recipe = tmp_path / "kept.pt", replace(TINY, micro_batch=2, compiled=True)
-    lab_run(recipe, find_arm(arm), seed=1, trace=tmp_path / "kept.jsonl.gz", steps=3, checkpoint=path)
-    source = of_checkpoint(path, 1)
+    recipe = replace(TINY, micro_batch=2, compiled=True)
+    run = LongRun(recipe=recipe, arm=find_arm(arm), seed=1, folder=tmp_path, steps=3)
+    source = of_checkpoint(checkpoint_of(run), 1)
     assert {head.layer for head in source.heads} == {0, 1}
     assert source.exact == exact
 

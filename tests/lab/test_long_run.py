@@ -85,7 +85,7 @@ def test_a_run_that_resumes_is_the_one_that_was_never_interrupted(begin: Begin) 
     assert seen == expected
     one, other = newest(whole), newest(resumed)
     assert all(same(one[part], other[part]) for part in CARRIED)
-    traces = [read_trace(run.folder / "trace.jsonl.gz") for run in (whole, resumed)]
+    traces = [read_trace(run.trace) for run in (whole, resumed)]
     assert [trace.steps.step.tolist() for trace in traces] == [list(range(1, 35))] * 2
     assert traces[0].steps.loss.tolist() == traces[1].steps.loss.tolist()
     assert traces[1].samples[-1].step == 34
@@ -118,13 +118,13 @@ def test_what_a_dead_process_made_after_its_last_checkpoint_is_made_again(begin:
 
     with pytest.raises(KeyboardInterrupt):
         begin(steps=40, on_step=dies).train()
-    trace = begin().folder / "trace.jsonl.gz"
+    trace = begin().trace
     trace.write_bytes(trace.read_bytes()[:-20])  # torn
     begin(steps=40, resume=True).train()
     whole = begin("whole", steps=40)
     whole.train()
     assert same(newest(begin())["model"], newest(whole)["model"])
-    assert read_trace(trace).steps.loss.tolist() == read_trace(whole.folder / "trace.jsonl.gz").steps.loss.tolist()
+    assert read_trace(trace).steps.loss.tolist() == read_trace(whole.trace).steps.loss.tolist()
     assert [line["step"] for line in progress(begin())] == [10, 20, 30, 40]
 
 
@@ -166,7 +166,7 @@ def test_another_variant_starts_from_the_checkpoint_before_the_warning(
     assert twin.train() == 20
     assert len(seen) == 10
     assert newest(twin)["warned"] == []
-    assert read_trace(twin.folder / "trace.jsonl.gz").steps.step.tolist() == list(range(11, 21))
+    assert read_trace(twin.trace).steps.step.tolist() == list(range(11, 21))
 
 
 @pytest.mark.parametrize(
@@ -221,6 +221,7 @@ def test_held_out_text_is_read_at_checkpoints_and_changes_nothing(begin: Begin, 
 
 
 COMMAND = ("lab", "run", "key-bias-small", "--arm", "flash-untreated", "--seed", "5")
+TRACE = "key-bias-small_flash-untreated_seed5.jsonl.gz"
 
 
 def _torchrun(folder: Path, *words: str) -> "subprocess.Popen[str]":
@@ -245,7 +246,7 @@ def test_two_processes_that_torchrun_ends_go_on_to_the_same_bits(tmp_path: Path)
     """The real command under the real torchrun, three times; each process imports PyTorch."""
     folder = tmp_path / "run"
     process = _torchrun(folder)
-    trace = folder / "trace.jsonl.gz"
+    trace = folder / TRACE
     deadline = time.monotonic() + 120
     while not trace.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -266,5 +267,5 @@ def test_two_processes_that_torchrun_ends_go_on_to_the_same_bits(tmp_path: Path)
     )
     assert len(one["agents"]) == 2
     assert all(same(one[part], other[part]) for part in CARRIED)
-    traces = [read_trace(tmp_path / name / "trace.jsonl.gz") for name in ("run", "whole")]
+    traces = [read_trace(tmp_path / name / TRACE) for name in ("run", "whole")]
     assert traces[0].steps.loss.tolist() == traces[1].steps.loss.tolist()

@@ -21,6 +21,7 @@ from foreshock.lab.scoring.table import lab_score
 from foreshock.lab.service import local_service
 from foreshock.lab.training.arm import find_arm
 from foreshock.lab.training.recipes import find_recipe
+from foreshock.lab.training.recorder import Recorder
 from foreshock.lab.training.run import Training, train
 from foreshock.monitor.detect.detectors import DetectorConfig
 
@@ -80,7 +81,15 @@ def assert_replayed(training: Training, steps: int, path: Path, hurt: Callable[[
     """Train, record, replay: every verdict and every risk is the agent's, to the bit. The verdicts."""
     live: list[wire.Event] = []
     with TraceWriter(path, {}) as writer:
-        train(training, steps, sinks=(live.append,), on_step=lambda step, _: hurt(step), writer=writer)
+        recorder = Recorder(training, writer)
+
+        def stepped(step: int, _: object) -> None:
+            recorder.step()
+            if step == steps:
+                recorder.flush()
+            hurt(step)
+
+        train(training, steps, sinks=(live.append,), on_step=stepped)
     trace = read_trace(path)
     said = [event for event in live if isinstance(event, wire.Verdict)]
     assert [event for event in trace.events if isinstance(event, wire.Verdict)] == said

@@ -16,9 +16,10 @@ from foreshock.contract.slots import Words
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.texts import Corpus, standard_library
 from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, find_arm
+from foreshock.lab.training.long_run import LongRun
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import RECIPES, find_recipe
-from foreshock.lab.training.run import FAST_CONTROL, Training, lab_run
+from foreshock.lab.training.run import FAST_CONTROL, Training
 
 TINY = replace(
     find_recipe("key-bias-small"),
@@ -147,9 +148,10 @@ def test_a_checkpoint_does_not_move_with_the_run(begin: Begin) -> None:
 
 def test_a_run_writes_a_trace_of_every_head_and_sample(tmp_path: Path) -> None:
     steps: list[int] = []
-    path = tmp_path / "traces" / "run.jsonl.gz"
-    lab_run(TINY, find_arm("exact-delta"), seed=5, trace=path, steps=12, on_step=lambda step, loss: steps.append(step))
-    trace = read_trace(path)
+    arm, folder = find_arm("exact-delta"), tmp_path / "runs" / "one"
+    run = LongRun(recipe=TINY, arm=arm, seed=5, folder=folder, steps=12, on_step=lambda step, loss: steps.append(step))
+    assert run.train() == 12
+    trace = read_trace(run.trace)
     assert steps == list(range(1, 13))
     assert trace.header["recipe"] == "key-bias-small"
     assert trace.heads == [(0, 0), (0, 1), (1, 0), (1, 1)]

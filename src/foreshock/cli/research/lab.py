@@ -35,24 +35,21 @@ def lab_run(
     ] = "untreated",
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Number of steps; by default the recipe's own.", min=1)] = None,
-    trace: Annotated[Path, typer.Option(help="File to write the recording to; with --folder it lies there.")] = Path(
-        "trace.jsonl.gz"
-    ),
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="File to write a checkpoint of the last step to, for `foreshock diagnose`.")
-    ] = None,
     url: Annotated[str | None, typer.Option(help="Also send it to this service.")] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Folder for a long run: trace, losses, and a checkpoint every 500 steps and at the end."),
+        typer.Option(
+            help="Folder for the trace, losses, and a checkpoint every 500 steps and at the end; by default one named "
+            "after recipe, variant and seed."
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of --folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Minutes after which the run ends with a checkpoint in --folder, as by SIGTERM."),
+        typer.Option(help="Minutes after which the run ends with a checkpoint, as by SIGTERM."),
     ] = None,
     branch_from: Annotated[
-        Path | None, typer.Option(help="Start in --folder from this checkpoint, which may be another variant's.")
+        Path | None, typer.Option(help="Start from this checkpoint, which may be another variant's.")
     ] = None,
 ) -> None:
     """Train one variant of a recipe and record every head of every sample.
@@ -63,23 +60,18 @@ def lab_run(
     from foreshock.cli.output import console
     from foreshock.cli.research import laboratory
 
-    if folder is not None:
-        laboratory.long_run(
-            recipe,
-            console(),
-            arm_name=arm,
-            seed=seed,
-            steps=steps,
-            url=url,
-            folder=folder,
-            resume=resume,
-            minutes=minutes,
-            branch_from=branch_from,
-        )
-        return
-    if resume or minutes is not None or branch_from is not None:
-        raise ValueError("--resume, --minutes and --branch-from need --folder, where the checkpoints lie")
-    laboratory.run(recipe, console(), arm_name=arm, seed=seed, steps=steps, trace=trace, checkpoint=checkpoint, url=url)
+    laboratory.run(
+        recipe,
+        console(),
+        arm_name=arm,
+        seed=seed,
+        steps=steps,
+        url=url,
+        folder=folder,
+        resume=resume,
+        minutes=minutes,
+        branch_from=branch_from,
+    )
 
 
 @lab.command("corpus")

@@ -83,45 +83,14 @@ def run(
     arm_name: str,
     seed: int,
     steps: int | None,
-    trace: Path,
-    checkpoint: Path | None,
     url: str | None,
-) -> None:
-    """Train one arm of a recipe, write its trace and say how it ended. Of several processes the first one speaks."""
-    from foreshock.lab.training.ranks import launched
-    from foreshock.lab.training.run import lab_run
-
-    recipe, arm = find_recipe(recipe_name), find_arm(arm_name)
-    with launched() as ranks, _bar(console, recipe, arm, steps, shown=ranks.rank == 0) as stepped:
-        lab_run(
-            recipe,
-            arm,
-            seed=seed,
-            trace=trace,
-            steps=steps,
-            checkpoint=checkpoint,
-            url=url,
-            ranks=ranks,
-            on_step=stepped,
-        )
-    if ranks.rank == 0:
-        console.print(f"trace: {trace}; `foreshock lab score` and `foreshock replay` read it")
-
-
-def long_run(
-    recipe_name: str,
-    console: Console,
-    *,
-    arm_name: str,
-    seed: int,
-    steps: int | None,
-    url: str | None,
-    folder: Path,
+    folder: Path | None,
     resume: bool,
     minutes: float | None,
     branch_from: Path | None,
 ) -> None:
-    """Train one arm of a recipe in a folder, and say at each checkpoint what it came to."""
+    """Train one arm of a recipe in a folder, and say at each checkpoint what it came to. Of several processes the first
+    one speaks."""
     from foreshock.lab.training.long_run import LongRun
     from foreshock.lab.training.ranks import launched
 
@@ -131,11 +100,11 @@ def long_run(
         console.print(sentence, soft_wrap=True, highlight=False)
 
     with launched() as ranks, _bar(console, recipe, arm, steps, shown=ranks.rank == 0) as stepped:
-        run = LongRun(
+        long = LongRun(
             recipe=recipe,
             arm=arm,
             seed=seed,
-            folder=folder,
+            folder=folder or Path(f"{recipe.name}_{arm.name}_seed{seed}"),
             steps=steps,
             resume=resume,
             minutes=minutes,
@@ -145,9 +114,11 @@ def long_run(
             say=say,
             on_step=stepped,
         )
-        came_to = run.train()
-    if ranks.rank == 0 and came_to < run.last:
-        say(f"ended at step {came_to} of {run.last}; the same command with --resume goes on")
+        came_to = long.train()
+    if ranks.rank == 0:
+        say(f"trace: {long.trace}; `foreshock lab score` and `foreshock replay` read it")
+    if ranks.rank == 0 and came_to < long.last:
+        say(f"ended at step {came_to} of {long.last}; the same command with --resume goes on")
 
 
 @contextmanager

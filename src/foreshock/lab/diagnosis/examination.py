@@ -68,7 +68,7 @@ class Source:
 
 
 def of_checkpoint(path: Path, batches: int) -> Source:
-    """The model of a laboratory checkpoint (`foreshock lab run --checkpoint`), run on the batches that came next, by
+    """The model of a laboratory checkpoint (`foreshock lab run`), run on the batches that came next, by
     the attention that trained it. Raises ValueError for a file that is not one."""
     saved = read(path)
     if not {"recipe", "arm", "seed", "model", "batches", "step"} <= saved.keys():

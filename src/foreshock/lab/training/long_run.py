@@ -1,6 +1,6 @@
-"""A run that takes days: it lies in a folder, ends at SIGTERM or a time limit, and goes on from its newest checkpoint.
+"""A run in its folder: it ends at SIGTERM or a time limit, and goes on from its newest checkpoint.
 
-The folder holds checkpoints/, trace.jsonl.gz (of the first process) and progress.jsonl: at each checkpoint the loss of
+The folder holds checkpoints/, the trace (of the first process) and progress.jsonl: at each checkpoint the loss of
 the last steps and that of text which is held out, so that what repeating the text does is seen.
 """
 
@@ -61,6 +61,11 @@ class LongRun:
         """The step that it ends with."""
         return self.steps or self.recipe.steps
 
+    @property
+    def trace(self) -> Path:
+        """The file of its recording."""
+        return self.folder / f"{self.recipe.name}_{self.arm.name}_seed{self.seed}.jsonl.gz"
+
     def train(self) -> int:
         """Train, and return the step that it came to: fewer than `last` where time was over or SIGTERM came.
 
@@ -76,7 +81,7 @@ class LongRun:
             warned = [] if start is None else _take_up(training, start, same_arm=self.resume)
             if training.step >= self.last:
                 raise ValueError(f"{start} is of step {training.step} already; give more --steps than that")
-            writer = stack.enter_context(self._trace(training)) if self.ranks.rank == 0 else None
+            writer = stack.enter_context(self._writer(training)) if self.ranks.rank == 0 else None
             record = _Record(self, training, checkpoints, writer, warned)
             training.agent.subscribe(record.hear)
 
@@ -99,9 +104,9 @@ class LongRun:
         return newest or self.branch_from
 
     @contextmanager
-    def _trace(self, training: Training) -> Iterator[TraceWriter]:
+    def _writer(self, training: Training) -> Iterator[TraceWriter]:
         """Writes the trace, after what it held up to the step that the run goes on from."""
-        path, header = self.folder / "trace.jsonl.gz", self.recipe.header(self.arm, self.seed, training.agent.run)
+        path, header = self.trace, self.recipe.header(self.arm, self.seed, training.agent.run)
         earlier = list(lines_until(path, training.step)) if self.resume and path.exists() else []
         part = path.with_suffix(".part")
         with TraceWriter(part, header) as writer:

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from foreshock.lab.recording.trace_writer import TraceWriter
 
 if TYPE_CHECKING:
@@ -19,8 +17,6 @@ class Recorder:
     def __init__(self, training: "Training", writer: TraceWriter) -> None:
         self._training, self._writer = training, writer
         self._since = training.step
-        self.dead_steps = 0
-        """Steps since the loss was last a number."""
         training.agent.subscribe(lambda event: writer(event, training.agent.readings))
 
     def step(self) -> None:
@@ -35,4 +31,3 @@ class Recorder:
             losses, norms = training.history(count)
             self._writer.steps(self._since, losses, norms)
             self._since = training.step
-            self.dead_steps = self.dead_steps + count if np.isnan(losses).all() else 0

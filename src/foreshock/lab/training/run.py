@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
 import torch
@@ -13,14 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
-from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.texts import Corpus, byte_pairs, folder_text, standard_library
 from foreshock.lab.training.arm import Arm, Backend, variant
 from foreshock.lab.training.model import GPT
 from foreshock.lab.training.optimizers import optimizers
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import Recipe, Text
-from foreshock.lab.training.recorder import HISTORY_STEPS, Recorder
+from foreshock.lab.training.recorder import HISTORY_STEPS
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 
@@ -303,12 +301,9 @@ def train(
     sinks: tuple[Sink, ...] = (),
     on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None,
     deadline: float | None = None,
-    writer: TraceWriter | None = None,
 ) -> wire.Finished:
     """Run `training` up to step `steps`, until the monotonic clock passes `deadline`, but one step at least, or until a
     process of it wants to end; closes its agent.
-
-    writer gets all that is recorded.
     """
     finished: list[wire.Finished] = []
 
@@ -318,47 +313,13 @@ def train(
 
     for sink in (*sinks, listen):
         training.agent.subscribe(sink)
-    recorder = Recorder(training, writer) if writer is not None else None
     with training.on_stream(), training.agent:
         began = training.step
         while training.step < steps and (deadline is None or training.step == began or time.monotonic() < deadline):
             loss = training.advance()
-            if recorder is not None:
-                recorder.step()
             on_step(training.step, loss)
             if training.ends:
                 break
-        if recorder is not None:
-            recorder.flush()
         if training.ends:
             training.agent.close("stopped")
     return finished[0]
-
-
-def lab_run(
-    recipe: Recipe,
-    arm: Arm,
-    *,
-    seed: int,
-    trace: Path,
-    steps: int | None = None,
-    checkpoint: Path | None = None,
-    url: str | None = None,
-    ranks: Ranks | None = None,
-    on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None,
-) -> None:
-    """Train one arm from the first step and write its trace (every head, every sample); `checkpoint` gets the end.
-
-    Of several processes the first one writes both: the trace holds what its agent saw, and the loss of all of them.
-    """
-    training, last = Training(recipe, arm, seed, url=url, ranks=ranks), steps or recipe.steps
-    first = training.ranks.rank == 0
-
-    def stepped(step: int, loss: SupportsFloat) -> None:
-        on_step(step, loss)
-        if checkpoint is not None and step == last and first:
-            torch.save(training.checkpoint(), checkpoint)
-
-    header = recipe.header(arm, seed, training.agent.run)
-    with TraceWriter(trace, header) if first else nullcontext() as writer:
-        train(training, last, writer=writer, on_step=stepped)
