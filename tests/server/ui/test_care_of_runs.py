@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
@@ -12,15 +12,12 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import button, open_run, text, wait
-from tests.server.ui.test_fleet import choose, listed, open_list, search
-from tests.server.ui.test_when_it_matters import OVERFLOW, see_at
+from tests.server.ui.test_fleet import listed, open_list
 
 from foreshock.contract.wire import Finished
-from foreshock.server.settings import Token
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from selenium.webdriver import Chrome
 
@@ -95,36 +92,6 @@ def test_a_run_is_deleted_after_a_confirmation_and_goes_from_every_page_that_sho
     assert not gone, gone
 
 
-@pytest.mark.full
-def test_who_may_not_delete_or_act_is_offered_neither(
-    chromium: Chrome, tmp_path: Path, complaints: Callable[[], list[str]]
-) -> None:
-    people = {"reads": ("read",), "acts": ("read", "act"), "clears": ("read", "delete")}
-    tokens: list[Any] = [Token.of(name, f"the-secret-of-{name}", scopes) for name, scopes in people.items()]  # type: ignore[arg-type]
-    given = f"[{','.join(token.model_dump_json() for token in tokens)}]"
-    service = Service(tmp_path, token="agent-and-operator", tokens=given)
-    try:
-        feeder = Feeder(service.client, "ended")
-        feeder.start()
-        feeder.train(5)
-        feeder.send(Finished(step=50, unix_seconds=time.time(), status="failed"))
-        for name, offered in (("reads", set()), ("acts", {"Name and notes"}), ("clears", {"Delete"})):
-            chromium.get(f"{service.url}/?runs=ended")
-            wait("it asks for a token", lambda: chromium.find_element(By.NAME, "token")).send_keys(
-                f"the-secret-of-{name}"
-            )
-            button(chromium, "Enter").click()
-            wait("the run", lambda: text(chromium, "header.title h1") == "ended")
-            found = {one.text for one in chromium.find_elements(By.CSS_SELECTOR, "header.title button")}
-            assert found & {"Name and notes", "Delete"} == offered, name
-            button(chromium, "Log out").click()
-            wait("it asks again", lambda: chromium.find_element(By.NAME, "token"))
-        chromium.get("about:blank")
-    finally:
-        service.close()
-    assert all("401" in line for line in complaints())  # of what was asked when the session ended
-
-
 def shown(chromium: Chrome) -> dict[str, list[str]]:
     """What the address asks for."""
     return parse_qs(urlsplit(chromium.current_url).query)
@@ -155,35 +122,6 @@ def test_an_address_names_head_measure_and_steps_and_follows_what_is_chosen(
     assert not chromium.find_elements(By.XPATH, "//button[.='Show all steps']")
 
 
-def test_steps_without_an_end_go_on_with_the_run(chromium: Chrome, service: Service, feeder: Feeder) -> None:
-    feeder.start()
-    feeder.train(30)
-    chromium.get(f"{service.url}/?{urlencode({'runs': feeder.run, 'head': '0.1', 'steps': '200-'})}")
-    wait("its charts", lambda: "layer 0 head 1" in text(chromium, ".chart .legend"))
-
-    def end(key: str) -> str:
-        """What the first chart says of its first or last step."""
-        chromium.find_element(By.CSS_SELECTOR, ".chart .plot").send_keys(key)
-        return text(chromium, ".chart .at")
-
-    wait("it begins where it is asked to", lambda: end(Keys.HOME) in ("step 200", "step 210"))
-    wait("it ends with the run", lambda: end(Keys.END) == "step 300")
-    feeder.train(10)
-    wait("it goes on", lambda: end(Keys.END) == "step 400")
-    assert end(Keys.HOME) in ("step 200", "step 210")
-
-
-@pytest.mark.parametrize("strange", ["head=x.y", "head=99.99", "metric=nothing", "steps=9-1", "steps=-", "head=1.2.3"])
-def test_an_address_that_names_nothing_shows_the_run_as_it_is(chromium: Chrome, service: Service, strange: str) -> None:
-    feeder = Feeder(service.client, "strange-addresses")
-    if service.client.get(f"/v1/runs/{feeder.run}").status_code == 404:
-        feeder.start()
-        feeder.train(30)
-    chromium.get(f"{service.url}/?runs={feeder.run}&{strange}")
-    wait("its charts", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap"))
-    wait("its heat map", lambda: chromium.find_elements(By.CSS_SELECTOR, ".heatmap .reading"))
-
-
 def test_an_order_under_way_is_stopped_on_the_page(chromium: Chrome, service: Service, feeder: Feeder) -> None:
     feeder.start()
     feeder.train(5)
@@ -200,54 +138,3 @@ def test_an_order_under_way_is_stopped_on_the_page(chromium: Chrome, service: Se
     wait("it is stopped", lambda: text(chromium, ".command .state") == "cancelled")
     assert not chromium.find_elements(By.XPATH, "//button[.='Stop' or .='Undo']")
     assert feeder.obey() == []
-
-
-SHORT_TIMERS_ALONE = """
-const later = window.setTimeout;
-window.setTimeout = (what, after, ...given) => (after > 1000 ? 0 : later(what, after, ...given));
-"""
-
-
-def test_a_warning_comes_with_the_stream_and_waits_for_no_pause(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
-    """The pauses between two loads for samples never end here; what happens must not need them."""
-    feeder.start()
-    feeder.train(5)
-    added = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": SHORT_TIMERS_ALONE})
-    try:
-        open_run(chromium, service, feeder.run)
-        wait("the stream is open", lambda: text(chromium, ".connection") == "live")
-        feeder.train(1)  # a sample that came just before is no reason to wait
-        feeder.warn()
-        wait("the warning", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
-    finally:
-        chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
-
-
-@pytest.mark.parametrize("width", [1440, pytest.param(390, marks=pytest.mark.full)])
-def test_what_people_write_breaks_no_card_however_long_or_strange(
-    chromium: Chrome, service: Service, feeder: Feeder, width: int
-) -> None:
-    feeder.start()
-    feeder.train(5)
-    said = {
-        "who": "Ada",
-        "display_name": "שם ארוך מאוד " * 9 + "end",
-        "tags": ["w" * 64, "<b id planted>", "תגית"],
-        "notes": "n" * 2000 + "\n<table><b>" * 20,
-    }
-    service.client.patch(f"/v1/runs/{feeder.run}", json=said).raise_for_status()
-    see_at(chromium, width, 5000)
-    try:
-        open_run(chromium, service, feeder.run)
-        chromium.find_element(By.CSS_SELECTOR, "details.notes summary").click()
-        assert chromium.execute_script(OVERFLOW) == []
-        open_list(chromium, service)
-        search(chromium, feeder.run)
-        wait("the run", lambda: len(listed(chromium)) == 1)
-        choose(chromium, "label", "תגית")
-        assert chromium.execute_script(OVERFLOW) == []
-        assert not chromium.find_elements(By.CSS_SELECTOR, "main img")
-    finally:
-        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,33 +74,6 @@ def test_what_was_not_recorded_is_said_and_never_shown_as_zero(
     assert "not recorded" not in charts["Score offset"]
 
 
-def test_what_is_measured_now_and_then_is_drawn_as_a_line_and_what_stopped_being_measured_is_said(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
-    def spectral_norm() -> tuple[str, int]:
-        """The newest value of the chosen head, and how many pixels of the chart have its colour."""
-        open_run(chromium, service, feeder.run)
-        chart = chromium.find_element(By.XPATH, "//figure[.//h3='Spectral norm of W_Q']")
-        pixels: int = chromium.execute_script(
-            """
-            const {data} = ((c) => c.getContext("2d").getImageData(0, 0, c.width, c.height))(arguments[0]);
-            const vermilion = (_, i) => data[4 * i] === 213 && data[4 * i + 1] === 94 && data[4 * i + 2] === 0;
-            return Array.from({length: data.length / 4}, vermilion).filter(Boolean).length;
-            """,
-            chart.find_element(By.TAG_NAME, "canvas"),
-        )
-        return chart.find_element(By.CSS_SELECTOR, ".legend output").text, pixels
-
-    feeder.start()
-    feeder.train(60)
-    value, pixels = spectral_norm()
-    assert float(value) == pytest.approx(14, abs=0.2)  # 7 + 1 + the drift of 6, with noise of 0.03
-    assert pixels > 200
-    feeder.recorded -= {"norms"}
-    feeder.train(60)
-    assert spectral_norm()[0] == "not recorded"
-
-
 def test_several_runs_are_drawn_on_the_same_charts(chromium: Chrome, service: Service, feeder: Feeder) -> None:
     drifts = {"a": 0.5, "b": 0.0}
     others = [type(feeder)(service.client, f"{feeder.run}-{arm}", drift=drift) for arm, drift in drifts.items()]
@@ -141,32 +113,6 @@ def test_the_heat_map_scrubs_through_time_and_chooses_a_head_by_keyboard(
     canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
     wait("the next head is chosen", lambda: text(chromium, ".reading").startswith("layer 1 head 3"))
     wait("and plotted", lambda: "layer 1 head 3" in text(chromium, ".chart .legend"))
-
-
-@pytest.mark.full
-def test_runs_side_by_side_can_be_told_apart_with_every_kind_of_eye(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
-    runs = [type(feeder)(service.client, f"{feeder.run[:60]}-{number}") for number in range(6)]
-    for each in runs:
-        each.start()
-        each.train(2)
-    open_run(chromium, service, *(each.run for each in runs))
-    swatches = chromium.find_elements(By.CSS_SELECTOR, ".summary .swatch")
-    assert len(swatches) == 6
-    try:
-        for scheme in ("light", "dark"):
-            wanted = {"name": "prefers-color-scheme", "value": scheme}
-            chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [wanted]})
-            for eyes in ("none", "protanopia", "deuteranopia", "tritanopia"):
-                chromium.execute_cdp_cmd("Emulation.setEmulatedVisionDeficiency", {"type": eyes})
-                colours = [middle(swatch.screenshot_as_png) for swatch in swatches]
-                for one, other in itertools.combinations(colours, 2):
-                    distance = np.linalg.norm(one - other)  # of at most 442
-                    assert distance > 40, f"{eyes}, {scheme}: {one} and {other} look alike"
-    finally:
-        chromium.execute_cdp_cmd("Emulation.setEmulatedVisionDeficiency", {"type": "none"})
-        chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def middle(picture: bytes) -> np.ndarray[Any, Any]:

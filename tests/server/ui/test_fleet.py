@@ -116,38 +116,6 @@ def test_what_is_asked_for_stands_in_the_address_and_is_asked_again_there(chromi
     assert "sweep/000" not in listed(chromium)
 
 
-@pytest.mark.full
-def test_a_hung_run_is_told_from_one_that_trains_and_from_one_that_is_silent(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
-    feeder.start()
-    feeder.train(3)
-    open_list(chromium, service, q=feeder.run)
-    assert "active" in text(chromium, "tbody .state")
-    # Ten minutes pass, in which heartbeats came and no step did; then an hour, in which nothing came.
-    turn = """
-    const fetched = window.fetch;
-    window.fetch = async (...given) => {
-      const answer = await fetched(...given);
-      if (!String(given[0]).includes("v1/runs")) return answer;
-      const said = await answer.json();
-      for (const run of said.runs ?? []) {
-        const since = Date.now() / 1000 - (window.silence ?? 600);
-        const condition = window.silence ? "silent" : "hung";
-        Object.assign(run, { condition, condition_since_unix_seconds: since, severity: "warning" });
-      }
-      return new Response(JSON.stringify(said), { status: 200 });
-    };
-    """
-    chromium.execute_script(turn)
-    feeder.train(1)
-    wait("the hung run", lambda: "hung 10 min" in text(chromium, "tbody .state"))
-    assert text(chromium, "tbody .severity").endswith("warning")
-    chromium.execute_script("window.silence = 3300")
-    feeder.train(1)
-    wait("the silent run", lambda: "silent 55 min" in text(chromium, "tbody .state"))
-
-
 MANY = """
 const fetched = window.fetch, runs = RUNS;
 window.asked = 0;
@@ -181,31 +149,6 @@ def test_a_fleet_takes_a_request_for_each_500_runs_a_hundred_rows_and_none_to_se
         search(chromium, "00777")
         wait("the one", lambda: listed(chromium) == ["fleet/00777"])
         assert chromium.execute_script("return window.asked") == runs // 500, "a search asks the service nothing"
-    finally:
-        chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
-
-
-FAILING = """
-const fetched = window.fetch;
-window.failing = true;
-window.fetch = (...given) =>
-  window.failing && new URL(String(given[0])).pathname.endsWith("/v1/runs")
-    ? Promise.resolve(new Response(JSON.stringify({ detail: "The service is busy." }), { status: 503 }))
-    : fetched(...given);
-"""
-
-
-def test_a_list_that_could_not_be_loaded_is_asked_for_again_though_nothing_happens(
-    chromium: Chrome, fleet: Service
-) -> None:
-    added = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": FAILING})
-    try:
-        chromium.get(fleet.url)
-        wait("the failure is said", lambda: chromium.find_elements(By.CSS_SELECTOR, ".note.error"))
-        wait("the stream is open, and brings nothing", lambda: text(chromium, ".connection") == "live")
-        chromium.execute_script("window.failing = false")
-        wait("the list", lambda: "zz-failing" in listed(chromium))
-        assert not chromium.find_elements(By.CSS_SELECTOR, ".note.error")
     finally:
         chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 

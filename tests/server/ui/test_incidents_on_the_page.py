@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from selenium.webdriver.common.by import By
@@ -12,8 +10,6 @@ from selenium.webdriver.common.keys import Keys
 from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import button, open_run, text, wait
 from tests.server.ui.test_when_it_matters import warn_about
-
-from foreshock.contract.wire import Finished
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -85,44 +81,3 @@ def test_a_drift_with_scores_that_grow_is_one_card_that_asks_for_the_switch(
     assert [one.text for one in chromium.find_elements(By.CSS_SELECTOR, ".warnings li button")] == [
         "Show", "Show", "Switch",
     ]  # fmt: skip
-
-
-def test_what_no_switch_helps_offers_none_and_says_what_to_do_instead(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
-    feeder.start(policy="auto")
-    feeder.train(5)
-    feeder.send(warn_about(feeder, 0, 1, cause="score growth", signal="score"))
-    open_run(chromium, service, feeder.run)
-    wait("the incident is there", lambda: "Lower the learning rate" in text(chromium, ".warnings .to-do"))
-    assert "Nothing is switched" in text(chromium, ".warnings .to-do")
-    assert not chromium.find_elements(By.XPATH, "//*[@aria-label='Warnings']//button[starts-with(., 'Switch')]")
-
-
-def test_a_card_of_numbers_that_are_not_finite_counts_heads_and_speaks_of_an_ended_run_as_ended(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
-    feeder.start()
-    feeder.train(5)
-    lost: dict[str, Any] = {"cause": "other", "signal": "nonfinite", "severity": "critical"}
-    whole = warn_about(feeder, 0, 0, **lost).model_copy(update={"id": "run-5", "layer": None, "head": None})
-    feeder.send(whole, *(warn_about(feeder, 0, head, **lost) for head in range(2)), warn_about(feeder, 1, 0, **lost))
-    feeder.send(Finished(step=feeder.step, unix_seconds=time.time(), status="failed"))
-    open_run(chromium, service, feeder.run)
-    wait("the end", lambda: "The run has ended. Resume it from" in text(chromium, ".warnings .to-do"))
-    card = text(chromium, ".warnings")
-    assert "The whole run and 3 heads in 2 layers" in card
-    assert "Steps left" not in card
-    assert "Stop the run" not in card
-
-
-def test_a_loss_that_is_not_finite_is_no_calm_though_nobody_warned_of_it(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
-    feeder.start()
-    feeder.train(2)
-    feeder.send(feeder._sample(1).model_copy(update={"loss": math.nan}))
-    open_run(chromium, service, feeder.run)
-    wait("the loss", lambda: "The loss is NaN" in text(chromium, ".note.error"))
-    assert "No active warning" not in text(chromium)
-    assert "critical" in text(chromium, ".states")

@@ -97,17 +97,3 @@ def test_the_alert_of_a_head_opens_its_run_its_measure_and_the_steps_from_before
     assert text(chromium, ".chart h3") == "Score offset"
     wait("it begins where the link says", lambda: first_step(chromium) in ("step 6,000", "step 6,100"))
     assert asked(chromium.current_url) == place, "to look changes nothing"
-
-
-def test_the_alert_of_a_whole_run_says_so_and_opens_its_loss(
-    chromium: Chrome, links: dict[str, tuple[str, str]]
-) -> None:
-    said, link = links[DIVES]
-    assert said == f"Run {DIVES}: attention becomes unstable in the whole run (not finite)"
-    assert asked(link) == {"runs": [DIVES], "metric": ["run.loss"], "steps": ["6000-"]}
-    chromium.get(link)
-    wait("its charts", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap"))
-    assert text(chromium, "header.title h1") == DIVES
-    assert text(chromium, ".chart h3") == "Loss"
-    wait("it begins where the link says", lambda: first_step(chromium) in ("step 6,000", "step 6,100"))
-    assert "whole run" in text(chromium, ".warnings header")

@@ -98,45 +98,6 @@ def test_the_page_fits_a_phone(chromium: Chrome, service: Service, feeder: Feede
         chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_the_theme_follows_the_system_until_it_is_chosen(chromium: Chrome, service: Service) -> None:
-    def background(scheme: str) -> str:
-        chromium.execute_cdp_cmd(
-            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        )
-        color: str = chromium.execute_script("return getComputedStyle(document.body).backgroundColor")
-        return color
-
-    chromium.get(service.url)
-    wait("the page", lambda: button(chromium, "Dark"))
-    light, dark = background("light"), background("dark")
-    assert light != dark
-    # The page may not listen yet when the system changes its mind for the first time.
-    wait("the page follows", lambda: background("light") and background("dark") and button(chromium, "Light"))
-    chromium.find_element(By.TAG_NAME, "body").send_keys("t")
-    wait("the choice holds", lambda: background("dark") == light)
-    chromium.execute_script("localStorage.clear()")
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
-def test_a_page_whose_first_question_fails_asks_again(
-    chromium: Chrome, service: Service, feeder: Feeder, complaints: Callable[[], list[str]]
-) -> None:
-    feeder.start()
-    feeder.train(5)
-    chromium.execute_cdp_cmd("Network.enable", {})
-    chromium.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["*v1/session", "*v1/catalog"]})
-    try:
-        chromium.get(f"{service.url}/?runs={feeder.run}")
-        wait("the failure is said", lambda: "cannot be reached" in text(chromium, ".note.error"))
-    finally:
-        chromium.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
-    wait("the run is shown after all", lambda: tile(chromium, "Step") == "50")
-    wait("its charts are drawn", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap"))
-    assert not chromium.find_elements(By.CSS_SELECTOR, ".note.error")
-    refused = complaints()
-    assert all("ERR_BLOCKED" in line for line in refused), refused
-
-
 @pytest.mark.full
 def test_a_lost_connection_is_said_and_what_was_missed_comes_after_it(
     chromium: Chrome, service: Service, feeder: Feeder, complaints: Callable[[], list[str]]
