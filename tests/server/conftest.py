@@ -1,6 +1,7 @@
 """Fixtures of the service's tests."""
 
 import asyncio
+import inspect
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -91,6 +92,24 @@ def play(tmp_path: Path, empty_store: Path) -> Play:
         asyncio.run(play_at(f"sqlite:///{path}", story, **settings))
 
     return run
+
+
+@pytest.fixture
+def service(play: Play) -> Play:
+    """A service within the process, for a test that is a coroutine; `@pytest.mark.settings` gives it settings."""
+    return play
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine as the story of its service."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters if name != "service"}
+    mark = pyfuncitem.get_closest_marker("settings")
+    pyfuncitem.funcargs["service"](lambda service: test(service=service, **given), **(mark.kwargs if mark else {}))
+    return True
 
 
 async def play_at(database_url: str, story: Story, **settings: Any) -> None:

@@ -32,151 +32,132 @@ async def decide(service: Any, command: str, word: str) -> None:
     assert answer.status_code in (200, 201), answer.text
 
 
-def test_an_incident_follows_the_order_that_was_approved_on_its_whole_way(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank, proposal = await proposed(service)
-        waits = await incident(service)
-        assert "waits for your approval" in waits["done"]
-        assert (waits["ask"], waits["order"]["id"]) == ("approve", proposal["id"])
-        await decide(service, proposal["id"], "approve")
-        told = [await incident(service)]
-        [command] = (await service.store(rank, rank.sample(21))).commands
-        told.append(await incident(service))
-        await service.store(rank, rank.answer(command, 21))
-        told.append(await incident(service))
-        assert [one["order"]["state"] for one in told] == ["pending", "delivered", "applied"]
-        assert [one["state"] for one in told] == ["open", "open", "switched"]
-        for one in told:
-            assert "waits for your approval" not in one["done"]
-            assert "Approved by Ada" in one["done"]
-            assert one["to_do"].startswith("Wait for")
-            assert one["ask"] == "none"
-        [listed] = (await service.get(RUN))["incidents"]
-        assert listed["state"] == "switched"
-
-    play(story)
+async def test_an_incident_follows_the_order_that_was_approved_on_its_whole_way(service: Any) -> None:
+    rank, proposal = await proposed(service)
+    waits = await incident(service)
+    assert "waits for your approval" in waits["done"]
+    assert (waits["ask"], waits["order"]["id"]) == ("approve", proposal["id"])
+    await decide(service, proposal["id"], "approve")
+    told = [await incident(service)]
+    [command] = (await service.store(rank, rank.sample(21))).commands
+    told.append(await incident(service))
+    await service.store(rank, rank.answer(command, 21))
+    told.append(await incident(service))
+    assert [one["order"]["state"] for one in told] == ["pending", "delivered", "applied"]
+    assert [one["state"] for one in told] == ["open", "open", "switched"]
+    for one in told:
+        assert "waits for your approval" not in one["done"]
+        assert "Approved by Ada" in one["done"]
+        assert one["to_do"].startswith("Wait for")
+        assert one["ask"] == "none"
+    [listed] = (await service.get(RUN))["incidents"]
+    assert listed["state"] == "switched"
 
 
-def test_an_approved_order_that_expires_or_is_stopped_asks_for_a_new_one_and_says_why(play: Any) -> None:
-    async def story(service: Any) -> None:
-        _, proposal = await proposed(service)
-        await decide(service, proposal["id"], "approve")
-        await decide(service, proposal["id"], "cancel")
-        found = await incident(service)
-        assert found["done"].startswith("Nothing is switched. Approved by Ada")
-        assert found["done"].endswith("stopped.")
-        assert found["ask"] == "switch"
-
-    play(story)
+async def test_an_approved_order_that_expires_or_is_stopped_asks_for_a_new_one_and_says_why(service: Any) -> None:
+    _, proposal = await proposed(service)
+    await decide(service, proposal["id"], "approve")
+    await decide(service, proposal["id"], "cancel")
+    found = await incident(service)
+    assert found["done"].startswith("Nothing is switched. Approved by Ada")
+    assert found["done"].endswith("stopped.")
+    assert found["ask"] == "switch"
 
 
-def test_a_rejection_holds_against_agent_and_webhook_until_the_warning_is_raised_anew(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank, proposal = await proposed(service)
-        await decide(service, proposal["id"], "reject")
-        found = await incident(service)
-        assert found["done"].startswith("Rejected by Ada")
-        assert "has a new warning" in found["done"]
-        assert (found["ask"], found["order"]["state"]) == ("none", "rejected")
-        answer = await service.client.post("/v1/webhooks/alertmanager", json=delivery())
-        [result] = answer.json()["results"]
-        assert result.startswith("observed: a person rejected this switch")
-        worse = rank.verdict(30, state="updated", severity="critical")
-        await service.store(rank, worse, local("proposed", "local-2", 30))
-        second = FakeRank(rank=1)
-        started = second.started(policy="approve")
-        await service.store(second, started, second.sample(31), second.verdict(31), local("proposed", "local-3", 31))
-        states = [c["state"] for c in (await service.get(f"{RUN}/commands"))["commands"]]
-        assert states == ["rejected"]
-        quiet = [one.model_copy(update={"state": "cleared"}) for one in (rank.verdict(40), second.verdict(40))]
-        await service.store(rank, quiet[0])
-        await service.store(second, quiet[1])
-        anew = local("proposed", "local-4", 50).model_copy(update={"verdict": "warn-2"})
-        await service.store(rank, rank.verdict(50, name="warn-2"), anew)
-        states = [c["state"] for c in (await service.get(f"{RUN}/commands"))["commands"]]
-        assert states == ["proposed", "rejected"]
-        assert (await incident(service))["ask"] == "approve"
-
-    play(story)
+async def test_a_rejection_holds_against_agent_and_webhook_until_the_warning_is_raised_anew(service: Any) -> None:
+    rank, proposal = await proposed(service)
+    await decide(service, proposal["id"], "reject")
+    found = await incident(service)
+    assert found["done"].startswith("Rejected by Ada")
+    assert "has a new warning" in found["done"]
+    assert (found["ask"], found["order"]["state"]) == ("none", "rejected")
+    answer = await service.client.post("/v1/webhooks/alertmanager", json=delivery())
+    [result] = answer.json()["results"]
+    assert result.startswith("observed: a person rejected this switch")
+    worse = rank.verdict(30, state="updated", severity="critical")
+    await service.store(rank, worse, local("proposed", "local-2", 30))
+    second = FakeRank(rank=1)
+    started = second.started(policy="approve")
+    await service.store(second, started, second.sample(31), second.verdict(31), local("proposed", "local-3", 31))
+    states = [c["state"] for c in (await service.get(f"{RUN}/commands"))["commands"]]
+    assert states == ["rejected"]
+    quiet = [one.model_copy(update={"state": "cleared"}) for one in (rank.verdict(40), second.verdict(40))]
+    await service.store(rank, quiet[0])
+    await service.store(second, quiet[1])
+    anew = local("proposed", "local-4", 50).model_copy(update={"verdict": "warn-2"})
+    await service.store(rank, rank.verdict(50, name="warn-2"), anew)
+    states = [c["state"] for c in (await service.get(f"{RUN}/commands"))["commands"]]
+    assert states == ["proposed", "rejected"]
+    assert (await incident(service))["ask"] == "approve"
 
 
-def test_a_warning_that_a_resumed_process_raises_is_new_evidence(play: Any) -> None:
-    async def story(service: Any) -> None:
-        _, proposal = await proposed(service)
-        await decide(service, proposal["id"], "reject")
-        resumed = FakeRank(boot="b2")
-        await service.store(resumed, resumed.started(policy="approve", step=10), resumed.sample(11))
-        await service.store(resumed, resumed.verdict(20), local("proposed", "local-2"))
-        states = [c["state"] for c in (await service.get(f"{RUN}/commands"))["commands"]]
-        assert states == ["proposed", "rejected"]
-
-    play(story)
+async def test_a_warning_that_a_resumed_process_raises_is_new_evidence(service: Any) -> None:
+    _, proposal = await proposed(service)
+    await decide(service, proposal["id"], "reject")
+    resumed = FakeRank(boot="b2")
+    await service.store(resumed, resumed.started(policy="approve", step=10), resumed.sample(11))
+    await service.store(resumed, resumed.verdict(20), local("proposed", "local-2"))
+    states = [c["state"] for c in (await service.get(f"{RUN}/commands"))["commands"]]
+    assert states == ["proposed", "rejected"]
 
 
-def test_a_head_that_falls_again_by_itself_is_no_longer_critical_and_asks_for_nothing(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started(policy="observe"), rank.sample(1))
-        worse = {"offset": 4560.0, "offset_before": 60.0, "score": 9202.0, "score_before": 300.0}
-        await service.store(rank, rank.verdict(10, severity="critical", evidence=worse))
-        grown = await incident(service)
-        assert (grown["severity"], grown["ask"]) == ("critical", "switch")
-        fallen = {"offset": 2513.0, "offset_before": 4555.0, "score": 6484.0, "score_before": 9202.0}
-        await service.store(rank, rank.verdict(20, state="updated", severity="critical", evidence=fallen))
-        over = await incident(service)
-        assert (over["severity"], over["ask"]) == ("warning", "none")
-        assert over["done"].startswith("Nothing grows any more")
-
-    play(story)
+async def test_a_head_that_falls_again_by_itself_is_no_longer_critical_and_asks_for_nothing(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="observe"), rank.sample(1))
+    worse = {"offset": 4560.0, "offset_before": 60.0, "score": 9202.0, "score_before": 300.0}
+    await service.store(rank, rank.verdict(10, severity="critical", evidence=worse))
+    grown = await incident(service)
+    assert (grown["severity"], grown["ask"]) == ("critical", "switch")
+    fallen = {"offset": 2513.0, "offset_before": 4555.0, "score": 6484.0, "score_before": 9202.0}
+    await service.store(rank, rank.verdict(20, state="updated", severity="critical", evidence=fallen))
+    over = await incident(service)
+    assert (over["severity"], over["ask"]) == ("warning", "none")
+    assert over["done"].startswith("Nothing grows any more")
 
 
-def test_a_webhook_adds_to_the_mode_that_a_person_set_and_leaves_a_head_alone_that_a_person_took_back(
-    play: Any,
+async def test_a_webhook_adds_to_the_mode_that_a_person_set_and_leaves_a_head_alone_that_a_person_took_back(
+    service: Any,
 ) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        started = rank.started(policy="auto").model_copy(update={"switch_scope": "model"})
-        await service.store(rank, started, rank.sample(1), rank.verdict(1))
-        await order(service, heads=[[0, 1]], mode="paper_softmax")
-        [by_hand] = (await service.store(rank, rank.sample(2))).commands
-        await service.store(rank, rank.answer(by_hand, 9))
-        await order(service, heads=[[1, 0]])
-        [given] = (await service.store(rank, rank.sample(2))).commands
-        await service.store(rank, rank.answer(given, 3))
-        [cure] = [c for c in (await service.get(f"{RUN}/commands"))["commands"] if c["heads"] == [[1, 0]]]
-        await decide(service, cure["id"], "undo")
-        [back] = (await service.store(rank, rank.sample(3))).commands
-        taken = rank.answer(back, 4).model_copy(update={"before": ("exact_delta",)})
-        await service.store(rank, taken)
-        assert await alert(service, delivery()) == "ordered"
-        made = [c for c in (await service.get(f"{RUN}/commands"))["commands"] if c["source"] == "alertmanager"]
-        assert {c["mode"]: c["heads"] for c in made} == {
-            "exact_delta": [[0, 0], [0, 2], [1, 1], [1, 2]],
-            "exact_delta+paper_softmax": [[0, 1]],
-        }
-
-    play(story)
+    rank = FakeRank()
+    started = rank.started(policy="auto").model_copy(update={"switch_scope": "model"})
+    await service.store(rank, started, rank.sample(1), rank.verdict(1))
+    await order(service, heads=[[0, 1]], mode="paper_softmax")
+    [by_hand] = (await service.store(rank, rank.sample(2))).commands
+    await service.store(rank, rank.answer(by_hand, 9))
+    await order(service, heads=[[1, 0]])
+    [given] = (await service.store(rank, rank.sample(2))).commands
+    await service.store(rank, rank.answer(given, 3))
+    [cure] = [c for c in (await service.get(f"{RUN}/commands"))["commands"] if c["heads"] == [[1, 0]]]
+    await decide(service, cure["id"], "undo")
+    [back] = (await service.store(rank, rank.sample(3))).commands
+    taken = rank.answer(back, 4).model_copy(update={"before": ("exact_delta",)})
+    await service.store(rank, taken)
+    assert await alert(service, delivery()) == "ordered"
+    made = [c for c in (await service.get(f"{RUN}/commands"))["commands"] if c["source"] == "alertmanager"]
+    assert {c["mode"]: c["heads"] for c in made} == {
+        "exact_delta": [[0, 0], [0, 2], [1, 1], [1, 2]],
+        "exact_delta+paper_softmax": [[0, 1]],
+    }
 
 
-def test_a_switch_that_was_undone_holds_webhooks_off_until_a_warning_is_raised_anew_and_not_for_ever(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1))
-        await order(service)
-        [given] = (await service.store(rank, rank.sample(2))).commands
-        await service.store(rank, rank.answer(given, 3), rank.sample(4, mode=1))
-        [cure] = (await service.get(f"{RUN}/commands"))["commands"]
-        await decide(service, cure["id"], "undo")
-        [back] = (await service.store(rank, rank.sample(5, mode=1))).commands
-        taken = rank.answer(back, 6).model_copy(update={"before": ("exact_delta",)})
-        await service.store(rank, taken, rank.sample(7))
-        found = await incident(service)
-        assert "set to plain" in found["done"]
-        assert found["ask"] == "none"
-        assert await alert(service, delivery()) == "observed"
-        await service.store(rank, rank.verdict(8, state="cleared"), rank.verdict(9, name="warn-2"))
-        again = delivery()
-        again["alerts"][0]["startsAt"] = "2026-11-21T12:00:00Z"
-        assert await alert(service, again) == "ordered"
-
-    play(story)
+async def test_a_switch_that_was_undone_holds_webhooks_off_until_a_warning_is_raised_anew_and_not_for_ever(
+    service: Any,
+) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1))
+    await order(service)
+    [given] = (await service.store(rank, rank.sample(2))).commands
+    await service.store(rank, rank.answer(given, 3), rank.sample(4, mode=1))
+    [cure] = (await service.get(f"{RUN}/commands"))["commands"]
+    await decide(service, cure["id"], "undo")
+    [back] = (await service.store(rank, rank.sample(5, mode=1))).commands
+    taken = rank.answer(back, 6).model_copy(update={"before": ("exact_delta",)})
+    await service.store(rank, taken, rank.sample(7))
+    found = await incident(service)
+    assert "set to plain" in found["done"]
+    assert found["ask"] == "none"
+    assert await alert(service, delivery()) == "observed"
+    await service.store(rank, rank.verdict(8, state="cleared"), rank.verdict(9, name="warn-2"))
+    again = delivery()
+    again["alerts"][0]["startsAt"] = "2026-11-21T12:00:00Z"
+    assert await alert(service, again) == "ordered"

@@ -31,20 +31,18 @@ def paths_of(app: Any) -> list[str]:
 
 
 @pytest.mark.promise("S7")
-def test_every_path_is_closed_to_every_method_without_a_token(play: Any) -> None:
-    async def story(service: Any) -> None:
-        paths = paths_of(service.app)
-        assert len(paths) > 15
-        for path in paths:
-            for method in METHODS:
-                answer = await service.client.request(method, path)
-                if (method, path) in OPEN or (method, path) in {("HEAD", p) for m, p in OPEN if m == "GET"}:
-                    assert answer.status_code != 401, (method, path)
-                else:
-                    assert answer.status_code in (401, 403, 405), (method, path, answer.status_code)
-                    assert answer.headers["content-type"] == "application/problem+json" or method == "HEAD"
-
-    play(story, token=SECRET)
+@pytest.mark.settings(token=SECRET)
+async def test_every_path_is_closed_to_every_method_without_a_token(service: Any) -> None:
+    paths = paths_of(service.app)
+    assert len(paths) > 15
+    for path in paths:
+        for method in METHODS:
+            answer = await service.client.request(method, path)
+            if (method, path) in OPEN or (method, path) in {("HEAD", p) for m, p in OPEN if m == "GET"}:
+                assert answer.status_code != 401, (method, path)
+            else:
+                assert answer.status_code in (401, 403, 405), (method, path, answer.status_code)
+                assert answer.headers["content-type"] == "application/problem+json" or method == "HEAD"
 
 
 @pytest.mark.promise("S7")
@@ -124,66 +122,56 @@ def test_a_reader_of_some_runs_sees_only_those(play: Any) -> None:
     play(story, token=SECRET, tokens=(some,))
 
 
-def test_the_pages_session_reads_and_changes_things_only_with_its_csrf_token(play: Any) -> None:
-    async def story(service: Any) -> None:
-        client = service.client
-        assert (await client.get("/v1/session")).json()["login_needed"]
-        assert (await client.post("/v1/login", json={"token": "wrong"})).status_code == 401
-        login = await client.post("/v1/login", json={"token": SECRET})
-        assert login.status_code == 200
-        cookie = login.headers["set-cookie"]
-        assert "HttpOnly" in cookie
-        assert "SameSite=strict" in cookie
-        assert SECRET not in cookie
-        assert (await client.get("/v1/runs")).status_code == 200
-        order = {"who": "a", "reason": "b", "mode": "plain"}
-        assert (await client.post("/v1/runs/x/commands", json=order)).status_code == 403
-        csrf = {"x-csrf-token": login.json()["csrf_token"]}
-        assert (await client.post("/v1/runs/x/commands", json=order, headers=csrf)).status_code == 404
-        cookie = client.cookies["foreshock_session"]
-        forged = f"foreshock_session={cookie[:-1]}{'1' if cookie.endswith('0') else '0'}"
-        client.cookies.clear()
-        for bad in (forged, "foreshock_session=x", "foreshock_session=.", "foreshock_session=e30.00"):
-            assert (await client.get("/v1/runs", headers={"cookie": bad})).status_code == 401
-
-    play(story, token=SECRET)
+@pytest.mark.settings(token=SECRET)
+async def test_the_pages_session_reads_and_changes_things_only_with_its_csrf_token(service: Any) -> None:
+    client = service.client
+    assert (await client.get("/v1/session")).json()["login_needed"]
+    assert (await client.post("/v1/login", json={"token": "wrong"})).status_code == 401
+    login = await client.post("/v1/login", json={"token": SECRET})
+    assert login.status_code == 200
+    cookie = login.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert SECRET not in cookie
+    assert (await client.get("/v1/runs")).status_code == 200
+    order = {"who": "a", "reason": "b", "mode": "plain"}
+    assert (await client.post("/v1/runs/x/commands", json=order)).status_code == 403
+    csrf = {"x-csrf-token": login.json()["csrf_token"]}
+    assert (await client.post("/v1/runs/x/commands", json=order, headers=csrf)).status_code == 404
+    cookie = client.cookies["foreshock_session"]
+    forged = f"foreshock_session={cookie[:-1]}{'1' if cookie.endswith('0') else '0'}"
+    client.cookies.clear()
+    for bad in (forged, "foreshock_session=x", "foreshock_session=.", "foreshock_session=e30.00"):
+        assert (await client.get("/v1/runs", headers={"cookie": bad})).status_code == 401
 
 
-def test_an_expired_session_is_no_session(play: Any) -> None:
-    async def story(service: Any) -> None:
-        await service.client.post("/v1/login", json={"token": SECRET})
-        assert (await service.client.get("/v1/runs")).status_code == 401
-
-    play(story, token=SECRET, session_seconds=1e-6)
+@pytest.mark.settings(token=SECRET, session_seconds=1e-06)
+async def test_an_expired_session_is_no_session(service: Any) -> None:
+    await service.client.post("/v1/login", json={"token": SECRET})
+    assert (await service.client.get("/v1/runs")).status_code == 401
 
 
 @pytest.mark.promise("S7")
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "localhost.evil:8765", "[::2]"])
-def test_without_a_token_only_loopback_names_are_answered(play: Any, host: str) -> None:
-    async def story(service: Any) -> None:
-        assert (await service.client.get("/v1/runs", headers={"host": host})).status_code == 403
-        for good in ("localhost:1", "127.0.0.1", "[::1]:8765", "LOCALHOST"):
-            assert (await service.client.get("/v1/runs", headers={"host": good})).status_code == 200
-
-    play(story)
+async def test_without_a_token_only_loopback_names_are_answered(service: Any, host: str) -> None:
+    assert (await service.client.get("/v1/runs", headers={"host": host})).status_code == 403
+    for good in ("localhost:1", "127.0.0.1", "[::1]:8765", "LOCALHOST"):
+        assert (await service.client.get("/v1/runs", headers={"host": good})).status_code == 200
 
 
 @pytest.mark.promise("S7")
-def test_without_a_token_requests_from_other_origins_are_refused(play: Any) -> None:
-    async def story(service: Any) -> None:
-        for origin, status in (
-            ("https://evil.example", 403),
-            ("null", 403),
-            ("http://[", 403),
-            ("http://127.0.0.1:8765", 200),
-            ("http://localhost:3000", 200),
-        ):
-            assert (await service.client.get("/v1/runs", headers={"origin": origin})).status_code == status, origin
-        answer = await service.client.get("/v1/runs")
-        assert not [name for name in answer.headers if name.startswith("access-control")]
-        assert answer.headers["content-security-policy"].startswith("default-src 'self'")
-
-    play(story)
+async def test_without_a_token_requests_from_other_origins_are_refused(service: Any) -> None:
+    for origin, status in (
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("http://[", 403),
+        ("http://127.0.0.1:8765", 200),
+        ("http://localhost:3000", 200),
+    ):
+        assert (await service.client.get("/v1/runs", headers={"origin": origin})).status_code == status, origin
+    answer = await service.client.get("/v1/runs")
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert answer.headers["content-security-policy"].startswith("default-src 'self'")
 
 
 @pytest.mark.promise("S18")
@@ -205,36 +193,29 @@ def test_probes_of_the_own_machine_are_answered_beside_the_names_of_the_proxy(pl
 
 
 @pytest.mark.promise("S21")
-def test_no_answer_of_the_api_is_kept_by_a_cache(play: Any) -> None:
-    async def story(service: Any) -> None:
-        for path in ("/v1/runs", "/v1/session", "/metrics", "/v1/runs/none", "/nowhere"):
-            assert (await service.client.get(path)).headers["cache-control"] == "no-store", path
-
-    play(story)
+async def test_no_answer_of_the_api_is_kept_by_a_cache(service: Any) -> None:
+    for path in ("/v1/runs", "/v1/session", "/metrics", "/v1/runs/none", "/nowhere"):
+        assert (await service.client.get(path)).headers["cache-control"] == "no-store", path
 
 
 @pytest.mark.promise("S7")
-def test_one_credential_counts_and_a_wrong_one_is_not_replaced_by_another(play: Any) -> None:
-    async def story(service: Any) -> None:
-        answer = await service.client.post("/v1/login", json={"token": SECRET})
-        cookie = {"cookie": answer.headers["set-cookie"].partition(";")[0]}
-        service.client.cookies.clear()
-        assert (await service.client.get("/v1/runs", headers=cookie)).status_code == 200
-        assert (await service.client.get("/v1/runs", headers=cookie | bearer("a-wrong-one"))).status_code == 401
-        right, wrong = (("authorization", f"Bearer {secret}") for secret in (SECRET, "a-wrong-one"))
-        for two in ([right, wrong], [wrong, right], [right, right]):
-            assert (await service.client.get("/v1/runs", headers=two)).status_code == 401
-
-    play(story, token=SECRET)
+@pytest.mark.settings(token=SECRET)
+async def test_one_credential_counts_and_a_wrong_one_is_not_replaced_by_another(service: Any) -> None:
+    answer = await service.client.post("/v1/login", json={"token": SECRET})
+    cookie = {"cookie": answer.headers["set-cookie"].partition(";")[0]}
+    service.client.cookies.clear()
+    assert (await service.client.get("/v1/runs", headers=cookie)).status_code == 200
+    assert (await service.client.get("/v1/runs", headers=cookie | bearer("a-wrong-one"))).status_code == 401
+    right, wrong = (("authorization", f"Bearer {secret}") for secret in (SECRET, "a-wrong-one"))
+    for two in ([right, wrong], [wrong, right], [right, right]):
+        assert (await service.client.get("/v1/runs", headers=two)).status_code == 401
 
 
 @pytest.mark.promise("S7")
-def test_no_answer_leads_to_a_host_of_the_callers_choice(play: Any) -> None:
-    async def story(service: Any) -> None:
-        headers = bearer(SECRET) | {"host": "evil.example"}
-        for path in paths_of(service.app):
-            for method in ("GET", "POST"):
-                answer = await service.client.request(method, f"{path.rstrip('/')}/", headers=headers, json={})
-                assert "location" not in answer.headers, (method, path)
-
-    play(story, token=SECRET)
+@pytest.mark.settings(token=SECRET)
+async def test_no_answer_leads_to_a_host_of_the_callers_choice(service: Any) -> None:
+    headers = bearer(SECRET) | {"host": "evil.example"}
+    for path in paths_of(service.app):
+        for method in ("GET", "POST"):
+            answer = await service.client.request(method, f"{path.rstrip('/')}/", headers=headers, json={})
+            assert "location" not in answer.headers, (method, path)

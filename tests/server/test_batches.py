@@ -14,59 +14,52 @@ SECRET = "a-secret-of-sixteen-or-more"
 
 
 @pytest.mark.promise("S2")
-def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        batch = rank.batch(rank.started(), rank.sample(10), rank.verdict(10))
-        first, again = await service.post(batch), await service.post(batch)
-        assert first.json() == again.json()
-        both = await asyncio.gather(*(service.post(rank.batch(rank.sample(20), sequence=2)) for _ in range(5)))
-        assert [answer.status_code for answer in both] == [200] * 5
-        assert (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"][0]["steps"] == [10, 20]
-        told = (await service.get("/v1/runs/run-1/events"))["events"]
-        assert sorted(event["kind"] for event in told) == ["incident", "started", "verdict"]
-        assert service.app.state.counters.batches == {"stored": 2, "duplicate": 5, "refused": 0, "busy": 0}
-
-    play(story)
+async def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(service: Any) -> None:
+    rank = FakeRank()
+    batch = rank.batch(rank.started(), rank.sample(10), rank.verdict(10))
+    first, again = await service.post(batch), await service.post(batch)
+    assert first.json() == again.json()
+    both = await asyncio.gather(*(service.post(rank.batch(rank.sample(20), sequence=2)) for _ in range(5)))
+    assert [answer.status_code for answer in both] == [200] * 5
+    assert (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"][0]["steps"] == [10, 20]
+    told = (await service.get("/v1/runs/run-1/events"))["events"]
+    assert sorted(event["kind"] for event in told) == ["incident", "started", "verdict"]
+    assert service.app.state.counters.batches == {"stored": 2, "duplicate": 5, "refused": 0, "busy": 0}
 
 
 @pytest.mark.promise("S1")
-def test_a_store_that_fails_answers_503_and_acknowledges_nothing(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
+async def test_a_store_that_fails_answers_503_and_acknowledges_nothing(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = FakeRank()
 
-        def full(*_: Any) -> None:
-            raise OperationalError("COMMIT", None, OSError("database or disk is full"))
+    def full(*_: Any) -> None:
+        raise OperationalError("COMMIT", None, OSError("database or disk is full"))
 
-        with monkeypatch.context() as patch:
-            patch.setattr("foreshock.server.endpoint.exchange", full)
-            answer = await service.post(rank.batch(rank.started()))
-        assert answer.status_code == 503
-        assert int(answer.headers["retry-after"]) >= 1
-        assert (await service.get("/v1/runs"))["runs"] == []
-        assert (await service.post(rank.batch(rank.started(), sequence=1))).status_code == 200
-
-    play(story)
+    with monkeypatch.context() as patch:
+        patch.setattr("foreshock.server.endpoint.exchange", full)
+        answer = await service.post(rank.batch(rank.started()))
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert (await service.get("/v1/runs"))["runs"] == []
+    assert (await service.post(rank.batch(rank.started(), sequence=1))).status_code == 200
 
 
 @pytest.mark.promise("S1")
-def test_a_batch_whose_client_leaves_while_it_waits_is_stored_once_and_holds_up_nobody(play: Any) -> None:
-    async def story(service: Any) -> None:
-        leaving, staying = FakeRank(rank=0), FakeRank(rank=1)
-        writer = service.app.state.writer
-        with service.app.state.store.writer.engine.begin():  # the writer waits
-            left = asyncio.create_task(service.post(leaving.batch(leaving.sample(1))))
-            stayed = asyncio.create_task(service.post(staying.batch(staying.sample(1))))
-            while sum(writer._held.values()) < 2:
-                await asyncio.sleep(0)
-            left.cancel()
-            await asyncio.gather(left, return_exceptions=True)
-        assert (await stayed).status_code == 200
-        assert (await service.post(leaving.batch(leaving.sample(1), sequence=1))).status_code == 200
-        counted = service.app.state.counters.batches
-        assert (counted["stored"], counted["duplicate"]) == (2, 1)
-
-    play(story)
+async def test_a_batch_whose_client_leaves_while_it_waits_is_stored_once_and_holds_up_nobody(service: Any) -> None:
+    leaving, staying = FakeRank(rank=0), FakeRank(rank=1)
+    writer = service.app.state.writer
+    with service.app.state.store.writer.engine.begin():  # the writer waits
+        left = asyncio.create_task(service.post(leaving.batch(leaving.sample(1))))
+        stayed = asyncio.create_task(service.post(staying.batch(staying.sample(1))))
+        while sum(writer._held.values()) < 2:
+            await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+    assert (await stayed).status_code == 200
+    assert (await service.post(leaving.batch(leaving.sample(1), sequence=1))).status_code == 200
+    counted = service.app.state.counters.batches
+    assert (counted["stored"], counted["duplicate"]) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -98,43 +91,35 @@ def test_a_fault_on_the_way_of_a_batch_is_a_problem_and_passes(
 
 
 @pytest.mark.promise("S4")
-def test_more_batches_than_the_queue_takes_get_429_and_the_rest_is_stored(play: Any) -> None:
-    async def story(service: Any) -> None:
-        ranks = [FakeRank(rank=number) for number in range(60)]
-        answers = await asyncio.gather(*(service.post(r.batch(r.started(), r.sample(1))) for r in ranks))
-        codes = [answer.status_code for answer in answers]
-        assert set(codes) == {200, 429}
-        assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 429)
-        assert service.app.state.counters.batches["busy"] == codes.count(429)
-        with service.app.state.store.reader.engine.begin() as connection:
-            stored = connection.execute(text("SELECT count(*) FROM batches")).scalar()
-        assert stored == codes.count(200)
-        assert (await service.post(FakeRank(rank=99).batch(ranks[0].started()))).status_code == 200
-
-    play(story, ingest_queue_batches=8, commit_batches=2)
+@pytest.mark.settings(ingest_queue_batches=8, commit_batches=2)
+async def test_more_batches_than_the_queue_takes_get_429_and_the_rest_is_stored(service: Any) -> None:
+    ranks = [FakeRank(rank=number) for number in range(60)]
+    answers = await asyncio.gather(*(service.post(r.batch(r.started(), r.sample(1))) for r in ranks))
+    codes = [answer.status_code for answer in answers]
+    assert set(codes) == {200, 429}
+    assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 429)
+    assert service.app.state.counters.batches["busy"] == codes.count(429)
+    with service.app.state.store.reader.engine.begin() as connection:
+        stored = connection.execute(text("SELECT count(*) FROM batches")).scalar()
+    assert stored == codes.count(200)
+    assert (await service.post(FakeRank(rank=99).batch(ranks[0].started()))).status_code == 200
 
 
-def test_the_largest_batch_is_taken(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, *(rank.sample(step) for step in range(1, MAX_EVENTS + 1)))
-        [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=10_000))["lines"]
-        assert line["steps"] == list(range(1, MAX_EVENTS + 1))
-
-    play(story)
+async def test_the_largest_batch_is_taken(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, *(rank.sample(step) for step in range(1, MAX_EVENTS + 1)))
+    [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=10_000))["lines"]
+    assert line["steps"] == list(range(1, MAX_EVENTS + 1))
 
 
 @pytest.mark.promise("S3")
-def test_a_batch_that_cannot_be_stored_is_refused_and_holds_up_nobody(play: Any) -> None:
-    async def story(service: Any) -> None:
-        good, bad = FakeRank(rank=0), FakeRank(rank=1)
-        huge = [
-            Sample(step=step, since_step=step - 1, unix_seconds=0.0, loss_nonfinite_steps=2**53)
-            for step in range(1, MAX_EVENTS + 1)
-        ]
-        await service.store(bad, *huge)  # 2**62 by now; twice as much is no 64-bit number
-        answers = await asyncio.gather(service.post(bad.batch(*huge)), service.post(good.batch(good.sample(1))))
-        assert [answer.status_code for answer in answers] == [422, 200]
-        assert "too large" in answers[0].json()["detail"]
-
-    play(story)
+async def test_a_batch_that_cannot_be_stored_is_refused_and_holds_up_nobody(service: Any) -> None:
+    good, bad = FakeRank(rank=0), FakeRank(rank=1)
+    huge = [
+        Sample(step=step, since_step=step - 1, unix_seconds=0.0, loss_nonfinite_steps=2**53)
+        for step in range(1, MAX_EVENTS + 1)
+    ]
+    await service.store(bad, *huge)  # 2**62 by now; twice as much is no 64-bit number
+    answers = await asyncio.gather(service.post(bad.batch(*huge)), service.post(good.batch(good.sample(1))))
+    assert [answer.status_code for answer in answers] == [422, 200]
+    assert "too large" in answers[0].json()["detail"]

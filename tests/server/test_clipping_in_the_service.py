@@ -28,120 +28,99 @@ def growing(**changes: Any) -> Verdict:
 
 @pytest.mark.promise("A26")
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
-def test_neither_an_alert_nor_an_agent_nor_a_person_makes_an_order_of_it(play: Any, policy: Policy) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        proposed = local("proposed").model_copy(update={"before": ("qk_clip_never",), "after": ("qk_clip_always",)})
-        await service.store(rank, rank.started(policy=policy, qk_clip="never"), growing(), proposed)
-        told = await service.client.post("/v1/webhooks/alertmanager", json=delivery(cause="score growth"))
-        assert told.json()["results"] == ["observed: no switch helps against score growth"]
-        assert (await order(service, mode="qk_clip_always", heads=None)).status_code == 422
-        assert (await service.get(f"{RUN}/commands"))["commands"] == []
-        [incident] = (await service.get(f"{RUN}/incidents"))["incidents"]
-        assert (incident["act"], incident["ask"], incident["order"]) == ("none", "none", None)
-        assert 'resume from a checkpoint before step 20 with qk_clip="always"' in incident["to_do"]
-
-    play(story)
+async def test_neither_an_alert_nor_an_agent_nor_a_person_makes_an_order_of_it(service: Any, policy: Policy) -> None:
+    rank = FakeRank()
+    proposed = local("proposed").model_copy(update={"before": ("qk_clip_never",), "after": ("qk_clip_always",)})
+    await service.store(rank, rank.started(policy=policy, qk_clip="never"), growing(), proposed)
+    told = await service.client.post("/v1/webhooks/alertmanager", json=delivery(cause="score growth"))
+    assert told.json()["results"] == ["observed: no switch helps against score growth"]
+    assert (await order(service, mode="qk_clip_always", heads=None)).status_code == 422
+    assert (await service.get(f"{RUN}/commands"))["commands"] == []
+    [incident] = (await service.get(f"{RUN}/incidents"))["incidents"]
+    assert (incident["act"], incident["ask"], incident["order"]) == ("none", "none", None)
+    assert 'resume from a checkpoint before step 20 with qk_clip="always"' in incident["to_do"]
 
 
-def test_a_stored_proposal_of_an_older_version_can_be_rejected_and_goes_to_no_agent(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await start(service, rank, policy="approve")
-        await service.store(rank, rank.verdict(20), local("proposed"))
-        [waits] = (await service.get(f"{RUN}/commands"))["commands"]
-        old = update(commands).values(mode="qk_clip_always", heads=None)
-        await service.app.state.store.write(lambda connection: connection.execute(old))
-        refused = await service.client.post(f"/v1/commands/{waits['id']}/approve", json=WHO)
-        assert refused.status_code == 409
-        assert "is for qk_clip_always, which this service cannot order; reject it." in refused.json()["detail"]
-        await service.app.state.store.write(
-            lambda connection: connection.execute(update(commands).values(state="pending"))
-        )
-        assert not (await service.store(rank, rank.sample(30))).commands
-
-    play(story)
+async def test_a_stored_proposal_of_an_older_version_can_be_rejected_and_goes_to_no_agent(service: Any) -> None:
+    rank = FakeRank()
+    await start(service, rank, policy="approve")
+    await service.store(rank, rank.verdict(20), local("proposed"))
+    [waits] = (await service.get(f"{RUN}/commands"))["commands"]
+    old = update(commands).values(mode="qk_clip_always", heads=None)
+    await service.app.state.store.write(lambda connection: connection.execute(old))
+    refused = await service.client.post(f"/v1/commands/{waits['id']}/approve", json=WHO)
+    assert refused.status_code == 409
+    assert "is for qk_clip_always, which this service cannot order; reject it." in refused.json()["detail"]
+    await service.app.state.store.write(lambda connection: connection.execute(update(commands).values(state="pending")))
+    assert not (await service.store(rank, rank.sample(30))).commands
 
 
-def test_people_hear_once_that_both_causes_are_active_and_the_log_closes_the_first_incident(play: Any) -> None:
-    async def story(service: Any) -> None:
-        out, rank = Out(), FakeRank()
-        notifier = await notifier_of(service, out)
-        await service.store(rank, rank.started(policy="observe", qk_clip="never"), growing())
+async def test_people_hear_once_that_both_causes_are_active_and_the_log_closes_the_first_incident(service: Any) -> None:
+    out, rank = Out(), FakeRank()
+    notifier = await notifier_of(service, out)
+    await service.store(rank, rank.started(policy="observe", qk_clip="never"), growing())
+    await notifier.turn()
+    await service.client.post(f"{RUN}/acknowledge", json=WHO | {"incident": "score-growth"})
+    await service.store(rank, rank.verdict(30, head=1, name="drift"))
+    for _ in range(2):
         await notifier.turn()
-        await service.client.post(f"{RUN}/acknowledge", json=WHO | {"incident": "score-growth"})
-        await service.store(rank, rank.verdict(30, head=1, name="drift"))
-        for _ in range(2):
-            await notifier.turn()
-        [found] = (await service.get(f"{RUN}/incidents"))["incidents"]
-        assert found["causes"] == ["rounding", "score growth"]
-        assert (found["state"], found["acknowledged"]["who"]) == ("acknowledged", "ada (local)")
-        events = (await service.get(f"{RUN}/events", kind="incident"))["events"]
-        assert [(one["incident"]["id"], one["incident"]["state"]) for one in events[:2]] == [
-            ("score-growth", "closed"),
-            ("rounding", "acknowledged"),
+    [found] = (await service.get(f"{RUN}/incidents"))["incidents"]
+    assert found["causes"] == ["rounding", "score growth"]
+    assert (found["state"], found["acknowledged"]["who"]) == ("acknowledged", "ada (local)")
+    events = (await service.get(f"{RUN}/events", kind="incident"))["events"]
+    assert [(one["incident"]["id"], one["incident"]["state"]) for one in events[:2]] == [
+        ("score-growth", "closed"),
+        ("rounding", "acknowledged"),
+    ]
+    assert "joins rounding: both stand in this run." in events[0]["sentence"]
+    told = out.said[-1]
+    assert "Rounding makes attention scores drift in layer 0 head 1, and attention scores grow" in told
+    assert "Type: foreshock switch run-1 --mode" in told
+
+
+async def test_what_qk_clip_did_stands_in_the_log_and_in_the_audit_trail(service: Any) -> None:
+    rank = FakeRank()
+    did = Clipped(
+        id="c-1", step=40, on=True, heads=((0, 1), (0, 2)), factors=(0.9, 0.34), times=(2, 7), reason="two passed"
+    )
+    await service.store(rank, rank.started(qk_clip="on"), did)
+    [event] = (await service.get("/v1/runs/run-1/events", kind="clipped"))["events"]
+    assert event["clipped"]["factors"] == [0.9, 0.34]
+    assert event["sentence"] == (
+        "Rank 0: QK-Clip scaled layer 0 head 1, layer 0 head 2, smallest factor 0.34, at most 7 times each. two passed"
+    )
+    [row] = [row for row in (await service.get("/v1/audit"))["rows"] if row["action"] == "qk_clip"]
+    assert (row["actor"], row["details"]["heads"]) == ("rank 0", [[0, 1], [0, 2]])
+    assert (row["details"]["smallest_factor"], row["details"]["times"]) == (0.34, 9)
+    assert (await service.get("/v1/runs/run-1"))["qk_clip"] == "on"
+
+
+async def test_a_scrape_tells_which_heads_were_scaled_how_strongly_and_how_often_in_all(service: Any) -> None:
+    for number in range(2):
+        rank = FakeRank(rank=number)
+        clip = {"clip_factor": np.array([1, 1, 0.25, 0.5, 1, 1]), "clipped_steps": np.array([0, 0, 4, 1, 0, 0])}
+        arrays = {name: Array.of(values.astype(np.float32)) for name, values in clip.items()}
+        sample = rank.sample(10).model_copy(update=arrays)
+        # of ranks that scale alike the first tells; an older word of its own counts no more
+        words = [
+            Clipped(id=f"c-{step}", step=step, on=True, total=0 if number else step, reason="x") for step in (5, 9)
         ]
-        assert "joins rounding: both stand in this run." in events[0]["sentence"]
-        told = out.said[-1]
-        assert "Rounding makes attention scores drift in layer 0 head 1, and attention scores grow" in told
-        assert "Type: foreshock switch run-1 --mode" in told
-
-    play(story)
-
-
-def test_what_qk_clip_did_stands_in_the_log_and_in_the_audit_trail(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        did = Clipped(
-            id="c-1", step=40, on=True, heads=((0, 1), (0, 2)), factors=(0.9, 0.34), times=(2, 7), reason="two passed"
-        )
-        await service.store(rank, rank.started(qk_clip="on"), did)
-        [event] = (await service.get("/v1/runs/run-1/events", kind="clipped"))["events"]
-        assert event["clipped"]["factors"] == [0.9, 0.34]
-        assert event["sentence"] == (
-            "Rank 0: QK-Clip scaled layer 0 head 1, layer 0 head 2, smallest factor 0.34, at most 7 times each. "
-            "two passed"
-        )
-        [row] = [row for row in (await service.get("/v1/audit"))["rows"] if row["action"] == "qk_clip"]
-        assert (row["actor"], row["details"]["heads"]) == ("rank 0", [[0, 1], [0, 2]])
-        assert (row["details"]["smallest_factor"], row["details"]["times"]) == (0.34, 9)
-        assert (await service.get("/v1/runs/run-1"))["qk_clip"] == "on"
-
-    play(story)
+        await service.store(rank, rank.started(qk_clip="on"), sample, *words)
+    text = (await service.client.get("/metrics")).text
+    samples = [each for family in parse_text(text) for each in family.samples]
+    shown = {(each.name, *(f"{k}={v}" for k, v in sorted(each.labels.items()))): each.value for each in samples}
+    assert shown["foreshock_run_clips_total", "run=run-1"] == 9.0
+    assert shown["foreshock_run_clipped_heads", "run=run-1"] == 2.0
+    assert shown["foreshock_layer_clip_factor_ratio", "layer=0", "run=run-1"] == 0.25
+    assert shown["foreshock_head_clipped_steps", "head=2", "layer=0", "run=run-1"] == 4.0
 
 
-def test_a_scrape_tells_which_heads_were_scaled_how_strongly_and_how_often_in_all(play: Any) -> None:
-    async def story(service: Any) -> None:
-        for number in range(2):
-            rank = FakeRank(rank=number)
-            clip = {"clip_factor": np.array([1, 1, 0.25, 0.5, 1, 1]), "clipped_steps": np.array([0, 0, 4, 1, 0, 0])}
-            arrays = {name: Array.of(values.astype(np.float32)) for name, values in clip.items()}
-            sample = rank.sample(10).model_copy(update=arrays)
-            # of ranks that scale alike the first tells; an older word of its own counts no more
-            words = [
-                Clipped(id=f"c-{step}", step=step, on=True, total=0 if number else step, reason="x") for step in (5, 9)
-            ]
-            await service.store(rank, rank.started(qk_clip="on"), sample, *words)
-        text = (await service.client.get("/metrics")).text
-        samples = [each for family in parse_text(text) for each in family.samples]
-        shown = {(each.name, *(f"{k}={v}" for k, v in sorted(each.labels.items()))): each.value for each in samples}
-        assert shown["foreshock_run_clips_total", "run=run-1"] == 9.0
-        assert shown["foreshock_run_clipped_heads", "run=run-1"] == 2.0
-        assert shown["foreshock_layer_clip_factor_ratio", "layer=0", "run=run-1"] == 0.25
-        assert shown["foreshock_head_clipped_steps", "head=2", "layer=0", "run=run-1"] == 4.0
-
-    play(story)
-
-
-def test_a_note_stands_in_the_log_and_is_no_warning(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        note = growing(id="note-20", severity="info", state="cleared", layer=None, head=None, sentence="Note: 143.")
-        await service.store(rank, rank.started(), rank.sample(20), note)
-        log = (await service.get("/v1/runs/run-1/events", kind="verdict"))["events"]
-        assert [event["sentence"] for event in log] == ["Note: 143."]
-        detail = await service.get("/v1/runs/run-1")
-        assert (detail["warnings"], detail["active_warnings"], detail["severity"]) == ([], 0, None)
-        assert "foreshock_warning_raised_total{" not in (await service.client.get("/metrics")).text
-
-    play(story)
+async def test_a_note_stands_in_the_log_and_is_no_warning(service: Any) -> None:
+    rank = FakeRank()
+    note = growing(id="note-20", severity="info", state="cleared", layer=None, head=None, sentence="Note: 143.")
+    await service.store(rank, rank.started(), rank.sample(20), note)
+    log = (await service.get("/v1/runs/run-1/events", kind="verdict"))["events"]
+    assert [event["sentence"] for event in log] == ["Note: 143."]
+    detail = await service.get("/v1/runs/run-1")
+    assert (detail["warnings"], detail["active_warnings"], detail["severity"]) == ([], 0, None)
+    assert "foreshock_warning_raised_total{" not in (await service.client.get("/metrics")).text

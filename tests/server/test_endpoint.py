@@ -10,34 +10,26 @@ from foreshock.server.testing import FakeRank
 
 @pytest.mark.promise("S3")
 @pytest.mark.parametrize("position", range(4))
-def test_one_bad_event_at_any_position_refuses_the_whole_batch(play: Any, position: int) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        body = json.loads(rank.batch(rank.started(), *(rank.sample(s) for s in (1, 2, 3))).model_dump_json())
-        body["events"][position]["step"] = -1
-        answer = await service.client.post("/v1/batches", json=body)
-        assert answer.status_code == 422
-        assert answer.headers["content-type"] == "application/problem+json"
-        [error] = answer.json()["errors"]
-        assert error["where"].startswith(f"events.{position}.")
-        assert (await service.get("/v1/runs"))["runs"] == []
-
-    play(story)
+async def test_one_bad_event_at_any_position_refuses_the_whole_batch(service: Any, position: int) -> None:
+    rank = FakeRank()
+    body = json.loads(rank.batch(rank.started(), *(rank.sample(s) for s in (1, 2, 3))).model_dump_json())
+    body["events"][position]["step"] = -1
+    answer = await service.client.post("/v1/batches", json=body)
+    assert answer.status_code == 422
+    assert answer.headers["content-type"] == "application/problem+json"
+    [error] = answer.json()["errors"]
+    assert error["where"].startswith(f"events.{position}.")
+    assert (await service.get("/v1/runs"))["runs"] == []
 
 
-def test_a_batch_with_many_errors_names_ten_of_them(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        body = json.loads(rank.batch(*(rank.sample(s) for s in range(1, 15))).model_dump_json())
-        for event in body["events"]:
-            event["since_step"] = -1
-        answer = await service.client.post("/v1/batches", json=body)
-        assert len(answer.json()["errors"]) == 10
-        assert [error["where"] for error in answer.json()["errors"]] == [
-            f"events.{i}.sample.since_step" for i in range(10)
-        ]
-
-    play(story)
+async def test_a_batch_with_many_errors_names_ten_of_them(service: Any) -> None:
+    rank = FakeRank()
+    body = json.loads(rank.batch(*(rank.sample(s) for s in range(1, 15))).model_dump_json())
+    for event in body["events"]:
+        event["since_step"] = -1
+    answer = await service.client.post("/v1/batches", json=body)
+    assert len(answer.json()["errors"]) == 10
+    assert [error["where"] for error in answer.json()["errors"]] == [f"events.{i}.sample.since_step" for i in range(10)]
 
 
 HOSTILE = {
@@ -57,84 +49,67 @@ HOSTILE = {
 
 @pytest.mark.promise("S5")
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_bodies_are_refused_with_a_problem(play: Any, body: bytes) -> None:
-    async def story(service: Any) -> None:
-        answer = await service.client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
-        assert answer.status_code in (415, 422)
-        assert answer.json()["status"] == answer.status_code
-
-    play(story)
+async def test_hostile_bodies_are_refused_with_a_problem(service: Any, body: bytes) -> None:
+    answer = await service.client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code in (415, 422)
+    assert answer.json()["status"] == answer.status_code
 
 
 @pytest.mark.promise("S5")
-def test_bodies_that_are_too_large_compressed_or_not_json_are_refused(play: Any) -> None:
-    async def story(service: Any) -> None:
-        async def drip() -> Any:
-            for _ in range(100):
-                yield b" " * 100
+@pytest.mark.settings(max_body_bytes=4096)
+async def test_bodies_that_are_too_large_compressed_or_not_json_are_refused(service: Any) -> None:
+    async def drip() -> Any:
+        for _ in range(100):
+            yield b" " * 100
 
-        def post(**kind: Any) -> Any:
-            return service.client.post("/v1/batches", **kind)
+    def post(**kind: Any) -> Any:
+        return service.client.post("/v1/batches", **kind)
 
-        json_type = {"content-type": "application/json"}
-        large = await post(content=b" " * 5000, headers=json_type)
-        chunked = await post(content=drip(), headers=json_type)
-        assert [large.status_code, chunked.status_code] == [413, 413]
-        assert large.headers["content-type"] == chunked.headers["content-type"] == "application/problem+json"
-        packed = await post(content=b"{}", headers={**json_type, "content-encoding": "gzip"})
-        plain = await post(content=b"{}", headers={"content-type": "text/plain"})
-        assert [packed.status_code, plain.status_code] == [415, 415]
-
-    play(story, max_body_bytes=4096)
+    json_type = {"content-type": "application/json"}
+    large = await post(content=b" " * 5000, headers=json_type)
+    chunked = await post(content=drip(), headers=json_type)
+    assert [large.status_code, chunked.status_code] == [413, 413]
+    assert large.headers["content-type"] == chunked.headers["content-type"] == "application/problem+json"
+    packed = await post(content=b"{}", headers={**json_type, "content-encoding": "gzip"})
+    plain = await post(content=b"{}", headers={"content-type": "text/plain"})
+    assert [packed.status_code, plain.status_code] == [415, 415]
 
 
 @pytest.mark.promise("S12")
-def test_a_noisy_run_is_slowed_down_and_a_quiet_one_is_not(play: Any) -> None:
-    async def story(service: Any) -> None:
-        noisy, quiet = FakeRank(run="noisy"), FakeRank(run="quiet")
-        codes = [(await service.post(noisy.batch(noisy.sample(step)))).status_code for step in range(1, 30)]
-        assert codes[0] == 200
-        assert codes[-1] == 429
-        assert (await service.post(quiet.batch(quiet.sample(1)))).status_code == 200
-
-    play(story, run_batches_per_second=5.0)
+@pytest.mark.settings(run_batches_per_second=5.0)
+async def test_a_noisy_run_is_slowed_down_and_a_quiet_one_is_not(service: Any) -> None:
+    noisy, quiet = FakeRank(run="noisy"), FakeRank(run="quiet")
+    codes = [(await service.post(noisy.batch(noisy.sample(step)))).status_code for step in range(1, 30)]
+    assert codes[0] == 200
+    assert codes[-1] == 429
+    assert (await service.post(quiet.batch(quiet.sample(1)))).status_code == 200
 
 
-def test_a_run_named_like_an_address_is_refused_with_a_sentence(play: Any) -> None:
-    async def story(service: Any) -> None:
-        paths = [path for path in service.app.openapi()["paths"] if path.startswith("/v1/runs/{run}/")]
-        assert len(paths) == 7
-        for word in (path.rpartition("/")[2] for path in paths):
-            rank = FakeRank(run=f"team/{word}")
-            answer = await service.post(rank.batch(rank.started()))
-            assert answer.status_code == 422
-            assert f"may not end in /{word}" in answer.json()["detail"]
-
-    play(story)
+async def test_a_run_named_like_an_address_is_refused_with_a_sentence(service: Any) -> None:
+    paths = [path for path in service.app.openapi()["paths"] if path.startswith("/v1/runs/{run}/")]
+    assert len(paths) == 7
+    for word in (path.rpartition("/")[2] for path in paths):
+        rank = FakeRank(run=f"team/{word}")
+        answer = await service.post(rank.batch(rank.started()))
+        assert answer.status_code == 422
+        assert f"may not end in /{word}" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("name", [".", ".."])
-def test_a_run_that_no_address_could_name_is_refused_with_a_sentence(play: Any, name: str) -> None:
+async def test_a_run_that_no_address_could_name_is_refused_with_a_sentence(service: Any, name: str) -> None:
     """Every client, browsers too, takes a part of dots out of an address before it asks."""
-
-    async def story(service: Any) -> None:
-        rank = FakeRank(run=name)
-        answer = await service.post(rank.batch(rank.started()))
-        assert answer.status_code == 422
-        assert "may not be dots alone" in answer.json()["detail"]
-
-    play(story)
+    rank = FakeRank(run=name)
+    answer = await service.post(rank.batch(rank.started()))
+    assert answer.status_code == 422
+    assert "may not be dots alone" in answer.json()["detail"]
 
 
 @pytest.mark.promise("S13")
-def test_control_characters_in_texts_reach_no_log_line(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started(), rank.verdict(1, sentence="a\nb\x00c\u202ed <img onerror=x>"))
-        newest = (await service.get("/v1/runs/run-1/events", kind="verdict"))["events"][0]
-        assert newest["sentence"] == "a\ufffdb\ufffdc\ufffdd <img onerror=x>"
-
-    play(story)
+async def test_control_characters_in_texts_reach_no_log_line(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(), rank.verdict(1, sentence="a\nb\x00c\u202ed <img onerror=x>"))
+    newest = (await service.get("/v1/runs/run-1/events", kind="verdict"))["events"][0]
+    assert newest["sentence"] == "a\ufffdb\ufffdc\ufffdd <img onerror=x>"
 
 
 @pytest.mark.promise("S13")

@@ -36,183 +36,153 @@ def series_of(text: str) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.promise("S15")
-def test_metrics_parse_in_both_formats_with_the_right_content_type(play: Any) -> None:
-    async def story(service: Any) -> None:
-        await a_full_run(service)
-        plain = await service.client.get("/metrics")
-        assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
-        opened = await service.client.get("/metrics", headers=OPENMETRICS)
-        assert opened.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
-        families = list(parse_openmetrics(opened.text))  # type: ignore[no-untyped-call]
-        known = {metric.name for metric in METRICS} | {m.layer_name for m in METRICS if m.head is not None}
-        seen = {sample.name for family in families for sample in family.samples}
-        assert seen <= known
-        assert {"foreshock_head_score_max", "foreshock_layer_score_max", "foreshock_run_loss"} <= seen
-        assert {(s[0], *s[1:]) for s in series_of(plain.text)} == {
-            (s.name, *(f"{k}={v}" for k, v in sorted(s.labels.items()))) for f in families for s in f.samples
-        }
-
-    play(story)
+async def test_metrics_parse_in_both_formats_with_the_right_content_type(service: Any) -> None:
+    await a_full_run(service)
+    plain = await service.client.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
+    opened = await service.client.get("/metrics", headers=OPENMETRICS)
+    assert opened.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    families = list(parse_openmetrics(opened.text))  # type: ignore[no-untyped-call]
+    known = {metric.name for metric in METRICS} | {m.layer_name for m in METRICS if m.head is not None}
+    seen = {sample.name for family in families for sample in family.samples}
+    assert seen <= known
+    assert {"foreshock_head_score_max", "foreshock_layer_score_max", "foreshock_run_loss"} <= seen
+    assert {(s[0], *s[1:]) for s in series_of(plain.text)} == {
+        (s.name, *(f"{k}={v}" for k, v in sorted(s.labels.items()))) for f in families for s in f.samples
+    }
 
 
 @pytest.mark.promise("S15")
 @pytest.mark.servers
-def test_promtool_accepts_the_metrics(play: Any) -> None:
+async def test_promtool_accepts_the_metrics(service: Any) -> None:
     if shutil.which("promtool") is None:
         pytest.fail("promtool is missing; `make test` installs it with Debian's package prometheus")
-
-    async def story(service: Any) -> None:
-        await a_full_run(service)
-        text = (await service.client.get("/metrics")).text
-        done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout + done.stderr == ""
-
-    play(story)
+    await a_full_run(service)
+    text = (await service.client.get("/metrics")).text
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout + done.stderr == ""
 
 
-def test_the_lowest_entropy_stands_for_a_layer_and_one_that_nobody_measured_is_left_out(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank(run="run-1", layers=2)
-        words = rank.words(1)
-        words[:-1, Slot.ENTROPY_ROWS] = 100  # all heads but the last
-        words.view(np.float64)[:-1, Slot.ENTROPY_SUM] = 100.0 * np.arange(1, len(words))
-        await service.store(rank, rank.started(), rank.sample(1).model_copy(update={"states": Array.of(words)}))
-        shown = series_of((await service.client.get("/metrics")).text)
-        layers = {key[1]: value for key, value in shown.items() if key[0] == "foreshock_layer_entropy"}
-        heads = [value for key, value in shown.items() if key[0] == "foreshock_head_entropy"]
-        assert layers == {"layer=0": 1.0, "layer=1": 1.0 + len(words) / 2}
-        assert sorted(heads) == list(range(1, len(words)))
-
-    play(story)
+async def test_the_lowest_entropy_stands_for_a_layer_and_one_that_nobody_measured_is_left_out(service: Any) -> None:
+    rank = FakeRank(run="run-1", layers=2)
+    words = rank.words(1)
+    words[:-1, Slot.ENTROPY_ROWS] = 100  # all heads but the last
+    words.view(np.float64)[:-1, Slot.ENTROPY_SUM] = 100.0 * np.arange(1, len(words))
+    await service.store(rank, rank.started(), rank.sample(1).model_copy(update={"states": Array.of(words)}))
+    shown = series_of((await service.client.get("/metrics")).text)
+    layers = {key[1]: value for key, value in shown.items() if key[0] == "foreshock_layer_entropy"}
+    heads = [value for key, value in shown.items() if key[0] == "foreshock_head_entropy"]
+    assert layers == {"layer=0": 1.0, "layer=1": 1.0 + len(words) / 2}
+    assert sorted(heads) == list(range(1, len(words)))
 
 
-def test_a_warning_its_forecast_and_the_agents_losses_are_shown(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = await a_full_run(service)
-        shown = series_of((await service.client.get("/metrics")).text)
-        where = ("head=2", "layer=0", "run=run-1")
-        assert shown["foreshock_warning_forecast_steps", *where] == 2100
-        warning = ("cause=rounding", "head=2", "layer=0", "run=run-1", "severity=warning", "signal=offset")
-        assert shown["foreshock_warning_active", *warning] == 1
-        assert shown["foreshock_warning_raised_total", "cause=rounding", "run=run-1"] == 1
-        assert shown["foreshock_agent_dropped_total", "reason=queue_full", "run=run-1"] == 3
-        assert shown["foreshock_service_batches_total", "result=stored"] == 2
-        await service.store(rank, rank.verdict(2, state="cleared"))
-        after = series_of((await service.client.get("/metrics")).text)
-        assert ("foreshock_warning_active", *warning) not in after
-        assert after["foreshock_warning_raised_total", "cause=rounding", "run=run-1"] == 1
-
-    play(story)
+async def test_a_warning_its_forecast_and_the_agents_losses_are_shown(service: Any) -> None:
+    rank = await a_full_run(service)
+    shown = series_of((await service.client.get("/metrics")).text)
+    where = ("head=2", "layer=0", "run=run-1")
+    assert shown["foreshock_warning_forecast_steps", *where] == 2100
+    warning = ("cause=rounding", "head=2", "layer=0", "run=run-1", "severity=warning", "signal=offset")
+    assert shown["foreshock_warning_active", *warning] == 1
+    assert shown["foreshock_warning_raised_total", "cause=rounding", "run=run-1"] == 1
+    assert shown["foreshock_agent_dropped_total", "reason=queue_full", "run=run-1"] == 3
+    assert shown["foreshock_service_batches_total", "result=stored"] == 2
+    await service.store(rank, rank.verdict(2, state="cleared"))
+    after = series_of((await service.client.get("/metrics")).text)
+    assert ("foreshock_warning_active", *warning) not in after
+    assert after["foreshock_warning_raised_total", "cause=rounding", "run=run-1"] == 1
 
 
-def test_only_the_worst_heads_are_shown_one_by_one(play: Any) -> None:
-    async def story(service: Any) -> None:
-        await a_full_run(service)
-        shown = series_of((await service.client.get("/metrics")).text)
-        heads = {key[1:3] for key in shown if key[0] == "foreshock_head_risk_ratio"}
-        assert heads == {("head=2", "layer=1"), ("head=1", "layer=1")}
-        layers = [key for key in shown if key[0] == "foreshock_layer_risk_ratio"]
-        assert len(layers) == 2
-
-    play(story, worst_heads=2)
+@pytest.mark.settings(worst_heads=2)
+async def test_only_the_worst_heads_are_shown_one_by_one(service: Any) -> None:
+    await a_full_run(service)
+    shown = series_of((await service.client.get("/metrics")).text)
+    heads = {key[1:3] for key in shown if key[0] == "foreshock_head_risk_ratio"}
+    assert heads == {("head=2", "layer=1"), ("head=1", "layer=1")}
+    layers = [key for key in shown if key[0] == "foreshock_layer_risk_ratio"]
+    assert len(layers) == 2
 
 
 @pytest.mark.promise("S6")
-def test_series_beyond_the_budget_are_dropped_and_counted(play: Any) -> None:
-    async def story(service: Any) -> None:
-        for number in range(6):
-            await a_full_run(service, run=f"run-{number}", layers=4)
-        shown = series_of((await service.client.get("/metrics")).text)
-        dropped = shown[("foreshock_service_series_dropped",)]
-        assert len(shown) <= 200 + 2  # and what was left out: series, lines of the log
-        assert dropped > 100
-        assert ("foreshock_run_active", "run=run-5") in shown
-
-    play(story, max_series=200)
+@pytest.mark.settings(max_series=200)
+async def test_series_beyond_the_budget_are_dropped_and_counted(service: Any) -> None:
+    for number in range(6):
+        await a_full_run(service, run=f"run-{number}", layers=4)
+    shown = series_of((await service.client.get("/metrics")).text)
+    dropped = shown[("foreshock_service_series_dropped",)]
+    assert len(shown) <= 200 + 2  # and what was left out: series, lines of the log
+    assert dropped > 100
+    assert ("foreshock_run_active", "run=run-5") in shown
 
 
 @pytest.mark.promise("S6")
-def test_strangers_methods_paths_and_names_make_no_series(play: Any) -> None:
-    async def story(service: Any) -> None:
-        before = set(series_of((await service.client.get("/metrics")).text))
-        for i in range(50):
-            await service.client.request(f"M{i}", f"/p{i}?q{i}=1", headers={f"x-{i}": "1"})
-            await service.client.post("/v1/batches", json={"run": f"r{i}"})
-            await service.client.post("/v1/webhooks/alertmanager", json={"alerts": [{"status": f"s{i}"}]})
-        after = set(series_of((await service.client.get("/metrics")).text))
-        assert len(after - before) <= 2
-
-    play(story)
+async def test_strangers_methods_paths_and_names_make_no_series(service: Any) -> None:
+    before = set(series_of((await service.client.get("/metrics")).text))
+    for i in range(50):
+        await service.client.request(f"M{i}", f"/p{i}?q{i}=1", headers={f"x-{i}": "1"})
+        await service.client.post("/v1/batches", json={"run": f"r{i}"})
+        await service.client.post("/v1/webhooks/alertmanager", json={"alerts": [{"status": f"s{i}"}]})
+    after = set(series_of((await service.client.get("/metrics")).text))
+    assert len(after - before) <= 2
 
 
-def test_a_finished_run_leaves_after_its_time(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = await a_full_run(service)
-        await service.store(rank, Finished(step=1, unix_seconds=1.0, status="completed"))
-        shown = series_of((await service.client.get("/metrics")).text)
-        assert shown["foreshock_run_active", "run=run-1"] == 0
-        time.sleep(0.6)
-        gone = (await service.client.get("/metrics")).text
-        assert "run-1" not in gone
-
-    play(story, finished_run_seconds=0.5)
+@pytest.mark.settings(finished_run_seconds=0.5)
+async def test_a_finished_run_leaves_after_its_time(service: Any) -> None:
+    rank = await a_full_run(service)
+    await service.store(rank, Finished(step=1, unix_seconds=1.0, status="completed"))
+    shown = series_of((await service.client.get("/metrics")).text)
+    assert shown["foreshock_run_active", "run=run-1"] == 0
+    time.sleep(0.6)
+    gone = (await service.client.get("/metrics")).text
+    assert "run-1" not in gone
 
 
 @pytest.mark.promise("S4")
-def test_scrapers_that_come_within_a_second_share_one_snapshot(play: Any) -> None:
-    async def story(service: Any) -> None:
-        exposer, taken = service.app.state.exposer, []
-        take = exposer._take
+@pytest.mark.settings(metrics_seconds=60.0)
+async def test_scrapers_that_come_within_a_second_share_one_snapshot(service: Any) -> None:
+    exposer, taken = service.app.state.exposer, []
+    take = exposer._take
 
-        def counted(connection: Any, prefix: str) -> Any:
-            taken.append(prefix)
-            return take(connection, prefix)
+    def counted(connection: Any, prefix: str) -> Any:
+        taken.append(prefix)
+        return take(connection, prefix)
 
-        exposer._take = counted
-        rank = await a_full_run(service)
-        answers = await asyncio.gather(*(service.client.get("/metrics") for _ in range(20)))
-        assert {answer.status_code for answer in answers} == {200}
-        await service.store(rank, rank.sample(2))
-        opened = await service.client.get("/metrics", headers=OPENMETRICS)
-        assert 'foreshock_run_step{run="run-1"} 1.0' in opened.text
-        assert taken == [""]
-
-    play(story, metrics_seconds=60.0)
+    exposer._take = counted
+    rank = await a_full_run(service)
+    answers = await asyncio.gather(*(service.client.get("/metrics") for _ in range(20)))
+    assert {answer.status_code for answer in answers} == {200}
+    await service.store(rank, rank.sample(2))
+    opened = await service.client.get("/metrics", headers=OPENMETRICS)
+    assert 'foreshock_run_step{run="run-1"} 1.0' in opened.text
+    assert taken == [""]
 
 
-def test_losses_of_a_good_run_are_zeros_and_not_absent(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started(), rank.sample(1))
-        found = series_of((await service.client.get("/metrics")).text)
-        assert found["foreshock_agent_dropped_total", "reason=queue_full", "run=run-1"] == 0
-        assert found["foreshock_agent_faults_total", "component=sender", "run=run-1"] == 0
-
-    play(story)
+async def test_losses_of_a_good_run_are_zeros_and_not_absent(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(), rank.sample(1))
+    found = series_of((await service.client.get("/metrics")).text)
+    assert found["foreshock_agent_dropped_total", "reason=queue_full", "run=run-1"] == 0
+    assert found["foreshock_agent_faults_total", "component=sender", "run=run-1"] == 0
 
 
 @pytest.mark.promise("S4")
-def test_a_scrape_takes_as_many_queries_for_thirty_runs_as_for_three(play: Any) -> None:
-    async def story(service: Any) -> None:
-        store = service.app.state.store
-        statements: list[str] = []
-        event.listen(store.reader.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+async def test_a_scrape_takes_as_many_queries_for_thirty_runs_as_for_three(service: Any) -> None:
+    store = service.app.state.store
+    statements: list[str] = []
+    event.listen(store.reader.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
 
-        async def queries() -> int:
-            statements.clear()
-            assert (await service.client.get("/metrics")).status_code == 200
-            return len(statements)
+    async def queries() -> int:
+        statements.clear()
+        assert (await service.client.get("/metrics")).status_code == 200
+        return len(statements)
 
-        for number in range(3):
-            await a_full_run(service, run=f"run-{number}")
-        few = await queries()
-        for number in range(3, 30):
-            await a_full_run(service, run=f"run-{number}")
-        assert await queries() == few
-        assert few < 20
-
-    play(story)
+    for number in range(3):
+        await a_full_run(service, run=f"run-{number}")
+    few = await queries()
+    for number in range(3, 30):
+        await a_full_run(service, run=f"run-{number}")
+    assert await queries() == few
+    assert few < 20
 
 
 def test_heartbeats_are_words_of_a_run_and_no_steps(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +222,7 @@ def test_heartbeats_are_words_of_a_run_and_no_steps(play: Any, monkeypatch: pyte
 
 
 @pytest.mark.promise("A11")
-def test_steps_that_a_loss_scaler_skips_are_told_from_those_with_a_broken_loss(play: Any) -> None:
+async def test_steps_that_a_loss_scaler_skips_are_told_from_those_with_a_broken_loss(service: Any) -> None:
     """Gradients overflow beside a finite loss in steps that are skipped; a run that tells no loss has its gradients."""
     told: dict[str, dict[str, Any]] = {
         "skipped": {"loss": 2.5, "grad_norm": math.inf, "grad_norm_nonfinite_steps": 7},
@@ -260,69 +230,61 @@ def test_steps_that_a_loss_scaler_skips_are_told_from_those_with_a_broken_loss(p
         "no loss": {"loss": None, "grad_norm_nonfinite_steps": 3},
         "healthy": {"loss": 2.5},
     }
-
-    async def story(service: Any) -> None:
-        for name, changes in told.items():
-            rank = FakeRank(run=name.replace(" ", "-"))
-            for step in (1, 2):
-                sample = rank.sample(step).model_copy(update=changes if step == 1 else {})
-                await service.store(rank, *([rank.started()] if step == 1 else []), sample)
-        seen = series_of((await service.client.get("/metrics")).text)
-        counted = {name: seen["foreshock_run_nonfinite_steps_total", f"run={name.replace(' ', '-')}"] for name in told}
-        assert counted == {"skipped": 0, "broken": 2, "no loss": 3, "healthy": 0}
-
-    play(story)
+    for name, changes in told.items():
+        rank = FakeRank(run=name.replace(" ", "-"))
+        for step in (1, 2):
+            sample = rank.sample(step).model_copy(update=changes if step == 1 else {})
+            await service.store(rank, *([rank.started()] if step == 1 else []), sample)
+    seen = series_of((await service.client.get("/metrics")).text)
+    counted = {name: seen["foreshock_run_nonfinite_steps_total", f"run={name.replace(' ', '-')}"] for name in told}
+    assert counted == {"skipped": 0, "broken": 2, "no loss": 3, "healthy": 0}
 
 
 @pytest.mark.full
 @pytest.mark.promise("S4")
-def test_of_two_thousand_runs_a_scrape_reads_those_that_changed_and_forgets_those_that_are_deleted(
-    play: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch
+async def test_of_two_thousand_runs_a_scrape_reads_those_that_changed_and_forgets_those_that_are_deleted(
+    service: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read of a run is read for many at once, and once: a scrape cost 25 processor seconds where it was not."""
     names = [f"run-{number:04}" for number in range(2000)]
     read: list[str] = []
+    exposer, store = service.app.state.exposer, service.app.state.store
+    look = exposer.read_changed
+    statements: list[str] = []
+    event.listen(store.reader.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
 
-    async def story(service: Any) -> None:
-        exposer, store = service.app.state.exposer, service.app.state.store
-        look = exposer.read_changed
-        statements: list[str] = []
-        event.listen(store.reader.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+    def counted(connection: Any, rows: Any) -> Any:
+        read.extend(row.name for row in rows)
+        return look(connection, rows)
 
-        def counted(connection: Any, rows: Any) -> Any:
-            read.extend(row.name for row in rows)
-            return look(connection, rows)
+    async def scraped(what: str) -> tuple[set[str], int]:
+        read.clear()
+        statements.clear()
+        began = time.process_time()
+        text = (await service.client.get("/metrics")).text
+        record_property(f"{what}, processor seconds", round(time.process_time() - began, 2))
+        told = {key[1].removeprefix("run=") for key in series_of(text) if key[0] == "foreshock_run_step"}
+        return told, len(statements)
 
-        async def scraped(what: str) -> tuple[set[str], int]:
-            read.clear()
-            statements.clear()
-            began = time.process_time()
-            text = (await service.client.get("/metrics")).text
-            record_property(f"{what}, processor seconds", round(time.process_time() - began, 2))
-            told = {key[1].removeprefix("run=") for key in series_of(text) if key[0] == "foreshock_run_step"}
-            return told, len(statements)
+    monkeypatch.setattr(exposer, "read_changed", counted)
+    ranks = [FakeRank(run=name, layers=2, heads=range(2)) for name in names]
 
-        monkeypatch.setattr(exposer, "read_changed", counted)
-        ranks = [FakeRank(run=name, layers=2, heads=range(2)) for name in names]
+    async def send(some: list[FakeRank]) -> None:
+        for rank in some:
+            await service.store(rank, rank.started(), rank.sample(1))
 
-        async def send(some: list[FakeRank]) -> None:
-            for rank in some:
-                await service.store(rank, rank.started(), rank.sample(1))
-
-        await asyncio.gather(*(send(ranks[first::32]) for first in range(32)))
-        told, queries = await scraped("2,000 new runs")
-        assert told == set(names)
-        assert sorted(read) == names
-        assert queries < len(names) / 4
-        assert (await scraped("nothing new"))[0] == set(names)
-        assert read == []
-        await service.store(ranks[7], ranks[7].sample(2), Finished(step=2, unix_seconds=1.0, status="completed"))
-        await scraped("one run new")
-        assert read == [names[7]]
-        decision = {"who": "ann", "reason": "no longer needed"}
-        answer = await service.client.delete(f"/v1/runs/{names[7]}", params=decision)
-        assert answer.status_code < 300, answer.text
-        assert (await scraped("one run deleted"))[0] == {*names} - {names[7]}
-        assert len(exposer._made) == len(names) - 1
-
-    play(story)
+    await asyncio.gather(*(send(ranks[first::32]) for first in range(32)))
+    told, queries = await scraped("2,000 new runs")
+    assert told == set(names)
+    assert sorted(read) == names
+    assert queries < len(names) / 4
+    assert (await scraped("nothing new"))[0] == set(names)
+    assert read == []
+    await service.store(ranks[7], ranks[7].sample(2), Finished(step=2, unix_seconds=1.0, status="completed"))
+    await scraped("one run new")
+    assert read == [names[7]]
+    decision = {"who": "ann", "reason": "no longer needed"}
+    answer = await service.client.delete(f"/v1/runs/{names[7]}", params=decision)
+    assert answer.status_code < 300, answer.text
+    assert (await scraped("one run deleted"))[0] == {*names} - {names[7]}
+    assert len(exposer._made) == len(names) - 1

@@ -100,79 +100,74 @@ def as_(secret: str) -> dict[str, str]:
     return {"authorization": f"Bearer {secret}"}
 
 
-def test_curves_of_one_token_keep_no_list_no_run_and_no_curve_of_another_waiting(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank(run="b/one")
-        body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
-        headers = as_(BOB) | {"content-type": "application/json"}
-        assert (await service.client.post("/v1/batches", content=body, headers=headers)).status_code == 200
+@pytest.mark.settings(tokens=TOKENS)
+async def test_curves_of_one_token_keep_no_list_no_run_and_no_curve_of_another_waiting(service: Any) -> None:
+    rank = FakeRank(run="b/one")
+    body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
+    headers = as_(BOB) | {"content-type": "application/json"}
+    assert (await service.client.post("/v1/batches", content=body, headers=headers)).status_code == 200
 
-        async def status(path: str, secret: str) -> int:
-            return int((await service.client.get(path, headers=as_(secret))).status_code)
+    async def status(path: str, secret: str) -> int:
+        return int((await service.client.get(path, headers=as_(secret))).status_code)
 
-        large = service.app.state.store.large
-        async with AsyncExitStack() as first:
-            await first.enter_async_context(large.turn("ann"))
-            async with large.turn("ann"):
-                anns = [asyncio.create_task(status(CURVES, ANN)) for _ in range(66)]
-                await settled()
-                async with asyncio.timeout(10):
-                    for path in ("/v1/runs", "/v1/runs/b/one"):
-                        assert await status(path, BOB) == 200
-                bobs = asyncio.create_task(status(CURVES, BOB))
-                await settled()
-                refused = [task.result() for task in anns if task.done()]
-                assert refused == [429, 429]
+    large = service.app.state.store.large
+    async with AsyncExitStack() as first:
+        await first.enter_async_context(large.turn("ann"))
+        async with large.turn("ann"):
+            anns = [asyncio.create_task(status(CURVES, ANN)) for _ in range(66)]
+            await settled()
             async with asyncio.timeout(10):
-                assert await bobs == 200
-        assert sorted(await asyncio.gather(*anns)) == [200] * 64 + [429] * 2
-
-    play(story, tokens=TOKENS)
-
-
-def test_a_client_that_left_keeps_no_place(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank(run="b/one")
-        await service.store(rank, rank.started(), rank.sample(1))
-        large = service.app.state.store.large
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": "/v1/runs/b/one/curves",
-            "raw_path": b"/v1/runs/b/one/curves",
-            "query_string": b"line=run.loss",
-            "headers": [(b"host", b"127.0.0.1")],
-            "scheme": "http",
-            "http_version": "1.1",
-        }
-        sent: list[Any] = []
-
-        async def ask(left: asyncio.Event) -> None:
-            messages = [{"type": "http.request", "body": b"", "more_body": False}]
-
-            async def receive() -> Any:
-                if messages:
-                    return messages.pop()
-                await left.wait()
-                return {"type": "http.disconnect"}
-
-            async def send(message: Any) -> None:
-                sent.append(message)
-
-            await service.app(dict(scope), receive, send)
-
-        left = asyncio.Event()
-        async with large.turn("x"), large.turn("x"):
-            asked = [asyncio.create_task(ask(left)) for _ in range(64)]
+                for path in ("/v1/runs", "/v1/runs/b/one"):
+                    assert await status(path, BOB) == 200
+            bobs = asyncio.create_task(status(CURVES, BOB))
             await settled()
-            full = await service.client.get(CURVES)
-            assert full.status_code == 429
-            left.set()
-            await asyncio.gather(*asked)
-            again = asyncio.create_task(service.client.get(CURVES))
-            await settled()
-            assert not again.done()
-        assert (await again).status_code == 200
-        assert sent == []
+            refused = [task.result() for task in anns if task.done()]
+            assert refused == [429, 429]
+        async with asyncio.timeout(10):
+            assert await bobs == 200
+    assert sorted(await asyncio.gather(*anns)) == [200] * 64 + [429] * 2
 
-    play(story)
+
+async def test_a_client_that_left_keeps_no_place(service: Any) -> None:
+    rank = FakeRank(run="b/one")
+    await service.store(rank, rank.started(), rank.sample(1))
+    large = service.app.state.store.large
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/v1/runs/b/one/curves",
+        "raw_path": b"/v1/runs/b/one/curves",
+        "query_string": b"line=run.loss",
+        "headers": [(b"host", b"127.0.0.1")],
+        "scheme": "http",
+        "http_version": "1.1",
+    }
+    sent: list[Any] = []
+
+    async def ask(left: asyncio.Event) -> None:
+        messages = [{"type": "http.request", "body": b"", "more_body": False}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await service.app(dict(scope), receive, send)
+
+    left = asyncio.Event()
+    async with large.turn("x"), large.turn("x"):
+        asked = [asyncio.create_task(ask(left)) for _ in range(64)]
+        await settled()
+        full = await service.client.get(CURVES)
+        assert full.status_code == 429
+        left.set()
+        await asyncio.gather(*asked)
+        again = asyncio.create_task(service.client.get(CURVES))
+        await settled()
+        assert not again.done()
+    assert (await again).status_code == 200
+    assert sent == []

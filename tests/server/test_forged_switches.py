@@ -51,17 +51,14 @@ async def states(service: Any) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["observe", "approve"])
 @pytest.mark.parametrize(("rank", "boot"), [(0, "b2"), (9, "b1")])
-def test_a_boot_that_says_auto_orders_nothing_where_the_others_do_not(
-    play: Any, policy: Policy, rank: int, boot: str
+async def test_a_boot_that_says_auto_orders_nothing_where_the_others_do_not(
+    service: Any, policy: Policy, rank: int, boot: str
 ) -> None:
-    async def story(service: Any) -> None:
-        ranks = await real_ranks(service, policy)
-        forged = FakeRank(rank=rank, boot=boot)
-        await service.store(forged, forged.started(policy="auto"), forged.verdict(20), told())
-        assert await delivered(service, ranks) == []
-        assert await states(service) == ["proposed"]
-
-    play(story)
+    ranks = await real_ranks(service, policy)
+    forged = FakeRank(rank=rank, boot=boot)
+    await service.store(forged, forged.started(policy="auto"), forged.verdict(20), told())
+    assert await delivered(service, ranks) == []
+    assert await states(service) == ["proposed"]
 
 
 @pytest.mark.parametrize(
@@ -78,90 +75,74 @@ def test_a_boot_that_says_auto_orders_nothing_where_the_others_do_not(
         ({}, told(heads=((7, 7),))),
     ],
 )
-def test_what_no_standing_warning_calls_for_is_at_most_proposed(
-    play: Any, verdict: dict[str, Any] | None, switched: Switched
+async def test_what_no_standing_warning_calls_for_is_at_most_proposed(
+    service: Any, verdict: dict[str, Any] | None, switched: Switched
 ) -> None:
-    async def story(service: Any) -> None:
-        ranks = await real_ranks(service, "auto")
-        said = [] if verdict is None else [ranks[0].verdict(20, **verdict)]
-        await service.store(ranks[0], *said, switched)
-        assert await delivered(service, ranks) == []
-        assert set(await states(service)) <= {"proposed", "applied"}
-
-    play(story)
+    ranks = await real_ranks(service, "auto")
+    said = [] if verdict is None else [ranks[0].verdict(20, **verdict)]
+    await service.store(ranks[0], *said, switched)
+    assert await delivered(service, ranks) == []
+    assert set(await states(service)) <= {"proposed", "applied"}
 
 
-def test_what_a_standing_warning_calls_for_reaches_the_others_under_auto(play: Any) -> None:
-    async def story(service: Any) -> None:
-        ranks = await real_ranks(service, "auto")
-        await service.store(ranks[1], ranks[1].verdict(20), told())
-        assert await delivered(service, ranks) == ["exact_delta", "exact_delta"]
-
-    play(story)
+async def test_what_a_standing_warning_calls_for_reaches_the_others_under_auto(service: Any) -> None:
+    ranks = await real_ranks(service, "auto")
+    await service.store(ranks[1], ranks[1].verdict(20), told())
+    assert await delivered(service, ranks) == ["exact_delta", "exact_delta"]
 
 
-def test_proposals_that_nobody_decides_are_few(play: Any) -> None:
-    async def story(service: Any) -> None:
-        ranks = [FakeRank(rank=number, layers=4, heads=range(32)) for number in range(2)]
-        for rank in ranks:
-            await service.store(rank, rank.started(policy="observe"), rank.sample(19))
-        refs = [(layer, head) for layer in range(4) for head in range(32)]
-        switches = [told(f"s-{i}", (ref,), outcome="proposed") for i, ref in enumerate(refs)]
-        for first in range(0, len(switches), 16):
-            await service.store(ranks[0], *switches[first : first + 16])
-        answer = await service.get("/v1/runs/run-1/commands", limit=500)
-        assert 16 <= len(answer["commands"]) <= 64
-
-    play(story)
+async def test_proposals_that_nobody_decides_are_few(service: Any) -> None:
+    ranks = [FakeRank(rank=number, layers=4, heads=range(32)) for number in range(2)]
+    for rank in ranks:
+        await service.store(rank, rank.started(policy="observe"), rank.sample(19))
+    refs = [(layer, head) for layer in range(4) for head in range(32)]
+    switches = [told(f"s-{i}", (ref,), outcome="proposed") for i, ref in enumerate(refs)]
+    for first in range(0, len(switches), 16):
+        await service.store(ranks[0], *switches[first : first + 16])
+    answer = await service.get("/v1/runs/run-1/commands", limit=500)
+    assert 16 <= len(answer["commands"]) <= 64
 
 
-def test_hundreds_of_switches_in_one_batch_are_one_order_and_read_the_run_once(
-    play: Any, monkeypatch: pytest.MonkeyPatch
+async def test_hundreds_of_switches_in_one_batch_are_one_order_and_read_the_run_once(
+    service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads: list[HeadRef] = [(layer, head) for layer in range(2) for head in range(3)]
     names = [f"w-{layer}-{head}" for layer, head in heads]
+    ranks = await real_ranks(service, "auto")
+    one = ranks[0]
+    await service.store(one, *(one.verdict(19, *ref, name=name) for ref, name in zip(heads, names, strict=True)))
+    read: Counter[str] = Counter()
 
-    async def story(service: Any) -> None:
-        ranks = await real_ranks(service, "auto")
-        one = ranks[0]
-        await service.store(one, *(one.verdict(19, *ref, name=name) for ref, name in zip(heads, names, strict=True)))
-        read: Counter[str] = Counter()
+    def counted(module: Any, name: str) -> None:
+        real = getattr(module, name)
 
-        def counted(module: Any, name: str) -> None:
-            real = getattr(module, name)
+        def count(*given: Any, **named: Any) -> Any:
+            read[name] += 1
+            return real(*given, **named)
 
-            def count(*given: Any, **named: Any) -> Any:
-                read[name] += 1
-                return real(*given, **named)
+        monkeypatch.setattr(module, name, count)
 
-            monkeypatch.setattr(module, name, count)
-
-        counted(incidents, "read_back")
-        counted(delivery, "described")
-        counted(delivery, "heads_by_rank")
-        counted(audit, "append")
-        many = [told(f"local-{number}", (heads[number % 6],), verdict=names[number % 6]) for number in range(300)]
-        await service.store(one, *many)
-        assert read["read_back"] <= 3 * len(heads)  # of the warnings that are named, not of each switch
-        assert read["described"] == len(ranks)
-        assert read["heads_by_rank"] <= 2
-        assert read["append"] < 10
-        [command] = (await service.get("/v1/runs/run-1/commands"))["commands"]
-        assert (command["source"], sorted(map(tuple, command["heads"]))) == ("rank", heads)
-        assert command["reason"] == "rounding drift (300 switches)"
-        assert await delivered(service, ranks[1:]) == ["exact_delta"] * 2
-
-    play(story)
+    counted(incidents, "read_back")
+    counted(delivery, "described")
+    counted(delivery, "heads_by_rank")
+    counted(audit, "append")
+    many = [told(f"local-{number}", (heads[number % 6],), verdict=names[number % 6]) for number in range(300)]
+    await service.store(one, *many)
+    assert read["read_back"] <= 3 * len(heads)  # of the warnings that are named, not of each switch
+    assert read["described"] == len(ranks)
+    assert read["heads_by_rank"] <= 2
+    assert read["append"] < 10
+    [command] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+    assert (command["source"], sorted(map(tuple, command["heads"]))) == ("rank", heads)
+    assert command["reason"] == "rounding drift (300 switches)"
+    assert await delivered(service, ranks[1:]) == ["exact_delta"] * 2
 
 
-def test_of_many_switches_in_one_batch_none_is_an_order_where_one_names_no_warning(play: Any) -> None:
-    async def story(service: Any) -> None:
-        ranks = await real_ranks(service, "auto")
-        one = ranks[0]
-        await service.store(one, one.verdict(19))
-        forged = [told(f"local-{number}") for number in range(20)]
-        await service.store(one, *forged, told("local-20", verdict="warn-2"))
-        assert await delivered(service, ranks) == []
-        assert await states(service) == ["proposed"]
-
-    play(story)
+async def test_of_many_switches_in_one_batch_none_is_an_order_where_one_names_no_warning(service: Any) -> None:
+    ranks = await real_ranks(service, "auto")
+    one = ranks[0]
+    await service.store(one, one.verdict(19))
+    forged = [told(f"local-{number}") for number in range(20)]
+    await service.store(one, *forged, told("local-20", verdict="warn-2"))
+    assert await delivered(service, ranks) == []
+    assert await states(service) == ["proposed"]

@@ -72,129 +72,112 @@ def test_a_flood_of_144_heads_on_four_ranks_is_one_incident_in_whatever_order_it
     assert [head["state"] for head in incident["heads"]] == ["unswitched"] * 141 + ["quiet"] * 3
 
 
-def test_the_log_tells_of_a_flood_once_and_again_only_when_it_turns_worse_or_grows_tenfold(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank(layers=12, heads=HEADS)
-        await service.store(rank, rank.started(policy="observe"), rank.sample(10))
-        for layer in range(12):
-            told = [rank.verdict(20 + layer, layer=layer, head=h, name=f"l{layer}h{h}") for h in HEADS]
-            await service.store(rank, *told)
-        await service.store(rank, rank.verdict(40, layer=3, head=3, name="l3h3", state="updated", severity="critical"))
-        await service.store(rank, rank.verdict(41, layer=3, head=3, name="l3h3", state="updated", severity="critical"))
-        said = (await service.get(f"{RUN}/events", kind="incident"))["events"]
-        log = [(e["incident"]["standing"], e["incident"]["severity"]) for e in reversed(said)]
-        assert log == [(12, "warning"), (108, "warning"), (144, "critical")]
-        every = (await service.get(f"{RUN}/events", limit=500))["events"]
-        assert {event["kind"] for event in every} == {"started", "verdict", "incident"}
-        [short] = (await service.get(RUN))["incidents"]
-        assert (short["id"], short["standing"], short["state"]) == ("rounding", 144, "open")
-        [row] = (await service.get("/v1/runs"))["runs"]
-        assert row["incidents"] == [short]
-
-    play(story)
+async def test_the_log_tells_of_a_flood_once_and_again_only_when_it_turns_worse_or_grows_tenfold(service: Any) -> None:
+    rank = FakeRank(layers=12, heads=HEADS)
+    await service.store(rank, rank.started(policy="observe"), rank.sample(10))
+    for layer in range(12):
+        told = [rank.verdict(20 + layer, layer=layer, head=h, name=f"l{layer}h{h}") for h in HEADS]
+        await service.store(rank, *told)
+    await service.store(rank, rank.verdict(40, layer=3, head=3, name="l3h3", state="updated", severity="critical"))
+    await service.store(rank, rank.verdict(41, layer=3, head=3, name="l3h3", state="updated", severity="critical"))
+    said = (await service.get(f"{RUN}/events", kind="incident"))["events"]
+    log = [(e["incident"]["standing"], e["incident"]["severity"]) for e in reversed(said)]
+    assert log == [(12, "warning"), (108, "warning"), (144, "critical")]
+    every = (await service.get(f"{RUN}/events", limit=500))["events"]
+    assert {event["kind"] for event in every} == {"started", "verdict", "incident"}
+    [short] = (await service.get(RUN))["incidents"]
+    assert (short["id"], short["standing"], short["state"]) == ("rounding", 144, "open")
+    [row] = (await service.get("/v1/runs"))["runs"]
+    assert row["incidents"] == [short]
 
 
-def test_an_incident_is_acknowledged_switched_verified_and_closed(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5))
-        assert [i["state"] for i in await incidents(service)] == ["open"]
-        care = {"who": "ann", "reason": "on it", "incident": "rounding"}
-        answer = await service.client.post(f"{RUN}/acknowledge", json=care)
-        assert answer.status_code == 200, answer.text
-        assert (answer.json()["state"], answer.json()["acknowledged"]["reason"]) == ("acknowledged", "on it")
-        order = {"who": "ann", "reason": "drift", "heads": [[0, 2]], "mode": "row_corrected"}
-        await service.client.post(f"{RUN}/commands", json=order)
-        [command] = (await service.store(rank, rank.sample(6))).commands
-        await service.store(rank, rank.answer(command, 7), rank.sample(7, mode=8))
-        [incident] = await incidents(service)
-        assert (incident["state"], incident["switched"]) == ("switched", 1)
-        assert re.fullmatch(
-            r"The head is switched\. Ordered by ann \(.*\) at \d\d:\d\d UTC, delivered, applied\.", incident["done"]
-        )
-        await service.store(rank, rank.verdict(9, state="cleared"))
-        [incident] = await incidents(service)
-        assert (incident["state"], incident["closed_step"]) == ("closed", 9)
-        assert (await service.get(RUN))["incidents"] == []
-        said = (await service.get(f"{RUN}/events", kind=["incident", "acknowledged"]))["events"]
-        assert [e["incident"]["state"] if e["incident"] else e["kind"] for e in reversed(said)] == [
-            "open",
-            "acknowledged",
-            "acknowledged",
-            "switched",
-            "closed",
-        ]
-        assert any(row["action"] == "acknowledged" for row in (await service.get("/v1/audit"))["rows"])
-        again = await service.client.post(f"{RUN}/acknowledge", json=care)
-        assert again.status_code == 409
-        unknown = await service.client.post(f"{RUN}/acknowledge", json=care | {"incident": "other"})
-        assert unknown.status_code == 404
-
-    play(story)
+async def test_an_incident_is_acknowledged_switched_verified_and_closed(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5))
+    assert [i["state"] for i in await incidents(service)] == ["open"]
+    care = {"who": "ann", "reason": "on it", "incident": "rounding"}
+    answer = await service.client.post(f"{RUN}/acknowledge", json=care)
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["state"], answer.json()["acknowledged"]["reason"]) == ("acknowledged", "on it")
+    order = {"who": "ann", "reason": "drift", "heads": [[0, 2]], "mode": "row_corrected"}
+    await service.client.post(f"{RUN}/commands", json=order)
+    [command] = (await service.store(rank, rank.sample(6))).commands
+    await service.store(rank, rank.answer(command, 7), rank.sample(7, mode=8))
+    [incident] = await incidents(service)
+    assert (incident["state"], incident["switched"]) == ("switched", 1)
+    assert re.fullmatch(
+        r"The head is switched\. Ordered by ann \(.*\) at \d\d:\d\d UTC, delivered, applied\.", incident["done"]
+    )
+    await service.store(rank, rank.verdict(9, state="cleared"))
+    [incident] = await incidents(service)
+    assert (incident["state"], incident["closed_step"]) == ("closed", 9)
+    assert (await service.get(RUN))["incidents"] == []
+    said = (await service.get(f"{RUN}/events", kind=["incident", "acknowledged"]))["events"]
+    assert [e["incident"]["state"] if e["incident"] else e["kind"] for e in reversed(said)] == [
+        "open",
+        "acknowledged",
+        "acknowledged",
+        "switched",
+        "closed",
+    ]
+    assert any(row["action"] == "acknowledged" for row in (await service.get("/v1/audit"))["rows"])
+    again = await service.client.post(f"{RUN}/acknowledge", json=care)
+    assert again.status_code == 409
+    unknown = await service.client.post(f"{RUN}/acknowledge", json=care | {"incident": "other"})
+    assert unknown.status_code == 404
 
 
-def test_warnings_of_steps_that_a_later_process_does_again_are_in_no_incident(play: Any) -> None:
-    async def story(service: Any) -> None:
-        old, new = FakeRank(boot="b1"), FakeRank(boot="b2")
-        await service.store(old, old.started(), old.sample(30), old.verdict(30))
-        assert len(await incidents(service)) == 1
-        await service.store(new, new.started(step=15), new.sample(20, since=15))
-        assert await incidents(service) == []
-
-    play(story)
+async def test_warnings_of_steps_that_a_later_process_does_again_are_in_no_incident(service: Any) -> None:
+    old, new = FakeRank(boot="b1"), FakeRank(boot="b2")
+    await service.store(old, old.started(), old.sample(30), old.verdict(30))
+    assert len(await incidents(service)) == 1
+    await service.store(new, new.started(step=15), new.sample(20, since=15))
+    assert await incidents(service) == []
 
 
-def test_metrics_show_one_series_for_a_run_and_cause(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank(layers=3, heads=HEADS)
-        await service.store(rank, rank.started(policy="approve"), rank.sample(10))
-        told = [rank.verdict(20, layer=layer, head=h, name=f"l{layer}h{h}") for layer in range(3) for h in HEADS]
-        nan = rank.verdict(
-            20, name="run-20", cause="other", signal="nonfinite", severity="critical", forecast_steps=None
-        )
-        await service.store(rank, *told, nan.model_copy(update={"layer": None, "head": None}), rank.sample(21))
-        lines = [x for x in (await service.client.get("/metrics")).text.splitlines() if x.startswith("foreshock_inc")]
-        words = [lines.pop(at) for at in reversed(range(len(lines))) if "_words{" in lines[at]]
-        labels = 'act="{}",cause="{}",run="run-1",severity="{}",state="open"'
-        assert sorted(lines) == [
-            'foreshock_incident_acknowledged{cause="not finite",run="run-1"} 0.0',
-            'foreshock_incident_acknowledged{cause="rounding",run="run-1"} 0.0',
-            f"foreshock_incident_active{{{labels.format('none', 'not finite', 'critical')}}} 1.0",
-            f"foreshock_incident_active{{{labels.format('propose', 'rounding', 'warning')}}} 1.0",
-            'foreshock_incident_forecast_steps{cause="rounding",run="run-1"} 2099.0',
-            'foreshock_incident_heads{cause="not finite",run="run-1"} 0.0',
-            'foreshock_incident_heads{cause="rounding",run="run-1"} 36.0',
-            'foreshock_incident_opened_step{cause="not finite",run="run-1"} 20.0',
-            'foreshock_incident_opened_step{cause="rounding",run="run-1"} 20.0',
-        ]
-        assert len(words) == 2
-        [rounding] = [line for line in words if 'cause="rounding"' in line]
-        assert 'heads="36 heads of layers 0 to 2"' in rounding
-        assert "Type: foreshock switch run-1 --mode exact_delta" in rounding  # no proposal waits yet
-
-    play(story)
+async def test_metrics_show_one_series_for_a_run_and_cause(service: Any) -> None:
+    rank = FakeRank(layers=3, heads=HEADS)
+    await service.store(rank, rank.started(policy="approve"), rank.sample(10))
+    told = [rank.verdict(20, layer=layer, head=h, name=f"l{layer}h{h}") for layer in range(3) for h in HEADS]
+    nan = rank.verdict(20, name="run-20", cause="other", signal="nonfinite", severity="critical", forecast_steps=None)
+    await service.store(rank, *told, nan.model_copy(update={"layer": None, "head": None}), rank.sample(21))
+    lines = [x for x in (await service.client.get("/metrics")).text.splitlines() if x.startswith("foreshock_inc")]
+    words = [lines.pop(at) for at in reversed(range(len(lines))) if "_words{" in lines[at]]
+    labels = 'act="{}",cause="{}",run="run-1",severity="{}",state="open"'
+    assert sorted(lines) == [
+        'foreshock_incident_acknowledged{cause="not finite",run="run-1"} 0.0',
+        'foreshock_incident_acknowledged{cause="rounding",run="run-1"} 0.0',
+        f"foreshock_incident_active{{{labels.format('none', 'not finite', 'critical')}}} 1.0",
+        f"foreshock_incident_active{{{labels.format('propose', 'rounding', 'warning')}}} 1.0",
+        'foreshock_incident_forecast_steps{cause="rounding",run="run-1"} 2099.0',
+        'foreshock_incident_heads{cause="not finite",run="run-1"} 0.0',
+        'foreshock_incident_heads{cause="rounding",run="run-1"} 36.0',
+        'foreshock_incident_opened_step{cause="not finite",run="run-1"} 20.0',
+        'foreshock_incident_opened_step{cause="rounding",run="run-1"} 20.0',
+    ]
+    assert len(words) == 2
+    [rounding] = [line for line in words if 'cause="rounding"' in line]
+    assert 'heads="36 heads of layers 0 to 2"' in rounding
+    assert "Type: foreshock switch run-1 --mode exact_delta" in rounding  # no proposal waits yet
 
 
-def test_a_local_switch_of_a_rank_moves_the_incident_on(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started(policy="auto"), rank.sample(5), rank.verdict(5))
-        [incident] = await incidents(service)
-        assert (incident["act"], incident["done"]) == (
-            "switch",
-            "Policy auto: the agent switches the heads that are warned about to exact_delta at the next step.",
-        )
-        switched = Switched(
-            id="s1",
-            step=6,
-            verdict="warn-1",
-            outcome="applied",
-            heads=((0, 2),),
-            before=("plain",),
-            after=("exact_delta",),
-            reason="policy auto",
-        )
-        await service.store(rank, switched, rank.sample(7, mode=1))
-        assert [i["state"] for i in await incidents(service)] == ["switched"]
-
-    play(story)
+async def test_a_local_switch_of_a_rank_moves_the_incident_on(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="auto"), rank.sample(5), rank.verdict(5))
+    [incident] = await incidents(service)
+    assert (incident["act"], incident["done"]) == (
+        "switch",
+        "Policy auto: the agent switches the heads that are warned about to exact_delta at the next step.",
+    )
+    switched = Switched(
+        id="s1",
+        step=6,
+        verdict="warn-1",
+        outcome="applied",
+        heads=((0, 2),),
+        before=("plain",),
+        after=("exact_delta",),
+        reason="policy auto",
+    )
+    await service.store(rank, switched, rank.sample(7, mode=1))
+    assert [i["state"] for i in await incidents(service)] == ["switched"]

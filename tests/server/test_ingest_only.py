@@ -73,51 +73,48 @@ def test_whoever_sends_much_or_what_is_long_to_write_waits_for_it_and_no_one_els
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
-def test_requests_that_never_end_leave_room_for_others_whoever_sends_them(play: Any) -> None:
+@pytest.mark.settings(tokens=TOKENS, connections=32)
+async def test_requests_that_never_end_leave_room_for_others_whoever_sends_them(service: Any) -> None:
     """Of a token, of a session of its, of a stranger at an address that needs no token."""
+    app = service.app
+    login = await service.client.post("/v1/login", json={"token": MALLORY})
+    cookie = {"cookie": login.headers["set-cookie"].partition(";")[0], "x-csrf-token": login.json()["csrf_token"]}
+    kinds = [
+        ("/v1/batches", {"authorization": f"Bearer {MALLORY}"}),
+        ("/v1/batches", cookie),
+        ("/v1/login", {}),
+        ("/v1/login", {"authorization": "Bearer made-up-for-this-one"}),
+    ]
+    answered: list[int] = []
 
-    async def story(service: Any) -> None:
-        app = service.app
-        login = await service.client.post("/v1/login", json={"token": MALLORY})
-        cookie = {"cookie": login.headers["set-cookie"].partition(";")[0], "x-csrf-token": login.json()["csrf_token"]}
-        kinds = [
-            ("/v1/batches", {"authorization": f"Bearer {MALLORY}"}),
-            ("/v1/batches", cookie),
-            ("/v1/login", {}),
-            ("/v1/login", {"authorization": "Bearer made-up-for-this-one"}),
-        ]
-        answered: list[int] = []
+    async def ask(path: str, headers: dict[str, str], body: asyncio.Event) -> None:
+        async def receive() -> Message:
+            await body.wait()
+            return {"type": "http.disconnect"}
 
-        async def ask(path: str, headers: dict[str, str], body: asyncio.Event) -> None:
-            async def receive() -> Message:
-                await body.wait()
-                return {"type": "http.disconnect"}
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                answered.append(message["status"])
 
-            async def send(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    answered.append(message["status"])
+        sent = {"content-type": "application/json", "content-length": "99", **headers}
+        raw = [(name.encode(), value.encode()) for name, value in sent.items()]
+        scope = {"type": "http", "path": path, "method": "POST", "headers": raw, "query_string": b""}
+        await app({**scope, "client": ("9.9.9.9", 1), "raw_path": path.encode()}, receive, send)
 
-            sent = {"content-type": "application/json", "content-length": "99", **headers}
-            raw = [(name.encode(), value.encode()) for name, value in sent.items()]
-            scope = {"type": "http", "path": path, "method": "POST", "headers": raw, "query_string": b""}
-            await app({**scope, "client": ("9.9.9.9", 1), "raw_path": path.encode()}, receive, send)
-
-        never = asyncio.Event()
-        held = [asyncio.create_task(ask(*kinds[number % 4], never)) for number in range(120)]
-        async with asyncio.timeout(60):
-            while len(answered) < 120 - 16 - 8:  # half of 32 of the token, a quarter of all without one
-                await asyncio.sleep(0.01)
-        assert set(answered) == {429}
-        batch = FakeRank(run="a/1").batch(FakeRank().started()).model_dump_json()
-        headers = {"authorization": f"Bearer {ANN}", "content-type": "application/json"}
-        assert (await service.client.post("/v1/batches", content=batch, headers=headers)).status_code == 200
-        assert (await service.client.get("/v1/runs", headers=headers)).status_code == 200
-        assert (await service.client.get("/readyz")).status_code == 200
-        never.set()
-        await asyncio.wait_for(asyncio.gather(*held), 60)
-        assert (await service.client.post("/v1/batches", content=b"{}", headers=headers)).status_code == 422
-
-    play(story, tokens=TOKENS, connections=32)
+    never = asyncio.Event()
+    held = [asyncio.create_task(ask(*kinds[number % 4], never)) for number in range(120)]
+    async with asyncio.timeout(60):
+        while len(answered) < 120 - 16 - 8:  # half of 32 of the token, a quarter of all without one
+            await asyncio.sleep(0.01)
+    assert set(answered) == {429}
+    batch = FakeRank(run="a/1").batch(FakeRank().started()).model_dump_json()
+    headers = {"authorization": f"Bearer {ANN}", "content-type": "application/json"}
+    assert (await service.client.post("/v1/batches", content=batch, headers=headers)).status_code == 200
+    assert (await service.client.get("/v1/runs", headers=headers)).status_code == 200
+    assert (await service.client.get("/readyz")).status_code == 200
+    never.set()
+    await asyncio.wait_for(asyncio.gather(*held), 60)
+    assert (await service.client.post("/v1/batches", content=b"{}", headers=headers)).status_code == 422
 
 
 def test_bodies_that_do_not_come_take_no_more_memory_than_their_senders_share() -> None:
@@ -142,23 +139,19 @@ def test_bodies_that_do_not_come_take_no_more_memory_than_their_senders_share() 
         pass
 
 
-def test_a_queue_of_batches_that_one_token_fills_is_no_reason_to_send_the_others_elsewhere(
-    play: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.settings(ingest_queue_batches=8)
+async def test_a_queue_of_batches_that_one_token_fills_is_no_reason_to_send_the_others_elsewhere(
+    service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(service: Any) -> None:
-        with monkeypatch.context() as full:
-            full.setattr(Writer, "depth", 8)
-            answer = await service.client.get("/readyz")
-        assert (answer.status_code, answer.json()["checks"]) == (200, {"store": "ok", "ingest queue": "full"})
-
-    play(story, ingest_queue_batches=8)
+    with monkeypatch.context() as full:
+        full.setattr(Writer, "depth", 8)
+        answer = await service.client.get("/readyz")
+    assert (answer.status_code, answer.json()["checks"]) == (200, {"store": "ok", "ingest queue": "full"})
 
 
-def test_what_is_no_batch_is_refused_beyond_a_mebibyte_before_it_is_read(play: Any) -> None:
-    async def story(service: Any) -> None:
-        headers = {"authorization": f"Bearer {MALLORY}", "content-type": "application/json"}
-        for path in ("/v1/runs/a/job/commands", "/v1/webhooks/alertmanager", "/v1/logout", "/v1/nothing"):
-            answer = await service.client.post(path, content=b"[" * (2**20 + 1), headers=headers)
-            assert answer.status_code == 413, path
-
-    play(story, tokens=TOKENS)
+@pytest.mark.settings(tokens=TOKENS)
+async def test_what_is_no_batch_is_refused_beyond_a_mebibyte_before_it_is_read(service: Any) -> None:
+    headers = {"authorization": f"Bearer {MALLORY}", "content-type": "application/json"}
+    for path in ("/v1/runs/a/job/commands", "/v1/webhooks/alertmanager", "/v1/logout", "/v1/nothing"):
+        answer = await service.client.post(path, content=b"[" * (2**20 + 1), headers=headers)
+        assert answer.status_code == 413, path

@@ -10,62 +10,52 @@ from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank
 
 
-def test_runs_are_listed_page_by_page(play: Any) -> None:
-    async def story(service: Any) -> None:
-        for number in range(5):
-            rank = FakeRank(run=f"run-{number}")
-            await service.store(rank, rank.started(), rank.sample(1))
-        seen: list[str] = []
-        cursor = None
-        while True:
-            page = await service.get("/v1/runs", limit=2, **({"cursor": cursor} if cursor else {}))
-            seen += [run["run"] for run in page["runs"]]
-            if (cursor := page["next_cursor"]) is None:
-                break
-        assert seen == [f"run-{number}" for number in (4, 3, 2, 1, 0)]
-
-    play(story)
+async def test_runs_are_listed_page_by_page(service: Any) -> None:
+    for number in range(5):
+        rank = FakeRank(run=f"run-{number}")
+        await service.store(rank, rank.started(), rank.sample(1))
+    seen: list[str] = []
+    cursor = None
+    while True:
+        page = await service.get("/v1/runs", limit=2, **({"cursor": cursor} if cursor else {}))
+        seen += [run["run"] for run in page["runs"]]
+        if (cursor := page["next_cursor"]) is None:
+            break
+    assert seen == [f"run-{number}" for number in (4, 3, 2, 1, 0)]
 
 
 @pytest.mark.promise("S5")
 @pytest.mark.parametrize("power", ["999", "1024", "\N{ARABIC-INDIC DIGIT THREE}\N{ARABIC-INDIC DIGIT ZERO}"])
 @pytest.mark.parametrize("last", ["1", "9999999999999999999", "\N{ARABIC-INDIC DIGIT THREE}"])
-def test_a_cursor_that_the_service_never_gave_is_refused(play: Any, power: str, last: str) -> None:
-    async def story(service: Any) -> None:
-        answer = await service.client.get("/v1/runs", params={"cursor": f"0x1.fffffffffffffp+{power}-{last}"})
-        assert answer.status_code == 422
-
-    play(story)
+async def test_a_cursor_that_the_service_never_gave_is_refused(service: Any, power: str, last: str) -> None:
+    answer = await service.client.get("/v1/runs", params={"cursor": f"0x1.fffffffffffffp+{power}-{last}"})
+    assert answer.status_code == 422
 
 
-def test_a_run_says_the_key_heads_and_head_dims_that_its_agent_knows_and_none_that_nothing_told(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        known, unknown = rank.layers
-        rank.layers = (known, unknown.model_copy(update={"kv_heads_known": False, "head_dim": 0}))
-        await service.store(rank, rank.started())
-        layers = (await service.get("/v1/runs/run-1"))["layers"]
-        assert [(layer["kv_heads"], layer["head_dim"]) for layer in layers] == [(3, 16), (None, None)]
+async def test_a_run_says_the_key_heads_and_head_dims_that_its_agent_knows_and_none_that_nothing_told(
+    service: Any,
+) -> None:
+    rank = FakeRank()
+    known, unknown = rank.layers
+    rank.layers = (known, unknown.model_copy(update={"kv_heads_known": False, "head_dim": 0}))
+    await service.store(rank, rank.started())
+    layers = (await service.get("/v1/runs/run-1"))["layers"]
+    assert [(layer["kv_heads"], layer["head_dim"]) for layer in layers] == [(3, 16), (None, None)]
 
-    play(story)
 
+async def test_a_read_is_whole_while_another_empties_the_summaries_that_are_kept(service: Any) -> None:
+    for number in range(4):
+        rank = FakeRank(run=f"run-{number}")
+        await service.store(rank, rank.started(), rank.sample(1))
+    engine, cache = service.app.state.store.reader.engine, SummaryCache(most=3)
+    with engine.begin() as one, engine.begin() as other:
+        rows = one.execute(select(runs).order_by(runs.c.name)).all()
 
-def test_a_read_is_whole_while_another_empties_the_summaries_that_are_kept(play: Any) -> None:
-    async def story(service: Any) -> None:
-        for number in range(4):
-            rank = FakeRank(run=f"run-{number}")
-            await service.store(rank, rank.started(), rank.sample(1))
-        engine, cache = service.app.state.store.reader.engine, SummaryCache(most=3)
-        with engine.begin() as one, engine.begin() as other:
-            rows = one.execute(select(runs).order_by(runs.c.name)).all()
+        def read_meanwhile(*_: Any) -> None:
+            while others:
+                assert cache.of(other, others.pop(0), 0)
 
-            def read_meanwhile(*_: Any) -> None:
-                while others:
-                    assert cache.of(other, others.pop(0), 0)
-
-            others = [rows[2:], rows[3:]]  # the first goes past the most, so the second empties them
-            cache.of(one, rows[:2], 0)
-            event.listen(one, "before_cursor_execute", read_meanwhile)
-            assert [found["run"] for found in cache.of(one, rows[:3], 0)] == ["run-0", "run-1", "run-2"]
-
-    play(story)
+        others = [rows[2:], rows[3:]]  # the first goes past the most, so the second empties them
+        cache.of(one, rows[:2], 0)
+        event.listen(one, "before_cursor_execute", read_meanwhile)
+        assert [found["run"] for found in cache.of(one, rows[:3], 0)] == ["run-0", "run-1", "run-2"]

@@ -48,49 +48,40 @@ def test_the_order_in_which_ranks_are_heard_changes_no_number(
         assert again[name] == (None if value is None else pytest.approx(value, rel=1e-9, abs=1e-6, nan_ok=True))
 
 
-def test_ranks_merge_exactly_as_the_contract_says_and_absent_heads_are_not_zero(play: Any) -> None:
-    async def story(service: Any) -> None:
-        first, second, other = FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2, heads=(3, 4))
-        for rank in (other, second, first):
-            await service.store(rank, rank.started())
-        for rank in (second, first):
-            await service.store(rank, rank.sample(10))
-        merged = merge_words([first.words(10), second.words(10)])
-        for key in ("head.score_offset", "head.tied_rows_bf16", "head.score_max", "head.nonfinite_rows"):
-            reading = BY_KEY[key].head
-            assert reading is not None
-            assert reading.read is not None
-            shown = await service.get("/v1/runs/run-1/matrix", metric=key)
-            assert shown["heads"] == [0, 1, 2, 3, 4]
-            values = np.array(shown["values"], dtype=float)
-            assert np.array_equal(values[:, :3].ravel(), reading.read(merged))
-            assert np.isnan(values[:, 3:]).all()
-
-    play(story)
+async def test_ranks_merge_exactly_as_the_contract_says_and_absent_heads_are_not_zero(service: Any) -> None:
+    first, second, other = FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2, heads=(3, 4))
+    for rank in (other, second, first):
+        await service.store(rank, rank.started())
+    for rank in (second, first):
+        await service.store(rank, rank.sample(10))
+    merged = merge_words([first.words(10), second.words(10)])
+    for key in ("head.score_offset", "head.tied_rows_bf16", "head.score_max", "head.nonfinite_rows"):
+        reading = BY_KEY[key].head
+        assert reading is not None
+        assert reading.read is not None
+        shown = await service.get("/v1/runs/run-1/matrix", metric=key)
+        assert shown["heads"] == [0, 1, 2, 3, 4]
+        values = np.array(shown["values"], dtype=float)
+        assert np.array_equal(values[:, :3].ravel(), reading.read(merged))
+        assert np.isnan(values[:, 3:]).all()
 
 
-def test_a_restarted_rank_replaces_the_steps_that_it_does_again(play: Any) -> None:
-    async def story(service: Any) -> None:
-        old, new = FakeRank(boot="b1"), FakeRank(boot="b2")
-        await service.store(old, old.started(), *(old.sample(step, loss=1.0) for step in (10, 20, 30)))
-        await service.store(old, old.verdict(30))
-        await service.store(new, new.started(step=15), new.sample(20, since=15, loss=2.0))
-        [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"]
-        assert (line["steps"], line["last"]) == ([10, 20], [1.0, 2.0])
-        detail = await service.get("/v1/runs/run-1")
-        assert detail["last_step"] == 20
-        assert detail["warnings"] == []
-
-    play(story)
+async def test_a_restarted_rank_replaces_the_steps_that_it_does_again(service: Any) -> None:
+    old, new = FakeRank(boot="b1"), FakeRank(boot="b2")
+    await service.store(old, old.started(), *(old.sample(step, loss=1.0) for step in (10, 20, 30)))
+    await service.store(old, old.verdict(30))
+    await service.store(new, new.started(step=15), new.sample(20, since=15, loss=2.0))
+    [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"]
+    assert (line["steps"], line["last"]) == ([10, 20], [1.0, 2.0])
+    detail = await service.get("/v1/runs/run-1")
+    assert detail["last_step"] == 20
+    assert detail["warnings"] == []
 
 
-def test_the_newest_reading_waits_for_the_ranks_that_lag_behind(play: Any) -> None:
-    async def story(service: Any) -> None:
-        fast, slow = FakeRank(rank=0), FakeRank(rank=1, heads=(3, 4))
-        await service.store(fast, fast.started(), fast.sample(10), fast.sample(20))
-        await service.store(slow, slow.started(), slow.sample(10))
-        assert (await service.get("/v1/runs/run-1"))["last_step"] == 10
-        await service.store(slow, slow.sample(20))
-        assert (await service.get("/v1/runs/run-1"))["last_step"] == 20
-
-    play(story)
+async def test_the_newest_reading_waits_for_the_ranks_that_lag_behind(service: Any) -> None:
+    fast, slow = FakeRank(rank=0), FakeRank(rank=1, heads=(3, 4))
+    await service.store(fast, fast.started(), fast.sample(10), fast.sample(20))
+    await service.store(slow, slow.started(), slow.sample(10))
+    assert (await service.get("/v1/runs/run-1"))["last_step"] == 10
+    await service.store(slow, slow.sample(20))
+    assert (await service.get("/v1/runs/run-1"))["last_step"] == 20

@@ -52,148 +52,126 @@ async def flood(service: Any, rank: FakeRank, policy: Any = "observe", **changes
         await service.store(rank, *told)
 
 
-def test_a_run_with_144_failing_heads_is_one_short_message_that_says_how_severe_it_is(play: Any) -> None:
-    async def story(service: Any) -> None:
-        out = Out()
-        notifier = await notifier_of(service, out)
-        await flood(service, FakeRank(run="r" * 128, layers=12, heads=HEADS), severity="critical")
+async def test_a_run_with_144_failing_heads_is_one_short_message_that_says_how_severe_it_is(service: Any) -> None:
+    out = Out()
+    notifier = await notifier_of(service, out)
+    await flood(service, FakeRank(run="r" * 128, layers=12, heads=HEADS), severity="critical")
+    await notifier.turn()
+    await notifier.turn()
+    [message] = out.said
+    assert len(message) < LONGEST
+    assert message.startswith(
+        f"Critical: Run {'r' * 128}: Rounding makes attention scores drift in 144 heads of layers 0"
+    )
+    assert "To do: Switch every head to exact_delta." in message
+    place = f"runs={'r' * 128}&head=0.{HEADS[0]}&metric=head.score_offset"
+    assert message.endswith(f"https://foreshock.example.org/?{place}")
+
+
+async def test_growth_alone_is_no_news_and_every_change_of_state_is_told_once(service: Any) -> None:
+    out, rank = Out(), FakeRank(layers=12, heads=HEADS)
+    notifier = await notifier_of(service, out)
+    await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1, name="first"))
+    await notifier.turn()
+    await flood(service, rank, policy="auto")
+    await notifier.turn()
+    assert len(out.said) == 1
+    await service.store(rank, rank.verdict(90, name="first", state="updated", severity="critical"))
+    await notifier.turn()
+    care = {"who": "ann", "reason": "on it", "incident": "rounding"}
+    await service.client.post("/v1/runs/run-1/acknowledge", json=care)
+    await notifier.turn()
+    await notifier.turn()
+    assert [said.split(":")[0] for said in out.said] == ["Warning", "Critical", "Critical, acknowledged"]
+
+
+async def test_what_no_switch_helps_is_never_said_to_be_switched_whatever_the_policy(service: Any) -> None:
+    out = Out()
+    notifier = await notifier_of(service, out)
+    for policy in ("auto", "approve"):
+        rank = FakeRank(run=policy)
+        nan = rank.verdict(5, name="n", cause="other", signal="nonfinite", severity="critical", forecast_steps=None)
+        growth = rank.verdict(5, name="g", cause="score growth")
+        await service.store(rank, rank.started(policy=policy), nan.model_copy(update={"layer": None, "head": None}))
+        await service.store(rank, growth)
+    await notifier.turn()
+    assert len(out.said) == 2
+    for said in out.said:
+        assert "Nothing is switched: no switch repairs what is not finite." in said
+        assert "Stop the run, look at what the warning names, and resume from a checkpoint before step 5" in said
+        assert "Lower the learning rate" in said
+        for claim in ("agent switches", "approval", "unknown number", "Switch every"):
+            assert claim not in said
+
+
+async def test_news_wait_for_what_comes_with_them(service: Any) -> None:
+    out, rank = Out(), FakeRank()
+    notifier = await notifier_of(service, out, gather=60.0)
+    await service.store(rank, rank.started(), rank.verdict(5))
+    await notifier.turn()
+    assert out.said == []
+    type(notifier.settings).notify_gather_seconds = 0.0  # a kind of its own
+    await notifier.turn()
+    assert len(out.said) == 1
+
+
+async def test_forty_runs_that_fail_together_are_one_message(service: Any) -> None:
+    out = Out()
+    notifier = await notifier_of(service, out)
+    for number in range(40):
+        rank = FakeRank(run=f"sweep-{number:03}", layers=1)
+        severity = "critical" if number == 17 else "warning"
+        await service.store(rank, rank.started(), rank.verdict(5, severity=severity))
+    await notifier.turn()
+    [message] = out.said
+    assert message.startswith("Critical: 40 runs have news of their incidents")
+    assert message.splitlines()[1].startswith("sweep-017: critical, rounding, 1 head since step 5")
+    assert "... and 34 more runs." in message
+    assert len(message) < LONGEST
+
+
+async def test_two_hundred_runs_that_fall_silent_together_are_at_most_two_messages_and_told_once(service: Any) -> None:
+    out, now = Out(), time.time()
+    notifier = await notifier_of(service, out, gather=5.0)
+    for number in range(200):
+        rank = FakeRank(run=f"fleet/run-{number:03}", layers=1, heads=(0,))
+        ended = [Finished(step=2, unix_seconds=1.0, status="completed")] if number >= 190 else []
+        await service.store(rank, rank.started(), *ended)
+    with service.app.state.store.writer.engine.begin() as connection:
+        for number in range(200):  # their last heartbeats lie within ten seconds
+            heard = now - SILENT_SECONDS - 40 + number % 10
+            own = runs.c.name == f"fleet/run-{number:03}"
+            connection.execute(update(runs).where(own).values(last_seen=heard))
+        own = service_state.c.key == "notified silence"
+        connection.execute(update(service_state).where(own).values(value=now - SILENT_SECONDS - 60))
+    for _ in range(3):
         await notifier.turn()
-        await notifier.turn()
-        [message] = out.said
-        assert len(message) < LONGEST
-        assert message.startswith(
-            f"Critical: Run {'r' * 128}: Rounding makes attention scores drift in 144 heads of layers 0"
-        )
-        assert "To do: Switch every head to exact_delta." in message
-        place = f"runs={'r' * 128}&head=0.{HEADS[0]}&metric=head.score_offset"
-        assert message.endswith(f"https://foreshock.example.org/?{place}")
-
-    play(story)
+    [message] = out.said
+    assert message.startswith("Warning: 190 runs have sent nothing for 5 minutes: fleet/run-000, ")
+    assert "and 184 more" in message
+    assert len(message) < LONGEST
 
 
-def test_growth_alone_is_no_news_and_every_change_of_state_is_told_once(play: Any) -> None:
-    async def story(service: Any) -> None:
-        out, rank = Out(), FakeRank(layers=12, heads=HEADS)
-        notifier = await notifier_of(service, out)
-        await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1, name="first"))
-        await notifier.turn()
-        await flood(service, rank, policy="auto")
-        await notifier.turn()
-        assert len(out.said) == 1
-        await service.store(rank, rank.verdict(90, name="first", state="updated", severity="critical"))
-        await notifier.turn()
-        care = {"who": "ann", "reason": "on it", "incident": "rounding"}
-        await service.client.post("/v1/runs/run-1/acknowledge", json=care)
-        await notifier.turn()
-        await notifier.turn()
-        assert [said.split(":")[0] for said in out.said] == ["Warning", "Critical", "Critical, acknowledged"]
-
-    play(story)
-
-
-def test_what_no_switch_helps_is_never_said_to_be_switched_whatever_the_policy(play: Any) -> None:
-    async def story(service: Any) -> None:
-        out = Out()
-        notifier = await notifier_of(service, out)
-        for policy in ("auto", "approve"):
-            rank = FakeRank(run=policy)
-            nan = rank.verdict(5, name="n", cause="other", signal="nonfinite", severity="critical", forecast_steps=None)
-            growth = rank.verdict(5, name="g", cause="score growth")
-            await service.store(rank, rank.started(policy=policy), nan.model_copy(update={"layer": None, "head": None}))
-            await service.store(rank, growth)
-        await notifier.turn()
-        assert len(out.said) == 2
-        for said in out.said:
-            assert "Nothing is switched: no switch repairs what is not finite." in said
-            assert "Stop the run, look at what the warning names, and resume from a checkpoint before step 5" in said
-            assert "Lower the learning rate" in said
-            for claim in ("agent switches", "approval", "unknown number", "Switch every"):
-                assert claim not in said
-
-    play(story)
-
-
-def test_news_wait_for_what_comes_with_them(play: Any) -> None:
-    async def story(service: Any) -> None:
-        out, rank = Out(), FakeRank()
-        notifier = await notifier_of(service, out, gather=60.0)
-        await service.store(rank, rank.started(), rank.verdict(5))
-        await notifier.turn()
-        assert out.said == []
-        type(notifier.settings).notify_gather_seconds = 0.0  # a kind of its own
-        await notifier.turn()
-        assert len(out.said) == 1
-
-    play(story)
-
-
-def test_forty_runs_that_fail_together_are_one_message(play: Any) -> None:
-    async def story(service: Any) -> None:
-        out = Out()
-        notifier = await notifier_of(service, out)
-        for number in range(40):
-            rank = FakeRank(run=f"sweep-{number:03}", layers=1)
-            severity = "critical" if number == 17 else "warning"
-            await service.store(rank, rank.started(), rank.verdict(5, severity=severity))
-        await notifier.turn()
-        [message] = out.said
-        assert message.startswith("Critical: 40 runs have news of their incidents")
-        assert message.splitlines()[1].startswith("sweep-017: critical, rounding, 1 head since step 5")
-        assert "... and 34 more runs." in message
-        assert len(message) < LONGEST
-
-    play(story)
-
-
-def test_two_hundred_runs_that_fall_silent_together_are_at_most_two_messages_and_told_once(play: Any) -> None:
-    async def story(service: Any) -> None:
-        out, now = Out(), time.time()
-        notifier = await notifier_of(service, out, gather=5.0)
-        for number in range(200):
-            rank = FakeRank(run=f"fleet/run-{number:03}", layers=1, heads=(0,))
-            ended = [Finished(step=2, unix_seconds=1.0, status="completed")] if number >= 190 else []
-            await service.store(rank, rank.started(), *ended)
-        with service.app.state.store.writer.engine.begin() as connection:
-            for number in range(200):  # their last heartbeats lie within ten seconds
-                heard = now - SILENT_SECONDS - 40 + number % 10
-                own = runs.c.name == f"fleet/run-{number:03}"
-                connection.execute(update(runs).where(own).values(last_seen=heard))
-            own = service_state.c.key == "notified silence"
-            connection.execute(update(service_state).where(own).values(value=now - SILENT_SECONDS - 60))
-        for _ in range(3):
-            await notifier.turn()
-        [message] = out.said
-        assert message.startswith("Warning: 190 runs have sent nothing for 5 minutes: fleet/run-000, ")
-        assert "and 184 more" in message
-        assert len(message) < LONGEST
-
-    play(story)
-
-
-def test_a_run_that_falls_silent_is_told_after_a_clock_was_a_day_ahead_and_is_set_right(
-    play: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_run_that_falls_silent_is_told_after_a_clock_was_a_day_ahead_and_is_set_right(
+    service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a machine that starts with a wrong clock: until that day came, no run was silent, and nobody was told."""
     right, ahead = time.time, [86_400.0]
     monkeypatch.setattr(time, "time", lambda: right() + ahead[0])
-
-    async def story(service: Any) -> None:
-        out, rank = Out(), FakeRank(run="clocked", layers=1, heads=(0,))
-        notifier = await notifier_of(service, out)
-        await service.store(rank, rank.started(), rank.sample(1))
-        ahead[0] += 1.0
-        await notifier.turn()
-        await service.store(rank, rank.verdict(1, head=0))
-        ahead[0] = 0.0
-        await notifier.turn()
-        assert "clocked" in out.said.pop()
-        await service.store(rank, rank.sample(2))
-        assert (await service.get("/v1/runs/clocked"))["last_seen_unix_seconds"] <= time.time()
-        await notifier.turn()
-        ahead[0] = SILENT_SECONDS + 60.0
-        await notifier.turn()
-        assert (await service.get("/v1/runs/clocked"))["condition"] == "silent"
-        [message] = out.said
-        assert "clocked has sent nothing" in message
-
-    play(story)
+    out, rank = Out(), FakeRank(run="clocked", layers=1, heads=(0,))
+    notifier = await notifier_of(service, out)
+    await service.store(rank, rank.started(), rank.sample(1))
+    ahead[0] += 1.0
+    await notifier.turn()
+    await service.store(rank, rank.verdict(1, head=0))
+    ahead[0] = 0.0
+    await notifier.turn()
+    assert "clocked" in out.said.pop()
+    await service.store(rank, rank.sample(2))
+    assert (await service.get("/v1/runs/clocked"))["last_seen_unix_seconds"] <= time.time()
+    await notifier.turn()
+    ahead[0] = SILENT_SECONDS + 60.0
+    await notifier.turn()
+    assert (await service.get("/v1/runs/clocked"))["condition"] == "silent"
+    [message] = out.said
+    assert "clocked has sent nothing" in message

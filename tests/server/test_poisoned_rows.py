@@ -84,101 +84,84 @@ REFUSED: dict[str, Callable[[Sample], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_fit_is_refused_with_a_sentence_and_hurts_nobody(play: Any, what: str) -> None:
-    async def story(service: Any) -> None:
-        good, bad = FakeRank(run="good"), FakeRank(run="bad")
-        for rank in (good, bad):
-            await service.store(rank, rank.started(), rank.sample(1))
-        before = await every_answer(service, "good", "bad")
-        batch = json.loads(bad.batch(bad.sample(2)).model_dump_json())
-        batch["events"] = [REFUSED[what](bad.sample(2))]
-        answer = await service.client.post(
-            "/v1/batches", content=json.dumps(batch), headers={"content-type": "application/json"}
-        )
-        assert answer.status_code == 422, answer.text
-        said = answer.json()
-        assert "too large to be stored" not in said["detail"]
-        assert said["errors"] or "heads" in said["detail"]
-        after = await every_answer(service, "good", "bad")
-        for path in ("/v1/runs/good", "/v1/runs/bad", "/v1/runs/bad/events"):
-            assert after[path] == before[path]
-        await service.store(bad, bad.sample(2))
-
-    play(story)
+async def test_what_does_not_fit_is_refused_with_a_sentence_and_hurts_nobody(service: Any, what: str) -> None:
+    good, bad = FakeRank(run="good"), FakeRank(run="bad")
+    for rank in (good, bad):
+        await service.store(rank, rank.started(), rank.sample(1))
+    before = await every_answer(service, "good", "bad")
+    batch = json.loads(bad.batch(bad.sample(2)).model_dump_json())
+    batch["events"] = [REFUSED[what](bad.sample(2))]
+    answer = await service.client.post(
+        "/v1/batches", content=json.dumps(batch), headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 422, answer.text
+    said = answer.json()
+    assert "too large to be stored" not in said["detail"]
+    assert said["errors"] or "heads" in said["detail"]
+    after = await every_answer(service, "good", "bad")
+    for path in ("/v1/runs/good", "/v1/runs/bad", "/v1/runs/bad/events"):
+        assert after[path] == before[path]
+    await service.store(bad, bad.sample(2))
 
 
-def test_heads_are_counted_against_what_the_boot_says_in_the_same_batch_or_said_before(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        risk = Array.of(np.ones(5, np.float32))
-        odd = rank.sample(1).model_copy(update={"states": None, "modes": None, "risk": risk})
-        for events in ((rank.started(), odd), (odd, rank.started())):
-            answer = await service.post(FakeRank(boot="b0").batch(*events))
-            assert answer.status_code == 422
-            assert "5 heads" in answer.json()["detail"]
-            assert "6" in answer.json()["detail"]
-        await service.store(rank, rank.started(), rank.sample(2))
-        found = await every_answer(service, "run-1")
-        assert found["/v1/runs/run-1"]["last_step"] == 2
-
-    play(story)
+async def test_heads_are_counted_against_what_the_boot_says_in_the_same_batch_or_said_before(service: Any) -> None:
+    rank = FakeRank()
+    risk = Array.of(np.ones(5, np.float32))
+    odd = rank.sample(1).model_copy(update={"states": None, "modes": None, "risk": risk})
+    for events in ((rank.started(), odd), (odd, rank.started())):
+        answer = await service.post(FakeRank(boot="b0").batch(*events))
+        assert answer.status_code == 422
+        assert "5 heads" in answer.json()["detail"]
+        assert "6" in answer.json()["detail"]
+    await service.store(rank, rank.started(), rank.sample(2))
+    found = await every_answer(service, "run-1")
+    assert found["/v1/runs/run-1"]["last_step"] == 2
 
 
 @pytest.mark.promise("S3")
 @pytest.mark.parametrize("told", [False, True])
-def test_a_start_that_would_make_an_acknowledged_sample_unreadable_is_refused(play: Any, told: bool) -> None:
-    async def story(service: Any) -> None:
-        rank, other = FakeRank(), FakeRank(heads=(0, 1))
-        await service.store(rank, *([rank.started()] if told else []), rank.sample(1))  # run forgotten, or started seen
-        for events in ((other.started(),), (other.started(), other.sample(2)), *([] if told else [(other.sample(2),)])):
-            answer = await service.post(other.batch(*events, sequence=7))
-            assert answer.status_code == 422
-            assert "4 heads" in answer.json()["detail"]
-            assert "6" in answer.json()["detail"]
-        await service.store(rank, rank.started(), rank.sample(3))
-        line = (await service.get("/v1/runs/run-1/curves", line="head.risk:1:2"))["lines"][0]
-        assert line["steps"] == [1, 3]
-        assert None not in line["last"]
-
-    play(story)
+async def test_a_start_that_would_make_an_acknowledged_sample_unreadable_is_refused(service: Any, told: bool) -> None:
+    rank, other = FakeRank(), FakeRank(heads=(0, 1))
+    await service.store(rank, *([rank.started()] if told else []), rank.sample(1))  # run forgotten, or started seen
+    for events in ((other.started(),), (other.started(), other.sample(2)), *([] if told else [(other.sample(2),)])):
+        answer = await service.post(other.batch(*events, sequence=7))
+        assert answer.status_code == 422
+        assert "4 heads" in answer.json()["detail"]
+        assert "6" in answer.json()["detail"]
+    await service.store(rank, rank.started(), rank.sample(3))
+    line = (await service.get("/v1/runs/run-1/curves", line="head.risk:1:2"))["lines"][0]
+    assert line["steps"] == [1, 3]
+    assert None not in line["last"]
 
 
 @pytest.mark.promise("S3")
 @pytest.mark.parametrize("order", ["start first", "in one batch", "sample first"])
-def test_a_start_that_watches_no_layer_takes_no_sample_of_heads(play: Any, order: str) -> None:
-    async def story(service: Any) -> None:
-        rank, blind = FakeRank(), FakeRank(layers=0)
-        before = unreadable((await service.client.get("/metrics")).text)
-        said: list[Event] = [blind.started(), rank.sample(1)]
-        sent = (
-            [said] if order == "in one batch" else [[one] for one in (said if order == "start first" else said[::-1])]
-        )
-        statuses = [(await service.post(rank.batch(*events))).status_code for events in sent]
-        assert statuses == [*[200] * (len(sent) - 1), 422]
-        without = rank.sample(2).model_copy(update={"states": None, "modes": None, "risk": None})
-        await service.store(rank, without)
-        found = await every_answer(service, "run-1")
-        assert (found["/v1/runs/run-1"]["last_step"], unreadable(found["/metrics"])) == (2, before)
-
-    play(story)
+async def test_a_start_that_watches_no_layer_takes_no_sample_of_heads(service: Any, order: str) -> None:
+    rank, blind = FakeRank(), FakeRank(layers=0)
+    before = unreadable((await service.client.get("/metrics")).text)
+    said: list[Event] = [blind.started(), rank.sample(1)]
+    sent = [said] if order == "in one batch" else [[one] for one in (said if order == "start first" else said[::-1])]
+    statuses = [(await service.post(rank.batch(*events))).status_code for events in sent]
+    assert statuses == [*[200] * (len(sent) - 1), 422]
+    without = rank.sample(2).model_copy(update={"states": None, "modes": None, "risk": None})
+    await service.store(rank, without)
+    found = await every_answer(service, "run-1")
+    assert (found["/v1/runs/run-1"]["last_step"], unreadable(found["/metrics"])) == (2, before)
 
 
-def test_the_mode_of_a_newer_agent_is_told_and_shown_and_stops_no_other_rank(play: Any) -> None:
-    async def story(service: Any) -> None:
-        ranks = [FakeRank(rank=number) for number in (0, 1)]
-        for rank in ranks:
-            started = rank.started().model_copy(update={"mitigation": "warp_rows"})
-            await service.store(rank, started, rank.sample(1))
-        await service.store(ranks[0], Switched.model_validate(switched("warp_rows+exact_delta")))
-        for rank in ranks:
-            assert not (await service.store(rank, rank.sample(2, mode=1 << 20))).commands
-        found = await every_answer(service, "run-1")
-        events = found["/v1/runs/run-1/events"]["events"]
-        assert any(e["switched"] and e["switched"]["after"] == ["warp_rows+exact_delta"] for e in events)
-        assert found["/v1/runs/run-1"]["mitigation"] == "warp_rows"
-        assert found["/v1/runs/run-1"]["layers"][0]["modes"] == [None] * 3
-
-    play(story)
+async def test_the_mode_of_a_newer_agent_is_told_and_shown_and_stops_no_other_rank(service: Any) -> None:
+    ranks = [FakeRank(rank=number) for number in (0, 1)]
+    for rank in ranks:
+        started = rank.started().model_copy(update={"mitigation": "warp_rows"})
+        await service.store(rank, started, rank.sample(1))
+    await service.store(ranks[0], Switched.model_validate(switched("warp_rows+exact_delta")))
+    for rank in ranks:
+        assert not (await service.store(rank, rank.sample(2, mode=1 << 20))).commands
+    found = await every_answer(service, "run-1")
+    events = found["/v1/runs/run-1/events"]["events"]
+    assert any(e["switched"] and e["switched"]["after"] == ["warp_rows+exact_delta"] for e in events)
+    assert found["/v1/runs/run-1"]["mitigation"] == "warp_rows"
+    assert found["/v1/runs/run-1"]["layers"][0]["modes"] == [None] * 3
 
 
 TEXT = "x" * 300

@@ -96,97 +96,80 @@ def test_what_a_successor_sends_from_a_spool_never_outranks_the_process_that_liv
     play_on_both(story)
 
 
-def test_a_process_that_lived_and_died_while_the_service_was_away_keeps_its_place_between_two_others(play: Any) -> None:
-    async def story(service: Any) -> None:
-        first, dead, living = (FakeRank(boot=f"18000000{number}0000-0-cccc") for number in (10, 20, 30))
-        await service.store(first, first.started(), *(first.sample(s, s - 10, loss=1.0) for s in (10, 20, 30)), age=5)
-        await service.store(living, living.started(step=20), living.sample(30, since=20, loss=3.0), age=2)
-        events = dead.started(step=10), dead.sample(20, since=10, loss=2.0), dead.sample(30, since=20, loss=2.0)
-        await service.store(dead, *events, age=4, replayed=True)
-        assert await losses(service) == ([10, 20, 30], [1.0, 2.0, 3.0])
+async def test_a_process_that_lived_and_died_while_the_service_was_away_keeps_its_place_between_two_others(
+    service: Any,
+) -> None:
+    first, dead, living = (FakeRank(boot=f"18000000{number}0000-0-cccc") for number in (10, 20, 30))
+    await service.store(first, first.started(), *(first.sample(s, s - 10, loss=1.0) for s in (10, 20, 30)), age=5)
+    await service.store(living, living.started(step=20), living.sample(30, since=20, loss=3.0), age=2)
+    events = dead.started(step=10), dead.sample(20, since=10, loss=2.0), dead.sample(30, since=20, loss=2.0)
+    await service.store(dead, *events, age=4, replayed=True)
+    assert await losses(service) == ([10, 20, 30], [1.0, 2.0, 3.0])
 
-    play(story)
 
-
-def test_one_that_was_cut_off_from_the_service_does_not_outrank_its_successor_when_it_comes_back(play: Any) -> None:
-    async def story(service: Any) -> None:
-        cut_off, successor = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
-        await service.store(successor, successor.started(step=10), successor.sample(20, since=10), age=30)
-        await service.store(cut_off, cut_off.started(), cut_off.sample(15, since=0), age=4000)
-        assert await who_is_ordered(service, cut_off, successor) == [BEHIND]
-
-    play(story)
+async def test_one_that_was_cut_off_from_the_service_does_not_outrank_its_successor_when_it_comes_back(
+    service: Any,
+) -> None:
+    cut_off, successor = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
+    await service.store(successor, successor.started(step=10), successor.sample(20, since=10), age=30)
+    await service.store(cut_off, cut_off.started(), cut_off.sample(15, since=0), age=4000)
+    assert await who_is_ordered(service, cut_off, successor) == [BEHIND]
 
 
 @pytest.mark.parametrize("jump_seconds", [91 * 86400.0, -91 * 86400.0])
-def test_a_service_whose_clock_jumped_for_a_moment_still_knows_who_came_last(
-    play: Any, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
+async def test_a_service_whose_clock_jumped_for_a_moment_still_knows_who_came_last(
+    service: Any, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
 ) -> None:
-    async def story(service: Any) -> None:
-        clock = Clock()
-        monkeypatch.setattr(recorder, "time", clock)
-        ranks = [FakeRank(boot=f"180000000{number}000-0-dddd") for number in (3, 2, 1)]
-        for number, rank in enumerate(ranks):
-            clock.ahead = jump_seconds if number == (1 if jump_seconds > 0 else 0) else 0.0
-            await service.store(rank, rank.started(step=number), rank.sample(number + 1), age=1)
-        assert await who_is_ordered(service, *ranks) == [ranks[2].boot]
-
-    play(story)
+    clock = Clock()
+    monkeypatch.setattr(recorder, "time", clock)
+    ranks = [FakeRank(boot=f"180000000{number}000-0-dddd") for number in (3, 2, 1)]
+    for number, rank in enumerate(ranks):
+        clock.ahead = jump_seconds if number == (1 if jump_seconds > 0 else 0) else 0.0
+        await service.store(rank, rank.started(step=number), rank.sample(number + 1), age=1)
+    assert await who_is_ordered(service, *ranks) == [ranks[2].boot]
 
 
-def test_a_spool_that_is_replayed_after_the_clock_was_ahead_stays_before_its_successor(
-    play: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_spool_that_is_replayed_after_the_clock_was_ahead_stays_before_its_successor(
+    service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(service: Any) -> None:
-        clock = Clock()
-        monkeypatch.setattr(recorder, "time", clock)
-        dead, next_one, living = (FakeRank(boot=f"180000000{number}000-0-dddd") for number in (3, 2, 1))
-        await service.store(next_one, next_one.started(step=10), next_one.sample(30, since=10, loss=2.0), age=500)
-        clock.ahead = 3600.0
-        await service.store(living, living.started(step=20), living.sample(30, since=20, loss=3.0), age=1)
-        clock.ahead = 0.0
-        events = dead.started(), *(dead.sample(step, since=step - 5, loss=1.0) for step in (5, 10, 15, 20))
-        await service.store(dead, *events, age=1000, replayed=True)
-        assert await losses(service) == ([5, 10, 30], [1.0, 1.0, 3.0])
-
-    play(story)
+    clock = Clock()
+    monkeypatch.setattr(recorder, "time", clock)
+    dead, next_one, living = (FakeRank(boot=f"180000000{number}000-0-dddd") for number in (3, 2, 1))
+    await service.store(next_one, next_one.started(step=10), next_one.sample(30, since=10, loss=2.0), age=500)
+    clock.ahead = 3600.0
+    await service.store(living, living.started(step=20), living.sample(30, since=20, loss=3.0), age=1)
+    clock.ahead = 0.0
+    events = dead.started(), *(dead.sample(step, since=step - 5, loss=1.0) for step in (5, 10, 15, 20))
+    await service.store(dead, *events, age=1000, replayed=True)
+    assert await losses(service) == ([5, 10, 30], [1.0, 1.0, 3.0])
 
 
 @pytest.mark.promise("S16")
-def test_a_process_without_an_age_that_was_heard_is_not_taken_for_dead_when_its_spool_comes(play: Any) -> None:
-    async def story(service: Any) -> None:
-        old, living = (FakeRank(boot=f"16000000{number}0000-0-aaaa") for number in (10, 20))
-        await service.store(old, old.started(), old.sample(20, since=0, loss=1.0))
-        await service.store(living, living.started(step=10), living.sample(20, since=10, loss=2.0))
-        await service.store(living, living.sample(30, since=20, loss=2.0), age=1, replayed=True)
-        assert await losses(service) == ([20, 30], [2.0, 2.0])
-        assert await who_is_ordered(service, old, living) == [living.boot]
-
-    play(story)
+async def test_a_process_without_an_age_that_was_heard_is_not_taken_for_dead_when_its_spool_comes(service: Any) -> None:
+    old, living = (FakeRank(boot=f"16000000{number}0000-0-aaaa") for number in (10, 20))
+    await service.store(old, old.started(), old.sample(20, since=0, loss=1.0))
+    await service.store(living, living.started(step=10), living.sample(20, since=10, loss=2.0))
+    await service.store(living, living.sample(30, since=20, loss=2.0), age=1, replayed=True)
+    assert await losses(service) == ([20, 30], [2.0, 2.0])
+    assert await who_is_ordered(service, old, living) == [living.boot]
 
 
 @pytest.mark.promise("S16")
 @pytest.mark.parametrize("turned", [False, True])
-def test_agents_that_tell_no_age_are_placed_by_their_names_in_any_order(play: Any, turned: bool) -> None:
-    async def story(service: Any) -> None:
-        old, new = FakeRank(boot=BEHIND), FakeRank(boot=AHEAD)
-        for rank in (new, old) if turned else (old, new):
-            await service.store(rank, rank.started(step=0 if rank is old else 10), rank.sample(20, since=10))
-        assert await who_is_ordered(service, old, new) == [AHEAD]
-
-    play(story)
+async def test_agents_that_tell_no_age_are_placed_by_their_names_in_any_order(service: Any, turned: bool) -> None:
+    old, new = FakeRank(boot=BEHIND), FakeRank(boot=AHEAD)
+    for rank in (new, old) if turned else (old, new):
+        await service.store(rank, rank.started(step=0 if rank is old else 10), rank.sample(20, since=10))
+    assert await who_is_ordered(service, old, new) == [AHEAD]
 
 
 @pytest.mark.promise("S16")
-def test_an_agent_that_was_updated_outranks_the_old_one_whose_clock_was_ahead(play: Any) -> None:
-    async def story(service: Any) -> None:
-        ahead = f"{int((time.time() + 60) * 1000):013d}-0-eeee"
-        old, new = FakeRank(boot=ahead), FakeRank(boot=BEHIND)
-        await service.store(old, old.started())
-        await service.store(new, new.started(), age=2)
-        assert await who_is_ordered(service, old, new) == [BEHIND]
-
-    play(story)
+async def test_an_agent_that_was_updated_outranks_the_old_one_whose_clock_was_ahead(service: Any) -> None:
+    ahead = f"{int((time.time() + 60) * 1000):013d}-0-eeee"
+    old, new = FakeRank(boot=ahead), FakeRank(boot=BEHIND)
+    await service.store(old, old.started())
+    await service.store(new, new.started(), age=2)
+    assert await who_is_ordered(service, old, new) == [BEHIND]
 
 
 @pytest.mark.promise("S5")
@@ -196,17 +179,13 @@ def test_an_age_that_a_process_can_have_is_taken() -> None:
 
 @pytest.mark.promise("S5")
 @pytest.mark.parametrize("age", ["soon", "-1", "nan", "inf", "1e308", "9" * 400, "\u0660", ""])
-def test_a_senseless_age_is_not_taken_and_costs_no_batch(play: Any, age: str) -> None:
+async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any, age: str) -> None:
     assert arrival_of({AGE_HEADER: age.encode().decode("latin-1")}) == Arrival()  # as a server reads it
-
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        headers = {"content-type": "application/json", "foreshock-process-age": age.encode()}
-        batch = rank.batch(rank.started()).model_dump_json()
-        assert (await service.client.post("/v1/batches", content=batch, headers=headers)).status_code == 200
-        assert await who_is_ordered(service, rank) == ["b1"]
-
-    play(story)
+    rank = FakeRank()
+    headers = {"content-type": "application/json", "foreshock-process-age": age.encode()}
+    batch = rank.batch(rank.started()).model_dump_json()
+    assert (await service.client.post("/v1/batches", content=batch, headers=headers)).status_code == 200
+    assert await who_is_ordered(service, rank) == ["b1"]
 
 
 # ---- a run that is resumed with fewer ranks -------------------------------------------------------------------------

@@ -25,11 +25,8 @@ def each_answer_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "_SAME_ANSWER_SECONDS", 0.0)
 
 
-def test_a_service_that_can_store_is_ready_again_and_again(play: Any) -> None:
-    async def story(service: Any) -> None:
-        assert [await asked(service) for _ in range(3)] == [(200, "ok")] * 3
-
-    play(story)
+async def test_a_service_that_can_store_is_ready_again_and_again(service: Any) -> None:
+    assert [await asked(service) for _ in range(3)] == [(200, "ok")] * 3
 
 
 def test_a_load_balancer_may_ask_with_head_and_gets_what_get_says_without_the_body(live_service: LiveService) -> None:
@@ -62,48 +59,35 @@ def test_a_probe_needs_no_token_and_costs_one_write_a_second_however_many_ask(
     assert len(tried) == 1
 
 
-def test_a_database_file_that_is_gone_is_not_ready(play: Any, tmp_path: Path) -> None:
-    async def story(service: Any) -> None:
-        (tmp_path / "foreshock.db").rename(tmp_path / "elsewhere.db")
-        assert await asked(service) == (503, "its file is gone")
-
-    play(story)
+async def test_a_database_file_that_is_gone_is_not_ready(service: Any, tmp_path: Path) -> None:
+    (tmp_path / "foreshock.db").rename(tmp_path / "elsewhere.db")
+    assert await asked(service) == (503, "its file is gone")
 
 
-def test_a_disk_with_no_room_for_a_batch_is_not_ready(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(service: Any) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2**40, 2**40, 4096))
-        assert await asked(service) == (503, "its disk is full")
-        monkeypatch.undo()
-        monkeypatch.setattr(routes, "_SAME_ANSWER_SECONDS", 0.0)
-        assert await asked(service) == (200, "ok")
-
-    play(story)
+async def test_a_disk_with_no_room_for_a_batch_is_not_ready(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2**40, 2**40, 4096))
+    assert await asked(service) == (503, "its disk is full")
+    monkeypatch.undo()
+    monkeypatch.setattr(routes, "_SAME_ANSWER_SECONDS", 0.0)
+    assert await asked(service) == (200, "ok")
 
 
-def test_a_store_that_reads_but_takes_no_write_is_not_ready(play: Any) -> None:
-    async def story(service: Any) -> None:
-        with service.app.state.store.writer.engine.begin() as connection:
-            connection.exec_driver_sql(
-                "CREATE TRIGGER no BEFORE INSERT ON service_state BEGIN SELECT RAISE(ABORT, 'full'); END"
-            )
-        status, said = await asked(service)
-        assert (status, said) == (503, "IntegrityError")
-
-    play(story)
+async def test_a_store_that_reads_but_takes_no_write_is_not_ready(service: Any) -> None:
+    with service.app.state.store.writer.engine.begin() as connection:
+        connection.exec_driver_sql(
+            "CREATE TRIGGER no BEFORE INSERT ON service_state BEGIN SELECT RAISE(ABORT, 'full'); END"
+        )
+    status, said = await asked(service)
+    assert (status, said) == (503, "IntegrityError")
 
 
-def test_a_writer_that_hangs_is_said_within_the_deadline_and_not_for_ever(
-    play: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_writer_that_hangs_is_said_within_the_deadline_and_not_for_ever(
+    service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "DEADLINE_SECONDS", 0.3)
-
-    async def story(service: Any) -> None:
-        with service.app.state.store.writer.engine.begin():
-            began = time.monotonic()
-            assert (await asked(service))[0] == 503
-            assert time.monotonic() - began < 3
-        await asyncio.sleep(0)
-        assert await asked(service) == (200, "ok")
-
-    play(story)
+    with service.app.state.store.writer.engine.begin():
+        began = time.monotonic()
+        assert (await asked(service))[0] == 503
+        assert time.monotonic() - began < 3
+    await asyncio.sleep(0)
+    assert await asked(service) == (200, "ok")

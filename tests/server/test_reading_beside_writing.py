@@ -19,18 +19,15 @@ from foreshock.server.testing import FakeRank, LiveService
 pytestmark = pytest.mark.promise("S4")
 
 
-def test_batches_are_stored_while_readers_hold_every_connection(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started(), rank.sample(1))
-        engine = service.app.state.store.reader.engine
-        with ExitStack() as held:
-            for _ in range(engine.pool.size()):
-                held.enter_context(engine.begin())
-            async with asyncio.timeout(10):
-                await service.store(rank, rank.sample(2))
-
-    play(story)
+async def test_batches_are_stored_while_readers_hold_every_connection(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(), rank.sample(1))
+    engine = service.app.state.store.reader.engine
+    with ExitStack() as held:
+        for _ in range(engine.pool.size()):
+            held.enter_context(engine.begin())
+        async with asyncio.timeout(10):
+            await service.store(rank, rank.sample(2))
 
 
 LARGE = (
@@ -77,29 +74,25 @@ def test_large_answers_are_read_and_written_beside_the_event_loop(
 
 
 @pytest.mark.full
-def test_readers_of_a_run_of_400_x_128_heads_do_not_stop_ingest(play: Any, sizes: Any) -> None:
+async def test_readers_of_a_run_of_400_x_128_heads_do_not_stop_ingest(service: Any, sizes: Any) -> None:
     readers = sizes("readers", quick=4, long=24)
-
-    async def story(service: Any) -> None:
-        wide, other = FakeRank(layers=400, heads=range(128)), FakeRank(run="other")
-        await service.store(wide, wide.started())
-        for step in (1, 2):
-            await service.store(wide, wide.sample(step))
-        path = "/v1/runs/run-1/curves?line=head.score_max"
-        # The framework builds its routes at the first request, once: as long as a reader of this run takes in all.
-        assert (await service.client.get(path.replace("run-1", "nobody"))).status_code == 404
-        with watched_loop() as watch:
-            reads = [asyncio.create_task(service.client.get(path)) for _ in range(readers)]
-            await service.store(other, other.started())
-            for step in range(1, 5):
-                await service.store(other, other.sample(step))
-                assert (await service.client.get("/healthz")).status_code == 200
-            assert not all(read.done() for read in reads), "the readers came first"
-            answers = await asyncio.gather(*reads)
-        assert {answer.status_code for answer in answers} == {200}
-        assert watch.part * readers < PART_HELD
-
-    play(story)
+    wide, other = FakeRank(layers=400, heads=range(128)), FakeRank(run="other")
+    await service.store(wide, wide.started())
+    for step in (1, 2):
+        await service.store(wide, wide.sample(step))
+    path = "/v1/runs/run-1/curves?line=head.score_max"
+    # The framework builds its routes at the first request, once: as long as a reader of this run takes in all.
+    assert (await service.client.get(path.replace("run-1", "nobody"))).status_code == 404
+    with watched_loop() as watch:
+        reads = [asyncio.create_task(service.client.get(path)) for _ in range(readers)]
+        await service.store(other, other.started())
+        for step in range(1, 5):
+            await service.store(other, other.sample(step))
+            assert (await service.client.get("/healthz")).status_code == 200
+        assert not all(read.done() for read in reads), "the readers came first"
+        answers = await asyncio.gather(*reads)
+    assert {answer.status_code for answer in answers} == {200}
+    assert watch.part * readers < PART_HELD
 
 
 @pytest.mark.full
@@ -169,13 +162,10 @@ def test_few_large_reads_are_at_work_at_once_and_a_crowd_is_told_to_come_back(
     play(story)
 
 
-def test_rolling_up_twenty_thousand_runs_looks_at_each_once(play: Any) -> None:
-    async def story(service: Any) -> None:
-        roller = Roller(service.app.state.store)
-        for run_id in range(20_000):
-            roller.touch(run_id, 5)
-        began = time.process_time()
-        await roller.build_cold(cold_seconds=1e6)
-        assert time.process_time() - began < 2.0
-
-    play(story)
+async def test_rolling_up_twenty_thousand_runs_looks_at_each_once(service: Any) -> None:
+    roller = Roller(service.app.state.store)
+    for run_id in range(20_000):
+        roller.touch(run_id, 5)
+    began = time.process_time()
+    await roller.build_cold(cold_seconds=1e6)
+    assert time.process_time() - began < 2.0

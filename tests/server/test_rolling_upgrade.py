@@ -85,7 +85,10 @@ def assert_holds(now: Any, was: Any, at: str, within: float = 0.0) -> None:
         assert now == was or (within and now == pytest.approx(was, rel=within)), at
 
 
-def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(play: Any, tmp_path: Path) -> None:
+@pytest.mark.settings(verify_steps=0, finished_run_seconds=1000000.0, silent_run_seconds=1000000.0)
+async def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(
+    service: Any, tmp_path: Path
+) -> None:
     old.store_at(tmp_path / "foreshock.db")
     unreadable.clear()  # what tests before this one left in this process
     with sqlite3.connect(tmp_path / "foreshock.db") as database:  # as if it had been left a minute ago
@@ -94,39 +97,35 @@ def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(pla
         database.execute("update boots set stepped = ? where stepped is not null", [time.time()])
         database.execute("update commands set expires = ? where expires is not null", [time.time() + 3600])
     was = old.answers()
-
-    async def story(service: Any) -> None:
-        for path, answered in was.items():
-            if path == "/metrics":
-                continue
-            now = await answer_at(service, path)
-            if path == "/v1/catalog":
-                known = {metric["key"]: metric for metric in now["metrics"]}
-                assert {metric["key"] for metric in answered["metrics"]} <= known.keys()
-                continue
-            if path.startswith("/v1/audit"):  # its rows were chained by hashes then
-                chained = {"hash", "previous_hash"}
-                answered = {"rows": [{k: row[k] for k in row.keys() - chained} for row in answered["rows"]]}
-            assert_holds(reworded(timeless(now)), reworded(timeless(answered)), path)
-        metrics = (await service.client.get("/metrics")).text
-        missing = series_of(was["/metrics"]) - series_of(metrics)
-        assert all("stable_softmax" in line for line in missing)  # a mode that went: counted as another one
-        assert "foreshock_service_unreadable_rows 0.0" in metrics
-        warned = 0  # runs recorded before there were incidents have them all the same
-        for row in (await service.get("/v1/runs", limit=500))["runs"]:
-            found = (await service.get(f"/v1/runs/{row['run']}/incidents"))["incidents"]
-            heads = {(w["layer"], w["head"]) for w in (await service.get(f"/v1/runs/{row['run']}"))["warnings"]}
-            shown = {(h["layer"], h["head"]) for i in found for h in i["heads"] if h["state"] != "quiet"}
-            assert shown == heads, row["run"]
-            warned += bool(heads)
-        assert warned
-        # ... and it is written on: the run goes on where it stood. Its open order is for a mode that went since.
-        first = FakeRank(run="golden/ranks", rank=0, boot="b0")
-        first.sequence = 1000
-        assert not (await service.store(first, first.sample(1500, 1400))).commands
-        assert (await service.get("/v1/runs/golden/ranks/matrix", metric="head.mode"))["step"] == 1500
-
-    play(story, verify_steps=0, finished_run_seconds=1e6, silent_run_seconds=1e6)
+    for path, answered in was.items():
+        if path == "/metrics":
+            continue
+        now = await answer_at(service, path)
+        if path == "/v1/catalog":
+            known = {metric["key"]: metric for metric in now["metrics"]}
+            assert {metric["key"] for metric in answered["metrics"]} <= known.keys()
+            continue
+        if path.startswith("/v1/audit"):  # its rows were chained by hashes then
+            chained = {"hash", "previous_hash"}
+            answered = {"rows": [{k: row[k] for k in row.keys() - chained} for row in answered["rows"]]}
+        assert_holds(reworded(timeless(now)), reworded(timeless(answered)), path)
+    metrics = (await service.client.get("/metrics")).text
+    missing = series_of(was["/metrics"]) - series_of(metrics)
+    assert all("stable_softmax" in line for line in missing)  # a mode that went: counted as another one
+    assert "foreshock_service_unreadable_rows 0.0" in metrics
+    warned = 0  # runs recorded before there were incidents have them all the same
+    for row in (await service.get("/v1/runs", limit=500))["runs"]:
+        found = (await service.get(f"/v1/runs/{row['run']}/incidents"))["incidents"]
+        heads = {(w["layer"], w["head"]) for w in (await service.get(f"/v1/runs/{row['run']}"))["warnings"]}
+        shown = {(h["layer"], h["head"]) for i in found for h in i["heads"] if h["state"] != "quiet"}
+        assert shown == heads, row["run"]
+        warned += bool(heads)
+    assert warned
+    # ... and it is written on: the run goes on where it stood. Its open order is for a mode that went since.
+    first = FakeRank(run="golden/ranks", rank=0, boot="b0")
+    first.sequence = 1000
+    assert not (await service.store(first, first.sample(1500, 1400))).commands
+    assert (await service.get("/v1/runs/golden/ranks/matrix", metric="head.mode"))["step"] == 1500
 
 
 _CLOCKS = {"first_seen_unix_seconds", "last_seen_unix_seconds", "last_step_unix_seconds", "expires_unix_seconds"}

@@ -23,42 +23,33 @@ from foreshock.server.testing import FakeRank
         ("/v1/commands/nothing", 404, "no command"),
     ],
 )
-def test_wrong_questions_get_a_clear_sentence(play: Any, path: str, status: int, word: str) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started(), rank.sample(1))
-        answer = await service.client.get(path)
-        assert answer.status_code == status
-        assert word in answer.json()["detail"]
-        assert answer.headers["content-type"] == "application/problem+json"
-
-    play(story)
+async def test_wrong_questions_get_a_clear_sentence(service: Any, path: str, status: int, word: str) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(), rank.sample(1))
+    answer = await service.client.get(path)
+    assert answer.status_code == status
+    assert word in answer.json()["detail"]
+    assert answer.headers["content-type"] == "application/problem+json"
 
 
-def test_a_run_name_may_hold_slashes_dots_and_colons(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank(run="team/../a:b.c/x")
-        await service.store(rank, rank.started(), rank.sample(1))
-        for tail in ("", "/curves", "/matrix", "/events", "/commands"):
-            path = f"/v1/runs/team/%2E%2E/a:b.c/x{tail}"
-            answer = await service.client.get(path, params={"metric": "head.score_max", "line": "head.score_max"})
-            assert answer.status_code == 200, path
-
-    play(story)
+async def test_a_run_name_may_hold_slashes_dots_and_colons(service: Any) -> None:
+    rank = FakeRank(run="team/../a:b.c/x")
+    await service.store(rank, rank.started(), rank.sample(1))
+    for tail in ("", "/curves", "/matrix", "/events", "/commands"):
+        path = f"/v1/runs/team/%2E%2E/a:b.c/x{tail}"
+        answer = await service.client.get(path, params={"metric": "head.score_max", "line": "head.score_max"})
+        assert answer.status_code == 200, path
 
 
-def test_the_catalogue_is_served_with_all_that_is_needed_to_draw(play: Any) -> None:
-    async def story(service: Any) -> None:
-        served = {entry["key"]: entry for entry in (await service.get("/v1/catalog"))["metrics"]}
-        assert set(served) == {metric.key for metric in BY_KEY.values() if metric.has_series}
-        for key, entry in served.items():
-            metric = BY_KEY[key]
-            assert (entry["signed"], entry["scale"], entry["percent"]) == (metric.signed, metric.scale, metric.percent)
-            assert (entry["levels"] is None) == (metric.levels is None)
-        assert served["head.score_max"]["levels"] == {"alarm": 512.0, "watch": 100.0, "below": False}
-        assert served["head.mode"]["chart"] is None
-        first = [key for key, entry in served.items() if entry["chart"] == "first"]
-        assert first[:2] == ["head.score_offset", "head.score_max"]
-        assert first == sorted(first, key=lambda key: BY_KEY[key].chart or 0)
-
-    play(story)
+async def test_the_catalogue_is_served_with_all_that_is_needed_to_draw(service: Any) -> None:
+    served = {entry["key"]: entry for entry in (await service.get("/v1/catalog"))["metrics"]}
+    assert set(served) == {metric.key for metric in BY_KEY.values() if metric.has_series}
+    for key, entry in served.items():
+        metric = BY_KEY[key]
+        assert (entry["signed"], entry["scale"], entry["percent"]) == (metric.signed, metric.scale, metric.percent)
+        assert (entry["levels"] is None) == (metric.levels is None)
+    assert served["head.score_max"]["levels"] == {"alarm": 512.0, "watch": 100.0, "below": False}
+    assert served["head.mode"]["chart"] is None
+    first = [key for key, entry in served.items() if entry["chart"] == "first"]
+    assert first[:2] == ["head.score_offset", "head.score_max"]
+    assert first == sorted(first, key=lambda key: BY_KEY[key].chart or 0)

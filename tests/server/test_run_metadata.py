@@ -127,15 +127,12 @@ def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stays(live
         {"name": "other"},
     ],
 )
-def test_what_cannot_be_kept_is_refused_in_words(play: Any, said: dict[str, Any]) -> None:
-    async def story(service: Any) -> None:
-        await trained(service, "plain")
-        answer = await service.client.patch("/v1/runs/plain", json={"who": "Ada", **said})
-        assert answer.status_code == 422
-        assert answer.json()["errors"][0]["message"]
-        assert (await service.get("/v1/audit"))["rows"] == []
-
-    play(story)
+async def test_what_cannot_be_kept_is_refused_in_words(service: Any, said: dict[str, Any]) -> None:
+    await trained(service, "plain")
+    answer = await service.client.patch("/v1/runs/plain", json={"who": "Ada", **said})
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["message"]
+    assert (await service.get("/v1/audit"))["rows"] == []
 
 
 def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_others_stay(live: Callable[..., None]) -> None:
@@ -197,33 +194,31 @@ def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(live: Call
     live(story)
 
 
-def test_notes_need_the_scope_act_and_deletion_its_own_within_the_tokens_reach(play: Any) -> None:
-    async def story(service: Any) -> None:
-        for run in ("team-a/one", "team-b/one"):
-            rank = FakeRank(run=run)
-            batch = rank.batch(rank.started(), Finished(step=0, unix_seconds=2.0, status="completed"))
-            headers = {**says("ann"), "content-type": "application/json"}
-            await service.client.post("/v1/batches", content=batch.model_dump_json(), headers=headers)
+@pytest.mark.settings(tokens=TOKENS)
+async def test_notes_need_the_scope_act_and_deletion_its_own_within_the_tokens_reach(service: Any) -> None:
+    for run in ("team-a/one", "team-b/one"):
+        rank = FakeRank(run=run)
+        batch = rank.batch(rank.started(), Finished(step=0, unix_seconds=2.0, status="completed"))
+        headers = {**says("ann"), "content-type": "application/json"}
+        await service.client.post("/v1/batches", content=batch.model_dump_json(), headers=headers)
 
-        async def status(name: str, run: str, method: str, **said: Any) -> int:
-            answer = await service.client.request(method, f"/v1/runs/{run}", headers=says(name), **said)
-            return int(answer.status_code)
+    async def status(name: str, run: str, method: str, **said: Any) -> int:
+        answer = await service.client.request(method, f"/v1/runs/{run}", headers=says(name), **said)
+        return int(answer.status_code)
 
-        note, end = {"who": "x", "notes": "seen"}, {"who": "x", "reason": "old"}
-        for name, run, described, deleted in (
-            ("dan", "team-a/one", 403, 403),  # reads
-            ("bob", "team-a/one", 403, 403),  # acts, elsewhere
-            ("bob", "team-b/one", 200, 403),
-            ("cleo", "team-a/one", 403, 403),  # deletes, elsewhere
-            ("cleo", "team-b/one", 403, 204),
-            ("ann", "team-a/one", 200, 204),
-        ):
-            assert await status(name, run, "PATCH", json=note) == described, (name, run)
-            assert await status(name, run, "DELETE", params=end) == deleted, (name, run)
-        trail = (await service.client.get("/v1/audit", headers=says("ann"))).json()["rows"]
-        assert [(row["actor"], row["action"]) for row in trail[:2]] == [
-            ("x (ann)", "deleted"),
-            ("x (ann)", "deletion begun"),
-        ]
-
-    play(story, tokens=TOKENS)
+    note, end = {"who": "x", "notes": "seen"}, {"who": "x", "reason": "old"}
+    for name, run, described, deleted in (
+        ("dan", "team-a/one", 403, 403),  # reads
+        ("bob", "team-a/one", 403, 403),  # acts, elsewhere
+        ("bob", "team-b/one", 200, 403),
+        ("cleo", "team-a/one", 403, 403),  # deletes, elsewhere
+        ("cleo", "team-b/one", 403, 204),
+        ("ann", "team-a/one", 200, 204),
+    ):
+        assert await status(name, run, "PATCH", json=note) == described, (name, run)
+        assert await status(name, run, "DELETE", params=end) == deleted, (name, run)
+    trail = (await service.client.get("/v1/audit", headers=says("ann"))).json()["rows"]
+    assert [(row["actor"], row["action"]) for row in trail[:2]] == [
+        ("x (ann)", "deleted"),
+        ("x (ann)", "deletion begun"),
+    ]

@@ -13,61 +13,55 @@ from foreshock.server.testing import FakeRank
 
 @pytest.mark.full
 @pytest.mark.promise("S6")
-def test_two_hundred_runs_of_12_x_12_heads_show_every_warning_and_count_what_is_left_out(play: Any) -> None:
+async def test_two_hundred_runs_of_12_x_12_heads_show_every_warning_and_count_what_is_left_out(service: Any) -> None:
     """At the settings as they come: the budget is 50,000 series, and these runs would fill it twice."""
     names = {f"run-{number:03}" for number in range(200)}
 
     def of_runs(found: Shown) -> int:
         return sum("run" in dict(own) for _, own in found)
 
-    async def story(service: Any) -> None:
-        async def send(some: list[str]) -> None:
-            for name in some:
-                rank = FakeRank(run=name, layers=12, heads=range(12))
-                critical = rank.verdict(5, layer=int(name[-1]), head=int(name[-2]), severity="critical")
-                await service.store(rank, rank.started(), rank.sample(5), critical)
+    async def send(some: list[str]) -> None:
+        for name in some:
+            rank = FakeRank(run=name, layers=12, heads=range(12))
+            critical = rank.verdict(5, layer=int(name[-1]), head=int(name[-2]), severity="critical")
+            await service.store(rank, rank.started(), rank.sample(5), critical)
 
-        first, *others = sorted(names)
-        await send([first])
-        each = of_runs(await shown(service))
-        await asyncio.gather(*(send(others[turn::16]) for turn in range(16)))
-        found = await shown(service)
-        for metric in ("warning_active", "warning_forecast_steps", "incident_active", "run_active", "run_step"):
-            told = [dict(own)["run"] for name, own in found if name == f"foreshock_{metric}"]
-            assert sorted(told) == sorted(names), metric
-        dropped = service.app.state.counters.series_dropped
-        assert dropped > 0
-        assert of_runs(found) + dropped == 200 * each
-        assert len(found) <= 50_000 + 2  # and what was left out: series, lines of the log
-
-    play(story)
+    first, *others = sorted(names)
+    await send([first])
+    each = of_runs(await shown(service))
+    await asyncio.gather(*(send(others[turn::16]) for turn in range(16)))
+    found = await shown(service)
+    for metric in ("warning_active", "warning_forecast_steps", "incident_active", "run_active", "run_step"):
+        told = [dict(own)["run"] for name, own in found if name == f"foreshock_{metric}"]
+        assert sorted(told) == sorted(names), metric
+    dropped = service.app.state.counters.series_dropped
+    assert dropped > 0
+    assert of_runs(found) + dropped == 200 * each
+    assert len(found) <= 50_000 + 2  # and what was left out: series, lines of the log
 
 
 @pytest.mark.promise("S15")
-def test_only_runs_that_changed_are_read_again_for_a_scrape(play: Any) -> None:
-    async def story(service: Any) -> None:
-        ranks = [FakeRank(run=f"run-{number}") for number in range(6)]
-        for rank in ranks:
-            await service.store(rank, rank.started(), rank.sample(1))
-        first = await shown(service)
-        read: list[int] = []
-        exposer = service.app.state.exposer
-        look = exposer.read_changed
+async def test_only_runs_that_changed_are_read_again_for_a_scrape(service: Any) -> None:
+    ranks = [FakeRank(run=f"run-{number}") for number in range(6)]
+    for rank in ranks:
+        await service.store(rank, rank.started(), rank.sample(1))
+    first = await shown(service)
+    read: list[int] = []
+    exposer = service.app.state.exposer
+    look = exposer.read_changed
 
-        def counted(connection: Any, rows: Any) -> Any:
-            read.extend(row.id for row in rows)
-            return look(connection, rows)
+    def counted(connection: Any, rows: Any) -> Any:
+        read.extend(row.id for row in rows)
+        return look(connection, rows)
 
-        exposer.read_changed = counted
-        assert await shown(service) == first
-        assert read == []
-        await service.store(ranks[3], ranks[3].sample(2), ranks[3].verdict(2))
-        text = (await service.client.get("/metrics")).text
-        assert 'foreshock_run_step{run="run-3"} 2.0' in text
-        assert "foreshock_warning_active{" in text
-        assert len(read) == 1
-
-    play(story)
+    exposer.read_changed = counted
+    assert await shown(service) == first
+    assert read == []
+    await service.store(ranks[3], ranks[3].sample(2), ranks[3].verdict(2))
+    text = (await service.client.get("/metrics")).text
+    assert 'foreshock_run_step{run="run-3"} 2.0' in text
+    assert "foreshock_warning_active{" in text
+    assert len(read) == 1
 
 
 @pytest.mark.promise("S6")
@@ -99,7 +93,10 @@ def test_a_tenant_with_many_runs_takes_no_series_from_another_that_came_later(pl
 
 
 @pytest.mark.promise("S15")
-def test_series_of_heads_are_made_only_as_far_as_the_budget_reaches(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.settings(max_series=480)
+async def test_series_of_heads_are_made_only_as_far_as_the_budget_reaches(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[str] = []
     each = Table.__iter__
 
@@ -107,13 +104,10 @@ def test_series_of_heads_are_made_only_as_far_as_the_budget_reaches(play: Any, m
         made.append(self.labels[0][0])
         return each(self)
 
-    async def story(service: Any) -> None:
-        for number in range(30):
-            rank = FakeRank(run=f"run-{number:02}", layers=4, heads=range(6))
-            await service.store(rank, rank.started(), rank.sample(1))
-        monkeypatch.setattr(Table, "__iter__", counted)
-        assert len(await shown(service)) <= 480 + 2
-        assert made == ["run-00"]
-        assert service.app.state.counters.series_dropped > 29 * 4 * 6  # what was left out is counted all the same
-
-    play(story, max_series=480)
+    for number in range(30):
+        rank = FakeRank(run=f"run-{number:02}", layers=4, heads=range(6))
+        await service.store(rank, rank.started(), rank.sample(1))
+    monkeypatch.setattr(Table, "__iter__", counted)
+    assert len(await shown(service)) <= 480 + 2
+    assert made == ["run-00"]
+    assert service.app.state.counters.series_dropped > 29 * 4 * 6  # what was left out is counted all the same

@@ -42,42 +42,36 @@ def forged(tokens: tuple[Token, ...], victim: Token) -> str:
 
 
 @pytest.mark.promise("S7")
-def test_whoever_knows_the_hashes_of_all_tokens_cannot_make_a_session(play: Any) -> None:
-    async def story(service: Any) -> None:
-        for victim in TOKENS:
-            cookie = {"cookie": f"foreshock_session={forged(TOKENS, victim)}"}
-            assert await seen(service, cookie) == 401
-        await logged_in(service)
-        with service.app.state.store.reader.engine.begin() as connection:
-            rows = connection.execute(text("SELECT * FROM sessions")).all()
-        for row in rows:  # nor can who reads the store
-            for value in row:
-                assert await seen(service, {"cookie": f"foreshock_session={value}"}) == 401
-
-    play(story, tokens=TOKENS)
+@pytest.mark.settings(tokens=TOKENS)
+async def test_whoever_knows_the_hashes_of_all_tokens_cannot_make_a_session(service: Any) -> None:
+    for victim in TOKENS:
+        cookie = {"cookie": f"foreshock_session={forged(TOKENS, victim)}"}
+        assert await seen(service, cookie) == 401
+    await logged_in(service)
+    with service.app.state.store.reader.engine.begin() as connection:
+        rows = connection.execute(text("SELECT * FROM sessions")).all()
+    for row in rows:  # nor can who reads the store
+        for value in row:
+            assert await seen(service, {"cookie": f"foreshock_session={value}"}) == 401
 
 
 @pytest.mark.promise("S7")
-def test_a_session_ends_at_logout_for_whoever_kept_its_cookie(play: Any) -> None:
-    async def story(service: Any) -> None:
-        one, two = await logged_in(service), await logged_in(service)
-        assert (await service.client.post("/v1/logout", headers=one)).status_code == 200
-        assert await seen(service, one) == 401
-        assert await seen(service, two) == 200
-
-    play(story, tokens=TOKENS)
+@pytest.mark.settings(tokens=TOKENS)
+async def test_a_session_ends_at_logout_for_whoever_kept_its_cookie(service: Any) -> None:
+    one, two = await logged_in(service), await logged_in(service)
+    assert (await service.client.post("/v1/logout", headers=one)).status_code == 200
+    assert await seen(service, one) == 401
+    assert await seen(service, two) == 200
 
 
 @pytest.mark.promise("S7")
-def test_a_token_ends_every_session_of_its_own_and_no_other(play: Any) -> None:
-    async def story(service: Any) -> None:
-        one, two, other = await logged_in(service), await logged_in(service), await logged_in(service, "bob")
-        bearer = {"authorization": f"Bearer {SECRETS['ann']}"}
-        ended = await service.client.post("/v1/logout?everywhere=true", headers=bearer)
-        assert ended.status_code == 200
-        assert [await seen(service, session) for session in (one, two, other)] == [401, 401, 200]
-
-    play(story, tokens=TOKENS)
+@pytest.mark.settings(tokens=TOKENS)
+async def test_a_token_ends_every_session_of_its_own_and_no_other(service: Any) -> None:
+    one, two, other = await logged_in(service), await logged_in(service), await logged_in(service, "bob")
+    bearer = {"authorization": f"Bearer {SECRETS['ann']}"}
+    ended = await service.client.post("/v1/logout?everywhere=true", headers=bearer)
+    assert ended.status_code == 200
+    assert [await seen(service, session) for session in (one, two, other)] == [401, 401, 200]
 
 
 def test_a_session_holds_on_another_replica_and_after_a_restart_and_ends_with_its_token(play: Any) -> None:
@@ -119,15 +113,13 @@ def test_the_cookie_is_secure_behind_a_proxy_that_speaks_tls(
     play(story, tokens=TOKENS, **settings)
 
 
-def test_expired_sessions_leave_the_store(play: Any) -> None:
-    async def story(service: Any) -> None:
-        for _ in range(3):
-            await logged_in(service)
-            time.sleep(0.02)
-        with service.app.state.store.reader.engine.begin() as connection:
-            assert connection.execute(text("SELECT count(*) FROM sessions")).scalar() == 1
-
-    play(story, tokens=TOKENS, session_seconds=0.01)
+@pytest.mark.settings(tokens=TOKENS, session_seconds=0.01)
+async def test_expired_sessions_leave_the_store(service: Any) -> None:
+    for _ in range(3):
+        await logged_in(service)
+        time.sleep(0.02)
+    with service.app.state.store.reader.engine.begin() as connection:
+        assert connection.execute(text("SELECT count(*) FROM sessions")).scalar() == 1
 
 
 @pytest.mark.promise("S7")

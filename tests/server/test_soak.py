@@ -63,16 +63,13 @@ async def one_rank(url: str, number: int, run_seconds: float, until: float, sent
     await connection[1].wait_closed()
 
 
-def test_roll_ups_of_a_run_that_was_deleted_meanwhile_are_let_go(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started(), rank.sample(1))
-        store = service.app.state.store
-        retention = Retention(store, 1.0)
-        assert [await retention.sweep(now=time.time() + 10, monotonic=at) for at in (0.0, 1.0)] == [0, 1]
-        assert await rollups.build(store, 1, 0)
-
-    play(story)
+async def test_roll_ups_of_a_run_that_was_deleted_meanwhile_are_let_go(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(), rank.sample(1))
+    store = service.app.state.store
+    retention = Retention(store, 1.0)
+    assert [await retention.sweep(now=time.time() + 10, monotonic=at) for at in (0.0, 1.0)] == [0, 1]
+    assert await rollups.build(store, 1, 0)
 
 
 class Sizes(dict[str, list[float]]):

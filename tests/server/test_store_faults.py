@@ -45,26 +45,25 @@ def full_disk(service: LiveService) -> Iterator[None]:
         resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (hard, hard))
 
 
-def test_all_who_wait_for_a_store_that_another_program_holds_are_answered_together(play: Any, tmp_path: Path) -> None:
-    async def story(service: Any) -> None:
-        ranks = [FakeRank(run=f"run-{number}") for number in range(12)]
-        for rank in ranks:
-            await service.store(rank, rank.started())
-        engine, tries = service.app.state.store.writer.engine, list[str]()
-        raw = engine.raw_connection()
-        raw.driver_connection.execute("PRAGMA busy_timeout = 1100")
-        raw.close()
-        event.listen(engine, "before_cursor_execute", lambda _c, _k, statement, *_: tries.append(statement))
-        with closing(sqlite3.connect(tmp_path / "foreshock.db", isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            answers = await asyncio.gather(*(service.post(rank.batch(rank.sample(1))) for rank in ranks))
-            assert {answer.status_code for answer in answers} == {503}
-            assert all("retry-after" in answer.headers for answer in answers)
-            assert 0 < tries.count("BEGIN IMMEDIATE") < len(ranks) / 2, "not each by itself; a chore may try too"
-        for rank in ranks:
-            assert (await service.post(rank.batch(rank.sample(1), sequence=2))).status_code == 200
-
-    play(story)
+async def test_all_who_wait_for_a_store_that_another_program_holds_are_answered_together(
+    service: Any, tmp_path: Path
+) -> None:
+    ranks = [FakeRank(run=f"run-{number}") for number in range(12)]
+    for rank in ranks:
+        await service.store(rank, rank.started())
+    engine, tries = service.app.state.store.writer.engine, list[str]()
+    raw = engine.raw_connection()
+    raw.driver_connection.execute("PRAGMA busy_timeout = 1100")
+    raw.close()
+    event.listen(engine, "before_cursor_execute", lambda _c, _k, statement, *_: tries.append(statement))
+    with closing(sqlite3.connect(tmp_path / "foreshock.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        answers = await asyncio.gather(*(service.post(rank.batch(rank.sample(1))) for rank in ranks))
+        assert {answer.status_code for answer in answers} == {503}
+        assert all("retry-after" in answer.headers for answer in answers)
+        assert 0 < tries.count("BEGIN IMMEDIATE") < len(ranks) / 2, "not each by itself; a chore may try too"
+    for rank in ranks:
+        assert (await service.post(rank.batch(rank.sample(1), sequence=2))).status_code == 200
 
 
 @pytest.mark.full
@@ -90,26 +89,23 @@ def test_on_a_disk_that_fills_up_nothing_is_acknowledged_and_when_there_is_room_
     assert set(kept.values()) == {1}
 
 
-def test_a_store_that_has_become_read_only_is_read_and_refuses_batches_for_now(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank, store = FakeRank(), service.app.state.store
-        await service.store(rank, rank.started(), rank.sample(1))
+async def test_a_store_that_has_become_read_only_is_read_and_refuses_batches_for_now(service: Any) -> None:
+    rank, store = FakeRank(), service.app.state.store
+    await service.store(rank, rank.started(), rank.sample(1))
 
-        def only_reading(on: str) -> None:
-            raw = store.writer.engine.raw_connection()
-            raw.driver_connection.execute(f"PRAGMA query_only = {on}")
-            raw.close()
+    def only_reading(on: str) -> None:
+        raw = store.writer.engine.raw_connection()
+        raw.driver_connection.execute(f"PRAGMA query_only = {on}")
+        raw.close()
 
-        only_reading("ON")
-        answer = await service.post(rank.batch(rank.sample(2)))
-        assert (answer.status_code, answer.headers["retry-after"] >= "1") == (503, True)
-        assert (await service.get("/v1/runs/run-1"))["last_step"] == 1
-        order = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta"}
-        assert (await service.client.post("/v1/runs/run-1/commands", json=order)).status_code == 503
-        only_reading("OFF")
-        assert (await service.post(rank.batch(rank.sample(2), sequence=2))).status_code == 200
-
-    play(story)
+    only_reading("ON")
+    answer = await service.post(rank.batch(rank.sample(2)))
+    assert (answer.status_code, answer.headers["retry-after"] >= "1") == (503, True)
+    assert (await service.get("/v1/runs/run-1"))["last_step"] == 1
+    order = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta"}
+    assert (await service.client.post("/v1/runs/run-1/commands", json=order)).status_code == 503
+    only_reading("OFF")
+    assert (await service.post(rank.batch(rank.sample(2), sequence=2))).status_code == 200
 
 
 @pytest.mark.full
@@ -170,19 +166,16 @@ def test_pages_that_decayed_within_the_file_stop_no_batch_of_another_run(tmp_pat
 
 
 @pytest.mark.promise("S17")
-def test_a_clock_that_goes_back_an_hour_takes_nothing_back(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(service: Any) -> None:
-        rank, now = FakeRank(), time.time()
-        await service.store(rank, rank.started(), rank.sample(1), age=1)
-        before = await service.get("/v1/runs/run-1")
-        monkeypatch.setattr(recorder, "time", SimpleNamespace(time=lambda: now - 3600))
-        await service.store(rank, rank.sample(2), rank.verdict(2), age=2)
-        after = await service.get("/v1/runs/run-1")
-        assert (after["last_step"], after["active_warnings"], after["status"]) == (2, 1, "active")
-        assert after["last_seen_unix_seconds"] >= before["last_seen_unix_seconds"]
-        assert (await service.client.get("/metrics")).status_code == 200
-
-    play(story)
+async def test_a_clock_that_goes_back_an_hour_takes_nothing_back(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, now = FakeRank(), time.time()
+    await service.store(rank, rank.started(), rank.sample(1), age=1)
+    before = await service.get("/v1/runs/run-1")
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(time=lambda: now - 3600))
+    await service.store(rank, rank.sample(2), rank.verdict(2), age=2)
+    after = await service.get("/v1/runs/run-1")
+    assert (after["last_step"], after["active_warnings"], after["status"]) == (2, 1, "active")
+    assert after["last_seen_unix_seconds"] >= before["last_seen_unix_seconds"]
+    assert (await service.client.get("/metrics")).status_code == 200
 
 
 # ---- migrations -----------------------------------------------------------------------------------------------------

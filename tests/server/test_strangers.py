@@ -51,110 +51,100 @@ def test_large_bodies_at_the_login_cost_next_to_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("S19")
-def test_no_address_but_the_login_reads_a_strangers_body(play: Any) -> None:
-    async def story(service: Any) -> None:
-        read = False
+@pytest.mark.settings(token=SECRET)
+async def test_no_address_but_the_login_reads_a_strangers_body(service: Any) -> None:
+    read = False
 
-        async def body() -> AsyncIterator[bytes]:
-            nonlocal read
-            read = True
-            yield b"{"
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal read
+        read = True
+        yield b"{"
 
-        found = service.app.openapi()["paths"]
-        posts = [path for path, item in found.items() if "post" in item and path != "/v1/login"]
-        assert {"/v1/batches", "/v1/webhooks/alertmanager"} <= set(posts)
-        for path in (*posts, "/", "/healthz", "/v1/session", "/assets/x", "/nowhere"):
-            headers = {"content-type": "application/json", "content-length": "60000", "authorization": "Bearer wrong"}
-            answer = await service.client.post(path, content=body(), headers=headers)
-            assert answer.status_code in (401, 404, 405), path
-            assert not read, path
-
-    play(story, token=SECRET)
+    found = service.app.openapi()["paths"]
+    posts = [path for path, item in found.items() if "post" in item and path != "/v1/login"]
+    assert {"/v1/batches", "/v1/webhooks/alertmanager"} <= set(posts)
+    for path in (*posts, "/", "/healthz", "/v1/session", "/assets/x", "/nowhere"):
+        headers = {"content-type": "application/json", "content-length": "60000", "authorization": "Bearer wrong"}
+        answer = await service.client.post(path, content=body(), headers=headers)
+        assert answer.status_code in (401, 404, 405), path
+        assert not read, path
 
 
 @pytest.mark.promise("S5")
 @pytest.mark.parametrize("with_length", [True, False])
-def test_no_more_than_64_kib_of_a_strangers_body_is_read(play: Any, with_length: bool) -> None:
-    async def story(service: Any) -> None:
-        taken = 0
+@pytest.mark.settings(token=SECRET)
+async def test_no_more_than_64_kib_of_a_strangers_body_is_read(service: Any, with_length: bool) -> None:
+    taken = 0
 
-        async def pieces() -> AsyncIterator[bytes]:
-            nonlocal taken
-            for _ in range(1000):
-                taken += 4096
-                yield b" " * 4096
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal taken
+        for _ in range(1000):
+            taken += 4096
+            yield b" " * 4096
 
-        headers = {"content-type": "application/json", **({"content-length": str(4096 * 1000)} if with_length else {})}
-        answer = await service.client.post("/v1/login", content=pieces(), headers=headers)
-        assert answer.status_code == 413
-        assert "64 KiB" in answer.json()["detail"]
-        assert taken <= 65_536 + 2 * 4096
-
-    play(story, token=SECRET)
+    headers = {"content-type": "application/json", **({"content-length": str(4096 * 1000)} if with_length else {})}
+    answer = await service.client.post("/v1/login", content=pieces(), headers=headers)
+    assert answer.status_code == 413
+    assert "64 KiB" in answer.json()["detail"]
+    assert taken <= 65_536 + 2 * 4096
 
 
 @pytest.mark.promise("S7")
-def test_guesses_of_one_address_are_limited_and_others_still_log_in(play: Any) -> None:
-    async def story(service: Any) -> None:
-        async def attempt(address: str, secret: str) -> httpx.Response:
-            answer: httpx.Response = await service.client.post(
-                "/v1/login", json={"token": secret}, headers={"x-forwarded-for": address}
-            )
-            return answer
+@pytest.mark.settings(token=SECRET, trusted_proxies=("127.0.0.1",))
+async def test_guesses_of_one_address_are_limited_and_others_still_log_in(service: Any) -> None:
+    async def attempt(address: str, secret: str) -> httpx.Response:
+        answer: httpx.Response = await service.client.post(
+            "/v1/login", json={"token": secret}, headers={"x-forwarded-for": address}
+        )
+        return answer
 
-        answers = [await attempt("203.0.113.9", f"guess-{number}") for number in range(40)]
-        assert [answer.status_code for answer in answers[:5]] == [401] * 5
-        refused = [answer for answer in answers if answer.status_code == 429]
-        assert len(refused) >= 25
-        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
-        assert (await attempt("203.0.113.9", SECRET)).status_code == 429  # a right one is not tried either
-        assert (await attempt("203.0.113.10", SECRET)).status_code == 200
-
-    play(story, token=SECRET, trusted_proxies=("127.0.0.1",))
+    answers = [await attempt("203.0.113.9", f"guess-{number}") for number in range(40)]
+    assert [answer.status_code for answer in answers[:5]] == [401] * 5
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(refused) >= 25
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    assert (await attempt("203.0.113.9", SECRET)).status_code == 429  # a right one is not tried either
+    assert (await attempt("203.0.113.10", SECRET)).status_code == 200
 
 
 @pytest.mark.promise("S7")
-def test_guesses_of_many_addresses_together_are_limited(play: Any) -> None:
-    async def story(service: Any) -> None:
-        async def attempt(number: int) -> int:
-            headers = {"x-forwarded-for": f"198.51.{number // 250}.{number % 250}"}
-            answer: httpx.Response = await service.client.post(
-                "/v1/login", json={"token": f"guess-{number}"}, headers=headers
-            )
-            return answer.status_code
+@pytest.mark.settings(token=SECRET, trusted_proxies=("127.0.0.1",))
+async def test_guesses_of_many_addresses_together_are_limited(service: Any) -> None:
+    async def attempt(number: int) -> int:
+        headers = {"x-forwarded-for": f"198.51.{number // 250}.{number % 250}"}
+        answer: httpx.Response = await service.client.post(
+            "/v1/login", json={"token": f"guess-{number}"}, headers=headers
+        )
+        return answer.status_code
 
-        began = time.monotonic()
-        statuses = await asyncio.gather(*(attempt(number) for number in range(1000)))
-        allowed = 200 + 20 * (time.monotonic() - began)
-        assert statuses.count(401) <= allowed + 1
-        assert statuses.count(429) >= 1000 - allowed - 1
-
-    play(story, token=SECRET, trusted_proxies=("127.0.0.1",))
+    began = time.monotonic()
+    statuses = await asyncio.gather(*(attempt(number) for number in range(1000)))
+    allowed = 200 + 20 * (time.monotonic() - began)
+    assert statuses.count(401) <= allowed + 1
+    assert statuses.count(429) >= 1000 - allowed - 1
 
 
 @pytest.mark.promise("S7")
-def test_a_flood_of_guesses_locks_out_nobody_who_has_logged_in_from_where_they_are(play: Any) -> None:
+@pytest.mark.settings(token=SECRET, trusted_proxies=("127.0.0.1",))
+async def test_a_flood_of_guesses_locks_out_nobody_who_has_logged_in_from_where_they_are(service: Any) -> None:
     """The guesses come from many addresses, and from many of the one IPv6 network that a single host has."""
 
-    async def story(service: Any) -> None:
-        async def attempt(address: str, secret: str) -> int:
-            answer: httpx.Response = await service.client.post(
-                "/v1/login", json={"token": secret}, headers={"x-forwarded-for": address}
-            )
-            return answer.status_code
+    async def attempt(address: str, secret: str) -> int:
+        answer: httpx.Response = await service.client.post(
+            "/v1/login", json={"token": secret}, headers={"x-forwarded-for": address}
+        )
+        return answer.status_code
 
-        at_home = "2001:db8:5:6::1", "203.0.113.7", "::ffff:203.0.113.8"
-        for address in at_home:
-            assert await attempt(address, SECRET) == 200
-        one_host = [await attempt(f"2001:db8:1:2:{number:x}::1", "guess") for number in range(40)]
-        assert one_host.count(401) <= 15
-        assert await attempt("2001:db8:1:3::1", SECRET) == 200
-        flood = [await attempt(f"198.51.{number // 250}.{number % 250}", "guess") for number in range(600)]
-        assert flood[-100:].count(429) > 50
-        for address in (*at_home, "2001:db8:5:6:7:8:9:a", "::ffff:203.0.113.7"):
-            assert await attempt(address, SECRET) == 200, address
-
-    play(story, token=SECRET, trusted_proxies=("127.0.0.1",))
+    at_home = "2001:db8:5:6::1", "203.0.113.7", "::ffff:203.0.113.8"
+    for address in at_home:
+        assert await attempt(address, SECRET) == 200
+    one_host = [await attempt(f"2001:db8:1:2:{number:x}::1", "guess") for number in range(40)]
+    assert one_host.count(401) <= 15
+    assert await attempt("2001:db8:1:3::1", SECRET) == 200
+    flood = [await attempt(f"198.51.{number // 250}.{number % 250}", "guess") for number in range(600)]
+    assert flood[-100:].count(429) > 50
+    for address in (*at_home, "2001:db8:5:6:7:8:9:a", "::ffff:203.0.113.7"):
+        assert await attempt(address, SECRET) == 200, address
 
 
 @pytest.mark.promise("S7")
@@ -199,27 +189,21 @@ NUL_REQUESTS = [
 
 
 @pytest.mark.parametrize(("method", "path", "body"), NUL_REQUESTS)
-def test_a_nul_which_postgresql_cannot_store_is_refused_everywhere(
-    play: Any, method: str, path: str, body: object
+async def test_a_nul_which_postgresql_cannot_store_is_refused_everywhere(
+    service: Any, method: str, path: str, body: object
 ) -> None:
-    async def story(service: Any) -> None:
-        answer = await service.client.request(method, path, json=body)
-        assert answer.status_code == 422, answer.text
-        assert "NUL" in answer.text
-
-    play(story)
+    answer = await service.client.request(method, path, json=body)
+    assert answer.status_code == 422, answer.text
+    assert "NUL" in answer.text
 
 
-def test_an_alert_with_a_nul_is_refused_and_holds_up_no_other_of_its_delivery(play: Any) -> None:
-    async def story(service: Any) -> None:
-        odd = [{**ALERT, "status": "firing\x00"}, {**ALERT, "labels": {"alertname": "a\x00"}}]
-        odd += [{**ALERT, "labels": {"a\x00": "a"}}, {**ALERT, "fingerprint": "\x00"}]
-        answer = await service.client.post("/v1/webhooks/alertmanager", json={"alerts": [*odd, ALERT]})
-        *refused, last = answer.json()["results"]
-        assert [result.startswith("refused: ") and "NUL" in result for result in refused] == [True] * len(odd)
-        assert last == "ignored: no action is tied to this alert"
-
-    play(story)
+async def test_an_alert_with_a_nul_is_refused_and_holds_up_no_other_of_its_delivery(service: Any) -> None:
+    odd = [{**ALERT, "status": "firing\x00"}, {**ALERT, "labels": {"alertname": "a\x00"}}]
+    odd += [{**ALERT, "labels": {"a\x00": "a"}}, {**ALERT, "fingerprint": "\x00"}]
+    answer = await service.client.post("/v1/webhooks/alertmanager", json={"alerts": [*odd, ALERT]})
+    *refused, last = answer.json()["results"]
+    assert [result.startswith("refused: ") and "NUL" in result for result in refused] == [True] * len(odd)
+    assert last == "ignored: no action is tied to this alert"
 
 
 ALERT = {"status": "firing", "labels": {"alertname": "a", "run": "run-1"}, "startsAt": "now", "fingerprint": "f"}
@@ -248,26 +232,23 @@ def with_halves(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.promise("S20")
-def test_half_of_a_surrogate_pair_is_refused_in_every_text_that_is_sent(play: Any) -> None:
-    async def story(service: Any) -> None:
-        posts = {path for path, item in service.app.openapi()["paths"].items() if {"post", "patch"} & item.keys()}
-        known = {path.replace("/run-1", "/{run}").replace("/c/", "/{command}/") for path in TEXTS}
-        assert posts - known == {"/v1/batches", "/v1/logout"}
-        rank = FakeRank()
-        await service.store(rank, rank.started())
-        sent = [(path, body) for path, whole in TEXTS.items() for body in (*with_halves(whole), {**whole, HALF: 1})]
-        batch = json.loads(rank.batch(rank.started(), rank.verdict(1)).model_dump_json())
-        sent += [("/v1/batches", body) for body in with_halves(batch)]
-        headers = {"content-type": "application/json"}
-        for path, body in sent:
-            method = "PATCH" if path == "/v1/runs/run-1" else "POST"
-            answer = await service.client.request(method, path, content=json.dumps(body), headers=headers)
-            ignored = HALF in body and path == "/v1/webhooks/alertmanager"  # fields that we do not know
-            alone = "alerts" in body and body["alerts"] != [ALERT]  # an alert is refused without its delivery
-            assert answer.status_code == (200 if ignored or alone else 422), (path, body, answer.text)
-            if alone:
-                [result] = answer.json()["results"]
-                assert result.startswith("refused: "), (body, result)
-                assert "surrogate" in result
-
-    play(story)
+async def test_half_of_a_surrogate_pair_is_refused_in_every_text_that_is_sent(service: Any) -> None:
+    posts = {path for path, item in service.app.openapi()["paths"].items() if {"post", "patch"} & item.keys()}
+    known = {path.replace("/run-1", "/{run}").replace("/c/", "/{command}/") for path in TEXTS}
+    assert posts - known == {"/v1/batches", "/v1/logout"}
+    rank = FakeRank()
+    await service.store(rank, rank.started())
+    sent = [(path, body) for path, whole in TEXTS.items() for body in (*with_halves(whole), {**whole, HALF: 1})]
+    batch = json.loads(rank.batch(rank.started(), rank.verdict(1)).model_dump_json())
+    sent += [("/v1/batches", body) for body in with_halves(batch)]
+    headers = {"content-type": "application/json"}
+    for path, body in sent:
+        method = "PATCH" if path == "/v1/runs/run-1" else "POST"
+        answer = await service.client.request(method, path, content=json.dumps(body), headers=headers)
+        ignored = HALF in body and path == "/v1/webhooks/alertmanager"  # fields that we do not know
+        alone = "alerts" in body and body["alerts"] != [ALERT]  # an alert is refused without its delivery
+        assert answer.status_code == (200 if ignored or alone else 422), (path, body, answer.text)
+        if alone:
+            [result] = answer.json()["results"]
+            assert result.startswith("refused: "), (body, result)
+            assert "surrogate" in result

@@ -52,56 +52,50 @@ async def told_of(service: Any, run: str) -> list[Any]:
 
 
 @pytest.mark.promise("S7")
-def test_every_address_of_a_run_and_of_an_order_is_closed_to_the_token_of_other_runs(play: Any) -> None:
-    async def story(service: Any) -> None:
-        order = await two_tenants(service)
-        before = await told_of(service, OTHER)
-        asked = 0
-        for path, methods in service.app.openapi()["paths"].items():
-            for method in methods:
-                if re.search(r"\{run\}|\{command\}", path):
-                    there = path.replace("{run}", OTHER).replace("{command}", order)
-                    body = (
-                        BODIES.get(path, {"who": "eve", "reason": "because"}) if method in ("post", "patch") else None
-                    )
-                    answer = await ask(service, EVE, method.upper(), there, json=body)
-                    closed = 404 if "{command}" in path else 403  # an id says nothing, not even that it exists
-                    assert answer.status_code == closed, (method, path, answer.status_code, answer.text)
-                    asked += 1
-        assert asked >= 15
-        assert await told_of(service, OTHER) == before
-
-    play(story, tokens=TOKENS)
+@pytest.mark.settings(tokens=TOKENS)
+async def test_every_address_of_a_run_and_of_an_order_is_closed_to_the_token_of_other_runs(service: Any) -> None:
+    order = await two_tenants(service)
+    before = await told_of(service, OTHER)
+    asked = 0
+    for path, methods in service.app.openapi()["paths"].items():
+        for method in methods:
+            if re.search(r"\{run\}|\{command\}", path):
+                there = path.replace("{run}", OTHER).replace("{command}", order)
+                body = BODIES.get(path, {"who": "eve", "reason": "because"}) if method in ("post", "patch") else None
+                answer = await ask(service, EVE, method.upper(), there, json=body)
+                closed = 404 if "{command}" in path else 403  # an id says nothing, not even that it exists
+                assert answer.status_code == closed, (method, path, answer.status_code, answer.text)
+                asked += 1
+    assert asked >= 15
+    assert await told_of(service, OTHER) == before
 
 
 @pytest.mark.promise("S7")
-def test_a_snapshot_of_the_metrics_that_somebody_else_has_asked_for_is_not_shown_to_a_tenant(play: Any) -> None:
-    async def story(service: Any) -> None:
-        await two_tenants(service)
-        exposer: Exposer = service.app.state.exposer
-        whole = (await exposer.expose("", ""))[0].decode()
-        assert f'run="{OTHER}"' in whole
-        for _ in range(2):
-            shown = (await ask(service, EVE, "GET", "/metrics")).text
-            assert f'run="{OWN}"' in shown
-            assert "team-o" not in shown
-        assert f'run="{OTHER}"' in (await ask(service, ALL, "GET", "/metrics")).text
-
-    play(story, tokens=TOKENS, metrics_seconds=600.0)
+@pytest.mark.settings(tokens=TOKENS, metrics_seconds=600.0)
+async def test_a_snapshot_of_the_metrics_that_somebody_else_has_asked_for_is_not_shown_to_a_tenant(
+    service: Any,
+) -> None:
+    await two_tenants(service)
+    exposer: Exposer = service.app.state.exposer
+    whole = (await exposer.expose("", ""))[0].decode()
+    assert f'run="{OTHER}"' in whole
+    for _ in range(2):
+        shown = (await ask(service, EVE, "GET", "/metrics")).text
+        assert f'run="{OWN}"' in shown
+        assert "team-o" not in shown
+    assert f'run="{OTHER}"' in (await ask(service, ALL, "GET", "/metrics")).text
 
 
 @pytest.mark.promise("S7")
-def test_an_idempotency_key_of_somebody_else_tells_a_tenant_nothing(play: Any) -> None:
-    async def story(service: Any) -> None:
-        await two_tenants(service)
-        key = {"idempotency-key": "switch-it-now"}
-        theirs = await ask(service, ALL, "POST", f"/v1/runs/{OTHER}/commands", json=ORDER, headers=key)
-        mine = await ask(service, EVE, "POST", f"/v1/runs/{OWN}/commands", json=ORDER, headers=key)
-        assert theirs.status_code == 201
-        assert OTHER not in mine.text
-        assert theirs.json()["id"] not in mine.text
-
-    play(story, tokens=TOKENS)
+@pytest.mark.settings(tokens=TOKENS)
+async def test_an_idempotency_key_of_somebody_else_tells_a_tenant_nothing(service: Any) -> None:
+    await two_tenants(service)
+    key = {"idempotency-key": "switch-it-now"}
+    theirs = await ask(service, ALL, "POST", f"/v1/runs/{OTHER}/commands", json=ORDER, headers=key)
+    mine = await ask(service, EVE, "POST", f"/v1/runs/{OWN}/commands", json=ORDER, headers=key)
+    assert theirs.status_code == 201
+    assert OTHER not in mine.text
+    assert theirs.json()["id"] not in mine.text
 
 
 @pytest.mark.promise("S21")
@@ -176,110 +170,99 @@ def test_the_stream_tells_a_tenant_of_its_own_runs_alone(back: dict[str, str], r
 
 
 @pytest.mark.promise("S7")
-def test_a_tenants_alerts_switch_nothing_of_others_and_do_not_stand_in_for_the_watchdog_of_all(play: Any) -> None:
-    async def story(service: Any) -> None:
-        await two_tenants(service)
-        before = await told_of(service, OTHER)
-        for body, result in (
-            (delivery(run=OTHER), "refused: no run has this name"),
-            (
-                delivery(alertname="ForeshockWatchdog"),
-                "ignored: the watchdog counts from a token that reaches every run",
-            ),
-        ):
-            answer = await ask(service, EVE, "POST", "/v1/webhooks/alertmanager", json=body)
-            assert (answer.status_code, answer.json()["results"]) == (200, [result])
-        assert await told_of(service, OTHER) == before
-        seen = "foreshock_service_watchdog_timestamp_seconds "
-        assert seen not in (await ask(service, ALL, "GET", "/metrics")).text
-        watched = await ask(
-            service, ALL, "POST", "/v1/webhooks/alertmanager", json=delivery(alertname="ForeshockWatchdog")
-        )
-        assert watched.json()["results"] == ["watchdog"]
-        assert seen in (await ask(service, ALL, "GET", "/metrics")).text
-        switched = await ask(service, EVE, "POST", "/v1/webhooks/alertmanager", json=delivery(run=OWN))
-        assert switched.json()["results"][0].split(":")[0] == "ordered"
-
-    play(story, tokens=TOKENS)
+@pytest.mark.settings(tokens=TOKENS)
+async def test_a_tenants_alerts_switch_nothing_of_others_and_do_not_stand_in_for_the_watchdog_of_all(
+    service: Any,
+) -> None:
+    await two_tenants(service)
+    before = await told_of(service, OTHER)
+    for body, result in (
+        (delivery(run=OTHER), "refused: no run has this name"),
+        (
+            delivery(alertname="ForeshockWatchdog"),
+            "ignored: the watchdog counts from a token that reaches every run",
+        ),
+    ):
+        answer = await ask(service, EVE, "POST", "/v1/webhooks/alertmanager", json=body)
+        assert (answer.status_code, answer.json()["results"]) == (200, [result])
+    assert await told_of(service, OTHER) == before
+    seen = "foreshock_service_watchdog_timestamp_seconds "
+    assert seen not in (await ask(service, ALL, "GET", "/metrics")).text
+    watched = await ask(service, ALL, "POST", "/v1/webhooks/alertmanager", json=delivery(alertname="ForeshockWatchdog"))
+    assert watched.json()["results"] == ["watchdog"]
+    assert seen in (await ask(service, ALL, "GET", "/metrics")).text
+    switched = await ask(service, EVE, "POST", "/v1/webhooks/alertmanager", json=delivery(run=OWN))
+    assert switched.json()["results"][0].split(":")[0] == "ordered"
 
 
 @pytest.mark.promise("S7")
-def test_the_audit_trail_and_the_runs_of_others_are_closed_to_a_tenant_even_as_admin(play: Any) -> None:
-    async def story(service: Any) -> None:
-        await two_tenants(service)
-        for path in ("/v1/audit", "/v1/audit/export"):
-            assert (await ask(service, EVE, "GET", path)).status_code == 403
-            assert "team-o" in (await ask(service, ALL, "GET", path)).text
-        listed = (await ask(service, EVE, "GET", "/v1/runs")).text
-        found = (await ask(service, EVE, "GET", "/v1/runs?search=team-o")).json()
-        assert OWN in listed
-        assert OTHER not in listed
-        assert found["runs"] == []
-
-    play(story, tokens=TOKENS)
+@pytest.mark.settings(tokens=TOKENS)
+async def test_the_audit_trail_and_the_runs_of_others_are_closed_to_a_tenant_even_as_admin(service: Any) -> None:
+    await two_tenants(service)
+    for path in ("/v1/audit", "/v1/audit/export"):
+        assert (await ask(service, EVE, "GET", path)).status_code == 403
+        assert "team-o" in (await ask(service, ALL, "GET", path)).text
+    listed = (await ask(service, EVE, "GET", "/v1/runs")).text
+    found = (await ask(service, EVE, "GET", "/v1/runs?search=team-o")).json()
+    assert OWN in listed
+    assert OTHER not in listed
+    assert found["runs"] == []
 
 
 @pytest.mark.promise("S21")
-def test_a_command_of_another_tenant_and_one_that_does_not_exist_get_one_answer(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank(run="team-v/1")
-        headers = {"content-type": "application/json", "authorization": f"Bearer {ALL}"}
-        await service.client.post("/v1/batches", content=rank.batch(rank.started()).model_dump_json(), headers=headers)
-        order = {"who": "ann", "reason": "drift", "heads": [[0, 2]], "mode": "exact_delta"}
-        made = await service.client.post("/v1/runs/team-v/1/commands", json=order, headers=headers)
-        theirs = made.json()["id"]
-        for method, act in (("GET", ""), ("POST", "/cancel"), ("POST", "/approve"), ("POST", "/undo")):
-            answers = []
-            for command in (theirs, "none"):
-                body = {"who": "eve", "reason": "r"} if method == "POST" else None
-                sent = {"authorization": f"Bearer {EVE}"}
-                answer = await service.client.request(method, f"/v1/commands/{command}{act}", json=body, headers=sent)
-                answers.append((answer.status_code, answer.text.replace(command, "ID")))
-            assert answers[0] == answers[1]
-            assert answers[0][0] == 404
-
-    play(story, tokens=TOKENS)
+@pytest.mark.settings(tokens=TOKENS)
+async def test_a_command_of_another_tenant_and_one_that_does_not_exist_get_one_answer(service: Any) -> None:
+    rank = FakeRank(run="team-v/1")
+    headers = {"content-type": "application/json", "authorization": f"Bearer {ALL}"}
+    await service.client.post("/v1/batches", content=rank.batch(rank.started()).model_dump_json(), headers=headers)
+    order = {"who": "ann", "reason": "drift", "heads": [[0, 2]], "mode": "exact_delta"}
+    made = await service.client.post("/v1/runs/team-v/1/commands", json=order, headers=headers)
+    theirs = made.json()["id"]
+    for method, act in (("GET", ""), ("POST", "/cancel"), ("POST", "/approve"), ("POST", "/undo")):
+        answers = []
+        for command in (theirs, "none"):
+            body = {"who": "eve", "reason": "r"} if method == "POST" else None
+            sent = {"authorization": f"Bearer {EVE}"}
+            answer = await service.client.request(method, f"/v1/commands/{command}{act}", json=body, headers=sent)
+            answers.append((answer.status_code, answer.text.replace(command, "ID")))
+        assert answers[0] == answers[1]
+        assert answers[0][0] == 404
 
 
 @pytest.mark.promise("S21")
-def test_metrics_tell_a_prefix_nothing_of_what_others_do(play: Any) -> None:
-    async def story(service: Any) -> None:
-        async def lines(secret: str) -> str:
-            answer = await service.client.get("/metrics", headers={"authorization": f"Bearer {secret}"})
-            return str(answer.text)
+@pytest.mark.settings(tokens=TOKENS)
+async def test_metrics_tell_a_prefix_nothing_of_what_others_do(service: Any) -> None:
+    async def lines(secret: str) -> str:
+        answer = await service.client.get("/metrics", headers={"authorization": f"Bearer {secret}"})
+        return str(answer.text)
 
-        before = await lines(EVE)
-        rank = FakeRank(run="team-v/1")
-        headers = {"content-type": "application/json", "authorization": f"Bearer {ALL}"}
-        body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
-        assert (await service.client.post("/v1/batches", content=body, headers=headers)).status_code == 200
-        assert await lines(EVE) == before
-        assert "foreshock_service_batches_total" in await lines(ALL)
-
-    play(story, tokens=TOKENS)
+    before = await lines(EVE)
+    rank = FakeRank(run="team-v/1")
+    headers = {"content-type": "application/json", "authorization": f"Bearer {ALL}"}
+    body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
+    assert (await service.client.post("/v1/batches", content=body, headers=headers)).status_code == 200
+    assert await lines(EVE) == before
+    assert "foreshock_service_batches_total" in await lines(ALL)
 
 
 @pytest.mark.promise("S21")
-def test_the_pages_of_a_tenants_runs_are_told_apart_by_its_own_names_alone(play: Any) -> None:
+@pytest.mark.settings(tokens=TOKENS)
+async def test_the_pages_of_a_tenants_runs_are_told_apart_by_its_own_names_alone(service: Any) -> None:
     """Runs that were heard at one moment, of which every page shows one."""
-
-    async def story(service: Any) -> None:
-        for name in ("team-o/1", "team-e/a", "team-o/2", "team-e/b.b", "team-o/3", "team-e/c"):
-            body = FakeRank(run=name).batch(FakeRank().sample(1)).model_dump_json()
-            json_type = {"content-type": "application/json"}
-            assert (await ask(service, ALL, "POST", "/v1/batches", content=body, headers=json_type)).status_code == 200
-        with service.app.state.store.writer.engine.begin() as connection:
-            connection.execute(runs.update().values(last_seen=1.8e9))
-        cursor: str | None = None
-        seen: list[str] = []
-        cursors: list[str] = []
-        while cursor is not None or not seen:
-            asked: dict[str, Any] = {"limit": 1} if cursor is None else {"limit": 1, "cursor": cursor}
-            page = (await ask(service, EVE, "GET", "/v1/runs", params=asked)).json()
-            seen += [run["run"] for run in page["runs"]]
-            cursor = page["next_cursor"]
-            cursors += [cursor] if cursor else []
-        assert seen == ["team-e/c", "team-e/b.b", "team-e/a"]
-        assert cursors == [f"{(1.8e9).hex()}-{name}" for name in seen[:2]]
-
-    play(story, tokens=TOKENS)
+    for name in ("team-o/1", "team-e/a", "team-o/2", "team-e/b.b", "team-o/3", "team-e/c"):
+        body = FakeRank(run=name).batch(FakeRank().sample(1)).model_dump_json()
+        json_type = {"content-type": "application/json"}
+        assert (await ask(service, ALL, "POST", "/v1/batches", content=body, headers=json_type)).status_code == 200
+    with service.app.state.store.writer.engine.begin() as connection:
+        connection.execute(runs.update().values(last_seen=1.8e9))
+    cursor: str | None = None
+    seen: list[str] = []
+    cursors: list[str] = []
+    while cursor is not None or not seen:
+        asked: dict[str, Any] = {"limit": 1} if cursor is None else {"limit": 1, "cursor": cursor}
+        page = (await ask(service, EVE, "GET", "/v1/runs", params=asked)).json()
+        seen += [run["run"] for run in page["runs"]]
+        cursor = page["next_cursor"]
+        cursors += [cursor] if cursor else []
+    assert seen == ["team-e/c", "team-e/b.b", "team-e/a"]
+    assert cursors == [f"{(1.8e9).hex()}-{name}" for name in seen[:2]]

@@ -31,42 +31,35 @@ from foreshock.server.testing.fixed import settings_with
         (0.0, 0.5, "not arrested"),
     ],
 )
-def test_a_switch_is_verified_by_the_growth_on_both_sides_of_it(
-    play: Any, before: float, after: float, verdict: str
+async def test_a_switch_is_verified_by_the_growth_on_both_sides_of_it(
+    service: Any, before: float, after: float, verdict: str
 ) -> None:
-    async def story(service: Any) -> None:
-        command = await switched(service, before=before, after=after)
-        await judge(service)
-        shown = await service.get(f"/v1/commands/{command}")
-        assert shown["verification"] == verdict
-        [event] = [
-            e
-            for e in (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
-            if e["command"]["verification"]
-        ]
-        assert event["command"]["verification"] == verdict
-        assert event["sentence"].startswith("Layer 0 head 2 after the switch to exact_delta at step 2,000: ")
-        rows = (await service.get("/v1/audit"))["rows"]
-        [row] = [row for row in rows if row["details"].get("verification")]
-        signals = {signal: growths for signal, *growths in row["details"]["growth"]["0.2"]}
-        # Between the middles of the first and the last third of a window lie two thirds of it.
-        assert signals["largest score"] == pytest.approx([before * 2 / 3, after * 2 / 3], abs=0.05)
-        await judge(service)  # once and for all
-        assert len((await service.get("/v1/audit"))["rows"]) == len(rows)
-
-    play(story)
+    command = await switched(service, before=before, after=after)
+    await judge(service)
+    shown = await service.get(f"/v1/commands/{command}")
+    assert shown["verification"] == verdict
+    [event] = [
+        e
+        for e in (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
+        if e["command"]["verification"]
+    ]
+    assert event["command"]["verification"] == verdict
+    assert event["sentence"].startswith("Layer 0 head 2 after the switch to exact_delta at step 2,000: ")
+    rows = (await service.get("/v1/audit"))["rows"]
+    [row] = [row for row in rows if row["details"].get("verification")]
+    signals = {signal: growths for signal, *growths in row["details"]["growth"]["0.2"]}
+    # Between the middles of the first and the last third of a window lie two thirds of it.
+    assert signals["largest score"] == pytest.approx([before * 2 / 3, after * 2 / 3], abs=0.05)
+    await judge(service)  # once and for all
+    assert len((await service.get("/v1/audit"))["rows"]) == len(rows)
 
 
 @pytest.mark.parametrize(("size", "verdict"), [(0.05, "verified"), (0.3, "verified"), (4.0, "not arrested")])
-def test_growth_below_the_level_of_the_detectors_is_none(play: Any, size: float, verdict: str) -> None:
+async def test_growth_below_the_level_of_the_detectors_is_none(service: Any, size: float, verdict: str) -> None:
     """Its offset may be five times what it was, a few hundredths of a nat; its scores grow as it learns."""
-
-    async def story(service: Any) -> None:
-        command = await switched(service, before=0.1, after=1.6, size=size)
-        await judge(service)
-        assert (await service.get(f"/v1/commands/{command}"))["verification"] == verdict
-
-    play(story)
+    command = await switched(service, before=0.1, after=1.6, size=size)
+    await judge(service)
+    assert (await service.get(f"/v1/commands/{command}"))["verification"] == verdict
 
 
 def of_heads(rank: FakeRank, step: int, sizes: dict[int, float]) -> Sample:
@@ -118,145 +111,121 @@ def test_a_head_without_a_warning_says_nothing_of_a_switch_until_one_is_raised_a
     play(warned_later, "later")
 
 
-def test_the_numbers_of_a_verdict_are_those_of_the_head_that_it_names(play: Any) -> None:
-    async def story(service: Any) -> None:
-        told = await two_heads(service, warned=(1, 2))
-        offset = "score offset +0 % in the 1,000 steps before, +100 % in those after"
-        assert told["sentence"] == (
-            f"Layer 0 head 1 after the switch to row_corrected at step 2,000: not arrested, it grows on ({offset}). "
-            "No stronger mode is left: go back to a checkpoint."
-        )
-
-    play(story)
+async def test_the_numbers_of_a_verdict_are_those_of_the_head_that_it_names(service: Any) -> None:
+    told = await two_heads(service, warned=(1, 2))
+    offset = "score offset +0 % in the 1,000 steps before, +100 % in those after"
+    assert told["sentence"] == (
+        f"Layer 0 head 1 after the switch to row_corrected at step 2,000: not arrested, it grows on ({offset}). "
+        "No stronger mode is left: go back to a checkpoint."
+    )
 
 
-def test_a_checkpoint_is_advised_only_while_a_warning_is_active(play: Any) -> None:
-    async def story(service: Any) -> None:
-        told = await two_heads(service, warned=(1, 2), cleared=True)
-        assert told["verification"] == "not arrested"
-        assert told["sentence"].endswith("No warning of it is active: watch the growth.")
-
-    play(story)
+async def test_a_checkpoint_is_advised_only_while_a_warning_is_active(service: Any) -> None:
+    told = await two_heads(service, warned=(1, 2), cleared=True)
+    assert told["verification"] == "not arrested"
+    assert told["sentence"].endswith("No warning of it is active: watch the growth.")
 
 
-def test_a_switch_of_heads_without_a_warning_is_not_judged_and_no_news(play: Any) -> None:
-    async def story(service: Any) -> None:
-        command = await switched(service, warned=False)
-        await judge(service)
-        assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
-        event = (await service.get("/v1/runs/run-1/events", kind="command"))["events"][0]
-        assert event["sentence"].startswith("The switch to exact_delta at step 2,000 is not judged")
-        assert event["command"]["verification"] is None
-
-    play(story)
+async def test_a_switch_of_heads_without_a_warning_is_not_judged_and_no_news(service: Any) -> None:
+    command = await switched(service, warned=False)
+    await judge(service)
+    assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
+    event = (await service.get("/v1/runs/run-1/events", kind="command"))["events"][0]
+    assert event["sentence"].startswith("The switch to exact_delta at step 2,000 is not judged")
+    assert event["command"]["verification"] is None
 
 
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
-def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a_person(play: Any, policy: Policy) -> None:
-    async def story(service: Any) -> None:
-        await switched(service, policy=policy, mode="paper_softmax")
-        await judge(service)
-        proposed = [c for c in await commands_of(service) if c["source"] == "service"]
-        if policy == "observe":
-            assert proposed == []
-            return
-        [stronger] = proposed
-        assert (stronger["state"], stronger["mode"]) == ("proposed", "exact_delta+paper_softmax")
-        assert stronger["heads"] == [[0, 2]]
-        assert "not arrested, it grows on" in stronger["reason"]
-        await judge(service)
-        assert len(await commands_of(service)) == 2
-
-    play(story)
-
-
-def test_an_escalation_keeps_to_the_bounds_of_machines(play: Any) -> None:
-    async def story(service: Any) -> None:
-        await switched(service, mode="paper_softmax")
-        store = service.app.state.store
-        with store.writer.engine.begin() as connection:
-            run_id = connection.execute(select(runs.c.id)).scalar_one()
-            order = Order(run_id, "run-1", "alertmanager", "alertmanager", "it drifts", [(1, 0)], "exact_delta")
-            create(connection, order)
-        await judge(service)
-        assert sorted(c["source"] for c in await commands_of(service)) == ["alertmanager", "api"]
-
-    play(story)
+async def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a_person(
+    service: Any, policy: Policy
+) -> None:
+    await switched(service, policy=policy, mode="paper_softmax")
+    await judge(service)
+    proposed = [c for c in await commands_of(service) if c["source"] == "service"]
+    if policy == "observe":
+        assert proposed == []
+        return
+    [stronger] = proposed
+    assert (stronger["state"], stronger["mode"]) == ("proposed", "exact_delta+paper_softmax")
+    assert stronger["heads"] == [[0, 2]]
+    assert "not arrested, it grows on" in stronger["reason"]
+    await judge(service)
+    assert len(await commands_of(service)) == 2
 
 
-def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fresh_one_waits(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started(), rank.sample(10))
-        await service.store(rank, rank.verdict(10))
-        command = (await service.client.post("/v1/runs/run-1/commands", json=ORDER)).json()["id"]
-        [sent] = (await service.store(rank, rank.sample(20))).commands
-        await service.store(rank, rank.answer(sent, 20), rank.sample(1000))
-        await judge(service)
-        assert (await service.get(f"/v1/commands/{command}"))["verification"] is None
-        await service.store(rank, rank.sample(1020))
-        await judge(service)
-        assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
-
-    play(story)
+async def test_an_escalation_keeps_to_the_bounds_of_machines(service: Any) -> None:
+    await switched(service, mode="paper_softmax")
+    store = service.app.state.store
+    with store.writer.engine.begin() as connection:
+        run_id = connection.execute(select(runs.c.id)).scalar_one()
+        order = Order(run_id, "run-1", "alertmanager", "alertmanager", "it drifts", [(1, 0)], "exact_delta")
+        create(connection, order)
+    await judge(service)
+    assert sorted(c["source"] for c in await commands_of(service)) == ["alertmanager", "api"]
 
 
-def test_two_replicas_that_judge_at_once_write_one_verdict_and_one_proposal(play: Any) -> None:
-    async def story(service: Any) -> None:
-        await switched(service, mode="paper_softmax")
-        await asyncio.gather(judge(service), judge(service))
-        events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
-        assert [bool(event["command"]["verification"]) for event in events].count(True) == 1
-        assert [one["source"] for one in await commands_of(service)].count("service") == 1
+async def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fresh_one_waits(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(), rank.sample(10))
+    await service.store(rank, rank.verdict(10))
+    command = (await service.client.post("/v1/runs/run-1/commands", json=ORDER)).json()["id"]
+    [sent] = (await service.store(rank, rank.sample(20))).commands
+    await service.store(rank, rank.answer(sent, 20), rank.sample(1000))
+    await judge(service)
+    assert (await service.get(f"/v1/commands/{command}"))["verification"] is None
+    await service.store(rank, rank.sample(1020))
+    await judge(service)
+    assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
 
-    play(story, webhook_cooldown_seconds=0)
+
+@pytest.mark.settings(webhook_cooldown_seconds=0)
+async def test_two_replicas_that_judge_at_once_write_one_verdict_and_one_proposal(service: Any) -> None:
+    await switched(service, mode="paper_softmax")
+    await asyncio.gather(judge(service), judge(service))
+    events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
+    assert [bool(event["command"]["verification"]) for event in events].count(True) == 1
+    assert [one["source"] for one in await commands_of(service)].count("service") == 1
 
 
-def test_a_switch_is_judged_from_the_step_of_the_last_rank_that_made_it(play: Any) -> None:
-    async def story(service: Any) -> None:
-        ranks = [FakeRank(), FakeRank(rank=1)]
+async def test_a_switch_is_judged_from_the_step_of_the_last_rank_that_made_it(service: Any) -> None:
+    ranks = [FakeRank(), FakeRank(rank=1)]
+    for rank in ranks:
+        await service.store(rank, rank.started(), *(grown(rank, step, 1.0, 4.0) for step in range(20, 2000, 20)))
+    await service.store(ranks[0], ranks[0].verdict(1990))
+    command = (await service.client.post("/v1/runs/run-1/commands", json=ORDER)).json()["id"]
+    for rank, at in zip(ranks, (2000, 2600), strict=True):
+        [sent] = (await service.store(rank, grown(rank, at, 1.0, 4.0))).commands
+        await service.store(rank, rank.answer(sent, at))
+    for until, verdict in ((3100, None), (3640, "not arrested")):
         for rank in ranks:
-            await service.store(rank, rank.started(), *(grown(rank, step, 1.0, 4.0) for step in range(20, 2000, 20)))
-        await service.store(ranks[0], ranks[0].verdict(1990))
-        command = (await service.client.post("/v1/runs/run-1/commands", json=ORDER)).json()["id"]
-        for rank, at in zip(ranks, (2000, 2600), strict=True):
-            [sent] = (await service.store(rank, grown(rank, at, 1.0, 4.0))).commands
-            await service.store(rank, rank.answer(sent, at))
-        for until, verdict in ((3100, None), (3640, "not arrested")):
-            for rank in ranks:
-                await service.store(rank, *(grown(rank, step, 1.0, 4.0) for step in range(until - 480, until + 1, 20)))
-            await judge(service)
-            assert (await service.get(f"/v1/commands/{command}"))["verification"] == verdict
-        events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
-        assert any("at step 2,600: not arrested" in event["sentence"] for event in events)
-
-    play(story)
-
-
-def test_switches_whose_steps_never_pass_hide_none_that_is_due(play: Any) -> None:
-    async def story(service: Any) -> None:
-        command = await switched(service, after=-0.2)
-        ended = FakeRank(run="run-2")
-        own = [
-            Switched(
-                id=f"own-{n}",
-                step=20,
-                outcome="applied",
-                heads=((0, 0),),
-                before=("plain",),
-                after=("exact_delta",),
-                reason="policy auto",
-            )
-            for n in range(20)
-        ]
-        await service.store(ended, ended.started(), ended.sample(20), *own)
+            await service.store(rank, *(grown(rank, step, 1.0, 4.0) for step in range(until - 480, until + 1, 20)))
         await judge(service)
-        assert (await service.get(f"/v1/commands/{command}"))["verification"] == "verified"
+        assert (await service.get(f"/v1/commands/{command}"))["verification"] == verdict
+    events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
+    assert any("at step 2,600: not arrested" in event["sentence"] for event in events)
 
-    play(story)
+
+async def test_switches_whose_steps_never_pass_hide_none_that_is_due(service: Any) -> None:
+    command = await switched(service, after=-0.2)
+    ended = FakeRank(run="run-2")
+    own = [
+        Switched(
+            id=f"own-{n}",
+            step=20,
+            outcome="applied",
+            heads=((0, 0),),
+            before=("plain",),
+            after=("exact_delta",),
+            reason="policy auto",
+        )
+        for n in range(20)
+    ]
+    await service.store(ended, ended.started(), ended.sample(20), *own)
+    await judge(service)
+    assert (await service.get(f"/v1/commands/{command}"))["verification"] == "verified"
 
 
-def test_people_are_told_what_became_of_a_switch(play: Any) -> None:
+async def test_people_are_told_what_became_of_a_switch(service: Any) -> None:
     class Out:
         said: ClassVar[list[str]] = []
 
@@ -264,24 +233,17 @@ def test_people_are_told_what_became_of_a_switch(play: Any) -> None:
             self.said.append(json.loads(body)["message"])
             return 200
 
-    async def story(service: Any) -> None:
-        url = "https://hooks.example.org/x"
-        hosts = ("hooks.example.org",)
-        settings = settings_with(
-            Settings, notify_webhook_url=SecretStr(url), notify_hosts=hosts, notify_gather_seconds=0.0
-        )
-        notifier = Notifier(service.app.state.store, settings, Out())  # type: ignore[arg-type]
-        await notifier.turn()
-        await switched(service, mode="paper_softmax")
-        await judge(service)
-        await notifier.turn()
-        await notifier.turn()
-        [told] = [words for words in Out.said if "not arrested" in words]
-        became, proposed = told.splitlines()[-2:]  # what became of it, and the proposal that follows
-        assert became.startswith(
-            "Run run-1: Layer 0 head 2 after the switch to paper_softmax at step 2,000: not arrested"
-        )
-        assert "Escalate: exact_delta+paper_softmax" in became
-        assert "is proposed (service)" in proposed
-
-    play(story)
+    url = "https://hooks.example.org/x"
+    hosts = ("hooks.example.org",)
+    settings = settings_with(Settings, notify_webhook_url=SecretStr(url), notify_hosts=hosts, notify_gather_seconds=0.0)
+    notifier = Notifier(service.app.state.store, settings, Out())  # type: ignore[arg-type]
+    await notifier.turn()
+    await switched(service, mode="paper_softmax")
+    await judge(service)
+    await notifier.turn()
+    await notifier.turn()
+    [told] = [words for words in Out.said if "not arrested" in words]
+    became, proposed = told.splitlines()[-2:]  # what became of it, and the proposal that follows
+    assert became.startswith("Run run-1: Layer 0 head 2 after the switch to paper_softmax at step 2,000: not arrested")
+    assert "Escalate: exact_delta+paper_softmax" in became
+    assert "is proposed (service)" in proposed

@@ -41,44 +41,37 @@ async def start(service: Any, policy: Policy) -> FakeRank:
     ("policy", "result", "states"),
     [("auto", "ordered", ["pending"]), ("approve", "proposed", ["proposed"]), ("observe", "observed", [])],
 )
-def test_an_alert_does_what_the_runs_policy_lets_it(play: Any, policy: Policy, result: str, states: list[str]) -> None:
-    async def story(service: Any) -> None:
-        rank = await start(service, policy)
-        assert await alert(service, delivery()) == result
-        commands = (await service.get("/v1/runs/run-1/commands"))["commands"]
-        assert [(c["state"], c["source"], c["heads"], c["mode"]) for c in commands] == [
-            (state, "alertmanager", [[0, 0], [0, 1], [0, 2]], "exact_delta") for state in states
-        ]
-        assert len((await service.store(rank, rank.sample(2))).commands) == (policy == "auto")
-        assert (await service.get("/v1/audit"))["rows"][-1]["actor"] == "alertmanager"
-
-    play(story)
+async def test_an_alert_does_what_the_runs_policy_lets_it(
+    service: Any, policy: Policy, result: str, states: list[str]
+) -> None:
+    rank = await start(service, policy)
+    assert await alert(service, delivery()) == result
+    commands = (await service.get("/v1/runs/run-1/commands"))["commands"]
+    assert [(c["state"], c["source"], c["heads"], c["mode"]) for c in commands] == [
+        (state, "alertmanager", [[0, 0], [0, 1], [0, 2]], "exact_delta") for state in states
+    ]
+    assert len((await service.store(rank, rank.sample(2))).commands) == (policy == "auto")
+    assert (await service.get("/v1/audit"))["rows"][-1]["actor"] == "alertmanager"
 
 
 @pytest.mark.promise("S9")
-def test_an_alert_acts_once_however_often_it_is_delivered(play: Any) -> None:
-    async def story(service: Any) -> None:
-        await start(service, "auto")
-        results = [await alert(service, delivery()) for _ in range(3)]
-        assert results == ["ordered", "duplicate", "duplicate"]
-        assert await alert(service, delivery("resolved")) == "ignored"
-        assert len((await service.get("/v1/runs/run-1/commands"))["commands"]) == 1
-
-    play(story)
+async def test_an_alert_acts_once_however_often_it_is_delivered(service: Any) -> None:
+    await start(service, "auto")
+    results = [await alert(service, delivery()) for _ in range(3)]
+    assert results == ["ordered", "duplicate", "duplicate"]
+    assert await alert(service, delivery("resolved")) == "ignored"
+    assert len((await service.get("/v1/runs/run-1/commands"))["commands"]) == 1
 
 
 @pytest.mark.promise("S9")
 @pytest.mark.parametrize("policy", ["auto", "approve"])
-def test_no_alert_orders_a_switch_of_a_run_that_has_ended(play: Any, policy: Policy) -> None:
-    async def story(service: Any) -> None:
-        rank = await start(service, policy)
-        await service.store(rank, Finished(step=2, unix_seconds=2.0, status="failed"))
-        body = delivery()
-        answer = await service.client.post("/v1/webhooks/alertmanager", json=body)
-        assert answer.json()["results"] == ["refused: every rank that holds these heads has ended"]
-        assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
-
-    play(story)
+async def test_no_alert_orders_a_switch_of_a_run_that_has_ended(service: Any, policy: Policy) -> None:
+    rank = await start(service, policy)
+    await service.store(rank, Finished(step=2, unix_seconds=2.0, status="failed"))
+    body = delivery()
+    answer = await service.client.post("/v1/webhooks/alertmanager", json=body)
+    assert answer.json()["results"] == ["refused: every rank that holds these heads has ended"]
+    assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
 
 
 @pytest.mark.promise("S9")
@@ -87,43 +80,35 @@ def test_no_alert_orders_a_switch_of_a_run_that_has_ended(play: Any, policy: Pol
     ("cause", "signal", "told"),
     [("other", "nonfinite", "not finite"), ("other", "score", "other"), ("score growth", "score", "score growth")],
 )
-def test_no_alert_orders_a_switch_that_cannot_help(
-    play: Any, policy: Policy, cause: str, signal: str, told: str
+async def test_no_alert_orders_a_switch_that_cannot_help(
+    service: Any, policy: Policy, cause: str, signal: str, told: str
 ) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        verdict = rank.verdict(1, cause=cause, signal=signal, severity="critical")
-        await service.store(rank, rank.started(policy=policy), rank.sample(1), verdict)
-        assert await alert(service, delivery(cause=told, signal=signal)) == "observed"
-        assert (
-            await alert(service, delivery(cause="rounding")) == "refused"
-        )  # an alert that the store does not bear out
-        assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
-        [incident] = (await service.get("/v1/runs/run-1/incidents"))["incidents"]
-        assert incident["act"] == "none"
-        assert incident["done"].startswith("Nothing is switched")
-
-    play(story)
+    rank = FakeRank()
+    verdict = rank.verdict(1, cause=cause, signal=signal, severity="critical")
+    await service.store(rank, rank.started(policy=policy), rank.sample(1), verdict)
+    assert await alert(service, delivery(cause=told, signal=signal)) == "observed"
+    assert await alert(service, delivery(cause="rounding")) == "refused"  # an alert that the store does not bear out
+    assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
+    [incident] = (await service.get("/v1/runs/run-1/incidents"))["incidents"]
+    assert incident["act"] == "none"
+    assert incident["done"].startswith("Nothing is switched")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("scope", "heads"), [("head", 2), ("layer", 3), ("model", 6)])
-def test_an_alert_about_an_incident_switches_what_the_run_would_switch_by_itself(
-    play: Any, scope: str, heads: int
+async def test_an_alert_about_an_incident_switches_what_the_run_would_switch_by_itself(
+    service: Any, scope: str, heads: int
 ) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        started = rank.started(policy="auto").model_copy(update={"switch_scope": scope})
-        warned = [rank.verdict(1, layer=1, head=head, name=f"w{head}") for head in (0, 1)]
-        await service.store(rank, started, rank.sample(1), *warned)
-        labels = {"state": "open", "act": "switch", "severity": "warning"}
-        assert await alert(service, delivery(**labels)) == "ordered"
-        [command] = (await service.get("/v1/runs/run-1/commands"))["commands"]
-        assert len(command["heads"]) == heads
-        assert (await service.store(rank, rank.sample(2, mode=1))).commands
-        assert await alert(service, delivery(**labels | {"state": "switched"})) in ("observed", "duplicate")
-
-    play(story)
+    rank = FakeRank()
+    started = rank.started(policy="auto").model_copy(update={"switch_scope": scope})
+    warned = [rank.verdict(1, layer=1, head=head, name=f"w{head}") for head in (0, 1)]
+    await service.store(rank, started, rank.sample(1), *warned)
+    labels = {"state": "open", "act": "switch", "severity": "warning"}
+    assert await alert(service, delivery(**labels)) == "ordered"
+    [command] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+    assert len(command["heads"]) == heads
+    assert (await service.store(rank, rank.sample(2, mode=1))).commands
+    assert await alert(service, delivery(**labels | {"state": "switched"})) in ("observed", "duplicate")
 
 
 async def alerts_of_three_heads(service: Any, after_each: Callable[[], None] = lambda: None) -> list[str]:
@@ -153,8 +138,8 @@ def test_webhook_switches_have_a_cool_down(play: Any) -> None:
     play(busy, name="busy", webhook_cooldown_seconds=0)
 
 
-def test_a_switch_ordered_by_a_clock_that_was_ahead_holds_up_no_other_once_it_is_right(
-    play: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_switch_ordered_by_a_clock_that_was_ahead_holds_up_no_other_once_it_is_right(
+    service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right, ahead = time.time, [86_400.0]
     monkeypatch.setattr(time, "time", lambda: right() + ahead[0])
@@ -162,68 +147,55 @@ def test_a_switch_ordered_by_a_clock_that_was_ahead_holds_up_no_other_once_it_is
     def set_right() -> None:
         ahead[0] = 0.0
 
-    async def story(service: Any) -> None:
-        found = await alerts_of_three_heads(service, set_right)
-        assert found == ["ordered", "ordered", "refused"]
-
-    play(story)
+    found = await alerts_of_three_heads(service, set_right)
+    assert found == ["ordered", "ordered", "refused"]
 
 
-def test_an_alert_that_was_refused_for_a_passing_reason_acts_when_it_is_repeated(play: Any) -> None:
-    async def story(service: Any) -> None:
-        await start(service, "auto")
-        other = {"who": "ann", "reason": "to look", "heads": [[0, 0]], "mode": "exact_delta"}
-        under_way = (await service.client.post("/v1/runs/run-1/commands", json=other)).json()["id"]
-        assert await alert(service, delivery()) == "refused"
-        await service.client.post(f"/v1/commands/{under_way}/cancel", json={"who": "ann", "reason": "seen"})
-        assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
-
-    play(story)
+async def test_an_alert_that_was_refused_for_a_passing_reason_acts_when_it_is_repeated(service: Any) -> None:
+    await start(service, "auto")
+    other = {"who": "ann", "reason": "to look", "heads": [[0, 0]], "mode": "exact_delta"}
+    under_way = (await service.client.post("/v1/runs/run-1/commands", json=other)).json()["id"]
+    assert await alert(service, delivery()) == "refused"
+    await service.client.post(f"/v1/commands/{under_way}/cancel", json={"who": "ann", "reason": "seen"})
+    assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
 
 
 @pytest.mark.promise("S9")
-def test_an_alert_acts_once_for_the_same_heads_and_again_for_a_head_that_joined_its_incident(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1, head=0))
-        assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
-        [sent] = (await service.store(rank, rank.sample(2))).commands
-        await service.store(rank, rank.answer(sent, 2), rank.verdict(3, head=1, name="joined"))
-        assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
+@pytest.mark.settings(webhook_cooldown_seconds=0)
+async def test_an_alert_acts_once_for_the_same_heads_and_again_for_a_head_that_joined_its_incident(
+    service: Any,
+) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1, head=0))
+    assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
+    [sent] = (await service.store(rank, rank.sample(2))).commands
+    await service.store(rank, rank.answer(sent, 2), rank.verdict(3, head=1, name="joined"))
+    assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
 
-    play(story, webhook_cooldown_seconds=0)
 
-
-def test_one_odd_alert_holds_up_no_other_of_its_delivery(play: Any) -> None:
+async def test_one_odd_alert_holds_up_no_other_of_its_delivery(service: Any) -> None:
     """An Alertmanager does not repeat a delivery that was refused whole."""
-
-    async def story(service: Any) -> None:
-        await start(service, "auto")
-        [good], [watchdog] = delivery()["alerts"], delivery(alertname="ForeshockWatchdog")["alerts"]
-        odd = [good | {"fingerprint": None}, good | {"labels": {"run": "x" * 1025}}, "text", {}]
-        unknown = [delivery(alertname="Other")["alerts"][0]] * 1000
-        body = delivery() | {"alerts": [*odd, *unknown, watchdog, good]}
-        answer = await service.client.post("/v1/webhooks/alertmanager", json=body)
-        assert answer.status_code == 200, answer.text
-        results = answer.json()["results"]
-        assert len(results) == len(body["alerts"])
-        assert all(one.startswith("refused: ") for one in results[:4])
-        assert results[0] == "refused: fingerprint: Input should be a valid string"
-        assert set(results[4:-2]) == {"ignored: no action is tied to this alert"}
-        assert results[-2:] == ["watchdog", "ordered"]
-
-    play(story)
+    await start(service, "auto")
+    [good], [watchdog] = delivery()["alerts"], delivery(alertname="ForeshockWatchdog")["alerts"]
+    odd = [good | {"fingerprint": None}, good | {"labels": {"run": "x" * 1025}}, "text", {}]
+    unknown = [delivery(alertname="Other")["alerts"][0]] * 1000
+    body = delivery() | {"alerts": [*odd, *unknown, watchdog, good]}
+    answer = await service.client.post("/v1/webhooks/alertmanager", json=body)
+    assert answer.status_code == 200, answer.text
+    results = answer.json()["results"]
+    assert len(results) == len(body["alerts"])
+    assert all(one.startswith("refused: ") for one in results[:4])
+    assert results[0] == "refused: fingerprint: Input should be a valid string"
+    assert set(results[4:-2]) == {"ignored: no action is tied to this alert"}
+    assert results[-2:] == ["watchdog", "ordered"]
 
 
-def test_an_alert_of_an_incident_that_is_closed_switches_nothing(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = await start(service, "auto")
-        quiet = [rank.verdict(2, head=head, name=f"warn-{head}", state="cleared") for head in rank.layers[0].heads]
-        await service.store(rank, *quiet)
-        told = await service.client.post("/v1/webhooks/alertmanager", json=delivery())
-        assert told.json()["results"] == ["refused: the run has no open incident of this cause"]
-
-    play(story)
+async def test_an_alert_of_an_incident_that_is_closed_switches_nothing(service: Any) -> None:
+    rank = await start(service, "auto")
+    quiet = [rank.verdict(2, head=head, name=f"warn-{head}", state="cleared") for head in rank.layers[0].heads]
+    await service.store(rank, *quiet)
+    told = await service.client.post("/v1/webhooks/alertmanager", json=delivery())
+    assert told.json()["results"] == ["refused: the run has no open incident of this cause"]
 
 
 @pytest.mark.parametrize(
@@ -236,20 +208,16 @@ def test_an_alert_of_an_incident_that_is_closed_switches_nothing(play: Any) -> N
         ({"cause": "score growth"}, "refused"),
     ],
 )
-def test_an_alert_about_nothing_we_know_switches_nothing(play: Any, changes: dict[str, str], result: str) -> None:
-    async def story(service: Any) -> None:
-        await start(service, "auto")
-        assert await alert(service, delivery(**changes)) == result
-        assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
+async def test_an_alert_about_nothing_we_know_switches_nothing(
+    service: Any, changes: dict[str, str], result: str
+) -> None:
+    await start(service, "auto")
+    assert await alert(service, delivery(**changes)) == result
+    assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
 
-    play(story)
 
-
-def test_the_watchdog_is_seen_on_metrics(play: Any) -> None:
-    async def story(service: Any) -> None:
-        assert await alert(service, delivery(alertname="ForeshockWatchdog")) == "watchdog"
-        text = (await service.client.get("/metrics")).text
-        [line] = [x for x in text.splitlines() if x.startswith("foreshock_service_watchdog_timestamp_seconds ")]
-        assert abs(float(line.split()[1]) - time.time()) < 30
-
-    play(story)
+async def test_the_watchdog_is_seen_on_metrics(service: Any) -> None:
+    assert await alert(service, delivery(alertname="ForeshockWatchdog")) == "watchdog"
+    text = (await service.client.get("/metrics")).text
+    [line] = [x for x in text.splitlines() if x.startswith("foreshock_service_watchdog_timestamp_seconds ")]
+    assert abs(float(line.split()[1]) - time.time()) < 30
