@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import httpx
 import pytest
@@ -103,12 +103,12 @@ def service(play: Play) -> Play:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a test that is a coroutine as the story of its service."""
-    test = pyfuncitem.obj
+    test, play = pyfuncitem.obj, cast(Play, pyfuncitem.funcargs.get("service"))
     if not inspect.iscoroutinefunction(test):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters if name != "service"}
     mark = pyfuncitem.get_closest_marker("settings")
-    pyfuncitem.funcargs["service"](lambda service: test(service=service, **given), **(mark.kwargs if mark else {}))
+    play(lambda service: test(service=service, **given), **(mark.kwargs if mark else {}))
     return True
 
 

@@ -17,10 +17,10 @@ from sqlalchemy.exc import OperationalError
 from structlog.testing import capture_logs
 
 from foreshock.server import app as put_together
-from foreshock.server.app import AddressError, Server, create_app, serve
+from foreshock.server.app import AddressError, Server, serve
 from foreshock.server.settings import Settings
 from foreshock.server.store.backup import examine
-from foreshock.server.store.database import ClosingError, Store, StoreError, unusable
+from foreshock.server.store.database import ClosingError, StoreError, unusable
 
 
 def test_an_address_that_cannot_be_listened_on_is_refused_before_the_store_is_made(tmp_path: Path) -> None:
@@ -30,15 +30,6 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_the_store_is_ma
         with pytest.raises(AddressError, match=rf"port {port} of 127\.0\.0\.1 is taken by another program; .*--port"):
             serve(Settings(database_url=f"sqlite:///{store}", port=port))
     assert not store.exists()
-
-
-def test_a_store_that_cannot_be_used_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    torn = tmp_path / "torn.db"
-    torn.write_bytes(b"no database at all" * 100)
-    with pytest.raises(StoreError, match=r"^the database cannot be used: ") as caught:
-        asyncio.run(put_together._open_once(Settings(database_url=f"sqlite:///{torn}")))
-    assert "\n" not in str(caught.value)
-    assert torn.read_bytes() == b"no database at all" * 100
 
 
 def test_a_damaged_store_is_told_with_its_file_and_the_way_back_to_a_backup(tmp_path: Path, empty_store: Path) -> None:
@@ -75,12 +66,16 @@ def test_a_new_sqlite_store_is_migrated_unless_the_settings_say_no(
             asyncio.run(put_together._open_once(settings))
 
 
-async def test_without_a_built_page_the_service_is_an_api_alone(
-    service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_a_built_page_the_service_is_an_api_alone(
+    play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(put_together, "files", lambda _: tmp_path)
-    assert (await service.client.get("/")).status_code == 404
-    assert (await service.client.get("/healthz")).status_code == 200
+
+    async def story(service: Any) -> None:
+        assert (await service.client.get("/")).status_code == 404
+        assert (await service.client.get("/healthz")).status_code == 200
+
+    play(story)
 
 
 async def test_the_page_is_never_kept_and_its_assets_are_those_that_it_names(service: Any) -> None:
@@ -150,11 +145,3 @@ def test_the_server_says_where_it_listens_and_ends_streams_and_reads_before_it_w
 
     asyncio.run(story())
     assert told.said == ["streams end", "reads end"]
-
-
-def test_every_part_of_the_service_shares_its_one_store(tmp_path: Path) -> None:
-    state = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'one.db'}")).state
-    assert isinstance(state.store, Store)
-    for part in (state.roller, state.exposer, state.readiness):
-        stores = [value for value in vars(part).values() if isinstance(value, Store)]
-        assert stores == [state.store], type(part).__name__

@@ -3,10 +3,9 @@
 import asyncio
 import json
 import os
-import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -180,27 +179,6 @@ def test_a_damaged_file_is_no_backup(tmp_path: Path) -> None:
     said = cli("store", "restore", str(broken), "--database-url", url, fails=True)
     assert "Traceback" not in said
     assert not (tmp_path / "new.db").exists()
-
-
-def test_a_store_that_is_not_there_is_said_to_be_missing_and_is_not_made(tmp_path: Path) -> None:
-    """A misspelt address would otherwise be found whole, and its backup hold nothing."""
-    url = f"sqlite:///{tmp_path}/misspelt/foreshock.db"
-    assert "there is no file" in cli("store", "check", "--database-url", url, fails=True)
-    assert "there is no file" in cli("store", "backup", str(tmp_path / "copy"), "--database-url", url, fails=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_without_a_store_is_neither_backed_up_nor_restored(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "other.db")) as other:
-        other.execute("CREATE TABLE notes (text)")
-    other_url, new = f"sqlite:///{tmp_path}/other.db", f"sqlite:///{tmp_path}/new.db"
-    assert "no store of foreshock" in cli(
-        "store", "backup", str(tmp_path / "copy"), "--database-url", other_url, fails=True
-    )
-    assert "no store of foreshock" in cli(
-        "store", "restore", str(tmp_path / "other.db"), "--database-url", new, fails=True
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["other.db"]
 
 
 @pytest.mark.parametrize(

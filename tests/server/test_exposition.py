@@ -157,14 +157,6 @@ async def test_scrapers_that_come_within_a_second_share_one_snapshot(service: An
     assert taken == [""]
 
 
-async def test_losses_of_a_good_run_are_zeros_and_not_absent(service: Any) -> None:
-    rank = FakeRank()
-    await service.store(rank, rank.started(), rank.sample(1))
-    found = series_of((await service.client.get("/metrics")).text)
-    assert found["foreshock_agent_dropped_total", "reason=queue_full", "run=run-1"] == 0
-    assert found["foreshock_agent_faults_total", "component=sender", "run=run-1"] == 0
-
-
 @pytest.mark.promise("S4")
 async def test_a_scrape_takes_as_many_queries_for_thirty_runs_as_for_three(service: Any) -> None:
     store = service.app.state.store

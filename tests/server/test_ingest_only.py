@@ -139,16 +139,6 @@ def test_bodies_that_do_not_come_take_no_more_memory_than_their_senders_share() 
         pass
 
 
-@pytest.mark.settings(ingest_queue_batches=8)
-async def test_a_queue_of_batches_that_one_token_fills_is_no_reason_to_send_the_others_elsewhere(
-    service: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as full:
-        full.setattr(Writer, "depth", 8)
-        answer = await service.client.get("/readyz")
-    assert (answer.status_code, answer.json()["checks"]) == (200, {"store": "ok", "ingest queue": "full"})
-
-
 @pytest.mark.settings(tokens=TOKENS)
 async def test_what_is_no_batch_is_refused_beyond_a_mebibyte_before_it_is_read(service: Any) -> None:
     headers = {"authorization": f"Bearer {MALLORY}", "content-type": "application/json"}

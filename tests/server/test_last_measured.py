@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from sqlalchemy import event
 
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.slots import Slot, identity_row
-from foreshock.contract.wire import Array, Finished, Sample
+from foreshock.contract.wire import Array, Sample
 from foreshock.server.runs.newest import with_sample
 from foreshock.server.testing import FakeRank
 
@@ -89,37 +88,6 @@ def test_the_last_known_norms_survive_a_restart_of_the_service_and_a_resume_of_t
 
     play(before)
     play(after)
-
-
-async def test_ranks_of_which_one_is_ahead_show_the_norms_of_every_head(service: Any) -> None:
-    ranks = [FakeRank(rank=number, heads=(2 * number, 2 * number + 1)) for number in range(2)]
-    for rank in ranks:
-        await service.store(rank, rank.started(), sample(rank, 10, *NORMS))
-    for step in (20, 30):
-        for rank in ranks:
-            await service.store(rank, sample(rank, step, *(NORMS if step == 30 else ())))
-            now = await shown(service)
-            assert len(now["foreshock_head_mode"]) == 1
-            assert len(now["foreshock_layer_query_norm"]) == 1
-            assert now["foreshock_head_query_norm"] <= {10.0, 30.0}
-    assert now["foreshock_head_query_norm"] == {30.0}
-    await service.store(ranks[0], sample(ranks[0], 40))
-    await service.store(ranks[0], Finished(step=40, unix_seconds=1.0, status="completed"))
-    assert (await shown(service))["foreshock_head_query_norm"] == {30.0}
-
-
-async def test_many_ranks_that_measured_at_steps_of_their_own_are_read_by_few_numbers(service: Any) -> None:
-    """A statement of SQLite holds 32,766 numbers: runs of many ranks must stay far below."""
-    ranks = [FakeRank(rank=number, layers=1, heads=(number,)) for number in range(40)]
-    for number, rank in enumerate(ranks):
-        rows = (sample(rank, step, "states", *(NORMS if step == number + 1 else ())) for step in range(1, 50))
-        await service.store(rank, rank.started(), *rows)
-    held: list[int] = []
-    engine = service.app.state.store.reader.engine
-    event.listen(engine, "before_cursor_execute", lambda *told: held.append(len(told[3])))
-    found = await shown(service)
-    assert len(found["foreshock_head_query_norm"]) > 10
-    assert max(held) <= 3 * len(ranks)
 
 
 @given(st.lists(st.sets(st.sampled_from(RARE)), min_size=1, max_size=5))

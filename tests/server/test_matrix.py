@@ -6,20 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 from sqlalchemy import text
-from tests.server.drawn_runs import store_run
 
 from foreshock.contract.slots import Slot
 from foreshock.server.testing import FakeRank
-
-
-async def test_a_matrix_of_one_step_among_many_is_quick(service: Any) -> None:
-    await store_run(service, range(1, 3000))
-    times = []
-    for _ in range(5):
-        began = time.process_time()  # of every thread; what else the machine does is not the service's fault
-        await service.get("/v1/runs/run-1/matrix", metric="head.score_max", step=1500)
-        times.append(time.process_time() - began)
-    assert min(times) < 0.05
 
 
 async def test_the_steps_of_a_run_of_months_are_listed_quickly(service: Any) -> None:

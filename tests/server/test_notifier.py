@@ -115,21 +115,6 @@ async def test_news_wait_for_what_comes_with_them(service: Any) -> None:
     assert len(out.said) == 1
 
 
-async def test_forty_runs_that_fail_together_are_one_message(service: Any) -> None:
-    out = Out()
-    notifier = await notifier_of(service, out)
-    for number in range(40):
-        rank = FakeRank(run=f"sweep-{number:03}", layers=1)
-        severity = "critical" if number == 17 else "warning"
-        await service.store(rank, rank.started(), rank.verdict(5, severity=severity))
-    await notifier.turn()
-    [message] = out.said
-    assert message.startswith("Critical: 40 runs have news of their incidents")
-    assert message.splitlines()[1].startswith("sweep-017: critical, rounding, 1 head since step 5")
-    assert "... and 34 more runs." in message
-    assert len(message) < LONGEST
-
-
 async def test_two_hundred_runs_that_fall_silent_together_are_at_most_two_messages_and_told_once(service: Any) -> None:
     out, now = Out(), time.time()
     notifier = await notifier_of(service, out, gather=5.0)

@@ -1,14 +1,11 @@
 """An order that nobody is left to carry out is refused at once: when it is given, or when the last rank ends."""
 
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.server.orders import local, order, start, state_of
 
 from foreshock.contract.wire import Finished
-from foreshock.server import delivery
 from foreshock.server.testing import FakeRank
 
 WHO = {"who": "ann", "reason": "too late"}
@@ -186,16 +183,3 @@ async def test_an_order_waits_for_heads_that_no_rank_holds_for_the_moment_and_no
     assert await state_of(service, command) == "pending"
     await start(service, second)
     assert [sent.id for sent in (await service.store(second, second.sample(1))).commands] == [command]
-
-
-async def test_an_order_whose_time_was_over_before_the_run_ended_is_expired(
-    service: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = FakeRank()
-    await start(service, rank)
-    command = (await order(service, expires_in_seconds=5.0)).json()["id"]
-    now = time.time()
-    monkeypatch.setattr(delivery, "time", SimpleNamespace(time=lambda: now + 6))
-    await end(service, rank)
-    shown = await service.get(f"/v1/commands/{command}")
-    assert (shown["state"], shown["closed_because"]) == ("expired", None)

@@ -149,21 +149,6 @@ async def test_a_start_that_watches_no_layer_takes_no_sample_of_heads(service: A
     assert (found["/v1/runs/run-1"]["last_step"], unreadable(found["/metrics"])) == (2, before)
 
 
-async def test_the_mode_of_a_newer_agent_is_told_and_shown_and_stops_no_other_rank(service: Any) -> None:
-    ranks = [FakeRank(rank=number) for number in (0, 1)]
-    for rank in ranks:
-        started = rank.started().model_copy(update={"mitigation": "warp_rows"})
-        await service.store(rank, started, rank.sample(1))
-    await service.store(ranks[0], Switched.model_validate(switched("warp_rows+exact_delta")))
-    for rank in ranks:
-        assert not (await service.store(rank, rank.sample(2, mode=1 << 20))).commands
-    found = await every_answer(service, "run-1")
-    events = found["/v1/runs/run-1/events"]["events"]
-    assert any(e["switched"] and e["switched"]["after"] == ["warp_rows+exact_delta"] for e in events)
-    assert found["/v1/runs/run-1"]["mitigation"] == "warp_rows"
-    assert found["/v1/runs/run-1"]["layers"][0]["modes"] == [None] * 3
-
-
 TEXT = "x" * 300
 WOUNDS = {
     "a torn blob": ("update samples set arrays = substr(arrays, 1, 40) where run_id = ? and step = 2", ()),

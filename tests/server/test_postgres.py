@@ -1,5 +1,4 @@
 import asyncio
-import json
 import random
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 import pytest
@@ -80,49 +78,6 @@ def test_two_replicas_share_one_database(postgres: str, player: Any) -> None:
         await player(postgres, beside, migrate=True)
 
     asyncio.run(player(postgres, story, migrate=True))
-
-
-@pytest.mark.parametrize(
-    "text_",
-    [
-        "a\x00b",
-        "\ud800",
-        *(pytest.param(text, marks=pytest.mark.full) for text in ("\x00", "\u202e\uffff", "' OR 1=1 --")),
-    ],
-)
-def test_no_text_that_postgresql_cannot_store_makes_it_fail(postgres: str, player: Any, text_: str) -> None:
-    """A NUL or half a character is refused, or taken and shown; in paths, names, reasons, keys and labels."""
-    taken = {200, 201, 404, 422}
-
-    async def story(service: Any) -> None:
-        rank = FakeRank(run="texts")
-        await service.store(rank, rank.started())
-        quoted = quote(text_.encode("utf-8", "surrogatepass"))
-        for address in (f"/v1/runs/{quoted}", f"/v1/runs/{quoted}/curves?line=run.loss", f"/v1/commands/{quoted}"):
-            assert (await service.client.get(address)).status_code in taken, address
-        json_ = {"content-type": "application/json"}
-        for field in ("who", "reason", "mode"):
-            order = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta", field: text_}
-            body = json.dumps(order).encode("utf-8", "surrogatepass")
-            made = await service.client.post("/v1/runs/texts/commands", content=body, headers=json_)
-            assert made.status_code in taken, (field, made.text)
-        for what in ("labels", "versions", "numerics", "sentence", "signal", "run", "boot"):
-            other = FakeRank(run="texts-" + what)
-            batch = json.loads(other.batch(other.started(), other.verdict(1)).model_dump_json())
-            started, verdict = batch["events"]
-            if what in ("labels", "versions"):
-                started[what] = {"a": text_}
-            else:
-                (batch if what in batch else verdict if what in verdict else started)[what] = text_
-            body = json.dumps(batch).encode("utf-8", "surrogatepass")
-            assert (await service.client.post("/v1/batches", content=body, headers=json_)).status_code in taken, what
-            for address in ("/v1/runs", f"/v1/runs/texts-{what}", "/metrics", "/v1/audit"):
-                assert (await service.client.get(address)).status_code in taken, (what, address)
-
-    async def look() -> None:
-        await player(await new_database(postgres, f"texts_{uuid.uuid4().hex[:8]}"), story, migrate=True)
-
-    asyncio.run(look())
 
 
 class Sender:
@@ -256,19 +211,6 @@ async def stored(url: str) -> set[tuple[int, int]]:
         assert connection.execute(doubled).all() == []
     await store.close()
     return set(found)
-
-
-def test_a_newer_database_is_refused_with_a_sentence(postgres_for_replicas: str) -> None:
-    async def look() -> None:
-        store = Store(postgres_for_replicas)
-        await store.migrate()
-        with store.writer.engine.begin() as connection:
-            connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-        with pytest.raises(Exception, match="newer foreshock"):
-            await store.check_schema()
-        await store.close()
-
-    asyncio.run(look())
 
 
 MIGRATE = """

@@ -7,14 +7,12 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import BaseModel
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from starlette.exceptions import HTTPException
 
-from foreshock.server.models import Problem, ProblemItem
-from foreshock.server.problems import MAX_ERRORS, ProblemError, install, items, problem
+from foreshock.server.models import Problem
+from foreshock.server.problems import ProblemError, install
 from foreshock.server.store.database import BusyError, ClosingError
 
 INSIDE = "SELECT secret FROM /srv/foreshock/data.db"
@@ -88,36 +86,3 @@ def test_a_body_that_is_wrong_is_told_field_by_field_without_what_it_held() -> N
     assert item.where == "body.count"
     assert "integer" in item.message
     assert "s3cret" not in answer.text
-
-
-@pytest.mark.full
-@given(
-    errors=st.lists(
-        st.fixed_dictionaries(
-            {
-                "loc": st.lists(st.text(max_size=90) | st.integers(), max_size=5).map(tuple),
-                "msg": st.text(max_size=900),
-                "input": st.just(INSIDE),
-            }
-        ),
-        max_size=30,
-    )
-)
-def test_a_flood_of_errors_is_ten_short_ones_each_with_a_place(errors: list[dict[str, Any]]) -> None:
-    told = items(errors)
-    assert len(told) == min(len(errors), MAX_ERRORS)
-    for item, error in zip(told, errors, strict=False):
-        assert 0 < len(item.where) <= 200
-        assert error["msg"].startswith(item.message)
-        assert len(item.message) <= 300
-        assert INSIDE not in item.where + item.message
-
-
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 429, 500, 503])
-def test_a_problem_is_named_by_its_status_and_keeps_its_errors_and_headers(status: int) -> None:
-    item = ProblemItem(where="body.x", message="is wrong")
-    answer = problem(status, "Why.", [item], {"retry-after": "7"})
-    told = read(answer)
-    assert (answer.status_code, told.status, told.errors) == (status, status, [item])
-    assert told.title
-    assert answer.headers["retry-after"] == "7"

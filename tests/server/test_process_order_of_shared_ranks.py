@@ -75,7 +75,3 @@ async def test_a_process_that_was_restarted_shares_its_rank_with_nobody(service:
             await service.store(old, old.sample(number + 5), age=1000 + clock.ahead, replayed=True)
     assert await shown(service) == [None] * 2
     assert await told(service) == []
-
-
-def test_ranks_beyond_eight_are_counted() -> None:
-    assert "rank 0, 1, 2, 3, 4, 5, 6, 7 and 92 more:" in shared_sentence(range(100))

@@ -107,15 +107,6 @@ async def test_a_process_that_lived_and_died_while_the_service_was_away_keeps_it
     assert await losses(service) == ([10, 20, 30], [1.0, 2.0, 3.0])
 
 
-async def test_one_that_was_cut_off_from_the_service_does_not_outrank_its_successor_when_it_comes_back(
-    service: Any,
-) -> None:
-    cut_off, successor = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
-    await service.store(successor, successor.started(step=10), successor.sample(20, since=10), age=30)
-    await service.store(cut_off, cut_off.started(), cut_off.sample(15, since=0), age=4000)
-    assert await who_is_ordered(service, cut_off, successor) == [BEHIND]
-
-
 @pytest.mark.parametrize("jump_seconds", [91 * 86400.0, -91 * 86400.0])
 async def test_a_service_whose_clock_jumped_for_a_moment_still_knows_who_came_last(
     service: Any, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
@@ -161,20 +152,6 @@ async def test_agents_that_tell_no_age_are_placed_by_their_names_in_any_order(se
     for rank in (new, old) if turned else (old, new):
         await service.store(rank, rank.started(step=0 if rank is old else 10), rank.sample(20, since=10))
     assert await who_is_ordered(service, old, new) == [AHEAD]
-
-
-@pytest.mark.promise("S16")
-async def test_an_agent_that_was_updated_outranks_the_old_one_whose_clock_was_ahead(service: Any) -> None:
-    ahead = f"{int((time.time() + 60) * 1000):013d}-0-eeee"
-    old, new = FakeRank(boot=ahead), FakeRank(boot=BEHIND)
-    await service.store(old, old.started())
-    await service.store(new, new.started(), age=2)
-    assert await who_is_ordered(service, old, new) == [BEHIND]
-
-
-@pytest.mark.promise("S5")
-def test_an_age_that_a_process_can_have_is_taken() -> None:
-    assert arrival_of({AGE_HEADER: "12.5"}) == Arrival(12.5)
 
 
 @pytest.mark.promise("S5")

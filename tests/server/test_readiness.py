@@ -25,10 +25,6 @@ def each_answer_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "_SAME_ANSWER_SECONDS", 0.0)
 
 
-async def test_a_service_that_can_store_is_ready_again_and_again(service: Any) -> None:
-    assert [await asked(service) for _ in range(3)] == [(200, "ok")] * 3
-
-
 def test_a_load_balancer_may_ask_with_head_and_gets_what_get_says_without_the_body(live_service: LiveService) -> None:
     with live_service.client() as client:
         for path in ("/healthz", "/readyz", "/"):

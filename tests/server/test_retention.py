@@ -45,15 +45,6 @@ async def test_a_clock_that_jumps_ahead_for_a_while_deletes_no_run(service: Any)
     assert {run["run"] for run in (await service.get("/v1/runs"))["runs"]} == {"live", "silent"}
 
 
-async def test_who_wants_to_keep_every_run_says_so_with_inf(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORESHOCK_RETENTION_SECONDS", "inf")
-    rank = FakeRank()
-    await service.store(rank, rank.started(), rank.sample(1))
-    retention = Retention(service.app.state.store, service.app.state.settings.retention_seconds)
-    ahead = time.time() + 1e9
-    assert [await retention.sweep(now=ahead, monotonic=at) for at in (0.0, 1e9)] == [0, 0]
-
-
 @pytest.mark.promise("S17")
 async def test_old_runs_leave_a_few_at_a_time_and_the_log_names_them(service: Any) -> None:
     for number in range(25):

@@ -4,9 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 
-from foreshock.server.__main__ import main
 from foreshock.server.settings import Settings, Token, UnusableSettingsError, settings_of
 
 ROOT = Path(__file__).parents[2]
@@ -56,11 +55,6 @@ def test_the_shipped_settings_do_not_start_without_their_tokens(monkeypatch: pyt
         settings_of()
 
 
-@pytest.mark.parametrize("url", ["", "http://localhost:8765", "http://127.0.0.1:8765", "http://[::1]:8765/"])
-def test_a_page_for_this_machine_alone_needs_no_token(url: str) -> None:
-    assert Settings(public_url=url).all_tokens == ()
-
-
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
@@ -95,11 +89,6 @@ def test_what_could_never_work_is_refused_at_the_start(
         assert value not in str(refused.value)
 
 
-def test_hosts_may_be_names_addresses_and_have_a_port() -> None:
-    hosts = ("foreshock.example.org", "10.0.0.7", "[fd00::7]", "[::1]:80", "foreshock:8765", "under_score.svc")
-    assert Settings(token=SecretStr(SECRET), allowed_hosts=hosts).allowed_hosts == hosts
-
-
 @pytest.mark.promise("S7")
 def test_one_secret_is_not_two_tokens_of_which_the_last_would_rule() -> None:
     """A token meant to read would do what another one may, if their secrets were the same."""
@@ -131,24 +120,6 @@ def test_a_short_token_and_two_of_one_name_are_refused() -> None:
     twice = [{"name": "a", "sha256": "0" * 64, "scopes": ["read"]}] * 2
     with pytest.raises(ValidationError, match="same name"):
         Settings(tokens=twice)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("FORESHOCK_HOST", "0.0.0.0", "no token is set"),
-        ("FORESHOCK_PORT", "many", "FORESHOCK_PORT"),
-        ("FORESHOCK_DATABASE_URL", "mysql://x/y", "postgresql://"),
-    ],
-)
-def test_the_command_says_in_a_sentence_why_it_does_not_start(
-    name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(name, value)
-    assert main() == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert "Traceback" not in said
 
 
 @pytest.mark.full

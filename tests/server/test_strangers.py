@@ -197,15 +197,6 @@ async def test_a_nul_which_postgresql_cannot_store_is_refused_everywhere(
     assert "NUL" in answer.text
 
 
-async def test_an_alert_with_a_nul_is_refused_and_holds_up_no_other_of_its_delivery(service: Any) -> None:
-    odd = [{**ALERT, "status": "firing\x00"}, {**ALERT, "labels": {"alertname": "a\x00"}}]
-    odd += [{**ALERT, "labels": {"a\x00": "a"}}, {**ALERT, "fingerprint": "\x00"}]
-    answer = await service.client.post("/v1/webhooks/alertmanager", json={"alerts": [*odd, ALERT]})
-    *refused, last = answer.json()["results"]
-    assert [result.startswith("refused: ") and "NUL" in result for result in refused] == [True] * len(odd)
-    assert last == "ignored: no action is tied to this alert"
-
-
 ALERT = {"status": "firing", "labels": {"alertname": "a", "run": "run-1"}, "startsAt": "now", "fingerprint": "f"}
 ORDER = {"who": "ann", "reason": "r", "mode": "exact_delta", "expect": "plain"}
 TEXTS: dict[str, dict[str, Any]] = {
