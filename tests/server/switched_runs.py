@@ -50,7 +50,7 @@ async def switched(
 
 async def judge(service: Any) -> None:
     state = service.app.state
-    await verify(state.store, state.settings, state.roller)
+    await verify(state.store, state.settings)
 
 
 async def commands_of(service: Any) -> list[dict[str, Any]]:

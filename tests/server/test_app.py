@@ -105,7 +105,7 @@ def test_a_chore_that_fails_is_told_and_tried_again_until_the_service_closes(
     store: Any = Broken()
     nothing: Any = None
     with capture_logs() as told:
-        asyncio.run(put_together._chores(Settings(), store, nothing, nothing, asyncio.Event()))
+        asyncio.run(put_together._chores(Settings(), store, nothing, asyncio.Event()))
     assert len(rounds) == 3
     assert [line["error"] for line in told] == ["lost", "gone"]
     assert {line["event"] for line in told} == {"a chore failed; it is tried again"}

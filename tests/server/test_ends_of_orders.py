@@ -156,7 +156,7 @@ async def test_a_switch_after_the_step_from_which_a_run_resumes_is_neither_shown
         assert await plan() == ["paper_softmax"] or rank.rank < ranks - 1
         await service.store(rank, *(rank.sample(step, since=step - 10) for step in steps[1:]), age=3)
     state = service.app.state
-    await verify(state.store, state.settings, state.roller)
+    await verify(state.store, state.settings)
     assert (await service.get(f"/v1/commands/{command}"))["verification"] is None
 
 

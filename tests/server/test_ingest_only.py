@@ -28,7 +28,7 @@ def test_a_token_that_fills_the_queue_of_batches_leaves_places_for_others() -> N
     batch = FakeRank().batch(FakeRank().started())
 
     async def story() -> None:
-        writer = Writer(settings, nobody, nobody, nobody, nobody)  # it never runs, so the queue fills
+        writer = Writer(settings, nobody, nobody, nobody)  # it never runs, so the queue fills
         writer._counters = Counters()
         waiting = [asyncio.create_task(writer.submit(batch, 100, "mallory", NO_HEADERS)) for _ in range(8)]
         await asyncio.sleep(0)
@@ -55,7 +55,7 @@ def test_whoever_sends_much_or_what_is_long_to_write_waits_for_it_and_no_one_els
     alone = quiet.batch(quiet.started())
 
     async def story() -> None:
-        writer = Writer(settings, nobody, nobody, nobody, nobody)  # never runs: what it would write is seen
+        writer = Writer(settings, nobody, nobody, nobody)  # never runs: what it would write is seen
         waiting = [asyncio.create_task(writer.submit(words, 2**18, "mallory", NO_HEADERS)) for _ in range(20)]
         await asyncio.sleep(0)
         waiting += [asyncio.create_task(writer.submit(alone, 100, "ann", NO_HEADERS)) for _ in range(2)]

@@ -13,7 +13,6 @@ from tests.server.loopwatch import watched_loop
 from tests.server.postgresql import new_database
 
 from foreshock.server import drawing
-from foreshock.server.rollups import Roller
 from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = pytest.mark.promise("S4")
@@ -160,12 +159,3 @@ def test_few_large_reads_are_at_work_at_once_and_a_crowd_is_told_to_come_back(
         assert most <= 2
 
     play(story)
-
-
-async def test_rolling_up_twenty_thousand_runs_looks_at_each_once(service: Any) -> None:
-    roller = Roller(service.app.state.store)
-    for run_id in range(20_000):
-        roller.touch(run_id, 5)
-    began = time.process_time()
-    await roller.build_cold(cold_seconds=1e6)
-    assert time.process_time() - began < 2.0

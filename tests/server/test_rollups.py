@@ -1,5 +1,6 @@
 """Roll-ups say what the samples say, and go when a sample comes late."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from sqlalchemy import text
 from sqlalchemy.event import listen
 from tests.server.drawn_runs import store_run
 
-from foreshock.server.rollups import COARSE, build, built_spans
+from foreshock.server.rollups import COARSE, Roller, build, built_spans
 from foreshock.server.testing import FakeRank
 
 
@@ -68,20 +69,32 @@ async def test_a_late_sample_of_the_only_span_with_heads_is_drawn_at_once(servic
     assert [step for step, value in zip(drawn["steps"], drawn["last"], strict=True) if value is not None] == [1300]
 
 
-def test_a_span_that_was_forgotten_is_rolled_up_again_after_a_restart(play: Any) -> None:
+def test_a_span_that_changed_is_rolled_up_again_after_a_restart_once_it_rests(play: Any) -> None:
+    lagging = FakeRank(layers=1, rank=1)
+
     async def late(service: Any) -> None:
         rank = await heads_read_once(service)
+        await service.store(lagging, lagging.started())
         await service.store(rank, rank.sample(1300))
+        for span in (0, 2, 3):
+            assert await build(service.app.state.store, 1, span)
 
     async def built(service: Any) -> set[int]:
         with service.app.state.store.reader.engine.begin() as connection:
             return built_spans(connection, 1, 0, 5 * COARSE - 1)
 
     async def after(service: Any) -> None:
+        roller, closing = Roller(service.app.state.store), asyncio.Event()
         assert await built(service) == {0, 2, 3}
-        await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=10)
-        await service.app.state.roller.build_cold()
+        await roller.build_due(closing)
+        await service.store(lagging, lagging.sample(1400))
+        await roller.build_due(closing)
+        assert await built(service) == {0, 2, 3}, "a rank that lags behind has sent some of it since the last look"
+        await roller.build_due(closing)
         assert await built(service) == {0, 1, 2, 3}
+        await roller.build_due(closing)
+        await roller.build_due(closing)
+        assert await built(service) == {0, 1, 2, 3}, "the run has not passed its newest span"
 
     play(late)
     play(after)

@@ -13,8 +13,6 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from foreshock.server import rollups
-from foreshock.server.store.retention import Retention
 from foreshock.server.testing import FakeRank, LiveService
 
 STEPS_A_SECOND = 10
@@ -61,15 +59,6 @@ async def one_rank(url: str, number: int, run_seconds: float, until: float, sent
         await asyncio.sleep(max(0.0, next_at - time.monotonic()))
     connection[1].close()
     await connection[1].wait_closed()
-
-
-async def test_roll_ups_of_a_run_that_was_deleted_meanwhile_are_let_go(service: Any) -> None:
-    rank = FakeRank()
-    await service.store(rank, rank.started(), rank.sample(1))
-    store = service.app.state.store
-    retention = Retention(store, 1.0)
-    assert [await retention.sweep(now=time.time() + 10, monotonic=at) for at in (0.0, 1.0)] == [0, 1]
-    assert await rollups.build(store, 1, 0)
 
 
 class Sizes(dict[str, list[float]]):

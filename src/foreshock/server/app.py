@@ -62,16 +62,15 @@ def create_app(settings: Settings) -> Service:
     counters = Counters()
     keyring = Keyring(settings, Sessions(store, settings.session_seconds))
     broadcaster = Broadcaster(store, settings)
-    roller = Roller(store)
     notifier = Notifier.of(store, settings)
-    writer = Writer(settings, store, counters, broadcaster, roller)
+    writer = Writer(settings, store, counters, broadcaster)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await _make_ready(store, settings)
         writing = asyncio.create_task(writer.run())
         closing = asyncio.Event()
-        chores = (broadcaster.run(), roller.run(closing), _chores(settings, store, roller, broadcaster, closing))
+        chores = (broadcaster.run(), Roller(store).run(closing), _chores(settings, store, broadcaster, closing))
         others = [asyncio.create_task(chore) for chore in chores]
         if notifier is not None:
             others.append(asyncio.create_task(notifier.run(closing)))
@@ -99,7 +98,7 @@ def create_app(settings: Settings) -> Service:
     )
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
-    app.state.roller, app.state.readiness = roller, Readiness(store, settings)
+    app.state.readiness = Readiness(store, settings)
     app.state.buckets = Buckets(settings.run_batches_per_second)
     app.state.known_runs = SummaryCache()
     app.state.exposer = Exposer(store, settings, counters, keyring)
@@ -135,16 +134,14 @@ def _serve_page(app: FastAPI) -> None:
         app.mount("/assets", StaticFiles(directory=dist / "assets"))
 
 
-async def _chores(
-    settings: Settings, store: Store, roller: Roller, broadcaster: Broadcaster, closing: asyncio.Event
-) -> None:
+async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster, closing: asyncio.Event) -> None:
     """Expire and verify commands and delete old runs, until the service goes down."""
     retention = Retention(store, settings.retention_seconds)
     while not closing.is_set():
         await pause(closing, _CHORES_SECONDS)
         try:
             await store.write(expire)
-            await verify(store, settings, roller)
+            await verify(store, settings)
             await retention.sweep()
             await store.give_back()
             broadcaster.wake()

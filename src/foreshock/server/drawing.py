@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 from sqlalchemy import Connection, Row, func, select
 
@@ -27,7 +26,7 @@ from foreshock.server.merging import (
 )
 from foreshock.server.models import Number, Response
 from foreshock.server.problems import ProblemError
-from foreshock.server.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, read, whole_spans
+from foreshock.server.rollups import COARSE, FINE, RUN_LEVEL, built_spans, read
 from foreshock.server.store.schema import boots, rollups, samples
 
 
@@ -183,7 +182,7 @@ class Drawing:
                     window.first, window.last, window.points, own.stop - own.start
                 )
 
-    def take_in(self, connection: Connection, roller: Roller) -> None:
+    def take_in(self, connection: Connection) -> None:
         """Read roll-ups where they are fine enough or the samples are too many, and the samples of the rest."""
         window = self.window
         within = samples.c.run_id == window.run_id, samples.c.step.between(window.first, window.last)
@@ -191,9 +190,7 @@ class Drawing:
         size = count * len(self.axis.heads) * SLOT_COUNT * 8
         many = count > _SAMPLES_READ or (size > _BYTES_READ and len(self.picked) > 0)
         rolled: set[int] = set()
-        looked_for = range(0)
         if many or window.width >= FINE:
-            looked_for = whole_spans(*window.reach)
             rolled = built_spans(connection, window.run_id, *window.reach)
             self._take_rolled(connection, rolled)
         names = frozenset[str]().union(*(arrays_of(BY_KEY[key]) for key, _ in self.spans))
@@ -203,10 +200,7 @@ class Drawing:
         for begin, end in _gaps(window.first, window.last, rolled):
             with stream_chunks(connection, wanted.where(samples.c.step.between(begin, end))) as chunks:
                 for chunk in chunks:
-                    steps = self._take_samples(chunk, names)
-                    for span in np.unique(steps // COARSE).tolist():
-                        if span in looked_for:
-                            roller.touch(window.run_id, span * COARSE)
+                    self._take_readings(merge(self.only, chunk, names))
 
     def _take_rolled(self, connection: Connection, rolled: set[int]) -> None:
         keys, layers = {key for key, _ in self.spans}, {layer for _, layer in self.spans}
@@ -222,12 +216,6 @@ class Drawing:
                 values = values[:, :, self.picked[self.columns[place[1]]] - first[place[1]]]
             low, high, last = values.astype(np.float64).transpose(1, 0, 2)
             spans.add(part.steps, low, high, last, part.bad)
-
-    def _take_samples(self, chunk: Sequence[Row[Any]], names: frozenset[str]) -> npt.NDArray[np.int64]:
-        """Merge samples and take them in. Their steps."""
-        readings = merge(self.only, chunk, names)
-        self._take_readings(readings)
-        return readings.steps
 
     def _take_readings(self, readings: MergedSteps) -> None:
         metrics = [BY_KEY[key] for key in {key for key, _ in self.spans}]
@@ -274,18 +262,14 @@ class Drawing:
         )
 
 
-def draw(
-    connection: Connection, roller: Roller, axis: Axis, curves: Sequence[Curve], window: Window
-) -> list[CurveLine]:
+def draw(connection: Connection, axis: Axis, curves: Sequence[Curve], window: Window) -> list[CurveLine]:
     """The line of each curve; without points for a head that the run does not have."""
     drawing = Drawing(axis, curves, window)
-    drawing.take_in(connection, roller)
+    drawing.take_in(connection)
     return [drawing.line(curve) for curve in curves]
 
 
-def curves(
-    connection: Connection, roller: Roller, run: Row[Any], wanted: Sequence[Curve], ends: Ends, max_points: int
-) -> Curves:
+def curves(connection: Connection, run: Row[Any], wanted: Sequence[Curve], ends: Ends, max_points: int) -> Curves:
     """Many curves in one pass over the store; see answers.Curves. For work beside the event loop."""
     axis = axis_of(connection, run.id)
     each = [one for curve in wanted for one in curve.each(axis)]
@@ -298,7 +282,7 @@ def curves(
         values = sum(_VALUES_OF_POINT + len(curve.heads(axis)) for curve in each)
         points = max(1, min(max_points, _VALUES // max(1, values)))
         if first <= last:
-            lines = draw(connection, roller, axis, each, Window(run.id, first, last, points, reach))
+            lines = draw(connection, axis, each, Window(run.id, first, last, points, reach))
     return Curves(run=run.name, lines=lines, unknown=unknown)
 
 

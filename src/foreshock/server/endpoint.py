@@ -29,7 +29,6 @@ from foreshock.server.models import Problem
 from foreshock.server.problems import TOO_LARGE, ProblemError, answer_to, items
 from foreshock.server.process_order import Arrival, arrival_of
 from foreshock.server.recorder import MisfitError, Recorded, key_of, record
-from foreshock.server.rollups import Roller
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.eventlog import printable
 from foreshock.server.runs.incidents import record_incidents
@@ -63,11 +62,9 @@ class Writer:
     Each token has a queue of its own, and they take turns: whoever sends much, or what is long to write, waits for it.
     """
 
-    def __init__(
-        self, settings: Settings, store: Store, counters: Counters, broadcaster: Broadcaster, roller: Roller
-    ) -> None:
+    def __init__(self, settings: Settings, store: Store, counters: Counters, broadcaster: Broadcaster) -> None:
         self._settings, self._store, self._counters = settings, store, counters
-        self._broadcaster, self._roller = broadcaster, roller
+        self._broadcaster = broadcaster
         self._waiting: dict[str, deque[_Item]] = {}
         """By token what waits, none of them empty; whose turn it is comes first."""
         self._woken = asyncio.Event()
@@ -214,8 +211,6 @@ class Writer:
         done, orders = await self._store.write(take_in)
         self._counters.batches["stored"] += len(done.new)
         self._counters.batches["duplicate"] += len(group) - len(done.new)
-        for run_id, step in done.stepped:
-            self._roller.touch(run_id, step)
         self._broadcaster.committed(done.new)
         return [
             Ack(

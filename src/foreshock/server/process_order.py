@@ -13,7 +13,7 @@ import structlog
 from sqlalchemy import Connection, Row, Select, and_, desc, or_, select, update
 
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER
-from foreshock.server.rollups import forget_runs
+from foreshock.server.rollups import changed_runs
 from foreshock.server.runs.eventlog import shared_sentence, write_events
 from foreshock.server.store import process_starts
 from foreshock.server.store.schema import boots, events
@@ -101,7 +101,7 @@ def supersede(connection: Connection, moved: Iterable[Row[Any]]) -> None:
     by_run: dict[int, dict[int, Row[Any]]] = defaultdict(dict)
     for row in moved:
         by_run[row.run_id][row.id] = row
-    forget_runs(connection, {run_id for run_id, before in by_run.items() if _supersede(connection, run_id, before)})
+    changed_runs(connection, {run_id for run_id, before in by_run.items() if _supersede(connection, run_id, before)})
 
 
 def _supersede(connection: Connection, run_id: int, before: Mapping[int, Row[Any]]) -> bool:

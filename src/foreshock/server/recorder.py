@@ -16,7 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from foreshock.contract.wire import AgentHealth, Batch, Clipped, Finished, Layer, Sample, Started, Switched, Verdict
 from foreshock.server.process_order import Arrival, place, record_shared_ranks, supersede
-from foreshock.server.rollups import COARSE, forget, forget_runs
+from foreshock.server.rollups import COARSE, changed_runs, changed_spans
 from foreshock.server.runs.eventlog import (
     clipped_sentence,
     finished_sentence,
@@ -310,7 +310,7 @@ def _write_samples(connection: Connection, done: Recorded) -> None:
     if rows:
         _WRITE_SAMPLES.execute(connection, rows)
         done.stepped = {(row["run_id"], row["step"]) for row in rows}
-        forget(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
+        changed_spans(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
 
 
 def _merge_boots(
@@ -364,8 +364,7 @@ def _merge_boots(
     changes = [{"row_id": i, **{f"new_{c}": boot[c] for c in _MERGED}} for i, boot in sorted(merged.items())]
     _MERGE_BOOTS.execute(connection, changes)
     supersede(connection, [rows[i] for i in sorted(moved)])
-    reshaped = {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology}
-    forget_runs(connection, reshaped)
+    changed_runs(connection, {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology})
 
 
 def _topology(layers: tuple[Layer, ...], seen: dict[str, str]) -> str:

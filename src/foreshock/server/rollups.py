@@ -1,12 +1,11 @@
 """Roll-ups: every metric over buckets of 128 and of 1024 steps, so that a run of months is drawn in a moment.
 
 They are built span by span of 1024 steps, and lie by layer: one head's curve does not read the heads of other layers.
-A roll-up is nothing but a memory of its samples: it is built in the background when the run has moved on, thrown away
-when a sample of its steps comes late, and whatever is not built is read from the samples themselves.
+A roll-up is nothing but a memory of its samples. Ingest counts the changes of each span; a span that the run has passed
+is built in the background, and what has changed since is read from the samples themselves.
 """
 
 import asyncio
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from itertools import groupby
@@ -14,27 +13,21 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, insert, select, text, update
 
 from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS
 from foreshock.contract.slots import Floats
 from foreshock.server.merging import LIVE_SAMPLES, SERIES_KEYS, Axis, Spans, axis_of, merge, stream_chunks
-from foreshock.server.store.database import ClosingError, Many, Store, lock_runs, log_store_error, pause
-from foreshock.server.store.schema import rollup_spans, rollups, runs, samples
+from foreshock.server.store.database import ClosingError, Store, lock_runs, log_store_error, pause
+from foreshock.server.store.schema import rollup_spans, rollups, samples
 
 COARSE: Final = 1024
 FINE: Final = 128
 _KEYS: Final = (*(metric.key for metric in HEAD_METRICS), *SERIES_KEYS)
-_COLD_SECONDS: Final = 60.0
-_PAUSE_SECONDS: Final = 1.0
-_WAITING: Final = 100_000
-
-
-_FORGET: Final = Many(
-    delete(rollup_spans).where(
-        rollup_spans.c.run_id == bindparam("own_run"), rollup_spans.c.span == bindparam("own_span")
-    ),
-    ["own_run", "own_span"],
+_PAUSE_SECONDS: Final = 2.0
+_CHANGED: Final = text(
+    "INSERT INTO rollup_spans (run_id, span, changed, built) VALUES (:run_id, :span, 1, 0) "
+    "ON CONFLICT (run_id, span) DO UPDATE SET changed = rollup_spans.changed + 1"
 )
 RUN_LEVEL: Final = -1
 """In the place of a layer, for a metric of the run."""
@@ -65,53 +58,49 @@ def buckets_of(width: int, heads: int) -> np.dtype[np.void]:
 
 
 class Roller:
-    """Builds roll-ups of what was touched, once it is cold: the run is past it, or has been silent for a minute."""
+    """Builds the roll-ups of spans that their runs have passed, once they rest."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._touched: dict[tuple[int, int], float] = {}
-        self._newest: dict[int, int] = {}
-        self._closing = asyncio.Event()
-
-    def touch(self, run_id: int, step: int) -> None:
-        """A sample of this step was stored, or its roll-up was looked for and is not there."""
-        if len(self._touched) < _WAITING:  # what is forgotten here is found missing at its first use
-            self._touched[run_id, step // COARSE] = time.monotonic()
-        self._newest[run_id] = max(step, self._newest.get(run_id, 0))
+        self._seen: dict[tuple[int, int], int] = {}
+        """Changes of the spans that were due at the last look."""
 
     async def run(self, closing: asyncio.Event) -> None:
         """Build until `closing` is set."""
-        self._closing = closing
         while not closing.is_set():
             await pause(closing, _PAUSE_SECONDS)
             try:
-                await self.build_cold()
+                await self.build_due(closing)
             except ClosingError:
                 return
             except Exception as error:
                 log_store_error("roll-ups could not be built; it is tried again", error)
 
-    async def build_cold(self, cold_seconds: float = _COLD_SECONDS) -> None:
-        """Build every roll-up that is cold."""
-        now = time.monotonic()
-        for (run_id, span), touched in list(self._touched.items()):
-            if self._closing.is_set():
+    async def build_due(self, closing: asyncio.Event) -> None:
+        """Build every span that has not changed since the last look: ranks that lag behind may still send of it."""
+        due = await self._store.read(_due)
+        rested = [key for key, changed in due.items() if self._seen.get(key) == changed]
+        self._seen = due
+        for run_id, span in rested:
+            if closing.is_set():
                 return
-            passed = self._newest.get(run_id, 0) >= (span + 1) * COARSE + COARSE // 4
-            if passed or now - touched >= cold_seconds:
-                del self._touched[run_id, span]
-                if not await build(self._store, run_id, span):
-                    self._touched.setdefault((run_id, span), now)
-        waiting = {run_id for run_id, _ in list(self._touched)}
-        self._newest = {run_id: step for run_id, step in list(self._newest.items()) if run_id in waiting}
+            await build(self._store, run_id, span)
+
+
+def _due(connection: Connection) -> dict[tuple[int, int], int]:
+    own, later = rollup_spans.c, rollup_spans.alias("later").c
+    passed = select(later.span).where(later.run_id == own.run_id, later.span > own.span).exists()
+    query = select(own.run_id, own.span, own.changed).where(own.changed != own.built, passed)
+    return {(row.run_id, row.span): row.changed for row in connection.execute(query)}
 
 
 async def build(store: Store, run_id: int, span: int) -> bool:
-    """Build the roll-ups of one coarse span. False when a sample came in meanwhile."""
+    """Build the roll-ups of one coarse span. False when it changed meanwhile."""
     steps = samples.c.step.between(span * COARSE, (span + 1) * COARSE - 1)
+    same = rollup_spans.c.run_id == run_id, rollup_spans.c.span == span
 
-    def roll(connection: Connection) -> tuple[Any, Axis, list[dict[str, Any]]]:
-        before = _fingerprint(connection, run_id, span)
+    def roll(connection: Connection) -> tuple[int | None, Axis, list[dict[str, Any]]]:
+        before = connection.execute(select(rollup_spans.c.changed).where(*same)).scalar()
         axis = axis_of(connection, run_id)
         levels = _empty_levels(axis, span)
         with stream_chunks(connection, LIVE_SAMPLES.where(samples.c.run_id == run_id, steps)) as chunks:
@@ -123,14 +112,12 @@ async def build(store: Store, run_id: int, span: int) -> bool:
 
     def keep(connection: Connection) -> bool:
         lock_runs(connection, [run_id])
-        now = _fingerprint(connection, run_id, span)
-        if now != before or now is None:
-            return now is None  # the run is too old, and was deleted meanwhile
-        forget(connection, [(run_id, span)])
+        unchanged = update(rollup_spans).where(*same, rollup_spans.c.changed == before).values(built=before)
+        if not connection.execute(unchanged).rowcount:
+            return False
         _delete(connection, axis, run_id, span)
         if built:
             connection.execute(insert(rollups), built)
-        connection.execute(insert(rollup_spans).values(run_id=run_id, span=span))
         return True
 
     return await store.write(keep)
@@ -145,25 +132,16 @@ def _delete(connection: Connection, axis: Axis, run_id: int, span: int) -> None:
     connection.execute(delete(rollups).where(*(c == bindparam(f"own_{c.key}") for c in columns)), rows)
 
 
-def forget(connection: Connection, spans: Iterable[tuple[int, int]]) -> None:
+def changed_spans(connection: Connection, spans: Iterable[tuple[int, int]]) -> None:
     """The roll-ups of these coarse spans, (run id, span) each, no longer hold."""
-    rows = [{"own_run": run_id, "own_span": span} for run_id, span in sorted(spans)]
-    _FORGET.execute(connection, rows)
+    connection.execute(_CHANGED, [{"run_id": run_id, "span": span} for run_id, span in sorted(spans)])
 
 
-def forget_runs(connection: Connection, run_ids: Collection[int]) -> None:
+def changed_runs(connection: Connection, run_ids: Collection[int]) -> None:
     """No roll-up of these runs holds any longer, nor one that is being built."""
     if run_ids:
-        connection.execute(delete(rollup_spans).where(rollup_spans.c.run_id.in_(run_ids)))
-        connection.execute(update(runs).where(runs.c.id.in_(run_ids)).values(reshaped=runs.c.reshaped + 1))
-
-
-def _fingerprint(connection: Connection, run_id: int, span: int) -> tuple[int, int, int | None] | None:
-    """Changes whenever the roll-up of the span would; None where there is no run."""
-    steps = samples.c.step.between(span * COARSE, (span + 1) * COARSE - 1)
-    counted = select(func.count(), func.max(samples.c.id)).where(samples.c.run_id == run_id, steps)
-    reshaped = connection.execute(select(runs.c.reshaped).where(runs.c.id == run_id)).scalar()
-    return None if reshaped is None else (reshaped, *connection.execute(counted).one())
+        own = update(rollup_spans).where(rollup_spans.c.run_id.in_(run_ids))
+        connection.execute(own.values(changed=rollup_spans.c.changed + 1))
 
 
 def _empty_levels(axis: Axis, span: int) -> Levels:
@@ -217,7 +195,9 @@ def built_spans(connection: Connection, run_id: int, first: int, last: int) -> s
     """The spans within steps [first, last] whose roll-ups hold."""
     within = whole_spans(first, last)
     query = select(rollup_spans.c.span).where(
-        rollup_spans.c.run_id == run_id, rollup_spans.c.span.between(within.start, within.stop - 1)
+        rollup_spans.c.run_id == run_id,
+        rollup_spans.c.span.between(within.start, within.stop - 1),
+        rollup_spans.c.changed == rollup_spans.c.built,
     )
     return set(connection.execute(query).scalars())
 

@@ -23,7 +23,6 @@ from foreshock.server.commands import propose
 from foreshock.server.drawing import Curve, Window, draw, edges
 from foreshock.server.merging import axis_of
 from foreshock.server.models import Verification
-from foreshock.server.rollups import Roller
 from foreshock.server.runs.eventlog import heads_in_words
 from foreshock.server.runs.incidents import carried_out, record_incidents, warned_of
 from foreshock.server.runs.newest import described
@@ -51,14 +50,14 @@ class Due:
     growths: dict[HeadRef, list[SignalGrowth]]
 
 
-async def verify(store: Store, settings: Settings, roller: Roller) -> None:
+async def verify(store: Store, settings: Settings) -> None:
     """Judge every applied switch whose steps have passed; run from time to time.
 
     What is read of the samples, which may be much, is read before the transaction that writes: ingest waits for that.
     """
     if not settings.verify_steps:
         return
-    found = await store.read(lambda connection: _due(connection, settings, roller))
+    found = await store.read(lambda connection: _due(connection, settings))
     for due in found:
 
         def judge(connection: Connection, due: Due = due) -> None:
@@ -67,7 +66,7 @@ async def verify(store: Store, settings: Settings, roller: Roller) -> None:
         await store.write(judge)
 
 
-def _due(connection: Connection, settings: Settings, roller: Roller) -> list[Due]:
+def _due(connection: Connection, settings: Settings) -> list[Due]:
     undone = select(table.c.undoes).where(table.c.undoes.is_not(None), table.c.state == "applied")
     query = (
         select(table, runs.c.name.label("run"))
@@ -93,7 +92,7 @@ def _due(connection: Connection, settings: Settings, roller: Roller) -> list[Due
         _, last = edges(connection, row.run_id)
         if at is not None and last is not None and last >= at + settings.verify_steps:
             heads, active = _judged(connection, row, answers, at, settings.verify_steps)
-            growths = _growths(connection, roller, row.run_id, heads, at, settings.verify_steps)
+            growths = _growths(connection, row.run_id, heads, at, settings.verify_steps)
             found.append(Due(row, at, heads, active, growths))
         if len(found) == _AT_ONCE:
             break
@@ -186,7 +185,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
 
 
 def _growths(
-    connection: Connection, roller: Roller, run_id: int, heads: Sequence[HeadRef], at: int, steps: int
+    connection: Connection, run_id: int, heads: Sequence[HeadRef], at: int, steps: int
 ) -> dict[HeadRef, list[SignalGrowth]]:
     """For each head whose signals were sampled often enough on both sides of step `at`: how they grew."""
     axis = axis_of(connection, run_id)
@@ -194,7 +193,7 @@ def _growths(
     sides = []
     for first, last in ((max(0, at - steps), at), (at + 1, at + steps)):
         window = Window(run_id, first, last, POINTS, (first, last))
-        sides.append([line.last for line in draw(connection, roller, axis, curves, window)])
+        sides.append([line.last for line in draw(connection, axis, curves, window)])
     found: dict[HeadRef, list[SignalGrowth]] = {}
     for (ref, key), before, after in zip(((ref, key) for ref in heads for key in SIGNALS), *sides, strict=True):
         if (growth := growth_of(key, before, after)) is not None:

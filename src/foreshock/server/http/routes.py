@@ -262,11 +262,11 @@ async def get_curves(
 ) -> Response:
     """Metrics against the step; each `line` is METRIC, METRIC:LAYER:HEAD, or METRIC:LAYER for the layer's worst head,
     which METRIC alone gives of every layer."""
-    roller, wanted = request.app.state.roller, [curve_of(text) for text in line]
+    wanted = [curve_of(text) for text in line]
 
     def read(connection: Connection) -> bytes:
         found = find_run(connection, run)
-        return as_json(curves(connection, roller, found, wanted, (from_step, to_step), max_points))
+        return as_json(curves(connection, found, wanted, (from_step, to_step), max_points))
 
     return await _read_in_turn(request, _store(request).large, read)
 

@@ -33,7 +33,6 @@ runs: Final = Table(
     Column("first_seen", Double, nullable=False),
     Column("last_seen", Double, nullable=False, index=True),
     Column("changes", BigInteger, nullable=False, server_default="0"),  # counts what changed, from its first µs on
-    Column("reshaped", BigInteger, nullable=False, server_default="0"),  # counts `rollups.forget_runs`
     Column("display_name", String(128)),  # what people call it; its name stays what everything knows it by
     Column("tags", Text),  # JSON list of what people tagged it with
     Column("notes", Text),
@@ -258,5 +257,14 @@ rollup_spans: Final = Table(
     "rollup_spans",
     metadata,
     Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
-    Column("span", BigInteger, primary_key=True),  # this coarse span is rolled up and up to date
+    Column("span", BigInteger, primary_key=True),
+    Column("changed", BigInteger, nullable=False, server_default="0"),  # counts what was stored of its steps
+    Column("built", BigInteger, nullable=False, server_default="0"),  # `changed` when it was rolled up
+)
+Index(
+    "rollup_spans_due",
+    rollup_spans.c.run_id,
+    rollup_spans.c.span,
+    sqlite_where=rollup_spans.c.changed != rollup_spans.c.built,
+    postgresql_where=rollup_spans.c.changed != rollup_spans.c.built,
 )
