@@ -14,7 +14,7 @@ from tests.faults.hostile_server import (
 from foreshock.contract import wire
 from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport.sender import Sender
-from foreshock.server.testing.fixed import settings_with
+from foreshock.server.testing.service import settings_with
 
 CERTIFICATE = Path(__file__).parents[1] / "server" / "loopback_certificate.pem"
 """Of hooks.example.com, with its key."""

@@ -10,7 +10,7 @@ from foreshock.contract import wire
 from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport.sender import Sender
 from foreshock.server.testing import FakeRank, LiveService
-from foreshock.server.testing.fixed import settings_with
+from foreshock.server.testing.service import settings_with
 
 ORDERS = 14
 

@@ -18,7 +18,7 @@ from foreshock.server.app import create_app
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
 from foreshock.server.testing import FakeRank, LiveService
-from foreshock.server.testing.fixed import settings_with
+from foreshock.server.testing.service import settings_with
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from foreshock.server.http.connections import Whole
+from foreshock.server.limits import Whole
 from foreshock.server.testing import FakeRank, LiveService
 
 SECRET = "a-secret-of-sixteen-or-more"

@@ -11,7 +11,7 @@ from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.wire import Array
 from foreshock.server.drawing import metric_of
 from foreshock.server.problems import ProblemError
-from foreshock.server.rollups import build
+from foreshock.server.readings import build
 from foreshock.server.testing import FakeRank
 
 

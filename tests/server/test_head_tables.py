@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from foreshock.contract.metrics.catalog import HEAD_METRICS
 from foreshock.contract.slots import identity_row
 from foreshock.server.http.exposition import Line, Reading, head_tables, line
-from foreshock.server.merging import Axis, MergedSteps
+from foreshock.server.readings import Axis, MergedSteps
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("S15")

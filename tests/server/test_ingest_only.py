@@ -15,7 +15,7 @@ from foreshock.server.problems import ProblemError
 from foreshock.server.process_order import NO_HEADERS
 from foreshock.server.settings import Settings, Token
 from foreshock.server.testing import FakeRank
-from foreshock.server.testing.fixed import settings_with
+from foreshock.server.testing.service import settings_with
 
 pytestmark = pytest.mark.promise("S4")
 MALLORY, ANN = "secret-of-mallory-0", "secret-of-ann-000000"

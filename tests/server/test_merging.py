@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foreshock.contract.metrics.catalog import BY_KEY, METRICS
 from foreshock.contract.slots import merge_words
-from foreshock.server.merging import merge_scalars
+from foreshock.server.readings import merge_scalars
 from foreshock.server.store.reading import SCALARS
 from foreshock.server.testing import FakeRank
 

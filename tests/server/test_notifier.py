@@ -14,7 +14,7 @@ from foreshock.server.notifier import LONGEST, Notifier
 from foreshock.server.settings import Settings
 from foreshock.server.store.schema import runs, service_state
 from foreshock.server.testing import FakeRank
-from foreshock.server.testing.fixed import settings_with
+from foreshock.server.testing.service import settings_with
 
 HEADS = tuple(range(12))
 

@@ -13,7 +13,7 @@ from foreshock.server.notifier import Notifier
 from foreshock.server.outgoing import Outgoing, OutgoingError
 from foreshock.server.settings import Settings
 from foreshock.server.testing import FakeRank
-from foreshock.server.testing.fixed import settings_with
+from foreshock.server.testing.service import settings_with
 
 HOST = "hooks.example.com"
 CERTIFICATE = Path(__file__).parent / "loopback_certificate.pem"

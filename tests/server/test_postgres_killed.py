@@ -16,7 +16,7 @@ from sqlalchemy import text
 from tests.server.postgresql import PostgresServer, new_database
 from tests.server.test_postgres import MIGRATE, Sender, stored
 
-from foreshock.server import rollups
+from foreshock.server import readings
 from foreshock.server.store import retention as sweeping
 from foreshock.server.store.database import Store, is_away
 from foreshock.server.testing import FakeRank, LiveService
@@ -140,7 +140,7 @@ def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_ne
         leaving = asyncio.create_task(retention.sweep(monotonic=51.0))
         while await count() > 195:
             await asyncio.sleep(0)
-        rolling = asyncio.create_task(rollups.build(store, ids["live"], 0))
+        rolling = asyncio.create_task(readings.build(store, ids["live"], 0))
         await asyncio.sleep(0.02)
         await asyncio.to_thread(server.kill)
         ended: list[Any] = [*await asyncio.gather(leaving, rolling, return_exceptions=True)]
@@ -148,7 +148,7 @@ def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_ne
         assert ended[1] is True or is_away(ended[1]), ended
         await asyncio.to_thread(server.start)
         assert await retention.sweep(monotonic=60.0) == 1
-        assert await rollups.build(store, ids["live"], 0)
+        assert await readings.build(store, ids["live"], 0)
         del ended, leaving, rolling  # each holds what failed, with its frames
         gc.collect()  # the cursor that the kill left open, while its warning is left out
         assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["live"]

@@ -8,7 +8,7 @@ from sqlalchemy import text
 from sqlalchemy.event import listen
 from tests.server.drawn_runs import store_run
 
-from foreshock.server.rollups import COARSE, Roller, build, built_spans
+from foreshock.server.readings import COARSE, Roller, build, built_spans
 from foreshock.server.testing import FakeRank
 
 

@@ -17,7 +17,7 @@ from foreshock.server.notifier import Notifier
 from foreshock.server.settings import Settings
 from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank
-from foreshock.server.testing.fixed import settings_with
+from foreshock.server.testing.service import settings_with
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.server.test_fuzz import fuzzed as fuzzed
 from tests.server.test_fuzz import many as many
 
 from foreshock.contract.wire import Sample
-from foreshock.server.rollups import COARSE, build
+from foreshock.server.readings import COARSE, build
 from foreshock.server.testing import FakeRank
 
 HUGE = (10**400, -(10**400), 1e308, -1e308, 2**63 - 1, 2**63, 2**53 + 1, -0.0, 5e-324, math.nan, math.inf, -math.inf)

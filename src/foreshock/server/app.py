@@ -26,13 +26,12 @@ from foreshock.server.auth import AuthMiddleware, Keyring, Sessions
 from foreshock.server.delivery import expire
 from foreshock.server.endpoint import Endpoint, Writer, is_batch
 from foreshock.server.http import routes, stream, webhooks
-from foreshock.server.http.connections import bounded
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.http.routes import Readiness
-from foreshock.server.limits import BodyLimit, Buckets, ConcurrencyLimit
+from foreshock.server.limits import BodyLimit, Buckets, ConcurrencyLimit, bounded
 from foreshock.server.logs import Counters, configure_logs
 from foreshock.server.notifier import Notifier
-from foreshock.server.rollups import Roller
+from foreshock.server.readings import Roller
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.listing import SummaryCache
 from foreshock.server.settings import Settings

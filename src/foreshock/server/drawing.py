@@ -13,20 +13,24 @@ from foreshock.contract.environment import meant
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.metrics.metric import Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats
-from foreshock.server.merging import (
+from foreshock.server.models import Number, Response
+from foreshock.server.problems import ProblemError
+from foreshock.server.readings import (
+    COARSE,
+    FINE,
     LIVE_SAMPLES,
+    RUN_LEVEL,
     SERIES_KEYS,
     Axis,
     MergedSteps,
     Spans,
     arrays_of,
     axis_of,
+    built_spans,
     merge,
+    read,
     stream_chunks,
 )
-from foreshock.server.models import Number, Response
-from foreshock.server.problems import ProblemError
-from foreshock.server.rollups import COARSE, FINE, RUN_LEVEL, built_spans, read
 from foreshock.server.store.schema import boots, rollups, samples
 
 

@@ -13,7 +13,7 @@ import structlog
 from sqlalchemy import Connection, Row, Select, and_, desc, or_, select, update
 
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER
-from foreshock.server.rollups import changed_runs
+from foreshock.server.readings import changed_runs
 from foreshock.server.runs.eventlog import shared_sentence, write_events
 from foreshock.server.store import process_starts
 from foreshock.server.store.schema import boots, events

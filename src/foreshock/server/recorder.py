@@ -16,7 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from foreshock.contract.wire import AgentHealth, Batch, Clipped, Finished, Layer, Sample, Started, Switched, Verdict
 from foreshock.server.process_order import Arrival, place, record_shared_ranks, supersede
-from foreshock.server.rollups import COARSE, changed_runs, changed_spans
+from foreshock.server.readings import COARSE, changed_runs, changed_spans
 from foreshock.server.runs.eventlog import (
     clipped_sentence,
     finished_sentence,

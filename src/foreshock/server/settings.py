@@ -88,7 +88,7 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    # Fixed, since nobody can choose it with a reason. Tests make some of it small (server.testing.fixed).
+    # Fixed, since nobody can choose it with a reason. Tests make some of it small (server.testing).
     max_body_bytes: ClassVar[int] = MAX_BATCH_BYTES + 2**20
     """Largest request body: the largest batch of the wire, and room for what stands round it."""
     header_seconds: ClassVar[float] = 10.0

@@ -21,8 +21,8 @@ from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server import commands
 from foreshock.server.commands import propose
 from foreshock.server.drawing import Curve, Window, draw, edges
-from foreshock.server.merging import axis_of
 from foreshock.server.models import Verification
+from foreshock.server.readings import axis_of
 from foreshock.server.runs.eventlog import heads_in_words
 from foreshock.server.runs.incidents import carried_out, record_incidents, warned_of
 from foreshock.server.runs.newest import described

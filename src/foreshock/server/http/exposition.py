@@ -34,9 +34,9 @@ from foreshock.contract.wire import Clipped
 from foreshock.server import commands
 from foreshock.server.auth import Keyring
 from foreshock.server.logs import Counters, lines
-from foreshock.server.merging import Axis, MergedSteps, merge
 from foreshock.server.models import ActiveWarning
 from foreshock.server.notifier import words_of
+from foreshock.server.readings import Axis, MergedSteps, merge
 from foreshock.server.runs.incidents import incidents_of
 from foreshock.server.runs.listing import Losses, active_warnings, losses
 from foreshock.server.runs.newest import NORMS, Earlier, carry, earlier_samples, newest_samples, status_of

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 from fastapi.sse import format_sse_event
 
 from foreshock.contract.wire import Batch, Sample
-from foreshock.server.merging import RUN_SCALARS, merge_scalars
 from foreshock.server.models import RunEvent, StreamSample
+from foreshock.server.readings import RUN_SCALARS, merge_scalars
 from foreshock.server.runs.eventlog import event_id, events_after
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, log_store_error

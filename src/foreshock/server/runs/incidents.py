@@ -19,9 +19,9 @@ from foreshock.contract.incident import Acknowledged, Incident, RunContext, Swit
 from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode, mode_name, parse_mode
 from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import HeadRef, Switched, Verdict
-from foreshock.server.merging import ARRAYS_OF_MODES, Axis, MergedSteps, merge
 from foreshock.server.models import IncidentChange
 from foreshock.server.problems import ProblemError
+from foreshock.server.readings import ARRAYS_OF_MODES, Axis, MergedSteps, merge
 from foreshock.server.runs.eventlog import printable, write_events
 from foreshock.server.runs.newest import described, heads_by_rank, newest_samples, status_of
 from foreshock.server.store import audit, process_starts

@@ -14,9 +14,9 @@ from foreshock.contract.incident import Warned
 from foreshock.contract.metrics.catalog import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS, SILENT_SECONDS
 from foreshock.contract.wire import AgentHealth, Layer
 from foreshock.server.drawing import number
-from foreshock.server.merging import MergedSteps, axis_of, merge
 from foreshock.server.models import ActiveWarning, Decision, Description, LayerState, RunDetail, RunList, RunSummary
 from foreshock.server.problems import ProblemError
+from foreshock.server.readings import MergedSteps, axis_of, merge
 from foreshock.server.runs.eventlog import printable, shared_sentence, write_events
 from foreshock.server.runs.incidents import Orders, change_of, incidents_of, modes_of, orders_of, warned_of
 from foreshock.server.runs.newest import condition_of, described, newest_samples, status_of

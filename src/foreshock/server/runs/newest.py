@@ -20,8 +20,8 @@ from sqlalchemy import Connection, Row, and_, case, desc, func, select, tuple_
 from foreshock.contract.metrics.catalog import SILENT_SECONDS
 from foreshock.contract.slots import Slot, Words, fitted
 from foreshock.contract.wire import PER_HEAD, HeadRef, Layer, Sample, Severity, Started
-from foreshock.server.merging import LIVE_SAMPLES, Axis, MergedSteps, axes_of, merge
 from foreshock.server.models import RunStatus
+from foreshock.server.readings import LIVE_SAMPLES, Axis, MergedSteps, axes_of, merge
 from foreshock.server.store import process_starts
 from foreshock.server.store.reading import SCALARS, heads_of_layers, read_back
 from foreshock.server.store.schema import boots, runs, samples, topologies

@@ -4,10 +4,11 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 import numpy as np
+from pydantic import BaseModel
 
 from foreshock.contract.modes import parse_mode
 from foreshock.contract.slots import Slot, Words, identity_row
@@ -200,3 +201,22 @@ class AnsweringAgent:
         after = answer.after if outcome == "applied" else before
         self._modes.update(zip(answer.heads, after, strict=True))
         return answer.model_copy(update={"before": before, "after": after})
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def with_fixed(kind: type[Kind], **constants: Any) -> type[Kind]:
+    """The same settings with these constants. Raises AttributeError for one that is none of its constants."""
+    made = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    for name, value in constants.items():
+        if name not in kind.__class_vars__:
+            raise AttributeError(f"{name} is no constant of {kind.__name__}")
+        setattr(made, name, value)
+    return made
+
+
+def settings_with(kind: type[Kind], **given: Any) -> Kind:
+    """Settings of which some may be constants."""
+    constants = {name: value for name, value in given.items() if name in kind.__class_vars__}
+    return with_fixed(kind, **constants)(**{name: value for name, value in given.items() if name not in constants})
