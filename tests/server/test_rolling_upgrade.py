@@ -85,10 +85,9 @@ def assert_holds(now: Any, was: Any, at: str, within: float = 0.0) -> None:
         assert now == was or (within and now == pytest.approx(was, rel=within)), at
 
 
-@pytest.mark.settings(verify_steps=0, finished_run_seconds=1000000.0, silent_run_seconds=1000000.0)
-async def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(
-    service: Any, tmp_path: Path
-) -> None:
+@pytest.fixture
+def old_store(tmp_path: Path) -> None:
+    """The store of another build, before the service opens it."""
     old.store_at(tmp_path / "foreshock.db")
     unreadable.clear()  # what tests before this one left in this process
     with sqlite3.connect(tmp_path / "foreshock.db") as database:  # as if it had been left a minute ago
@@ -96,6 +95,11 @@ async def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_addre
         database.execute("update runs set last_seen = last_seen + ? - (select max(last_seen) from runs)", [time.time()])
         database.execute("update boots set stepped = ? where stepped is not null", [time.time()])
         database.execute("update commands set expires = ? where expires is not null", [time.time() + 3600])
+
+
+@pytest.mark.usefixtures("old_store")
+@pytest.mark.settings(verify_steps=0, finished_run_seconds=1e6, silent_run_seconds=1e6)
+async def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(service: Any) -> None:
     was = old.answers()
     for path, answered in was.items():
         if path == "/metrics":
