@@ -1,7 +1,4 @@
-"""Counts the words to avoid in pages, and in the strings and comments of the code: a count may not rise.
-
-Sentences of more than 35 words are printed, and refuse nothing.
-"""
+"""Counts the words to avoid in pages, and in the strings and comments of the code: a count may not rise."""
 
 import io
 import re
@@ -28,7 +25,6 @@ EXEMPT = frozenset(
         "docs/models.md",  # test names and reasons, generated
     }
 )
-MOST_WORDS: Final = 35
 AVOIDED: Final = re.compile(
     r"\b(anew|beside|shall|stands|lies|told|whoever|mend(?:s|ed|ing)?|under way|by itself|alone)\b", re.IGNORECASE
 )
@@ -43,23 +39,6 @@ def pages() -> list[str]:
     return [name for page in found if (name := page.relative_to(ROOT).as_posix()) not in EXEMPT]
 
 
-def sentences(text: str) -> list[str]:
-    """The sentences of a page: without code, tables' rules and headings; each cell and list entry by itself."""
-    text = re.sub(r"^```.*?^```$", "\n\n", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"`[^`]*`", "Code", text)
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    found = []
-    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*#|]|\d+\.) ?)|\|", text):
-        flat = " ".join(block.replace("*", "").lstrip("#-0123456789. \n").split())
-        found += re.split(r"(?<=[.!?:;])\s+(?=[A-Z(])", flat)
-    return [sentence for sentence in found if sentence]
-
-
-def too_long(text: str) -> list[str]:
-    """The sentences of more than MOST_WORDS words."""
-    return [sentence for sentence in sentences(text) if len(sentence.split()) > MOST_WORDS]
-
-
 def texts() -> Iterator[tuple[str, str, str]]:
     """Where each text counts, its file and its words: pages, and strings and comments of the code."""
     for page in pages():
@@ -72,12 +51,10 @@ def texts() -> Iterator[tuple[str, str, str]]:
 
 
 def main() -> int:
-    """Print long sentences, and where words to avoid are if there are more of them than before; 1 in that case."""
+    """Print where words to avoid are if there are more of them than before; 1 in that case."""
     counts: dict[str, Counter[str]] = {"pages": Counter(), "code": Counter()}
     for where, file, text in texts():
         counts[where][file] += len(AVOIDED.findall(text))
-        for sentence in too_long(text) if where == "pages" else ():
-            print(f"{file}: {len(sentence.split())} words: {sentence}", file=sys.stderr)
     risen = {where: found for where, found in counts.items() if found.total() > AT_MOST[where]}
     for where, found in risen.items():
         print(

@@ -390,3 +390,19 @@ def test_after_a_set_back_a_verdict_is_updated_once_the_new_past_is_long_enough_
     again = play(line, 10_000, detectors, 5000, bias=0.6)[1]
     assert again
     assert all(verdict.evidence and "nan" not in verdict.sentence for verdict in again)
+
+
+def test_a_sample_raises_sixteen_warnings_at_most_and_no_risk_passes_one() -> None:
+    detectors, count = Detectors([(0, head) for head in range(20)]), 20
+    nothing = np.zeros(count)
+    many: dict[str, Any] = {
+        "rows": np.full(count, 1e5),
+        "score_offset": nothing,
+        "largest_score": np.full(count, 2000.0),
+    }
+    many |= {"delta_bias_sum": nothing, "nonfinite_rows": nothing, "modes": np.zeros(count, dtype=np.int32)}
+    raised_by = []
+    for step in (EVERY, 2 * EVERY):
+        raised_by.append(len(raised(detectors.update(reading(step, **many)))))
+        assert detectors.risk.max() == 1.0
+    assert raised_by == [16, 4]

@@ -7,7 +7,6 @@ than twice the control's, and in which it does not come back (the median of all 
 or lies four times as far out; or from the first step whose loss or gradient norm is not finite. For scale: two
 trainings that differ in nothing but rounding, and that both end well, may differ by 2 % for a thousand steps, in either
 direction, while the loss still falls fast; on the recipe key-bias their paired blocks differ by 0.06 %.
-Where a recipe's control was made more than once, its own noise gives the limits instead (noise.py).
 Where the control ended sooner, the blocks after its end are judged by themselves, against the mean of its last
 `_LAST_BLOCKS`: a healthy run goes on from there. Their batches differ, so the wider limits of the next paragraph hold.
 
@@ -44,8 +43,8 @@ class Limits:
     grad_norm_factor: float
 
 
-AGAINST_CONTROL: Final = Limits(0.025, 2.0)
-AGAINST_OWN_PAST: Final = Limits(0.05, 3.0)
+_AGAINST_CONTROL: Final = Limits(0.025, 2.0)
+_AGAINST_OWN_PAST: Final = Limits(0.05, 3.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,8 @@ class Harm:
     against: Literal["control", "own past"]
 
 
-def first_harm(steps: Steps, control: Steps | None = None, limits: Limits = AGAINST_CONTROL) -> Harm | None:
-    """The first harm; None for a run that was not harmed. `limits` are those beside the control."""
+def first_harm(steps: Steps, control: Steps | None = None) -> Harm | None:
+    """The first harm; None for a run that was not harmed."""
     against: Literal["control", "own past"] = "own past" if control is None else "control"
     found: list[Harm] = []
     broken = np.isinf(steps.loss) | np.isinf(steps.grad_norm) | np.isnan(steps.loss) & ~np.isnan(steps.loss).all()
@@ -67,19 +66,15 @@ def first_harm(steps: Steps, control: Steps | None = None, limits: Limits = AGAI
         found.append(Harm(int(steps.step[place] - steps.span[place] + 1), "non-finite", against))
     blocks, *values = _blocks(steps)
     judged: list[tuple[npt.NDArray[np.int64], Sequence[Floats], Sequence[Floats], Limits]] = []
-    after_its_end = Limits(
-        max(limits.loss_excess, AGAINST_OWN_PAST.loss_excess),
-        max(limits.grad_norm_factor, AGAINST_OWN_PAST.grad_norm_factor),
-    )
     if control is None:
-        judged.append((blocks, values, (_lowest_before(values[0]), _median_before(values[1])), AGAINST_OWN_PAST))
+        judged.append((blocks, values, (_lowest_before(values[0]), _median_before(values[1])), _AGAINST_OWN_PAST))
     else:
         known, *of_control = _blocks(control)
         kept, mine, theirs = np.intersect1d(blocks, known, return_indices=True)
-        judged.append((kept, [v[mine] for v in values], [v[theirs] for v in of_control], limits))
+        judged.append((kept, [v[mine] for v in values], [v[theirs] for v in of_control], _AGAINST_CONTROL))
         after = blocks > known.max(initial=-1)
         ends = [np.full(after.sum(), _mean(v[-_LAST_BLOCKS:])) for v in of_control]
-        judged.append((blocks[after], [v[after] for v in values], ends, after_its_end))
+        judged.append((blocks[after], [v[after] for v in values], ends, _AGAINST_OWN_PAST))
     for blocks, (loss, grad_norm), (base_loss, base_norm), allowed in judged:
         with np.errstate(divide="ignore", invalid="ignore"):
             tests: tuple[tuple[Literal["loss", "gradient norm"], Floats, float], ...] = (

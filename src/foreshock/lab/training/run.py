@@ -174,11 +174,6 @@ class Training:
         """Whether every further step does the same, but for its batch."""
         return self.step >= self._steady_from
 
-    @property
-    def busy(self) -> bool:
-        """Whether the device is still at this run's last step."""
-        return self._done is not None and not self._done.query()  # type: ignore[no-untyped-call]
-
     def _set_rate(self) -> float:
         recipe = self.recipe
         share = self._rate_share(self.step + 1)
