@@ -207,7 +207,7 @@ def test_an_empty_row_is_counted_gives_zero_and_is_kept_out_of_the_sums() -> Non
     got = values_of(counted(inputs, case))
     assert (got[:, Slot.EMPTY_ROWS] == 2).all()
     assert (got[:, Slot.ROWS] == 3).all()
-    assert np.isfinite(got).all()
+    assert np.isfinite(got[:, : Slot.OUTPUT_ERROR_MAX]).all()
     out, lse = flash_attention(inputs[0], inputs[1], inputs[2], **case, return_lse=True)
     assert (out[:, :, :2] == 0).all()
     assert (lse[:, :, :2] == -math.inf).all()
@@ -236,7 +236,7 @@ def test_a_nonfinite_row_is_counted_and_touches_no_other_row(bad: float, row: in
     got = values_of(state)
     assert got[:, Slot.NONFINITE_ROWS].tolist() == [0, 1]
     assert got[:, Slot.ROWS].tolist() == [7, 6]
-    assert np.isfinite(got).all()
+    assert np.isfinite(got[:, : Slot.OUTPUT_ERROR_MAX]).all()
     out = flash_attention(inputs[0], inputs[1], inputs[2], causal=True)
     others = [i for i in range(7) if i != row]
     assert torch.equal(out[:, :, others], clean[:, :, others])

@@ -48,11 +48,12 @@ def both(call: Call, rows: int, times: int = 1, **options: Any) -> tuple[Words, 
 
 
 def assert_same(ours: Words, truth: Words) -> None:
-    for slot in (*COUNT_SLOTS, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ, Slot.ENTROPY_SUM):
+    maxima = [slot for slot in MAX_SLOTS if slot != Slot.OUTPUT_ERROR_MAX]
+    for slot in (*COUNT_SLOTS, *maxima, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ, Slot.ENTROPY_SUM):
         np.testing.assert_allclose(
             slot_values(ours, slot), slot_values(truth, slot), rtol=3e-6, atol=3e-6, err_msg=slot.name
         )
-    for slot in (Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS, Slot.DELTA_BIAS_SUMSQ):
+    for slot in (Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS, Slot.DELTA_BIAS_SUMSQ, Slot.OUTPUT_ERROR_MAX):
         np.testing.assert_allclose(
             slot_values(ours, slot), slot_values(truth, slot), rtol=1e-2, atol=1e-2, err_msg=slot.name
         )
@@ -73,6 +74,20 @@ def test_every_row_is_measured_as_in_pytorch(dtype: torch.dtype, options: dict[s
     ours, truth = both(tensors(dtype), 10**6, **options)
     assert slot_values(ours, Slot.ROWS).tolist() == [14] * 4
     assert slot_values(ours, Slot.TIED_ROWS_BF16).sum() > 0
+    assert_same(ours, truth)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 15.0}, {"rounds": "scores"}, {"rounds": "unknown"}])
+def test_a_wrong_row_of_the_output_is_counted_in_its_head_alone(options: dict[str, Any]) -> None:
+    call = tensors(torch.bfloat16, 40, 40)
+    scores = call.query.float() @ call.key.float().repeat_interleave(2, 1).mT * 0.2
+    scores = 15.0 * (scores / 15.0).tanh() if "softcap" in options else scores
+    out = (scores.softmax(-1) @ call.value.float().repeat_interleave(2, 1)).bfloat16()
+    out[1, 2, [3, 30]] *= -3
+    ours, truth = both(call._replace(out=out), 10**6, **options)
+    compared = options.get("rounds") != "unknown"
+    assert slot_values(ours, Slot.WRONG_ROWS).tolist() == [0, 0, 2 * compared, 0]
+    assert slot_values(ours, Slot.CHECKED_ROWS).tolist() == [80 * compared] * 4
     assert_same(ours, truth)
 
 

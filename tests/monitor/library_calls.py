@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tests.monitor.executions import Trained
+from tests.monitor.probing import OF_SAMPLED_ROWS
 from tests.monitor.stand_ins import attending, flash_attn_2, flash_attn_3, flash_attn_4, xformers_fmha
 from tests.monitor.test_executions import Mode
 from tests.monitor.tiny_models import tiny_gpt
@@ -213,7 +214,7 @@ def alone(call: Call, mode: Mode = Mode(), layers: int = 2) -> Trained:  # noqa:
 
 def assert_alike(got: Trained, expected: Trained) -> None:
     """All statistics but those of the output's rounding, which is the kernel's own, and those of samples alone."""
-    counts = [slot for slot in COUNT_SLOTS if slot is not Slot.ENTROPY_ROWS]
+    counts = [slot for slot in COUNT_SLOTS if slot not in OF_SAMPLED_ROWS]
     for words, theirs in zip(got.words, expected.words, strict=True):
         for slot in (*counts, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
             mine, own = slot_values(words, slot), slot_values(theirs, slot)

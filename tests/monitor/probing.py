@@ -51,6 +51,8 @@ def probed(
 
 
 EVERY_ROW = 10**6
+OF_SAMPLED_ROWS = (Slot.ENTROPY_ROWS, Slot.CHECKED_ROWS, Slot.WRONG_ROWS)
+"""Counted where rows are sampled, and not by our own kernels."""
 
 
 def counted_rows(listener: Listener) -> list[list[int]]:

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.monitor.probing import EVERY_ROW, probed, tensors
+from tests.monitor.probing import EVERY_ROW, OF_SAMPLED_ROWS, probed, tensors
 
-from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, slot_values
+from foreshock.contract.slots import COUNT_SLOTS, SUM_SLOTS, Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.probed_rows import sizes
 
-OF_EVERY_ROW = [slot for slot in COUNT_SLOTS if slot is not Slot.ENTROPY_ROWS]
+OF_EVERY_ROW = [slot for slot in COUNT_SLOTS if slot not in OF_SAMPLED_ROWS]
 """What our own kernels count."""
 
 
@@ -35,7 +35,7 @@ def test_with_every_row_sampled_it_counts_what_our_own_kernel_counts_on_the_same
     ours = state.numpy()
     theirs = probed(query, key, value, grad, out.detach(), Sampling(EVERY_ROW), numerics=numerics, **options)
     assert slot_values(ours, Slot.TIED_ROWS_BF16).min() > 0
-    for slot in (*OF_EVERY_ROW, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
+    for slot in (*OF_EVERY_ROW, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
         np.testing.assert_allclose(slot_values(theirs, slot), slot_values(ours, slot), rtol=2e-6, err_msg=slot.name)
     # Our kernel reads the residual of O in 16 bits, and the probe computes it again: equal to its own rounding.
     total = slot_values(ours, Slot.DELTA_BIAS_ABS)
@@ -70,7 +70,7 @@ def test_rows_of_packed_sequences_see_what_our_own_kernel_shows_them(options: di
         cu_seqlens=(cu_queries.int(), cu_keys.int()),
         **options,
     )
-    for slot in (*OF_EVERY_ROW, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
+    for slot in (*OF_EVERY_ROW, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
         np.testing.assert_allclose(slot_values(theirs, slot), slot_values(state.numpy(), slot), rtol=1e-12)
     assert slot_values(theirs, Slot.EMPTY_ROWS).min() >= 4  # behind the last sequence
 

@@ -136,8 +136,10 @@ def _watched(
             told.text += agent.report() + "\n"
 
             def after_step(loss: Tensor) -> None:
-                for layer, state in _states(agent):
+                for layer, state, wrong in _states(agent):
                     rows[layer] = rows.get(layer, 0) + state
+                    if wrong:
+                        record.wrong.append(f"{label}: {wrong} rows of {layer} are reported as wrong")
                 agent.step(loss)
 
             course = generate(model, case) if case.generates else train(model, case, after_step=after_step)
@@ -158,12 +160,14 @@ def _quietly_watched(model: nn.Module, case: Case, *, way: Served) -> Course:
         return generate(model, case) if case.generates else train(model, case)
 
 
-def _states(agent: Any) -> Iterator[tuple[str, int]]:
+def _states(agent: Any) -> Iterator[tuple[str, int, int]]:
+    """Of each layer: its name, the rows counted, and those whose output is reported as wrong."""
     attached = agent._attached
     sizes = [len(layer.heads) for layer in attached.layers]
     for layer, state in zip(attached.layers, torch.split(attached.state, sizes), strict=True):
         words = state.numpy()
-        yield layer.name, int(sum(slot_values(words, slot).sum() for slot in (Slot.ROWS, Slot.NONFINITE_ROWS)))
+        counted = int(sum(slot_values(words, slot).sum() for slot in (Slot.ROWS, Slot.NONFINITE_ROWS)))
+        yield layer.name, counted, int(words[:, Slot.WRONG_ROWS].sum())
 
 
 def _traces(model: nn.Module) -> dict[str, Any]:

@@ -7,9 +7,9 @@ ends. Of causes that are active together the first gives the incident its name.
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Cause = Literal["rounding", "score growth", "other"]
+Cause = Literal["attention kernel", "rounding", "score growth", "other"]
 """The cause that a verdict names."""
-IncidentCause = Literal["rounding", "score growth", "not finite", "other"]
+IncidentCause = Literal["attention kernel", "rounding", "score growth", "not finite", "other"]
 """The cause that warnings are gathered by: what is not finite is a matter of its own (contract.decision.cause_of)."""
 
 
@@ -28,6 +28,7 @@ class CauseInfo:
 
 
 CAUSES: Final[dict[IncidentCause, CauseInfo]] = {
+    "attention kernel": CauseInfo(reads="Attention computes wrong rows", shown_by="head.wrong_rows"),
     "rounding": CauseInfo(
         reads="Rounding makes attention scores drift", shown_by="head.score_offset", curable=True, joins=True
     ),

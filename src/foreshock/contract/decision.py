@@ -124,7 +124,16 @@ _OTHER: Final[dict[str, Text]] = {
     "": Text(_NO_REMEDY, f"{_LOWER}; if it goes on, resume from {{checkpoint}}."),
     "ended": Text("{ended}", f"{_RESUME} with a lower learning rate or a longer warm-up."),
 }
+_KERNEL: Final[dict[str, Text]] = {
+    "": Text(
+        "Nothing is switched: machines only report this.",
+        "Set the layer's heads to row_corrected (foreshock's kernels), or change the library's version; if only one "
+        "rank reports it, drain its GPU. Then resume from {checkpoint}.",
+    ),
+    "ended": Text("{ended}", f"{_RESUME} with attention='kernels' or another version of the attention library."),
+}
 TEXTS: Final[dict[IncidentCause, dict[str, Text]]] = {
+    "attention kernel": _KERNEL,
     "rounding": _ROUNDING,
     "score growth": _GROWTH,
     "not finite": _NOT_FINITE,

@@ -44,6 +44,9 @@ class Slot(IntEnum):
     ENTROPY_SUM = 15
     NONFINITE_INPUT_ROWS = 16
     NONFINITE_OUTPUT_ROWS = 17
+    CHECKED_ROWS = 18
+    WRONG_ROWS = 19
+    OUTPUT_ERROR_MAX = 20
 
 
 SLOT_COUNT: Final = len(Slot)
@@ -95,6 +98,15 @@ SLOTS: Final[dict[Slot, SlotInfo]] = {
     ),
     Slot.NONFINITE_OUTPUT_ROWS: SlotInfo(
         "int64", "sum", 0, "Part of NONFINITE_ROWS: the inputs are finite and the model's attention output is not."
+    ),
+    Slot.CHECKED_ROWS: SlotInfo(
+        "int64", "sum", 0, "Sampled rows whose output was compared with its recomputation: those that have a bound."
+    ),
+    Slot.WRONG_ROWS: SlotInfo(
+        "int64", "sum", 0, "Part of CHECKED_ROWS: the output is farther from its recomputation than rounding explains."
+    ),
+    Slot.OUTPUT_ERROR_MAX: SlotInfo(
+        "float64", "max", -np.inf, "Largest distance of an output from its recomputation; 1 is what rounding explains."
     ),
 }
 

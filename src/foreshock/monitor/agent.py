@@ -105,7 +105,7 @@ class Agent:
         emit = lambda event: me._outbox.emit(event)  # noqa: E731
         self._switching = Switching(config, self._switchboard, emit, self._console.report_switched)
         self._notes = Notes(self._heads)
-        self._levels = Levels(attached.layers, config.detectors.quiet_steps)
+        self._levels = Levels(attached.layers, config.detectors.quiet_steps, attached.computed_by)
         self._active: Sequence[wire.Verdict] = ()
         self.readings: Readings | None = None
         """What the detectors read of the newest sample; None before the first, and where they failed."""

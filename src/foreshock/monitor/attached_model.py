@@ -1,5 +1,6 @@
 """A model that an agent watches: its state on the device, its layers, and who serves and measures each."""
 
+import importlib.metadata
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -77,6 +78,18 @@ class AttachedModel:
     def is_served_as(self, layers: Sequence[wire.Layer]) -> bool:
         """Whether each layer is served now as `layers`, which `announced` gave, has it."""
         return [layer.sampled for layer in layers] == [watched.sampled for watched in self.selector.layers]
+
+    def computed_by(self, layer: int) -> str:
+        """A sentence about what computes the attention of a layer, by its number: function, library and version."""
+        by = next(
+            (w.computed_by for one, w in zip(self.layers, self.selector.layers, strict=True) if one.layer == layer)
+        )
+        root = by.partition(".")[0]
+        try:
+            version = f" ({root} {importlib.metadata.version(root)})"
+        except (importlib.metadata.PackageNotFoundError, ValueError):
+            version = ""
+        return f" It is computed by {by}{version}." if by else ""
 
     def readings(self, counted: Counted) -> Readings:
         """What was counted, as the detectors read it."""

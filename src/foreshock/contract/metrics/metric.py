@@ -173,7 +173,7 @@ def ratio(part: Floats | Words, whole: Floats) -> Floats:
 
 
 OTHER: Final = "other"
-SIGNALS: Final = ("offset", "score", "nonfinite")
+SIGNALS: Final = ("offset", "score", "nonfinite", "kernel")
 """Signals that trip (wire.Verdict.signal)."""
 DROP_REASONS: Final = (
     "queue_full",

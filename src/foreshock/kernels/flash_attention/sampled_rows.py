@@ -15,10 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from foreshock.kernels.flash_attention.launch import compiled_for
+from foreshock.kernels.flash_attention.output_check import Allowance, allowance
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.statistics import one_margin
 from foreshock.kernels.flash_attention.triton_kernels.blocks import INTERPRET, LN2, LOG2E, tanh, to_operand
 from foreshock.kernels.flash_attention.triton_kernels.counting import (
+    CHECKED_SLOT,
     DELTA_BIAS_ABS_SLOT,
     DELTA_BIAS_SUM_SLOT,
     DELTA_BIAS_SUMSQ_SLOT,
@@ -28,6 +30,7 @@ from foreshock.kernels.flash_attention.triton_kernels.counting import (
     NONFINITE_INPUT_SLOT,
     NONFINITE_OUTPUT_SLOT,
     NONFINITE_SLOT,
+    OUTPUT_ERROR_SLOT,
     ROW_MAX_ABS_SLOT,
     ROWS_SLOT,
     SCORE_MAX_SLOT,
@@ -35,6 +38,7 @@ from foreshock.kernels.flash_attention.triton_kernels.counting import (
     SCORE_OFFSET_SUMSQ_SLOT,
     TIED_BF16_SLOT,
     TIED_ONE_SLOT,
+    WRONG_SLOT,
     add_count,
     add_sum,
     finite,
@@ -55,7 +59,9 @@ _BIAS: tl.constexpr = tl.constexpr(6)
 _ENTROPY: tl.constexpr = tl.constexpr(7)
 _FINITE: tl.constexpr = tl.constexpr(8)
 """Whether the output is finite: bit 0 as computed again, bit 1 as the model has it."""
-PLANES = 9
+_ERROR: tl.constexpr = tl.constexpr(9)
+"""Distance of the model's output from the one computed again, in parts of what rounding explains; NaN: not compared."""
+PLANES = 10
 _UNSEEN: tl.constexpr = tl.constexpr(UNSEEN)
 _BLIND: tl.constexpr = tl.constexpr(BLIND)
 _NO_WEIGHT: tl.constexpr = tl.constexpr(-256.0)
@@ -120,7 +126,7 @@ def scores_of(
     asked, key, mask, row, start, low, high, stride_k, stride_m, sizes, score_numbers,
     MASK: tl.constexpr, KEYS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """What enters the softmax from a tile of keys, -inf where it is hidden; which are seen; and what was added."""
+    """What enters the softmax from a tile of keys, -inf where it is hidden; which are seen; what was added; keys."""
     scale, softcap = score_numbers
     keys = start + tl.arange(0, KEYS)
     tile = load_rows(key, keys, stride_k, keys < sizes[5], sizes[7], SPEC.BLOCK_D)
@@ -139,7 +145,7 @@ def scores_of(
         else:
             added = tl.where(seen, given.to(tl.float32), float("-inf"))
             scores += added
-    return tl.where(seen, scores, float("-inf")), seen, added
+    return tl.where(seen, scores, float("-inf")), seen, added, tile
 
 
 @triton.jit
@@ -149,10 +155,29 @@ def all_finite(rows):
 
 
 @triton.jit
+def squared_norms(rows):
+    """The squared Euclidean norm of each row, in float32."""
+    rows = rows.to(tl.float32)
+    return tl.sum(rows * rows, 1)
+
+
+@triton.jit
+def output_error(given, exact, largest, mean_square, asked, key_square, value_square, scale, allowed):
+    """As `output_check.distance`, of squared norms."""
+    of_values, of_norms, of_maximum, of_scores, of_largest_value, at_least = allowed
+    spread = tl.sqrt(tl.maximum(mean_square - squared_norms(exact), 0.0))
+    norms = tl.sqrt(squared_norms(asked)) * tl.sqrt(key_square)
+    off = of_norms * tl.abs(scale) * norms + of_maximum * tl.abs(largest) + of_scores
+    bound = of_values * tl.sqrt(mean_square) + of_largest_value * tl.sqrt(value_square) + at_least
+    bound += (tl.exp2(2.0 * off * LOG2E) - 1.0) * spread
+    return tl.sqrt(squared_norms(given - exact)) / bound
+
+
+@triton.jit
 def row_statistics_kernel(
-    grad_out, out, query, key, value, mask, cu_queries, cu_keys, tick, kept, strides, sizes, score_numbers,
-    MARGIN: tl.constexpr, DRAWN: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    BLOCK_DV: tl.constexpr, SPEC: tl.constexpr,
+    grad_out, out, query, key, value, mask, cu_queries, cu_keys, tick, kept, strides, sizes, score_numbers, allowed,
+    CHECKED: tl.constexpr, MARGIN: tl.constexpr, DRAWN: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK_DV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Everything about ROWS rows of one head in one entry of the batch, into the planes of `kept`."""
     stride_g, stride_o, stride_q, stride_k, stride_v, stride_m = strides
@@ -181,10 +206,13 @@ def row_statistics_kernel(
     begin = tl.min(tl.where(low < high, low, stop), 0) // KEYS * KEYS
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     most_added = tl.full((ROWS,), float("-inf"), tl.float32)
+    key_square = tl.full((), 0.0, tl.float32)
     for start in range(begin, stop, KEYS):
-        scores, seen, added = scores_of(
+        scores, seen, added, keys_tile = scores_of(
             asked, key, mask, row, start, low, high, stride_k[2], stride_m, sizes, score_numbers, MASK, KEYS, SPEC
         )
+        if CHECKED:
+            key_square = tl.maximum(key_square, tl.max(squared_norms(keys_tile), 0))
         largest = tl.maximum(largest, tl.max(scores, 1))
         if MASK == _ADDED:
             most_added = tl.maximum(most_added, tl.max(added, 1))
@@ -197,8 +225,10 @@ def row_statistics_kernel(
     row_sum = tl.zeros((ROWS,), tl.float32)
     depth = tl.zeros((ROWS,), tl.float32)  # sum of weights times their exponent of two
     product = tl.zeros((ROWS, BLOCK_DV), tl.float32)
+    mean_square = tl.zeros((ROWS,), tl.float32)
+    value_square = tl.full((), 0.0, tl.float32)
     for start in range(begin, stop, KEYS):
-        scores, seen, added = scores_of(
+        scores, seen, added, keys_tile = scores_of(
             asked, key, mask, row, start, low, high, stride_k[2], stride_m, sizes, score_numbers, MASK, KEYS, SPEC
         )
         if MASK != 0:
@@ -219,6 +249,10 @@ def row_statistics_kernel(
         keys = start + tl.arange(0, KEYS)
         values = load_rows(value, keys, stride_v[2], keys < length_k, dim_v, BLOCK_DV)
         product = tl.dot(to_operand(weights, out.dtype.element_ty), values, product)
+        if CHECKED:
+            squares = squared_norms(values)
+            mean_square += tl.sum(weights * squares[None, :], 1)
+            value_square = tl.maximum(value_square, tl.max(squares, 0))
     if MASK == _ADDED:
         visible = tl.where(visible == visible, visible, 1.0)  # where what was added is not finite
         visible = tl.where(most_added <= _BLIND, 0.0, visible)
@@ -243,11 +277,16 @@ def row_statistics_kernel(
     tl.store(kept + _DELTA * plane, delta - bias, mask=inside)
     tl.store(kept + _BIAS * plane, bias, mask=inside)
     tl.store(kept + _FINITE * plane, sound.to(tl.float32), mask=inside)
+    if CHECKED:
+        error = output_error(
+            given, exact, largest, mean_square / known_sum, asked, key_square, value_square, score_numbers[0], allowed
+        )
+        tl.store(kept + _ERROR * plane, error, mask=inside)
     tl.store(kept + _ENTROPY * plane, (tl.log2(known_sum) - depth / known_sum) * LN2, mask=inside)
 
 
 @triton.jit
-def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, BLOCK: tl.constexpr):
+def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, CHECKED: tl.constexpr, BLOCK: tl.constexpr):
     """Adds the rows of one head to its state, in a fixed order; the last program moves the tick on."""
     head = tl.program_id(0)
     if head == heads:
@@ -264,8 +303,11 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, BLOCK:
         nonfinite = counted_rows
         nonfinite_input = counted_rows
         nonfinite_output = counted_rows
+        checked = counted_rows
+        wrong = counted_rows
         score_max = tl.full((), float("-inf"), tl.float64)
         row_max_abs = score_max
+        error_max = score_max
         offset_sum = tl.full((), 0.0, tl.float64)
         offset_sumsq = offset_sum
         bias_sum = offset_sum
@@ -308,6 +350,12 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, BLOCK:
             bias_abs += tl.sum(tl.abs(bias), 0)
             bias_sumsq += tl.sum(bias * bias, 0)
             entropy_sum += tl.sum(tl.where(counted, entropy, 0.0).to(tl.float64), 0)
+            if CHECKED:
+                error = tl.load(kept + _ERROR * plane + rows, mask=inside, other=0.0)
+                compared = counted & (error == error)
+                checked += tl.sum(compared.to(tl.int64), 0)
+                wrong += tl.sum((compared & (error > 1.0)).to(tl.int64), 0)
+                error_max = tl.maximum(error_max, tl.max(tl.where(compared, error, lowest), 0).to(tl.float64))
         add_count(state + ROWS_SLOT * stride_slot, counted_rows)
         add_count(state + TIED_BF16_SLOT * stride_slot, tied_bf16)
         add_count(state + TIED_ONE_SLOT * stride_slot, tied_one)
@@ -324,6 +372,10 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, BLOCK:
         add_sum(state + DELTA_BIAS_SUMSQ_SLOT * stride_slot, bias_sumsq)
         add_count(state + ENTROPY_ROWS_SLOT * stride_slot, counted_rows)
         add_sum(state + ENTROPY_SUM_SLOT * stride_slot, entropy_sum)
+        if CHECKED:
+            add_count(state + CHECKED_SLOT * stride_slot, checked)
+            add_count(state + WRONG_SLOT * stride_slot, wrong)
+            raise_maximum(state + OUTPUT_ERROR_SLOT * stride_slot, error_max)
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, out: Tensor, spec: AttentionSpec) -> bool:
@@ -375,6 +427,8 @@ def count_sampled_rows(
     compiled = compiled_for(spec, dim, packed=packed)
     block_v = max(16, 1 << (dim_v - 1).bit_length())
     tiles = tiles_for(max(compiled.BLOCK_D, block_v), count)
+    allowed = allowance(query.dtype, spec, dim, length_k)
+    checked = allowed is not None
     row_statistics_kernel[(triton.cdiv(count, tiles["ROWS"]), entries, heads)](
         grad_out, out, query, key, value, mask, cu_queries, cu_keys, tick, kept,
         (
@@ -385,9 +439,12 @@ def count_sampled_rows(
             *(batch, heads // key.shape[1], entries, count, length_q, length_k),
             *(0 if cu_queries is None else len(cu_queries) - 1, dim, dim_v, spec.window_left, spec.right),
         ),
-        (float(spec.scale), float(spec.softcap)), MARGIN=one_margin(query.dtype),
+        (float(spec.scale), float(spec.softcap)), tuple(allowed or Allowance(*[0.0] * 6)), CHECKED=checked,
+        MARGIN=one_margin(query.dtype),
         DRAWN=(entries, count) != (batch, length_q),
         MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
         BLOCK_DV=block_v, SPEC=compiled, **tiles,
     )  # fmt: skip
-    sum_kernel[(heads + 1,)](state, tick, kept, *state.stride(), entries * count, heads, BLOCK=1024, num_warps=8)
+    sum_kernel[(heads + 1,)](
+        state, tick, kept, *state.stride(), entries * count, heads, CHECKED=checked, BLOCK=1024, num_warps=8
+    )

@@ -23,6 +23,10 @@ CausalAlignment = Literal["none", "top_left", "bottom_right"]
 """Where the causal diagonal starts when lengths differ: query i sees keys up to i (top_left, as PyTorch's SDPA) or up
 to i + Sk - Sq (bottom_right, as FlashAttention)."""
 
+Rounds = Literal["operands", "scores", "unknown"]
+"""What an attention that somebody else computes rounds to the type of its operands beside its weights and its output:
+nothing; its scores too; or what, and to which type, is unknown."""
+
 NUMERICS: Final[tuple[str, ...]] = get_args(Numerics)
 CAUSAL_ALIGNMENTS: Final[tuple[str, ...]] = get_args(CausalAlignment)
 _INPUT_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -54,6 +58,8 @@ class AttentionSpec:
     numerics: Numerics = "kernel"
     residual: bool = True
     """Whether what rounding takes from O is kept; without it there is no backward."""
+    rounds: Rounds = "operands"
+    """Of an attention that is sampled alone: what the check of its output allows."""
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
@@ -84,7 +90,7 @@ class AttentionSpec:
         much less than seven. The last word counts the forward's outputs: PyTorch keeps compiled graphs on disk by their
         arguments, and would take one that an older version of the operator left there."""
         numbers = f"{self.scale} {self.causal} {self.window_left} {self.window_right} {self.softcap} {self.dropout_p}"
-        return f"{numbers} {self.numerics} {self.residual:d} 5"
+        return f"{numbers} {self.numerics} {self.residual:d} {self.rounds} 5"
 
 
 def constants(*numbers: float) -> tuple[float, ...]:
@@ -97,7 +103,7 @@ def constants(*numbers: float) -> tuple[float, ...]:
 @lru_cache(maxsize=1024)
 def spec_of(text: str) -> AttentionSpec:
     """The spec whose `text` this is."""
-    scale, causal, left, right, softcap, dropout_p, numerics, residual, _ = text.split()
+    scale, causal, left, right, softcap, dropout_p, numerics, residual, rounds, _ = text.split()
     return AttentionSpec(
         float(scale),
         cast(CausalAlignment, causal),
@@ -107,6 +113,7 @@ def spec_of(text: str) -> AttentionSpec:
         float(dropout_p),
         cast(Numerics, numerics),
         residual == "1",
+        cast(Rounds, rounds),
     )
 
 

@@ -100,6 +100,9 @@ class Rows:
     """Whether the output is finite when it is computed again from query, key and value in at least float32, bool."""
     output_finite: Tensor | None = None
     """Whether the model's own output is finite, bool."""
+    output_error: Tensor | None = None
+    """How far the model's own output is from its recomputation, in parts of what rounding explains (output_check.py);
+    NaN where that is unknown."""
 
 
 def accumulate(state: Tensor, rows: Rows) -> None:
@@ -143,3 +146,9 @@ def accumulate(state: Tensor, rows: Rows) -> None:
         state[:, Slot.ENTROPY_ROWS] += added[:, 0]
         entropy = rows.entropy.to(torch.float64).masked_fill(ignored, 0.0)
         floats[:, Slot.ENTROPY_SUM] += entropy.sum((0, 2))
+    if rows.output_error is not None:
+        checked = counted & ~rows.output_error.isnan()
+        compared = torch.stack([checked, checked & (rows.output_error > 1)]).sum((1, 3)).T
+        state[:, Slot.CHECKED_ROWS : Slot.WRONG_ROWS + 1] += compared
+        error = rows.output_error.masked_fill(~checked, -math.inf).amax((0, 2)).to(torch.float64)
+        floats[:, Slot.OUTPUT_ERROR_MAX] = torch.maximum(floats[:, Slot.OUTPUT_ERROR_MAX], error)

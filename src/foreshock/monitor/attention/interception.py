@@ -96,6 +96,7 @@ def varlen_attn(
         causal="bottom_right" if right == 0 else "none",
         window=(left, -1 if right == 0 else right),
         scale=scale,
+        by="torch.varlen_attn",
     )
     return out[0].transpose(0, 1)
 
@@ -129,7 +130,11 @@ def end(
     if score_mod is not None or block_mask is not None:
         compute = modified_scores if torch.compiler.is_compiling() else _named_where_it_fails
         modified = partial(compute, score_mod, block_mask, layer)
-    probed = layer.probed(out, *operands, causal="none", scale=scale, score_mod=modified)
+    # uncompiled it rounds the product of queries and keys; a score_mod may make any error of its scores larger
+    rounds = "scores" if score_mod is None else "unknown"
+    probed = layer.probed(
+        out, *operands, causal="none", scale=scale, score_mod=modified, rounds=rounds, by="torch.flex_attention"
+    )
     largest = getattr(more[0], "max_scores", None) if more else None
     if largest is not None and probed.requires_grad and not torch.compiler.is_compiling():
         probed.register_hook(partial(_raise_largest, layer, largest.detach()))  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from foreshock.kernels.flash_attention.spec import Rounds
 from foreshock.monitor.attention.probed_rows import ScoreMod
 from foreshock.monitor.attention.running import (
     expect_interception,
@@ -31,6 +32,7 @@ class _Call(NamedTuple):
     packed: Packed | None = None
     why: str | None = None
     """Why our kernels cannot serve it."""
+    rounds: Rounds = "operands"
     axes: tuple[int, int, int, int] = (0, 2, 1, 3)
     """Where batch, heads, tokens and features are, once `four` has given a tensor its four dimensions."""
     four: Callable[[Tensor], Tensor] = lambda x: x
@@ -47,6 +49,7 @@ class _Call(NamedTuple):
 def stand_in(original: Any, entry: Entry) -> Any:
     """What calls of the library pass through in the place of `original`, as long as an agent is attached."""
     names, library, describe = tuple(entry.arguments), original.__module__, _DESCRIBED[entry.make]
+    name = f"{library}.{original.__name__}"
 
     def described(args: Any, kwargs: Any) -> _Call | str:
         return describe({**entry.arguments, **dict(zip(names, args, strict=False)), **kwargs}, library)
@@ -54,21 +57,22 @@ def stand_in(original: Any, entry: Entry) -> Any:
     if isinstance(original, type):
 
         def apply(*args: Any) -> Any:
-            return _watched(lambda: original.apply(*args), lambda: described(args, {}))  # type: ignore[attr-defined]
+            return _watched(lambda: original.apply(*args), lambda: described(args, {}), name)  # type: ignore[attr-defined]
 
         methods = {name: value for name, value in vars(original).items() if isinstance(value, staticmethod)}
         return type(original.__name__, (), {**methods, "apply": staticmethod(apply), ORIGINAL: original})
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return _watched(lambda: original(*args, **kwargs), lambda: described(args, kwargs))
+        return _watched(lambda: original(*args, **kwargs), lambda: described(args, kwargs), name)
 
     setattr(function, ORIGINAL, original)
     return function
 
 
-def _watched(own: Callable[[], Any], describe: Callable[[], _Call | str]) -> Any:
-    """The result of a call, of our kernels or its own with a sample of its rows measured."""
+def _watched(own: Callable[[], Any], describe: Callable[[], _Call | str], name: str) -> Any:
+    """The result of a call of a library's function, by its full name: of our kernels, or its own with a sample of its
+    rows measured."""
     layer = layer_of_this_call()
     if layer is None:
         if not torch.compiler.is_compiling() and not isinstance(call := describe(), str):
@@ -93,7 +97,9 @@ def _watched(own: Callable[[], Any], describe: Callable[[], _Call | str]) -> Any
         return result
     note_interception(*operands[:2])
     out, *more = result if isinstance(result, tuple) else (result,)
-    probed = layer.probed(call.heads_first(out), *operands, packed=call.packed, **call.scores)
+    probed = layer.probed(
+        call.heads_first(out), *operands, packed=call.packed, rounds=call.rounds, by=name, **call.scores
+    )
     out = call.heads_back(probed)
     return (out, *more) if isinstance(result, tuple) else out
 
@@ -285,7 +291,8 @@ def _of_transformer_engine(given: dict[str, Any], library: str) -> _Call | str:
     why = f"{library} returns more than the output" if getattr(module, "return_max_logit", False) else None
     operands = query, given["key_layer"], given["value_layer"]
     axes = (1, 2, 0, 3) if order == "sbhd" else (0, 2, 1, 3)
-    return _Call(operands, scores, packed, why, axes, four, lambda x: (x[0] if packs else x).flatten(-2))
+    # which of its backends runs, and whether in 8 bits, its environment says
+    return _Call(operands, scores, packed, why, "unknown", axes, four, lambda x: (x[0] if packs else x).flatten(-2))
 
 
 def _processes(group: Any) -> int:
@@ -322,7 +329,7 @@ def _of_megatron(given: dict[str, Any], library: str) -> _Call | str:
         return x if x.dim() == 4 else x.view(length, batch, heads, -1)
 
     operands = query, key, given["value"]
-    return _Call(operands, scores, axes=(1, 2, 0, 3), four=four, as_theirs=lambda x: x.flatten(-2))
+    return _Call(operands, scores, rounds="scores", axes=(1, 2, 0, 3), four=four, as_theirs=lambda x: x.flatten(-2))
 
 
 _DESCRIBED: Final[dict[Make, Callable[[dict[str, Any], str], _Call | str]]] = {

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from foreshock.kernels.flash_attention import AttentionSpec
-from foreshock.kernels.flash_attention.spec import CausalAlignment, Numerics, constants, spec_of
+from foreshock.kernels.flash_attention.spec import CausalAlignment, Numerics, Rounds, constants, spec_of
 from foreshock.monitor.attention.probed_rows import (
     Call,
     ScoreMod,
@@ -111,6 +111,7 @@ def probe(
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
     score_mod: ScoreMod | None = None,
     largest: Tensor | None = None,
+    rounds: Rounds = "operands",
 ) -> Tensor:
     """`out` [..., H, Sq, D], whose backward measures rows of the attention that gave it.
 
@@ -120,13 +121,13 @@ def probe(
     tokens: for a LayoutProof to keep. sampling: what start_sampling gave. cu_seqlens: where the sequences of
     queries and of keys begin that are packed into one row (B = 1), each int32 [N + 1]. score_mod: what else the call
     makes of its scores. largest: float32 [H], raised to the largest score of all rows in steps that are computed in
-    full; inf where a call could not be.
+    full; inf where a call could not be. rounds: what the attention rounds on its way to `out`.
     """
     if score_mod is not None and not _measured_now(sampling, query):
         return out  # keeps nothing that the function holds
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
-    options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics))
+    options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics, rounds=rounds))
     given = _apart(out, query, key, value, mask, *(cu_seqlens or (None, None)))
     arguments = (*given, state, tick, largest, options, score_mod, *tokens)
     return cast(Tensor, _writable(_Probed.apply(*arguments)))  # type: ignore[no-untyped-call]

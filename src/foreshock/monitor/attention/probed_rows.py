@@ -6,12 +6,13 @@ each row has an equal chance, and those of one entry are multiplied with its key
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from foreshock.kernels.flash_attention import AttentionSpec
+from foreshock.kernels.flash_attention.output_check import allowance, distance
 from foreshock.kernels.flash_attention.spec import Numerics, compute_dtype, operand_dtype
 from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_margin, several_in_bf16, several_within
 from foreshock.kernels.flash_attention.visibility import place, seen_keys
@@ -244,8 +245,45 @@ def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor,
     never = torch.zeros_like(tied_one)
     row_max = row_max.squeeze(-1)
     delta -= delta_bias
+    error = None
+    if (allowed := allowance(call.query.dtype, spec, call.query.shape[3], call.key.shape[2])) is not None:
+        given_output = output if call.out.dtype == operand else of_rows(call.out, entry, row).to(scores.dtype)
+        squares = values.square().sum(-1, keepdim=True)
+        mean_square = times(weights, squares).squeeze(-1) / known_sum
+        norms = (
+            norms_of(of_rows(call.query, entry, row), scores.dtype),
+            _of_heads(norms_of(call.key if len(entry) == len(call.key) else call.key[entry], scores.dtype), row_max),
+            _of_heads(squares.squeeze(-1).sqrt(), row_max),
+        )
+        error = distance(given_output, exact, row_max, mean_square, *norms, spec.scale, allowed)
     return Rows(
-        row_max, lse, tied_bf16, tied_one, never, visible, delta, delta_bias, entropy, computed_finite, output_finite
+        row_max,
+        lse,
+        tied_bf16,
+        tied_one,
+        never,
+        visible,
+        delta,
+        delta_bias,
+        entropy,
+        computed_finite,
+        output_finite,
+        error,
+    )
+
+
+def norms_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The Euclidean norm of every row of `x` [..., D], computed in `dtype`: [...]."""
+    return cast(Tensor, torch.linalg.vector_norm(x, dim=-1, dtype=dtype))
+
+
+def _of_heads(norms: Tensor, like: Tensor) -> Tensor:
+    """The largest of `norms` [e, Hkv, k] of each key head, for the query heads that read it: [e, H, 1]. One that is NaN
+    is of a key that is hidden, or its rows are not compared."""
+    return (
+        norms.nan_to_num(nan=0.0, posinf=math.inf)
+        .amax(-1, keepdim=True)
+        .repeat_interleave(like.shape[1] // norms.shape[1], 1)
     )
 
 

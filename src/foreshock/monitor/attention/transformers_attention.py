@@ -99,10 +99,16 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
         if kept is not None:
             layer.keep_call(kept)
         out, *rest = result
+        rounds = "operands" if name.startswith("flash_attention") else "scores" if name == "eager" else "unknown"
         if isinstance(options, str):
             layer.leave_alone(options)
             return result
-        return (layer.probed(out.transpose(1, 2), query, key, value, **options).transpose(1, 2), *rest)
+        return (
+            layer.probed(
+                out.transpose(1, 2), query, key, value, rounds=rounds, by=f"transformers.{name}", **options
+            ).transpose(1, 2),
+            *rest,
+        )
 
     return watched_attention
 

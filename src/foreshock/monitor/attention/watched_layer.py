@@ -114,6 +114,8 @@ class WatchedLayer:
         """Shows where W_Q and W_K of its heads lie."""
         self.dropout_p = 0.0
         """The dropout probability of the last call that trained."""
+        self.computed_by = ""
+        """The function that computed its last sampled call, by its full name."""
         self.served = False
         """Our kernels computed a call that trained since they were asked to: what really ran."""
         self.ever_served = False
@@ -205,11 +207,12 @@ class WatchedLayer:
     def call(self, own: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
         """The output [..., H, Sq, D] of a call: by our kernels where they serve it, else by `own`, the model's own
         attention, of which a sample is measured. `call`: as `serve` and `probed` take it."""
+        by = {"by": call.pop("by")} if "by" in call else {}
         served = self.serve(query, key, value, **call)
         if served is not None:
             return served
         call.pop("why", None)
-        return self.probed(own(), query, key, value, **call)
+        return self.probed(own(), query, key, value, **by, **call)
 
     def serve(
         self,
@@ -359,9 +362,18 @@ class WatchedLayer:
         return f"its own attention stays in every call: {stays}; a switch would change nothing"
 
     def probed(
-        self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *, packed: Packed | None = None, **options: Any
+        self,
+        out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        packed: Packed | None = None,
+        by: str = "torch.nn.functional.scaled_dot_product_attention",
+        **options: Any,
     ) -> Tensor:
-        """`out` [..., H, Sq, D] of the model's own attention, of which the backward measures a sample where asked."""
+        """`out` [..., H, Sq, D] of the model's own attention, the function `by`, of which the backward measures a
+        sample where asked."""
         tokens = () if self.layout is None else self.layout.meet(query, key, value)
         if self.tick is None or not self._meets(query, out):
             return out
@@ -369,6 +381,7 @@ class WatchedLayer:
             self.leave_alone(reason)
             return out
         self._note(**options)
+        self.computed_by = by
         numerics = numerics_for(query, self.numerics)
         if not torch.compiler.is_compiling():
             self.rounds = numerics not in _EXACT

@@ -1,11 +1,12 @@
-"""Levels that no healthy recorded run reached: passed in one sample, they are reported at once.
+"""Levels that no healthy recorded run reached, and wrong rows: passed in one sample, they are reported at once.
 
 Growth needs a past; a model that was loaded already failing, or that fails in its first hundred steps, has none. A
-level goes by size, whatever the sign. docs/detectors.md has the healthy ranges and the margins.
+level goes by size, whatever the sign. docs/detectors.md has the healthy ranges and the margins. A row of attention that
+is farther from its recomputation than rounding explains (kernels/flash_attention/output_check.py) is a wrong kernel's.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -16,6 +17,8 @@ from foreshock.contract.slots import Floats, Slot, Words, slot_values
 
 LEVEL: Final = "level"
 """The signal of a level that was passed."""
+KERNEL: Final = "kernel"
+"""The signal of an attention that computes wrong rows."""
 HEALTHY_SCORE: Final = 521.0
 """The largest |score| of the healthy recorded runs."""
 SCORE: Final = 1024.0
@@ -40,6 +43,8 @@ class Passed(NamedTuple):
     """rows of the heads, the worst first"""
     worst: float
     sentence: str
+    wrong: dict[str, float] | None = None
+    """Of an attention that computes wrong rows: the evidence."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,9 +66,13 @@ def warned_before(active: Iterable[wire.Verdict], said: Iterable[wire.Verdict]) 
 
 
 class Levels:
-    """Holds the levels that are passed now. layers: those that the agent watches."""
+    """Holds the levels that are passed now. layers: those that the agent watches; computed_by: what computes the
+    attention of each, as the end of a sentence."""
 
-    def __init__(self, layers: Sequence[wire.Layer], quiet_steps: int) -> None:
+    def __init__(
+        self, layers: Sequence[wire.Layer], quiet_steps: int, computed_by: Callable[[int], str] = lambda layer: ""
+    ) -> None:
+        self._computed_by: Final = computed_by
         self._heads: Final = wire.head_refs(layers)
         self._dims: Final = {layer.layer: layer.head_dim for layer in layers}
         self._quiet_steps: Final = quiet_steps
@@ -73,7 +82,7 @@ class Levels:
         """Warnings that this sample raises or clears. warned: heads that the detectors warn about, which need none."""
         made = []
         active = self.passed.active
-        for passed in self._passed(step, words, warned):
+        for passed in (*self._wrong(words), *self._passed(step, words, warned)):
             known = active.get(passed.name)
             if known is None:
                 made.append(self._verdict(step, passed))
@@ -81,7 +90,8 @@ class Levels:
         for name, (verdict, last) in list(active.items()):
             if step - last >= self._quiet_steps:
                 del active[name]
-                sentence = f"No head has passed this level for {step - last} steps."
+                what = "passed this level" if verdict.signal == LEVEL else "had a wrong row"
+                sentence = f"No head has {what} for {step - last} steps."
                 made.append(verdict.model_copy(update={"step": step, "state": "cleared", "sentence": sentence}))
         return made
 
@@ -125,6 +135,28 @@ class Levels:
             found.append(Passed("entropy", np.flatnonzero(known).tolist(), worst, text))
         return found
 
+    def _wrong(self, words: Words) -> list[Passed]:
+        """Layers whose own attention computes wrong rows, each by its worst head."""
+        wrong, checked = slot_values(words, Slot.WRONG_ROWS), slot_values(words, Slot.CHECKED_ROWS)
+        error = slot_values(words, Slot.OUTPUT_ERROR_MAX)
+        by_layer: dict[int, list[int]] = {}
+        for row in np.flatnonzero(wrong).tolist():
+            by_layer.setdefault(self._heads[row][0], []).append(row)
+        found: list[Passed] = []
+        for layer, rows in by_layer.items():
+            rows.sort(key=lambda row: -wrong[row] / checked[row])
+            worst, of = rows[0], sum(head[0] == layer for head in self._heads)
+            share, size = wrong[worst] / checked[worst], float(error[rows].max())
+            others = f" {len(rows)} of {of} heads of the layer have such rows." if len(rows) > 1 else ""
+            text = (
+                f"Layer {layer} head {self._heads[worst][1]}: {wrong[worst]:.0f} of {checked[worst]:.0f} compared rows "
+                f"of its attention output are wrong, up to {size:.3g} times as far from their recomputation as "
+                f"rounding explains.{others}{self._computed_by(layer)}"
+            )
+            evidence = {"wrong_share": share, "output_error": min(size, np.finfo(np.float64).max)}
+            found.append(Passed(f"kernel-l{layer}", rows, size, text, evidence | {"heads": float(len(rows))}))
+        return found
+
     def _words(self, name: str, values: Floats, heads: list[int]) -> str:
         (layer, head), worst = self._heads[heads[0]], float(values[heads[0]])
         others = f" {len(heads)} of {len(values)} heads are past it." if len(heads) > 1 else ""
@@ -155,6 +187,20 @@ class Levels:
         return text
 
     def _verdict(self, step: int, passed: Passed) -> wire.Verdict:
+        if passed.wrong is not None:
+            layer, head = self._heads[passed.heads[0]]
+            return wire.Verdict(
+                id=f"{passed.name}-{step}",
+                step=step,
+                state="raised",
+                severity="critical",
+                layer=layer,
+                head=head,
+                cause="attention kernel",
+                signal=KERNEL,
+                evidence=passed.wrong,
+                sentence=passed.sentence[:500],
+            )
         return wire.Verdict(
             id=f"level-{passed.name}-{step}",
             step=step,

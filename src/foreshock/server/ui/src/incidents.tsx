@@ -101,7 +101,7 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
         {first.layer !== null && first.head !== null && (
           <Sparkline run={run} line={`head.score_offset:${first.layer}:${first.head}`} label={`score offset of ${where(first)}`} />
         )}
-        {incident.cause !== "not finite" && first.layer !== null && (
+        {foreseen(incident) && first.layer !== null && (
           <>
             <span class="muted">Steps left{incident.standing > 1 ? ` of ${where(first)}` : ""} until the largest |score| is 512:</span>{" "}
             <b>{forecast(first)}</b>
@@ -135,6 +135,11 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
   );
 }
 
+/** Whether scores grow: harm by anything else has come already. */
+function foreseen({ cause }: Incident): boolean {
+  return cause !== "not finite" && cause !== "attention kernel";
+}
+
 /** Every head of an incident, folded by layer; layers and heads with the fewest steps left first. */
 function Heads({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">) {
   const [open, setOpen] = useState(false);
@@ -146,7 +151,7 @@ function Heads({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">)
       <summary>
         {layers.has(null) && "The whole run and "}
         {named} {named === 1 ? "head" : "heads"} in {several} {several === 1 ? "layer" : "layers"}
-        {incident.cause !== "not finite" && ", fewest steps left first"}
+        {foreseen(incident) && ", fewest steps left first"}
       </summary>
       {open && (
         <div class="scroll">
@@ -154,7 +159,7 @@ function Heads({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">)
             <details class="layer" key={layer}>
               <summary>
                 {layer === null ? "whole run" : `layer ${layer}: ${heads.length > 1 ? `${heads.length} heads` : "1 head"}`}
-                {incident.cause !== "not finite" && `, ${forecast(heads[0]!)}`}
+                {foreseen(incident) && `, ${forecast(heads[0]!)}`}
               </summary>
               <ul>
                 {heads.map((head) => (

@@ -12,7 +12,7 @@ export interface Ack {
 
 /** Somebody has seen an incident and takes care of it. */
 export interface Acknowledged {
-  cause: "rounding" | "score growth" | "not finite" | "other";
+  cause: "attention kernel" | "rounding" | "score growth" | "not finite" | "other";
   /** the incident's newest step when it was acknowledged */
   step: number;
   who: string;
@@ -35,13 +35,13 @@ export interface ActiveWarning {
   layer: number | null;
   head: number | null;
   severity: "info" | "warning" | "critical";
-  cause: "rounding" | "score growth" | "other";
+  cause: "attention kernel" | "rounding" | "score growth" | "other";
   signal: string;
   raised_step: number;
   /** step of the latest update */
   step: number;
   /** the cause that was named before */
-  corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
+  corrected_from: "attention kernel" | "rounding" | "score growth" | "not finite" | "other" | null;
   corrected_step: number | null;
   forecast_steps: number | null;
   forecast_low_steps: number | null;
@@ -229,16 +229,16 @@ export interface Health {
 export interface Incident {
   id: string;
   /** the first of `causes` */
-  cause: "rounding" | "score growth" | "not finite" | "other";
+  cause: "attention kernel" | "rounding" | "score growth" | "not finite" | "other";
   /** every cause that its warnings have */
-  causes: ("rounding" | "score growth" | "not finite" | "other")[];
+  causes: ("attention kernel" | "rounding" | "score growth" | "not finite" | "other")[];
   state: "open" | "acknowledged" | "switched" | "arrested" | "not arrested" | "closed";
   /** of its worst head that is neither quiet nor arrested */
   severity: "info" | "warning" | "critical";
   /** the first warning; of a corrected incident under whatever cause that was reported */
   opened_step: number;
   /** the cause that the incident was reported under before */
-  corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
+  corrected_from: "attention kernel" | "rounding" | "score growth" | "not finite" | "other" | null;
   /** the step at which its cause was corrected */
   corrected_step: number | null;
   /** of its newest word */
@@ -277,9 +277,9 @@ export interface Incident {
 /** An incident in short: in the list of runs, in the event log, in the stream. */
 export interface IncidentChange {
   id: string;
-  cause: "rounding" | "score growth" | "not finite" | "other";
+  cause: "attention kernel" | "rounding" | "score growth" | "not finite" | "other";
   /** as of the incident; empty where an older service wrote it */
-  causes: ("rounding" | "score growth" | "not finite" | "other")[];
+  causes: ("attention kernel" | "rounding" | "score growth" | "not finite" | "other")[];
   state: "open" | "acknowledged" | "switched" | "arrested" | "not arrested" | "closed";
   severity: "info" | "warning" | "critical";
   opened_step: number;
@@ -287,7 +287,7 @@ export interface IncidentChange {
   /** how often it has opened in this run */
   times: number;
   /** the cause that was named before, until `corrected_step` */
-  corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
+  corrected_from: "attention kernel" | "rounding" | "score growth" | "not finite" | "other" | null;
   corrected_step: number | null;
   /** heads that are warned about now; the whole run counts as one */
   standing: number;
@@ -302,7 +302,7 @@ export interface IncidentHead {
   layer: number | null;
   head: number | null;
   /** why it is warned about; several where ranks report different ones */
-  causes: ("rounding" | "score growth" | "not finite" | "other")[];
+  causes: ("attention kernel" | "rounding" | "score growth" | "not finite" | "other")[];
   /** quiet: no warning stands any more; else where the cure of this head stands */
   state: "unswitched" | "switched" | "arrested" | "not arrested" | "quiet";
   severity: "info" | "warning" | "critical";
@@ -320,7 +320,7 @@ export interface IncidentHead {
   /** false: on its course it stays below 512; null: no forecast */
   harm_in_sight: boolean | null;
   /** the cause that it was reported under before */
-  corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
+  corrected_from: "attention kernel" | "rounding" | "score growth" | "not finite" | "other" | null;
   sentence: string;
   evidence: Record<string, number>;
 }
@@ -629,12 +629,12 @@ export interface Verdict {
   severity: "info" | "warning" | "critical";
   layer?: number | null;
   head?: number | null;
-  cause: "rounding" | "score growth" | "other";
+  cause: "attention kernel" | "rounding" | "score growth" | "other";
   /** the signal that tripped; monitor/detect/growth.py names them */
   signal: string;
   evidence?: Record<string, number>;
   /** the cause that this warning was reported under before; null: it is the first one */
-  corrected_from?: "rounding" | "score growth" | "not finite" | "other" | null;
+  corrected_from?: "attention kernel" | "rounding" | "score growth" | "not finite" | "other" | null;
   /** the step at which the cause was corrected */
   corrected_step?: number | null;
   /** steps until the largest |score| reaches 512 */

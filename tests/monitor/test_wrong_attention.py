@@ -1,0 +1,192 @@
+"""An attention that computes wrong rows is reported in the first sample that holds one; a correct one never is."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.monitor.doubles import Listener
+from tests.monitor.probing import EVERY_ROW, probed
+from tests.monitor.test_clipping import changed, two_layers
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from foreshock.contract import wire
+from foreshock.contract.incident import RunContext, Warned, incidents
+from foreshock.contract.slots import Slot, Words, slot_values
+from foreshock.monitor import attach
+from foreshock.monitor.attention.probe import Sampling
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+DEFAULT: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None}
+
+
+def operands(dtype: torch.dtype, length: int, dim: int, sharpness: float, seed: int, *, repeats: int = 1) -> Any:
+    """query, key, value, grad [2, 4, S, D]; each token comes `repeats` times, so that rounding errors add up."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randn(2, 4, -(-length // repeats), dim, generator=generator) for _ in range(4))
+    query, key, value, grad = (x.repeat_interleave(repeats, 2)[:, :, :length] for x in drawn)
+    return tuple(x.to(dtype) for x in (query * sharpness, key * sharpness, value + 0.5, grad))
+
+
+def rounding_its_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As code that is written by hand computes a causal attention in 16 bits: each result is rounded."""
+    scores = query @ key.mT * (1 / math.sqrt(query.shape[3]))
+    scores = scores + torch.full_like(scores[0, 0], -math.inf).triu(1)
+    return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def of_one(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend) -> Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def compared(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, out: Tensor, **options: Any) -> Words:
+    options = {"causal": "top_left", "numerics": "float32" if query.dtype == torch.float32 else "kernel"} | options
+    return probed(query, key, value, grad, out, Sampling(EVERY_ROW), **options)
+
+
+@pytest.mark.promise("A29")
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(TYPES),
+    length=st.integers(1, 160),
+    dim=st.sampled_from([4, 16, 64]),
+    sharpness=st.floats(0.0, 12.0),
+    repeats=st.sampled_from([1, 7, 160]),
+    seed=st.integers(0, 2**16),
+)
+def test_no_row_of_a_correct_attention_is_reported(
+    dtype: torch.dtype, length: int, dim: int, sharpness: float, repeats: int, seed: int
+) -> None:
+    query, key, value, grad = operands(dtype, length, dim, sharpness, seed, repeats=repeats)
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        words = compared(query, key, value, grad, of_one(query, key, value, backend))
+        assert slot_values(words, Slot.CHECKED_ROWS).tolist() == [2 * length] * 4
+        assert not words[:, Slot.WRONG_ROWS].any(), slot_values(words, Slot.OUTPUT_ERROR_MAX)
+    out = rounding_its_scores(query, key, value)
+    assert not compared(query, key, value, grad, out, rounds="scores")[:, Slot.WRONG_ROWS].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(TYPES),
+    length=st.integers(1, 64),
+    sharpness=st.floats(0.0, 1.5),
+    errors=st.lists(st.floats(-1.0, 1.0), min_size=4, max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_a_row_is_reported_when_it_is_farther_from_the_truth_than_any_rounding_goes(
+    dtype: torch.dtype, length: int, sharpness: float, errors: list[float], seed: int
+) -> None:
+    """The truth is computed in float64 from the same operands. Within its own type's unit roundoff an output is right;
+    a row that lost more than a tenth of what its values weigh is wrong in every type."""
+    query, key, value, grad = operands(dtype, length, 16, sharpness, seed)
+    scores = query.double() @ key.double().mT / 4
+    weights = (scores + torch.full_like(scores, -math.inf).triu(1)).softmax(-1)
+    truth = weights @ value.double()
+    size = (weights @ value.double().square().sum(-1, keepdim=True)).sqrt()
+    off = torch.tensor(errors).double().view(1, 4, 1, 1) * size / 4
+    words = compared(query, key, value, grad, (truth + off).to(dtype))
+    for head, error in enumerate(errors):
+        wrong = int(words[head, Slot.WRONG_ROWS])
+        if abs(error) > 0.1 + 0.02:
+            assert wrong == 2 * length
+        if abs(error) < 2**-9:
+            assert wrong == 0
+
+
+def rows_zeroed(out: Tensor) -> Tensor:
+    return torch.where(torch.arange(out.shape[2]).view(-1, 1) % 3 == 0, 0.0, out)
+
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "a third of the rows zeroed": rows_zeroed,
+    "a third of the rows doubled": lambda out: out + out - rows_zeroed(out),
+    "rows of the next token": lambda out: out.roll(1, 2),
+    "normalised by a sum that is a tenth too large": lambda out: out / 1.1,
+    "one element of each row of another size": lambda out: torch.cat([out[..., :1] * 64, out[..., 1:]], -1),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_wrong_rows_of_one_head_are_counted_in_that_head(dtype: torch.dtype, kind: str) -> None:
+    query, key, value, grad = operands(dtype, 96, 32, 1.0, 0)
+    out = of_one(query, key, value, SDPBackend.FLASH_ATTENTION)
+    out[:, 2] = WRONG[kind](out)[:, 2]
+    wrong = slot_values(compared(query, key, value, grad, out), Slot.WRONG_ROWS)
+    assert wrong[2] >= 60
+    assert wrong.sum() == wrong[2]
+
+
+def test_rows_of_another_head_are_reported() -> None:
+    query, key, value, grad = operands(torch.bfloat16, 96, 32, 1.0, 0)
+    out = of_one(query, key, value, SDPBackend.FLASH_ATTENTION)
+    out[:, 1] = out[:, 3]
+    wrong = slot_values(compared(query, key, value, grad, out), Slot.WRONG_ROWS)
+    assert wrong.tolist() == [0.0, 192.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", TYPES[:2])
+def test_a_flipped_bit_is_reported_when_it_moves_the_row_past_its_bound(dtype: torch.dtype) -> None:
+    query, key, value, grad = operands(dtype, 64, 32, 1.0, 0)
+    right = of_one(query, key, value, SDPBackend.FLASH_ATTENTION)
+    reported = []
+    for bit in range(16):
+        out = right.clone()
+        out.view(torch.int16)[1, 3, 40, 7] ^= -(2**15) if bit == 15 else 1 << bit
+        words = compared(query, key, value, grad, out)
+        found = slot_values(words, Slot.WRONG_ROWS) + slot_values(words, Slot.NONFINITE_OUTPUT_ROWS)
+        assert found[:3].tolist() == [0.0, 0.0, 0.0]
+        moved = float((out.double() - right.double()).norm() / right[1, 3, 40].double().norm())
+        reported.append(found[3])
+        if not moved < 0.2:
+            assert found[3] == 1, (bit, moved)
+    assert sum(reported) >= 3  # the sign or the exponent of this element
+    assert reported[0] == 0
+
+
+def test_nothing_is_compared_where_it_is_unknown_what_the_attention_rounds_or_drops() -> None:
+    query, key, value, grad = operands(torch.bfloat16, 32, 16, 1.0, 0)
+    for options in ({"dropout_p": 0.1}, {"rounds": "unknown"}):
+        words = compared(query, key, value, grad, torch.zeros_like(query), **options)
+        assert not words[:, [Slot.CHECKED_ROWS, Slot.WRONG_ROWS]].any()
+        assert np.isneginf(slot_values(words, Slot.OUTPUT_ERROR_MAX)).all()
+
+
+@pytest.mark.promise("A29")
+def test_a_wrong_kernel_is_an_incident_of_its_own_from_the_first_sample_that_holds_a_wrong_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = 0
+    own = F.scaled_dot_product_attention
+
+    def breaks_at_the_third_step(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        out: Tensor = own(*args, **kwargs)
+        if calls < 6 or calls % 2:  # two layers: the second one is wrong from the third step on
+            return out
+        return torch.cat([out[:, :1], torch.zeros_like(out[:, 1:])], 1)
+
+    listener, model = Listener(), two_layers()
+    with attach(model, **DEFAULT, strict=True) as agent:
+        monkeypatch.setattr("foreshock.monitor.attention.interception.SDPA", breaks_at_the_third_step)
+        agent.subscribe(listener)
+        changed(agent, model, 5)
+    [found] = listener.of(wire.Verdict)
+    assert (found.step, found.layer, found.head, found.cause) == (3, 1, 1, "attention kernel")
+    assert (found.severity, found.state) == ("critical", "raised")
+    assert f"scaled_dot_product_attention (torch {torch.__version__.partition('+')[0]}" in found.sentence
+    assert found.evidence["wrong_share"] == 1.0
+    assert found.evidence["output_error"] > 1.0
+    [incident] = incidents([Warned(4, 3, found)], RunContext("row_corrected", policy="auto"))
+    assert (incident.id, incident.state, incident.act, incident.opened_step) == ("attention-kernel", "open", "none", 3)
+    assert "layer 1 head 1, since step 3" in incident.sentence
+    assert "only one rank reports it, drain its GPU" in incident.to_do
