@@ -19,8 +19,7 @@ from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import Trace, readings
 from foreshock.lab.scoring.baselines import BASELINES, Signal
 from foreshock.lab.training.arm import CONTROL
-from foreshock.lab.training.real_text_split import assigned
-from foreshock.lab.training.recipes import RECIPES
+from foreshock.lab.training.recipes import RECIPES, assigned
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 

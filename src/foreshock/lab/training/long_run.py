@@ -24,7 +24,7 @@ from foreshock.lab.texts import Corpus
 from foreshock.lab.training.arm import Arm, variant
 from foreshock.lab.training.checkpoints import EVERY_STEPS, Checkpoints
 from foreshock.lab.training.ranks import Ranks
-from foreshock.lab.training.recipe import Recipe
+from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.recorder import HISTORY_STEPS, Recorder
 from foreshock.lab.training.run import Training, train
 
