@@ -164,6 +164,20 @@ async def test_an_escalation_keeps_to_the_bounds_of_machines(service: Any) -> No
     assert sorted(c["source"] for c in await commands_of(service)) == ["alertmanager", "api"]
 
 
+@pytest.mark.promise("S22")
+@pytest.mark.settings(webhook_cooldown_seconds=0)
+async def test_a_rejection_holds_against_an_escalation_too(service: Any) -> None:
+    await switched(service, mode="paper_softmax")
+    with service.app.state.store.writer.engine.begin() as connection:
+        run_id = connection.execute(select(runs.c.id)).scalar_one()
+        asked = Order(run_id, "run-1", "agent", "rank 0", "it drifts", [(0, 2)], "exact_delta", "proposed")
+        proposal = create(connection, asked)
+    no = await service.client.post(f"/v1/commands/{proposal}/reject", json={"who": "ann", "reason": "bad data"})
+    assert no.json()["state"] == "rejected"
+    await judge(service)
+    assert [c["source"] for c in await commands_of(service)] == ["agent", "api"]
+
+
 async def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fresh_one_waits(service: Any) -> None:
     rank = FakeRank()
     await service.store(rank, rank.started(), rank.sample(10))
