@@ -217,11 +217,10 @@ class RankAnswer(Response):
     reason: str = ""
 
 
-class CommandStatus(Response):
-    """A command and its way through the ranks."""
+class CommandChange(Response):
+    """A command as it stands in the event log and the stream."""
 
     id: Identifier
-    run: str
     state: CommandState
     source: OrderSource = Field(
         description="agent: proposed by the agent under policy approve; rank: a local switch, passed on to other "
@@ -231,6 +230,15 @@ class CommandStatus(Response):
     reason: str
     heads: list[HeadRef] | None
     mode: str
+    verification: Verification | None = Field(
+        default=None, description="whether the heads' growth stopped; null until enough steps have passed"
+    )
+
+
+class CommandStatus(CommandChange):
+    """A command and its way through the ranks."""
+
+    run: str
     expect: str | None
     dry_run: bool
     created_unix_seconds: float
@@ -239,10 +247,6 @@ class CommandStatus(Response):
     ranks: list[RankAnswer]
     closed_because: str | None = Field(
         default=None, description="why it is refused though no rank refused it: all that could answer have ended"
-    )
-    verification: Verification | None = Field(
-        default=None,
-        description="whether the heads' growth stopped; null until enough steps have passed",
     )
     undoes: Identifier | None = Field(default=None, description="the command whose switch this one takes back")
     undone_by: Identifier | None = Field(default=None, description="the command that takes this one's switch back")
@@ -266,19 +270,6 @@ class SwitchPlan(Response):
 
     changes: list[SwitchedTo]
     kept: list[HeadRef] = Field(description="heads that have the mode beside others already, and keep what they have")
-
-
-class CommandChange(Response):
-    """A transition of a command, as it stands in the event log and the stream."""
-
-    id: str
-    state: CommandState
-    source: str
-    issued_by: str
-    reason: str
-    heads: list[HeadRef] | None
-    mode: str
-    verification: Verification | None = None
 
 
 EventKind = Literal[

@@ -109,15 +109,17 @@ export interface Command {
   dry_run?: boolean;
 }
 
-/** A transition of a command, as it stands in the event log and the stream. */
+/** A command as it stands in the event log and the stream. */
 export interface CommandChange {
   id: string;
   state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
-  source: string;
+  /** agent: proposed by the agent under policy approve; rank: a local switch, passed on to other ranks; service: proposed because a switch did not arrest its head */
+  source: "api" | "alertmanager" | "agent" | "rank" | "service";
   issued_by: string;
   reason: string;
   heads: [number, number][] | null;
   mode: string;
+  /** whether the heads' growth stopped; null until enough steps have passed */
   verification: "verified" | "not arrested" | "unknown" | null;
 }
 
@@ -145,7 +147,6 @@ export interface CommandRequest {
 /** A command and its way through the ranks. */
 export interface CommandStatus {
   id: string;
-  run: string;
   state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
   /** agent: proposed by the agent under policy approve; rank: a local switch, passed on to other ranks; service: proposed because a switch did not arrest its head */
   source: "api" | "alertmanager" | "agent" | "rank" | "service";
@@ -153,6 +154,9 @@ export interface CommandStatus {
   reason: string;
   heads: [number, number][] | null;
   mode: string;
+  /** whether the heads' growth stopped; null until enough steps have passed */
+  verification: "verified" | "not arrested" | "unknown" | null;
+  run: string;
   expect: string | null;
   dry_run: boolean;
   created_unix_seconds: number;
@@ -161,8 +165,6 @@ export interface CommandStatus {
   ranks: RankAnswer[];
   /** why it is refused though no rank refused it: all that could answer have ended */
   closed_because: string | null;
-  /** whether the heads' growth stopped; null until enough steps have passed */
-  verification: "verified" | "not arrested" | "unknown" | null;
   /** the command whose switch this one takes back */
   undoes: string | null;
   /** the command that takes this one's switch back */
