@@ -148,6 +148,10 @@ class Service:
         """The incidents of a run, the most urgent first; heads by the steps left."""
         return list(self._object(self.get(path_of("runs", run, "incidents")))["incidents"])
 
+    def resume_plan(self, run: str) -> dict[str, Any]:
+        """The checkpoint that a run that failed goes back to, the lines that load it, and all known checkpoints."""
+        return self._object(self.get(path_of("runs", run, "resume-plan")))
+
     def acknowledge(self, run: str, incident: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Acknowledge an incident; returns it in its new state."""
         return self._object(

@@ -5,6 +5,7 @@ import json
 from tests.cli.typed import foreshock
 from tests.server.orders import local
 
+from foreshock.contract.wire import Checkpoint
 from foreshock.server.testing import FakeRank, LiveService
 
 
@@ -74,3 +75,18 @@ def test_a_proposal_is_approved_or_rejected_by_the_command_that_its_incident_nam
             events = client.get(f"/v1/runs/{rank.run}/events", params={"kind": "command"}).json()["events"]
         assert f"is {'approved' if verb == 'approve' else 'rejected'} (" in events[0]["sentence"]
         assert events[0]["sentence"].endswith("): seen")
+
+
+def test_a_resume_plan_is_printed_as_lines_to_use_and_a_table_of_checkpoints(service: LiveService) -> None:
+    rank = FakeRank(run="fell", boot="b9")
+    saved = [Checkpoint(step=step, path=f"out/checkpoint-{step}", trainer="lightning") for step in (4, 8)]
+    service.post(rank.batch(rank.started(), rank.sample(1), *saved, rank.verdict(6)))
+    told = foreshock("resume-plan", "fell", "--url", service.url)
+    assert told.exit_code == 0, told.output
+    assert told.output.startswith("Resume fell from step 4, out/checkpoint-4. The first open incident began at step 6.")
+    assert '  trainer.fit(model, ckpt_path="out/checkpoint-4")\n' in told.output
+    rows = [" ".join(line.split()) for line in told.output.splitlines()]
+    assert "8 after a warning out/checkpoint-8" in rows
+    assert "4 clean yes out/checkpoint-4" in rows
+    plan = json.loads(foreshock("resume-plan", "fell", "--json", "--url", service.url).output)
+    assert plan["checkpoint"]["step"] == 4

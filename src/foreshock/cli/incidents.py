@@ -12,6 +12,7 @@ from foreshock.client import DEFAULT_URL, Service, given_token
 
 _HEADS_SHOWN = 5
 _ORDERS_SHOWN = 5
+_CHECKPOINTS_SHOWN = 12
 
 
 def incidents(
@@ -43,6 +44,36 @@ def incidents(
         else:
             _print_incidents(found, run, console())
             _print_orders(client.commands(run), console())
+
+
+def resume_plan(
+    run: Annotated[str, typer.Argument(help="Run that failed.")],
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Print the checkpoint to resume a failed run from, the lines that load it, and every checkpoint that is known."""
+    from rich.table import Table
+
+    from foreshock.cli.output import console, print_json
+
+    with Service(url, given_token(token, token_file)) as client:
+        plan = client.resume_plan(run)
+    if as_json:
+        print_json(plan)
+        return
+    out = console()
+    out.print(plan["sentence"], highlight=False, markup=False, soft_wrap=True)
+    for line in plan["commands"]:
+        out.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+    if plan["checkpoints"]:
+        table = Table("step", "state", "keep", "path", box=None)
+        for one in plan["checkpoints"][:_CHECKPOINTS_SHOWN]:
+            table.add_row(f"{one['step']:,}", one["label"], "yes" if one["pinned"] else "", one["path"])
+        out.print(table)
+        if (more := len(plan["checkpoints"]) - _CHECKPOINTS_SHOWN) > 0:
+            out.print(f"and {more} older; --json lists them all", highlight=False)
 
 
 def _print_incidents(found: list[dict[str, Any]], run: str, console: Console) -> None:

@@ -15,7 +15,7 @@ from foreshock.cli.about import delete, describe
 from foreshock.cli.boards import boards
 from foreshock.cli.decisions import approve, reject
 from foreshock.cli.errors import CommandError, Commands
-from foreshock.cli.incidents import incidents
+from foreshock.cli.incidents import incidents, resume_plan
 from foreshock.cli.options import AsJson, Token, TokenFile, Url
 from foreshock.cli.store import audit, store
 from foreshock.client import DEFAULT_URL, given_token
@@ -34,6 +34,7 @@ app.add_typer(boards, name="dashboards")
 app.add_typer(store, name="store")
 app.add_typer(audit, name="audit")
 app.command()(incidents)
+app.command()(resume_plan)
 app.command()(approve)
 app.command()(reject)
 app.command()(describe)

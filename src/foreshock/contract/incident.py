@@ -112,6 +112,7 @@ class Incident(BaseModel):
     opened_step: int = Field(
         description="the first warning; of a corrected incident under whatever cause that was reported"
     )
+    before_step: int = Field(description="checkpoints before this step are older than what the incident warns about")
     corrected_from: IncidentCause | None = Field(description="the cause that the incident was reported under before")
     corrected_step: int | None = Field(description="the step at which its cause was corrected")
     step: int = Field(description="of its newest word")
@@ -500,6 +501,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step
         state=state,
         severity=severity,
         opened_step=opened,
+        before_step=before,
         corrected_from=was,
         corrected_step=None if was is None else started.joined_step,
         step=max(head.step for head in heads),

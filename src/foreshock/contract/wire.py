@@ -290,6 +290,16 @@ class Clipped(Message):
         return self
 
 
+class Checkpoint(Message):
+    """The trainer wrote a checkpoint of the run as it was after step `step`."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    step: Step
+    path: str = Field(min_length=1, max_length=1024, description="where the trainer finds it")
+    trainer: str = Field(pattern="^[a-z_]{1,16}$", description="transformers, lightning, accelerate, torchtitan, own")
+    requested: bool = Field(default=False, description="foreshock asked for it, at a warning")
+
+
 class AgentHealth(Message):
     """The agent's own losses and faults since its boot. Totals, never differences."""
 
@@ -324,7 +334,7 @@ class Unknown(Message):
 
 
 Event = Annotated[
-    Started | Sample | Verdict | Switched | Clipped | AgentHealth | Finished | Unknown,
+    Started | Sample | Verdict | Switched | Clipped | Checkpoint | AgentHealth | Finished | Unknown,
     Field(discriminator="kind"),
 ]
 

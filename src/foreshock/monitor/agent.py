@@ -41,6 +41,7 @@ from foreshock.monitor.sampler import Sampler
 from foreshock.monitor.sampling.collector import Counted
 from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
 from foreshock.monitor.sampling.sample import SampleDraft
+from foreshock.monitor.save_requests import SaveRequests
 from foreshock.monitor.switch import Switchboard
 from foreshock.monitor.switching import Switching
 
@@ -82,6 +83,9 @@ class Agent:
         self._empty_steps, self._nothing = 0, ""
         self._watch(attached, undo)
         self._outbox = Outbox(self._guards, console_prints=self._console.prints)
+        # processes of several would not ask at the same step, and a save that not all of them join never ends
+        self._saves = SaveRequests(config.save_on_warning and config.world_size == 1)
+        self._requested = False
         self._started = self._closed = self._busy = False
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -281,6 +285,7 @@ class Agent:
         if self.config.policy != "observe":
             self._guards["policy"].run(self._switching.act, verdicts, self.current_step)
         self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
+        self._saves.follow(said, self._active)
 
     def _pass_levels(self, counted: Counted, verdicts: Sequence[wire.Verdict]) -> list[wire.Verdict]:
         """Warnings about levels, which no policy acts on: a level does not show what scores will do."""
@@ -308,6 +313,24 @@ class Agent:
     def subscribe(self, sink: Sink) -> None:
         """Hand every event from now on to `sink`, in this thread, before it is sent."""
         self._outbox.subscribe(sink)
+
+    @property
+    def should_save(self) -> bool:
+        """True once after a warning opened an incident: write a checkpoint at this step boundary, then call
+        `checkpoint_saved`. Always False with `save_on_warning=False` and in runs of several processes, which would not
+        agree on the step."""
+        wanted = self._saves.take()
+        self._requested |= wanted
+        return wanted
+
+    def checkpoint_saved(self, path: str | os.PathLike[str], *, step: int | None = None, trainer: str = "own") -> None:
+        """A checkpoint was written to `path`, of the run as it was after `step`, by default the last one that is done.
+        `foreshock resume-plan` names it. The first process alone reports it; raises nothing."""
+        requested, self._requested = self._requested, False
+        if self.config.rank == 0 and not self._inert() and self._started:
+            at = self.current_step if step is None else step
+            told = {"step": at, "path": os.fspath(path)[-1024:], "trainer": trainer, "requested": requested}
+            self._guards["sender"].run(lambda: self._outbox.emit(wire.Checkpoint.model_validate(told)))
 
     def modes(self) -> dict[tuple[int, int], str]:
         """The present mode of every (layer, head), global numbers, by name (docs/reference/modes.md)."""

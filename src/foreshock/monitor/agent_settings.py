@@ -28,6 +28,7 @@ class AgentSettings(TypedDict, total=False):
     policy: Policy
     mitigation: str
     switch_scope: SwitchScope
+    save_on_warning: bool
     qk_clip: ClipWhen
     qk_clip_threshold: float
     qk_clip_every_steps: int

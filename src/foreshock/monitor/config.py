@@ -86,6 +86,9 @@ class AgentConfig(BaseSettings):
     switch_scope: SwitchScope = "model"
     """Which heads a warning switches under approve and auto: the head that it names (head), its layer (layer), or all
     heads of this process (model). In our runs all heads at the first warning left the least drift (lab/NOTEBOOK.md)."""
+    save_on_warning: bool = True
+    """Ask the trainer for a checkpoint when a warning opens an incident, at most once for each; in a plain loop
+    `agent.should_save` is then true once. Runs of several processes are not asked."""
     qk_clip: ClipWhen = "never"
     """QK-Clip, for scores that grow: after each optimizer step, W_Q and W_K of heads whose largest score passed
     `qk_clip_threshold` are scaled down to it. It changes weights and cannot be undone. always: from the first step.

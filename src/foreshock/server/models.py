@@ -18,6 +18,7 @@ from foreshock.contract.orders import OrderSource
 from foreshock.contract.orders import Verification as Verification
 from foreshock.contract.wire import (
     MAX_LAYERS,
+    Checkpoint,
     Clipped,
     HeadRef,
     Identifier,
@@ -273,7 +274,16 @@ class SwitchPlan(Response):
 
 
 EventKind = Literal[
-    "started", "verdict", "switched", "clipped", "command", "finished", "incident", "acknowledged", "described"
+    "started",
+    "verdict",
+    "switched",
+    "clipped",
+    "checkpoint",
+    "command",
+    "finished",
+    "incident",
+    "acknowledged",
+    "described",
 ]
 
 
@@ -290,6 +300,7 @@ class RunEvent(Response):
     verdict: Verdict | None = None
     switched: Switched | None = None
     clipped: Clipped | None = None
+    checkpoint: Checkpoint | None = None
     command: CommandChange | None = None
     incident: IncidentChange | None = None
     acknowledged: Acknowledged | None = None

@@ -105,7 +105,8 @@ def to_do_of(run: str, incident: Incident) -> str:
         return f'{incident.to_do} Type: foreshock approve {shlex.quote(run)} --reason "{incident.cause}"'
     named = _ORDERED.search(incident.to_do)
     if named is None:
-        return incident.to_do
+        goes_back = "checkpoint" in incident.to_do and incident.closed_step is None
+        return f"{incident.to_do} Type: foreshock resume-plan {shlex.quote(run)}" if goes_back else incident.to_do
     order = f'foreshock switch {shlex.quote(run)} --mode {named[1]} --reason "{incident.cause}"'
     return f"{incident.to_do} Type: {order}"
 

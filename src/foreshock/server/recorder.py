@@ -14,10 +14,22 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, bindparam, case, literal_column, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from foreshock.contract.wire import AgentHealth, Batch, Clipped, Finished, Layer, Sample, Started, Switched, Verdict
+from foreshock.contract.wire import (
+    AgentHealth,
+    Batch,
+    Checkpoint,
+    Clipped,
+    Finished,
+    Layer,
+    Sample,
+    Started,
+    Switched,
+    Verdict,
+)
 from foreshock.server.process_order import Arrival, place, record_shared_ranks, supersede
 from foreshock.server.readings import COARSE, changed_runs, changed_spans
 from foreshock.server.runs.eventlog import (
+    checkpoint_sentence,
     clipped_sentence,
     finished_sentence,
     printable,
@@ -395,6 +407,8 @@ def _write_events(connection: Connection, done: Recorded, before: dict[int, Row[
             elif isinstance(event, Clipped):
                 clipped.append((batch, event))
                 row |= {"sentence": clipped_sentence(batch.rank, event), "payload": event.model_dump_json()}
+            elif isinstance(event, Checkpoint):
+                row |= {"sentence": checkpoint_sentence(event), "payload": event.model_dump_json()}
             elif isinstance(event, Started):
                 if boot_id in introduced:  # it says it again because it was asked to
                     continue

@@ -13,6 +13,7 @@ Accelerate calls its trackers on the first alone. And it shows QK-Clip the optim
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Unpack
 
@@ -55,6 +56,8 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
         """Of the Accelerator that checkpoints go with, which prepares them at any time before the first step."""
         self._everywhere = False
         """Whether processes other than the first are watched too."""
+        self._save: Callable[[], object] | None = None
+        """Writes a checkpoint, where Accelerate names them itself."""
         self.agent: Agent | None = None
         """The agent, once `init_trackers` was called."""
 
@@ -88,6 +91,8 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
             self.agent.qk_clip_with(optimizer=self._optimizers)
             self._optimizers = []
         self.agent.step(loss, _first(values, _GRAD_NORM), _first(values, _LEARNING_RATE), step=step)
+        if self._save is not None and self.agent.should_save:
+            self._save()
 
     def finish(self) -> None:
         """Send what is left, and give the model back as it was."""
@@ -104,6 +109,7 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
         def save(models: Any, weights: Any, folder: str) -> None:
             if self.agent is not None:
                 write_state(self.agent, Path(folder) / _FILE.format(accelerator.process_index))
+                self.agent.checkpoint_saved(folder, trainer="accelerate")
 
         def load(models: Any, folder: str) -> None:
             saved = read_state(*(Path(folder) / _FILE.format(index) for index in (accelerator.process_index, 0)))
@@ -122,6 +128,8 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
             backward(*args, **kwargs)
 
         accelerator.backward = first_backward
+        if accelerator.project_configuration.automatic_checkpoint_naming:
+            self._save = accelerator.save_state
         accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(load)
         self._everywhere, self._optimizers = True, getattr(accelerator, "_optimizers", [])

@@ -132,6 +132,8 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         norm = self._norm.take()
         self.agent.step(loss, self._logged_norm if norm is None else norm, self._learning_rate, step=state.global_step)
         self._logged_norm = None
+        if args.save_total_limit != 1 and self.agent.should_save:  # with 1 it would take the clean one's place
+            control.should_save = True
 
     def _shares(self, args: TrainingArguments) -> int:
         """By how much a rank's part of the loss falls short of its mean: the Trainer divides by all ranks' tokens."""
@@ -162,8 +164,10 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save this process's state beside the first one's, which is all that the Trainer itself saves."""
+        """Report the checkpoint, and save this process's state in it: the Trainer itself saves only the first one's."""
         folder = _checkpoint(args, state)
+        if self.agent is not None:
+            self.agent.checkpoint_saved(folder, step=state.global_step, trainer="transformers")
         if self.agent is not None and args.process_index > 0 and folder.is_dir():
             write_state(self.agent, folder / _FILE.format(args.process_index))
 

@@ -6,6 +6,8 @@ It attaches before the first step, steps when Lightning's `global_step` does, an
 Modes and detector state are saved in every checkpoint and are back when training resumes from it.
 """
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -36,6 +38,7 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
         self._micro_losses: list[Tensor] = []
         self._learning_rate: float | None = None
         self._norm = GradientNorm()
+        self._undo: Callable[[], object] = lambda: None
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -47,6 +50,18 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
         self.agent.qk_clip_with(optimizer=trainer.optimizers or None)
         take_up(self.agent, self._saved, trainer.global_step)
         self._norm.start()
+        self._report_checkpoints(trainer)
+
+    def _report_checkpoints(self, trainer: Trainer) -> None:
+        save = trainer.save_checkpoint  # ModelCheckpoint calls it too; no hook of Lightning gets the path
+
+        def reporting(filepath: Any, *args: Any, **kwargs: Any) -> None:
+            save(filepath, *args, **kwargs)
+            if self.agent is not None:
+                self.agent.checkpoint_saved(filepath, step=trainer.global_step, trainer="lightning")
+
+        trainer.save_checkpoint = reporting
+        self._undo = lambda: vars(trainer).pop("save_checkpoint", None)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the learning rate of this step, before the scheduler moves on."""
@@ -66,6 +81,10 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
         loss = torch.stack(self._micro_losses).mean() * parts if self._micro_losses else None
         self._micro_losses = []
         self.agent.step(loss, self._norm.take(), self._learning_rate, step=trainer.global_step)
+        own = trainer.checkpoint_callback  # None where the program wants no checkpoints
+        if own is not None and self.agent.should_save:
+            folder = Path(getattr(own, "dirpath", None) or trainer.default_root_dir)
+            trainer.save_checkpoint(folder / f"foreshock-step={trainer.global_step}.ckpt")
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -84,6 +103,8 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
     def _end(self, status: Status) -> None:
         self._micro_losses = []
         self._norm.stop()
+        self._undo()
+        self._undo = lambda: None
         if self.agent is not None:
             self.agent.close(status)
 

@@ -119,14 +119,22 @@ class _Hooks:
         return Path(self._trainer.checkpointer.folder) / f"step-{step}" / f"foreshock_{rank}.json"
 
     def save(self, curr_step: int, last_step: bool = False) -> Any:
-        """Where torchtitan saves, save the agent's state beside it."""
-        saved = self._save(curr_step, last_step=last_step)
-        if saved is None:  # 0.2 returns nothing
-            asked: bool = self._trainer.checkpointer._should_save(curr_step, last_step)
-        else:
-            asked = saved
+        """Where torchtitan saves, or a warning asks for a checkpoint, save the agent's state in it."""
+        checkpointer = self._trainer.checkpointer
+        interval = getattr(checkpointer, "interval", None)  # it has none where checkpoints are off
+        if interval is not None and self._agent.should_save:
+            checkpointer.interval = 1
+        try:
+            saved = self._save(curr_step, last_step=last_step)
+            # 0.2 returns nothing
+            asked: bool = checkpointer._should_save(curr_step, last_step) if saved is None else saved
+        finally:
+            if interval is not None:
+                checkpointer.interval = interval
         if asked:
-            write_state(self._agent, self._file(curr_step, self._agent.config.rank))
+            file = self._file(curr_step, self._agent.config.rank)
+            write_state(self._agent, file)
+            self._agent.checkpoint_saved(file.parent, step=curr_step, trainer="torchtitan")
         return saved
 
     def load(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from foreshock.contract.metrics.catalog import METRICS
 from foreshock.contract.metrics.metric import MORE_CHARTS, Scale
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
 from foreshock.contract.orders import Decided
+from foreshock.contract.resume import ResumePlan, resume_plan
 from foreshock.contract.wire import ModeName
 from foreshock.server import commands, models
 from foreshock.server.auth import COOKIE, Actor, Caller, Deleter, Keyring, Reader, caller_of, cookie_of
@@ -48,11 +49,12 @@ from foreshock.server.models import (
 )
 from foreshock.server.problems import ProblemError
 from foreshock.server.runs import listing
-from foreshock.server.runs.eventlog import events_of
+from foreshock.server.runs.eventlog import checkpoints_of, events_of
 from foreshock.server.runs.incidents import acknowledge, incidents_of
 from foreshock.server.runs.listing import find_run, list_runs, run_detail
+from foreshock.server.runs.newest import described, status_of
 from foreshock.server.settings import Settings
-from foreshock.server.store import audit
+from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import LeftError, Store, Turns, Work, insert_or_ignore, lock_runs
 from foreshock.server.store.schema import service_state
 
@@ -320,6 +322,24 @@ async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
         return incidents_of(connection, [run_id], _verify_steps(request)).get(run_id, [])
 
     return IncidentList(incidents=await _store(request).read(read))
+
+
+@router.get("/v1/runs/{run:path}/resume-plan")
+async def get_resume_plan(request: Request, _: Reader, run: str) -> ResumePlan:
+    """The checkpoint that a run that failed goes back to, and what to change: known checkpoints by its incidents."""
+
+    def read(connection: Connection) -> ResumePlan:
+        run_id = find_run(connection, run).id
+        starts = process_starts.of_now(connection, [run_id]).get(run_id, ())
+        return resume_plan(
+            run,
+            checkpoints_of(connection, run_id),
+            incidents_of(connection, [run_id], _verify_steps(request)).get(run_id, []),
+            mitigation=described(starts).get("mitigation") or DEFAULT_MITIGATION,
+            ended=status_of(starts) != "active",
+        )
+
+    return await _store(request).read(read)
 
 
 @router.post("/v1/runs/{run:path}/acknowledge")

@@ -12,11 +12,11 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, Select, bindparam, desc, func, select, update
 
 from foreshock.contract.incident import Acknowledged
-from foreshock.contract.wire import Clipped, Finished, HeadRef, Started, Switched, Verdict
+from foreshock.contract.wire import Checkpoint, Clipped, Finished, HeadRef, Started, Switched, Verdict
 from foreshock.server.models import CommandChange, IncidentChange, RunEvent
 from foreshock.server.store.database import lock_log
 from foreshock.server.store.reading import read_back
-from foreshock.server.store.schema import events, runs
+from foreshock.server.store.schema import boots, events, runs
 
 
 def printable(text: str) -> str:
@@ -72,6 +72,12 @@ def switched_sentence(switched: Switched) -> str:
     return printable(sentence.strip())
 
 
+def checkpoint_sentence(checkpoint: Checkpoint) -> str:
+    """Where a checkpoint is, and whether foreshock asked for it."""
+    why = " foreshock asked for it at a warning." if checkpoint.requested else ""
+    return printable(f"Checkpoint of step {checkpoint.step:,}: {checkpoint.path}.{why}")
+
+
 def clipped_sentence(rank: int, clipped: Clipped) -> str:
     """What QK-Clip did: switched on or off, or which heads it scaled, by how much and how often."""
     if not clipped.heads:
@@ -88,10 +94,13 @@ _NEWEST: Final = select(
     runs.c.id, select(func.max(events.c.number)).where(events.c.run_id == runs.c.id).scalar_subquery()
 ).where(runs.c.id.in_(bindparam("run_ids", expanding=True)))
 _EVENT_ID: Final = re.compile(r"([0-9]{1,18}) ([A-Za-z0-9_.:/-]{1,128})")
+MOST_CHECKPOINTS: Final = 1000
+"""The newest of a run that a plan looks at."""
 _PAYLOADS: Final = {
     "verdict": Verdict,
     "switched": Switched,
     "clipped": Clipped,
+    "checkpoint": Checkpoint,
     "command": CommandChange,
     "incident": IncidentChange,
     "acknowledged": Acknowledged,
@@ -173,3 +182,17 @@ def _as_event(row: Row[Any]) -> RunEvent:
     if row.kind in _PAYLOADS:
         setattr(event, row.kind, read_back(_PAYLOADS[row.kind], row.payload, "event", row.id))
     return event
+
+
+def checkpoints_of(connection: Connection, run_id: int) -> list[Checkpoint]:
+    """What was reported of a run's checkpoints, without those of steps that a later process start made again."""
+    query = (
+        select(events.c.id, events.c.step, events.c.payload, boots.c.until_step)
+        .join(boots, events.c.boot_id == boots.c.id)
+        .where(events.c.run_id == run_id, events.c.kind == "checkpoint")
+        .order_by(desc(events.c.number))
+        .limit(MOST_CHECKPOINTS)
+    )
+    rows = [row for row in connection.execute(query) if row.until_step is None or row.step <= row.until_step]
+    found = (read_back(Checkpoint, row.payload, "event", row.id) for row in rows)
+    return [one for one in found if one is not None]

@@ -41,7 +41,7 @@ export class Problem extends Error {
 }
 
 /** Kinds of events that the history tells; an incident's own stand on its card. */
-const TOLD = ["started", "verdict", "switched", "clipped", "command", "finished", "acknowledged", "described"];
+const TOLD = ["started", "verdict", "switched", "clipped", "checkpoint", "command", "finished", "acknowledged", "described"];
 const MOST_EVENTS = 2000;
 const MOST_RUNS = 5000;
 const MOST_AUDIT_ROWS = 5000;

@@ -77,6 +77,18 @@ export interface Catalog {
   default_mode: string;
 }
 
+/** The trainer wrote a checkpoint of the run as it was after step `step`. */
+export interface Checkpoint {
+  kind?: "checkpoint";
+  step: number;
+  /** where the trainer finds it */
+  path: string;
+  /** transformers, lightning, accelerate, torchtitan, own */
+  trainer: string;
+  /** foreshock asked for it, at a warning */
+  requested?: boolean;
+}
+
 /** QK-Clip was switched on or off (no heads), or scaled the weights of these heads since the event before. */
 export interface Clipped {
   kind?: "clipped";
@@ -239,6 +251,8 @@ export interface Incident {
   severity: "info" | "warning" | "critical";
   /** the first warning; of a corrected incident under whatever cause that was reported */
   opened_step: number;
+  /** checkpoints before this step are older than what the incident warns about */
+  before_step: number;
   /** the cause that the incident was reported under before */
   corrected_from: "attention kernel" | "rounding" | "score growth" | "not finite" | "other" | null;
   /** the step at which its cause was corrected */
@@ -330,6 +344,18 @@ export interface IncidentHead {
 /** Every incident of a run, the most urgent first: one for each cause, or for rounding and score growth together. */
 export interface IncidentList {
   incidents: Incident[];
+}
+
+/** A checkpoint of a run, and what is known against it. */
+export interface LabelledCheckpoint {
+  step: number;
+  path: string;
+  trainer: string;
+  /** foreshock asked for it, at a warning */
+  requested: boolean;
+  label: "clean" | "after a warning" | "after harm";
+  /** the last clean one before an open incident: no retention rule may delete it */
+  pinned: boolean;
 }
 
 /** One watched layer, all ranks together. `modes` and `risk` stand in the order of `heads`. */
@@ -449,6 +475,17 @@ export interface RankAnswer {
   reason: string;
 }
 
+/** Where a run can go back to. foreshock never goes back by itself. */
+export interface ResumePlan {
+  sentence: string;
+  /** the one to resume from; null: none is known, or needed */
+  checkpoint: LabelledCheckpoint | null;
+  /** lines to run or to write into the program, in order */
+  commands: string[];
+  /** all that are known, the newest first */
+  checkpoints: LabelledCheckpoint[];
+}
+
 /** Everything known of one run at its last step. */
 export interface RunDetail {
   run: string;
@@ -510,7 +547,7 @@ export interface RunEvent {
   /** number within the run: 1 is the first event that was stored of it */
   id: number;
   run: string;
-  kind: "started" | "verdict" | "switched" | "clipped" | "command" | "finished" | "incident" | "acknowledged" | "described";
+  kind: "started" | "verdict" | "switched" | "clipped" | "checkpoint" | "command" | "finished" | "incident" | "acknowledged" | "described";
   /** null for what the service did itself */
   rank: number | null;
   step: number | null;
@@ -520,6 +557,7 @@ export interface RunEvent {
   verdict: Verdict | null;
   switched: Switched | null;
   clipped: Clipped | null;
+  checkpoint: Checkpoint | null;
   command: CommandChange | null;
   incident: IncidentChange | null;
   acknowledged: Acknowledged | null;

@@ -1,0 +1,116 @@
+"""Which checkpoint a run that failed goes back to, and how: a pure function of what is known of the run.
+
+A checkpoint is judged by the incidents of its run: one that was written while an incident was open holds the state
+that the incident warns about, one that was written after numbers stopped being finite holds the harm.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from pydantic import BaseModel, Field
+
+from foreshock.contract.causes import curable
+from foreshock.contract.decision import checkpoint_before
+from foreshock.contract.incident import Incident
+from foreshock.contract.wire import Checkpoint
+
+Label = Literal["clean", "after a warning", "after harm"]
+
+_LOADS: Final = {
+    "transformers": ('trainer.train(resume_from_checkpoint="{path}")',),
+    "lightning": ('trainer.fit(model, ckpt_path="{path}")',),
+    "accelerate": ('accelerator.load_state("{path}")  # after tracker.checkpoint_with(accelerator)',),
+    "torchtitan": ("--checkpoint.load_step {step}",),
+    "own": ("# load {path}, then, before the first step:", "agent.begin_at({step})"),
+}
+"""What loads a checkpoint, by the trainer that wrote it."""
+
+
+class LabelledCheckpoint(BaseModel):
+    """A checkpoint of a run, and what is known against it."""
+
+    step: int
+    path: str
+    trainer: str
+    requested: bool = Field(description="foreshock asked for it, at a warning")
+    label: Label
+    pinned: bool = Field(description="the last clean one before an open incident: no retention rule may delete it")
+
+
+class ResumePlan(BaseModel):
+    """Where a run can go back to. foreshock never goes back by itself."""
+
+    sentence: str
+    checkpoint: LabelledCheckpoint | None = Field(description="the one to resume from; null: none is known, or needed")
+    commands: list[str] = Field(description="lines to run or to write into the program, in order")
+    checkpoints: list[LabelledCheckpoint] = Field(description="all that are known, the newest first")
+
+
+def label_of(step: int, incidents: Sequence[Incident]) -> Label:
+    """What is known against a checkpoint of `step`: nothing where no incident was open at that step."""
+    over = [one for one in incidents if one.before_step <= step and (one.closed_step is None or step < one.closed_step)]
+    if any(one.cause == "not finite" or one.severity == "critical" for one in over):
+        return "after harm"
+    return "after a warning" if over else "clean"
+
+
+def resume_plan(
+    run: str, checkpoints: Sequence[Checkpoint], incidents: Sequence[Incident], *, mitigation: str, ended: bool
+) -> ResumePlan:
+    """The plan for `run`. checkpoints: all that were reported; incidents: closed ones included; mitigation: the mode
+    that a warning of this run switches heads to; ended: no process of the run is active."""
+    open_ones = [one for one in incidents if one.closed_step is None]
+    newest = sorted({(one.step, one.path): one for one in checkpoints}.values(), key=lambda one: -one.step)
+    before = min((one.before_step for one in open_ones), default=None)
+    labels = [label_of(one.step, incidents) for one in newest]
+    chosen = next(
+        (
+            place
+            for place, (one, label) in enumerate(zip(newest, labels, strict=True))
+            if label == "clean" and (before is None or one.step < before)
+        ),
+        None,
+    )
+    labelled = [
+        LabelledCheckpoint(
+            **one.model_dump(exclude={"kind"}), label=label, pinned=before is not None and place == chosen
+        )
+        for place, (one, label) in enumerate(zip(newest, labels, strict=True))
+    ]
+    best = None if chosen is None else labelled[chosen]
+    if before is None and not ended:
+        return ResumePlan(
+            sentence=f"{run} trains and has no open incident: there is nothing to go back to.",
+            checkpoint=None,
+            commands=[],
+            checkpoints=labelled,
+        )
+    since = "" if before is None else f" The first open incident began at step {before:,}."
+    if best is None:
+        known = f"none of the {len(newest)} reported checkpoints is clean" if newest else "no checkpoint was reported"
+        return ResumePlan(
+            sentence=f"{run}: {known}.{since} Look for {checkpoint_before(before or 1)} on your disks.",
+            checkpoint=None,
+            commands=_treatment(open_ones, mitigation),
+            checkpoints=labelled,
+        )
+    load = [line.format(path=best.path, step=best.step) for line in _LOADS.get(best.trainer, _LOADS["own"])]
+    return ResumePlan(
+        sentence=f"Resume {run} from step {best.step:,}, {best.path}.{since}",
+        checkpoint=best,
+        commands=[*load, *_treatment(open_ones, mitigation)],
+        checkpoints=labelled,
+    )
+
+
+def _treatment(incidents: Sequence[Incident], mitigation: str) -> list[str]:
+    """What is to be different this time, so that the run does not fail again."""
+    causes = [cause for one in incidents for cause in one.causes]
+    lines = []
+    if any(map(curable, causes)):
+        lines.append(f'agent.set_mode(agent.modes(), "{mitigation}", reason="the run failed here before")')
+    if "score growth" in causes:
+        lines.append('attach(model, qk_clip="always")  # or a lower learning rate')
+    if "not finite" in causes:
+        lines.append("# leave out the batches that led there, or lower the learning rate")
+    return lines

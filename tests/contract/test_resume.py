@@ -1,0 +1,70 @@
+"""Which checkpoint a failed run goes back to: by brute force over what was reported, and by the sentences."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.contract.test_incident import of as incidents_of
+from tests.contract.test_incident import warned
+
+from foreshock.contract.incident import Incident
+from foreshock.contract.resume import ResumePlan, label_of, resume_plan
+from foreshock.contract.wire import Checkpoint
+
+
+def checkpoint(step: int, trainer: str = "transformers", *, requested: bool = False) -> Checkpoint:
+    return Checkpoint(step=step, path=f"out/checkpoint-{step}", trainer=trainer, requested=requested)
+
+
+def opened(step: int, **changes: object) -> Incident:
+    [found] = incidents_of(warned(step=step))
+    return found.model_copy(update=changes)
+
+
+def plan(*checkpoints: Checkpoint, of: tuple[Incident, ...], ended: bool = True) -> ResumePlan:
+    return resume_plan("r", checkpoints, of, mitigation="row_corrected", ended=ended)
+
+
+@given(st.sets(st.integers(1, 60)), st.lists(st.tuples(st.integers(1, 60), st.none() | st.integers(1, 40)), max_size=3))
+def test_the_checkpoint_is_the_newest_that_no_incident_covers_and_older_than_all_that_are_open(
+    steps: set[int], spans: list[tuple[int, int | None]]
+) -> None:
+    found = tuple(
+        opened(1, before_step=first, closed_step=None if length is None else first + length, severity="warning")
+        for first, length in spans
+    )
+    made = plan(*(checkpoint(step) for step in steps), of=found)
+    covered = {
+        step for step in steps for first, length in spans if first <= step and (length is None or step < first + length)
+    }
+    good = [step for step in steps - covered if all(step < first for first, length in spans if length is None)]
+    assert (made.checkpoint and made.checkpoint.step) == max(good, default=None)
+    assert [one.step for one in made.checkpoints] == sorted(steps, reverse=True)
+    open_ones = any(length is None for _, length in spans)
+    assert [one.step for one in made.checkpoints if one.pinned] == ([max(good)] if good and open_ones else [])
+
+
+def test_numbers_that_were_not_finite_harm_every_checkpoint_until_they_are_again() -> None:
+    harm = opened(1, cause="not finite", before_step=50, closed_step=90)
+    assert [label_of(step, [harm]) for step in (49, 50, 89, 90)] == ["clean", "after harm", "after harm", "clean"]
+
+
+def test_each_trainer_gets_the_line_that_loads_its_checkpoint_and_what_has_to_change() -> None:
+    drift = opened(70, causes=["rounding"], cause="rounding")
+    lines = plan(checkpoint(50), of=(drift,)).commands
+    assert lines[0] == 'trainer.train(resume_from_checkpoint="out/checkpoint-50")'
+    assert 'set_mode(agent.modes(), "row_corrected"' in lines[1]
+    assert plan(checkpoint(50, "torchtitan"), of=(drift,)).commands[0] == "--checkpoint.load_step 50"
+    assert plan(checkpoint(50, "a_newer_one"), of=(drift,)).commands[1] == "agent.begin_at(50)"
+    growth = opened(70, causes=["score growth"], cause="score growth")
+    assert 'qk_clip="always"' in plan(checkpoint(50), of=(growth,)).commands[1]
+
+
+def test_a_run_without_checkpoints_gets_an_honest_sentence_and_a_healthy_one_none_to_follow() -> None:
+    drift = opened(70)
+    told = plan(of=(drift,))
+    assert "no checkpoint was reported" in told.sentence
+    assert "a checkpoint before step 70" in told.sentence
+    assert told.checkpoint is None
+    assert "none of the 1 reported checkpoints is clean" in plan(checkpoint(80), of=(drift,)).sentence
+    healthy = plan(checkpoint(80), of=(), ended=False)
+    assert (healthy.commands, healthy.checkpoint) == ([], None)
+    assert "nothing to go back to" in healthy.sentence
