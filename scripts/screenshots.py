@@ -33,7 +33,7 @@ from foreshock.lab.shown.story import NAMES, recordings
 from foreshock.server.testing import FakeRank
 
 ROOT = Path(__file__).resolve().parents[1]
-DESKTOP, PHONE = 1280, 390
+DESKTOP = 1280
 
 
 class Picture(NamedTuple):
@@ -48,26 +48,17 @@ class Picture(NamedTuple):
 
 LONG = (
     "gpt-neox-20b/pile-deduplicated/bf16-flash-attention/lr-6e-4/warmup-3000/"
-    "a-run-whose-name-has-128-characters/seed-1234567/80x64-"
+    "a-run-whose-name-has-128-characters/seed-1234567/80x64-0"
 )
 FLOOD = "flood/12x12"
 
 
-def long_name(number: int) -> str:
-    """A name of as many characters as a run may have."""
-    return f"{LONG:x<127.127}{number}"
-
-
 def pictures() -> Iterator[Picture]:
-    """The demo at its end; the same views with 144 failing heads, with long names and with a fleet."""
+    """The demo at its end; the same views with 144 failing heads, with a long name and with a fleet."""
     yield Picture("demo", NAMES, "light", height=1500)
-    names = tuple(map(long_name, range(3)))
-    for suffix, width, height in (("", 1440, 900), ("-phone", PHONE, 1600)):
-        yield Picture(f"fleet{suffix}", (), "light", width, height=height)
-        yield Picture(f"flood{suffix}", (FLOOD,), "light", width, height=height)
-        yield Picture(f"flood-compare{suffix}", (FLOOD, *names[:1]), "dark", width, height=height)
-        yield Picture(f"long-names{suffix}", names[:1], "light", width, height=height)
-        yield Picture(f"long-names-compare{suffix}", names, "light", width, height=height)
+    yield Picture("fleet", (), "light", 1440)
+    yield Picture("flood", (FLOOD,), "light", 1440)
+    yield Picture("flood-compare", (FLOOD, LONG), "dark", 1440)
 
 
 def fill(url: str) -> None:
@@ -76,11 +67,9 @@ def fill(url: str) -> None:
     with httpx.Client(base_url=url, timeout=120) as client:
         fill_fleet(client)
         send_long(client, FLOOD, 12, 12, warned=144)
-        for number in range(3):
-            name = long_name(number)
-            send_long(client, name, 4, 6)
-            said = {"tags": ["t" * 64, "keep", "\u05ea\u05d2\u05d9\u05ea"], "notes": "<b>Not markup.</b> " + "n" * 300}
-            client.patch(f"/v1/runs/{name}", json={"who": "Ada", **said}).raise_for_status()
+        send_long(client, LONG, 4, 6)
+        said = {"tags": ["t" * 64, "keep", "\u05ea\u05d2\u05d9\u05ea"], "notes": "<b>Not markup.</b> " + "n" * 300}
+        client.patch(f"/v1/runs/{LONG}", json={"who": "Ada", **said}).raise_for_status()
 
 
 def fill_fleet(client: httpx.Client) -> None:
@@ -134,7 +123,7 @@ def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
     """Photograph one picture; returns its file."""
 
     def screen(height: int) -> None:
-        size = {"width": picture.width, "height": height, "deviceScaleFactor": 1.5, "mobile": picture.width == PHONE}
+        size = {"width": picture.width, "height": height, "deviceScaleFactor": 1.5, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     scheme = {"features": [{"name": "prefers-color-scheme", "value": picture.scheme}]}
@@ -150,8 +139,8 @@ def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
     return file
 
 
-def take_details(browser: Chrome, url: str, directory: Path) -> Iterator[Path]:
-    """Every dialog, an unfolded incident and the audit trail, each in either light, on a desk and on a telephone."""
+def take_details(browser: Chrome, url: str, directory: Path) -> Path:
+    """Every dialog, an unfolded incident and the audit trail."""
     run, who, reason = (
         "details/gpt2-small",
         "Ada Lovelace",
@@ -159,23 +148,19 @@ def take_details(browser: Chrome, url: str, directory: Path) -> Iterator[Path]:
     )
     with httpx.Client(base_url=url, timeout=120) as client:
         page_details.fill(client, run, who, reason)
-    for suffix, width in (("", 1440), ("-phone", PHONE)):
-        # No part is taller than the screen; the page loads what can be seen.
-        size = {"width": width, "height": 2400, "deviceScaleFactor": 1, "mobile": width == PHONE}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        for scheme in ("light", "dark"):
-            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-            views = []
-            for _, part in page_details.open_details(browser, url, run, who, reason):
-                shown = browser.find_element(By.CSS_SELECTOR, part)
-                browser.execute_script("arguments[0].scrollIntoView({ block: 'center' })", shown)
-                png = shown.screenshot_as_png
-                views.append(Image.open(BytesIO(png)).convert("RGB"))
-            file = directory / f"details-{scheme}{suffix}.png"
-            paper = "#f5f6f8" if scheme == "light" else "#0e1216"
-            sheet(views, 4 if width == PHONE else 3, paper).quantize(128).save(file, optimize=True)
-            yield file
+    # No part is taller than the screen; the page loads what can be seen.
+    size = {"width": 1440, "height": 2400, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    media = {"features": [{"name": "prefers-color-scheme", "value": "light"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    views = []
+    for _, part in page_details.open_details(browser, url, run, who, reason):
+        shown = browser.find_element(By.CSS_SELECTOR, part)
+        browser.execute_script("arguments[0].scrollIntoView({ block: 'center' })", shown)
+        views.append(Image.open(BytesIO(shown.screenshot_as_png)).convert("RGB"))
+    file = directory / "details-light.png"
+    sheet(views, 3, "#f5f6f8").quantize(128).save(file, optimize=True)
+    return file
 
 
 def sheet(views: list[Image.Image], columns: int, paper: str, gap: int = 16) -> Image.Image:
@@ -227,8 +212,7 @@ def main(out: Path = ROOT / "docs" / "images") -> None:
         fill(url)
         for picture in pictures():
             print(take(browser, url, picture, out))
-        for file in take_details(browser, url, out):
-            print(file)
+        print(take_details(browser, url, out))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 from tests.monitor.doubles import Listener
 from tests.monitor.tiny_models import tiny_gpt, train_step
 
@@ -103,6 +104,7 @@ class OneOfSeveral:
         self.process_index = process_index
         self.hooks: dict[str, Any] = {}
         self.trackers: list[Any] = []
+        self.project_configuration = ProjectConfiguration()
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
