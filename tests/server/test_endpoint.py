@@ -87,7 +87,7 @@ async def test_a_noisy_run_is_slowed_down_and_a_quiet_one_is_not(service: Any) -
 
 async def test_a_run_named_like_an_address_is_refused_with_a_sentence(service: Any) -> None:
     paths = [path for path in service.app.openapi()["paths"] if path.startswith("/v1/runs/{run}/")]
-    assert len(paths) == 7
+    assert len(paths) == 8
     for word in (path.rpartition("/")[2] for path in paths):
         rank = FakeRank(run=f"team/{word}")
         answer = await service.post(rank.batch(rank.started()))

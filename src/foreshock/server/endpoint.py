@@ -225,7 +225,7 @@ class Writer:
 
 log = structlog.get_logger()
 PATH: Final = "/v1/batches"
-RESERVED: Final = ("curves", "matrix", "events", "commands", "switches", "incidents", "acknowledge")
+RESERVED: Final = ("curves", "matrix", "events", "commands", "switches", "incidents", "resume-plan", "acknowledge")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 _LARGE_BYTES: Final = 2**16
 """Larger bodies of a token are read one after another: each may hold up the event loop for some tenths of a second."""
