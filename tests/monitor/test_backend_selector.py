@@ -8,36 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.monitor.doubles import verdict
-from tests.monitor.probing import tensors
 
 from foreshock.contract.modes import Mode
-from foreshock.contract.slots import Slot, slot_values
-from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor.attention.backend_selector import BackendSelector
-from foreshock.monitor.attention.probe import Sampling, new_ticks, probe, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.detect.sampling_errors import sampling_errors
-
-
-def test_the_sampling_error_that_is_shown_is_the_spread_of_many_samples() -> None:
-    query, key, value, grad = tensors(torch.bfloat16, length=40)
-    out = flash_attention(query, key, value, causal="top_left")
-    state, tick, number = new_state(4), new_ticks(1, torch.device("cpu"))[0], start_sampling(Sampling(32))
-    leaf = out.detach().requires_grad_()
-    offsets, ties, shown = [], [], []
-    for _ in range(150):
-        state.copy_(new_state(4))
-        watched = probe(leaf, query, key, value, state, tick, number, causal="top_left")
-        torch.autograd.backward(watched, grad)
-        words = state.numpy().copy()
-        offsets.append(slot_values(words, Slot.SCORE_OFFSET_SUM) / 32)
-        ties.append(slot_values(words, Slot.TIED_ROWS_BF16) / 32)
-        shown.append([sampling_errors(words)[name] for name in ("offset_error", "tied_bf16_error")])
-    stop_sampling(number)
-    spread = np.array([np.std(offsets, axis=0), np.std(ties, axis=0)])
-    np.testing.assert_allclose(np.mean(shown, axis=0), spread, rtol=0.2)
 
 
 def layers_of(heads: list[int]) -> tuple[list[WatchedLayer], torch.Tensor]:
@@ -121,27 +97,6 @@ def test_what_ran_before_a_layer_went_back_to_its_own_attention_says_nothing_of_
         selector.follow(np.array([int(Mode.EXACT_DELTA)], dtype=np.int32))
         assert selector.serves(0)
         selector.follow(np.zeros(1, dtype=np.int32))
-
-
-def test_evidence_tells_the_error_of_the_heads_that_were_measured_and_of_no_other(
-    keep: Callable[..., BackendSelector],
-) -> None:
-    words = new_state(3).numpy().copy()
-    words[1, Slot.ROWS] = 16
-    words.view(np.float64)[1, Slot.SCORE_OFFSET_SUM] = 32.0
-    words.view(np.float64)[1, Slot.SCORE_OFFSET_SUMSQ] = 16 * (4.0 + 9.0)  # mean 2, variance 9
-    heads = [(7, 0), (7, 1), (8, 0)]
-    about = [verdict(*head) for head in heads] + [verdict(9, 9)]
-    selector = keep([2, 1])
-    told = selector.with_errors(about, words, heads)
-    assert [set(each.evidence) - set(was.evidence) for each, was in zip(told, about, strict=True)] == [
-        set(),
-        {"offset_error", "tied_bf16_error"},
-        set(),
-        set(),
-    ]
-    assert told[1].evidence["offset_error"] == pytest.approx(3 / 4)
-    assert "offset 0.75 nats" in selector.errors
 
 
 def test_dropout_is_told_of_while_a_layer_keeps_it_in_three_sentences(keep: Callable[..., BackendSelector]) -> None:

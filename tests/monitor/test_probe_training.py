@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
+from tests.monitor.doubles import Listener
 from tests.monitor.test_executions import MODELS, MODES, Mode
 from tests.monitor.test_foreign_models import DECODER, X, tiny
 from tests.monitor.test_huggingface import MODELS as TRANSFORMERS
@@ -282,26 +282,6 @@ def test_a_switch_moves_only_the_layer_of_the_head_onto_our_kernels_and_back(
         "1: 1 head switched to exact_delta: a test",
         "3: 1 head switched to plain: a test",
     ]
-
-
-def test_the_sampling_error_stands_in_the_report_and_in_the_evidence_of_a_warning() -> None:
-    model = tiny_gpt()
-    agent, listener = kept(model, probe_rows=5)
-    agent.detectors = ScriptedDetectors(4, {1: [verdict(1, 0), verdict(None, None, id="run")]})
-    with agent:
-        for step in range(3):
-            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
-        report = agent.report()
-    of_head, of_run = listener.of(wire.Verdict)
-    words = listener.of(wire.Sample)[0].words()
-    rows, total, squares = (
-        slot_values(words, s)[2] for s in (Slot.ROWS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ)
-    )
-    error = np.sqrt((squares / rows - (total / rows) ** 2) / rows)
-    assert of_head.evidence["offset_error"] == pytest.approx(error)
-    assert of_head.evidence["tied_bf16_error"] >= 0
-    assert "offset_error" not in of_run.evidence
-    assert "sampling error of the last sample, at most: offset" in report
 
 
 def test_a_resumed_run_moves_its_switched_layers_before_its_first_step() -> None:

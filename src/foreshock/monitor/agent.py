@@ -22,7 +22,6 @@ from torch import Tensor
 from foreshock.contract import wire
 from foreshock.contract.incident import page_of
 from foreshock.contract.metrics.metric import GUARDED
-from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor.apart import apart
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.coverage import CoverageReport, pause_steps
@@ -31,7 +30,6 @@ from foreshock.monitor.console import ConsoleReporter
 from foreshock.monitor.crisis import Crisis
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.levels import Levels, PassedLevels, warned_before
-from foreshock.monitor.detect.notes import Notes
 from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.guard import Guard, logger, say
 from foreshock.monitor.outbox import Outbox, Sink
@@ -108,7 +106,6 @@ class Agent:
         me = weakref.proxy(self)  # in no circle: an agent that is dropped leaves there, and not in the midst of a step
         emit = lambda event: me._outbox.emit(event)  # noqa: E731
         self._switching = Switching(config, self._switchboard, emit, self._console.report_switched)
-        self._notes = Notes(self._heads)
         self._levels = Levels(attached.layers, config.detectors.quiet_steps, attached.computed_by)
         self._active: Sequence[wire.Verdict] = ()
         self.readings: Readings | None = None
@@ -267,14 +264,10 @@ class Agent:
         if counted.broken_step is not None:
             self._crisis.begin(self.current_step)
         self._guards["sample"].run(self._record_coverage, counted)
-        if verdicts:
-            with_errors = self._attached.selector.with_errors
-            verdicts = self._guards["detectors"].run(with_errors, verdicts, counted.words, self._heads) or verdicts
         self._guards["sample"].run(lambda: self._outbox.emit_sample(SampleDraft(counted, risk)))
         said = [*(self._guards["levels"].run(self._pass_levels, counted, verdicts) or ()), *verdicts]
         for verdict in said:
             self._outbox.emit(verdict)
-        self._guards["console"].run(self._note, counted)
         if undecided or any(v.state == "raised" and v.severity != "info" for v in said):
             self._schedule.watch_closely(self.current_step)
         if said:
@@ -293,11 +286,6 @@ class Agent:
         if any(verdict.state == "raised" for verdict in found):
             self._crisis.begin(self.current_step)
         return found
-
-    def _note(self, counted: Counted) -> None:
-        largest = slot_values(counted.words, Slot.SCORE_MAX)
-        if self._console.first and (note := self._notes.of(counted.step, largest, self._active)) is not None:
-            self._outbox.emit(note)
 
     def _record_coverage(self, counted: Counted) -> None:
         """Record which layers a sample counts, and send anew who serves and measures each where that changed."""
@@ -379,7 +367,7 @@ class Agent:
         Where attention is kept, with the sampling error of the last sample that measured some.
         """
         parts = (self._attached.report, self._coverage.table(norms=self._started), self._clipping.report())
-        return "\n".join(filter(None, parts)) + self._attached.selector.errors
+        return "\n".join(filter(None, parts))
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -404,7 +392,6 @@ class Agent:
             "step": self.current_step,
             "switch": self._switchboard.state_dict(),
             "qk_clip": self._clipping.state_dict(),
-            "noted": [list(head) for head in sorted(self._notes.noted)],
             "levels": TypeAdapter(PassedLevels).dump_python(self._levels.passed, mode="json"),
             "detectors": detectors,
         }
@@ -432,7 +419,6 @@ class Agent:
         self._switchboard.load_state_dict(saved.switch)
         if saved.qk_clip is not None:
             self._clipping.load_state_dict(saved.qk_clip)
-        self._notes.noted = set(saved.noted)
         self._levels.passed = saved.levels
         self.begin_at(saved.step)
         self.run = self.config.run or saved.run

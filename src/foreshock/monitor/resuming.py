@@ -28,8 +28,6 @@ class SavedState(BaseModel):
     switch: dict[str, Any]
     qk_clip: dict[str, Any] | None = None
     """None: of an agent without QK-Clip."""
-    noted: list[wire.HeadRef] = []
-    """Heads whose largest score was noted; none in a state of an older agent."""
     levels: PassedLevels = PassedLevels()
     """Levels that are passed; none in a state of an older agent."""
     detectors: dict[str, Any] | None

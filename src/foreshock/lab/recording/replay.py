@@ -15,14 +15,11 @@ import httpx
 from foreshock.client import http_client
 from foreshock.contract import wire
 from foreshock.contract.route import unanswered
-from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.recording.pace import Pace
 from foreshock.lab.recording.packed import PACKED, RECORDED
 from foreshock.lab.recording.trace import Trace, read_trace, readings
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.levels import Levels, warned_before
-from foreshock.monitor.detect.notes import Notes
-from foreshock.monitor.detect.sampling_errors import sampling_errors, with_errors
 
 _EVENTS_OF_A_BATCH = 64
 
@@ -30,16 +27,14 @@ _EVENTS_OF_A_BATCH = 64
 def judged(trace: Trace, config: DetectorConfig | None = None) -> Iterator[wire.Event]:
     """The trace's events with today's risk and today's verdicts in place of the recorded ones, as an agent has them."""
     detectors, seen = Detectors(trace.heads, config), readings(trace)
-    levels, notes = Levels(trace.started.layers, detectors.config.quiet_steps), Notes(trace.heads)
+    levels = Levels(trace.started.layers, detectors.config.quiet_steps)
     yield trace.started
     for event in trace.events:
         if isinstance(event, wire.Sample) and (words := event.words()) is not None:
-            verdicts = with_errors(detectors.update(next(seen)), sampling_errors(words), trace.heads)
+            verdicts = detectors.update(next(seen))
             yield event.model_copy(update={"risk": wire.Array.of(detectors.risk.astype("<f4"))})
             yield from levels.verdicts(event.step, words, warned_before(detectors.active, verdicts))
             yield from verdicts
-            note = notes.of(event.step, slot_values(words, Slot.SCORE_MAX), detectors.active)
-            yield from () if note is None else (note,)
         elif isinstance(event, wire.Sample | wire.Switched):
             yield event
     last = trace.samples[-1]

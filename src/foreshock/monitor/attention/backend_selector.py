@@ -12,13 +12,10 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from foreshock.contract import wire
 from foreshock.contract.modes import parse_mode
-from foreshock.contract.slots import Words
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.detect.sampling_errors import sampling_errors, with_errors
 from foreshock.monitor.sampling.stride import passes
 
 
@@ -42,8 +39,6 @@ class BackendSelector:
         self._masks_back: Callable[[], None] | None = None
         self.faults: Counter[str] = Counter()
         """Where a contained fault of the probe is counted; the agent puts its own counter here."""
-        self.errors = ""
-        """The sampling error of the last sample that measured some rows, as a line for people."""
         self._sampling.layouts = [layer.layout for layer in self.layers if layer.layout is not None]
         self._key = start_sampling(self._sampling)
         self.largest: Final = torch.full((len(state),), -math.inf, device=state.device)
@@ -171,19 +166,6 @@ class BackendSelector:
                 "switched layer draws other masks, with the same probability."
             )
         return lines
-
-    def with_errors(
-        self, verdicts: list[wire.Verdict], words: Words, heads: Sequence[tuple[int, int]]
-    ) -> list[wire.Verdict]:
-        """`verdicts` with the sampling errors of their heads in the evidence; `words` [N] are those of `heads`."""
-        errors = sampling_errors(words)
-        offset, tied = errors["offset_error"], errors["tied_bf16_error"]
-        if not np.isnan(offset).all():
-            self.errors = (
-                f"\nsampling error of the last sample, at most: offset {np.nanmax(offset):.2g} nats, "
-                f"share of tied rows {np.nanmax(tied):.2g}"
-            )
-        return with_errors(verdicts, errors, heads)
 
     def describe(self) -> str:
         """Who serves the attention, in a line."""
