@@ -54,6 +54,10 @@ def test_a_failure_is_scored_with_its_lead_and_its_cause_beside_a_healthy_run_an
         {"set": "all", "tuned": None, "runs": 1, "steps": STEPS, "warned": 0},
     ]
     assert result["precision"] == {"warned_as_rounding": 1, "failed": 1, "cut_short": 0, "ran_to_the_end": 0}
+    likely, lead = failed.forecast_steps, ours["median_lead"]
+    assert likely is not None
+    part = pytest.approx(lead / likely)
+    assert result["forecasts"] == {"came": 1, "not_earlier": 1, "least_part": part, "most_part": part}
     written = json.loads(report.read_text())
     assert written["traces"][0]["file"] == "failing.jsonl.gz"
     assert written["table"] == result["table"]

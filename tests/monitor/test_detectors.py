@@ -54,28 +54,15 @@ def test_the_drifting_head_alone_is_warned_about_with_rounding_as_the_cause(cour
     assert "Layer 0 head 2" in first.sentence
 
 
-def test_the_forecast_brackets_the_step_at_which_the_largest_score_reaches_512() -> None:
+def test_the_largest_score_reaches_512_after_the_earliest_step_and_about_when_the_forecast_says() -> None:
     _, told = play(explosion, until=5500, bias=0.6)
     truth = 2000 + 800 * math.log2((512 - 9) / 1.25 / 0.5)
     for verdict in told:
         assert verdict.forecast_steps is not None
         assert verdict.forecast_low_steps is not None
-        assert verdict.forecast_low_steps <= truth - verdict.step <= (verdict.forecast_high_steps or math.inf)
+        assert verdict.forecast_low_steps <= truth - verdict.step
         # heads that compound mostly come sooner than their course, which this one follows to the end
         assert verdict.forecast_steps == pytest.approx(0.6 * (truth - verdict.step), rel=0.35)
-
-
-def test_a_latest_step_is_given_once_a_supported_drift_has_gone_far_and_its_harm_is_near() -> None:
-    _, told = play(explosion, until=8500, bias=0.6)
-    truth = 2000 + 800 * math.log2((512 - 9) / 1.25 / 0.5)
-    given = [verdict.forecast_high_steps is not None for verdict in told]
-    assert given == sorted(given)
-    assert not given[0]
-    assert given[-1]
-    assert all(truth <= v.step + v.forecast_high_steps for v in told if v.forecast_high_steps is not None)
-    _, unsupported = play(explosion, until=9700)
-    assert unsupported
-    assert all(v.forecast_high_steps is None for v in unsupported)
 
 
 @pytest.mark.parametrize("bias", [-0.6, 0.0])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreshock.monitor.detect.origin import origin
+from foreshock.monitor.detect.non_finite import place_of
 
 LAYERS, HEADS = 4, 3
 REFS = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
@@ -20,10 +20,10 @@ def rows(*, into: int = LAYERS, out: tuple[int, ...] = (), out_layer: int = LAYE
     by_input = np.where(layers >= into, 8.0, 0.0)
     by_output = np.array([5.0 if (layer, head) in {(out_layer, h) for h in out} else 0.0 for layer, head in REFS])
     broken = np.maximum(by_input + by_output, np.where(layers <= backward, 8.0, 0.0))
-    return origin(REFS, broken, by_input, by_output)
+    return place_of(REFS, broken, by_input, by_output)
 
 
-def test_a_finite_sample_has_no_origin() -> None:
+def test_a_finite_sample_has_no_place_of() -> None:
     assert rows() == ""
 
 
@@ -52,5 +52,5 @@ def test_the_ends_of_the_model_are_places_too() -> None:
 
 def test_one_broken_projection_names_its_head() -> None:
     by_input = np.array([8.0 if ref == (2, 1) or ref[0] > 2 else 0.0 for ref in REFS])
-    said = origin(REFS, np.full(len(REFS), 8.0), by_input, np.zeros(len(REFS)))
+    said = place_of(REFS, np.full(len(REFS), 8.0), by_input, np.zeros(len(REFS)))
     assert said.endswith("between the attention of layer 1 and the inputs of layer 2 head 1")

@@ -62,6 +62,12 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> N
         f"failed; of the others {came['cut_short']} were cut short and {came['ran_to_the_end']} ran to their end.",
         soft_wrap=True,
     )
+    ahead = result["forecasts"]
+    console.print(
+        f"Of {ahead['came']} heads that a first warning forecast {ahead['not_earlier']} came to 512 no earlier than it "
+        f"said, after {cell(ahead['least_part'])} to {cell(ahead['most_part'])} times the likely steps.",
+        soft_wrap=True,
+    )
     if report is not None:
         console.print(f"report: {report}")
 

@@ -65,7 +65,6 @@ class Score:
     signal: str | None
     forecast_steps: float | None
     forecast_low_steps: float | None
-    forecast_high_steps: float | None
     warnings: int
     """verdicts raised in all"""
     alarms: dict[str, list[int] | None]
@@ -89,7 +88,7 @@ class Score:
 
 _OF_THE_WARNING: Final = (
     *("layer", "head", "cause", "signal"),
-    *("forecast_steps", "forecast_low_steps", "forecast_high_steps"),
+    *("forecast_steps", "forecast_low_steps"),
 )
 
 

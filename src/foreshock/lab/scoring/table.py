@@ -111,13 +111,32 @@ def precision(scores: Sequence[Score]) -> dict[str, int]:
     }
 
 
+def forecasts(scores: Sequence[Score]) -> dict[str, float | None]:
+    """Of the first warnings with a forecast about the head that came to 512 first: how many of these heads came no
+    earlier than it said, and the least and the largest of the steps they took, in parts of the likely ones."""
+    took = [
+        (each.dangerous_step - each.first_warning_step, each.forecast_low_steps, each.forecast_steps)
+        for each in scores
+        if each.dangerous_step is not None and each.first_warning_step is not None and each.forecast_steps
+        if each.failing_head == (each.layer, each.head) and each.first_warning_step < each.dangerous_step
+    ]
+    parts = [steps / likely for steps, _, likely in took]
+    return {
+        "came": len(took),
+        "not_earlier": sum(low is not None and steps >= low for steps, low, _ in took),
+        "least_part": min(parts, default=None),
+        "most_part": max(parts, default=None),
+    }
+
+
 def lab_score(
     paths: Sequence[Path],
     *,
     report: Path | None = None,
     on_trace: Callable[[Path], None] = lambda path: None,
 ) -> tuple[list[Score], dict[str, Any]]:
-    """Score every trace; the scores, and what `report` gets as JSON: traces, table, healthy steps, precision.
+    """Score every trace; the scores, and what `report` gets as JSON: traces, table, healthy steps, precision,
+    forecasts.
 
     Raises ValueError for a file that is no trace.
     """
@@ -128,6 +147,7 @@ def lab_score(
         "table": [asdict(row(scores, *monitor)) for monitor in monitors],
         "healthy": healthy_steps(scores),
         "precision": precision(scores),
+        "forecasts": forecasts(scores),
     }
     if report is not None:
         report.write_text(json.dumps(_plain(result), indent=1) + "\n")

@@ -48,11 +48,13 @@ class BiasEvidence:
     bets: SavedFloats
     """that showed any"""
     open_bias: SavedFloats
-    """delta bias since the last bet"""
+    """delta bias since the last bet on samples, and of the block up to then"""
     open_rows: SavedFloats
     """its rows"""
     open_samples: int = 0
     """since the last bet on samples"""
+    apart: bool = False
+    """whether the two kinds of bets differ, as they do once a block has held more samples than a bet"""
 
     @classmethod
     def begin(cls, heads: int) -> Self:
@@ -72,22 +74,29 @@ class BiasEvidence:
 
     def add(self, bias: Floats, rows: Floats) -> None:
         """Add a sample: the sum of its delta bias, [N], over its rows."""
-        self.open_bias += bias if is_finite(bias) else np.where(np.isfinite(bias), bias, 0.0)
-        self.open_rows += rows
-        self.open_samples += 1
         if self.open_samples >= SAMPLES_OF_A_BET:
             self._bet(0)
+            self.apart = True
+        self.open_bias[0] += bias if is_finite(bias) else np.where(np.isfinite(bias), bias, 0.0)
+        self.open_rows[0] += rows
+        self.open_samples += 1
 
     def close(self) -> None:
         """Bet on the block that closes, and on its samples since the last bet."""
-        if self.open_samples:
-            self._bet(0)
-        self._bet(1)
+        self._bet(0)
+        if self.apart:
+            self._bet(1)
+        else:
+            for part in (self.capital, self.usual, self.bets):
+                part[1] = part[0]
+        self.drop_open()
 
     def _bet(self, pace: int) -> None:
         size = self.open_bias[pace] / np.sqrt(np.maximum(self.open_rows[pace], 1.0))
-        self.open_bias[pace] = self.open_rows[pace] = 0.0
-        self.open_samples = self.open_samples if pace else 0
+        for part in (self.open_bias, self.open_rows):
+            part[1] += part[0]
+            part[0] = 0.0
+        self.open_samples = 0
         capital, usual, bets = self.capital[pace], self.usual[pace], self.bets[pace]
         known = bets >= _FIRST_BETS
         won = np.divide(size, usual, out=np.zeros_like(size), where=known & (usual > 0))

@@ -15,7 +15,6 @@ rule.py the conditions as ratios, verdicts.py the sentence.
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import starmap
 from typing import Any, Final
 
 import numpy as np
@@ -34,8 +33,6 @@ from foreshock.monitor.detect.verdicts import Evidence, Finding, verdict, who
 
 _MOST_RAISED: Final = 16
 """New verdicts of one sample."""
-_FAR_OFFSET: Final = 10.0
-"""|offset| (nats) from which on a forecast may have a latest step."""
 
 
 class Detectors:
@@ -131,25 +128,23 @@ class Detectors:
 
     def _report(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
         """Verdicts of a sample whose heads trip with these signals: raised and updated ones, then what is quiet."""
-        alarms, conditions = self.run.alarms, self._conditions
-        score = np.zeros(0) if conditions is None else conditions.growth.end[HeadSignal.SCORE]
-        dangerous = np.flatnonzero(score >= DANGEROUS_SCORE).tolist()
+        alarms = self.run.alarms
+        dangerous = [i for i in alarms if block_closed and self._shown(i).score >= DANGEROUS_SCORE]
         for index in alarms.keys() & {*tripped, *dangerous}:  # a head with such a score is not quiet
             alarms[index].tripped_step = step
         verdicts: list[wire.Verdict] = []
         news = self._news(tripped, step, block_closed=block_closed) if tripped or (block_closed and alarms) else {}
         for index, found in news.items():
             layer, head = self.heads[index] if index != RUN else (None, None)
-            before = alarms[index].verdict if index in alarms else None
-            made = verdict(found, step=step, layer=layer, head=head, before=before)
+            before = alarms.get(index)
+            made = verdict(found, step=step, layer=layer, head=head, before=before.verdict if before else None)
+            said = made.sentence
             if index == RUN:
                 said = self.run.non_finite.sentence(step, len(self.heads))[:500]
-                made = made.model_copy(update={"sentence": said})
-            elif before and (tripped_step := alarms[index].tripped_step) < step:
-                said = f"{made.sentence} No condition of a warning has been met since step {tripped_step:,}."
-                made = made.model_copy(update={"sentence": said})
-            verdicts.append(made)
-            alarms[index] = Alarm(made, alarms[index].tripped_step if before else step)
+            elif before and before.tripped_step < step:
+                said += f" No condition of a warning has been met since step {before.tripped_step:,}."
+            verdicts.append(made.model_copy(update={"sentence": said}))
+            alarms[index] = Alarm(verdicts[-1], before.tripped_step if before else step)
         for index in [i for i, alarm in alarms.items() if alarm.tripped_step <= step - self.config.quiet_steps]:
             quiet = alarms.pop(index)
             since = f"met no condition of a warning for {step - quiet.tripped_step:,} steps"
@@ -161,16 +156,15 @@ class Detectors:
         """Findings to report, by head: what drifted farthest first, then what no longer trips and may have settled."""
         due = step - self.config.update_steps
         stand = {index: alarm.verdict for index, alarm in self.run.alarms.items()}
-        settled = [
-            index
+        settled = {
+            index: last.signal
             for index, last in stand.items()
             if block_closed and index not in tripped and last.step <= due and last.signal != NON_FINITE
-        ]
-        signals = dict(tripped) | {index: stand[index].signal for index in settled}
-        found = self._findings(signals, stand)
+        }
+        found = self._findings({**tripped, **settled}, stand)
         far = {i: math.inf if i == RUN else max(0.0, abs(found[i].evidence.offset)) for i in tripped}  # NaN: 0
         news: dict[int, Finding] = {}
-        for index in sorted(signals, key=lambda i: far.get(i, -1.0), reverse=True):
+        for index in sorted(found, key=lambda i: far.get(i, -1.0), reverse=True):
             one, before = found[index], stand.get(index)
             if before is None:
                 if len(news) < _MOST_RAISED:
@@ -183,55 +177,54 @@ class Detectors:
                 news[index] = one  # people would do something else than after the verdict before
         return news
 
+    def _shown(self, index: int) -> Evidence:
+        """What the last block shows of a head."""
+        if self._conditions is None or index == RUN:
+            return Evidence()
+        growth, won = self._conditions.growth, self._conditions.evidence
+        shown = [float(part[signal, index]) for signal in HeadSignal for part in (growth.end, growth.start)]
+        return Evidence(*[*shown, growth.steps, float(won[index])])
+
     def _findings(self, signals: Mapping[int, str], stand: Mapping[int, wire.Verdict]) -> dict[int, Finding]:
         """What is found of each of these heads, and of the run."""
         heads = np.array([index for index in signals if index != RUN], dtype=np.int64)
-        seen, ahead, conditions = {RUN: Evidence()}, {RUN: math.nan}, self._conditions
-        if conditions is None:
-            seen |= dict.fromkeys(heads.tolist(), Evidence())
-            ahead |= dict.fromkeys(heads.tolist(), math.nan)
-        else:
-            growth = conditions.growth
-            shown = [part[signal].take(heads) for signal in HeadSignal for part in (growth.end, growth.start)]
-            rows = zip(
-                *map(np.ndarray.tolist, [*shown, np.full(len(heads), growth.steps), conditions.evidence.take(heads)]),
-                strict=True,
-            )
-            seen |= dict(zip(heads.tolist(), starmap(Evidence, rows), strict=True))
-            ahead |= dict(zip(heads.tolist(), courses(growth, heads).tolist(), strict=True))
+        ahead: dict[int, float] = {}
+        if self._conditions is not None:
+            ahead = dict(zip(heads.tolist(), courses(self._conditions.growth, heads).tolist(), strict=True))
         found = {}
         for index, signal in signals.items():
-            before, evidence = stand.get(index), seen[index]
+            before, evidence = stand.get(index), self._shown(index)
+            why = self._cause(index, before)
+            grave = evidence.score >= DANGEROUS_SCORE
             if signal == NON_FINITE:
                 suspected = self.run.non_finite.suspect_step or (
                     before.evidence.get("suspect_step") if before else None
                 )
                 evidence = evidence._replace(suspect_step=float(suspected or math.nan))
-                rounding = self.supported[index] if index != RUN else False
-                why: Cause = "rounding" if rounding or (before and before.cause == "rounding") else "other"
-                grave = self.run.non_finite.harm == "weights" or evidence.score >= DANGEROUS_SCORE
-                found[index] = Finding(signal, evidence, why, "critical" if grave else "warning", math.nan)
-                continue
-            why = self._cause(index, before)
-            grave = evidence.score >= DANGEROUS_SCORE or (
-                why == "rounding" and evidence.score >= self.config.growing_score
-            )
-            near = why == "rounding" and abs(evidence.offset) >= _FAR_OFFSET and ahead[index] <= evidence.window_steps
-            found[index] = Finding(signal, evidence, why, "critical" if grave else "warning", ahead[index], near)
+                named = (before is not None and before.cause == "rounding") or (index != RUN and self.supported[index])
+                why = "rounding" if named else "other"
+                grave = grave or self.run.non_finite.harm == "weights"
+            elif why == "rounding":
+                grave = evidence.score >= self.config.growing_score
+            course = math.nan if signal == NON_FINITE else ahead.get(index, math.nan)
+            found[index] = Finding(signal, evidence, why, "critical" if grave else "warning", course)
         return found
 
     def _cause(self, index: int, before: wire.Verdict | None) -> Cause:
         """Rounding where the delta bias supports the drift, and for as long as it does not speak against it; a head
         whose delta bias is no longer applied keeps its cause, since nothing can test it."""
-        grown = any(
-            a.verdict.severity == "critical" and a.verdict.cause == "score growth" for a in self.run.alarms.values()
-        )
-        if self.supported[index] and not (grown and (before is None or before.cause != "rounding")):
+        if index == RUN:
+            return "other"
+        named = before is not None and before.cause == "rounding"
+        alarms = (alarm.verdict for alarm in self.run.alarms.values())
+        # Scores that grow for another reason push the delta bias too.
+        if self.supported[index] and (
+            named or ("critical", "score growth") not in {(a.severity, a.cause) for a in alarms}
+        ):
             return "rounding"
-        if before is not None and before.cause == "rounding":
-            offset = math.nan if self._conditions is None else self._conditions.growth.end[HeadSignal.OFFSET, index]
-            against = self.run.bias.of(np.full(len(self.heads), offset))[index] < 1.0
-            if not against or not self.run.can_round()[index]:
+        if named:
+            offset = np.full(len(self.heads), self._shown(index).offset)
+            if not (self.run.bias.of(offset)[index] < 1.0 and self.run.can_round()[index]):
                 return "rounding"
         return "score growth"
 

@@ -84,10 +84,8 @@ class HeadPasts:
     """learning rate times steps up to then"""
     jitter: SavedFloats
     """square of the standard error of a block, [2, N]"""
-    rows: SavedFloats
-    """of the newest block, [N]"""
     open_rows: SavedFloats
-    """of the open block"""
+    """of the open block, [N]"""
     open_offsets: SavedFloats
     """rows times their offset"""
     open_score: SavedFloats
@@ -113,7 +111,6 @@ class HeadPasts:
             ends=np.zeros(blocks),
             moved=np.zeros(blocks),
             jitter=np.full((len(HeadSignal), heads), np.nan),
-            rows=np.zeros(heads),
             open_rows=np.zeros(heads),
             open_offsets=np.zeros(heads),
             open_score=np.full(heads, np.nan),
@@ -148,7 +145,6 @@ class HeadPasts:
             mixed = _JITTER_MEMORY * self.jitter + (1 - _JITTER_MEMORY) * square
             self.jitter = mixed if is_finite(mixed) else np.where(np.isnan(mixed), np.fmin(self.jitter, square), mixed)
         self.closed += 1
-        self.rows[:] = self.open_rows
         self._open()
         return True
 
@@ -184,8 +180,7 @@ class HeadPasts:
         half = (len(order) - part) // 2
         places = order[:part], order[half : half + part], order[-part:]
         start, middle, end = (_mean([self.values[place] for place in each.tolist()]) for each in places)
-        times = [float(self.ends[each].mean()) for each in places]
-        rates = [float(self.moved[each].mean()) for each in places]
+        times, rates = ([sum(at[each].tolist()) / part for each in places] for at in (self.ends, self.moved))
         return Growth(
             *(start, middle, end, self.values[order[-1]]),
             error=np.sqrt(self.jitter / part),

@@ -161,21 +161,18 @@ class Levels:
         (layer, head), worst = self._heads[heads[0]], float(values[heads[0]])
         others = f" {len(heads)} of {len(values)} heads are past it." if len(heads) > 1 else ""
         if name == "offset":
-            return (
-                f"Layer {layer} head {head}: its scores are shifted by {worst:,.0f} nats as a whole; no healthy "
-                f"recorded run reached {OFFSET:g}.{others} {self._in_16_bits(layer, worst)}"
+            what = (
+                f"its scores are shifted by {worst:,.0f} nats as a whole; no healthy recorded run reached {OFFSET:g}."
             )
-        if name == "first-score":
-            first = self.passed.first_score or 0.0
-            return (
-                f"Layer {layer} head {head}: its largest |score| rose to {worst:,.0f} from {first:.3g} within the "
-                f"first {FIRST_STEPS} steps; no healthy recorded run reached {FIRST_SCORE:g} so early.{others} "
-                f"The learning rate is too high, or its warm-up too short. {self._in_16_bits(layer, worst)}"
+        elif name == "score":
+            what = f"its largest |score| is {worst:,.0f}; no healthy recorded run reached {SCORE:,.0f}."
+        else:
+            what = (
+                f"its largest |score| rose to {worst:,.0f} from {self.passed.first_score or 0.0:.3g} within the first "
+                f"{FIRST_STEPS} steps; no healthy recorded run reached {FIRST_SCORE:g} so early."
             )
-        return (
-            f"Layer {layer} head {head}: its largest |score| is {worst:,.0f}; no healthy recorded run reached "
-            f"{SCORE:,.0f}.{others} {self._in_16_bits(layer, worst)}"
-        )
+            others += " The learning rate is too high, or its warm-up too short."
+        return f"Layer {layer} head {head}: {what}{others} {self._in_16_bits(layer, worst)}"
 
     def _in_16_bits(self, layer: int, score: float) -> str:
         """What scores of this size mean for attention in 16 bits."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Final, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 
-from foreshock.contract.slots import Slot, slot_values
+from foreshock.contract.slots import Floats, Slot, slot_values
 from foreshock.contract.wire import HeadRef
-from foreshock.monitor.detect.origin import origin
 from foreshock.monitor.detect.readings import Readings
 
 RUN: Final = -1
@@ -26,6 +26,9 @@ _FROM_THE_START: Final = (
 )
 _UNKNOWN: Final = "but that step's rows were not measured (sample_every_steps=1 measures every step)"
 _UNMEASURED: Final = "but no row of attention was measured (agent.report() says why)"
+
+_NAMED: Final = 3
+"""Heads that a place names one by one."""
 
 
 @dataclass(slots=True)
@@ -79,7 +82,7 @@ class Origin:
             # After a step that broke the weights, the inputs of the first layer are broken too, and show nothing.
             first_layer = [layer == heads[0][0] for layer, _ in heads]
             if first >= readings.step or not by_input[first_layer].any():
-                place = origin(heads, rows, by_input, by_output)
+                place = place_of(heads, rows, by_input, by_output)
             place = place or (_UNKNOWN if measured else _UNMEASURED)
             worst = int(unseen.argmax())
             if unseen[worst]:
@@ -180,3 +183,39 @@ class NonFiniteTracker:
             what = f"Numbers are not finite since step {found.step}{place}."
             then = "" if self.seen_finite else _FROM_THE_START
         return " ".join(filter(None, (what, extent, found.parameters, found.empty, then)))
+
+
+def place_of(heads: Sequence[HeadRef], broken: Floats, by_input: Floats, by_output: Floats) -> str:
+    """Where a number that is not finite was born, as the end of a sentence; empty if every row is finite.
+
+    Layers are numbered as the forward runs through them. A forward that breaks reaches the attention of every later
+    layer; then the loss is not finite, and no gradient is. A backward that breaks reaches the attention of every
+    earlier layer only. So the first layer whose input or output is broken shows the place, and without one the last
+    layer whose gradient is.
+
+    heads: (layer, head) of each row. broken: how many rows of each head are not finite, [N]. by_input, by_output: how
+    many of these have an input, or a finite input and an output, that is not finite.
+    """
+    layers = np.array([layer for layer, _ in heads])
+    if (forward := by_input + by_output > 0).any():
+        first = int(layers[forward].min())
+        own = layers == first
+        if not (by_input[own] > 0).any():
+            named = _named(heads, own & forward)
+            return f"first in the forward, in the attention output of {named}; its inputs are finite"
+        into = f"the inputs of {f'layer {first}' if forward[own].all() else _named(heads, own & forward)}"
+        if (before := layers[layers < first]).size:
+            return f"first in the forward, between the attention of layer {before.max()} and {into}"
+        return f"in the forward, at or before {into}: the weights, or the batch"
+    if not (broken > 0).any():
+        return ""
+    last = int(layers[broken > 0].max())
+    if (after := layers[layers > last]).size:
+        return f"first in the backward, between layer {last} and layer {after.min()}"
+    return f"first in the backward, after the attention of layer {last}: in the loss, the output head or the last block"
+
+
+def _named(heads: Sequence[HeadRef], own: npt.NDArray[np.bool_]) -> str:
+    rows = np.flatnonzero(own).tolist()
+    names = ", ".join(f"layer {heads[row][0]} head {heads[row][1]}" for row in rows[:_NAMED])
+    return names + (f" and {len(rows) - _NAMED} more heads of it" if len(rows) > _NAMED else "")

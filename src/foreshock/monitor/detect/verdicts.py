@@ -9,9 +9,9 @@ from foreshock.contract.decision import cause_of, checkpoint_before
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 from foreshock.monitor.detect.non_finite import NON_FINITE
 
-CAME: Final = (0.14, 0.6, 1.5)
-"""The first, the middle and the last of the heads that came to 512, in parts of the steps that their course took: of
-the tuning runs, rounded outwards (lab/NOTEBOOK.md has the table)."""
+CAME: Final = (0.14, 0.6)
+"""The first and the middle of the heads that came to 512, in parts of the steps that their course took: of the tuning
+runs, rounded outwards (lab/NOTEBOOK.md has the table). No latest step can be given: some heads settle."""
 _SLOWS: Final = f" Its growth slows down: on this course its largest |score| stays below {DANGEROUS_SCORE:.0f}."
 _NEVER: Final = 1e9
 """Steps that no run has."""
@@ -39,8 +39,6 @@ class Finding(NamedTuple):
     severity: wire.Severity
     course: float
     """steps until 512: inf where it levels off before, NaN where that is unknown"""
-    latest: bool = False
-    """whether a forecast may have a latest step: some heads that are warned about early settle"""
 
 
 def verdict(
@@ -49,7 +47,7 @@ def verdict(
     """A verdict of what is found. before: the verdict that is active; a cause that differs from its cause is given as
     its correction."""
     ends = math.isfinite(found.course) and found.course < _NEVER
-    low, likely, high = (part * found.course for part in CAME)
+    low, likely = (part * found.course for part in CAME)
     made = wire.Verdict(
         id=before.id if before else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
         step=step,
@@ -64,7 +62,6 @@ def verdict(
         corrected_step=before.corrected_step if before else None,
         forecast_steps=likely if ends else None,
         forecast_low_steps=low if ends else None,
-        forecast_high_steps=high if ends and found.latest else None,
         harm_in_sight=None if math.isnan(found.course) else ends,
         sentence="",
     )
@@ -102,12 +99,9 @@ def sentence(subject: str, found: Finding, made: wire.Verdict) -> str:
     if made.forecast_steps == 0:
         course = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
     elif made.forecast_steps is not None:
-        likely, first, last = (
-            None if each is None else _digits(each, 2)
-            for each in (made.forecast_steps, made.forecast_low_steps, made.forecast_high_steps)
-        )
-        span = f"{first} to {last}" if last else f"{first} at the earliest, if it goes on"
-        course = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps ({span})."
+        likely, first = _digits(made.forecast_steps, 2), _digits(made.forecast_low_steps or 0.0, 2)
+        course = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps"
+        course += f" ({first} at the earliest, if it goes on)."
     return f"{subject} {moved}{within}; {why}.{course}"
 
 
