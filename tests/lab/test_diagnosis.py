@@ -17,7 +17,7 @@ from foreshock.lab.diagnosis.measuring import measured
 from foreshock.monitor import attach
 
 _ATTENTION = "first in the forward: the output of the attention of layer"
-_GRADIENT = "first in the backward, between layer 1 and layer 2: the gradient of model.layers"
+_GRADIENT = "first in the backward, the gradient of model.layers"
 FOUND = {
     "eager_overflows": rf"{_ATTENTION} 1 \(model.layers.1.self_attn\), head 2 of 4, is not .*: "
     r"query times key reaches 90\d\d\d before the scale, and float16 ends at 65504",
@@ -25,7 +25,7 @@ FOUND = {
     "overflowing_mlp": r"in the forward, after the attention of layer 1: what enters model.layers.1.mlp.down_proj is",
     "hurt_keys": rf"{_GRADIENT}.2.self_attn.k_proj.weight is not finite",
     "hurt_frozen": rf"{_GRADIENT}.1.mlp",
-    "hurt_output": r"in the backward, above the last attention: the gradient of model.layers.3.self_attn.o_proj.weight",
+    "hurt_output": r"in the backward, the gradient of model.layers.3.self_attn.o_proj.weight",
     "hurt_queries": r"in the backward, in the attention of layer 2 \(3, head 1 of 2: the gradient of its query is not",
     "left_padded": r"48 of 144 rows of layer 0 head 0 see no key, and so in 3 of 3 layers",
     "large_scores": r"layer 1 head 2 moved as a whole, by \+22\d\d\d.\d nats. .* score of 22\d\d\d by 17\d nats",

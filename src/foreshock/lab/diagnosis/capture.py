@@ -44,7 +44,7 @@ class Capture:
         self.broken_call: AttentionCall | None = None
         """the first call that gave or was given values that are not finite"""
         self.broken_gradient: str | None = None
-        """the first gradient that is not finite, and between which layers"""
+        """the first gradient that is not finite, in words"""
         modules = dict(model.named_modules())
         watched = [module.__dict__[LAYER_ATTRIBUTE] for module in modules.values() if LAYER_ATTRIBUTE in vars(module)]
         self.layers: dict[int, WatchedLayer] = dict(enumerate(watched))
@@ -52,8 +52,6 @@ class Capture:
         own = {name: module for name, module in modules.items() if module._parameters and not module._modules}
         self._modules, self._parameters = own, dict(model.named_parameters())
         self._undo = ExitStack()
-        self._reached: int | None = None
-        """the last layer whose attention the backward left with finite gradients"""
 
     def __enter__(self) -> "Capture":
         for number, layer in self.layers.items():
@@ -115,27 +113,16 @@ class Capture:
 
     def _trained(self, name: str, parameter: Tensor) -> None:
         if self.broken_gradient is None and not finite([parameter.grad]):
-            self._break(f"the gradient of {name}", None)
+            self.broken_gradient = f"the gradient of {name} is not finite"
 
     def _differentiated(self, call: AttentionCall, name: str, grad: Tensor) -> None:
-        if finite([grad]):
-            self._reached = call.layer
-        elif self.broken_gradient is None and name == "out":
-            self._break("the gradient", call.layer)
-        elif self.broken_gradient is None:
+        if self.broken_gradient is not None or finite([grad]):
+            return
+        if name == "out":
+            self.broken_gradient = f"the gradient that reaches the attention of layer {call.layer} is not finite"
+        else:
             whose = f"{call.name}, {heads_of(grad)}: the gradient of its {name} is not finite"
             self.broken_gradient = f"in the attention of layer {call.layer} ({whose}, the one that reaches it is)"
-
-    def _break(self, what: str, layer: int | None) -> None:
-        """Note the first gradient that is not finite; `layer`: the one whose attention it reached, if it did."""
-        above = self._reached
-        if above is None:
-            place = "above the last attention" if layer is None else f"above the attention of layer {layer}"
-        elif layer is None and above == 0:
-            place = "below the attention of layer 0"
-        else:
-            place = f"between layer {above - 1 if layer is None else layer} and layer {above}"
-        self.broken_gradient = f"{place}: {what} is not finite"
 
 
 def heads_of(x: Tensor) -> str:
