@@ -75,6 +75,10 @@ def separate(query: Tensor, key: Tensor, value: Tensor) -> Heads:
     return heads_of(query), heads_of(key), heads_of(value)
 
 
+def grouped(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+    return heads_of(query), heads_of(key, KEYS), heads_of(value, KEYS)
+
+
 def features_first(query: Tensor, key: Tensor, value: Tensor) -> Heads:
     return tuple(torch.unflatten(x, -1, (DIM, HEADS)).permute(0, 3, 1, 2) for x in (query, key, value))  # type: ignore[return-value]
 
@@ -173,19 +177,51 @@ def convolved(query: Tensor, key: Tensor, value: Tensor) -> Heads:
     return separate(query, key, value)
 
 
-def halves(query: Tensor, key: Tensor, value: Tensor) -> Heads:
-    """Differential attention: only half of each head's features at a time."""
-    query, key, value = separate(query, key, value)
-    return query[..., : DIM // 2], key[..., : DIM // 2], value
+@pytest.mark.promise("A23")
+def test_heads_that_are_no_rows_of_the_weight_have_unknown_norms_and_the_table_says_so() -> None:
+    torch.manual_seed(1)
+    samples, (told,), _ = train(Attention(convolved, **THREE), 4)
+    assert [sample.query_norm for sample in samples] == [None] * 4
+    assert told == (
+        "norms unknown: in no known order do the outputs of its projections (q_proj, k_proj) give its queries, "
+        "4 heads of 8 features"
+    )
+
+
+def gained(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (DIM,)) * torch.linspace(0.5, 2, DIM)
+
+
+UNNAMED: dict[str, tuple[Callable[..., Heads], dict[str, int]]] = {
+    "separate": (separate, {"one": WIDTH, "two": WIDTH, "three": WIDTH}),
+    "grouped": (grouped, {"one": WIDTH, "two": KEYS * DIM, "three": KEYS * DIM}),
+    "fused": (axes("khd"), {"all": 3 * WIDTH}),
+    "fused for each key head": (per_key_head, {"all": (HEADS + 2 * KEYS) * DIM}),
+}
 
 
 @pytest.mark.promise("A23")
-@pytest.mark.parametrize("split", [convolved, halves])
-def test_heads_that_are_no_rows_of_the_weight_have_unknown_norms_and_the_table_says_so(split: Any) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("name", UNNAMED)
+def test_projections_of_unknown_names_have_norms_behind_positions_norms_and_grouped_heads(
+    name: str, normed: bool
+) -> None:
+    split, widths = UNNAMED[name]
+
+    def of(*outputs: Tensor) -> Heads:
+        query, key, value = split(*outputs)
+        return (rotary(gained(query)), rotary(gained(key)), value) if normed else (rotary(query), rotary(key), value)
+
     torch.manual_seed(1)
-    samples, (told,), _ = train(Attention(split, **THREE), 4)
-    assert [sample.query_norm for sample in samples] == [None] * 4
-    assert told.startswith("norms unknown: in no known order do its outputs give the 4 heads of")
+    module = Attention(of, **widths)
+    (sample, *_), (told,), _ = train(module, 1)
+    assert told == (
+        f"found by a call ({', '.join(list(widths)[:2])})"
+        + (", norms of the weights alone: heads are normalised" if normed else "")
+    )
+    for norm, true in true_norms(module, split).items():
+        measured = torch.from_numpy(getattr(sample, norm).numpy().copy())
+        torch.testing.assert_close(measured, true, rtol=0.03, atol=0, msg=f"{norm}: {measured} for {true}")
 
 
 @pytest.mark.promise("A23")

@@ -2,160 +2,226 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from foreshock.monitor.model.layouts import Numbers, Rows, Seen, alike, fit, fused_rows, says_nothing, separate_rows
+from foreshock.monitor.model.layouts import Call, Corners, InconclusiveCallError, Numbers, Parts, Rows, parts_of
 
-HEADS, KEYS, DIM, TOKENS = 4, 2, 8, 5
-RANDOM = np.random.default_rng(3)
+HEADS, KEYS, DIM, SEQUENCES, LENGTH = 4, 2, 8, 3, 5
+FIRST = np.array([True, False, True, False])
+Places = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def drawn(heads: int = HEADS) -> Numbers:
-    numbers: Numbers = RANDOM.normal(size=(TOKENS, heads, DIM)) * np.arange(1, heads + 1)[:, None]
+def rounded(x: Numbers, bits: int) -> Numbers:
+    mantissa, exponent = np.frexp(x)
+    kept: Numbers = np.ldexp(np.round(mantissa * 2.0 ** (bits + 1)) / 2.0 ** (bits + 1), exponent)
+    return kept
+
+
+def turned(x: Numbers, rng: np.random.Generator, pairs: str) -> Numbers:
+    """Each head [t, H, D] turned by angles of its token, but for tokens that begin a sequence."""
+    half = x.shape[2] // 2
+    one, other = (x[..., ::2], x[..., 1::2]) if pairs == "neighbours" else (x[..., :half], x[..., half:])
+    angle = rng.uniform(0, 6, (len(x), 1, half)) * ~FIRST[:, None, None]
+    both = one * np.cos(angle) - other * np.sin(angle), one * np.sin(angle) + other * np.cos(angle)
+    return np.stack(both, -1).reshape(x.shape) if pairs == "neighbours" else np.concatenate(both, -1)
+
+
+def normed(x: Numbers, gain: Numbers | float = 1.0, over: tuple[int, ...] = (2,)) -> Numbers:
+    divided: Numbers = gain * x / np.sqrt(np.square(x).mean(over, keepdims=True))
+    return divided
+
+
+def call(outputs: dict[str, Numbers], query: Numbers, key: Numbers, value: Numbers, bits: int = 52) -> Call:
+    grid = SEQUENCES, LENGTH
+    of_outputs = {name: Corners(rounded(x, bits), grid) for name, x in outputs.items()}
+    of_query, of_key, of_value = (Corners(rounded(x, bits), grid) for x in (query, key, value))
+    return Call(of_outputs, of_query, of_key, of_value, 2.0**-bits)
+
+
+def drawn(rng: np.random.Generator, heads: int = HEADS, dim: int = DIM) -> Numbers:
+    numbers: Numbers = rng.normal(size=(4, heads, dim))
     return numbers
 
 
-def seen(outputs: Numbers, heads: Numbers, *, whole: bool = True, error: float = 1e-7) -> Seen:
-    first = np.arange(TOKENS) < 2
-    return Seen((outputs.reshape(TOKENS, -1),), heads, whole, first, error)
+ON_THE_WAY: dict[str, Callable[[Numbers, np.random.Generator], Numbers]] = {
+    "as they are": lambda x, rng: x,
+    "scaled": lambda x, rng: x * DIM**-0.5,
+    "with a bias": lambda x, rng: x + rng.normal(size=x.shape[1:]),
+    "turned in halves": lambda x, rng: turned(x, rng, "halves"),
+    "turned side by side": lambda x, rng: turned(x, rng, "neighbours"),
+    "normalised and turned": lambda x, rng: turned(normed(x), rng, "halves"),
+    "normalised with a gain": lambda x, rng: turned(normed(x, rng.uniform(0.5, 2, DIM)), rng, "halves"),
+    "less their mean": lambda x, rng: normed(x - x.mean(2, keepdims=True), rng.uniform(0.5, 2, DIM)),
+    "each token normalised": lambda x, rng: turned(normed(x, over=(1, 2)), rng, "halves"),
+}
 
 
-def in_order(order: str, query: Numbers, key: Numbers, value: Numbers) -> Numbers:
-    """One projection of all three, [t, C]; its axes in this order, k standing for which of the three it is."""
-    stacked = np.stack([query, key, value])  # k t h d
-    outputs: Numbers = np.einsum(f"kthd->t{order}", stacked).reshape(TOKENS, -1)
-    return outputs
-
-
-@pytest.mark.parametrize("order", ["".join(p) for p in itertools.permutations("khd")])
-@pytest.mark.parametrize("kinds", ["".join(p) for p in itertools.permutations("qkv")])
-def test_a_fused_projection_in_any_order_of_its_axes_and_its_three_parts_is_found(order: str, kinds: str) -> None:
-    parts = {"q": drawn(), "k": drawn(), "v": drawn()}
-    outputs = in_order(order, *(parts[kind] for kind in kinds))
-    of_query, of_key = seen(outputs, parts["q"]), seen(outputs, parts["k"])
-    fitting = {
-        (query, key)
-        for query, key in fused_rows(outputs.shape[1], HEADS, HEADS, DIM)
-        if fit(query, of_query) and fit(key, of_key)
-    }
-    ((query, key),) = fitting
-    assert np.array_equal(outputs[:, query.places(DIM)], parts["q"])
-    assert np.array_equal(outputs[:, key.places(DIM)], parts["k"])
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 1000), st.sampled_from(["".join(p) for p in itertools.permutations("khd")]),
+    st.sampled_from(["".join(p) for p in itertools.permutations("qkv")]), st.sampled_from(sorted(ON_THE_WAY)),
+    st.sampled_from([52, 23, 10, 7]),
+)  # fmt: skip
+def test_a_fused_projection_is_found_in_any_order_whatever_happens_to_its_heads_on_the_way(
+    seed: int, axes: str, kinds: str, how: str, bits: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    parts = {kind: drawn(rng) for kind in "qkv"}
+    fused = np.einsum(f"kthd->t{axes}", np.stack([parts[kind] for kind in kinds])).reshape(4, -1)
+    query, key = (ON_THE_WAY[how](parts[kind], rng) for kind in "qk")
+    found = parts_of(call({"qkv": fused}, query, key, parts["v"], bits))
+    np.testing.assert_array_equal(fused[:, found.query.outputs], parts["q"])
+    np.testing.assert_array_equal(fused[:, found.key.outputs], parts["k"])
+    assert found.query.normalised == ("normalised" in how or "mean" in how)
 
 
 @pytest.mark.parametrize("groups", [1, KEYS])
 def test_key_heads_that_stand_with_their_queries_are_told_from_those_that_stand_apart(groups: int) -> None:
-    query, key, value = drawn(), drawn(KEYS), drawn(KEYS)
+    rng = np.random.default_rng(3)
+    query, key, value = drawn(rng), drawn(rng, KEYS), drawn(rng, KEYS)
     parts = [np.split(x, groups, axis=1) for x in (query, key, value)]
-    outputs = np.concatenate([part[g] for g in range(groups) for part in parts], axis=1).reshape(TOKENS, -1)
-    for given in (key, key.repeat(HEADS // KEYS, 1), np.tile(key, (1, HEADS // KEYS, 1))):
-        pairs = set(fused_rows(outputs.shape[1], HEADS, given.shape[1], DIM))
-        fitting = [pair for pair in pairs if fit(pair[0], seen(outputs, query)) and fit(pair[1], seen(outputs, given))]
-        ((of_query, of_key),) = fitting
-        assert np.array_equal(outputs[:, of_query.places(DIM)], query)
-        assert np.array_equal(outputs[:, of_key.places(DIM)], given)
+    fused = np.concatenate([part[g] for g in range(groups) for part in parts], axis=1).reshape(4, -1)
+    for given_keys in (key, key.repeat(HEADS // KEYS, 1), np.tile(key, (1, HEADS // KEYS, 1))):
+        found = parts_of(call({"qkv": fused}, query, given_keys, given_keys))
+        np.testing.assert_array_equal(fused[:, found.query.outputs], query)
+        read = fused[:, found.key.outputs]
+        np.testing.assert_array_equal(read.repeat(given_keys.shape[1] // read.shape[1], 1), given_keys)
 
 
-def turned(x: Numbers, block: int, part: int = DIM) -> Numbers:
-    """Pairs of features turned by angles of each token; the first two tokens stand at the start and are not."""
-    out = x.copy()
-    pairs = x[..., :part].reshape(*x.shape[:2], -1, 2, block // 2)
-    angle = np.maximum(np.arange(TOKENS) - 1, 0)[:, None, None, None] * RANDOM.uniform(size=(part // block, block // 2))
-    one, other = pairs[..., 0, :], pairs[..., 1, :]
-    made = [one * np.cos(angle) - other * np.sin(angle), one * np.sin(angle) + other * np.cos(angle)]
-    out[..., :part] = np.stack(made, -2).reshape(*x.shape[:2], part)
-    return out
+def places(heads: int, widths: list[int], order: str) -> list[Places]:
+    """Outputs of each part by head and feature, [H, D] each: heads first, parts first, or features first."""
+    starts = np.cumsum([0, *widths])
+    head = np.arange(heads)[:, None]
+    of_order: dict[str, Callable[[int, int], Places]] = {
+        "heads first": lambda start, width: head * starts[-1] + start + np.arange(width),
+        "parts first": lambda start, width: heads * start + head * width + np.arange(width),
+        "features first": lambda start, width: (start + np.arange(width)) * heads + head,
+    }
+    return [of_order[order](start, width) for start, width in zip(starts, widths, strict=False)]
 
 
-def normed(x: Numbers, gain: Numbers | float = 1.0) -> Numbers:
-    divided: Numbers = gain * x / np.sqrt(np.square(x).mean(2, keepdims=True))
-    return divided
+def latent(
+    seed: int, orders: tuple[str, str] = ("heads first", "heads first"), bits: int = 52
+) -> tuple[Call, list[Places]]:
+    """A call of latent attention, and where query, key and query of the shared keys truly lie."""
+    rng = np.random.default_rng(seed)
+    own, shared = DIM, DIM // 2
+    query_own, query_shared = places(HEADS, [own, shared], orders[0])
+    key_own, values = places(HEADS, [own, own + 1], orders[1])
+    widths = {"down": 7, "up_q": HEADS * (own + shared), "up_kv": HEADS * (2 * own + 1)}
+    outputs = {name: rng.normal(size=(4, width)) for name, width in widths.items()}
+    of_query, of_keys = outputs["up_q"], outputs["up_kv"]
+    query = np.concatenate([of_query[:, query_own], turned(of_query[:, query_shared], rng, "halves")], -1) * 1.25
+    key = np.concatenate([of_keys[:, key_own], np.repeat(rng.normal(size=(4, 1, shared)), HEADS, 1)], -1)
+    return call(outputs, query, key, of_keys[:, values], bits), [query_own, key_own, query_shared]
 
 
-PLAIN: dict[str, Callable[[Numbers], Numbers]] = {
-    "as they are": lambda x: x,
-    "scaled": lambda x: x * DIM**-0.5,
-    "with a bias": lambda x: x + RANDOM.normal(size=(HEADS, DIM)),
-    "rotary positions in halves": lambda x: turned(x, DIM),
-    "rotary positions side by side": lambda x: turned(x, 2),
-    "rotary positions of a part": lambda x: turned(x, 4, part=4),
-    "rotary positions of two axes": lambda x: turned(x, DIM // 2),
-}
-NORMALISED: dict[str, Callable[[Numbers], Numbers]] = {
-    "normalised": normed,
-    "normalised with a gain, turned": lambda x: turned(normed(x, RANDOM.uniform(0.5, 2, DIM)), DIM),
-    "normalised and turned": lambda x: turned(normed(x), DIM),
-    "less their mean": lambda x: normed(x - x.mean(2, keepdims=True), RANDOM.uniform(0.5, 2, DIM)),
-}
+ORDERS = st.sampled_from(["heads first", "parts first", "features first"])
 
 
-@pytest.mark.parametrize("how", [*PLAIN, *NORMALISED])
-def test_what_happens_on_the_way_to_attention_is_allowed_for_and_no_other_layout_fits(how: str) -> None:
-    query = drawn()
-    given = (PLAIN | NORMALISED)[how](query)
-    outputs = np.einsum("thd->tdh", query)
-    fitting = [
-        (rows, normalised)
-        for normalised in (False, True)
-        for rows in dict.fromkeys(separate_rows(HEADS * DIM, HEADS, DIM))
-        if fit(rows, seen(outputs, given), normalised=normalised)
-    ]
-    assert {rows for rows, _ in fitting} == {Rows(tuple(range(HEADS)), HEADS)}
-    assert (False in {normalised for _, normalised in fitting}) == (how in PLAIN)
+def assert_found(found: Parts, true: list[Places]) -> None:
+    for part, expected in zip(found[:3], true, strict=True):
+        assert part is not None
+        np.testing.assert_array_equal(np.sort(part.outputs, 1), np.sort(expected, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1000), st.tuples(ORDERS, ORDERS), st.sampled_from([52, 23, 10, 7]))
+def test_every_part_of_latent_queries_and_keys_is_found(seed: int, orders: tuple[str, str], bits: int) -> None:
+    given_call, true = latent(seed, orders, bits)
+    assert_found(parts_of(given_call), true)
+
+
+def replaced(given_call: Call, side: str, numbers: Numbers) -> Call:
+    return given_call._replace(**{side: getattr(given_call, side)._replace(numbers=numbers)})
+
+
+@pytest.mark.parametrize("bits", [52, 7])
+@pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize("over", [(2,), (1, 2)])
+def test_behind_a_norm_a_part_is_never_taken_for_the_outputs_as_they_are(
+    side: str, over: tuple[int, ...], bits: int
+) -> None:
+    given_call, _ = latent(3, bits=bits)
+    whole = getattr(given_call, side).numbers.copy()
+    whole[..., :DIM] = rounded(normed(whole[..., :DIM], over=over), bits)
+    found = parts_of(replaced(given_call, side, whole))
+    assert found.query.normalised == (side == "query")
+    assert found.key.normalised == (side == "key")
+
+
+def test_values_that_are_keys_and_outputs_that_are_both_queries_and_keys_are_named() -> None:
+    given_call, (_, of_keys, _) = latent(3)
+    outputs = given_call.outputs["up_kv"].numbers
+    assert not parts_of(given_call).keys_are_values
+    assert parts_of(replaced(given_call, "value", outputs[:, of_keys])).keys_are_values
+    one = np.concatenate([outputs[:, of_keys], given_call.query.numbers[..., DIM:]], -1)
+    with pytest.raises(ValueError, match="outputs of up_kv are queries and keys at once"):
+        parts_of(replaced(given_call, "query", one))
+
+
+def test_heads_that_no_projection_gives_are_refused_with_a_sentence() -> None:
+    given_call, _ = latent(3)
+    query = given_call.query.numbers
+    mixed = query + 0.5 * query[::-1]  # as a convolution over tokens
+    for bent in (np.tanh(query), mixed):
+        with pytest.raises(ValueError, match=r"projections \(down, up_q, up_kv\) give its queries, 4 heads of 8"):
+            parts_of(replaced(given_call, "query", bent))
+
+
+def test_numbers_that_are_equal_zero_or_not_finite_tell_nothing() -> None:
+    given_call, _ = latent(3)
+    of_query = given_call.outputs["up_q"]
+    zero = of_query._replace(numbers=np.zeros_like(of_query.numbers))
+    for changed in (
+        given_call._replace(outputs={**given_call.outputs, "again": of_query}),
+        given_call._replace(outputs={**given_call.outputs, "up_q": zero}),
+        given_call._replace(outputs={}),
+        replaced(given_call, "key", np.where(given_call.key.numbers > 2, np.inf, given_call.key.numbers)),
+    ):
+        with pytest.raises(InconclusiveCallError):
+            parts_of(changed)
 
 
 def test_a_gain_of_each_feature_of_each_head_is_believed_only_of_a_module_that_has_a_norm() -> None:
-    query = drawn()
-    whole = query / np.sqrt(np.square(query).mean((1, 2), keepdims=True)) * RANDOM.uniform(0.5, 2, (HEADS, DIM))
+    rng = np.random.default_rng(3)
+    query, key = drawn(rng), drawn(rng)
+    whole = turned(normed(query, rng.uniform(0.5, 2, (HEADS, DIM)), over=(1, 2)), rng, "halves")
+    given_call = call({"q": query.reshape(4, -1), "k": key.reshape(4, -1)}, whole, key, key)
+    assert parts_of(given_call._replace(normed=True)).query.rows == Rows(tuple(range(0, HEADS * DIM, DIM)))
+    with pytest.raises(ValueError, match="give its queries"):
+        parts_of(given_call)
+
+
+def test_tokens_of_a_sequence_first_and_tokens_that_attention_had_before_are_allowed_for() -> None:
+    rng = np.random.default_rng(3)
+    query, key = drawn(rng), drawn(rng)
+    outputs = {"q": query.reshape(4, -1), "k": key.reshape(4, -1)}
+    swapped = {name: x[[0, 2, 1, 3]] for name, x in outputs.items()}
+    joined = {name: np.concatenate([rng.normal(size=(3, HEADS * DIM)), x[3:]]) for name, x in outputs.items()}
+    for made, grid, right in (
+        (swapped, (LENGTH, SEQUENCES), True),
+        (swapped, (SEQUENCES, LENGTH), False),
+        (joined, (SEQUENCES, 1), True),
+        (joined, (SEQUENCES, LENGTH), False),
+    ):
+        given_call = call(made, query, key, key)
+        of_grid = {name: corners._replace(grid=grid) for name, corners in given_call.outputs.items()}
+        if right:
+            assert parts_of(given_call._replace(outputs=of_grid)).query.name == "q"
+        else:
+            with pytest.raises(ValueError, match="in no known order"):
+                parts_of(given_call._replace(outputs=of_grid))
+
+
+def test_where_names_show_the_rows_the_same_numbers_elsewhere_are_no_question() -> None:
+    rng = np.random.default_rng(3)
+    query, key = drawn(rng), drawn(rng)
+    outputs = {name: x.reshape(4, -1) for name, x in (("q", query), ("k", key), ("again", query))}
     rows = Rows(tuple(range(0, HEADS * DIM, DIM)))
-    shown = seen(query, turned(whole, DIM))
-    assert fit(rows, shown, normalised=True, normed=True)
-    assert not fit(rows, shown, normalised=True)
-    other = Rows(tuple(range(HEADS)), HEADS)
-    assert not fit(other, shown, normalised=True, normed=True)
-
-
-def test_heads_that_a_convolution_mixed_with_other_tokens_fit_nothing() -> None:
-    query = drawn()
-    mixed = query.copy()
-    mixed[1:] += 0.5 * query[:-1]  # the first token is as it was
-    for rows, normalised in itertools.product(separate_rows(HEADS * DIM, HEADS, DIM), (False, True)):
-        assert not fit(rows, seen(query, mixed), normalised=normalised)
-
-
-def test_tokens_that_come_from_elsewhere_are_left_out_where_lengths_differ_and_nowhere_else() -> None:
-    query = drawn()
-    joined = query.copy()
-    joined[:-1] = drawn()[:-1]
-    rows = Rows(tuple(range(0, HEADS * DIM, DIM)))
-    assert fit(rows, seen(query, joined, whole=False))
-    assert not fit(rows, seen(query, joined))
-
-
-def test_numbers_that_tell_no_layout_from_another_are_known_as_such() -> None:
-    constant = np.ones((TOKENS, HEADS, DIM))
-    one, other = Rows((0, DIM, 2 * DIM, 3 * DIM)), Rows((0, 1, 2, 3), HEADS)
-    assert fit(one, seen(constant, constant))
-    assert alike(one, other, seen(constant, constant))
-    assert not alike(one, other, seen(drawn(), constant))
-    assert says_nothing(seen(np.zeros((TOKENS, HEADS, DIM)), constant))
-    assert says_nothing(seen(constant * np.nan, constant))
-    assert not says_nothing(seen(drawn(), drawn()))
-
-
-def test_operands_in_16_bits_are_compared_as_exactly_as_they_are_rounded() -> None:
-    query = drawn()
-    rounded = query * (1 + RANDOM.uniform(-(2**-8), 2**-8, query.shape))
-    rows = Rows(tuple(range(0, HEADS * DIM, DIM)))
-    assert fit(rows, seen(query, rounded, error=2**-7))
-    assert not fit(rows, seen(query, rounded))
-    for other in set(separate_rows(HEADS * DIM, HEADS, DIM)) - {rows}:
-        assert not fit(other, seen(query, rounded, error=2**-7))
-
-
-def test_a_projection_of_another_width_has_no_layout() -> None:
-    assert not list(separate_rows(HEADS * DIM + 1, HEADS, DIM))
-    assert not list(separate_rows(3 * DIM, HEADS, DIM))
-    assert not list(fused_rows((2 * HEADS - 1) * DIM, HEADS, HEADS, DIM))
+    assert parts_of(call(outputs, query, key, key), ("q", rows), ("k", rows)).query.name == "q"

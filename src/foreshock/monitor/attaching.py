@@ -32,7 +32,6 @@ from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLa
 from foreshock.monitor.config import AgentConfig, make_config
 from foreshock.monitor.model.discovery import Found, find_attention, is_called_attention, table_of
 from foreshock.monitor.model.weights import device_of
-from foreshock.monitor.qk_clip.latent_proof import LatentProof
 
 
 def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unpack[AgentSettings]) -> Agent:
@@ -257,10 +256,7 @@ def _layers_of(watched: list[Found], state: Tensor, modes: Tensor, settings: Age
     layers = []
     for f, own_state, own_modes in zip(watched, state.split(sizes), modes.split(sizes), strict=True):  # type: ignore[no-untyped-call]
         layer = WatchedLayer(f.name or "model", own_state, own_modes, settings.numerics, strict=settings.strict)
-        if f.owner is None:
-            layer.layout = LayoutProof(f.projection, f.unmeasured)
-        else:
-            layer.layout = LatentProof(f.owner, f.heads, f.unmeasured)
+        layer.layout = LayoutProof(f.owner, f.heads, f.head_dim, state.device, f.projection or f.unmeasured)
         layers.append(layer)
     return layers
 

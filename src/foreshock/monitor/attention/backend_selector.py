@@ -39,7 +39,6 @@ class BackendSelector:
         self._masks_back: Callable[[], None] | None = None
         self.faults: Counter[str] = Counter()
         """Where a contained fault of the probe is counted; the agent puts its own counter here."""
-        self._sampling.layouts = [layer.layout for layer in self.layers if layer.layout is not None]
         self._key = start_sampling(self._sampling)
         self.largest: Final = torch.full((len(state),), -math.inf, device=state.device)
         """Of each head in a step that is computed in full: the largest score of all rows of a kept attention."""

@@ -1,30 +1,31 @@
 """Norms are of the right rows or unknown: what a layer's projections gave and what its attention got are compared.
 
-Hooks on the projections note their output, and the call of attention that follows keeps those of a few tokens beside
-its queries and keys. At the next reading of the norms these numbers show the layout (monitor/model/layouts.py).
+Hooks on the projections and the call of attention that follows write a few tokens into buffers, in compiled code as in
+any other. At the next reading of the norms these numbers show the layout (monitor/model/layouts.py).
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 from foreshock.monitor.attention.watched_layer import LAYOUT_ATTRIBUTE, leave_no_trace_in_copies
 from foreshock.monitor.model.discovery import listed
 from foreshock.monitor.model.layers import (
+    NOT_FOUND,
     HeadRows,
     Projection,
     find_projection,
     normalises_heads,
     outputs_of,
+    why_projection_unread,
     why_unmeasured,
 )
-from foreshock.monitor.model.layouts import Rows, Seen, alike, fit, fused_rows, says_nothing, separate_rows
+from foreshock.monitor.model.layouts import Call, Corners, InconclusiveCallError, Placed, Rows, parts_of
 from foreshock.monitor.model.weights import (
     base_of,
     change_by_weight,
@@ -37,59 +38,124 @@ from foreshock.monitor.model.weights import (
 _TRIES: Final = 3
 """Calls that may fit no layout before the norms stay unknown: one may be of another kind, for example with a cache."""
 _UNSEEN: Final = "no call has shown yet which rows are which head's"
+_SPREAD: Final = (
+    "its projections are spread over processes by tensor parallelism, and no name shows which heads this process has"
+)
 _HOOK_ID: Final = -1
 """The same in every module, as for watched modules (interception.py)."""
 _ALLOWED: Final = 2.0**-6
 """Relative difference of outputs that passes for rounding: twice the precision of bfloat16."""
-_Pair = tuple[Rows, Rows]
-_Kept = tuple[list[Tensor], Tensor, bool, list[bool], float]
-"""Of one projection: outputs of some tokens in each order, what attention was given of them, and the rest of Seen."""
+
+
+class _Tokens:
+    """The corners of one call (Corners), written as the call runs."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._numbers = torch.full((4, width), math.nan, device=device)
+        """Of width numbers a token; those behind the ones that were written stay NaN."""
+        self._grid = torch.zeros(2, dtype=torch.int64, device=device)
+        for buffer in (self._numbers, self._grid):  # spares torch.compile's CUDA graphs a copy of them in every step
+            torch._dynamo.mark_static_address(buffer, guard=False)
+
+    def write(self, x: Tensor, token_dims: int) -> None:
+        """The corners of x: the last token_dims dimensions but one are of a token, and the sequence is before them or
+        between them."""
+        x = x.detach()
+        first, last = x, x
+        while first.dim() > token_dims:
+            first, last = first[0], last[-1]
+        corners = [each.select(-2, at) for each in (first, last) for at in (0, -1)]
+        width = math.prod(corners[0].shape)
+        if width <= self._numbers.shape[1]:
+            self._numbers[:, :width].copy_(torch.stack(corners).flatten(1))
+            self._grid[0].fill_(math.prod(x.shape[: x.dim() - token_dims]))
+            self._grid[1].fill_(x.shape[-2])
+
+    def read(self) -> Tensor:
+        """What was written, [4, width], which is forgotten then."""
+        numbers = self._numbers.to("cpu", copy=True)
+        self._numbers.fill_(math.nan)
+        return numbers[:, ~numbers.isnan().all(0)]
+
+    def corners(self, numbers: Tensor, *shape: int) -> Corners:
+        """Numbers that were read, each token in this shape."""
+        sequences, length = self._grid.tolist()
+        return Corners(numbers.reshape(4, *shape).double().numpy(), (sequences, length))
+
+
+class _Noted:
+    """A projection whose outputs are noted."""
+
+    def __init__(self, name: str, holder: nn.Module, proof: "LayoutProof", device: torch.device) -> None:
+        self.name, self.holder, self.proof = name, holder, proof
+        self.tokens = _Tokens(outputs_of(holder) or 0, device)
+        self.change: tuple[Tensor, Tensor] | None = None
+        """As change_by_weight, of a projection with a forward of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the module is not watched
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 class LayoutProof:
     """Where W_Q and W_K of one layer lie, as its calls show it."""
 
-    def __init__(self, projection: Projection | None, unmeasured: str = "") -> None:
-        """`projection` is what names show; `unmeasured` is why there is none."""
+    def __init__(
+        self, owner: nn.Module | None, heads: int, head_dim: int, device: torch.device, found: Projection | str
+    ) -> None:
+        """`found`: what names show, or why they show nothing; then the children of `owner`, if any, are looked at.
+        head_dim: 0 where it is unknown."""
         self.gone = False
         """The layer's module is no part of the model any more: another may stand in its place."""
-        self._accept(projection, unmeasured)
-        self.announced: Final = projection.layout if projection is not None else self.describe()
+        self._owner, self._heads, self._head_dim, self._device = owner, heads, head_dim, device
         self._undo: list[Callable[[], None]] = []
+        self._accept(found)
+        self.announced: Final = found.layout if isinstance(found, Projection) else self.describe()
 
-    def _accept(self, projection: Projection | None, unmeasured: str) -> None:
-        self._found, self._why = projection, _UNSEEN if projection is not None else unmeasured
+    def _accept(self, found: Projection | str) -> None:
+        self._found = found if isinstance(found, Projection) else None
+        self._why = found if isinstance(found, str) else _UNSEEN
         self._proved: Projection | None = None
-        self._tries = _TRIES
-        self._forget_outputs()
-        self._kept: dict[str, _Kept] = {}
-        self._changes: dict[nn.Module, tuple[Tensor, Tensor] | None] = {}
-        self._state = [] if projection is None else _state_of(projection)
-        if projection is not None and projection.query.holder is projection.owner:
-            self._proved = projection  # PyTorch's own module, whose layout is PyTorch's
+        self._unscalable, self._tries, self._looks, self._seen = "", _TRIES, 0, False
+        named: list[tuple[str, nn.Module]] = []
+        if self._found is not None:
+            self._owner = self._found.owner
+            of_names = (self._found.query.holder, self._found.key.holder)
+            named = [(name, child) for name, child in self._owner.named_children() if child in of_names]
+            if self._owner in of_names:
+                self._proved = self._found  # PyTorch's own module, whose layout is PyTorch's
+        elif self._owner is not None and found == NOT_FOUND:
+            named, self._why = list(_projections(self._owner)), _UNSEEN
+        self._noted = [_Noted(*each, self, self._device) for each in named]
+        self._make_room()
+        self._state = self._now()
+
+    def _make_room(self) -> None:
+        wide = self._heads * self._head_dim if self._noted else 0
+        self._given = [_Tokens(wide, self._device) for _ in ("query", "key", "value")]
 
     def start(self) -> None:
         """Put hooks on the projections."""
-        if self._found is None or self._proved is not None:
-            return
-        query, key = (rows.holder for rows in (self._found.query, self._found.key))
-        for holder, hook in ((query, _note_both),) if query is key else ((query, _note_query), (key, _note_key)):
-            self._watch(holder, hook)
+        for noted in self._noted:
+            other = vars(noted.holder).get(LAYOUT_ATTRIBUTE)
+            if isinstance(other, _Noted) and other.holder is noted.holder:  # else it is a copy's
+                for proof in (self, other.proof):
+                    proof.refuse(f"another layer computes with its {noted.name} as well")
+                return
+            vars(noted.holder)[LAYOUT_ATTRIBUTE] = noted
+            noted.holder._forward_hooks[_HOOK_ID] = _note
+            self._undo.append(functools.partial(_unhook, noted.holder, leave_no_trace_in_copies(noted.holder)))
 
-    def _watch(self, holder: nn.Module, hook: Callable[[nn.Module, Any, Any], None]) -> None:
-        vars(holder)[LAYOUT_ATTRIBUTE] = self
-        holder._forward_hooks[_HOOK_ID] = hook
-        self._undo.append(functools.partial(_unhook, holder, leave_no_trace_in_copies(holder)))
+    def refuse(self, why: str) -> None:
+        """No call shows anything, for this reason."""
+        self._tries, self._why, self._proved = 0, why, None
 
     def stop(self) -> None:
         """Take the hooks out again."""
         while self._undo:
             self._undo.pop()()
-        self._forget_outputs()
-
-    def _forget_outputs(self) -> None:
-        self.of_query: Tensor | None = None
-        self.of_key: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is not watched
@@ -100,7 +166,16 @@ class LayoutProof:
     @property
     def open(self) -> bool:
         """Whether a call is still to show where the heads lie."""
-        return self._found is not None and self._proved is None and self._tries > 0 and not self._kept
+        return self._unproved and not self._seen
+
+    @property
+    def of_no_name(self) -> bool:
+        """Whether no name shows where the weights lie."""
+        return self._found is None
+
+    @property
+    def _unproved(self) -> bool:
+        return bool(self._noted) and self._proved is None and self._tries > 0
 
     @property
     def proved(self) -> Projection | None:
@@ -109,130 +184,153 @@ class LayoutProof:
 
     @property
     def waits(self) -> bool:
-        """Whether a call has shown something that `current` has not looked at, or projections have changed since."""
-        changed = self._found is not None and not self.gone and _state_of(self._found) != self._state
-        return changed or (bool(self._kept) and self._proved is None)
-
-    @property
-    def holders(self) -> list[nn.Module]:
-        """The modules that hold W_Q and W_K; [] where none were found."""
-        return [] if self._found is None else [self._found.query.holder, self._found.key.holder]
+        """Whether a call may have shown what was not looked at, or projections have changed since."""
+        if self.gone:
+            return False
+        if self._seen or self._now() != self._state:
+            return True
+        self._looks += self._unproved  # what compiled code wrote only the device knows: it is asked ever less often
+        return self._unproved and self._looks & (self._looks - 1) == 0
 
     # ---- in the forward -------------------------------------------------------------------------------------------
 
-    def meet(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Attention is given query [..., H, S, D], key and value [..., Hkv, S, D]: keep a few tokens of them and of
-        what the projections gave. Compiled code cannot keep: it returns them, for the probe to `keep`. Never raises.
-        """
-        of_query, of_key = self.of_query, self.of_key
-        self.of_query = self.of_key = None
-        if of_query is None or of_key is None:
-            return ()
+    def meet(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Attention is given query [..., H, S, D], key and value [..., Hkv, S, D]: keep a few of their tokens."""
+        if torch.compiler.is_compiling():
+            if self._noted and query.dim() > 3 and query.shape[-3] == self._heads:
+                self._write(query, key, value)
+        elif self.open:
+            try:
+                self._meet(query, key, value)
+            except Exception as error:
+                self.refuse(f"its layout could not be looked at: {type(error).__name__}: {str(error)[:100]}")
+
+    def _meet(self, *given: Tensor) -> None:
+        given = tuple(x.unsqueeze(-3) if x.dim() == 3 else x for x in given)
+        query = given[0]
+        if any(x.is_nested or not x.numel() for x in given):
+            return
+        if query.shape[-3] != self._heads:
+            self._tries -= 1
+            self._why = f"attention was given {query.shape[-3]} heads where {self._heads} were announced"
+            return
+        if query.shape[-1] != self._head_dim:
+            self._head_dim = query.shape[-1]
+            self._make_room()
+        self._write(*given)
+        self._seen = True
+
+    def _write(self, *given: Tensor) -> None:
         with torch.no_grad():
-            if torch.compiler.is_compiling():
-                return _corners(of_query, query) + _corners(of_key, key)
-            if self.open:
-                self._keep(of_query, of_key, query, key)
-        return ()
-
-    def note(self, holder: nn.Module, args: Any, output: Tensor) -> None:
-        """A projection has computed this; one with a forward of its own is compared with its weight, as it is now."""
-        if not torch.compiler.is_compiling() and args and computes_otherwise(holder):
-            with torch.no_grad():
-                self._changes[holder] = change_by_weight(holder, args[0], output)
-
-    def _keep(self, of_query: Tensor, of_key: Tensor, query: Tensor, key: Tensor) -> None:
-        try:
-            with torch.autocast(query.device.type, enabled=False):
-                kept = {"q": _tokens(of_query, query), "k": _tokens(of_key, key)}
-            self._kept = {kind: tokens for kind, tokens in kept.items() if tokens is not None}
-        except Exception as error:
-            self._tries, self._why = 0, f"its layout could not be looked at: {type(error).__name__}: {str(error)[:100]}"
-
-    def keep(self, tokens: Sequence[Tensor]) -> None:
-        """Keep what `meet` returned in compiled code: the first and the last token."""
-        if self.open:
-            of_query, query, of_key, key = (x.clone() for x in tokens)
-            self._kept = {
-                kind: ([outputs.float()], heads.float(), True, [True, False], _error(outputs, heads))
-                for kind, outputs, heads in (("q", of_query, query), ("k", of_key, key))
-            }
+            for tokens, x in zip(self._given, given, strict=True):
+                tokens.write(x, 3)
 
     # ---- at a step boundary ---------------------------------------------------------------------------------------
 
     def current(self) -> Projection | None:
-        """Where the weights lie now; None while that is unknown."""
-        self._forget_outputs()
-        if self._found is None or self.gone:
-            return None
-        if _state_of(self._found) != self._state:
-            self._find_again(self._found)
-        if self._kept.keys() == {"q", "k"}:
-            try:
-                self._prove({kind: _seen(kept) for kind, kept in self._kept.items()})
-            except ValueError as error:
-                self._tries, self._why = self._tries - 1, str(error)
-        self._kept = {}
-        return self._proved
-
-    def _find_again(self, found: Projection) -> None:
-        """A projection was replaced, wrapped or given adapters since."""
-        self.stop()
-        if any(is_sharded(stored(base_of(holder))) for holder in self.holders):
-            self._accept(None, "its sharded projections were changed after attach")
-            return
-        sizes = len(found.query.starts), len(found.key.starts), found.query.head_dim
-        self._accept(find_projection(found.owner, *sizes), why_unmeasured(found.owner))
-        self.start()
-
-    def _prove(self, seen: dict[str, Seen]) -> None:
-        assert self._found is not None
-        if any(map(says_nothing, seen.values())):
-            return
-        found = self._found
-        heads, dim = seen["q"].heads.shape[1:]
-        if heads != len(found.query.starts):
-            self._tries -= 1
-            self._why = f"attention was given {heads} heads where {len(found.query.starts)} were announced"
-            return
-        fitting, normalised = _fitting(found, seen, normalises_heads(found.owner))
-        if fitting is None:
-            self._tries -= 1
-            self._why = f"in no known order do its outputs give the {heads} heads of {dim} that attention was given"
-            return
-        if any(_same_numbers(other, fitting, seen) for other in _candidates(found, seen) if other != fitting):
-            return
-        parts = [
-            _placed(part, _own(rows), dim, seen[kind].outputs[0].shape[1])
-            for part, rows, kind in zip((found.query, found.key), fitting, "qk", strict=True)
-        ]
-        layout = found.layout
-        if parts != [found.query, found.key]:
-            layout = f"{layout}, in an order that a call showed"
-        placed = replace(found, layout=layout, query=parts[0], key=parts[1])
-        self._accept_proof(placed.of_weights_alone("heads are normalised") if normalised else placed)
-
-    def _accept_proof(self, placed: Projection) -> None:
-        for why in self._otherwise(self.holders):
-            placed = placed.of_weights_alone(why)
-        self._proved, self._changes = placed, {}
-
-    def _otherwise(self, holders: Iterable[nn.Module]) -> Iterator[str]:
-        """Why outputs of projections do not follow from their weights, as far as their calls showed."""
-        for holder in filter(computes_otherwise, holders):
-            both = self._changes.get(holder)
-            if both is None or not bool((both[0] - both[1]).norm() <= _ALLOWED * both[1].norm()):
-                yield f"{type(holder).__name__} has a forward of its own"
+        """Where the weights lie now; None while that is unknown, and where keys have a part that all heads share."""
+        found = self._look()
+        return found if found is not None and found.query_of_shared is None else None
 
     def scalable(self) -> Projection | str:
         """What QK-Clip may scale now, or why it may not."""
-        return self.current() or self.describe().removeprefix("norms unknown: ")
+        found = self._look()
+        return self._unscalable or found or self.describe().removeprefix("norms unknown: ")
 
     def describe(self) -> str:
         """Where the weights lie, or why that is unknown."""
         if self.gone:
             return "norms unknown: its module was taken out of the model"
-        return self._proved.layout if self._proved is not None else f"norms unknown: {self._why}"
+        if self._proved is None:
+            return f"norms unknown: {self._why}"
+        shared = self._proved.query_of_shared is not None
+        return "norms unknown: a part of its keys is the same in all heads" if shared else self._proved.layout
+
+    def _look(self) -> Projection | None:
+        if self.gone:
+            return None
+        if self._owner is not None and self._now() != self._state:
+            self._find_again(self._owner)
+        if self._owner is not None and self._unproved:
+            self._seen = False
+            try:
+                self._proved = self._prove(self._owner)
+            except InconclusiveCallError:
+                pass  # another call may show it
+            except ValueError as error:
+                unread = (why_projection_unread(*child) for child in self._owner.named_children())
+                self._tries, self._why = self._tries - 1, "; ".join(filter(None, (*unread, str(error))))
+        return self._proved
+
+    def _now(self) -> list[tuple[Any, ...]]:
+        """What makes a projection another than it was: a wrapper round it, adapters, a computed weight, a new
+        forward."""
+        modules = [] if self._owner is None else [child for _, child in _descendants(self._owner)]
+        if self._found is not None and self._found.query.holder is self._owner:
+            modules.append(self._owner)
+        return [
+            (each, type(each), "forward" in vars(each), has_adapters(each), stored(each) is None) for each in modules
+        ]
+
+    def _find_again(self, owner: nn.Module) -> None:
+        """A projection was replaced, wrapped or given adapters since."""
+        self.stop()
+        if any(is_sharded(stored(base_of(noted.holder))) for noted in self._noted):
+            self._owner = None
+            self._accept("its sharded projections were changed after attach")
+            return
+        kv_heads = self._heads if self._found is None else len(self._found.key.starts)
+        self._accept(find_projection(owner, self._heads, kv_heads, self._head_dim) or why_unmeasured(owner))
+        self.start()
+
+    def _prove(self, owner: nn.Module) -> Projection:
+        """Where the weights lie, as the last call shows it. Raises as parts_of."""
+        query, key, value = given = [tokens.read() for tokens in self._given]
+        noted = {each.name: each for each in self._noted}
+        outputs = {name: own for name, each in noted.items() if (own := each.tokens.read()).numel()}
+        if not query.numel() or not key.numel() or not outputs:
+            raise InconclusiveCallError
+        dim = query.shape[1] // self._heads
+        shapes = (self._heads, dim), (-1, dim), (key.shape[1] // dim, -1 if value.numel() else 0)
+        of_given = [t.corners(x, *shape) for t, x, shape in zip(self._given, given, shapes, strict=True)]
+        call = Call(
+            {name: noted[name].tokens.corners(own, -1) for name, own in outputs.items()},
+            query=of_given[0],
+            key=of_given[1],
+            value=of_given[2],
+            error=max(map(_error, (query, key, *outputs.values()))),
+            normed=normalises_heads(owner),
+        )
+        widths = {name: own.shape[1] for name, own in outputs.items()}
+        if self._found is None and any(outputs_of(noted[name].holder) != width for name, width in widths.items()):
+            raise ValueError(_SPREAD)
+        known = (None, None) if self._found is None else (self._found.query, self._found.key)
+        made = {noted[name].holder: (name, width) for name, width in widths.items()}
+        of_names = [
+            (made[side.holder][0], _as_made(side, made[side.holder][1])) if side and side.holder in made else None
+            for side in known
+        ]
+        parts = parts_of(call, *of_names)
+        of_query, of_key = (
+            _rows(noted[part.name].holder, part, side, widths[part.name])
+            for part, side in zip(parts[:2], known, strict=True)
+        )
+        of_shared = parts.query_of_shared
+        names = dict.fromkeys(part.name for part in parts[:3] if part is not None)
+        layout = f"found by a call ({', '.join(names)})"
+        if self._found is not None:
+            layout = self._found.layout + ("" if (of_query, of_key) == known else ", in an order that a call showed")
+        shared = of_shared and _rows(noted[of_shared.name].holder, of_shared, None, 0)
+        placed = Projection(layout, of_query, of_key, owner, shared)
+        if any(part.normalised for part in parts[:3] if part is not None):
+            placed = placed.of_weights_alone("heads are normalised")
+        for each in (noted[name] for name in names if computes_otherwise(noted[name].holder)):
+            changes = each.change
+            if changes is None or not bool((changes[0] - changes[1]).norm() <= _ALLOWED * changes[1].norm()):
+                placed = placed.of_weights_alone(f"{type(each.holder).__name__} has a forward of its own")
+        if parts.keys_are_values:
+            self._unscalable = f"outputs of {parts.key.name} are keys and values at once"
+        return placed
 
 
 def _unhook(holder: nn.Module, stay_clean: Callable[[], None]) -> None:
@@ -241,146 +339,72 @@ def _unhook(holder: nn.Module, stay_clean: Callable[[], None]) -> None:
     stay_clean()
 
 
-def _note_query(module: nn.Module, args: Any, output: Any) -> None:
-    if (proof := proof_of(module, output)) is not None:
-        proof.note(module, args, output)
-        proof.of_query = output.detach()
-
-
-def _note_key(module: nn.Module, args: Any, output: Any) -> None:
-    if (proof := proof_of(module, output)) is not None:
-        proof.note(module, args, output)
-        proof.of_key = output.detach()
-
-
-def _note_both(module: nn.Module, args: Any, output: Any) -> None:
-    if (proof := proof_of(module, output)) is not None:
-        proof.note(module, args, output)
-        proof.of_query = proof.of_key = output.detach()
-
-
-def proof_of(module: nn.Module, output: Any) -> LayoutProof | None:
-    """The proof that is to take note of an output; None where nothing is open or the output is no plain tensor."""
-    proof: LayoutProof | None = getattr(module, LAYOUT_ATTRIBUTE, None)
-    if proof is None or not isinstance(output, Tensor) or output.dim() < 2:
-        return None
-    if torch.compiler.is_compiling():
-        return proof  # whether it is open would be a condition of the graph
-    if not proof.open or type(output) is not Tensor or torch._C._are_functorch_transforms_active():
-        return None
-    return None if torch._C._get_tracing_state() is not None else proof
-
-
-def _corners(outputs: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the last token of outputs [..., C] and heads [..., H, S, D], as [2, C] and [2, H, D]."""
-    rows = outputs.flatten(0, -2)
-    heads = heads.unsqueeze(-3) if heads.dim() == 3 else heads
-    first, last = heads.detach(), heads.detach()
-    while first.dim() > 3:
-        first, last = first[0], last[-1]
-    return torch.stack([rows[0], rows[-1]]), torch.stack([first[:, 0], last[:, -1]])
-
-
-def _error(outputs: Tensor, heads: Tensor) -> float:
-    return max(torch.finfo(x.dtype).eps for x in (outputs, heads))
-
-
-def _tokens(outputs: Tensor, heads: Tensor) -> _Kept | None:
-    """Some tokens of outputs [..., C] and heads [..., H, S, D]: those that begin sequences, and others."""
-    heads = heads.detach().unsqueeze(-3) if heads.dim() == 3 else heads.detach()
-    *lead, _, length, _ = heads.shape
-    rows = outputs.flatten(0, -2)
-    entries = math.prod(lead)
-    if not entries * length * len(rows):
-        return None
-    last = entries - 1, length - 1
-    tokens = [(min(b, entries - 1), 0) for b in range(4)] + [(0, length // 2), (0, length - 1), last]
-    tokens = list(dict.fromkeys(tokens))
-    own = len(rows) // entries if len(rows) % entries == 0 else len(rows)
-    orders = {
-        tuple(max(0, min(at, len(rows) - 1)) for at in order)
-        for order in (
-            [b * own + s for b, s in tokens],
-            [s * entries + b for b, s in tokens],
-            [b * own + s - (length - own) for b, s in tokens],
-        )
-    }
-    given = torch.stack([heads[_unravelled(b, lead)][:, s] for b, s in tokens])
-    whole, first = len(rows) == entries * length, [s == 0 for _, s in tokens]
-    of_orders = [torch.stack([rows[at] for at in order]).float() for order in orders]
-    return of_orders, given.float(), whole, first, _error(outputs, heads)
-
-
-def _unravelled(entry: int, lead: list[int]) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.unravel_index(entry, lead))
-
-
-def _seen(kept: _Kept) -> Seen:
-    outputs, heads, whole, first, error = kept
-    numbers = [x.cpu().numpy().astype(np.float64) for x in (*outputs, heads)]
-    return Seen(tuple(numbers[:-1]), numbers[-1], whole, np.array(first), error)
-
-
-def _candidates(found: Projection, seen: dict[str, Seen]) -> Iterator[_Pair]:
-    """Layouts that these projections may have, those of their names first."""
-    widths = {kind: each.outputs[0].shape[1] for kind, each in seen.items()}
-    (heads, dim), (key_heads, key_dim) = (seen[kind].heads.shape[1:] for kind in "qk")
-    if dim != key_dim:
+def _note(module: nn.Module, args: Any, output: Any) -> None:
+    """A projection has computed this."""
+    noted: _Noted | None = getattr(module, LAYOUT_ATTRIBUTE, None)
+    if noted is None or not isinstance(output, Tensor) or output.dim() < 2:
         return
-    if found.query.holder is found.key.holder:
-        yield from fused_rows(widths["q"], heads, key_heads, dim)
-    else:
-        of_keys = list(separate_rows(widths["k"], key_heads, dim))
-        yield from ((query, key) for query in separate_rows(widths["q"], heads, dim) for key in of_keys)
+    if not torch.compiler.is_compiling() and not _is_to_be_noted(noted, module, args, output):
+        return
+    with torch.no_grad():
+        noted.tokens.write(output, 2)
 
 
-def _fitting(found: Projection, seen: dict[str, Seen], normed: bool) -> tuple[_Pair | None, bool]:
-    """The layout that fits what a call showed, and whether heads were divided by their norms on the way."""
-    pairs = list(dict.fromkeys(_candidates(found, seen)))
-    for normalised in (False, True):
-        known: dict[tuple[str, Rows], bool] = {}
-        for pair in pairs:
-            for of in zip("qk", pair, strict=True):
-                if of not in known:
-                    known[of] = fit(of[1], seen[of[0]], normalised=normalised, normed=normed)
-                if not known[of]:
-                    break
-            else:
-                return pair, normalised
-    return None, False
+def _is_to_be_noted(noted: _Noted, module: nn.Module, args: Any, output: Tensor) -> bool:
+    """Whether it is, in code that is not compiled; one with a forward of its own is compared with its weight."""
+    proof = noted.proof
+    if noted.holder is not module or not proof.open or torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._get_tracing_state() is not None:
+        return False
+    if is_sharded(output) and proof.of_no_name:
+        proof.refuse(_SPREAD)
+    if type(output) is not Tensor or not output.numel():
+        return False
+    if args and computes_otherwise(module):
+        with torch.no_grad():
+            noted.change = change_by_weight(module, args[0], output)
+    return True
 
 
-def _own(rows: Rows) -> Rows:
-    """Without the repetitions of key heads that lie next to each other, one for each query head that reads them."""
-    times = next((i for i, start in enumerate(rows.starts) if start != rows.starts[0]), len(rows.starts))
-    own = rows.starts[::times]
-    return Rows(own, rows.stride) if tuple(np.repeat(own, times)) == rows.starts else rows
+def _error(numbers: Tensor) -> float:
+    """The largest relative rounding error of numbers, as their values show it."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(numbers.to(dtype).float(), numbers):
+            return torch.finfo(dtype).eps
+    return torch.finfo(torch.float32).eps
 
 
-def _placed(part: HeadRows, rows: Rows, head_dim: int, width: int) -> HeadRows:
-    """The rows of the weight that give these outputs, `width` of them; raises ValueError where a process computes some
-    outputs alone, and they are not those that it was found to compute."""
-    placed = replace(part, starts=rows.starts, stride=rows.stride, head_dim=head_dim)
-    if width == outputs_of(part.holder):
+def _as_made(side: HeadRows, width: int) -> Rows:
+    """The rows of a side among the outputs, `width` of them, of which this process may compute a part alone."""
+    before = 0 if width == outputs_of(side.holder) else side.starts[0]
+    return Rows(tuple(start - before for start in side.starts), side.stride)
+
+
+def _rows(holder: nn.Module, part: Placed, known: HeadRows | None, width: int) -> HeadRows:
+    """The rows of the weight that give these outputs, `width` of them; raises ValueError if a process computes a part
+    of the outputs, and other heads than its part of the weights shows."""
+    placed = HeadRows(holder, "weight", part.rows.starts, part.head_dim, part.rows.stride)
+    if known is None or width == outputs_of(holder):
         return placed
-    moved = replace(placed, starts=tuple(start + part.starts[0] for start in rows.starts))
-    if moved != part:
+    if part.rows != _as_made(known, width) or part.head_dim != known.head_dim:
         raise ValueError("this process computes other heads than its part of the weights shows")
-    return part
+    return known
 
 
-def _same_numbers(one: _Pair, other: _Pair, seen: dict[str, Seen]) -> bool:
-    return all(alike(a, b, seen[kind]) for a, b, kind in zip(one, other, "qk", strict=True))
+def _descendants(owner: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Children and their names, and those of plain containers among them."""
+    for name, child in owner.named_children():
+        yield f"{prefix}{name}", child
+        if isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            yield from _descendants(child, f"{prefix}{name}.")
 
 
-def _state_of(projection: Projection) -> list[tuple[Any, ...]]:
-    """What makes a projection another than it was: a wrapper round it, adapters, a computed weight, a new forward."""
-    owner, children = projection.owner, list(projection.owner.children())
-    holders = (projection.query.holder, projection.key.holder)
-    return [
-        (h, type(h), h is owner or h in children, "forward" in vars(h), has_adapters(h), stored(h) is None)
-        for h in holders
-    ]
+def _projections(owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The projections of a layer and their names: children with a matrix as weight."""
+    for name, child in _descendants(owner):
+        if not isinstance(child, nn.Embedding) and outputs_of(child) is not None:
+            yield name, child
 
 
 def table_of_norms(names: Sequence[str], proofs: Sequence[LayoutProof]) -> str:

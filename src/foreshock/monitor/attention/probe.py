@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -33,24 +33,8 @@ from foreshock.monitor.attention.probed_rows import (
 
 logger: Final = logging.getLogger("foreshock")
 
-_SAVED: Final = 7
-"""Tensors of a call that are saved for its backward; tokens of the projections come behind them."""
 _TICK_BITS: Final = 40
 """Of a layer's counter below its number."""
-
-
-class Layout(Protocol):
-    """Shows where W_Q and W_K of a layer's heads lie, from tokens of its calls (layout_proof.py)."""
-
-    @property
-    def open(self) -> bool:
-        """Whether a call is still to show it."""
-
-    def meet(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Attention is given these operands; what compiled code returns goes to `keep`."""
-
-    def keep(self, tokens: Sequence[Tensor]) -> None:
-        """Take what `meet` returned."""
 
 
 @dataclass(slots=True)
@@ -71,8 +55,6 @@ class Sampling:
     """Why this agent measures nothing any more: the training goes on without it."""
     refused: dict[int, str] = field(default_factory=dict)
     """By where a layer's state lies: what the model does with the attention that our kernels would not let it do."""
-    layouts: Sequence[Layout] = ()
-    """The proofs of the agent's layers, in the order of their counters: they keep the tokens of compiled code."""
 
 
 _samplings: Final[dict[str, Sampling]] = {}
@@ -100,7 +82,7 @@ def probe(
     state: Tensor,
     tick: Tensor,
     sampling: str,
-    *tokens: Tensor,
+    *,
     mask: Tensor | None = None,
     causal: CausalAlignment = "none",
     window: tuple[int, int] = (-1, -1),
@@ -118,7 +100,7 @@ def probe(
     query [..., H, Sq, D]; key, value [..., Hkv, Sk, D]; mask as PyTorch's attn_mask, bool or added to the scores,
     broadcast to [..., H, Sq, Sk]. state int64 [H, SLOT_COUNT] and tick int64 [1], which each measurement moves on, are
     written.
-    tokens: for a LayoutProof to keep. sampling: what start_sampling gave. cu_seqlens: where the sequences of
+    sampling: what start_sampling gave. cu_seqlens: where the sequences of
     queries and of keys begin that are packed into one row (B = 1), each int32 [N + 1]. score_mod: what else the call
     makes of its scores. largest: float32 [H], raised to the largest score of all rows in steps that are computed in
     full; inf where a call could not be. rounds: what the attention rounds on its way to `out`.
@@ -129,7 +111,7 @@ def probe(
     scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
     options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics, rounds=rounds))
     given = _apart(out, query, key, value, mask, *(cu_seqlens or (None, None)))
-    arguments = (*given, state, tick, largest, options, score_mod, *tokens)
+    arguments = (*given, state, tick, largest, options, score_mod)
     return cast(Tensor, _writable(_Probed.apply(*arguments)))  # type: ignore[no-untyped-call]
 
 
@@ -178,10 +160,9 @@ class _Probed(torch.autograd.Function):
         largest: Tensor | None,
         options: tuple[str, AttentionSpec],
         score_mod: ScoreMod | None,
-        *tokens: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(out, query, key, value, mask, cu_queries, cu_keys, *tokens)
-        ctx.state, ctx.tick, ctx.options, ctx.tokens = state, tick, options, len(tokens)
+        ctx.save_for_backward(out, query, key, value, mask, cu_queries, cu_keys)
+        ctx.state, ctx.tick, ctx.options = state, tick, options
         ctx.score_mod, ctx.largest = score_mod, largest
         return out.view_as(out)
 
@@ -190,18 +171,17 @@ class _Probed(torch.autograd.Function):
         saved = ctx.saved_tensors if torch.compiler.is_compiling() else _still_as_they_were(ctx, grad_out)
         if saved is not None:
             with torch.no_grad():  # a backward that is differentiated itself differentiates the identity alone
-                call, tokens = saved[:_SAVED], list(saved[_SAVED:])
                 run: Any = _operator
                 scores: list[Tensor] = []
                 if ctx.score_mod is not None and torch.compiler.is_compiling():
-                    scores = _scores_in_the_graph(Call(grad_out, *call), ctx)
+                    scores = _scores_in_the_graph(Call(grad_out, *saved), ctx)
                 elif ctx.score_mod is not None:  # a function is no argument of an operator
                     run = partial(probe_rows, score_mod=ctx.score_mod)
                 key, spec = ctx.options
-                run(grad_out, *call, ctx.state, ctx.tick, ctx.largest, key, spec.text, tokens, scores)
+                run(grad_out, *saved, ctx.state, ctx.tick, ctx.largest, key, spec.text, scores)
         elif ctx.largest is not None:
             ctx.largest.fill_(math.inf)
-        return grad_out, *[None] * (11 + ctx.tokens)
+        return grad_out, *[None] * 11
 
 
 def _scores_in_the_graph(call: Call, ctx: Any) -> list[Tensor]:
@@ -238,29 +218,9 @@ _library: Final = torch.library.Library("foreshock", "FRAGMENT")  # type: ignore
 _library.define(  # type: ignore[no-untyped-call]
     "probe_rows(Tensor grad_out, Tensor out, Tensor query, Tensor key, Tensor value, Tensor? mask, "
     "Tensor? cu_queries, Tensor? cu_keys, Tensor(a!) state, Tensor(b!) tick, Tensor(c!)? largest, "
-    "str sampling_key, str spec_text, Tensor[] tokens, Tensor[] scores) -> ()",
+    "str sampling_key, str spec_text, Tensor[] scores) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-
-
-_library.define(  # type: ignore[no-untyped-call]
-    "keep_tokens(Tensor(a!) tick, Tensor[] tokens, str sampling_key) -> ()", tags=(torch.Tag.pt2_compliant_tag,)
-)
-
-
-def keep_tokens(tick: Tensor, tokens: Sequence[Tensor], sampling_key: str) -> None:
-    """Hand what LayoutProof.meet returned in compiled code to the proof of the layer whose counter is `tick`.
-
-    For calls that our kernels serve, which have no probe. `tick` is declared as written, so that no compiler leaves the
-    call out; it stays as it is.
-    """
-    if (sampling := _samplings.get(sampling_key)) is not None and not _capturing(tick):
-        _keep(sampling, tick, tokens)
-
-
-def _keep(sampling: Sampling, tick: Tensor, tokens: Sequence[Tensor]) -> None:
-    if tokens and any(layout.open for layout in sampling.layouts):
-        sampling.layouts[int(tick) >> _TICK_BITS].keep(tokens)  # waits for the device, until all are known
 
 
 def probe_rows(
@@ -277,7 +237,6 @@ def probe_rows(
     largest: Tensor | None,
     sampling_key: str,
     spec_text: str,
-    tokens: Sequence[Tensor] = (),
     scores: Sequence[Tensor] = (),
     score_mod: ScoreMod | None = None,
 ) -> None:
@@ -299,8 +258,6 @@ def probe_rows(
     call = Call(grad_out, out, query, key, value, mask, cu_queries, cu_keys)
     try:
         with torch.autocast(query.device.type, enabled=False):
-            if not capturing:
-                _keep(sampling, tick, tokens)
             rows = -(-sampling.rows // sampling.every_steps) if capturing else sampling.rows
             call = call.batched().rounded(spec.numerics)
             if in_full and largest is not None:
@@ -322,9 +279,8 @@ def _capturing(query: Tensor) -> bool:
     return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-for _implementation in (probe_rows, keep_tokens):
-    _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"foreshock::{_implementation.__name__}", lambda *arguments: None, lib=_library)
+_library.impl("probe_rows", probe_rows, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("foreshock::probe_rows", lambda *arguments: None, lib=_library)
 _operator: Final = torch.ops.foreshock.probe_rows.default
 
 

@@ -12,7 +12,7 @@ import operator
 import types
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 import torch._dynamo
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.kernels.flash_attention.spec import constants
-from foreshock.monitor.attention.probe import Layout, probe
+from foreshock.monitor.attention.probe import probe
 from foreshock.monitor.attention.proof import UNCOMPARED, why_not_proven
 
 logger: Final = logging.getLogger("foreshock")
@@ -73,6 +73,13 @@ def _why_not_third_last(query: Tensor, heads: int) -> str | None:
         return None
     unclear = f"which dimension holds its {heads} heads is unclear"
     return f"its query has shape {list(query.shape)}: {unclear}; [B, ..., H, S, D] is measured"
+
+
+class Layout(Protocol):
+    """Shows where W_Q and W_K of a layer's heads lie (layout_proof.py)."""
+
+    def meet(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Attention is given these operands."""
 
 
 class WatchedLayer:
@@ -310,9 +317,8 @@ class WatchedLayer:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed | None, **options: Any) -> Tensor | None:
         """The output of our operator, [B, H, Sq, D], or None when it refuses this call."""
-        tokens = () if self.layout is None else self.layout.meet(query, key, value)
-        if tokens and self.tick is not None:  # compiled code, which has no probe here
-            torch.ops.foreshock.keep_tokens(self.tick, tokens, self.sampling)
+        if self.layout is not None:
+            self.layout.meet(query, key, value)
         self._note(**options)
         numerics = numerics_for(query, self.numerics)
         options |= {"numerics": numerics, "state": self.state, "modes": self.modes}
@@ -374,7 +380,8 @@ class WatchedLayer:
     ) -> Tensor:
         """`out` [..., H, Sq, D] of the model's own attention, the function `by`, of which the backward measures a
         sample where asked."""
-        tokens = () if self.layout is None else self.layout.meet(query, key, value)
+        if self.layout is not None:
+            self.layout.meet(query, key, value)
         if self.tick is None or not self._meets(query, out):
             return out
         if (reason := self._misfit(query, key, value)) is not None:
@@ -391,7 +398,7 @@ class WatchedLayer:
             options["largest"] = self.largest
         else:
             self.bent = True
-        return probe(out, query, key, value, *where, *tokens, numerics=numerics, cu_seqlens=ends, **options)
+        return probe(out, query, key, value, *where, numerics=numerics, cu_seqlens=ends, **options)
 
 
 LAYOUT_ATTRIBUTE: Final = "_foreshock_layout"

@@ -1,25 +1,30 @@
 """Which outputs of a projection are which head's features, found by their numbers in what attention is given.
 
-A fused projection is laid out as its model likes: [Q | K | V], a part of each for every key head, features before
-heads, and more; no name shows which. So the queries and keys of a few tokens of a call are looked for among the
-projection's outputs of these tokens, under every layout of the field. What may happen between the two is allowed for:
-a constant factor, a bias, rotary positions and a norm of each head with its gains.
+A layout is one of the orders of the field in which a projection's outputs are dealt to heads (`layouts`). It is right
+if the features of each head are as long as those that attention was given, up to one factor for all heads and tokens:
+rotary positions change no length, and another layout has other lengths. Norms of queries and keys are allowed for.
 
 In multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) a part of each key is its head's own, made
-from a latent, and another part, which carries the positions, is the same in all heads (`parts_of`).
+from a latent, and another part, which carries the positions, is the same in all heads.
 """
 
-import itertools
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
 
-_LEAST: Final = 1e-4
-"""Relative difference of two numbers that are called equal, of operands that round less."""
+_LENGTH: Final = 1e-5
+"""Relative difference of two lengths that are called equal, of operands that round less."""
+_FEATURE: Final = 1e-4
+"""The same of vectors of features."""
+_STEADY: Final = 0.01
+"""The same of lengths of heads that were divided by their norms: they are not quite 1 if a norm adds its epsilon."""
+_ENOUGH: Final = 4
+"""Heads whose lengths in a single token tell one layout from another."""
 
 
 class Rows(NamedTuple):
@@ -34,223 +39,27 @@ class Rows(NamedTuple):
         return places
 
 
-class Seen(NamedTuple):
-    """What one call showed of a projection. float64, t tokens."""
+class Corners(NamedTuple):
+    """Of one call the first and the last token of the first sequence and of the last one, in this order."""
 
-    outputs: tuple[Numbers, ...]
-    """[t, C] of the tokens, for each order in which the projection may hold them."""
-    heads: Numbers
-    """[t, H, D], as attention was given them."""
-    whole: bool
-    """The projection made all tokens that attention was given, and no others."""
-    first: npt.NDArray[np.bool_]
-    """Which tokens begin a sequence [t]: rotary positions leave them as they are."""
-    error: float
-    """The largest relative rounding error of either."""
-
-
-def separate_rows(width: int, heads: int, head_dim: int) -> Iterator[Rows]:
-    """Layouts of a projection of one kind, queries or keys, for the heads that attention is given.
-
-    Keys may be of fewer heads than attention is given: then each stands for several, next to each other or in turn.
-    """
-    own = width // head_dim
-    if own * head_dim != width or not own or heads % own:
-        return
-    orders = [[h // (heads // own) for h in range(heads)], [h % own for h in range(heads)]]
-    orders += [[(h % n) * (own // n) + h // n for h in range(own)] for n in _divisors(own)] if own == heads else []
-    for order in orders:
-        yield Rows(tuple(h * head_dim for h in order))
-        yield Rows(tuple(order), own)
-
-
-def fused_rows(width: int, heads: int, key_heads: int, head_dim: int) -> Iterator[tuple[Rows, Rows]]:
-    """Layouts of a projection of queries, keys and values: the rows of the queries, and those of the keys as attention
-    is given them, `key_heads` of them."""
-    own = (width // head_dim - heads) // 2
-    if width != (heads + 2 * own) * head_dim or own < 1 or heads % own or key_heads % own:
-        return
-    each = key_heads // own
-    readers = [[k // each for k in range(key_heads)], [k % own for k in range(key_heads)]]
-    for order in itertools.permutations("qkv"):
-        for query, key in _of_order(order, heads, own, head_dim):
-            for reader in readers:
-                yield query, Rows(tuple(key.starts[k] for k in reader), key.stride)
-
-
-def _of_order(order: tuple[str, ...], heads: int, own: int, head_dim: int) -> Iterator[tuple[Rows, Rows]]:
-    counts = {"q": heads, "k": own, "v": own}
-    for groups in _divisors(own):  # 1: Q, K and V of all heads; `own`: those of each key head together
-        wide = sum(counts.values()) // groups
-        before = {kind: sum(counts[k] for k in order[: order.index(kind)]) // groups for kind in "qk"}
-
-        def block(kind: str, head: int, wide: int = wide, groups: int = groups, before: dict[str, int] = before) -> int:
-            group, within = divmod(head, counts[kind] // groups)
-            return group * wide + before[kind] + within
-
-        query, key = ([block(kind, h) for h in range(counts[kind])] for kind in "qk")
-        yield Rows(tuple(h * head_dim for h in query)), Rows(tuple(h * head_dim for h in key))
-    start = {kind: sum(counts[k] for k in order[: order.index(kind)]) for kind in "qk"}
-    # features before heads: within Q, K and V, and where these stand within a feature
-    yield tuple(Rows(tuple(start[k] * head_dim + h for h in range(counts[k])), counts[k]) for k in "qk")  # type: ignore[misc]
-    yield tuple(Rows(tuple(start[k] + h for h in range(counts[k])), sum(counts.values())) for k in "qk")  # type: ignore[misc]
-    if heads == own:  # a query, a key and a value next to each other
-        at = {kind: order.index(kind) for kind in "qk"}
-        yield tuple(Rows(tuple(h * head_dim * 3 + at[k] for h in range(heads)), 3) for k in "qk")  # type: ignore[misc]
-        yield tuple(Rows(tuple(h * 3 + at[k] for h in range(heads)), heads * 3) for k in "qk")  # type: ignore[misc]
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def fit(rows: Rows, seen: Seen, *, normalised: bool = False, normed: bool = False) -> bool:
-    """Whether these outputs are the heads that attention was given, as they are or, where `normalised`, with each head
-    divided by its norm. `normed`: the module has a norm for them, which may have a gain for each feature of each."""
-    index = rows.places(seen.heads.shape[2])
-    allowed = max(_LEAST, 4 * seen.error)
-    for outputs in seen.outputs:
-        if not normalised and seen.whole and not _may_fit(outputs, index, seen.heads, allowed):
-            continue
-        ours = outputs[:, index]
-        usable = np.any(ours, axis=(1, 2)) & np.any(seen.heads, axis=(1, 2))
-        if not usable.any():
-            continue
-        part = (ours[usable], seen.heads[usable], allowed, np.all if seen.whole else np.any)
-        if _normalised(*part, seen.first[usable], normed) if normalised else _plain(*part):
-            return True
-    return False
-
-
-def alike(one: Rows, other: Rows, seen: Seen) -> bool:
-    """Whether the outputs of two layouts are the same numbers, so that nothing shows which it is."""
-    dim = seen.heads.shape[2]
-    return all(np.allclose(x[:1, one.places(dim)], x[:1, other.places(dim)], rtol=_LEAST, atol=0) for x in seen.outputs)
-
-
-def says_nothing(seen: Seen) -> bool:
-    """Whether no layout can be found from it: numbers that are not finite, or nothing but zeros."""
-    given = (*seen.outputs, seen.heads)
-    return not all(np.isfinite(x).all() and np.any(x) for x in given)
-
-
-def _may_fit(outputs: Numbers, index: npt.NDArray[np.int64], heads: Numbers, allowed: float) -> bool:
-    """Whether the heads of a token, or of the difference of two, are as long as they are for attention, up to a factor:
-    most layouts are ruled out by that."""
-    usable = np.flatnonzero(np.any(outputs, axis=1) & np.any(heads, axis=(1, 2)))
-    if not usable.size:
-        return False
-    pairs = [(outputs[usable[0]], heads[usable[0]])]
-    if usable.size > 1:
-        pairs.append((outputs[usable[0]] - outputs[usable[-1]], heads[usable[0]] - heads[usable[-1]]))
-    sizes = ([np.linalg.norm(x, axis=1)[None, :, None] for x in (ours[index], theirs)] for ours, theirs in pairs)
-    return any(_apart(*(_scaled(x, per_head=False) for x in both))[0] <= allowed for both in sizes)
-
-
-def _plain(ours: Numbers, theirs: Numbers, allowed: float, quorum: Any) -> bool:
-    """As they are, but for a constant factor, rotary positions or a bias that is added. Both [t, H, D]."""
-    if _same(ours, theirs, allowed, quorum, per_head=False):
-        factors = _sizes(theirs) / _sizes(ours)
-        return quorum is np.any or bool(np.ptp(factors) <= 4 * allowed * factors.max())
-    if quorum is np.any or len(ours) < 3:
-        return False
-    ours, theirs = (x[1:] - x[:1] for x in (ours, theirs))
-    return bool(np.any(ours)) and bool(
-        np.all(_apart(_scaled(ours, per_head=False), _scaled(theirs, per_head=False)) <= allowed)
-    )
-
-
-def _normalised(
-    ours: Numbers, theirs: Numbers, allowed: float, quorum: Any, first: npt.NDArray[np.bool_], normed: bool
-) -> bool:
-    """With each head, or all of a token, divided by their norm, less their mean or not. A gain is found in those tokens
-    that no position turned."""
-    features = ours.shape[2]
-    for centred in (False, True):
-        ours = ours - ours.mean(2, keepdims=True) if centred else ours
-        if any(_same(ours, theirs, allowed, quorum, per_head=per_head) for per_head in (False, True)):
-            return True
-        unturned, given = ours[first], theirs[first]
-        if _gained(_scaled(unturned, per_head=True).reshape(-1, features), given.reshape(-1, features), allowed):
-            return True
-        whole = _scaled(unturned, per_head=False).reshape(len(unturned), -1)
-        if normed and _gained(whole, given.reshape(len(unturned), -1), allowed):
-            return True
-    return False
-
-
-def _same(ours: Numbers, theirs: Numbers, allowed: float, quorum: Any, *, per_head: bool) -> bool:
-    ours, theirs = (_scaled(x, per_head=per_head) for x in (ours, theirs))
-    return bool(quorum(_apart(ours, theirs) <= allowed)) or _rotated(ours, theirs, allowed, quorum)
-
-
-def _sizes(x: Numbers) -> Numbers:
-    sizes: Numbers = np.sqrt(np.square(x).sum((1, 2)))
-    return sizes
-
-
-def _scaled(x: Numbers, *, per_head: bool) -> Numbers:
-    """Each token, or each head of each token, divided by its norm."""
-    size = np.sqrt(np.square(x).sum(2 if per_head else (1, 2), keepdims=True))
-    scaled: Numbers = x / np.where(size == 0, 1.0, size)
-    return scaled
-
-
-def _apart(ours: Numbers, theirs: Numbers) -> Numbers:
-    """How far tokens are apart [t], relative to their norms."""
-    apart: Numbers = _sizes(ours - theirs) / np.maximum(_sizes(theirs), np.finfo(np.float64).tiny)
-    return apart
-
-
-def _rotated(ours: Numbers, theirs: Numbers, allowed: float, quorum: Any) -> bool:
-    """Whether pairs of features were turned, all of each head's or those of a part of it, and the others left alone."""
-    norms = [np.sqrt(np.square(x).sum(2, keepdims=True)) for x in (ours, theirs)]
-    if not quorum(_apart(*norms) <= allowed):
-        return False
-    dim = ours.shape[2]
-    for turned in sorted({dim, dim // 2, dim // 4, dim * 3 // 4} - {0}, reverse=True):
-        for start in {0, dim - turned}:
-            part = np.arange(start, start + turned)
-            for block in (b for b in _divisors(turned) if b % 2 == 0):
-                if quorum(_apart(*(_pairs(x, part, block) for x in (ours, theirs))) <= allowed):
-                    return True
-    return False
-
-
-def _pairs(x: Numbers, part: npt.NDArray[np.int64], block: int) -> Numbers:
-    """The norms of the pairs in a part of the features, of which both halves of each block pair up, and the others as
-    they are."""
-    turned = x[..., part].reshape(*x.shape[:2], -1, 2, block // 2)
-    return np.concatenate(
-        [np.hypot(turned[..., 0, :], turned[..., 1, :]).reshape(*x.shape[:2], -1), np.delete(x, part, 2)], 2
-    )
-
-
-def _gained(ours: Numbers, theirs: Numbers, allowed: float) -> bool:
-    """Whether `theirs` [n, F] is `ours` times a gain for each of the F features, by least squares over n samples."""
-    if len(ours) < 2:
-        return False
-    gain = (ours * theirs).sum(0) / np.maximum(np.square(ours).sum(0), np.finfo(np.float64).tiny)
-    return bool(np.linalg.norm(theirs - gain * ours) <= allowed * np.linalg.norm(theirs))
-
-
-_STEADY: Final = 1e-5
-"""The same for a factor of a whole head, from token to token: it is a mean over many numbers."""
+    numbers: Numbers
+    """[4, C], the outputs of a projection, or [4, H, D], what attention was given."""
+    grid: tuple[int, int]
+    """How many sequences of how many tokens there were."""
 
 
 class Call(NamedTuple):
-    """What one call was given and its projections gave, of t tokens. float64."""
+    """What one call was given and its projections gave."""
 
-    outputs: Mapping[str, Numbers]
-    """[t, C], by name of the projection."""
-    query: Numbers
-    """[t, H, D]"""
-    key: Numbers
-    """[t, H, D]"""
-    value: Numbers
-    """[t, H, Dv]"""
+    outputs: Mapping[str, Corners]
+    """By name of the projection; the grid of one may have the tokens of a sequence first."""
+    query: Corners
+    key: Corners
+    value: Corners
     error: float
     """The largest relative rounding error of them."""
+    normed: bool = False
+    """The module has a norm for queries and keys, which may have a gain for each feature of each head."""
 
 
 class Placed(NamedTuple):
@@ -259,6 +68,13 @@ class Placed(NamedTuple):
     name: str
     rows: Rows
     head_dim: int
+    normalised: bool = False
+    """Each head, or each token, is divided by its norm on the way to attention."""
+
+    @property
+    def outputs(self) -> npt.NDArray[np.int64]:
+        """By head and feature, int64 [H, D]."""
+        return self.rows.places(self.head_dim)
 
 
 class Parts(NamedTuple):
@@ -267,138 +83,178 @@ class Parts(NamedTuple):
     query: Placed
     key: Placed
     query_of_shared: Placed | None
+    keys_are_values: bool
+    """To scale a head's own keys would scale what it reads."""
 
 
 class InconclusiveCallError(Exception):
     """This call shows nothing: several outputs are the same numbers, or nothing but zeros. Another call may not."""
 
 
-def parts_of(call: Call) -> Parts:
+_Named = tuple[str, Rows]
+"""Where names show that queries or keys are."""
+
+
+def parts_of(call: Call, query: _Named | None = None, key: _Named | None = None) -> Parts:
     """Where the parts of queries and keys come from.
 
-    Raises ValueError with a sentence where they are no outputs of the projections as they stand, for example behind a
-    norm; InconclusiveCallError where this call does not show it.
+    Raises ValueError with a sentence if they are in no known order; InconclusiveCallError if this call does not show
+    it.
     """
-    given = (*call.outputs.values(), call.query, call.key)
-    if not all(np.isfinite(x).all() for x in given) or not np.any(call.query):
+    queries, keys, values = call.query.numbers, call.key.numbers, call.value.numbers
+    given = [queries, keys, *(outputs.numbers for outputs in call.outputs.values())]
+    if not call.outputs or not all(x.size and np.isfinite(x).all() and x.any() for x in given):
         raise InconclusiveCallError
-    shared = np.all(call.key == call.key[:, :1], axis=(0, 1))
-    if shared.all():
-        raise ValueError("its keys are the same in all heads")
-    key = _placed("own keys", call.key[..., ~shared], call, rotated=False)
-    query = _placed("queries", call.query[..., ~shared], call, rotated=False)
-    of_shared = _placed("queries of the shared keys", call.query[..., shared], call) if shared.any() else None
-    for other in (query, of_shared):
-        if other is not None and other.name == key.name and np.intersect1d(_outputs(other), _outputs(key)).size:
-            raise ValueError(f"outputs of {key.name} are queries and keys at once")
-    if _are_values(key, call):
-        raise ValueError(f"outputs of {key.name} are keys and values at once")
-    return Parts(query, key, of_shared)
+    heads: dict[bytes, int] = {}
+    readers = [heads.setdefault(keys[:, head].tobytes(), len(heads)) for head in range(keys.shape[1])]
+    first = [readers.index(n) for n in range(len(heads))]
+    used = np.any(queries, axis=(0, 1)) | np.any(keys, axis=(0, 1))  # heads may be filled up with zeros
+    shared = used & (len(heads) > 1) & np.all(keys == keys[:, :1], axis=(0, 1))
+    own = used & ~shared
+    of_query = _place("queries", call.query._replace(numbers=queries[..., own]), call, query)
+    of_key = _place("keys", call.key._replace(numbers=keys[:, first][..., own]), call, key)
+    of_shared = None
+    if shared.any():
+        of_shared = _place("queries of shared keys", call.query._replace(numbers=queries[..., shared]), call)
+    for other in (of_query, of_shared):
+        if other is not None and other.name == of_key.name and np.intersect1d(other.outputs, of_key.outputs).size:
+            raise ValueError(f"outputs of {of_key.name} are queries and keys at once")
+    keys_are_values = values.shape[1] == len(readers) and _are_among(
+        call.outputs[of_key.name].numbers[:, of_key.outputs], values[:, first], call.error
+    )
+    if readers != [head * len(heads) // len(readers) for head in range(len(readers))]:  # neighbours read others
+        of_key = of_key._replace(rows=of_key.rows._replace(starts=tuple(of_key.rows.starts[n] for n in readers)))
+    return Parts(of_query, of_key, of_shared, keys_are_values)
 
 
-def _outputs(placed: Placed) -> npt.NDArray[np.int64]:
-    return placed.rows.places(placed.head_dim)
-
-
-def _placed(what: str, part: Numbers, call: Call, *, rotated: bool = True) -> Placed:
-    """The one projection whose outputs are this part [t, H, D] of all heads."""
-    found = {
-        (name, rows)
-        for name, outputs in call.outputs.items()
-        for rows in _rows_of(outputs, part, call.error, rotated=rotated)
-    }
-    if not found:
-        raise ValueError(
-            f"in no known order do the outputs of its projections ({', '.join(call.outputs)}) give its {what}, as "
-            "behind a norm they do not"
-        )
-    if len(found) > 1:
-        raise InconclusiveCallError
-    ((name, rows),) = found
-    return Placed(name, rows, part.shape[2])
-
-
-def _rows_of(outputs: Numbers, part: Numbers, error: float, *, rotated: bool) -> Iterator[Rows]:
-    """Layouts in which outputs [t, C] are the features of a part [t, H, D], as they are or turned by the positions."""
-    copied = _copied(outputs, part, error)
-    if copied is not None:
-        yield copied
-    elif rotated and part.shape[2] % 2 == 0:
-        yield from _turned(outputs, part, error)
-
-
-def _copied(outputs: Numbers, part: Numbers, error: float) -> Rows | None:
-    heads, features = part.shape[1:]
-    start = _column(outputs, part[:, 0, 0], error)
-    next_head = _column(outputs, part[:, 1, 0], error)
-    next_feature = _column(outputs, part[:, 0, min(1, features - 1)], error)
-    if start is None or next_head is None or next_feature is None:
-        return None
-    rows = Rows(tuple(start + h * (next_head - start) for h in range(heads)), max(1, next_feature - start))
-    places = rows.places(features)
-    inside = places.min() >= 0 and places.max() < outputs.shape[1]
-    return rows if inside and _follows(outputs[:, places], part, error) else None
-
-
-def _turned(outputs: Numbers, part: Numbers, error: float) -> Iterator[Rows]:
-    """Pairs of features keep their length. Neighbours pair up, or the two halves; here and there not always alike, and
-    with the features of a head next to each other or those of all heads in turn."""
-    heads, features = part.shape[1:]
-    for apart in {1, features // 2}:
-        lengths = _lengths(part, apart)
-        for stride, gap in ((s, s * a) for s in {1, heads} for a in {1, features // 2}):
-            if gap >= outputs.shape[1]:
+def _place(what: str, part: Corners, call: Call, named: _Named | None = None) -> Placed:
+    """The one projection whose outputs are this part [4, H, D] of all heads."""
+    heads, dim = part.numbers.shape[1:]
+    for normalised in (False, True):
+        found: dict[tuple[str, bytes], Placed] = {}
+        for name, outputs in call.outputs.items():
+            if named is not None and name != named[0]:
                 continue
-            pairs = np.hypot(outputs[:, :-gap], outputs[:, gap:])
-            start, next_head = (_column(pairs, lengths[:, h, 0], error) for h in (0, 1))
-            if start is None or next_head is None:
-                continue
-            rows = Rows(tuple(start + h * (next_head - start) for h in range(heads)), stride)
-            places = rows.places(features)
-            inside = places.min() >= 0 and places.max() < outputs.shape[1]
-            if inside and _follows(_lengths(outputs[:, places], gap // stride), lengths, error):
-                yield rows
+            tokens, first = _same_tokens(outputs.grid, part.grid)
+            ours, theirs = outputs.numbers[[own for own, _ in tokens]], part.numbers[[given for _, given in tokens]]
+            for rows in _in_order(outputs.numbers.shape[1], heads, dim, named):
+                of_rows = ours[:, rows.places(dim)]
+                if _normalised(of_rows, theirs, first, call) if normalised else _plain(of_rows, theirs, call.error):
+                    found[name, rows.places(dim).tobytes()] = Placed(name, rows, dim, normalised)
+                    if named is not None and rows == named[1]:
+                        return Placed(name, rows, dim, normalised)
+        if len(found) > 1:
+            raise InconclusiveCallError
+        if found:
+            return next(iter(found.values()))
+    of = f"the outputs of its projections ({', '.join(call.outputs)}) give its {what}"
+    raise ValueError(f"in no known order do {of}, {heads} heads of {dim} features")
 
 
-def _lengths(part: Numbers, apart: int) -> Numbers:
-    """The lengths of the pairs of features of part [t, H, D] that lie so far apart, [t, H, D / 2]."""
-    pairs = part.reshape(*part.shape[:2], -1, 2, apart)
-    return np.hypot(pairs[..., 0, :], pairs[..., 1, :]).reshape(*part.shape[:2], -1)
+def _same_tokens(outputs: tuple[int, int], given: tuple[int, int]) -> tuple[list[tuple[int, int]], list[bool]]:
+    """The corners of a projection's outputs and of what attention was given that are the same token, each token once,
+    and which of them begin a sequence."""
+    sequences, length = given
+    pairs = [(0, 0), (3, 3)] if math.prod(outputs) == math.prod(given) else [(3, 3)]  # others before, as in a cache
+    if outputs == given:
+        pairs = [(corner, corner) for corner in range(4)]
+    elif outputs == (length, sequences):
+        pairs = [(0, 0), (2, 1), (1, 2), (3, 3)]
+    tokens = [(0, 0), (0, length - 1), (sequences - 1, 0), (sequences - 1, length - 1)]
+    once = {tokens[corner]: (own, corner) for own, corner in reversed(pairs)}
+    return list(once.values()), [place == 0 for _, place in once]
 
 
-def _column(outputs: Numbers, wanted: Numbers, error: float) -> int | None:
-    """Which of outputs [t, C] is `wanted` [t] times some factor; None: none."""
-    if not np.any(wanted):
-        raise InconclusiveCallError
-    sizes = np.linalg.norm(outputs, axis=0)
-    units = outputs / np.where(sizes == 0, 1.0, sizes)
-    distances = np.linalg.norm(units - (wanted / np.linalg.norm(wanted))[:, None], axis=0)
-    found = np.flatnonzero(distances <= max(_LEAST, 4 * error))
-    if found.size > 1:
-        raise InconclusiveCallError
-    return int(found[0]) if found.size else None
+def _in_order(width: int, heads: int, head_dim: int, named: _Named | None) -> Iterator[Rows]:
+    """Layouts, that of the names first."""
+    if named is not None and len(named[1].starts) == heads and named[1].places(head_dim).max() < width:
+        yield named[1]
+    yield from layouts(width, heads, head_dim)
 
 
-def _follows(ours: Numbers, theirs: Numbers, error: float) -> bool:
-    """Whether `theirs` [t, H, D] is `ours` times one factor for each head, the same for all tokens: a norm would have
-    another one for each token."""
-    squares, products = np.square(ours).sum(2), (ours * theirs).sum(2)
-    if not squares.any(0).all():
+def layouts(width: int, heads: int, head_dim: int) -> Iterator[Rows]:
+    """Orders in which `width` outputs may hold the features of so many heads, with others before and behind them."""
+    # groups of 1: all heads one after the other; of `heads`: each with others of its own; between: with a key head
+    for groups in (n for n in range(1, heads + 1) if heads % n == 0 and width % n == 0):
+        wide, members = width // groups, range(heads // groups)
+        for offset in _offsets(wide, len(members) * head_dim):
+            yield Rows(tuple(g * wide + offset + h * head_dim for g in range(groups) for h in members))
+    for offset in _offsets(width, heads * head_dim):  # features before heads
+        yield Rows(tuple(range(offset, offset + heads)), heads)
+    if width % head_dim == 0:  # features before all else
+        for offset in _offsets(width // head_dim, heads):
+            yield Rows(tuple(range(offset, offset + heads)), width // head_dim)
+    if width % (heads * head_dim) == 0:  # features of several kinds in turn
+        kinds = width // (heads * head_dim)
+        for kind in range(kinds):
+            yield Rows(tuple(range(kind, width, head_dim * kinds)), kinds)
+            yield Rows(tuple(range(kind, heads * kinds, kinds)), heads * kinds)
+
+
+def _offsets(wide: int, size: int) -> list[int]:
+    """Where so many of `wide` outputs may begin, of those for queries, keys and values."""
+    behind = wide - size
+    return sorted({*range(0, behind + 1, size), behind // 2, behind}) if behind >= 0 else []
+
+
+def _plain(ours: Numbers, theirs: Numbers, error: float) -> bool:
+    """As they are, turned by positions or with a bias added. Both [t, H, D]."""
+    if len(ours) * ours.shape[1] < 2 or (len(ours) < 2 and ours.shape[1] < _ENOUGH):
         return False
-    factors = products.sum(0) / squares.sum(0)
-    off = np.linalg.norm(theirs - factors[:, None] * ours, axis=2)
-    if np.any(off > max(_LEAST, 8 * error) * np.linalg.norm(theirs, axis=2)):
-        return False
-    seen = squares > 0
-    each = products / np.where(seen, squares, 1.0)
-    steady = max(_STEADY, 8 * error / ours.shape[2] ** 0.5)
-    return bool(np.all((np.abs(each - factors) <= steady * np.abs(factors)) | ~seen))
+    changes = ours[1:] - ours[:1], theirs[1:] - theirs[:1]
+    with_bias = ours.shape[1] >= _ENOUGH and bool(np.any(changes[0])) and _as_long(*changes, error)
+    return with_bias or _as_long(ours, theirs, error)
 
 
-def _are_values(key: Placed, call: Call) -> bool:
-    """Whether a head's own keys are among its values: to scale them would scale what it reads."""
-    keys = call.outputs[key.name][:, _outputs(key)]
-    if call.value.shape[1] != keys.shape[1]:
+def _as_long(ours: Numbers, theirs: Numbers, error: float) -> bool:
+    """Whether the heads of `theirs` are as long as those of `ours`, up to one factor. Both [t, H, D]."""
+    lengths, wanted = np.linalg.norm(ours, axis=2), np.linalg.norm(theirs, axis=2)
+    if not wanted.any() or np.any((lengths == 0) != (wanted == 0)):
         return False
-    one, other = (x / np.maximum(np.linalg.norm(x, axis=0), np.finfo(np.float64).tiny) for x in (keys, call.value))
-    return bool(np.einsum("thd,the->hde", one, other).max(initial=0.0) > 1 - max(_LEAST, 4 * call.error) ** 2 / 2)
+    ratios = wanted[lengths > 0] / lengths[lengths > 0]
+    return bool(np.ptp(ratios) <= 2 * max(_LENGTH, 4 * error / theirs.shape[2] ** 0.5) * np.median(ratios))
+
+
+def _normalised(ours: Numbers, theirs: Numbers, first: list[bool], call: Call) -> bool:
+    """With each head, or all of a token, divided by their norms, less their mean or not. A gain is found in the tokens
+    that no position turned."""
+    heads, features, allowed = *theirs.shape[1:], max(_FEATURE, 4 * call.error)
+    unturned, lengths = theirs[first], np.linalg.norm(theirs, axis=2)
+    steady = bool(np.all(np.ptp(lengths, axis=0) <= max(_STEADY, allowed) * lengths.max(0)))
+    for each in (ours, ours - ours.mean(2, keepdims=True)):
+        if heads > 1 and all(_as_long(*both, call.error) for both in zip(each[:, None], theirs[:, None], strict=True)):
+            return True
+        units = _units(each[first], 2)
+        if steady and len(units) and np.linalg.norm(units - _units(unturned, 2), axis=2).max() <= allowed:
+            return True
+        if _gained(units.reshape(-1, features), unturned.reshape(-1, features), allowed, 1 if call.normed else 2):
+            return True
+        whole = _units(each[first], (1, 2)).reshape(len(units), -1)
+        if call.normed and _gained(whole, unturned.reshape(len(units), -1), allowed, 2):
+            return True
+    return False
+
+
+def _units(x: Numbers, axes: int | tuple[int, int]) -> Numbers:
+    sizes = np.sqrt(np.square(x).sum(axes, keepdims=True))
+    units: Numbers = x / np.where(sizes == 0, 1.0, sizes)
+    return units
+
+
+def _gained(ours: Numbers, theirs: Numbers, allowed: float, least: int) -> bool:
+    """Whether `theirs` [n, F] is `ours` times a gain for each of the F features, by least squares over n samples, of
+    which there must be so many."""
+    if len(ours) < least:
+        return False
+    gain = (ours * theirs).sum(0) / np.maximum(np.square(ours).sum(0), np.finfo(np.float64).tiny)
+    return bool(np.linalg.norm(theirs - gain * ours) <= allowed * np.linalg.norm(theirs))
+
+
+def _are_among(keys: Numbers, values: Numbers, error: float) -> bool:
+    """Whether each head's own keys [4, H, D] are among its values [4, H, Dv]."""
+    allowed = max(_FEATURE, 4 * error)
+    for head in range(keys.shape[1]):
+        own, read = keys[:, head, :, None], values[:, head, None]
+        if np.any(np.linalg.norm(own - read, axis=0).min(1) > allowed * np.linalg.norm(own, axis=0)[:, 0]):
+            return False
+    return True
