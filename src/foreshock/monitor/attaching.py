@@ -256,7 +256,7 @@ def _layers_of(watched: list[Found], state: Tensor, modes: Tensor, settings: Age
     layers = []
     for f, own_state, own_modes in zip(watched, state.split(sizes), modes.split(sizes), strict=True):  # type: ignore[no-untyped-call]
         layer = WatchedLayer(f.name or "model", own_state, own_modes, settings.numerics, strict=settings.strict)
-        layer.layout = LayoutProof(f.owner, f.heads, f.head_dim, state.device, f.projection or f.unmeasured)
+        layer.layout = LayoutProof(f.owner, f.heads, f.projection or f.unmeasured)
         layers.append(layer)
     return layers
 

@@ -1,7 +1,7 @@
 """Norms are of the right rows or unknown: what a layer's projections gave and what its attention got are compared.
 
-Hooks on the projections and the call of attention that follows write a few tokens into buffers, in compiled code as in
-any other. At the next reading of the norms these numbers show the layout (monitor/model/layouts.py).
+Hooks on the projections and the call of attention that follows note a few tokens, in compiled code as in any other. At
+the next reading of the norms these numbers show the layout (monitor/model/layouts.py).
 """
 
 import functools
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 
 from foreshock.monitor.attention.watched_layer import LAYOUT_ATTRIBUTE, leave_no_trace_in_copies
@@ -47,48 +46,16 @@ _ALLOWED: Final = 2.0**-6
 """Relative difference of outputs that passes for rounding: twice the precision of bfloat16."""
 
 
-class _Tokens:
-    """The corners of one call (Corners), written as the call runs."""
-
-    def __init__(self, width: int, device: torch.device) -> None:
-        self._numbers = torch.full((4, width), math.nan, device=device)
-        """Of width numbers a token; those behind the ones that were written stay NaN."""
-        self._grid = torch.zeros(2, dtype=torch.int64, device=device)
-        for buffer in (self._numbers, self._grid):  # spares torch.compile's CUDA graphs a copy of them in every step
-            torch._dynamo.mark_static_address(buffer, guard=False)
-
-    def write(self, x: Tensor, token_dims: int) -> None:
-        """The corners of x: the last token_dims dimensions but one are of a token, and the sequence is before them or
-        between them."""
-        x = x.detach()
-        first, last = x, x
-        while first.dim() > token_dims:
-            first, last = first[0], last[-1]
-        corners = [each.select(-2, at) for each in (first, last) for at in (0, -1)]
-        width = math.prod(corners[0].shape)
-        if width <= self._numbers.shape[1]:
-            self._numbers[:, :width].copy_(torch.stack(corners).flatten(1))
-            self._grid[0].fill_(math.prod(x.shape[: x.dim() - token_dims]))
-            self._grid[1].fill_(x.shape[-2])
-
-    def read(self) -> Tensor:
-        """What was written, [4, width], which is forgotten then."""
-        numbers = self._numbers.to("cpu", copy=True)
-        self._numbers.fill_(math.nan)
-        return numbers[:, ~numbers.isnan().all(0)]
-
-    def corners(self, numbers: Tensor, *shape: int) -> Corners:
-        """Numbers that were read, each token in this shape."""
-        sequences, length = self._grid.tolist()
-        return Corners(numbers.reshape(4, *shape).double().numpy(), (sequences, length))
+_Written = tuple[Tensor, Any, Any]
+"""The corners of one call (Corners), [4, ...], and how many sequences of how many tokens there were."""
 
 
 class _Noted:
     """A projection whose outputs are noted."""
 
-    def __init__(self, name: str, holder: nn.Module, proof: "LayoutProof", device: torch.device) -> None:
+    def __init__(self, name: str, holder: nn.Module, proof: "LayoutProof") -> None:
         self.name, self.holder, self.proof = name, holder, proof
-        self.tokens = _Tokens(outputs_of(holder) or 0, device)
+        self.outputs: _Written | None = None
         self.change: tuple[Tensor, Tensor] | None = None
         """As change_by_weight, of a projection with a forward of its own."""
 
@@ -102,14 +69,11 @@ class _Noted:
 class LayoutProof:
     """Where W_Q and W_K of one layer lie, as its calls show it."""
 
-    def __init__(
-        self, owner: nn.Module | None, heads: int, head_dim: int, device: torch.device, found: Projection | str
-    ) -> None:
-        """`found`: what names show, or why they show nothing; then the children of `owner`, if any, are looked at.
-        head_dim: 0 where it is unknown."""
+    def __init__(self, owner: nn.Module | None, heads: int, found: Projection | str) -> None:
+        """`found`: what names show, or why they show nothing; then the children of `owner`, if any, are looked at."""
         self.gone = False
         """The layer's module is no part of the model any more: another may stand in its place."""
-        self._owner, self._heads, self._head_dim, self._device = owner, heads, head_dim, device
+        self._owner, self._heads = owner, heads
         self._undo: list[Callable[[], None]] = []
         self._accept(found)
         self.announced: Final = found.layout if isinstance(found, Projection) else self.describe()
@@ -118,7 +82,8 @@ class LayoutProof:
         self._found = found if isinstance(found, Projection) else None
         self._why = found if isinstance(found, str) else _UNSEEN
         self._proved: Projection | None = None
-        self._unscalable, self._tries, self._looks, self._seen = "", _TRIES, 0, False
+        self._unscalable, self._tries = "", _TRIES
+        self._given: list[_Written] | None = None
         named: list[tuple[str, nn.Module]] = []
         if self._found is not None:
             self._owner = self._found.owner
@@ -128,13 +93,8 @@ class LayoutProof:
                 self._proved = self._found  # PyTorch's own module, whose layout is PyTorch's
         elif self._owner is not None and found == NOT_FOUND:
             named, self._why = list(_projections(self._owner)), _UNSEEN
-        self._noted = [_Noted(*each, self, self._device) for each in named]
-        self._make_room()
+        self._noted = [_Noted(*each, self) for each in named]
         self._state = self._now()
-
-    def _make_room(self) -> None:
-        wide = self._heads * self._head_dim if self._noted else 0
-        self._given = [_Tokens(wide, self._device) for _ in ("query", "key", "value")]
 
     def start(self) -> None:
         """Put hooks on the projections."""
@@ -166,7 +126,7 @@ class LayoutProof:
     @property
     def open(self) -> bool:
         """Whether a call is still to show where the heads lie."""
-        return self._unproved and not self._seen
+        return self._unproved and self._given is None
 
     @property
     def of_no_name(self) -> bool:
@@ -185,12 +145,7 @@ class LayoutProof:
     @property
     def waits(self) -> bool:
         """Whether a call may have shown what was not looked at, or projections have changed since."""
-        if self.gone:
-            return False
-        if self._seen or self._now() != self._state:
-            return True
-        self._looks += self._unproved  # what compiled code wrote only the device knows: it is asked ever less often
-        return self._unproved and self._looks & (self._looks - 1) == 0
+        return not self.gone and ((self._unproved and self._given is not None) or self._now() != self._state)
 
     # ---- in the forward -------------------------------------------------------------------------------------------
 
@@ -198,32 +153,20 @@ class LayoutProof:
         """Attention is given query [..., H, S, D], key and value [..., Hkv, S, D]: keep a few of their tokens."""
         if torch.compiler.is_compiling():
             if self._noted and query.dim() > 3 and query.shape[-3] == self._heads:
-                self._write(query, key, value)
+                self._given = [_corners(x, 3) for x in (query, key, value)]
         elif self.open:
             try:
-                self._meet(query, key, value)
+                self._meet(*(x.unsqueeze(-3) if x.dim() == 3 else x for x in (query, key, value)))
             except Exception as error:
                 self.refuse(f"its layout could not be looked at: {type(error).__name__}: {str(error)[:100]}")
 
     def _meet(self, *given: Tensor) -> None:
-        given = tuple(x.unsqueeze(-3) if x.dim() == 3 else x for x in given)
-        query = given[0]
-        if any(x.is_nested or not x.numel() for x in given):
-            return
-        if query.shape[-3] != self._heads:
+        heads = given[0].shape[-3]
+        if heads != self._heads:
             self._tries -= 1
-            self._why = f"attention was given {query.shape[-3]} heads where {self._heads} were announced"
-            return
-        if query.shape[-1] != self._head_dim:
-            self._head_dim = query.shape[-1]
-            self._make_room()
-        self._write(*given)
-        self._seen = True
-
-    def _write(self, *given: Tensor) -> None:
-        with torch.no_grad():
-            for tokens, x in zip(self._given, given, strict=True):
-                tokens.write(x, 3)
+            self._why = f"attention was given {heads} heads where {self._heads} were announced"
+        elif all(x.numel() and not x.is_nested for x in given):
+            self._given = [_corners(x, 3) for x in given]
 
     # ---- at a step boundary ---------------------------------------------------------------------------------------
 
@@ -251,10 +194,9 @@ class LayoutProof:
             return None
         if self._owner is not None and self._now() != self._state:
             self._find_again(self._owner)
-        if self._owner is not None and self._unproved:
-            self._seen = False
+        if self._owner is not None and self._unproved and self._given is not None:
             try:
-                self._proved = self._prove(self._owner)
+                self._proved = self._prove(self._owner, self._given)
             except InconclusiveCallError:
                 pass  # another call may show it
             except ValueError as error:
@@ -279,29 +221,23 @@ class LayoutProof:
             self._owner = None
             self._accept("its sharded projections were changed after attach")
             return
-        kv_heads = self._heads if self._found is None else len(self._found.key.starts)
-        self._accept(find_projection(owner, self._heads, kv_heads, self._head_dim) or why_unmeasured(owner))
+        was = self._found
+        found = was and find_projection(owner, self._heads, len(was.key.starts), was.query.head_dim)
+        self._accept(found or why_unmeasured(owner))
         self.start()
 
-    def _prove(self, owner: nn.Module) -> Projection:
-        """Where the weights lie, as the last call shows it. Raises as parts_of."""
-        query, key, value = given = [tokens.read() for tokens in self._given]
+    def _prove(self, owner: nn.Module, given: list[_Written]) -> Projection:
+        """Where the weights lie, as a call shows it. Raises as parts_of."""
         noted = {each.name: each for each in self._noted}
-        outputs = {name: own for name, each in noted.items() if (own := each.tokens.read()).numel()}
-        if not query.numel() or not key.numel() or not outputs:
-            raise InconclusiveCallError
-        dim = query.shape[1] // self._heads
-        shapes = (self._heads, dim), (-1, dim), (key.shape[1] // dim, -1 if value.numel() else 0)
-        of_given = [t.corners(x, *shape) for t, x, shape in zip(self._given, given, shapes, strict=True)]
-        call = Call(
-            {name: noted[name].tokens.corners(own, -1) for name, own in outputs.items()},
-            query=of_given[0],
-            key=of_given[1],
-            value=of_given[2],
-            error=max(map(_error, (query, key, *outputs.values()))),
-            normed=normalises_heads(owner),
-        )
-        widths = {name: own.shape[1] for name, own in outputs.items()}
+        written = {name: each.outputs for name, each in noted.items() if each.outputs is not None}
+        self._given = None
+        for each in self._noted:
+            each.outputs = None
+        query, key, value = map(_numbers, given)
+        error = max(torch.finfo(x.dtype).eps for x, *_ in (*given, *written.values()))
+        outputs = {name: _numbers(each) for name, each in written.items()}
+        call = Call(outputs, query, key, value, error, normalises_heads(owner))
+        widths = {name: each.numbers.shape[1] for name, each in outputs.items()}
         if self._found is None and any(outputs_of(noted[name].holder) != width for name, width in widths.items()):
             raise ValueError(_SPREAD)
         known = (None, None) if self._found is None else (self._found.query, self._found.key)
@@ -346,8 +282,7 @@ def _note(module: nn.Module, args: Any, output: Any) -> None:
         return
     if not torch.compiler.is_compiling() and not _is_to_be_noted(noted, module, args, output):
         return
-    with torch.no_grad():
-        noted.tokens.write(output, 2)
+    noted.outputs = _corners(output, 2)
 
 
 def _is_to_be_noted(noted: _Noted, module: nn.Module, args: Any, output: Tensor) -> bool:
@@ -367,12 +302,19 @@ def _is_to_be_noted(noted: _Noted, module: nn.Module, args: Any, output: Tensor)
     return True
 
 
-def _error(numbers: Tensor) -> float:
-    """The largest relative rounding error of numbers, as their values show it."""
-    for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(numbers.to(dtype).float(), numbers):
-            return torch.finfo(dtype).eps
-    return torch.finfo(torch.float32).eps
+def _corners(x: Tensor, token_dims: int) -> _Written:
+    """The corners of x, of which all but the last token_dims dimensions number the sequences, and the last but one the
+    tokens of each."""
+    first = last = x.detach()
+    while first.dim() > token_dims:
+        first, last = first[0], last[-1]
+    corners = torch.stack([each.select(-2, at) for each in (first, last) for at in (0, -1)])
+    return corners, math.prod(x.shape[: x.dim() - token_dims]), x.shape[-2]
+
+
+def _numbers(written: _Written) -> Corners:
+    corners, sequences, length = written
+    return Corners(corners.cpu().double().numpy(), (int(sequences), int(length)))
 
 
 def _as_made(side: HeadRows, width: int) -> Rows:
