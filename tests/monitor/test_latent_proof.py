@@ -199,14 +199,14 @@ def frozen(model: nn.Module) -> nn.Module:
 
 
 NORMALISED = "norms of the weights alone: heads are normalised"
-NOTHING_FITS = "in no known order do the outputs of its projections (wq_a, wq_b, wkv_a, wkv_b) give its keys"
+NOTHING_FITS = "in no known order do the outputs of its projections (wq_a, wq_b, wkv_a, wkv_b) give its "
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "queries normed behind the up-projection": (lambda: two_latent_layers(NormedQueries), NORMALISED),
+    "queries normed behind the up-projection": (lambda: two_latent_layers(NormedQueries), NOTHING_FITS + "queries"),
     "own keys normed behind it": (lambda: two_latent_layers(NormedOwnKeys), NORMALISED),
     "rotary queries normed behind it": (lambda: two_latent_layers(NormedRotaryQueries), NORMALISED),
     "values that are keys": (lambda: two_latent_layers(KeysAreValues), "wkv_b are keys and values at once"),
-    "a single head": (lambda: two_latent_layers(OneHead), NOTHING_FITS),
-    "one key head": (lambda: two_latent_layers(OneKeyHead), NOTHING_FITS),
+    "a single head": (lambda: two_latent_layers(OneHead), NOTHING_FITS + "keys"),
+    "one key head": (lambda: two_latent_layers(OneKeyHead), NOTHING_FITS + "keys"),
     "a rounded weight": (lambda: with_projections("wq_b", rounding), "Rounding has a forward of its own"),
     "adapters": (lambda: with_projections("wkv_b", Adapted), "wkv_b is tests's Adapted, which has adapters"),
     "one module in two layers": (one_up_projection, "another layer computes with its wkv_b as well"),
