@@ -250,13 +250,14 @@ def test_a_call_that_tells_nothing_leaves_the_norms_unknown_until_one_does() -> 
 
 
 def blocks(*, again: bool = False) -> nn.Module:
-    """Three layers of two layouts, recomputed in the backward where asked."""
+    """Four layers of three layouts, one without names, recomputed in the backward where asked."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             names = ("each head its Q, K, V", "each head its Q, K, V", "separate")
-            self.layers = nn.ModuleList(LAYOUTS[name]() for name in names)
+            unnamed = Attention(turned(grouped), one=WIDTH, two=KEYS * DIM, three=KEYS * DIM)
+            self.layers = nn.ModuleList([*(LAYOUTS[name]() for name in names), unnamed])
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
@@ -298,6 +299,7 @@ def test_layouts_are_shown_by_compiled_and_recomputed_code_without_a_bit_or_a_gr
     assert told == [
         *["fused Q, K, V (qkv_proj, Linear), in an order that a call showed"] * 2,
         "separate (q_proj, k_proj)",
+        "found by a call (one, two)",
     ]
     assert samples[0].query_norm is not None
     assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True))
@@ -312,6 +314,7 @@ def test_code_that_was_compiled_with_our_kernels_shows_its_layout() -> None:
     assert told == [
         *["fused Q, K, V (qkv_proj, Linear), in an order that a call showed"] * 2,
         "separate (q_proj, k_proj)",
+        "found by a call (one, two)",
     ]
     assert samples[-1].query_norm is not None
 

@@ -117,12 +117,6 @@ class LayoutProof:
         while self._undo:
             self._undo.pop()()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copy of the module is not watched
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
     @property
     def open(self) -> bool:
         """Whether a call is still to show where the heads lie."""
