@@ -190,7 +190,6 @@ def test_the_operator_declares_what_it_does(bounds: Any) -> None:
                 torch.full((4,), -math.inf),
                 number,
                 AttentionSpec(0.25, "top_left", numerics="float32").text,
-                [query, key],
                 [],
             ),
         )
