@@ -146,3 +146,32 @@ async def test_of_many_switches_in_one_batch_none_is_an_order_where_one_names_no
     await service.store(one, *forged, told("local-20", verdict="warn-2"))
     assert await delivered(service, ranks) == []
     assert await states(service) == ["proposed"]
+
+
+async def test_a_warning_of_another_rank_bears_out_no_switch(service: Any) -> None:
+    ranks = await real_ranks(service, "auto")
+    await service.store(ranks[1], ranks[1].verdict(20))
+    await service.store(ranks[0], told())
+    assert await delivered(service, ranks) == []
+    assert await states(service) == ["proposed"]
+
+
+async def test_what_a_former_process_did_is_noted_and_is_no_order(service: Any) -> None:
+    ranks = await real_ranks(service, "auto")
+    newer = FakeRank(rank=0, boot="b2")
+    await service.store(newer, newer.started(policy="auto"), newer.sample(21))
+    await service.store(ranks[0], ranks[0].verdict(20), told())
+    assert await delivered(service, [newer, *ranks[1:]]) == []
+    assert await states(service) == []
+
+
+async def test_a_switch_that_was_rejected_is_not_proposed_again_for_other_heads_of_the_same_warning(
+    service: Any,
+) -> None:
+    ranks = await real_ranks(service, "approve")
+    both: tuple[HeadRef, ...] = ((0, 1), (0, 2))
+    await service.store(ranks[0], ranks[0].verdict(20), told(heads=both, outcome="proposed"))
+    [proposal] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+    await service.client.post(f"/v1/commands/{proposal['id']}/reject", json={"who": "ann", "reason": "noise"})
+    await service.store(ranks[0], told("local-2", heads=both, outcome="proposed"))
+    assert await states(service) == ["rejected"]

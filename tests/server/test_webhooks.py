@@ -221,3 +221,15 @@ async def test_the_watchdog_is_seen_on_metrics(service: Any) -> None:
     text = (await service.client.get("/metrics")).text
     [line] = [x for x in text.splitlines() if x.startswith("foreshock_service_watchdog_timestamp_seconds ")]
     assert abs(float(line.split()[1]) - time.time()) < 30
+
+
+async def test_a_proposal_that_was_rejected_holds_up_none_for_another_head(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="approve"), rank.sample(1), rank.verdict(1, head=0))
+    assert await alert(service, delivery()) == "proposed"
+    [proposal] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+    await service.client.post(f"/v1/commands/{proposal['id']}/reject", json={"who": "ann", "reason": "noise"})
+    await service.store(rank, rank.verdict(3, head=1, name="joined"))
+    assert await alert(service, delivery()) == "proposed"
+    heads = [command["heads"] for command in (await service.get("/v1/runs/run-1/commands"))["commands"]]
+    assert heads == [[[0, 1]], [[0, 0]]]
