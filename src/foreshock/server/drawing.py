@@ -218,7 +218,7 @@ class Drawing:
             values = part.values
             if place[1] != RUN_LEVEL:
                 values = values[:, :, self.picked[self.columns[place[1]]] - first[place[1]]]
-            low, high, last = values.astype(np.float64).transpose(1, 0, 2)
+            low, high, last = values.transpose(1, 0, 2)
             spans.add(part.steps, low, high, last, part.bad)
 
     def _take_readings(self, readings: MergedSteps) -> None:

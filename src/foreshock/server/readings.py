@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -503,22 +504,20 @@ def read(
     """Buckets of `width` (or COARSE, where a span has but one), by metric and layer, of spans that are built."""
     if not spans or not metrics:
         return {}
-    query = select(rollups.c.metric, rollups.c.layer, rollups.c.span, rollups.c.width, rollups.c.data).where(
-        rollups.c.run_id == run_id,
-        rollups.c.width.in_({width, COARSE}),
-        rollups.c.metric.in_(metrics),
-        rollups.c.layer.in_(layers),
-        rollups.c.span.between(min(spans), max(spans)),
-    )
     found: dict[tuple[str, int], dict[int, tuple[int, bytes]]] = defaultdict(dict)
-    for metric, layer, span, own, data in connection.execute(query).all():
-        if span not in spans:
-            continue  # a row that was forgotten
-        rows = found[metric, layer]
-        if span not in rows or own < rows[span][0]:
-            rows[span] = own, data
+    for own in sorted({width, COARSE}, reverse=True):  # finer buckets take the place of the coarse one
+        query = select(rollups.c.metric, rollups.c.layer, rollups.c.span, rollups.c.data).where(
+            rollups.c.run_id == run_id,
+            rollups.c.width == own,
+            rollups.c.metric.in_(metrics),
+            rollups.c.layer.in_(layers),
+            rollups.c.span.between(min(spans), max(spans)),
+        )
+        in_order = query.order_by(rollups.c.metric, rollups.c.layer, rollups.c.span)
+        for place, rows in groupby(connection.execute(in_order), key=itemgetter(0, 1)):
+            found[place] |= {span: (own, data) for _, _, span, data in rows if span in spans}  # others have changed
     sizes = {layer: own.stop - own.start for layer, own in axis.columns.items()} | {RUN_LEVEL: 1}
-    return {(metric, layer): _rolled(rows, sizes[layer]) for (metric, layer), rows in found.items()}
+    return {(metric, layer): _rolled(rows, sizes[layer]) for (metric, layer), rows in found.items() if rows}
 
 
 def _rolled(rows: dict[int, tuple[int, bytes]], heads: int) -> Rolled:
