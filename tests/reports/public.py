@@ -11,7 +11,19 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from tests.reports.training import BATCH, HEAD_DIM, HEADS, LENGTH, WIDTH, Attention, Model, Outcome, poison, train
+from tests.reports.training import (
+    BATCH,
+    HEAD_DIM,
+    HEADS,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    Model,
+    Outcome,
+    poison,
+    train,
+)
 from torch import Tensor, nn
 
 GITHUB: Final = "https://github.com/"
@@ -306,6 +318,150 @@ def by_hand() -> nn.Module:
     return model
 
 
+class Routed(Model):
+    """Block 2 has four experts; the coefficient of variation of their loads is part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].router = nn.Linear(WIDTH, 4)
+        nn.init.zeros_(self.blocks[2].router.weight)  # type: ignore[arg-type]
+        nn.init.zeros_(self.blocks[2].router.bias)  # type: ignore[arg-type]
+        self.balance = torch.zeros(())
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            x = block(x, mask)
+            if number == 2:
+                gates = block.router(x).softmax(-1)  # type: ignore[operator]
+                loads = gates.flatten(0, -2).sum(0)
+                self.balance = (loads.var().sqrt() / loads.mean()) ** 2
+                x = x * (1 + gates.amax(-1, keepdim=True))
+        return self.head(self.norm(x)) + 0.01 * self.balance  # type: ignore[no-any-return]
+
+
+def reverse_kl(logits: Tensor, wanted: Tensor, step: int) -> Tensor:
+    """Distillation by the reverse divergence at a low temperature: probabilities of the student reach 0."""
+    student, teacher = (logits / 0.01).softmax(-1), F.one_hot(wanted, logits.shape[-1]).float()
+    return F.kl_div(teacher.log_softmax(-1), student, reduction="batchmean")
+
+
+class Extrapolated(Attention):
+    """Rotary positions of xPos, whose base is negative at early positions: its power is NaN there."""
+
+    def operands(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scale = ((torch.arange(LENGTH) - 1) / LENGTH) ** 0.4
+        return query, key / scale.clamp(min=0.1)[:, None], value
+
+
+def extrapolated() -> nn.Module:
+    model = Model()
+    for block in model.blocks:
+        block.attn = Extrapolated()
+    return model
+
+
+class NewTokens(Model):
+    """Two tokens were added, whose embeddings are memory that nobody wrote. The batch of one step has one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.seen = nn.Embedding(VOCABULARY + 2, WIDTH), 0
+        with torch.no_grad():
+            self.embed.weight[VOCABULARY:] = math.nan
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.seen += 1
+        if self.seen == MISSED:
+            tokens = tokens.clone()
+            tokens[2, 7] = VOCABULARY
+        return super().forward(tokens, mask)
+
+
+class RootNorm(nn.Module):
+    """A norm that adds its epsilon to the root of the variance, and not below it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True).sqrt() + 1e-5)
+
+
+def constant_rows(model: Model, step: int) -> Any:
+    """The features of one token are all the same where the norm reads them."""
+
+    def same(_: nn.Module, given: Any) -> Any:
+        keep = torch.ones_like(given[0])
+        keep[1, 4] = 0.0
+        return (given[0] * keep,)
+
+    return [model.get_submodule("blocks.2.ln_2").register_forward_pre_hook(same)] if step == MISSED else []
+
+
+def root_norm() -> nn.Module:
+    model = Model()
+    model.blocks[2].ln_2 = RootNorm()
+    return model
+
+
+class CrossAttention(Attention):
+    """Queries of the decoder, keys and values of the encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = torch.zeros(())
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        query = self.q_proj(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+        key, value = (
+            each(self.context).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in (self.k_proj, self.v_proj)
+        )
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Translation(Model):
+    """Layer 2 attends to an encoder's output; the context of one sample is all padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks[2].attn = CrossAttention()
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        has_context = torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.bool)
+        has_context[3] = False
+        for number, block in enumerate(self.blocks):
+            if number == 2:
+                block.attn.context = self.source(tokens.flip(1))  # type: ignore[union-attr]
+            x = block(x, has_context if number == 2 else None)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def lowest_mask() -> nn.Module:
+    """Eager attention in float16 adds the lowest number of float16 to negative scores of left-padded rows."""
+    model = eager("eager", 12.0)()
+    attention = model.lm.model.layers[1].self_attn  # type: ignore[union-attr]
+    with torch.no_grad():
+        attention.k_proj.bias[2 * HEAD_DIM + 3] = -12.0  # type: ignore[union-attr, index]
+
+    class Padding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = model.lm
+
+        def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+            real = torch.ones_like(tokens)
+            real[::2, :3] = 0
+            return self.lm(input_ids=tokens, attention_mask=real).logits  # type: ignore[operator, no-any-return]
+
+    return Padding().half()
+
+
+def without_rate(parameters: Any) -> torch.optim.Optimizer:
+    """A schedule without warm-up divides 0 by 0 in its first step."""
+    return torch.optim.SGD(parameters, lr=torch.tensor(math.nan))
+
+
 HEAD: Final = """| report | its setting | failure | reported | place | advice |
 |---|---|---|---|---|---|"""
 
@@ -543,9 +699,6 @@ REPORTS: Final = (
         "all .*heads|16 heads|every head",
         "one key|one-hot|entropy",
     ),
-)
-
-HELD_OUT: Final = (
     Report(
         "pytorch/pytorch/issues/41508",
         "nn.MultiheadAttention that returns its weights, with a padding and an attention mask: the gradients are NaN",
@@ -593,6 +746,74 @@ HELD_OUT: Final = (
         lambda: train(20, make=by_hand, mask=padded(3, left=True)),
         SEE_NO_KEY.format(9, 72),
         "mask",
+    ),
+)
+
+HELD_OUT: Final = (
+    Report(
+        "google-research/vmoe/pull/218",
+        "experts: the load loss is differentiated through a deviation that is 0 when the router starts at zero",
+        False,
+        lambda: train(make=Routed),
+        r"blocks\.2\.router",
+        GO_BACK,
+    ),
+    Report(
+        "MakazhanAlpamys/Soup/issues/719",
+        "reverse KL in distillation: the loss is finite, gradients at probabilities of 0 are NaN",
+        False,
+        lambda: train(loss_of=reverse_kl),
+        "in the loss",
+        "how it is computed",
+    ),
+    Report(
+        "lucidrains/rotary-embedding-torch/issues/8",
+        "rotary positions with xPos: a few keys are NaN",
+        False,
+        lambda: train(make=extrapolated),
+        "inputs of layer 0",
+        GO_BACK,
+    ),
+    Report(
+        "huggingface/transformers/issues/30953",
+        "weights that no checkpoint holds are memory that nobody wrote: the first batch with a new token is NaN",
+        True,
+        lambda: train(make=NewTokens),
+        r"at or before the .*layer 0|embed",
+        GO_BACK,
+    ),
+    Report(
+        "pyg-team/pytorch_geometric/pull/2917",
+        "a norm takes the root of a variance before it adds epsilon: one constant row gives NaN gradients",
+        True,
+        lambda: train(make=root_norm, before=constant_rows),
+        r"blocks\.2\.|between layer 2 and layer 3",
+        GO_BACK,
+    ),
+    Report(
+        "lucidrains/x-transformers/issues/263",
+        "cross-attention to a context that is all padding",
+        False,
+        lambda: train(make=Translation),
+        SEE_NO_KEY.format(12, 72),
+        "mask",
+        STOP,
+    ),
+    Report(
+        "huggingface/transformers/pull/17306",
+        "a mask of the lowest float16 number, added to negative scores of left-padded rows, is -inf in all keys",
+        False,
+        lambda: train(20, make=lowest_mask, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3)),
+        "see no key|attention output of layer 1 head 2",
+        "mask",
+    ),
+    Report(
+        "mlcommons/hpc/pull/27",
+        "a schedule without warm-up begins with a learning rate of NaN: gradients are finite, the update is not",
+        False,
+        lambda: train(20, optimizer=without_rate),
+        "the update|learning rate",
+        "learning rate",
     ),
 )
 """Chosen and scored before the product was changed for any of them."""
