@@ -65,12 +65,15 @@ def test_rounding_is_answered_as_the_policy_says(policy: Policy, done: str, to_d
     assert found.to_do == to_do
 
 
-@pytest.mark.parametrize(("step", "back"), [(1, "where it began"), (2, "a checkpoint before step 2")])
+@pytest.mark.parametrize(
+    ("step", "to_do"),
+    [(1, "Repair what the warning names, and start the run again."), (2, " from a checkpoint before step 2")],
+)
 @pytest.mark.parametrize("ended", [False, True])
-def test_who_is_sent_back_to_before_the_first_step_is_not_asked_for_a_checkpoint(
-    step: int, back: str, ended: bool
+def test_a_run_whose_first_step_failed_is_repaired_and_a_later_failure_leads_to_a_checkpoint(
+    step: int, to_do: str, ended: bool
 ) -> None:
-    assert f" from {back}" in made("not finite", raised=step, policy="observe", ended=ended).to_do
+    assert to_do in made("not finite", raised=step, policy="observe", ended=ended).to_do
 
 
 def test_a_cure_that_fails_leads_to_a_stronger_one_where_there_is_one_and_to_a_checkpoint() -> None:

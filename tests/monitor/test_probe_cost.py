@@ -66,8 +66,12 @@ def test_at_the_defaults_a_probe_takes_a_twentieth_of_the_products_of_a_step_at_
     model = tiny_gpt(Block(), width=width)
     plain_flops, plain_written = step(model, ids)
     every = AgentConfig().sample_every_steps
-    with attach(model, run="cost", attention="keep", quiet=True, strict=True):
+    with attach(model, run="cost", attention="keep", quiet=True, strict=True) as agent:
         flops, written = step(model, ids)  # the first step is measured
+        agent.step()
+        model.zero_grad()
+        other_flops, other_written = step(model, ids)
+    assert (other_flops, other_written - plain_written) == (plain_flops, 1)  # of its one layer
     assert 0 < flops - plain_flops <= SHARE * every * plain_flops
     measured = min(rows * length, AgentConfig().probe_rows)
     assert 0 < written - plain_written <= PASSES * measured * (heads * length + width)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tests.reports.training import BATCH, LENGTH, Block, Model, Outcome, poison, train
 
+from foreshock.monitor.attention.probe import OutputSums
+
 BROKEN_AT = 20
 """A step whose rows are measured: the tenth before it was sampled."""
 
@@ -82,14 +84,50 @@ def test_a_loss_scaler_that_finds_its_scale_is_no_finding() -> None:
     assert not train(150, before=broken, skip_broken=True).raised
 
 
-def test_a_step_that_was_not_measured_has_no_invented_place() -> None:
+@pytest.mark.parametrize(
+    ("compiled", "part", "place"),
+    [
+        (False, "embed", "at or before the attention of layer 0"),
+        (False, "blocks.1.up", "between the attention of layer 1 and that of layer 2"),
+        pytest.param(
+            *(True, "blocks.1.up", "between the attention of layer 1 and that of layer 2"), marks=pytest.mark.full
+        ),
+        (False, "head", "after the attention of layer 3: in the loss, the output head or the last block"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # by torch.compile
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor imports TorchScript
+def test_a_forward_that_breaks_in_a_step_without_rows_is_placed_by_the_outputs(
+    compiled: bool, part: str, place: str
+) -> None:
     def broken(model: Model, step: int) -> Any:
-        up = block_of(model, 1).up
-        return [up.register_forward_hook(lambda _, __, out: out * math.nan)] if step == BROKEN_AT + 4 else []
+        one = model.get_submodule(part)
+        return [one.register_forward_hook(lambda _, __, out: out * math.nan)] if step == BROKEN_AT + 4 else []
 
-    said = first_words(train(before=broken))
-    assert "that step's rows were not measured (sample_every_steps=1 measures every step)" in said
-    assert "layer" not in said
+    said = first_words(train(BROKEN_AT + 6, before=broken, compiled=compiled))
+    assert f"since step {BROKEN_AT + 4}, first in the forward, {place}" in said
+
+
+def test_an_output_shows_a_step_if_it_broke_in_any_call_of_it_and_not_before() -> None:
+    states = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+    outputs = OutputSums(states)
+    sound = torch.ones(2, 3, 4)
+
+    def step(number: int, *given: torch.Tensor) -> list[tuple[int, bool]]:
+        for state, out in zip(states, given, strict=False):
+            outputs.add(state, out)
+            outputs.add(state, sound)
+        outputs.end(number)
+        return outputs.broken_at(number)
+
+    assert step(1, sound, sound) == [(0, False), (1, False)]
+    assert step(5, sound, sound.clone().index_fill_(1, torch.tensor([2]), math.nan)) == [(0, False), (1, True)]
+    assert step(6, sound, sound * math.inf) == [(0, False)]
+    assert outputs.broken_at(5) == [(0, False), (1, True)]
+    assert not outputs.broken_at(4)
+    for number in range(7, 1040):
+        assert step(number, sound) == [(0, False)]
+    assert not outputs.broken_at(5)
 
 
 def left_padding(columns: int) -> torch.Tensor:

@@ -120,6 +120,7 @@ def train(
     labels: Callable[[Tensor, int], Tensor] | None = None,
     loss_of: Callable[[Tensor, Tensor, int], Tensor] | None = None,
     first_step: int = 1,
+    compiled: bool = False,
     **settings: Any,
 ) -> Outcome:
     """Train for `steps`. before: called with model and step before each step; what it returns is removed afterwards.
@@ -127,13 +128,16 @@ def train(
     mask: as scaled_dot_product_attention takes it. skip_broken: as a loss scaler, do not step on such gradients. known:
     give the agent numbers, as trainers that log do, and not tensors. make: gives the model. optimizer: of its
     parameters, in place of AdamW. labels: changes those of a step. loss_of: the loss of logits, labels and step, in
-    place of the cross-entropy. first_step: above 1 in a run that is resumed.
+    place of the cross-entropy. first_step: above 1 in a run that is resumed. compiled: by torch.compile,
+    after attach.
     """
     torch.manual_seed(0)
     model = make()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     update = torch.optim.AdamW(trained, lr=lr) if optimizer is None else optimizer(trained)
     agent = attach(model, quiet=True, sample_every_seconds=0, **settings)
+    if compiled:
+        model.compile(backend="inductor")
     found = Outcome(first_step=first_step)
     agent.subscribe(found.events.append)
     for step in range(first_step, first_step + steps):

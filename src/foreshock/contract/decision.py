@@ -113,6 +113,11 @@ _NOT_FINITE: Final[dict[str, Text]] = {
         "Stop the run, look at what the warning names, and resume from {checkpoint}; leave out the batches that led "
         "here, or lower the learning rate.",
     ),
+    "first step": Text(
+        "Nothing is switched: no switch repairs what is not finite.",
+        "Repair what the warning names, and start the run again. The first step failed, so neither a lower learning "
+        "rate nor an earlier checkpoint helps.",
+    ),
     "warning": Text(
         "Nothing is switched: no switch repairs what is not finite.",
         "Let the run continue and look at what the warning names, the mask, the loss scale and the batches of these "

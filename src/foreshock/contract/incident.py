@@ -323,6 +323,8 @@ def _decision(
 def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, order: Ordered | None) -> str:
     """The line of `TEXTS`: what was ordered counts more than what the policy would do."""
     progress = progress_of(heads) if curable(cause) else "unswitched"
+    if cause == "not finite" and any(head.severity == "critical" and head.raised_step <= 1 for head in heads):
+        return "first step"
     if known.ended and progress != "arrested":
         return "ended, not arrested" if progress == "not arrested" else "ended"
     slows = all(head.severity == "info" for head in heads)

@@ -231,6 +231,7 @@ class Agent:
             self._coverage.add_unwatched(found)
         # before the sample, whose modes are those that ran
         self._guards["answers"].run(self._switching.settle, self._schedule.before, self.current_step)
+        self._attached.selector.step_done(self.current_step)
         self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due and not fresh))
         if not fresh:
             self._attached.selector.plan(self.current_step, self._schedule.next_step, self._schedule.watch_until)

@@ -13,6 +13,7 @@ from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.coverage import Lookout
 from foreshock.monitor.attention.layout_proof import LayoutProof
 from foreshock.monitor.config import AgentConfig, versions
+from foreshock.monitor.detect.non_finite import place_by_outputs
 from foreshock.monitor.detect.readings import Readings, head_readings
 from foreshock.monitor.sampling import collector as collecting
 from foreshock.monitor.sampling.collector import Counted, nonfinite
@@ -105,10 +106,21 @@ class AttachedModel:
             rounds=any(layer.rounds for layer in self.selector.layers),
             words=counted.words,
             broken_step=counted.broken_step,
+            place=self._place(counted),
             lost_steps=max(0, nonfinite(counted.grad_norms) - nonfinite(counted.losses)),
             parameters=counted.parameters.sentence if counted.parameters else "",
             weights_broken=counted.parameters is not None and counted.parameters.weights,
         )
+
+    def _place(self, counted: Counted) -> str:
+        """Where the first broken step broke, by the outputs of its layers; empty if that is not known."""
+        if counted.broken_step is None or counted.broken_loss is None:
+            return ""
+        seen = self.selector.outputs_at(counted.broken_step)
+        outputs = [(self.layers[place].layer, broken) for place, broken in seen]
+        looked = counted.parameters if counted.step == counted.broken_step else None  # later all gradients are broken
+        every_gradient = looked is not None and looked.every_gradient
+        return place_by_outputs(outputs, loss=counted.broken_loss, every_gradient=every_gradient)
 
 
 def served_by(state: Tensor, numerics: str) -> str:

@@ -86,6 +86,8 @@ class ParametersFound(NamedTuple):
     """empty: every tensor is finite"""
     weights: bool
     """Whether weights, or the state that the next update is made of, are not finite."""
+    every_gradient: bool = False
+    """Whether no gradient is finite."""
 
 
 _REST: Final = 20
@@ -163,7 +165,8 @@ def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finit
         said = [f"{sentence('gradients', gradients)} Nor are their weights."]
     else:
         said = [sentence(what, found) for what, found in (("gradients", gradients), ("weights", weights)) if found]
-    if gradients is not None and finite_loss and gradients.broken == gradients.total:
+    every = gradients is not None and gradients.broken == gradients.total
+    if every and finite_loss:
         said.append(_FINITE_LOSS)
     if weights is not None:
         said += _in_half([parameter for _, parameter in parameters], optimizers)
@@ -173,7 +176,7 @@ def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finit
         said.append(_LARGE_NORM if finite_loss else _SOUND_MODEL)
     if states is not None and weights is None:
         said.append("The optimizer's state is not finite: its next update breaks the weights.")
-    return ParametersFound(" ".join(said), weights=weights is not None or states is not None)
+    return ParametersFound(" ".join(said), weights=weights is not None or states is not None, every_gradient=every)
 
 
 _FINITE_LOSS: Final = (

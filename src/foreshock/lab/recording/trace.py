@@ -30,8 +30,8 @@ from foreshock.monitor.detect.readings import Readings, head_readings
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
 _UNRECORDED: Final = (Slot.SCORE_OFFSET_SUMSQ,)
 """What merged samples leave out: NaN when read back."""
-READ: Final = ("suspect_step", "broken_step", "lost_steps", "weights_broken", "parameters", "rounds")
-"""The fields of `Readings` that no event holds."""
+READ: Final = ("suspect_step", "broken_step", "lost_steps", "weights_broken", "parameters", "rounds", "place")
+"""The fields of `Readings` that no event holds. The last came later than the first recordings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def _trace(path: Path, lines: list[dict[str, Any]]) -> Trace:
                 elif isinstance(event, wire.Sample | wire.Verdict | wire.Switched):
                     events.append(event)
                     if isinstance(event, wire.Sample) and "read" in line:
-                        read[event.step] = {name: line["read"][name] for name in READ}
+                        read[event.step] = {name: line["read"][name] for name in READ if name in line["read"]}
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{path}, line {number} holds an event that is none: {first['msg']}") from None

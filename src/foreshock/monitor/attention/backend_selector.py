@@ -13,7 +13,7 @@ import torch._dynamo
 from torch import Tensor
 
 from foreshock.contract.modes import parse_mode
-from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
+from foreshock.monitor.attention.probe import OutputSums, Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.sampling.stride import passes
@@ -39,6 +39,7 @@ class BackendSelector:
         self._masks_back: Callable[[], None] | None = None
         self.faults: Counter[str] = Counter()
         """Where a contained fault of the probe is counted; the agent puts its own counter here."""
+        self._outputs = self._sampling.outputs = OutputSums([layer.state for layer in self.layers])
         self._key = start_sampling(self._sampling)
         self.largest: Final = torch.full((len(state),), -math.inf, device=state.device)
         """Of each head in a step that is computed in full: the largest score of all rows of a kept attention."""
@@ -49,6 +50,10 @@ class BackendSelector:
             for buffer in (layer.tick, layer.largest):
                 torch._dynamo.mark_static_address(buffer, guard=False)
             layer.sampling, layer.keeps = self._key, not self._kernels
+
+    def step_done(self, step: int) -> None:
+        """Optimizer step `step` has ended. Called before its sample is read."""
+        self._outputs.end(step)
 
     def plan(self, step: int, next_step: int, watch_until: int) -> None:
         """After optimizer step `step`: whether the next one is measured, which will probably be `next_step`."""
@@ -70,6 +75,13 @@ class BackendSelector:
     def measured_since(self, step: int) -> bool:
         """Whether the probe measured a step after `step`."""
         return self._measured > step
+
+    def outputs_at(self, step: int) -> list[tuple[int, bool]]:
+        """Layers whose kept attention's output was seen in `step`, and whether it broke then. It waits for the device.
+
+        Empty if it is not known, as in a CUDA graph, whose replays all count for one step.
+        """
+        return [] if self._sampling.captured else self._outputs.broken_at(step)
 
     def compute_in_full(self, wanted: bool) -> None:
         """Whether the next step computes the scores of all rows of kept attention, for `largest`."""

@@ -55,8 +55,59 @@ class Sampling:
     """Why this agent measures nothing any more: the training goes on without it."""
     refused: dict[int, str] = field(default_factory=dict)
     """By where a layer's state lies: what the model does with the attention that our kernels would not let it do."""
+    outputs: "OutputSums | None" = None
+    """Shows the layer whose output broke first, in steps that are not measured too."""
 
 
+class OutputSums:
+    """Sums of some numbers of each layer's output in each of the last steps: not finite if the output is not.
+
+    One feature shows all, since what is not finite reaches every feature in the next product with a weight; and every
+    fourth row shows all, since it reaches the rows behind it. A layer is known by where its state is.
+    """
+
+    def __init__(self, states: Sequence[Tensor]) -> None:
+        self._places: Final = {state.data_ptr(): place for place, state in enumerate(states)}
+        self._running: list[tuple[int, Tensor]] = []
+        self._of_steps: Final[dict[int, tuple[list[int], Tensor]]] = {}
+
+    def add(self, state: Tensor, out: Tensor) -> None:
+        """A layer gave `out` [..., S, D] in the running step."""
+        place = self._places.get(state.data_ptr())
+        if place is not None and type(out) is Tensor and len(self._running) < _MOST_CALLS:
+            rows = out[..., (out.shape[-2] - 1) % 4 :: 4, 0]
+            self._running.append((place, rows.sum(dtype=torch.float32)))
+
+    def end(self, step: int) -> None:
+        """The running step is over, and was `step`."""
+        if self._running:
+            places, sums = zip(*self._running, strict=True)
+            self._of_steps[step] = list(places), torch.stack(sums)
+            self._running = []
+        if len(self._of_steps) > _MOST_STEPS:
+            del self._of_steps[next(iter(self._of_steps))]
+
+    def broken_at(self, step: int) -> list[tuple[int, bool]]:
+        """Layers whose output was seen, and whether it broke with this very step. It waits for the device.
+
+        A layer that was broken in a step before as well is left out: it shows nothing.
+        """
+        now = self._broken(step)
+        before = self._broken(max((each for each in tuple(self._of_steps) if each < step), default=-1))
+        return [(place, broken) for place, broken in sorted(now.items()) if not before.get(place)]
+
+    def _broken(self, step: int) -> dict[int, bool]:
+        places, sums = self._of_steps.get(step, ([], None))
+        broken: dict[int, bool] = {}
+        for place, finite in zip(places, [] if sums is None else sums.isfinite().tolist(), strict=True):
+            broken[place] = broken.get(place, False) or not finite
+        return broken
+
+
+_MOST_CALLS: Final = 4096
+"""Of one step whose output is seen: a model may run for long without a step."""
+_MOST_STEPS: Final = 1024
+"""As many as a sample may hold."""
 _samplings: Final[dict[str, Sampling]] = {}
 """By key: a compiled graph hands tensors and words to an operator, not objects. A number it might take for a length."""
 _numbers: Final = itertools.count(1)
@@ -171,6 +222,8 @@ class _Probed(torch.autograd.Function):
         saved = ctx.saved_tensors if torch.compiler.is_compiling() else _still_as_they_were(ctx, grad_out)
         if saved is not None:
             with torch.no_grad():  # a backward that is differentiated itself differentiates the identity alone
+                if _is_quiet(ctx, saved):
+                    return grad_out, *[None] * 11
                 run: Any = _operator
                 scores: list[Tensor] = []
                 if ctx.score_mod is not None and torch.compiler.is_compiling():
@@ -182,6 +235,19 @@ class _Probed(torch.autograd.Function):
         elif ctx.largest is not None:
             ctx.largest.fill_(math.inf)
         return grad_out, *[None] * 11
+
+
+def _is_quiet(ctx: Any, saved: Sequence[Tensor]) -> bool:
+    """Whether uncompiled code measures nothing of this call: then its output is seen without the operator, whose call
+    takes longer."""
+    sampling = _samplings.get(ctx.options[0])
+    if torch.compiler.is_compiling() or sampling is None or sampling.outputs is None:
+        return False
+    if sampling.due or (sampling.in_full and ctx.largest is not None) or _capturing(saved[1]):
+        return False
+    if not sampling.fault:
+        sampling.outputs.add(ctx.state, saved[0])
+    return True
 
 
 def _scores_in_the_graph(call: Call, ctx: Any) -> list[Tensor]:
@@ -251,6 +317,8 @@ def probe_rows(
         return
     capturing = _capturing(query)
     sampling.captured |= capturing
+    if sampling.outputs is not None and not capturing:
+        sampling.outputs.add(state, out)
     in_full = largest is not None and sampling.in_full and not capturing
     if not (sampling.due or capturing or in_full):
         return

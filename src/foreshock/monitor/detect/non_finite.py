@@ -27,6 +27,7 @@ _FROM_THE_START: Final = (
 _UNKNOWN: Final = "but that step's rows were not measured (sample_every_steps=1 measures every step)"
 _UNMEASURED: Final = "but no row of attention was measured (agent.report() says why)"
 
+_BEHIND: Final = "in the loss, the output head or the last block"
 _NAMED: Final = 3
 """Heads that a place names one by one."""
 
@@ -65,12 +66,14 @@ class Origin:
     """a sentence about rows that see no key"""
     parameters: str
     """a sentence about gradients and weights"""
+    by_rows: bool = False
+    """whether rows that were measured show the place, which is as exact as it gets"""
 
     @classmethod
     def of(cls, readings: Readings, heads: Sequence[HeadRef], *, measured: bool) -> Self:
         """Of the first broken sample. measured: whether any sample held rows."""
         first = readings.step if readings.broken_step is None else readings.broken_step
-        place, empty = "", ""
+        place, empty, by_rows = "", "", False
         if heads and (words := readings.words) is not None:
             rows, by_input, by_output, unseen, sound = (
                 slot_values(words, slot)
@@ -83,12 +86,13 @@ class Origin:
             first_layer = [layer == heads[0][0] for layer, _ in heads]
             if first >= readings.step or not by_input[first_layer].any():
                 place = place_of(heads, rows, by_input, by_output)
-            place = place or (_UNKNOWN if measured else _UNMEASURED)
+            by_rows = bool(place)
+            place = place or readings.place or (_UNKNOWN if measured else _UNMEASURED)
             worst = int(unseen.argmax())
             if unseen[worst]:
                 every = unseen[worst] + rows[worst] + sound[worst]
                 empty = f"{unseen[worst]:.0f} of {every:.0f} rows of a head see no key: suspect the mask first."
-        return cls(first, place, 0, empty, readings.parameters)
+        return cls(first, place, 0, empty, readings.parameters, by_rows)
 
 
 @dataclass(slots=True)
@@ -139,9 +143,11 @@ class NonFiniteTracker:
         if self.harm or overflows:
             if self.origin is None:
                 self.origin = Origin.of(readings, heads, measured=self.measured)
-            elif overflows and self.origin.place == _UNKNOWN:  # the weights are sound: any such step shows the place
-                self.origin.place = Origin.of(readings, heads, measured=self.measured).place
-                self.placed = self.origin.place != _UNKNOWN
+            elif overflows and not self.origin.by_rows:  # the weights are sound: any such step shows the place
+                new = Origin.of(readings, heads, measured=self.measured)
+                self.placed = new.by_rows or (self.origin.place == _UNKNOWN != new.place)
+                if self.placed:
+                    self.origin.place, self.origin.by_rows = new.place, new.by_rows
             self.origin.heads = max(self.origin.heads, int(in_rows.sum()))
             self.origin.parameters = self.origin.parameters or readings.parameters
         elif self.overflow is None:
@@ -212,7 +218,29 @@ def place_of(heads: Sequence[HeadRef], broken: Floats, by_input: Floats, by_outp
     last = int(layers[broken > 0].max())
     if (after := layers[layers > last]).size:
         return f"first in the backward, between layer {last} and layer {after.min()}"
-    return f"first in the backward, after the attention of layer {last}: in the loss, the output head or the last block"
+    return f"first in the backward, after the attention of layer {last}: {_BEHIND}"
+
+
+def place_by_outputs(outputs: Sequence[tuple[int, bool]], *, loss: float, every_gradient: bool) -> str:
+    """The place as the end of a sentence, by the outputs of a step; empty if none was seen.
+
+    outputs: the layers whose output was seen, and whether it broke. loss: that of the step. every_gradient: whether no
+    gradient of the step is finite.
+    """
+    if not outputs:
+        return ""
+    first = min((layer for layer, broken in outputs if broken), default=None)
+    before = max((layer for layer, _ in outputs if first is None or layer < first), default=None)
+    if first is None:
+        way = "forward" if not math.isfinite(loss) else "backward"
+        if way == "backward" and not every_gradient:
+            return "first in the backward"
+        spread = ", unless clipping spread it" if way == "backward" else ""
+        return f"first in the {way}, after the attention of layer {before}: {_BEHIND}{spread}"
+    if before is None:
+        known = f"at or before the attention of layer {first}"
+        return f"first in the forward, {known}: in the batch, in the weights or in this attention"
+    return f"first in the forward, between the attention of layer {before} and that of layer {first}"
 
 
 def _named(heads: Sequence[HeadRef], own: npt.NDArray[np.bool_]) -> str:

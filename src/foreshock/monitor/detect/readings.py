@@ -46,6 +46,8 @@ class Readings:
     """all that was counted, [N, SLOT_COUNT]"""
     broken_step: int | None = None
     """the first step whose loss or gradient norm is not finite"""
+    place: str = ""
+    """where that step broke, by the outputs of its layers"""
     lost_steps: int = 0
     """steps whose gradient norm is not finite although their loss is"""
     weights_broken: bool = False

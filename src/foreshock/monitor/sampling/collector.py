@@ -57,8 +57,19 @@ class Counted:
         places = [int(broken[0]) for values in known if (broken := np.flatnonzero(~np.isfinite(values))).size]
         if not places:
             return None
-        whole = all(values.size == self.step - self.since_step for values in known)
-        return self.since_step + 1 + (min(places) if whole else 0)
+        return self.since_step + 1 + (min(places) if self._whole else 0)
+
+    @property
+    def broken_loss(self) -> float | None:
+        """The loss of `broken_step`; None if some steps gave no number, since another may be the first then."""
+        step = self.broken_step
+        return None if step is None or not self._whole else float(self.losses[step - self.since_step - 1])
+
+    @property
+    def _whole(self) -> bool:
+        """Whether every step gave its loss, and its gradient norm unless none did."""
+        steps = self.step - self.since_step
+        return self.losses.size == steps and self.grad_norms.size in (0, steps)
 
     @property
     def suspect_step(self) -> int | None:
