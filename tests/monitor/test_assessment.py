@@ -95,7 +95,17 @@ def test_the_report_answers_in_ten_lines_and_names_both_failures_with_a_remedy()
     assert seen.open_to_rounding
     assert len(seen.lines) <= 10
     remedy = "  First remedy"
-    expected = ["Watched", "Attention", "Cost", "Types", "Drift by rounding", remedy, "Scores that grow", remedy]
+    expected = [
+        "Watched",
+        "Attention",
+        "Checked",
+        "Cost",
+        "Types",
+        "Drift by rounding",
+        remedy,
+        "Scores that grow",
+        remedy,
+    ]
     assert sentences(seen) == [*expected, "Optimizer"]
     assert "AdamW, learning rate 0.001, eps 1e-08" in str(seen)
 

@@ -20,7 +20,9 @@ from foreshock.contract import wire
 from foreshock.contract.incident import RunContext, Warned, incidents
 from foreshock.contract.slots import Slot, Words, slot_values
 from foreshock.monitor import attach
+from foreshock.monitor.assessment import assess
 from foreshock.monitor.attention.probe import Sampling
+from foreshock.monitor.attention.trial import wrong_attention
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEFAULT: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None}
@@ -190,3 +192,74 @@ def test_a_wrong_kernel_is_an_incident_of_its_own_from_the_first_sample_that_hol
     assert (incident.id, incident.state, incident.act, incident.opened_step) == ("attention-kernel", "open", "none", 3)
     assert "layer 1 head 1, since step 3" in incident.sentence
     assert "only one rank reports it, drain its GPU" in incident.to_do
+
+
+class Broken(torch.autograd.Function):
+    """The identity, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def broken(x: Tensor, factor: float) -> Tensor:
+    return Broken.apply(x, factor)  # type: ignore[no-any-return,no-untyped-call]
+
+
+OF_LIBRARIES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Callable[..., Tensor]], Tensor], str]] = {
+    "rows zeroed": (lambda q, k, v, own: rows_zeroed(own(q, k, v)), "its output is wrong at length 129"),
+    "rows of another head": (lambda q, k, v, own: own(q, k, v).roll(1, 1), "its output is wrong at length 7"),
+    "keys' gradient at small lengths": (
+        lambda q, k, v, own: own(q, broken(k, 1.2 if k.shape[2] < 16 else 1.0), v),
+        "its gradient of keys is wrong at length 7",
+    ),
+    "queries' gradient, forward right": (
+        lambda q, k, v, own: own(broken(q, 0.0), k, v),
+        "its gradient of queries is wrong at length 129",
+    ),
+    "a log-sum-exp of one key that is off in the backward": (
+        lambda q, k, v, own: own(q, k, broken(v, math.e if v.shape[2] == 1 else 1.0)),
+        "its gradient of values is wrong at length 1,",
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", OF_LIBRARIES)
+def test_the_defects_of_attention_libraries_are_found_on_random_inputs_of_a_models_shapes(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str
+) -> None:
+    own = F.scaled_dot_product_attention
+    broken_call, said = OF_LIBRARIES[kind]
+    assert wrong_attention(4, 2, 16, dtype, "cpu") == []
+
+    def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return broken_call(query, key, value, lambda *operands: own(*operands, **options))
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", call)
+    found = wrong_attention(4, 2, 16, dtype, "cpu")
+    assert any(each.startswith(said) for each in found), found
+    monkeypatch.undo()
+    assert assess(two_layers()).lines[2].startswith("Checked: PyTorch's attention with 2 heads of 8 on cpu")
+
+
+def test_a_sample_batch_shows_wrong_rows_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, model = F.scaled_dot_product_attention, two_layers()
+
+    def loss() -> Tensor:
+        monkeypatch.setattr(
+            "foreshock.monitor.attention.interception.SDPA", lambda *args, **options: 2 * own(*args, **options)
+        )
+        value: Tensor = model(torch.arange(24).view(2, 12)).square().mean()
+        monkeypatch.undo()
+        return value
+
+    wrong = [line for line in assess(model, loss=loss).lines if line.startswith("Wrong attention")]
+    assert [line[: len("Wrong attention: Layer 0")] for line in wrong] == [
+        f"Wrong attention: Layer {n}" for n in (0, 1)
+    ]

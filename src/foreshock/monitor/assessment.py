@@ -14,7 +14,9 @@ from torch.nn.attention import SDPBackend
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words
+from foreshock.monitor.attention.trial import wrong_attention
 from foreshock.monitor.config import make_config
+from foreshock.monitor.detect.levels import KERNEL, Levels
 from foreshock.monitor.model.discovery import Found, find_attention
 from foreshock.monitor.model.layers import KEY_PROJECTIONS, normalises_heads
 from foreshock.monitor.model.weights import base_of, device_of, stored
@@ -26,6 +28,8 @@ _COSTS: Final = {
     '"kernels" counts every row and costs 2.2 % and 1.3 % (measured on one H200)',
     "cpu": 'attention="keep" (default) leaves it as it is; "kernels" runs a slow reference here, for tests',
 }
+_SHAPES: Final = 4
+"""Shapes of heads that are tried on random inputs."""
 _EXACT: Final = "Drift by rounding: not in this run. Its attention ran in float32, and the drift needs 16 bits."
 _APART: Final[Any] = {"url": None, "spool_directory": None, "quiet": True}
 _BACKENDS: Final = {
@@ -88,6 +92,7 @@ def assess(
         likely = next((dtype for dtype in (torch.float16, torch.bfloat16) if dtype in types), None)
         lines += [
             f"Attention: {pytorchs_choice(device, watched[0].head_dim or 64, _seen_type(batch, likely))}.",
+            *_checked(device, watched, _seen_type(batch, likely)),
             f"Cost: {costs(device)}.",
             f"Types: {_types(model, batch)}",
             *_scores(watched, likely),
@@ -196,8 +201,29 @@ def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor])
         batch.lines.append("Batch: its loss is not finite. Run foreshock diagnose, which names the first such place.")
     unmeasured = (line.strip() for line in agent.report().splitlines() if "kept, not measured" in line)
     batch.lines += [f"Batch: {line}." for line in unmeasured]
-    batch.lines += [line for sample in samples if (words := sample.words()) is not None for line in _hidden(words)]
+    for words in (words for sample in samples if (words := sample.words()) is not None):
+        batch.lines += [*_hidden(words), *_wrong(words, agent)]
     return batch
+
+
+def _checked(device: str, watched: Sequence[Found], dtype: torch.dtype) -> list[str]:
+    """Whether PyTorch's attention is right on random inputs of the model's shapes."""
+    shapes = sorted({(each.heads, each.kv_heads or each.heads, each.head_dim or 64) for each in watched})[:_SHAPES]
+    said = []
+    for heads, kv_heads, head_dim in shapes:
+        shape = f"with {heads} heads of {head_dim} on {device} in {_name(dtype)}"
+        wrong = wrong_attention(heads, kv_heads, head_dim, dtype, device)
+        said += [f"Wrong attention: PyTorch's {shape}: {what}." for what in wrong]
+        if not wrong:
+            said.append(f"Checked: PyTorch's attention {shape}: output and gradients are within rounding of float64.")
+    return said
+
+
+def _wrong(words: Words, agent: Any) -> list[str]:
+    """Of a sample, the layers whose own attention computed wrong rows."""
+    layers = agent._attached.layers
+    found = Levels(layers, 1, agent._attached.computed_by).verdicts(1, words, [])
+    return [f"Wrong attention: {verdict.sentence}" for verdict in found if verdict.signal == KERNEL]
 
 
 def _hidden(words: Words) -> list[str]:

@@ -73,7 +73,7 @@ def allowance(dtype: torch.dtype, spec: AttentionSpec, head_dim: int, keys: int)
 
 
 def distance(
-    output: Tensor,
+    away: Tensor,
     exact: Tensor,
     row_max: Tensor,
     mean_square: Tensor,
@@ -83,13 +83,13 @@ def distance(
     scale: float,
     allowed: Allowance,
 ) -> Tensor:
-    """How far `output` is from `exact`, both [..., D], in parts of what rounding explains, [...].
+    """The distance `away` of outputs from their recomputation in parts of what rounding explains; all [...].
 
-    row_max: of the scores; mean_square: rho^2; query_norm: |q|; key_norm, value_norm: the largest of the keys that a
-    row may see. A row whose bound is not finite is at 0, one that holds a NaN at NaN.
+    exact: |O| of the recomputation; row_max: of the scores; mean_square: rho^2; query_norm: |q|; key_norm, value_norm:
+    the largest of the keys that a row may see. A row whose bound is not finite is at 0, one that holds a NaN at NaN.
     """
-    spread = (mean_square - exact.square().sum(-1)).clamp(min=0.0).sqrt()
+    spread = (mean_square - exact.square()).clamp(min=0.0).sqrt()
     off = allowed.of_norms * abs(scale) * query_norm * key_norm + allowed.of_maximum * row_max.abs() + allowed.of_scores
     bound = allowed.of_values * mean_square.sqrt() + allowed.of_largest_value * value_norm + allowed.at_least
     bound = bound + torch.expm1(2 * off) * spread
-    return (output - exact).square().sum(-1).sqrt() / bound
+    return away / bound

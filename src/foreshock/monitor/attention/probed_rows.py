@@ -235,27 +235,28 @@ def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor,
     lse = floor.squeeze(-1) + row_sum.log()
     grad = of_rows(call.grad_out, entry, row).to(scores.dtype)  # [e, H, c, D]
     # in 16 bits under every numerics, as our kernels read it
-    output = of_rows(call.out, entry, row).to(operand).to(scores.dtype)
+    own = of_rows(call.out, entry, row)
+    output = own.to(operand).to(scores.dtype)
     delta = (grad * output).sum(-1)
     rounded = weights.to(operand).to(weights.dtype) if spec.numerics in ("kernel", "paper") else weights
     exact = times(rounded, values) / known_sum.unsqueeze(-1)
     # with dropout only the kernel knows which weights it dropped
     delta_bias = (grad * (output - exact)).sum(-1) if spec.dropout_p == 0 else torch.zeros_like(delta)
-    computed_finite, output_finite = (x.abs().amax(-1) < math.inf for x in (exact, output))
+    computed_finite, output_finite = (torch.linalg.vector_norm(x, math.inf, -1) < math.inf for x in (exact, output))
     never = torch.zeros_like(tied_one)
     row_max = row_max.squeeze(-1)
     delta -= delta_bias
     error = None
     if (allowed := allowance(call.query.dtype, spec, call.query.shape[3], call.key.shape[2])) is not None:
-        given_output = output if call.out.dtype == operand else of_rows(call.out, entry, row).to(scores.dtype)
-        squares = values.square().sum(-1, keepdim=True)
-        mean_square = times(weights, squares).squeeze(-1) / known_sum
+        value_norms = norms_of(values, scores.dtype)
+        mean_square = times(weights, value_norms.square().unsqueeze(-1)).squeeze(-1) / known_sum
         norms = (
             norms_of(of_rows(call.query, entry, row), scores.dtype),
             _of_heads(norms_of(call.key if len(entry) == len(call.key) else call.key[entry], scores.dtype), row_max),
-            _of_heads(squares.squeeze(-1).sqrt(), row_max),
+            _of_heads(value_norms, row_max),
         )
-        error = distance(given_output, exact, row_max, mean_square, *norms, spec.scale, allowed)
+        away, size = norms_of(own - exact, scores.dtype), norms_of(exact, scores.dtype)
+        error = distance(away, size, row_max, mean_square, *norms, spec.scale, allowed)
     return Rows(
         row_max,
         lse,
