@@ -98,17 +98,18 @@ class BiasEvidence:
             part[0] = 0.0
         self.open_samples = 0
         capital, usual, bets = self.capital[pace], self.usual[pace], self.bets[pace]
-        known = np.where(bets >= _FIRST_BETS, usual, np.inf)
-        capital += capital * np.multiply.outer((-_STAKE, _STAKE), np.clip(size / known, -1.0, 1.0))
+        known = bets >= _FIRST_BETS
+        won = np.divide(size, usual, out=np.zeros_like(size), where=known & (usual > 0))
+        capital += capital * np.multiply.outer((-_STAKE, _STAKE), np.clip(won, -1.0, 1.0))
         capital += (1.0 - capital) / MEMORY_BETS
         np.minimum(capital, _MOST, out=capital)
         np.abs(size, out=size)
-        np.minimum(size, _OUTLIER * known, out=size)
+        np.minimum(size, _OUTLIER * usual, out=size, where=known)
         showed = size > 0
         bets += showed
         usual += (size - usual) / np.clip(bets, 1.0, _USUAL_BETS) * showed
 
     def of(self, direction: Floats) -> Floats:
         """The capital that was won on each head's bias having this sign, [N]; 1 is none."""
-        capital = (self.capital[0] + self.capital[1]) / 2
+        capital = self.capital.mean(axis=0)
         return np.where(direction < 0, capital[0], capital[1])
