@@ -63,7 +63,7 @@ def test_a_switch_waits_for_the_agent_and_says_what_changed(service: LiveService
     assert undone.exit_code == 0, undone.output
     assert "layer 1 head 2: exact_delta -> plain" in undone.output
     assert again.exit_code == 1
-    assert "run run-2 has no applied switch that stands" in again.stderr
+    assert "run run-2 has no applied switch to revert" in again.stderr
 
 
 def test_a_switch_of_every_head_leaves_modes_that_were_set_by_hand_beside_the_new_one(service: LiveService) -> None:
@@ -77,7 +77,7 @@ def test_a_switch_of_every_head_leaves_modes_that_were_set_by_hand_beside_the_ne
     assert "layer 1 head 2: paper_softmax -> paper_softmax+row_corrected" in done.output
     assert done.output.count("plain -> row_corrected") == 5
     assert again.exit_code == 0
-    assert "1 heads have row_corrected beside other modes already" in again.stderr
+    assert "1 heads already have row_corrected among their modes" in again.stderr
 
 
 def test_an_order_that_nobody_has_answered_is_stopped_from_the_command_line(service: LiveService) -> None:
@@ -97,7 +97,7 @@ def test_a_switch_without_an_answer_says_that_the_order_stands(service: LiveServ
     order = ["--mode", "exact_delta", "--reason", "nobody listens", "--wait", "0.3"]
     done = foreshock("switch", "run-1", *order, "--url", service.url)
     assert done.exit_code == 3
-    assert "The order stands" in done.output
+    assert "The command stays pending" in done.output
 
 
 def test_an_order_to_a_run_that_has_ended_is_refused_at_once_and_nobody_waits(service: LiveService) -> None:
@@ -126,7 +126,7 @@ def test_who_waits_for_an_answer_is_told_when_the_run_ends_without_one(service: 
     ending.join()
     assert done.exit_code == 4, done.output
     said = " ".join(done.output.split())
-    assert ": refused Nobody is left to switch layer 0 head 0, layer 0 head 1, layer 0 head 2:" in said
+    assert ": refused Could not switch layer 0 head 0, layer 0 head 1, layer 0 head 2:" in said
     assert "Order it again when the run is resumed." in said
 
 

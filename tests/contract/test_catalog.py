@@ -44,5 +44,5 @@ def test_alert_names_are_unique_and_each_says_what_to_do() -> None:
 
 
 def test_only_what_was_counted_is_read_from_words() -> None:
-    with pytest.raises(ValueError, match=r"head\.risk is not read from what a head counted"):
+    with pytest.raises(ValueError, match=r"head\.risk is not computed from the statistics of a head"):
         read("head.risk", identity_row()[None])

@@ -46,7 +46,7 @@ def test_words_promise_a_switch_only_where_a_machine_makes_one(
     assert ("waits for your approval" in found.done) <= (found.act == "propose")
     if cause != "rounding":
         assert found.act == "none"
-        assert found.done.startswith("Nothing is switched")
+        assert found.done.startswith("No head was switched")
         assert "witch" not in found.to_do
         assert "resume from a checkpoint" in found.to_do
 
@@ -54,7 +54,7 @@ def test_words_promise_a_switch_only_where_a_machine_makes_one(
 @pytest.mark.parametrize(
     ("policy", "done", "to_do"),
     [
-        ("observe", "Nothing is switched: the run's policy is observe.", "Switch every head to row_corrected."),
+        ("observe", "No head was switched: the run's policy is observe.", "Switch every head to row_corrected."),
         ("approve", "A switch of every head to row_corrected waits", "Approve the switch to row_corrected."),
         ("auto", "Policy auto: the agent switches every head to row_corrected", "Look whether the growth stops."),
     ],
@@ -116,16 +116,16 @@ def test_of_a_run_that_has_ended_nobody_is_asked_to_stop_or_approve_or_switch_an
 def test_what_has_stopped_growing_by_itself_asks_for_no_switch_and_says_that_it_is_over() -> None:
     falling = {"offset": 3.0, "offset_before": 4.0}
     found = made("rounding", policy="observe", scope="model", evidence=falling)
-    assert found.done == "Nothing grows any more, without a switch."
+    assert found.done == "The growth has stopped without a switch."
     assert (found.ask, "witch" in found.to_do) == ("none", False)
 
 
 @pytest.mark.parametrize(
     ("clip", "done", "to_do"),
     [
-        ("never", "Nothing is switched", 'resume from a checkpoint before step 151 with qk_clip="always"'),
-        (None, "Nothing is switched", "with attention='kernels' and qk_clip='always'"),
-        ("of a later version", "Nothing is switched", "with attention='kernels' and qk_clip='always'"),
+        ("never", "No head was switched", 'resume from a checkpoint before step 151 with qk_clip="always"'),
+        (None, "No head was switched", "with attention='kernels' and qk_clip='always'"),
+        ("of a later version", "No head was switched", "with attention='kernels' and qk_clip='always'"),
         ("warned", "QK-Clip starts with the next new warning", "Lower the learning rate"),
         ("on", "QK-Clip is on", "Watch the loss"),
     ],

@@ -21,7 +21,7 @@ FORECASTS = [
 WORDS = {
     "heads": "layer 3 head 7 and layer 2 head 5",
     "sentence": "Scores drift in two heads, since step 1,234,567.",
-    "done": "Nothing is switched: the run's policy is observe.",
+    "done": "No head was switched: the run's policy is observe.",
     "to_do": 'Switch every head to row_corrected. Type: foreshock switch a --mode row_corrected --reason "rounding"',
 }
 
@@ -69,7 +69,7 @@ def test_an_alert_whose_words_the_series_budget_left_out_leads_to_the_page(tmp_p
     result = promtool(tmp_path, [annotation_test({warned("critical"): "1x5"}, {})])
     said = result.stdout + result.stderr
     assert "Run a: attention becomes unstable in some heads (rounding)" in said
-    assert "Look at the run's page, and do what it says." in said
+    assert "Open the run's page and follow its instructions." in said
 
 
 @pytest.mark.servers

@@ -202,7 +202,7 @@ def test_people_are_told_heads_mode_and_command_and_it_is_over_when_the_run_has_
     ended = threading.Event()
     labels = 'run="a",cause="rounding"'
     command = "Switch every head to row_corrected. Type: foreshock switch a --mode row_corrected --reason 'rounding'"
-    words = f'heads="layer 4 head 2",sentence="Scores drift.",done="Nothing is switched.",to_do="{command}"'
+    words = f'heads="layer 4 head 2",sentence="Scores drift.",done="No head was switched.",to_do="{command}"'
 
     def metrics() -> str:
         return (

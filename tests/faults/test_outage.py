@@ -22,7 +22,7 @@ def test_a_service_that_nobody_reaches_is_told_once_however_often_it_is_tried(
     eventually("many tries", lambda: to.retries >= 6)
     assert [line for line in said(caplog) if f"no service answers at {url}" in line] == said(caplog)
     assert len(said(caplog)) == 1
-    assert "training goes on" in said(caplog)[0]
+    assert "training continues" in said(caplog)[0]
     to.close(IN_ORDER_SECONDS)
     assert f"not sent yet: 1 batch in {tmp_path}" in said(caplog)[-1]
 

@@ -28,7 +28,7 @@ CU = torch.tensor([0, 6], dtype=torch.int32)
             {"causal": True},
             r"ambiguous when lengths differ \(6 queries, 7 keys",
         ),
-        ((Q, K, K), {"attn_mask": made(6, 6)}, "attn_mask .* is not served; use causal, window or cu_seqlens"),
+        ((Q, K, K), {"attn_mask": made(6, 6)}, "attn_mask .* is not supported; use causal, window or cu_seqlens"),
         ((Q, made(1, 3, 6, 8), made(1, 3, 6, 8)), {}, "4 query heads do not divide into 3 key heads"),
         ((Q[0], K, K), {}, r"attention takes query \[B, H, Sq, D\]"),
         ((Q, K, made(1, 2, 5, 8)), {}, "key and value must have the same shape"),
@@ -50,7 +50,7 @@ CU = torch.tensor([0, 6], dtype=torch.int32)
         ),
         ((Q, K, K), {"state": torch.zeros(4, 3)}, rf"give int64 \[4, {SLOT_COUNT}\]"),
         ((Q, K, K), {"modes": torch.zeros(4)}, r"modes is torch.float32 \[4\]; give int32 \[4\]"),
-        ((Q, K, K), {"modes": torch.zeros(4, dtype=torch.int32, device="meta")}, "modes lies on meta; move it to cpu"),
+        ((Q, K, K), {"modes": torch.zeros(4, dtype=torch.int32, device="meta")}, "modes is on meta; move it to cpu"),
     ],
 )
 def test_wrong_input_gets_a_sentence(inputs: tuple[Tensor, ...], options: dict[str, Any], sentence: str) -> None:

@@ -297,7 +297,7 @@ def test_rows_of_scattered_elements_are_refused_with_a_sentence() -> None:
 
 
 def test_a_head_dim_that_is_not_served_is_refused_with_a_sentence() -> None:
-    with pytest.raises(ValueError, match=r"head dim 20 is not served.*multiple of 8"):
+    with pytest.raises(ValueError, match=r"head dim 20 is not supported.*multiple of 8"):
         attend(random_inputs(16, 16, 20), scaled(20))
 
 

@@ -256,7 +256,7 @@ def test_two_processes_that_torchrun_ends_go_on_to_the_same_bits(tmp_path: Path)
     [stopped] = Checkpoints(folder / "checkpoints").all()
     step = int(torch.load(stopped, weights_only=True)["step"])
     assert step < 6500
-    assert f"ended at step {step} of 6500; the same command with --resume goes on" in out, out[-3000:]
+    assert f"ended at step {step} of 6500; continue with the same command and --resume" in out, out[-3000:]
     status, out = _done(_torchrun(folder, "--resume", "--steps", str(step + 20)))
     assert status == 0, out[-3000:]
     status, out = _done(_torchrun(tmp_path / "whole", "--steps", str(step + 20)))

@@ -109,7 +109,7 @@ def test_the_command_says_what_the_text_is_made_of(folder: Path) -> None:
     assert done.exit_code == 0, done.output + done.stderr
     assert f"{FILES - 3} files with 148,200 characters, and of 3 held-out files with 1,800:" in done.output
     corpus = folder_text()
-    assert f"SHA-256 {corpus.sha256}\nIt lies at {folder_text_file()}\n" in done.output
+    assert f"SHA-256 {corpus.sha256}\nIt is at {folder_text_file()}\n" in done.output
     assert foreshock("lab", "corpus", "folders").output == done.output
     refused = foreshock("lab", "corpus", "bytes", "--folder", str(folder))
     assert refused.exit_code == 1

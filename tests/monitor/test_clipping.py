@@ -257,7 +257,7 @@ def test_a_projection_with_a_forward_of_its_own_is_scaled_where_its_outputs_foll
             block.c_attn = other
         with attach(model, qk_clip="always", **EVERY) as agent:
             assert changed(agent, model, 2) == scaled
-            told = "norms of the weights alone: Rounding has a forward of its own" in agent.report()
+            told = "norms of the weights only: Rounding has a forward of its own" in agent.report()
             assert told != scaled
 
 

@@ -45,7 +45,7 @@ def tied() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "norms of queries and keys": (
         lambda: tiny("Qwen3", **DECODER),
-        "its scores do not follow from its weights alone (separate (q_proj, k_proj), norms of the weights alone: "
+        "its scores do not follow from its weights (separate (q_proj, k_proj), norms of the weights only: "
         "heads are normalised)",
     ),
     "adapters": (with_adapters, "q_proj is tests's Adapted, which has adapters"),

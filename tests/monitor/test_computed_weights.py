@@ -118,7 +118,7 @@ def test_a_weight_that_changes_by_being_read_is_never_read(how: str) -> None:
     assert alone.keys() == watched.keys()
     assert all(torch.equal(alone[name], watched[name]) for name in alone)
     assert (
-        "norms are not measured: wq is torch's ParametrizedLinear, whose weight is computed anew at every reading"
+        "norms are not measured: wq is torch's ParametrizedLinear, whose weight is computed again at every reading"
         in report
     )
     assert "watched 1 of 1" in report
@@ -156,7 +156,7 @@ def test_adapters_of_an_unknown_kind_are_told_and_the_weight_under_them_is_not_t
     assert found.projection is None
     assert (
         found.unmeasured
-        == f"wk is {__name__.partition('.')[0]}'s Rotated, whose weight is computed anew at every reading"
+        == f"wk is {__name__.partition('.')[0]}'s Rotated, whose weight is computed again at every reading"
     )
 
 
@@ -190,4 +190,4 @@ def test_a_weight_that_only_stands_for_numbers_kept_otherwise_is_not_read() -> N
     (found,) = find_attention(module, {})
     assert found.problem is None
     assert found.projection is None
-    assert found.unmeasured == "the weight of wk is kept as Quantised"
+    assert found.unmeasured == "the weight of wk is stored as Quantised"

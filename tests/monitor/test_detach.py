@@ -124,7 +124,7 @@ def test_an_agent_that_was_dropped_leaves_at_once_and_never_in_the_midst_of_a_st
     try:
         attach(model, **{**EVERY_STEP, "quiet": False})
         assert snapshot(model) == before
-        assert "nothing holds the agent, so it leaves; keep what attach returns" in caplog.text
+        assert "the agent was garbage-collected before its first step" in caplog.text
         agent: Agent | None = attach(model, **EVERY_STEP)
         assert agent is not None
         agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))

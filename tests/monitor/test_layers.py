@@ -54,7 +54,7 @@ def test_a_weight_that_is_kept_in_integers_and_scaled_elsewhere_is_not_measured_
     key: nn.Linear = module.k_proj  # type: ignore[assignment]
     key.weight = nn.Parameter(key.weight.detach().mul(127).to(torch.int8), requires_grad=False)
     assert find_projection(module, HEADS, HEADS, DIM) is None
-    assert why_unmeasured(module) == "the weight of k_proj is kept as int8 and scaled elsewhere"
+    assert why_unmeasured(module) == "the weight of k_proj is stored as int8 and scaled elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_module_that_normalises_its_heads_says_that_the_norms_are_of_the_weigh
         setattr(module, name, value)
     projection = find_projection(module, HEADS, HEADS, DIM)
     assert projection is not None
-    told = ", norms of the weights alone: heads are normalised" if normalised else ""
+    told = ", norms of the weights only: heads are normalised" if normalised else ""
     assert projection.layout == f"separate (q_proj, k_proj){told}"
 
 

@@ -232,7 +232,7 @@ def test_heads_that_a_function_normalises_say_that_the_norms_are_of_the_weights_
 
     torch.manual_seed(1)
     samples, (told,), _ = train(Attention(turned(normed), **THREE), 1)
-    assert told == "separate (q_proj, k_proj), norms of the weights alone: heads are normalised"
+    assert told == "separate (q_proj, k_proj), norms of the weights only: heads are normalised"
     assert samples[0].query_norm is not None
 
 
@@ -363,7 +363,7 @@ class OfItsOwn(nn.Linear):
 
 @pytest.mark.promise("A23")
 @pytest.mark.parametrize(
-    ("steps", "note"), [(2**10, ""), (7, ", norms of the weights alone: {} has a forward of its own")]
+    ("steps", "note"), [(2**10, ""), (7, ", norms of the weights only: {} has a forward of its own")]
 )
 def test_a_projection_that_computes_otherwise_than_its_weight_tells_says_that_the_norms_are_of_the_weight_alone(
     steps: int, note: str

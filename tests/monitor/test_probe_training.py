@@ -367,7 +367,7 @@ def test_padding_inside_a_sequence_stays_with_its_own_attention_under_kernels_an
         got = model(X, attention_mask=mask).logits
         torch.autograd.backward(got.square().mean())
         agent.step(1.0)
-    assert "2 x kernels, but kept and sampled in calls where it passes a mask" in agent.report()
+    assert "2 x kernels, but native and sampled in calls where it passes a mask" in agent.report()
     assert torch.equal(got, expected)
     counted = [slot_values(listener.of(wire.Sample)[0].words(), slot) for slot in (Slot.ROWS, Slot.EMPTY_ROWS)]
     assert (counted[0] + counted[1]).tolist() == [12] * 8

@@ -89,7 +89,7 @@ def test_a_state_that_is_damaged_or_of_another_model_leaves_everything_as_it_was
     sample = goes_on(agent)
     lines = refusals(caplog)
     if path != ("step",):  # which is of no checkpoint of this step, and is not looked at
-        assert [why in line and "training goes on" in line for line in lines] == [True]
+        assert [why in line and "training continues" in line for line in lines] == [True]
     assert (sample.since_step, sample.step) == (5, 6)
 
 
@@ -114,7 +114,7 @@ def test_detectors_that_cannot_be_read_begin_anew_and_the_modes_of_the_heads_are
     agent = attach(tiny_gpt(), **QUICK)
     take_up(agent, state, 5)
     [line] = refusals(caplog)
-    assert "the detectors begin anew; the modes of the heads are as saved" in line
+    assert "the detectors start from zero; the modes of the heads are as saved" in line
     assert "\n" not in line
     assert agent.state_dict()["switch"]["modes"] == [[0, 1, "exact_delta"]]  # it waits for the first step
     with attach(tiny_gpt(), **QUICK) as fresh:

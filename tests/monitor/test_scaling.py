@@ -147,10 +147,10 @@ def test_layers_that_cannot_be_scaled_are_refused_with_a_sentence() -> None:
         0: "it shares W_Q or W_K with layer 1, which would be scaled with it",
         1: "it shares W_Q or W_K with layer 0, which would be scaled with it",
         2: "its weight is frozen",
-        3: "its scores do not follow from its weights alone (separate (q_proj, k_proj), norms of the weights alone: "
+        3: "its scores do not follow from its weights (separate (q_proj, k_proj), norms of the weights only: "
         "heads are normalised)",
-        4: "its weight lies on meta and its statistics on cpu",
-        5: "where its W_Q and W_K lie is not known",
+        4: "its weight is on meta but its statistics are on cpu",
+        5: "its W_Q and W_K were not found",
     }
     seen(state, [4 * TAU] * 6 * HEADS)
     clip.after_step()

@@ -309,7 +309,7 @@ def test_the_memory_of_answered_commands_is_bounded() -> None:
     ("heads", "mode", "sentence"),
     [
         ([(1, 0)], "fast", "mode 'fast' does not exist; allowed are plain"),
-        ([(5, 5)], "plain", r"\(layer, head\) \[\(5, 5\)\] is not watched here"),
+        ([(5, 5)], "plain", r"\(layer, head\) \[\(5, 5\)\] is not monitored here"),
     ],
 )
 def test_a_person_who_sets_a_wrong_mode_or_head_gets_a_sentence(heads: Any, mode: str, sentence: str) -> None:

@@ -138,7 +138,7 @@ def test_the_table_after_the_first_steps_tells_what_is(capsys: pytest.CaptureFix
         for step in range(2):
             agent.step(train_step(masked, torch.optim.SGD(masked.parameters(), lr=0.1), step))
         told = capsys.readouterr().err
-        assert "1 x kernels, but kept and sampled in calls where it passes a mask (blocks.0)" in told
+        assert "1 x kernels, but native and sampled in calls where it passes a mask (blocks.0)" in told
         assert "1 x kernels (blocks.1)" in told
         assert told.rstrip().endswith("watched 2 of 3 attention layers")
         assert agent.report().count("watched 2 of 3 attention layers") == 1

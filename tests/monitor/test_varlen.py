@@ -117,4 +117,4 @@ def test_an_option_of_varlen_attn_that_is_not_known_is_left_alone_with_a_reason(
     model = tiny_gpt(Paged(16, 2))
     with attach(model, **EVERY_STEP) as agent:
         agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
-    assert "it passes block_table to varlen_attn, which is not served" in caplog.text
+    assert "it passes block_table to varlen_attn, which is not supported" in caplog.text

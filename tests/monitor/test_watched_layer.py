@@ -173,6 +173,6 @@ def test_a_head_dim_that_no_kernel_serves_is_named_and_its_layer_is_kept(head_di
         torch.empty(2, dtype=torch.int32, device="meta"),
         "auto",
     )
-    expected = f"its head dim is {head_dim}; the kernels serve multiples of 8 up to 256"
+    expected = f"its head dim is {head_dim}; the kernels support multiples of 8 up to 256"
     assert layer.problem(query, query, query) == expected
     attach(tiny_gpt(CausalSelfAttention(2 * head_dim, 2)), **EVERY_STEP).close()  # the reference serves any

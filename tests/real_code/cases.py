@@ -307,7 +307,7 @@ _ALL: Final = (
         layers=4,
         key_heads=2,
         rows=separate("c_q.weight", "c_k.weight", width=16, group=2),
-        says=(r"4 x W_Q and W_K \(.*\): separate \(c_q, c_k\), norms of the weights alone: heads are normalised$",),
+        says=(r"4 x W_Q and W_K \(.*\): separate \(c_q, c_k\), norms of the weights only: heads are normalised$",),
     ),
     Case(
         name="modded-nanogpt",
@@ -319,8 +319,8 @@ _ALL: Final = (
         key_heads=2,
         rows=separate("q.weight", "k.weight", width=128),
         says=(
-            r"Drift by rounding: perhaps\. The keys have a bias, beside rotary positions",
-            r"3 x W_Q and W_K \(.*\): separate \(q, k\), norms of the weights alone: heads are normalised$",
+            r"Drift by rounding: perhaps\. The keys have a bias, besides rotary positions",
+            r"3 x W_Q and W_K \(.*\): separate \(q, k\), norms of the weights only: heads are normalised$",
         ),
     ),
     Case(

@@ -33,7 +33,7 @@ COMMON: Final = tuple(
             r"layer +attention module +heads ",
             r"\d[\d to,.]* +(\d+ x )?\S.* kept, sampled$",
             r"numerics: auto \(kernel for 16-bit operands, float32 for fp32, float64 for float64\)$",
-            r"attention is kept as it is; every 4 steps 4096 rows of every head are measured$",
+            r"the model's own attention runs unchanged; every 4 steps 4096 rows of every head are measured$",
             r"foreshock, from step 1 on:$",
             r"\d+ x kept, sampled \(",
         ),

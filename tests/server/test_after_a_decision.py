@@ -59,7 +59,7 @@ async def test_an_approved_order_that_expires_or_is_stopped_asks_for_a_new_one_a
     await decide(service, proposal["id"], "approve")
     await decide(service, proposal["id"], "cancel")
     found = await incident(service)
-    assert found["done"].startswith("Nothing is switched. Approved by Ada")
+    assert found["done"].startswith("No head was switched. Approved by Ada")
     assert found["done"].endswith("stopped.")
     assert found["ask"] == "switch"
 
@@ -112,7 +112,7 @@ async def test_a_head_that_falls_again_by_itself_is_no_longer_critical_and_asks_
     await service.store(rank, rank.verdict(20, state="updated", severity="critical", evidence=fallen))
     over = await incident(service)
     assert (over["severity"], over["ask"]) == ("warning", "none")
-    assert over["done"].startswith("Nothing grows any more")
+    assert over["done"].startswith("The growth has stopped")
 
 
 async def test_a_webhook_adds_to_the_mode_that_a_person_set_and_leaves_a_head_alone_that_a_person_took_back(

@@ -72,7 +72,7 @@ async def test_people_hear_once_that_both_causes_are_active_and_the_log_closes_t
         ("score-growth", "closed"),
         ("rounding", "acknowledged"),
     ]
-    assert "joins rounding: both stand in this run." in events[0]["sentence"]
+    assert "joins rounding: both are active in this run." in events[0]["sentence"]
     told = out.said[-1]
     assert "Rounding makes attention scores drift in layer 0 head 1, and attention scores grow" in told
     assert "Type: foreshock switch run-1 --mode" in told

@@ -101,7 +101,7 @@ async def test_a_run_that_no_address_could_name_is_refused_with_a_sentence(servi
     rank = FakeRank(run=name)
     answer = await service.post(rank.batch(rank.started()))
     assert answer.status_code == 422
-    assert "may not be dots alone" in answer.json()["detail"]
+    assert "must not consist of dots only" in answer.json()["detail"]
 
 
 @pytest.mark.promise("S13")

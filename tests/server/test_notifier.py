@@ -97,8 +97,10 @@ async def test_what_no_switch_helps_is_never_said_to_be_switched_whatever_the_po
     await notifier.turn()
     assert len(out.said) == 2
     for said in out.said:
-        assert "Nothing is switched: no switch repairs what is not finite." in said
-        assert "Stop the run, look at what the warning names, and resume from a checkpoint before step 5" in said
+        assert "No head was switched: a switch cannot repair non-finite numbers." in said
+        assert (
+            "Stop the run, look at the place that the warning names, and resume from a checkpoint before step 5" in said
+        )
         assert "Lower the learning rate" in said
         for claim in ("agent switches", "approval", "unknown number", "Switch every"):
             assert claim not in said

@@ -113,7 +113,7 @@ async def test_an_order_under_way_is_refused_with_the_reason_when_the_last_rank_
     shown = await service.get(f"/v1/commands/{command}")
     assert (shown["state"], shown["closed_because"]) == (
         "refused",
-        f"Nobody is left to switch {named}: every rank that could ended before it answered. "
+        f"Could not switch {named}: all ranks that have them ended before they answered. "
         "Order it again when the run is resumed.",
     )
     [event, *_] = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]

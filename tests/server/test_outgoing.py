@@ -186,7 +186,7 @@ def test_a_warning_a_switch_and_a_waiting_command_are_told_in_words(play: Any, c
             ):
                 assert words in slack
                 assert words in webhook
-            assert "Done: Nothing is switched: rounding could not be shown" in slack
+            assert "Done: No head was switched: rounding is not known" in slack
             assert "https://foreshock.example.org/?runs=run-1" in slack
             await notifier.turn()
             assert len(hook.requests) == 2

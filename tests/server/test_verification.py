@@ -116,14 +116,14 @@ async def test_the_numbers_of_a_verdict_are_those_of_the_head_that_it_names(serv
     offset = "score offset +0 % in the 1,000 steps before, +100 % in those after"
     assert told["sentence"] == (
         f"Layer 0 head 1 after the switch to row_corrected at step 2,000: not arrested, it grows on ({offset}). "
-        "No stronger mode is left: go back to a checkpoint."
+        "There is no stronger mode: resume from a checkpoint."
     )
 
 
 async def test_a_checkpoint_is_advised_only_while_a_warning_is_active(service: Any) -> None:
     told = await two_heads(service, warned=(1, 2), cleared=True)
     assert told["verification"] == "not arrested"
-    assert told["sentence"].endswith("No warning of it is active: watch the growth.")
+    assert told["sentence"].endswith("It has no active warning: watch the growth.")
 
 
 async def test_a_switch_of_heads_without_a_warning_is_not_judged_and_no_news(service: Any) -> None:

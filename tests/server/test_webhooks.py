@@ -91,7 +91,7 @@ async def test_no_alert_orders_a_switch_that_cannot_help(
     assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
     [incident] = (await service.get("/v1/runs/run-1/incidents"))["incidents"]
     assert incident["act"] == "none"
-    assert incident["done"].startswith("Nothing is switched")
+    assert incident["done"].startswith("No head was switched")
 
 
 @pytest.mark.full

@@ -28,7 +28,7 @@ def describe(
     from foreshock.cli.runs import show_description
 
     if name is None and note is None and not tag and not untag:
-        raise CommandError("say what shall be kept of the run: --name, --tag, --untag or --note")
+        raise CommandError("nothing to change: pass --name, --tag, --untag or --note")
     with Service(url, given_token(token, token_file)) as client:
         detail = _describe(client, run, name=name, tag=tag or (), untag=untag or (), note=note)
         if as_json:

@@ -20,7 +20,7 @@ def list_runs(client: Service, console: Console) -> None:
     """A table of every run: what needs a person first, and what has ended last."""
     rows = sorted(client.runs(), key=lambda run: -run["urgency"])
     if not rows:
-        console.print('No run has sent anything yet. In a training: foreshock.attach(model, run="my-run", url=...)')
+        console.print('The service has no runs yet. In a training: foreshock.attach(model, run="my-run", url=...)')
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, justify in (("run", "left"), ("state", "left"), ("severity", "left"), ("step", "right"),
@@ -189,7 +189,7 @@ def switch(
         planned = client.switches(run, mode)
         changes = planned["changes"]
         if kept := planned["kept"]:
-            typer.echo(f"{len(kept)} heads have {mode} beside other modes already, and keep what they have.", err=True)
+            typer.echo(f"{len(kept)} heads already have {mode} among their modes, and keep them.", err=True)
     orders = [client.switch(run, each["mode"], reason=reason, heads=each["heads"], dry_run=dry_run) for each in changes]
     return [client.wait(order, wait_seconds) for order in orders]
 
@@ -206,7 +206,7 @@ def undo(
         known = client.commands(run)
         standing = [c["id"] for c in known if c["state"] == "applied" and {c["undone_by"], c["undoes"]} == {None}]
         if not standing:
-            raise CommandError(f"run {run} has no applied switch that stands; `foreshock runs {run}` shows its modes")
+            raise CommandError(f"run {run} has no applied switch to revert; `foreshock runs {run}` shows its modes")
         command = standing[0]
     return [client.wait(one, wait_seconds) for one in client.undo(command, reason=reason, dry_run=dry_run)]
 
@@ -239,10 +239,10 @@ def show_commands(commands: list[dict[str, Any]], console: Console, wait_seconds
                 console.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}", markup=False)
         run = command["run"]
         if command["state"] == "cancelled" and command["ranks"]:
-            console.print(f"`foreshock switch {run} --undo {command['id']}` takes back what was applied.")
+            console.print(f"`foreshock switch {run} --undo {command['id']}` reverts it.")
         if command["state"] not in SETTLED:
             console.print(
-                f"No answer within {wait_seconds:g} s. The order stands and is delivered with the run's next batch; "
+                f"No answer within {wait_seconds:g} s. The command stays pending until the run's next batch; "
                 f"see `foreshock runs {run}`."
             )
 

@@ -33,15 +33,13 @@ class Text(NamedTuple):
 _CLIP: Final = ", or with attention='kernels' and qk_clip='always' where that is not on yet"
 """What holds scores that grow. It would cut what heads have learnt where rounding is the cause."""
 _LOWER: Final = "Lower the learning rate or lengthen its warm-up, and look at the data of these steps"
-_NO_REMEDY: Final = (
-    "Nothing is switched: rounding could not be shown to be the cause, and a switch changes rounding alone."
-)
+_NO_REMEDY: Final = "No head was switched: rounding is not known to be the cause, and a switch changes only rounding."
 _RESUME: Final = "The run has ended. Resume it from {checkpoint}"
 _BY_HAND: Final = "Switch every head to {mitigation}."
 _WATCH: Final = "Watch the growth; if it goes on,"
 _LATER: Final = f"{_WATCH} switch every head to {{mitigation}}."
 _WAIT: Final = "Wait for the agents' answer."
-_GROWS_ON: Final = "{given}, and the growth goes on: rounding is not all of it."
+_GROWS_ON: Final = "{given}, and the growth continues: rounding is not the only cause."
 UNDONE: Final = ("expired", "refused", "cancelled", "dry_run")
 _BY_POLICY: Final[dict[str, Text]] = {
     "switch": Text(
@@ -51,15 +49,15 @@ _BY_POLICY: Final[dict[str, Text]] = {
     "propose": Text(
         "A switch of {whose} to {mitigation} waits for your approval.{so_far}", "Approve the switch to {mitigation}."
     ),
-    "none": Text("Nothing is switched: the run's policy is observe.{so_far}", _BY_HAND, "switch"),
+    "none": Text("No head was switched: the run's policy is observe.{so_far}", _BY_HAND, "switch"),
 }
 _ROUNDING: Final[dict[str, Text]] = {
     # what the policy does, while nothing is switched and no order is known
     **_BY_POLICY,
-    "no proposal": Text("Nothing is switched, and no proposal waits.{so_far}", _BY_HAND, "switch"),
-    "slows": Text("Nothing is switched, because the growth slows down.{so_far}", _LATER),
+    "no proposal": Text("No head was switched, and there is no proposal.{so_far}", _BY_HAND, "switch"),
+    "slows": Text("No head was switched, because the growth slows down.{so_far}", _LATER),
     "over": Text(
-        "Nothing grows any more, without a switch.{so_far}",
+        "The growth has stopped without a switch.{so_far}",
         "Look at the loss. If it stays on its track, wait: the warning is cleared when nothing has grown for a while.",
     ),
     **{
@@ -76,10 +74,10 @@ _ROUNDING: Final[dict[str, Text]] = {
     "delivered": Text("{by}; not every rank has answered.", _WAIT),
     "rejected": Text("{by}: no machine asks for it again until one of these heads has a new warning.", _LATER),
     "applied": Text(
-        "{by}: these heads are set to {mode}. No machine asks for a switch again until one of them has a new warning.",
+        "{by}: these heads are set to {mode}. A switch is not proposed again until one of them has a new warning.",
         _LATER,
     ),
-    **dict.fromkeys(UNDONE, Text("Nothing is switched.{way}", _BY_HAND, "switch")),
+    **dict.fromkeys(UNDONE, Text("No head was switched.{way}", _BY_HAND, "switch")),
     # what became of the switch
     "switched": Text(
         "{given}.{way}", "Wait for the verdict on the switch: by default it comes a thousand steps later."
@@ -97,8 +95,8 @@ _ROUNDING: Final[dict[str, Text]] = {
 }
 _GROWTH: Final[dict[str, Text]] = {
     # by the state of QK-Clip (`Started.qk_clip`); "" where that is not known
-    "": Text(_NO_REMEDY, f"{_LOWER}; if it goes on, resume from {{checkpoint}}{_CLIP}."),
-    "never": Text(_NO_REMEDY, f'{_LOWER}; if it goes on, resume from {{checkpoint}} with qk_clip="always".'),
+    "": Text(_NO_REMEDY, f"{_LOWER}; if the growth continues, resume from {{checkpoint}}{_CLIP}."),
+    "never": Text(_NO_REMEDY, f'{_LOWER}; if the growth continues, resume from {{checkpoint}} with qk_clip="always".'),
     "warned": Text("QK-Clip starts with the next new warning.", f"{_LOWER}."),
     "on": Text(
         "QK-Clip is on: after each step it scales heads whose largest score passed its threshold.",
@@ -109,9 +107,9 @@ _GROWTH: Final[dict[str, Text]] = {
 }
 _NOT_FINITE: Final[dict[str, Text]] = {
     "": Text(
-        "Nothing is switched: no switch repairs what is not finite.",
-        "Stop the run, look at what the warning names, and resume from {checkpoint}; leave out the batches that led "
-        "here, or lower the learning rate.",
+        "No head was switched: a switch cannot repair non-finite numbers.",
+        "Stop the run, look at the place that the warning names, and resume from {checkpoint}; leave out the batches "
+        "that led here, or lower the learning rate.",
     ),
     "first step": Text(
         "Nothing is switched: no switch repairs what is not finite.",
@@ -119,14 +117,14 @@ _NOT_FINITE: Final[dict[str, Text]] = {
         "rate nor an earlier checkpoint helps.",
     ),
     "warning": Text(
-        "Nothing is switched: no switch repairs what is not finite.",
-        "Let the run continue and look at what the warning names, the mask, the loss scale and the batches of these "
-        "steps.",
+        "No head was switched: a switch cannot repair non-finite numbers.",
+        "Let the run continue and look at the place that the warning names, the mask, the loss scale and the batches "
+        "of these steps.",
     ),
     "ended": Text("{ended}", f"{_RESUME} without the batches that led here, or with a lower learning rate."),
 }
 _OTHER: Final[dict[str, Text]] = {
-    "": Text(_NO_REMEDY, f"{_LOWER}; if it goes on, resume from {{checkpoint}}."),
+    "": Text(_NO_REMEDY, f"{_LOWER}; if the growth continues, resume from {{checkpoint}}."),
     "ended": Text("{ended}", f"{_RESUME} with a lower learning rate or a longer warm-up."),
 }
 _KERNEL: Final[dict[str, Text]] = {

@@ -125,7 +125,7 @@ class Started(Message):
     numerics: str = Field(max_length=32)
     mitigation: ReportedModeName = DEFAULT_MITIGATION
     switch_scope: str | None = Field(
-        default=None, pattern="^[a-z_]{1,16}$", description="what a warning switches: head, layer, model"
+        default=None, pattern="^[a-z_]{1,16}$", description="the scope of a switch: head, layer, model"
     )
     qk_clip: str | None = Field(
         default=None, pattern="^[a-z_]{1,16}$", description="QK-Clip: never, warned, on; null: it cannot scale here"
@@ -400,7 +400,7 @@ class Ack(Message):
     acknowledged: int = Field(ge=0, description="the batch sequence that is now stored")
     commands: tuple[Command, ...] = Field(default=(), max_length=256)
     send_started: bool = Field(
-        default=False, description="the service does not know what this boot watches; send its `started` again"
+        default=False, description="the service has no description of this process; send its `started` again"
     )
 
 

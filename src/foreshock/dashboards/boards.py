@@ -165,9 +165,7 @@ def _layers(links: Links) -> Board:
 
 
 def _service(links: Links) -> Board:
-    words = (
-        "1 while Prometheus can scrape the service. Bad: 0; agents go on detecting, but nothing new is shown or sent."
-    )
+    words = "1 while Prometheus can scrape the service. Bad: 0; agents still detect failures, but the page is stale."
     steps = [{"color": "red", "value": None}, {"color": "green", "value": 1}]
     targets = [target(f'max(up{{job="{JOB}"}})', legend_format="service")]
     colours = {"thresholds": {"mode": "absolute", "steps": steps}}

@@ -14,8 +14,8 @@ _SECTIONS = (
         "(`foreshock_layer_*` for each name below, labels run, layer).",
         HEAD_METRICS,
     ),
-    ("Per run", "What a run and its agents report.", RUN_METRICS),
-    ("Service", "What the service says about itself.", SERVICE_METRICS),
+    ("Per run", "Reported by a run and its agents.", RUN_METRICS),
+    ("Service", "Reported by the service about itself.", SERVICE_METRICS),
 )
 
 

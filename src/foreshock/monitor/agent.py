@@ -414,7 +414,7 @@ class Agent:
                 return
             if self.config.strict:
                 raise ValueError(f"the saved state is not taken up: {error}") from error
-            logger.warning("foreshock: the saved state is not taken up as it is, training goes on: %s", error)
+            logger.warning("foreshock: the saved state was not restored as it is; training continues: %s", error)
 
     def _take_up(self, saved: SavedState) -> None:
         self._switchboard.load_state_dict(saved.switch)
@@ -428,7 +428,7 @@ class Agent:
                 self.detectors.load_state_dict(saved.detectors)
         except Exception as error:  # whatever a damaged state holds: of half of it nothing stays
             self.detectors = Detectors(self._heads, self.config.detectors)
-            raise ValueError(f"{error} (the detectors begin anew; the modes of the heads are as saved)") from error
+            raise ValueError(f"{error} (the detectors start from zero; the modes of the heads are as saved)") from error
         self._active = self.detectors.active  # before the detectors' thread has anything to do
         self._guards["qk_clip"].run(self._clipping.follow, self._active, step=self.current_step)
         if self.config.policy != "observe":  # it may be another than that of the process that warned
@@ -492,7 +492,10 @@ class Agent:
         # Nobody can step it any more. Its rest is sent in a thread: garbage is collected in the midst of anything.
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:
             if not self._started and not self.config.quiet:
-                logger.warning("foreshock: nothing holds the agent, so it leaves; keep what attach returns and step it")
+                logger.warning(
+                    "foreshock: the agent was garbage-collected before its first step; keep a reference to the object "
+                    "that attach() returns, and call its step()"
+                )
             try:
                 self.detach()  # here, since settings of torch.compile belong to the thread that made them
             finally:

@@ -288,7 +288,7 @@ def _owner(found: Found) -> nn.Module:
 
 def _watching(found: Sequence[Found], watched: Sequence[Found]) -> str:
     if not found:
-        return "Watched: nothing. No module of the model looks like attention; the first step shows whether one is."
+        return "No module of the model looks like attention; the first step will show whether one computes it."
     sizes = Counter(f"{each.heads} heads of {each.head_dim or '?'}" for each in watched)
     shapes = ", ".join(f"{count} with {size}" for size, count in sizes.items())
     return f"Watched: {len(watched)} of {len(found)} attention layers{': ' * bool(shapes)}{shapes}."
@@ -327,7 +327,7 @@ def rounding(bias: KeyBias, rotary: bool, normalised: bool, *, rounds: bool = Tr
             else ("rotary positions", "none of five runs drifted far")
         )
         return [
-            f"Drift by rounding: perhaps. The keys have a bias, beside {beside}: {seen}.",
+            f"Drift by rounding: perhaps. The keys have a bias, besides {beside}: {seen}.",
             "  First remedy: watch it; a switch of mode is there if a head is warned about.",
         ]
     if bias == "unknown":

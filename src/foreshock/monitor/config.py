@@ -54,7 +54,7 @@ class AgentConfig(BaseSettings):
     """Name of the run. Every rank and every restart of one run must give the same name. A single process without a name
     gets a new one. Several processes take the name from torchrun's --rdzv-id or the number of Slurm's job."""
     labels: dict[Identifier, str] = Field(default_factory=dict, max_length=32)
-    """Free text shown beside the run: {"team": "vision"}."""
+    """Free text shown next to the run: {"team": "vision"}."""
 
     url: str | None = None
     """Address of the service, for example http://127.0.0.1:8765. None: detect and act locally, send nothing."""
@@ -62,7 +62,7 @@ class AgentConfig(BaseSettings):
     """Token of the service, with the scope `ingest`."""
     token_file: Path | None = None
     """File that holds the token, used when `token` is not given. It is read again when the service refuses the token,
-    so that a token can be replaced while the run goes on."""
+    so that you can replace a token during the run."""
 
     rank: int = Field(default=0, ge=0, lt=10**6, validation_alias=AliasChoices("FORESHOCK_RANK", "RANK", "rank"))
     """Number of this process among the run's processes."""
@@ -95,10 +95,10 @@ class AgentConfig(BaseSettings):
     warned: from the first warning whose cause is score growth, under every policy. With either, attention is "kernels"
     by default, which give the largest score of every step. Give the same setting on every process."""
     qk_clip_threshold: float = Field(default=100.0, gt=0, allow_inf_nan=False)
-    """The largest score that QK-Clip leaves alone; 100 as in Kimi K2."""
+    """QK-Clip does not change heads up to this largest score; 100 as in Kimi K2."""
     qk_clip_every_steps: int = Field(default=10, ge=1)
-    """Where attention is kept while QK-Clip is on: one step in this many computes all scores once more, and scales
-    heads by the largest. Other steps measure a sample of rows, and scale nothing. What foreshock's kernels serve is
+    """With native attention and QK-Clip on, one step in this many computes all scores again, and scales heads by the
+    largest. Other steps measure a sample of rows, and scale nothing. Calls that foreshock's kernels compute are
     scaled in every step."""
     numerics: Numerics = "auto"
     """How attention is rounded. With auto each call is rounded as its operands are: kernel for 16 bits (with autocast
@@ -106,14 +106,14 @@ class AgentConfig(BaseSettings):
     FlashAttention-2 does, and paper as arXiv 2510.04212 does. Both round fp32 operands to bf16."""
 
     attention: Served = "keep"
-    """Who computes the attention. With keep the model's own attention (cuDNN, FlashAttention, ...) goes on unchanged,
+    """Who computes the attention. With keep the model's own attention (cuDNN, FlashAttention, ...) runs unchanged,
     and a sample of its rows is measured. Only a switch moves a layer onto foreshock's kernels. With kernels these
-    compute and count every row; calls that they do not support are kept. Before either, the kernels are compared with
+    compute and count every row; unsupported calls run natively. Before either, the kernels are compared with
     PyTorch's attention on drawn operands; what differs by more than rounding stays with the model's own."""
     probe_rows: int = Field(default=4096, ge=1, le=2**20)
-    """Where attention is kept: one step in `sample_every_steps` is measured, and every step for a while after a
+    """With native attention, one step in `sample_every_steps` is measured, and every step for a while after a
     warning or while the cause of a drift is undecided. This is the number of rows of each head that a measured step
-    reads, or all where a batch has no more. They are spread over the batch and drawn anew each time. The detectors'
+    reads, or all where a batch has no more. They are spread over the batch and drawn again each time. The detectors'
     page shows what rows are worth."""
 
     sample_every_steps: int = Field(default=10, ge=1)
@@ -139,9 +139,8 @@ class AgentConfig(BaseSettings):
     """If the number of heads of an attention module cannot be inferred, pass it, by its name: {"blocks.0.attn": 8}."""
 
     spool_directory: Path | None = Field(default_factory=_default_spool_directory)
-    """Folder for batches that could not be sent, so that they survive the process. By default it lies in the user's
-    cache (XDG_CACHE_HOME). A folder of another user, or one that others may write to, is not used. None: memory
-    only."""
+    """Folder for batches that could not be sent, so that they survive the process. The default is in the user's cache
+    (XDG_CACHE_HOME). A folder of another user, or one that others may write to, is not used. None: memory only."""
     spool_bytes: int = Field(default=256 * 2**20, ge=2**16)
     """Largest size of unsent batches on disk, for each process. Events other than samples may take as much again."""
 

@@ -183,7 +183,7 @@ _FINITE_LOSS: Final = (
     "The loss was finite: look at how it is computed, at rows that it leaves out, and at whether clipping spread this."
 )
 _SOUND_MODEL: Final = (
-    "Gradients and weights are finite: look at the labels, and at what the loss is divided by and multiplied with."
+    "Gradients and weights are finite: look at the labels, and at the factors and divisors of the loss."
 )
 _LARGE_NORM: Final = "Gradients and weights are finite: the gradients are so large that their norm overflows."
 _LEAST_HALF: Final = 2.0**-24

@@ -79,7 +79,7 @@ class Guard:
             self._last_log = now
             after = "" if self.on else f"; {self.site} is off from now on"
             logger.warning(
-                "foreshock: a fault in %s was contained, training goes on: %s: %s%s",
+                "foreshock: an error in %s was contained; training continues: %s: %s%s",
                 self.site,
                 type(error).__name__,
                 str(error)[:300],

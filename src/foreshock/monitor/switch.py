@@ -91,7 +91,7 @@ class Switchboard:
         flags = parse_mode(mode)
         unknown = [head for head in wanted if head not in self._rows]
         if unknown:
-            raise ValueError(f"(layer, head) {unknown[:5]} is not watched here; report() lists what is")
+            raise ValueError(f"(layer, head) {unknown[:5]} is not monitored here; report() lists the monitored heads")
         takers, left_out = self._takers(wanted, flags)
         return self._carry_out(_Order(tuple(takers), flags, reason + left_out), step)
 

@@ -121,7 +121,7 @@ def _serve_page(app: FastAPI) -> None:
     """The page at /, its files under /assets; without a built page the service is an API alone."""
     dist = Path(str(files("foreshock.server") / "ui" / "dist"))
     if not (dist / "index.html").is_file():
-        log.warning("the page is not built; the service answers as an API alone", looked_in=dist.name)
+        log.warning("the page is not built; the service offers only the API", looked_in=dist.name)
         return
 
     @app.head("/", include_in_schema=False)

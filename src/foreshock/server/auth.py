@@ -198,7 +198,7 @@ class AuthMiddleware:
         if caller.csrf_token and method not in _SAFE_METHODS and path != LOGIN:
             given = headers.get("x-csrf-token", "")
             if not hmac.compare_digest(given.encode(), caller.csrf_token.encode()):
-                raise ProblemError(403, "The session cookie alone cannot change anything; send X-CSRF-Token.")
+                raise ProblemError(403, "Changes need the header X-CSRF-Token besides the session cookie.")
         if caller is NOBODY and (method, path) not in _OPEN and not path.startswith("/assets/"):
             raise ProblemError(
                 401,

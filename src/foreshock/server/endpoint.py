@@ -343,7 +343,9 @@ def _read(body: bytes) -> Batch:
             422, f"The batch is malformed: {len(found)} error(s); nothing of it was stored.", errors=items(found)
         ) from None
     if batch.run in (".", ".."):
-        raise ProblemError(422, "A run's name may not be dots alone, which no address can hold. Give it another name.")
+        raise ProblemError(
+            422, "A run's name must not consist of dots only, because an address cannot contain it. Use another name."
+        )
     if batch.run.rpartition("/")[2] in RESERVED and "/" in batch.run:
         last = batch.run.rpartition("/")[2]
         raise ProblemError(

@@ -112,15 +112,15 @@ class RunSummary(Response):
         description="of its worst open incident; at least warning when silent or hung, critical when its loss is not "
         "finite; null: nothing is known to be wrong"
     )
-    urgency: int = Field(description="the larger, the sooner it needs a person; what has ended is below what has not")
-    policy: Policy | None = Field(description="null until a boot has described what it watches")
+    urgency: int = Field(description="the larger, the sooner it needs a person; ended runs are below the others")
+    policy: Policy | None = Field(description="null until a process has described its layers")
     numerics: str | None
     mitigation: str | None
     qk_clip: str | None = Field(
         default=None, description="QK-Clip: never, warned (off until scores grow) or on; null: it cannot scale here"
     )
     switch_scope: str | None = Field(
-        default=None, description="what a warning switches under approve and auto: head, layer or model"
+        default=None, description="the scope of a switch under approve and auto: head, layer or model"
     )
     world_size: int | None
     ranks: int = Field(description="ranks that have sent something")
@@ -146,8 +146,8 @@ class RunSummary(Response):
         default_factory=list, description="those that are not closed, the most urgent first"
     )
     labels: dict[str, str]
-    display_name: str | None = Field(default=None, description="what people call it; null: as it is named")
-    tags: list[str] = Field(default_factory=list, description="what people tagged it with, sorted")
+    display_name: str | None = Field(default=None, description="display name; null: none")
+    tags: list[str] = Field(default_factory=list, description="its tags, sorted")
 
 
 class RunList(Response):
@@ -270,7 +270,7 @@ class SwitchPlan(Response):
     """What ordering a mode for every head takes: an order for each of `changes`."""
 
     changes: list[SwitchedTo]
-    kept: list[HeadRef] = Field(description="heads that have the mode beside others already, and keep what they have")
+    kept: list[HeadRef] = Field(description="heads that already have the mode among others, and keep them")
 
 
 EventKind = Literal[
@@ -293,7 +293,7 @@ class RunEvent(Response):
     id: int = Field(description="number within the run: 1 is the first event that was stored of it")
     run: str
     kind: EventKind
-    rank: int | None = Field(description="null for what the service did itself")
+    rank: int | None = Field(description="null for actions of the service")
     step: int | None
     unix_seconds: float
     sentence: str = Field(description="the event in words")
@@ -386,7 +386,7 @@ class CommandRequest(BaseModel):
     """An order to switch heads."""
 
     model_config = ConfigDict(extra="forbid")
-    who: Said = Field(min_length=1, max_length=128, description="who orders it; stands in the audit trail")
+    who: Said = Field(min_length=1, max_length=128, description="who requests it; recorded in the audit trail")
     reason: Said = Field(min_length=1, max_length=500)
     heads: list[HeadRef] | None = Field(
         default=None, max_length=MAX_LAYERS * 64, description="[[layer, head], ...]; null means every head of the run"

@@ -129,7 +129,7 @@ def silent(runs: Sequence[str], minutes: float, page: str) -> str:
         "Done: Nothing.",
         "To do: Look whether the training lives; if it does, run `foreshock doctor` on its machine."
         if one
-        else "To do: Look first at what they share: the cluster, its network, this service's address.",
+        else "To do: First check the cluster, its network and this service's address.",
     ]
     link = f"Last steps: {_place(runs[0], (), page)}" if one else f"All runs: {page.rstrip('/')}/"
     return fitted(lines, [link] if page else [])

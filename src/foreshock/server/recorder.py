@@ -281,7 +281,7 @@ def _check_heads(connection: Connection, done: Recorded, rows: dict[int, Row[Any
             elif stored[boot_id] not in (None, want):
                 raise MisfitError(
                     f"The process start watches {want} heads, and samples of it were acknowledged that speak of "
-                    f"{stored[boot_id]}; nothing of the batch was stored. Name a start that watches others anew."
+                    f"{stored[boot_id]}; nothing of the batch was stored. Give the new process another `boot`."
                 )
         for event in batch.events:
             counts = event.head_counts() if isinstance(event, Sample) else set()

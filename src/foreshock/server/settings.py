@@ -27,7 +27,7 @@ class Token(BaseModel):
     """Who may do what. Only the hash of the secret is kept."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: str = Field(min_length=1, max_length=64, description="stands in the audit trail and the log")
+    name: str = Field(min_length=1, max_length=64, description="recorded in the audit trail and the log")
     sha256: str = Field(pattern="^[0-9a-f]{64}$", description="hex SHA-256 of the secret")
     scopes: tuple[Scope, ...] = Field(
         min_length=1, description="ingest, read, act (commands, webhooks, notes), delete (runs), admin (all)"
@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     notify_slack_url: SecretStr | None = Field(default=None, description="an incoming webhook of Slack, or compatible")
     notify_webhook_url: SecretStr | None = Field(default=None, description="gets {message, event, incidents} as JSON")
     notify_hosts: tuple[str, ...] = Field(
-        default=("hooks.slack.com",), description="hosts that the two URLs above may name; https alone"
+        default=("hooks.slack.com",), description="hosts that the two URLs above may name; https only"
     )
     public_url: str = Field(
         default="",
@@ -151,7 +151,7 @@ class Settings(BaseSettings):
     def _hosts_can_be_named(cls, given: tuple[str, ...]) -> tuple[str, ...]:
         for each in given:  # one that no request can name would shut everybody out, an empty one let those in without
             if not _HOST.fullmatch(each):
-                raise ValueError(f"{each!r} is no host; give the name alone, such as foreshock.example.org")
+                raise ValueError(f"{each!r} is not a host name; use a name such as foreshock.example.org")
         return given
 
     @field_validator("trusted_proxies")

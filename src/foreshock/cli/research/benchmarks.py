@@ -19,7 +19,10 @@ def bench_attention(
     json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
     repeats: Annotated[int, typer.Option(help="Number of timed rounds.", min=3)] = 15,
     modes: Annotated[
-        bool, typer.Option("--modes", help="Only what each mode costs beside plain heads, and cuDNN, on eight shapes.")
+        bool,
+        typer.Option(
+            "--modes", help="Only the cost of each mode compared with plain heads and cuDNN, on eight shapes."
+        ),
     ] = False,
 ) -> None:
     """Time attention beside SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""

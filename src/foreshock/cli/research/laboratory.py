@@ -60,7 +60,7 @@ def show_corpus(name: str, console: Console, *, folders: Sequence[Path], charact
         held_out = 0 if corpus.held_out is None else len(corpus.held_out)
         summary = f"{corpus.source}: {len(corpus.tokens):,} tokens, {held_out:,} held out, SHA-256"
         console.print(
-            f"{summary} {corpus.sha256}\nIt lies at {texts.folder_text_file()}", soft_wrap=True, highlight=False
+            f"{summary} {corpus.sha256}\nIt is at {texts.folder_text_file()}", soft_wrap=True, highlight=False
         )
         return
     if folders:
@@ -68,7 +68,7 @@ def show_corpus(name: str, console: Console, *, folders: Sequence[Path], charact
     corpus = texts.standard_library() if name == "bytes" else texts.make_byte_pairs()
     console.print(f"{corpus.source}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256}", soft_wrap=True)
     if name == "byte-pairs":
-        console.print(f"It lies at {texts.byte_pairs_file()}", soft_wrap=True)
+        console.print(f"It is at {texts.byte_pairs_file()}", soft_wrap=True)
         if corpus.sha256 != texts.SHA256:
             console.print(
                 f"The published runs saw another text, SHA-256 {texts.SHA256}, made from {texts.MADE_FROM}",
@@ -118,7 +118,7 @@ def run(
     if ranks.rank == 0:
         say(f"trace: {long.trace}; `foreshock lab score` and `foreshock replay` read it")
     if ranks.rank == 0 and came_to < long.last:
-        say(f"ended at step {came_to} of {long.last}; the same command with --resume goes on")
+        say(f"ended at step {came_to} of {long.last}; continue with the same command and --resume")
 
 
 @contextmanager

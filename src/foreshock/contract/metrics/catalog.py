@@ -48,7 +48,7 @@ def read(key: str, words: Words) -> Floats:
     """
     reading = BY_KEY[key].head
     if reading is None or reading.read is None:
-        raise ValueError(f"{key} is not read from what a head counted")
+        raise ValueError(f"{key} is not computed from the statistics of a head")
     return reading.read(words)
 
 
@@ -70,7 +70,7 @@ SERVICE_DOWN: Final = Alert(
     severity="critical",
     summary="The foreshock service cannot be scraped",
     description="Agents keep detecting and, under policy auto, switching; nothing new is shown or sent.",
-    action="Restart the service; agents replay what they spooled.",
+    action="Restart the service; the agents send their spooled batches again.",
 )
 EXTRA_ALERTS: Final = (WATCHDOG, SERVICE_DOWN)
 """Alerts that belong to no metric of ours."""

@@ -80,7 +80,7 @@ RUN_METRICS: Final = (
                 severity="warning",
                 summary="Run {{ $labels.run }} is alive and has ended no step for {{ $value | humanizeDuration }}",
                 description="Its heartbeats arrive, so the process and the way to the service are sound: the training "
-                "itself stands still, or is at something long beside its steps.",
+                "itself has stopped, or does something long between its steps.",
                 action="Take the stacks of the training processes (`py-spy dump --pid PID`) before anything is killed.",
             ),
         ),
@@ -161,7 +161,7 @@ RUN_METRICS: Final = (
     Metric(
         key="run.nonfinite_steps",
         title="Steps with a non-finite loss",
-        help="Steps whose loss was NaN or infinite; where no loss is given, whose gradient norm was.",
+        help="Steps whose loss was NaN or infinite, or whose gradient norm was if no loss is given.",
         bad="Anything that grows.",
         board="run",
         kind="counter",
@@ -247,7 +247,7 @@ RUN_METRICS: Final = (
     Metric(
         key="switch.not_arrested",
         title="Switches that did not help",
-        help="Switches that stand although their heads' signals grew on after them, as the verification found.",
+        help="Active switches after which the signals of their heads still grew, as the verification found.",
         bad="Any: the head needs a stronger mode, or the cause is another.",
         board="overview",
         levels=Levels(alarm=1.0),
@@ -257,7 +257,7 @@ RUN_METRICS: Final = (
                 expr="{m} > 0",
                 for_="0s",
                 severity="critical",
-                summary="Run {{ $labels.run }}: a switch did not stop what it was made for",
+                summary="Run {{ $labels.run }}: a switch did not stop the growth",
                 description="Applied switches that were verified and did not help, as scores or offsets of their heads "
                 "grew on: {{ $value }}.",
                 action="Approve the stronger mode that the service has proposed. If it proposed none, lower the "
@@ -280,7 +280,7 @@ RUN_METRICS: Final = (
                 for_="0s",
                 severity="warning",
                 summary="Run {{ $labels.run }}: the agent drops events ({{ $labels.reason }})",
-                description="{{ $value | humanize }} events were lost in ten minutes. Detection goes on.",
+                description="{{ $value | humanize }} events were lost in ten minutes. Detection continues.",
                 action="Check the service's address, the spool's disk and the network.",
             ),
         ),
@@ -300,7 +300,7 @@ RUN_METRICS: Final = (
                 for_="0s",
                 severity="warning",
                 summary="Run {{ $labels.run }}: the agent contained a fault in {{ $labels.component }}",
-                description="{{ $value | humanize }} faults in ten minutes. Training goes on; watching may have gaps.",
+                description="{{ $value | humanize }} errors in ten minutes. Training continues; samples may be lost.",
                 action="Run `foreshock doctor` on the training machine and read the training log for the first fault.",
             ),
         ),

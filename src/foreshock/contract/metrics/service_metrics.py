@@ -126,7 +126,7 @@ SERVICE_METRICS: Final = (
         key="service.unreadable_rows",
         title="Unreadable rows",
         help="Stored rows that could not be read and were passed over since the service began, at most 10,000.",
-        bad="Above zero: the log names each row once, and what is wrong with it.",
+        bad="Above zero; the log names each row once, with the reason.",
         board="service",
         labels=(),
     ),
@@ -134,7 +134,7 @@ SERVICE_METRICS: Final = (
         key="service.log_lines_dropped",
         title="Log lines left out",
         help="Log lines left out since the service began, as the same message was logged within ten seconds.",
-        bad="Grows: somebody sends what is no HTTP; the log says so once in ten seconds, with the number left out.",
+        bad="Grows: somebody sends malformed HTTP; the log says so at most once in ten seconds.",
         board="service",
         kind="counter",
         labels=(),
@@ -161,7 +161,7 @@ INCIDENT_METRICS: Final = (
     Metric(
         key="incident.active",
         title="Incidents",
-        help="1 for every incident that is not closed: all warnings of a run of one cause. Score growth beside "
+        help="1 for every incident that is not closed: all warnings of a run of one cause. Score growth with "
         "rounding is counted under rounding. act: what machines do about it under the run's policy.",
         bad="Any of severity warning or critical.",
         board="overview",
@@ -182,7 +182,7 @@ INCIDENT_METRICS: Final = (
                 "is rounding, switch every head first. If scores grow, lower the learning rate. "
                 "Otherwise look at the data, or resume from an earlier checkpoint.",
                 done=_in_words("done", "The page shows what was done."),
-                to_do=_in_words("to_do", "Look at the run's page, and do what it says."),
+                to_do=_in_words("to_do", "Open the run's page and follow its instructions."),
             ),
         ),
     ),
@@ -198,7 +198,7 @@ INCIDENT_METRICS: Final = (
     Metric(
         key="incident.heads",
         title="Heads in incidents",
-        help="Heads that an incident warns about now; 0 where it concerns the whole run alone.",
+        help="Heads that an incident warns about now; 0 if it concerns only the whole run.",
         bad="Many at once: look at the learning rate and the data first.",
         board="overview",
         labels=("run", "cause"),
@@ -235,7 +235,7 @@ INCIDENT_METRICS: Final = (
         key="incident.acknowledged",
         title="Incidents acknowledged",
         help="1 where somebody has acknowledged the incident, else 0.",
-        bad="0 for longer than it takes to wake somebody.",
+        bad="0 for several minutes.",
         board="overview",
         labels=("run", "cause"),
     ),

@@ -242,10 +242,10 @@ def _new_call(
     _, heads, total_q, dim = query.shape
     total_k = key.shape[2]
     if dim % 8 or dim > 256:
-        raise ValueError(f"head dim {dim} is not served by the kernels; use a multiple of 8 up to 256")
+        raise ValueError(f"head dim {dim} is not supported by the kernels; use a multiple of 8 up to 256")
     if sequences * heads > _MOST_PLANES:
         raise ValueError(
-            f"{sequences} sequences of {heads} heads are {sequences * heads} planes; a launch serves {_MOST_PLANES}: "
+            f"{sequences} sequences of {heads} heads are {sequences * heads} planes; a launch supports {_MOST_PLANES}: "
             "split the batch"
         )
     return Call(

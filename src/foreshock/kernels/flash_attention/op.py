@@ -43,7 +43,7 @@ def _triton() -> Any:
     if asked not in ("", "triton"):
         warnings.warn(
             f"FORESHOCK_KERNELS is {asked!r}; give 'triton' for no kernels written for Hopper, or 'reference' for no "
-            "kernels at all: the fastest serve, as where it is not set",
+            "kernels at all: by default the fastest kernels run",
             stacklevel=2,
         )
     try:
@@ -329,7 +329,9 @@ def flash_attention(
     section 3, as README.md beside this file defines them.
     """
     if attn_mask is not None:
-        raise ValueError("attn_mask (an additive bias or mask) is not served; use causal, window or cu_seqlens instead")
+        raise ValueError(
+            "attn_mask (an additive bias or mask) is not supported; use causal, window or cu_seqlens instead"
+        )
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) if x.dtype == torch.float32 else x for x in (query, key, value))
@@ -395,4 +397,4 @@ def _check_state(query: Tensor, state: Tensor | None, modes: Tensor | None) -> N
         raise ValueError(f"modes is {modes.dtype} {list(modes.shape)}; give int32 [{heads}], one flag per head")
     for name, tensor in (("state", state), ("modes", modes)):
         if tensor is not None and tensor.device != query.device:
-            raise ValueError(f"{name} lies on {tensor.device}; move it to {query.device}, where the query is")
+            raise ValueError(f"{name} is on {tensor.device}; move it to {query.device}, the device of the query")

@@ -180,7 +180,9 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, numerics: Numerics)
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or query.shape[3] == 0:
         raise ValueError(f"{_shapes(query, key, value)}: batch size and head dim (1 or more) must be equal")
     if query.shape[2] >= WIDEST or key.shape[2] >= WIDEST:
-        raise ValueError(f"{_shapes(query, key, value)}: at most {WIDEST - 1} rows of queries and of keys are served")
+        raise ValueError(
+            f"{_shapes(query, key, value)}: at most {WIDEST - 1} rows of queries and of keys are supported"
+        )
     heads, kv_heads = query.shape[1], key.shape[1]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide into {kv_heads} key heads; give a multiple of {kv_heads}")
@@ -191,7 +193,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, numerics: Numerics)
     if query.dtype == torch.float64 and numerics != "float64":
         raise ValueError(f"float64 inputs need numerics='float64', got {numerics!r}; cast them or change the numerics")
     if not query.device == key.device == value.device:
-        raise ValueError(f"inputs lie on {query.device}, {key.device}, {value.device}; move them to one device")
+        raise ValueError(f"inputs are on {query.device}, {key.device}, {value.device}; move them to one device")
 
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
@@ -217,4 +219,4 @@ def check_packed(query: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tenso
                 f"{name} is {lengths.dtype} {list(lengths.shape)}; give int32 [N + 1], starting at 0, for N sequences"
             )
         if lengths.device != query.device:
-            raise ValueError(f"{name} lies on {lengths.device}; move it to {query.device}, where the query is")
+            raise ValueError(f"{name} is on {lengths.device}; move it to {query.device}, the device of the query")

@@ -93,7 +93,7 @@ class BackendSelector:
             return f"the probe is off ({self._sampling.fault})"
         if self._sampling.captured:
             return (
-                "its step was captured in a CUDA graph, which leaves the pass over all rows of a kept attention out; "
+                "its step was captured in a CUDA graph, whose replays skip the pass over all rows of native attention; "
                 "attention='kernels' counts them there too"
             )
         if layer.bent:
@@ -182,15 +182,15 @@ class BackendSelector:
         """Who serves the attention, in a line."""
         measured = f"every {self._every_steps} steps {self._sampling.rows} rows of every head are measured"
         if self._kernels:
-            return f"foreshock's kernels serve the attention; of calls that they do not serve {measured}"
-        return f"attention is kept as it is; {measured}"
+            return f"foreshock's kernels compute the attention; in calls that they do not support {measured}"
+        return f"the model's own attention runs unchanged; {measured}"
 
     def how_served(self, index: int) -> str:
         """What serves layer `index` now, in words."""
         layer = self.layers[index]
         if layer.keeps:
             return "kept, sampled"
-        return "kernels" + (f", but kept and sampled in calls where {next(iter(layer.kept))}" if layer.kept else "")
+        return "kernels" + (f", but native and sampled in calls where {next(iter(layer.kept))}" if layer.kept else "")
 
     def stop(self) -> None:
         """Measure nothing any more."""

@@ -173,7 +173,7 @@ def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         for each in list(_looking):
             try:
                 each.look(roots)
-            except Exception as error:  # training goes on
+            except Exception as error:  # training continues
                 logger.debug("foreshock: a backward could not be read: %r", error)
                 each.stop()
     return _original(tensors, *args, **kwargs)  # type: ignore[no-any-return]

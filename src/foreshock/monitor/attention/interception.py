@@ -82,7 +82,7 @@ def varlen_attn(
     note_interception(query.transpose(0, 1), key.transpose(0, 1))
     asked = [name for name, option in more.items() if option is not None and name not in _HARMLESS]
     if asked or cu_seq_k is None:
-        layer.leave_alone(f"it passes {', '.join(asked) or 'no cu_seq_k'} to varlen_attn, which is not served")
+        layer.leave_alone(f"it passes {', '.join(asked) or 'no cu_seq_k'} to varlen_attn, which is not supported")
         return own()
     if not enable_gqa and query.shape[1] != key.shape[1]:
         layer.leave_alone("query and key differ in heads without enable_gqa")

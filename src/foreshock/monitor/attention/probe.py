@@ -52,7 +52,7 @@ class Sampling:
     """A CUDA graph was captured: each of its replays is measured, and nothing in it changes until it is made anew."""
     strict: bool = False
     fault: str | None = None
-    """Why this agent measures nothing any more: the training goes on without it."""
+    """Why this agent measures nothing any more: the training continues without it."""
     refused: dict[int, str] = field(default_factory=dict)
     """By where a layer's state lies: what the model does with the attention that our kernels would not let it do."""
     outputs: "OutputSums | None" = None
@@ -340,7 +340,7 @@ def probe_rows(
         if sampling.strict:
             raise
         sampling.fault = f"{type(error).__name__}: {str(error)[:300]}"
-        logger.warning("foreshock: the probe is off from now on, training goes on: %s", sampling.fault)
+        logger.warning("foreshock: the probe is off from now on; training continues: %s", sampling.fault)
 
 
 def _capturing(query: Tensor) -> bool:

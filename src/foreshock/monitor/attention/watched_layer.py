@@ -59,7 +59,7 @@ def head_dim_problem(head_dim: int, device: torch.device, numerics: str) -> str 
     """Why no kernel serves this head dim, or None. Asked before torch.compile makes a graph that would fail."""
     if device.type == "cpu" or numerics not in ("auto", "kernel") or (head_dim % 8 == 0 and head_dim <= 256):
         return None
-    return f"its head dim is {head_dim}; the kernels serve multiples of 8 up to 256"
+    return f"its head dim is {head_dim}; the kernels support multiples of 8 up to 256"
 
 
 def _why_not_third_last(query: Tensor, heads: int) -> str | None:

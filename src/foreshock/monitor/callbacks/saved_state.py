@@ -22,7 +22,7 @@ def write_state(agent: Agent, path: Path) -> None:
             file.write(state)
         os.replace(unfinished, path)
     except OSError as error:
-        logger.warning("foreshock: the agent's state was not saved, training goes on: %s", error)
+        logger.warning("foreshock: the agent's state was not saved; training continues: %s", error)
 
 
 def read_state(*paths: Path) -> dict[str, Any] | None:
@@ -32,7 +32,7 @@ def read_state(*paths: Path) -> dict[str, Any] | None:
             if path.is_file() and isinstance(saved := json.loads(path.read_text()), dict):
                 return saved
         except (OSError, ValueError, RecursionError) as error:
-            logger.warning("foreshock: %s cannot be read, training goes on without it: %s", path, error)
+            logger.warning("foreshock: %s cannot be read; training continues without it: %s", path, error)
     return None
 
 

@@ -159,7 +159,7 @@ class Projection:
 
     def of_weights_alone(self, why: str) -> "Projection":
         """The same, with a note that its queries and keys do not follow from the weights alone."""
-        note = ", norms of the weights alone: "
+        note = ", norms of the weights only: "
         return (
             self
             if why in self.layout
@@ -187,7 +187,7 @@ class Projection:
         gaps = ""
         for heads, why in (
             (self.unmeasured, "norms of heads {} not measured: they straddle processes"),
-            (self.apart, "norm of W_Q W_K^T of heads {} not measured: W_Q and W_K lie in different processes"),
+            (self.apart, "norm of W_Q W_K^T of heads {} not measured: W_Q and W_K are in different processes"),
         ):
             gaps += f", {why.format(', '.join(str(first_head + head) for head in heads))}" if heads else ""
         return gaps
@@ -230,9 +230,9 @@ def why_unmeasured(module: nn.Module) -> str:
         weight = stored(base_of(child)) if child is not None else None
         if isinstance(weight, Tensor) and weight.dtype not in _FLOATS:
             dtype = str(weight.dtype).removeprefix("torch.")
-            return f"the weight of {name} is kept as {dtype} and scaled elsewhere"
+            return f"the weight of {name} is stored as {dtype} and scaled elsewhere"
         if isinstance(weight, Tensor) and is_wrapped(weight):
-            return f"the weight of {name} is kept as {type(weight).__name__}"
+            return f"the weight of {name} is stored as {type(weight).__name__}"
         if name in _PROJECTIONS and child is not None and (why := why_projection_unread(name, child)):
             return why
     return NOT_FOUND

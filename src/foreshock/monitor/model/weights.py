@@ -128,7 +128,7 @@ def why_unread(projection: nn.Module) -> str | None:
     if has_adapters(projection):
         return "which has adapters"
     if stored(projection) is None and (hasattr(type(projection), "weight") or "base_layer" in projection._modules):
-        return "whose weight is computed anew at every reading"
+        return "whose weight is computed again at every reading"
     return None
 
 

@@ -71,7 +71,7 @@ def _why_not_owned(parameter: nn.Parameter, optimizers: Sequence[Any]) -> str | 
             return None
         dtype = str(parameter.dtype).removeprefix("torch.")
         return (
-            f"its weights are {dtype} and may be copies of an optimizer's own; where they are not, "
+            f"its weights are {dtype} and may be copies of an optimizer's own; if they are not, "
             "agent.qk_clip_with(optimizer=...) shows it"
         )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]

@@ -246,24 +246,24 @@ def _roles(projection: Projection, heads: int) -> Iterator[tuple[HeadRows, int]]
 def _why_refused(projection: Projection | str | None, device: torch.device) -> str | None:
     """Why the heads of a layer cannot be scaled; None where they can."""
     if projection is None:
-        return "where its W_Q and W_K lie is not known"
+        return "its W_Q and W_K were not found"
     if isinstance(projection, str):
         return projection
-    if "norms of the weights alone" in projection.layout:
-        return f"its scores do not follow from its weights alone ({projection.layout})"
+    if "norms of the weights only" in projection.layout:
+        return f"its scores do not follow from its weights ({projection.layout})"
     for side in projection.sides:
         weight = stored(side.holder, side.weight)
         if not isinstance(weight, nn.Parameter):
             return "its weight is computed from others"
         if weight.dim() != 2:
-            return f"its weight has shape {list(weight.shape)}: it is kept flat or in parts"
+            return f"its weight has shape {list(weight.shape)}: it is stored flat or in parts"
         if not weight.requires_grad:
             return "its weight is frozen"
         held = local_tensor(weight)
         if is_wrapped(held):
-            return f"its weight is a {type(held).__name__}, whose numbers are kept otherwise"
+            return f"its weight is a {type(held).__name__}, which stores its numbers in another form"
         if held.device != device:
-            return f"its weight lies on {held.device} and its statistics on {device}"
+            return f"its weight is on {held.device} but its statistics are on {device}"
     return None
 
 

@@ -140,7 +140,7 @@ class Collector:
             self._warned_of_parts = True
             logger.warning(
                 "foreshock: grad_norm is spread over processes and is not recorded; give grad_norm.full_tensor(): that "
-                "is a collective, and the agent calls none by itself"
+                "is a collective, and the agent never calls one"
             )
         return None
 

@@ -179,7 +179,7 @@ def leftovers(folder: PrivateFolder, run: str, max_bytes: int) -> tuple[list[Spo
         try:
             spool = Spool(folder, name.removesuffix(_SUFFIX), max_bytes, left_by=run)
         except PermissionError as error:
-            logger.warning("foreshock: not sent and left alone: %s", error.strerror)
+            logger.warning("foreshock: not sent and not touched: %s", error.strerror)
             continue
         except OSError:
             continue  # a living process holds it, or it is gone

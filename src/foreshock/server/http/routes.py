@@ -141,7 +141,7 @@ class Catalog(models.Response):
 
     metrics: list[MetricInfo]
     modes: list[ModeChoice]
-    default_mode: str = Field(description="what a head is switched to where no other mode is asked for")
+    default_mode: str = Field(description="the mode that a switch uses by default")
 
 
 @router.get("/v1/catalog")

@@ -39,7 +39,7 @@ def order_in_words(mode: str, heads: Sequence[HeadRef] | None) -> str:
 
 def ended_before_the_answer(heads: Sequence[HeadRef] | None) -> str:
     """Why an order is refused that was under way when the last rank that holds its heads ended."""
-    left = f"Nobody is left to switch {heads_in_words(heads)}: every rank that could ended before it answered."
+    left = f"Could not switch {heads_in_words(heads)}: all ranks that have them ended before they answered."
     return f"{left} Order it again when the run is resumed."
 
 

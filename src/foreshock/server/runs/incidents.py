@@ -286,9 +286,9 @@ def _gone_over(found: Iterable[Incident]) -> dict[IncidentCause, Incident]:
 
 def closed_by(before: IncidentChange, goes_on: Incident) -> IncidentChange:
     """The end of an incident that goes on in another, as the log keeps it."""
-    sentence = f"What was reported as {before.cause} is reported as {goes_on.cause}: its cause is corrected."
+    sentence = f"The incident {before.cause} was reclassified as {goes_on.cause}."
     if before.cause in goes_on.causes:
-        sentence = f"What was reported as {before.cause} joins {goes_on.cause}: both stand in this run."
+        sentence = f"The incident {before.cause} joins {goes_on.cause}: both are active in this run."
     ends = {"state": "closed", "step": max(before.step, goes_on.step), "standing": 0, "steps_left": None}
     return before.model_copy(update={**ends, "grown": False, "sentence": sentence})
 

@@ -222,7 +222,7 @@ _REACH: Final = "the service's user must be able to write the file and its folde
 _REMEDIES: Final = {
     "SQLITE_CORRUPT": f"it is damaged: {_RESTORE}",
     "SQLITE_NOTADB": f"it is damaged or no database: {_RESTORE}",
-    "SQLITE_BUSY": "another program holds it: end that first, since one process alone may serve a SQLite file",
+    "SQLITE_BUSY": "another program holds it: stop it first, because only one process may use a SQLite file",
     "SQLITE_CANTOPEN": _REACH,
     "SQLITE_READONLY": _REACH,
     "SQLITE_FULL": "make room on its disk",
@@ -293,7 +293,7 @@ def sole_service(url: str) -> Iterator[None]:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StoreError(
-                f"another service already uses {path}: end it first, since one process alone may serve a SQLite file; "
+                f"another service already uses {path}: stop it first, because only one process may use a SQLite file; "
                 "several services need PostgreSQL (docs/deploy.md)"
             ) from None
         except OSError as error:

@@ -62,7 +62,7 @@ class Pass:
             self.failed.add(None if isinstance(error, ImportError) else _kind(call))
             warnings.warn(
                 f"foreshock's {self.what} for Hopper could not be launched ({type(error).__name__}: "
-                f"{error}); the slower {self.what} serves in its place",
+                f"{error}); the slower {self.what} is used instead",
                 stacklevel=3,
             )
             return False
