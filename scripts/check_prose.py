@@ -20,17 +20,15 @@ FOLDERS = (
 EXEMPT = frozenset(
     {
         "CHANGELOG.md",  # one line for each change, however long
-        "src/foreshock/lab/NOTEBOOK.md",  # kept as it was written
-        "docs/reliability.md",  # test names and figures, generated
-        "docs/models.md",  # test names and reasons, generated
+        "src/foreshock/lab/NOTEBOOK.md",  # a record of experiments, unchanged
     }
 )
 AVOIDED: Final = re.compile(
     r"\b(anew|beside|shall|stands|lies|told|whoever|mend(?:s|ed|ing)?|under way|by itself|alone)\b", re.IGNORECASE
 )
 CODE: Final = ("src/foreshock", "scripts", "examples")
-AT_MOST: Final = {"pages": 150, "code": 410}
-"""The counts when this check began, rounded up to tens; lower them when you rewrite text."""
+AT_MOST: Final = {"pages": 50, "code": 345}
+"""Lower these counts when you rewrite text."""
 
 
 def pages() -> list[str]:
