@@ -113,7 +113,7 @@ def test_the_report_answers_in_ten_lines_and_names_both_failures_with_a_remedy()
 def test_a_model_without_attention_is_told_as_unwatched_and_not_as_safe() -> None:
     seen = assess(nn.Linear(2, 2))
     assert sentences(seen) == ["Watched"]
-    assert "nothing" in str(seen)
+    assert "no layer" in str(seen)
     assert seen.key_bias == "unknown"
     assert not seen.open_to_rounding
 

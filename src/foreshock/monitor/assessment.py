@@ -288,7 +288,10 @@ def _owner(found: Found) -> nn.Module:
 
 def _watching(found: Sequence[Found], watched: Sequence[Found]) -> str:
     if not found:
-        return "No module of the model looks like attention; the first step will show whether one computes it."
+        return (
+            "Watched: no layer. No module of the model looks like attention; the first step will show whether one "
+            "computes it."
+        )
     sizes = Counter(f"{each.heads} heads of {each.head_dim or '?'}" for each in watched)
     shapes = ", ".join(f"{count} with {size}" for size, count in sizes.items())
     return f"Watched: {len(watched)} of {len(found)} attention layers{': ' * bool(shapes)}{shapes}."
