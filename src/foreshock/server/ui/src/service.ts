@@ -6,7 +6,7 @@ export interface Ack {
   /** the batch sequence that is now stored */
   acknowledged: number;
   commands?: Command[];
-  /** the service does not know what this boot watches; send its `started` again */
+  /** the service has no description of this process; send its `started` again */
   send_started?: boolean;
 }
 
@@ -73,7 +73,7 @@ export interface AuditRow {
 export interface Catalog {
   metrics: MetricInfo[];
   modes: ModeChoice[];
-  /** what a head is switched to where no other mode is asked for */
+  /** the mode that a switch uses by default */
   default_mode: string;
 }
 
@@ -142,7 +142,7 @@ export interface CommandList {
 
 /** An order to switch heads. */
 export interface CommandRequest {
-  /** who orders it; stands in the audit trail */
+  /** who requests it; recorded in the audit trail */
   who: string;
   reason: string;
   /** [[layer, head], ...]; null means every head of the run */
@@ -497,15 +497,15 @@ export interface RunDetail {
   condition_since_unix_seconds: number | null;
   /** of its worst open incident; at least warning when silent or hung, critical when its loss is not finite; null: nothing is known to be wrong */
   severity: "info" | "warning" | "critical" | null;
-  /** the larger, the sooner it needs a person; what has ended is below what has not */
+  /** the larger, the sooner it needs a person; ended runs are below the others */
   urgency: number;
-  /** null until a boot has described what it watches */
+  /** null until a process has described its layers */
   policy: "observe" | "approve" | "auto" | null;
   numerics: string | null;
   mitigation: string | null;
   /** QK-Clip: never, warned (off until scores grow) or on; null: it cannot scale here */
   qk_clip: string | null;
-  /** what a warning switches under approve and auto: head, layer or model */
+  /** the scope of a switch under approve and auto: head, layer or model */
   switch_scope: string | null;
   world_size: number | null;
   /** ranks that have sent something */
@@ -527,9 +527,9 @@ export interface RunDetail {
   /** those that are not closed, the most urgent first */
   incidents: IncidentChange[];
   labels: Record<string, string>;
-  /** what people call it; null: as it is named */
+  /** display name; null: none */
   display_name: string | null;
-  /** what people tagged it with, sorted */
+  /** its tags, sorted */
   tags: string[];
   versions: Record<string, string>;
   layers: LayerState[];
@@ -548,7 +548,7 @@ export interface RunEvent {
   id: number;
   run: string;
   kind: "started" | "verdict" | "switched" | "clipped" | "checkpoint" | "command" | "finished" | "incident" | "acknowledged" | "described";
-  /** null for what the service did itself */
+  /** null for actions of the service */
   rank: number | null;
   step: number | null;
   unix_seconds: number;
@@ -581,15 +581,15 @@ export interface RunSummary {
   condition_since_unix_seconds: number | null;
   /** of its worst open incident; at least warning when silent or hung, critical when its loss is not finite; null: nothing is known to be wrong */
   severity: "info" | "warning" | "critical" | null;
-  /** the larger, the sooner it needs a person; what has ended is below what has not */
+  /** the larger, the sooner it needs a person; ended runs are below the others */
   urgency: number;
-  /** null until a boot has described what it watches */
+  /** null until a process has described its layers */
   policy: "observe" | "approve" | "auto" | null;
   numerics: string | null;
   mitigation: string | null;
   /** QK-Clip: never, warned (off until scores grow) or on; null: it cannot scale here */
   qk_clip: string | null;
-  /** what a warning switches under approve and auto: head, layer or model */
+  /** the scope of a switch under approve and auto: head, layer or model */
   switch_scope: string | null;
   world_size: number | null;
   /** ranks that have sent something */
@@ -611,9 +611,9 @@ export interface RunSummary {
   /** those that are not closed, the most urgent first */
   incidents: IncidentChange[];
   labels: Record<string, string>;
-  /** what people call it; null: as it is named */
+  /** display name; null: none */
   display_name: string | null;
-  /** what people tagged it with, sorted */
+  /** its tags, sorted */
   tags: string[];
 }
 
@@ -628,7 +628,7 @@ export interface Session {
 /** What ordering a mode for every head takes: an order for each of `changes`. */
 export interface SwitchPlan {
   changes: SwitchedTo[];
-  /** heads that have the mode beside others already, and keep what they have */
+  /** heads that already have the mode among others, and keep them */
   kept: [number, number][];
 }
 
