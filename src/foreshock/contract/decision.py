@@ -129,7 +129,7 @@ _OTHER: Final[dict[str, Text]] = {
 }
 _KERNEL: Final[dict[str, Text]] = {
     "": Text(
-        "Nothing is switched: machines only report this.",
+        "No head was switched: machines only report this.",
         "Set the layer's heads to row_corrected (foreshock's kernels), or change the library's version; if only one "
         "rank reports it, drain its GPU. Then resume from {checkpoint}.",
     ),

@@ -82,7 +82,7 @@ class IncidentHead(BaseModel):
     layer: int | None
     head: int | None
     causes: list[IncidentCause] = Field(description="why it is warned about; several where ranks report different ones")
-    state: HeadState = Field(description="quiet: no warning stands any more; else where the cure of this head stands")
+    state: HeadState = Field(description="quiet: no active warning; else the state of this head's mitigation")
     severity: Severity
     signal: str
     raised_step: int
@@ -90,7 +90,9 @@ class IncidentHead(BaseModel):
     steps_left: float | None = Field(description="until the largest |score| reaches 512; 0 past it, null: not foreseen")
     harm_step: int | None = Field(description="the step at which that is expected")
     harm_first_step: int | None
-    harm_last_step: int | None = Field(description="null beside an earliest step: nobody can say until when")
+    harm_last_step: int | None = Field(
+        description="null although an earliest step is given: the latest cannot be estimated"
+    )
     harm_in_sight: bool | None = Field(description="false: on its course it stays below 512; null: no forecast")
     corrected_from: IncidentCause | None = Field(description="the cause that it was reported under before")
     sentence: str
@@ -109,9 +111,7 @@ class Incident(BaseModel):
     causes: list[IncidentCause] = Field(description="every cause that its warnings have")
     state: IncidentState
     severity: Severity = Field(description="of its worst head that is neither quiet nor arrested")
-    opened_step: int = Field(
-        description="the first warning; of a corrected incident under whatever cause that was reported"
-    )
+    opened_step: int = Field(description="the first warning, also if it had another cause")
     before_step: int = Field(description="checkpoints before this step are older than what the incident warns about")
     corrected_from: IncidentCause | None = Field(description="the cause that the incident was reported under before")
     corrected_step: int | None = Field(description="the step at which its cause was corrected")
@@ -120,7 +120,7 @@ class Incident(BaseModel):
     times: int = Field(description="how often it has opened in this run")
     standing: int = Field(description="heads that are warned about now; the whole run counts as one")
     switched: int = Field(description="how many of those that rounding drives have a mode under which that ends")
-    layers: list[int] = Field(description="of the heads that stand, or of all where none does")
+    layers: list[int] = Field(description="of the heads with active warnings, or of all heads if there are none")
     steps_left: float | None = Field(description="of the head that comes to harm first")
     harm_step: int | None
     harm_first_step: int | None
@@ -129,8 +129,8 @@ class Incident(BaseModel):
     acknowledged: Acknowledged | None
     act: Act = Field(description="what machines do about it under the run's policy: switch, propose or none")
     sentence: str = Field(description="the incident in words")
-    done: str = Field(description="what was done about it, in words")
-    to_do: str = Field(description="what is left to people, in words")
+    done: str = Field(description="the actions so far, in words")
+    to_do: str = Field(description="the next actions of people, in words")
     ask: Ask = Field(description="what that asks for: to approve `order`, to order a switch, or neither")
     order: Ordered | None = Field(description="the newest order for its heads, or the proposal that waits")
 
@@ -308,7 +308,7 @@ def _decision(
     words = {
         "checkpoint": checkpoint_before(before_step),
         "given": given,
-        "ended": f"{given}.{way}" if switched else "Nothing is switched.",
+        "ended": f"{given}.{way}" if switched else "No head was switched.",
         "so_far": f" So far {switched} of {len(heads)} are switched." if 0 < switched < len(heads) else "",
         "whose": WHOSE.get(known.scope or "head", "every head"),
         "mitigation": known.mitigation,

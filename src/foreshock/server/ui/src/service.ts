@@ -249,7 +249,7 @@ export interface Incident {
   state: "open" | "acknowledged" | "switched" | "arrested" | "not arrested" | "closed";
   /** of its worst head that is neither quiet nor arrested */
   severity: "info" | "warning" | "critical";
-  /** the first warning; of a corrected incident under whatever cause that was reported */
+  /** the first warning, also if it had another cause */
   opened_step: number;
   /** checkpoints before this step are older than what the incident warns about */
   before_step: number;
@@ -266,7 +266,7 @@ export interface Incident {
   standing: number;
   /** how many of those that rounding drives have a mode under which that ends */
   switched: number;
-  /** of the heads that stand, or of all where none does */
+  /** of the heads with active warnings, or of all heads if there are none */
   layers: number[];
   /** of the head that comes to harm first */
   steps_left: number | null;
@@ -280,9 +280,9 @@ export interface Incident {
   act: "switch" | "propose" | "none";
   /** the incident in words */
   sentence: string;
-  /** what was done about it, in words */
+  /** the actions so far, in words */
   done: string;
-  /** what is left to people, in words */
+  /** the next actions of people, in words */
   to_do: string;
   /** what that asks for: to approve `order`, to order a switch, or neither */
   ask: "approve" | "switch" | "none";
@@ -319,7 +319,7 @@ export interface IncidentHead {
   head: number | null;
   /** why it is warned about; several where ranks report different ones */
   causes: ("attention kernel" | "rounding" | "score growth" | "not finite" | "other")[];
-  /** quiet: no warning stands any more; else where the cure of this head stands */
+  /** quiet: no active warning; else the state of this head's mitigation */
   state: "unswitched" | "switched" | "arrested" | "not arrested" | "quiet";
   severity: "info" | "warning" | "critical";
   signal: string;
@@ -331,7 +331,7 @@ export interface IncidentHead {
   /** the step at which that is expected */
   harm_step: number | null;
   harm_first_step: number | null;
-  /** null beside an earliest step: nobody can say until when */
+  /** null although an earliest step is given: the latest cannot be estimated */
   harm_last_step: number | null;
   /** false: on its course it stays below 512; null: no forecast */
   harm_in_sight: boolean | null;
