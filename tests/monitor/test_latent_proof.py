@@ -198,7 +198,7 @@ def frozen(model: nn.Module) -> nn.Module:
     return model
 
 
-NORMALISED = "norms of the weights alone: heads are normalised"
+NORMALISED = "norms of the weights only: heads are normalised"
 NOTHING_FITS = "in no known order do the outputs of its projections (wq_a, wq_b, wkv_a, wkv_b) give its "
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "queries normed behind the up-projection": (lambda: two_latent_layers(NormedQueries), NOTHING_FITS + "queries"),

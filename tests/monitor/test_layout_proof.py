@@ -217,7 +217,7 @@ def test_projections_of_unknown_names_have_norms_behind_positions_norms_and_grou
     (sample, *_), (told,), _ = train(module, 1)
     assert told == (
         f"found by a call ({', '.join(list(widths)[:2])})"
-        + (", norms of the weights alone: heads are normalised" if normed else "")
+        + (", norms of the weights only: heads are normalised" if normed else "")
     )
     for norm, true in true_norms(module, split).items():
         measured = torch.from_numpy(getattr(sample, norm).numpy().copy())

@@ -112,7 +112,7 @@ _NOT_FINITE: Final[dict[str, Text]] = {
         "that led here, or lower the learning rate.",
     ),
     "first step": Text(
-        "Nothing is switched: no switch repairs what is not finite.",
+        "No head was switched: a switch cannot repair non-finite numbers.",
         "Repair what the warning names, and start the run again. The first step failed, so neither a lower learning "
         "rate nor an earlier checkpoint helps.",
     ),
