@@ -76,10 +76,10 @@ def test_the_reference_describes_every_public_name_from_its_docstring() -> None:
     assert members == {name for name in vars(foreshock.Agent) if name[0] != "_"}
 
 
-def test_contributing_lists_the_files_that_each_addition_touches_and_each_is_there() -> None:
-    section = (ROOT / "CONTRIBUTING.md").read_text().split("## To add something")[1].split("\n## ")[0]
+def test_the_design_lists_the_files_that_each_addition_touches_and_each_is_there() -> None:
+    section = (ROOT / "docs" / "design.md").read_text().split("## To add something")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (?:a|an) (\w+)[^|]*\|(.*)\|$", section, re.MULTILINE)
-    others = ["cause", "attention", "mode", "callback", "alert", "setting"]
+    others = ["cause", "order", "attention", "mode", "callback", "alert", "setting"]
     assert [what for what, _ in rows] == ["statistic", "metric", "condition", *others]
     for what, files in rows:
         named = re.findall(r"`((?:[a-z]+/)+[\w./-]*)`", files)
