@@ -10,7 +10,7 @@ import pytest
 from tests.lab.made_up import STEPS, record
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Slot, identity_row
+from foreshock.contract.slots import SLOTS, identity_row
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.baselines import BASELINES, Signal
@@ -89,7 +89,7 @@ def test_runs_that_thresholds_were_changed_after_are_tuning_and_treated_ones_are
 def test_nan_in_every_field_is_a_run_without_a_verdict(tmp_path: Path) -> None:
     path = tmp_path / "nan.jsonl.gz"
     state = np.tile(identity_row(), (2, 1))
-    state.view(np.float64)[:, list(Slot)[6:]] = math.nan
+    state.view(np.float64)[:, [slot for slot, info in SLOTS.items() if info.dtype == "float64"]] = math.nan
     layer = wire.Layer(layer=0, name="h.0", heads=(0, 1), kv_heads=2, head_dim=8, served_by="reference")
     with TraceWriter(path, {}) as writer:
         writer(wire.Started(step=0, unix_seconds=0.0, layers=(layer,), policy="observe", numerics="kernel"))

@@ -82,7 +82,7 @@ def test_growth_that_joins_a_drift_is_one_line_more_of_the_same_incident_and_nam
 
 
 def test_what_is_not_finite_is_never_answered_with_a_switch() -> None:
-    nan = told(3, cause="other", signal="nonfinite", severity="critical")
+    nan = told(3, step=500, cause="other", signal="nonfinite", severity="critical")
     [line] = console("auto").lines_for([nan], dict)
     assert "No head was switched: a switch cannot repair non-finite numbers. To do: Stop the run" in line
 

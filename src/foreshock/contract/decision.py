@@ -130,8 +130,8 @@ _OTHER: Final[dict[str, Text]] = {
 _KERNEL: Final[dict[str, Text]] = {
     "": Text(
         "No head was switched: machines only report this.",
-        "Set the layer's heads to row_corrected (foreshock's kernels), or change the library's version; if only one "
-        "rank reports it, drain its GPU. Then resume from {checkpoint}.",
+        "Set the layer to row_corrected (foreshock's kernels) or change the library version; if only one rank "
+        "reports it, drain its GPU. Then resume from {checkpoint}.",
     ),
     "ended": Text("{ended}", f"{_RESUME} with attention='kernels' or another version of the attention library."),
 }
