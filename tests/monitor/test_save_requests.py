@@ -66,16 +66,25 @@ def test_an_incident_asks_again_only_after_all_its_warnings_were_cleared_and_har
     assert not requests.take()
 
 
+class Warned(test_huggingface.Observed):
+    """Its agent warns from step 2 on."""
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_begin(*args, **kwargs)
+        assert self.agent is not None
+        warn(self.agent)
+
+
+def test_transformers_trainer_saves_nothing_at_a_warning_where_the_program_saves_nothing(tmp_path: Path) -> None:
+    callback = Warned(**test_huggingface.QUICK)
+    test_huggingface.train(tmp_path, callback, 5, save_strategy="no")
+    assert reported(callback.listener) == []
+
+
 @pytest.mark.parametrize(("limit", "steps"), [(None, {4, 8}), (1, {4, 8})])
 def test_transformers_trainer_saves_at_the_warning_unless_that_would_replace_the_only_checkpoint(
     limit: int | None, steps: set[int], tmp_path: Path
 ) -> None:
-    class Warned(test_huggingface.Observed):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            super().on_train_begin(*args, **kwargs)
-            assert self.agent is not None
-            warn(self.agent)
-
     callback = Warned(**test_huggingface.QUICK)
     test_huggingface.train(tmp_path, callback, 8, save_total_limit=limit)
     told = {one.step: one for one in reported(callback.listener)}

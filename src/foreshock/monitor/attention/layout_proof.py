@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
+import torch._dynamo
+import torch._dynamo.symbolic_convert
 from torch import Tensor, nn
 
 from foreshock.monitor.attention.watched_layer import LAYOUT_ATTRIBUTE, leave_no_trace_in_copies
@@ -146,7 +148,7 @@ class LayoutProof:
     def meet(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Attention is given query [..., H, S, D], key and value [..., Hkv, S, D]: keep a few of their tokens."""
         if torch.compiler.is_compiling():
-            if self._noted and query.dim() > 3 and query.shape[-3] == self._heads:
+            if self._noted and query.dim() > 3 and query.shape[-3] == self._heads and not _in_nested_checkpoints():
                 self._given = [_corners(x, 3) for x in (query, key, value)]
         elif self.open:
             try:
@@ -274,9 +276,20 @@ def _note(module: nn.Module, args: Any, output: Any) -> None:
     noted: _Noted | None = getattr(module, LAYOUT_ATTRIBUTE, None)
     if noted is None or not isinstance(output, Tensor) or output.dim() < 2:
         return
-    if not torch.compiler.is_compiling() and not _is_to_be_noted(noted, module, args, output):
+    if torch.compiler.is_compiling():
+        if _in_nested_checkpoints():
+            return
+    elif not _is_to_be_noted(noted, module, args, output):
         return
     noted.outputs = _corners(output, 2)
+
+
+@torch._dynamo.assume_constant_result
+def _in_nested_checkpoints() -> bool:
+    """Whether the traced code is in a checkpoint within another one, where compiling fails if attributes are written:
+    PyTorch (2.13) hands them out of the inner one only. Runs while torch.compile traces; False where it does not."""
+    translator = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
+    return translator is not None and len(translator.output.tracers) > 2
 
 
 def _is_to_be_noted(noted: _Noted, module: nn.Module, args: Any, output: Tensor) -> bool:

@@ -132,7 +132,8 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         norm = self._norm.take()
         self.agent.step(loss, self._logged_norm if norm is None else norm, self._learning_rate, step=state.global_step)
         self._logged_norm = None
-        if args.save_total_limit != 1 and self.agent.should_save:  # with 1 it would take the clean one's place
+        # with a limit of 1 it would take the clean one's place; a program that saves nothing may not be able to
+        if args.save_strategy != "no" and args.save_total_limit != 1 and self.agent.should_save:
             control.should_save = True
 
     def _shares(self, args: TrainingArguments) -> int:
