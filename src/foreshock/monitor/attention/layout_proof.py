@@ -284,7 +284,7 @@ def _note(module: nn.Module, args: Any, output: Any) -> None:
     noted.outputs = _corners(output, 2)
 
 
-@torch._dynamo.assume_constant_result
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _in_nested_checkpoints() -> bool:
     """Whether the traced code is in a checkpoint within another one, where compiling fails if attributes are written:
     PyTorch (2.13) hands them out of the inner one only. Runs while torch.compile traces; False where it does not."""
