@@ -140,7 +140,7 @@ class Levels:
         wrong, checked = slot_values(words, Slot.WRONG_ROWS), slot_values(words, Slot.CHECKED_ROWS)
         error = slot_values(words, Slot.OUTPUT_ERROR_MAX)
         by_layer: dict[int, list[int]] = {}
-        for row in np.flatnonzero(wrong).tolist():
+        for row in np.flatnonzero((wrong > 0) & (checked > 0)).tolist():
             by_layer.setdefault(self._heads[row][0], []).append(row)
         found: list[Passed] = []
         for layer, rows in by_layer.items():
