@@ -62,22 +62,14 @@ def resume_plan(
     open_ones = [one for one in incidents if one.closed_step is None]
     newest = sorted({(one.step, one.path): one for one in checkpoints}.values(), key=lambda one: -one.step)
     before = min((one.before_step for one in open_ones), default=None)
-    labels = [label_of(one.step, incidents) for one in newest]
-    chosen = next(
-        (
-            place
-            for place, (one, label) in enumerate(zip(newest, labels, strict=True))
-            if label == "clean" and (before is None or one.step < before)
-        ),
-        None,
-    )
     labelled = [
-        LabelledCheckpoint(
-            **one.model_dump(exclude={"kind"}), label=label, pinned=before is not None and place == chosen
-        )
-        for place, (one, label) in enumerate(zip(newest, labels, strict=True))
+        LabelledCheckpoint(**one.model_dump(exclude={"kind"}), label=label_of(one.step, incidents), pinned=False)
+        for one in newest
     ]
-    best = None if chosen is None else labelled[chosen]
+    clean = (one for one in labelled if one.label == "clean" and (before is None or one.step < before))
+    best = next(clean, None)
+    if best is not None:
+        best.pinned = before is not None
     if before is None and not ended:
         return ResumePlan(
             sentence=f"{run} trains and has no open incident: there is nothing to go back to.",

@@ -100,7 +100,7 @@ def of_many(changed: Mapping[str, Sequence[Incident]], other: Mapping[str, Seque
 
 
 def to_do_of(run: str, incident: Incident) -> str:
-    """What is left to people, and the command that does it: an approval or a switch."""
+    """What is left to people, and the command that does it: an approval, a switch or `resume-plan`."""
     if incident.ask == "approve":
         return f'{incident.to_do} Type: foreshock approve {shlex.quote(run)} --reason "{incident.cause}"'
     named = _ORDERED.search(incident.to_do)

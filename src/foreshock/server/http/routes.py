@@ -330,11 +330,12 @@ async def get_resume_plan(request: Request, _: Reader, run: str) -> ResumePlan:
 
     def read(connection: Connection) -> ResumePlan:
         run_id = find_run(connection, run).id
-        starts = process_starts.of_now(connection, [run_id]).get(run_id, ())
+        known = process_starts.of_now(connection, [run_id])
+        starts = known.get(run_id, ())
         return resume_plan(
             run,
             checkpoints_of(connection, run_id),
-            incidents_of(connection, [run_id], _verify_steps(request)).get(run_id, []),
+            incidents_of(connection, [run_id], _verify_steps(request), starts=known).get(run_id, []),
             mitigation=described(starts).get("mitigation") or DEFAULT_MITIGATION,
             ended=status_of(starts) != "active",
         )
