@@ -113,7 +113,7 @@ def test_the_switched_runs_were_warned_about_once_and_every_head_was_switched_at
 
 
 def test_a_score_of_100_was_noted_earlier_and_in_the_run_that_did_not_fail_as_well() -> None:
-    switched, corrected = (run(f"paper-gpt2-64k_{arm}") for arm in ("flash-rescued", "row-corrected"))
+    switched, corrected = (run(f"paper-gpt2-64k_{variant}") for variant in ("flash-rescued", "row-corrected"))
     note = next(e for e in switched.events if isinstance(e, wire.Verdict))
     assert (note.severity, note.signal) == ("info", "score")
     assert f"at step {note.step:,}" in EVIDENCE
@@ -122,7 +122,7 @@ def test_a_score_of_100_was_noted_earlier_and_in_the_run_that_did_not_fail_as_we
 
 
 def test_the_offset_of_its_failing_head_grows_unless_rows_are_corrected_and_shrinks_in_float32() -> None:
-    failing, corrected = (offsets(run(f"paper-gpt2-64k_{arm}")) for arm in ("flash-untreated", "row-corrected"))
+    failing, corrected = (offsets(run(f"paper-gpt2-64k_{variant}")) for variant in ("flash-untreated", "row-corrected"))
     control = list(offsets(run("branched/paper-gpt2-64k_control")).values())
     assert f"from {failing[1500]:.1f} nats at step 1,500 to {failing[2960]:.0f} at 2,960" in EVIDENCE
     assert max(map(abs, corrected.values())) < 5
@@ -132,11 +132,11 @@ def test_the_offset_of_its_failing_head_grows_unless_rows_are_corrected_and_shri
 
 
 @pytest.mark.parametrize(
-    ("arm", "seed"),
+    ("variant", "seed"),
     [("flash-untreated", 1), ("row-corrected", 1), ("untreated", 1), ("flash-rescued", 1), ("flash-rescued", 2)],
 )
-def test_the_losses_of_its_table_are_means_of_a_hundred_steps(arm: str, seed: int) -> None:
-    steps = run(f"paper-gpt2-64k_{arm}", seed).steps
+def test_the_losses_of_its_table_are_means_of_a_hundred_steps(variant: str, seed: int) -> None:
+    steps = run(f"paper-gpt2-64k_{variant}", seed).steps
     means = [steps.loss[(steps.step > end - 100) & (steps.step <= end)].mean() for end in (3500, 4000, 4500)]
     assert ", ".join(f"{mean:.3f}" for mean in means) in EVIDENCE
 

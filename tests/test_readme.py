@@ -65,7 +65,7 @@ def test_the_costs_are_those_that_were_measured() -> None:
 
 
 def test_the_picture_s_steps_are_those_of_the_runs() -> None:
-    switched, untreated = (run(f"paper-gpt2-64k_flash-{arm}") for arm in ("rescued", "untreated"))
+    switched, untreated = (run(f"paper-gpt2-64k_flash-{variant}") for variant in ("rescued", "untreated"))
     warned, exploded = first_warning(switched).step, explosion(untreated)
     assert exploded is not None
     assert explosion(switched) is None

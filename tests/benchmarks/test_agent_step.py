@@ -1,4 +1,4 @@
-"""The benchmark of a training step, at a size for a CPU: its arms train the same weights, and each is what it says."""
+"""The benchmark of a training step, at a size for a CPU: its variants train the same weights, each as it is named."""
 
 from typing import Any
 
@@ -30,20 +30,20 @@ def test_every_arm_is_measured_and_the_fastest_backend_is_named(monkeypatch: pyt
     torch._dynamo.reset()
     assert figures["best_backend"] in ("flash", "math")
     assert figures["none"] == figures["backends"][figures["best_backend"]]
-    assert all(figures[arm] > 0 for arm in ("none", "kernels", "kernels_agent", "keep_agent"))
-    over_none = {f"{arm} / none" for arm in ("kernels_agent", "keep_agent")}
+    assert all(figures[variant] > 0 for variant in ("none", "kernels", "kernels_agent", "keep_agent"))
+    over_none = {f"{variant} / none" for variant in ("kernels_agent", "keep_agent")}
     assert set(figures["ratios"]) == {"kernels_agent / kernels", *over_none}
     assert all(len(blocks) == 2 for blocks in figures["blocks"].values())
 
 
 def test_an_arm_that_refuses_is_left_out_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench(TINY, "cpu", "eager")
-    bench.arm("none_cudnn", UnwatchedAttention, "cudnn")
+    bench.variant("none_cudnn", UnwatchedAttention, "cudnn")
     torch._dynamo.reset()
-    assert not bench.arms
+    assert not bench.variants
     assert "none_cudnn does not take tiny" in capsys.readouterr().err
 
 
 def test_an_arm_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ValueError, match="arm 'none' does not exist; allowed are kernels, kernels_agent"):
-        main(arms=["keep_agent", "none"])
+    with pytest.raises(ValueError, match="variant 'none' does not exist; allowed are kernels, kernels_agent"):
+        main(variants=["keep_agent", "none"])

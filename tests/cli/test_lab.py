@@ -18,7 +18,7 @@ def test_score_writes_what_it_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"), [(["nothing"], "recipe 'nothing'"), (["key-bias", "--arm", "none"], "variant 'none'")]
+    ("words", "sentence"), [(["nothing"], "recipe 'nothing'"), (["key-bias", "--variant", "none"], "variant 'none'")]
 )
 def test_an_unknown_recipe_or_variant_names_the_known_ones(words: list[str], sentence: str) -> None:
     done = foreshock("lab", "run", *words)
@@ -34,7 +34,7 @@ def test_an_unknown_recipe_or_variant_names_the_known_ones(words: list[str], sen
             "run kb256 --folder f --resume --minutes 9 --url http://127.0.0.1:8765",
             "laboratory.run",
             {
-                "arm_name": "untreated",
+                "variant_name": "untreated",
                 "seed": 0,
                 "steps": None,
                 "url": "http://127.0.0.1:8765",

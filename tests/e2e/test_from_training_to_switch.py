@@ -27,15 +27,15 @@ MOST_SECONDS = 900.0
 TRAIN = """
 import sys, torch
 from dataclasses import replace
-from foreshock.lab.training.arm import find_arm
+from foreshock.lab.training.variant import find_variant
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training, train
 from foreshock.monitor.detect.detectors import DetectorConfig
 torch.set_num_threads(1)
-arm_name, policy, run, url, seed = sys.argv[1:]
+variant_name, policy, run, url, seed = sys.argv[1:]
 recipe = find_recipe("key-bias-small")
-arm = replace(find_arm(arm_name), policy=policy)
-training = Training(recipe, arm, int(seed), run=run, url=url, detectors=DetectorConfig(horizon_windows=None))
+variant = replace(find_variant(variant_name), policy=policy)
+training = Training(recipe, variant, int(seed), run=run, url=url, detectors=DetectorConfig(horizon_windows=None))
 train(training, recipe.steps)
 """
 
@@ -109,10 +109,10 @@ def stack(start: Start, tmp_path: Path) -> Stack:
 def trainings(stack: Stack, tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """The run under the paper's numerics, which asks before it switches, and its control."""
     running = {}
-    for run, arm in (("untreated", "paper"), ("control", "control")):
+    for run, variant in (("untreated", "paper"), ("control", "control")):
         with (tmp_path / f"{run}.log").open("wb") as log:
             running[run] = subprocess.Popen(
-                [sys.executable, "-P", "-c", TRAIN, arm, "approve", run, stack.service, str(SEED)],
+                [sys.executable, "-P", "-c", TRAIN, variant, "approve", run, stack.service, str(SEED)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -129,9 +129,11 @@ def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_sil
     stack: Stack, trainings: dict[str, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     def alive() -> None:
-        for arm, process in trainings.items():
+        for variant, process in trainings.items():
             if process.poll():
-                pytest.fail(f"{arm} ended with {process.returncode}:\n{(tmp_path / f'{arm}.log').read_text()[-2000:]}")
+                pytest.fail(
+                    f"{variant} ended with {process.returncode}:\n{(tmp_path / f'{variant}.log').read_text()[-2000:]}"
+                )
 
     def fired() -> dict[str, Any] | None:
         alive()

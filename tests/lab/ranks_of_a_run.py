@@ -17,12 +17,12 @@ if __name__ == "__main__":
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot
 from foreshock.lab.recording.trace_writer import TraceWriter
-from foreshock.lab.training.arm import find_arm
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.ranks import Ranks, launched
 from foreshock.lab.training.recipes import Recipe, find_recipe
 from foreshock.lab.training.recorder import Recorder
 from foreshock.lab.training.run import Training, train
+from foreshock.lab.training.variant import find_variant
 
 TINY = replace(
     find_recipe("key-bias-small"),
@@ -41,7 +41,7 @@ def _trained(recipe: Recipe, ranks: Ranks, trace: Path | None, ends_at: int | No
     """On PyTorch's own attention; the second process wants to end at a step."""
     losses: list[float] = []
     rows: list[int] = []
-    training = Training(recipe, find_arm("flash-untreated"), 1, ranks=ranks)
+    training = Training(recipe, find_variant("flash-untreated"), 1, ranks=ranks)
 
     def heard(event: wire.Event) -> None:
         if isinstance(event, wire.Sample) and (words := event.words()) is not None:
@@ -53,7 +53,7 @@ def _trained(recipe: Recipe, ranks: Ranks, trace: Path | None, ends_at: int | No
             (recorder.flush if step == STEPS else recorder.step)()
         training.wants_to_end = ranks.rank == 1 and step == ends_at
 
-    header = recipe.header(training.arm, 1, training.agent.run)
+    header = recipe.header(training.variant, 1, training.agent.run)
     with TraceWriter(trace, header) if trace is not None else nullcontext() as writer:
         recorder = None if writer is None else Recorder(training, writer)
         train(training, STEPS, sinks=(heard,), on_step=stepped)

@@ -26,19 +26,19 @@ TINY = replace(
 @pytest.mark.full
 @pytest.mark.parametrize("show", [ON_CPU, ON_GPU], ids=lambda show: show.recipe.name)
 def test_every_training_of_the_demo_has_the_shipped_detectors_and_the_shipped_cure(show: Show) -> None:
-    for arm in show.arms:
-        with Training(TINY, arm, 5).agent as agent:
+    for variant in show.variants:
+        with Training(TINY, variant, 5).agent as agent:
             assert agent.config.detectors == DetectorConfig()
-    untreated, rescued, _ = show.arms
+    untreated, rescued, _ = show.variants
     assert (untreated.policy, rescued.policy) == ("observe", "auto")
     assert rescued.mitigation == AgentConfig.model_fields["mitigation"].default == "row_corrected"
 
 
 def test_the_demo_of_a_cpu_says_which_numerics_are_not_those_of_a_gpu() -> None:
-    assert {arm.numerics for arm in ON_CPU.arms} == {"paper"}
+    assert {variant.numerics for variant in ON_CPU.variants} == {"paper"}
     assert "as on no GPU" in ON_CPU.says
-    assert ON_CPU.arms[-1].model == {"key_bias": False}
-    assert [arm.numerics for arm in ON_GPU.arms] == ["kernel", "kernel", "float32"]
+    assert ON_CPU.variants[-1].model == {"key_bias": False}
+    assert [variant.numerics for variant in ON_GPU.variants] == ["kernel", "kernel", "float32"]
 
 
 @pytest.mark.full

@@ -19,9 +19,9 @@ from foreshock.client import Service, ServiceError
 from foreshock.lab.diagnosis.examination import of_checkpoint, of_factory, of_recording
 from foreshock.lab.diagnosis.verdict import diagnose
 from foreshock.lab.recording.history import live, recorded
-from foreshock.lab.training.arm import CONTROL, UNTREATED, find_arm
 from foreshock.lab.training.checkpoints import Checkpoints
 from foreshock.lab.training.long_run import LongRun
+from foreshock.lab.training.variant import CONTROL, UNTREATED, find_variant
 from foreshock.server.testing import FakeRank, LiveService
 
 TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"
@@ -38,7 +38,7 @@ def checkpoint_of(run: LongRun) -> Path:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    runs = (LongRun(recipe=TINY, arm=a, seed=1, folder=folder / a.name, steps=3) for a in (UNTREATED, CONTROL))
+    runs = (LongRun(recipe=TINY, variant=a, seed=1, folder=folder / a.name, steps=3) for a in (UNTREATED, CONTROL))
     return [checkpoint_of(run) for run in runs]
 
 
@@ -52,10 +52,10 @@ def test_a_checkpoint_of_the_laboratory_is_examined_in_every_layer(checkpoints: 
         diagnose([source], [(7, 0)])
 
 
-@pytest.mark.parametrize(("arm", "exact"), [("flash-untreated", False), ("control", True)])
-def test_a_checkpoint_is_examined_with_the_attention_that_trained_it(arm: str, exact: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "exact"), [("flash-untreated", False), ("control", True)])
+def test_a_checkpoint_is_examined_with_the_attention_that_trained_it(variant: str, exact: bool, tmp_path: Path) -> None:
     recipe = replace(TINY, micro_batch=2, compiled=True)
-    run = LongRun(recipe=recipe, arm=find_arm(arm), seed=1, folder=tmp_path, steps=3)
+    run = LongRun(recipe=recipe, variant=find_variant(variant), seed=1, folder=tmp_path, steps=3)
     source = of_checkpoint(checkpoint_of(run), 1)
     assert {head.layer for head in source.heads} == {0, 1}
     assert source.exact == exact

@@ -19,12 +19,12 @@ from tests.monitor.doubles import ScriptedDetectors, verdict
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.texts import Corpus, standard_library
 from foreshock.lab.training import long_run as module
-from foreshock.lab.training.arm import CONTROL, find_arm
 from foreshock.lab.training.checkpoints import Checkpoints
 from foreshock.lab.training.long_run import LongRun, held_out_loss
 from foreshock.lab.training.run import Training
+from foreshock.lab.training.variant import CONTROL, find_variant
 
-ARM = find_arm("flash-untreated")
+VARIANT = find_variant("flash-untreated")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def begin(corpus: Corpus, tmp_path: Path) -> Begin:
     """Describes a run of the tiny recipe in a folder of this test, with a checkpoint every ten steps."""
 
     def described(folder: str = "run", **options: Any) -> LongRun:
-        settings: dict[str, Any] = {"recipe": TINY, "arm": ARM, "seed": 3, "every_steps": 10, "corpus": corpus}
+        settings: dict[str, Any] = {"recipe": TINY, "variant": VARIANT, "seed": 3, "every_steps": 10, "corpus": corpus}
         return LongRun(**settings | {"folder": tmp_path / folder} | options)
 
     return described
@@ -103,8 +103,8 @@ def test_the_agent_goes_on_with_what_it_knew(begin: Begin) -> None:
 
     begin(steps=21, resume=True, on_step=stepped).train()
     assert told[0]["agents"][0]["step"] == 21
-    training = Training(TINY, ARM, 3, corpus=begin().corpus)
-    module._take_up(training, Checkpoints(begin().folder / "checkpoints").all()[-2], same_arm=True)
+    training = Training(TINY, VARIANT, 3, corpus=begin().corpus)
+    module._take_up(training, Checkpoints(begin().folder / "checkpoints").all()[-2], same_variant=True)
     with training.agent:
         assert training.agent.state_dict() == saved["agents"][0]
         assert same(training.checkpoint()["optimizers"], saved["optimizers"])
@@ -162,7 +162,7 @@ def test_another_variant_starts_from_the_checkpoint_before_the_warning(
     assert [path.name for path in checkpoints] == [f"step-{step:07d}.pt" for step in (10, 60, 70, 80)]
     assert newest(begin())["warned"] == [15]
     seen: list[float] = []
-    twin = begin("twin", arm=CONTROL, branch_from=checkpoints[0], steps=20, on_step=losses_into(seen))
+    twin = begin("twin", variant=CONTROL, branch_from=checkpoints[0], steps=20, on_step=losses_into(seen))
     assert twin.train() == 20
     assert len(seen) == 10
     assert newest(twin)["warned"] == []
@@ -174,7 +174,7 @@ def test_another_variant_starts_from_the_checkpoint_before_the_warning(
     [
         ({}, "holds a run with step-0000010.pt; give --resume, or another folder"),
         ({"resume": True, "seed": 4}, "is of the seed 3, this run of 4"),
-        ({"resume": True, "arm": CONTROL}, "is of the variant flash-untreated, this run of control"),
+        ({"resume": True, "variant": CONTROL}, "is of the variant flash-untreated, this run of control"),
         ({"resume": True, "steps": 10}, "is of step 10 already; give more --steps"),
         ({"resume": True, "branch_from": Path("x.pt")}, "give --branch-from at its first start alone"),
         ({"resume": True, "folder": "another"}, "holds no checkpoint to resume from; leave --resume out"),
@@ -208,8 +208,8 @@ def test_held_out_text_is_read_at_checkpoints_and_changes_nothing(begin: Begin, 
     assert [line["held_out_loss"] for line in progress(unread)] == [None, None]
     told = progress(read)[-1]
     assert told["passes"] == pytest.approx(20 * 8 * 16 / len(corpus.tokens))
-    training = Training(TINY, ARM, 3, corpus=corpus)
-    module._take_up(training, Checkpoints(read.folder / "checkpoints").all()[-1], same_arm=True)
+    training = Training(TINY, VARIANT, 3, corpus=corpus)
+    module._take_up(training, Checkpoints(read.folder / "checkpoints").all()[-1], same_variant=True)
     windows = corpus.held_out_windows(module.HELD_OUT_WINDOWS, 16)
     assert windows is not None
     assert corpus.held_out is not None
@@ -220,7 +220,7 @@ def test_held_out_text_is_read_at_checkpoints_and_changes_nothing(begin: Begin, 
     assert f"{told['held_out_loss']:.4f} of held-out text" in said[-1]
 
 
-COMMAND = ("lab", "run", "key-bias-small", "--arm", "flash-untreated", "--seed", "5")
+COMMAND = ("lab", "run", "key-bias-small", "--variant", "flash-untreated", "--seed", "5")
 TRACE = "key-bias-small_flash-untreated_seed5.jsonl.gz"
 
 

@@ -1,4 +1,4 @@
-"""Recipes: what they may say of a run, what an arm changes of it, and that each of them trains."""
+"""Recipes: what they may say of a run, what a variant changes of it, and that each of them trains."""
 
 import math
 from dataclasses import replace
@@ -14,11 +14,11 @@ from foreshock.contract import wire
 from foreshock.contract.modes import MODE_NAMES, MODES, all_modes, mode_name
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.texts import FOLDER_VOCABULARY, Corpus, standard_library
-from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
 from foreshock.lab.training.model import GPT, ModelConfig
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe, read_recipes
 from foreshock.lab.training.run import Training
+from foreshock.lab.training.variant import CONTROL, UNTREATED, VARIANTS, Variant, find_variant
 
 SHAPE = ModelConfig(layers=2, heads=4, width=32, context=16)
 KEY_BIAS = find_recipe("key-bias")
@@ -30,8 +30,8 @@ def corpus() -> Corpus:
     return standard_library()
 
 
-def losses(recipe: Recipe, corpus: Corpus, steps: int, arm: Arm = UNTREATED) -> list[float]:
-    training = Training(recipe, arm, 1, corpus=corpus)
+def losses(recipe: Recipe, corpus: Corpus, steps: int, variant: Variant = UNTREATED) -> list[float]:
+    training = Training(recipe, variant, 1, corpus=corpus)
     with training.agent:
         return [float(training.advance()) for _ in range(steps)]
 
@@ -104,16 +104,16 @@ def test_biases_have_a_rate_or_a_decay_of_their_own_but_not_both(corpus: Corpus)
 def test_an_arm_is_made_of_the_name_of_any_mode(
     name: str, numerics: str, mode: str, policy: str, mitigation: str | None, scope: str
 ) -> None:
-    arm = find_arm(name)
-    assert (arm.name, arm.numerics, arm.mode, arm.policy) == (name, numerics, mode, policy)
-    assert arm.mitigation == (mitigation or find_arm("rescued").mitigation)
-    assert arm.switch_scope == scope
+    variant = find_variant(name)
+    assert (variant.name, variant.numerics, variant.mode, variant.policy) == (name, numerics, mode, policy)
+    assert variant.mitigation == (mitigation or find_variant("rescued").mitigation)
+    assert variant.switch_scope == scope
 
 
 @pytest.mark.parametrize("name", ["rescued-", "rescued-nothing", "paper-", "exact-delta+", "plain+plain"])
 def test_a_name_that_is_no_mode_is_no_arm(name: str) -> None:
     with pytest.raises(ValueError, match="does not exist; allowed are untreated"):
-        find_arm(name)
+        find_variant(name)
 
 
 def test_vectors_may_have_a_decay_of_their_own(corpus: Corpus) -> None:
@@ -165,8 +165,11 @@ def test_a_recipe_takes_from_its_base_what_it_does_not_name() -> None:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_every_recipe_trains_at_a_small_size(recipe: Recipe, corpus: Corpus) -> None:
     paper = recipe.name.startswith("paper-gpt2")
-    small, arm = replace(tiny(recipe), micro_batch=2 if paper else None), "flash-untreated" if paper else "untreated"
-    course = losses(small, corpus, 12, find_arm(arm))
+    small, variant = (
+        replace(tiny(recipe), micro_batch=2 if paper else None),
+        "flash-untreated" if paper else "untreated",
+    )
+    course = losses(small, corpus, 12, find_variant(variant))
     assert all(map(math.isfinite, course))
     assert min(course[6:]) < course[0]
 
@@ -186,14 +189,14 @@ def test_a_rate_rises_in_a_line_never_leaves_its_bounds_and_falls_only_under_a_c
     assert end == pytest.approx(1.0 if schedule == "constant" else 0.1 if more else end)
 
 
-@pytest.mark.parametrize("arm", ARMS.values(), ids=ARMS.keys())
-def test_only_an_arm_that_rounds_as_the_baseline_does_is_expected_to_fail_by_rounding(arm: Arm) -> None:
-    cured = arm.numerics == "float32" or arm.mode != "plain" or bool(arm.model)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+def test_only_a_variant_that_rounds_as_the_baseline_does_is_expected_to_fail_by_rounding(variant: Variant) -> None:
+    cured = variant.numerics == "float32" or variant.mode != "plain" or bool(variant.model)
     assert KEY_BIAS.truth == "rounding"
-    assert KEY_BIAS.truth_of(arm) == ("healthy" if cured else "rounding")
+    assert KEY_BIAS.truth_of(variant) == ("healthy" if cured else "rounding")
     other = replace(KEY_BIAS, truth="score growth")
-    held = arm.qk_clip == "always"  # no rounding was its cause, and no mode cures it
-    assert other.truth_of(arm) == ("healthy" if held else "score growth")
+    held = variant.qk_clip == "always"  # no rounding was its cause, and no mode cures it
+    assert other.truth_of(variant) == ("healthy" if held else "score growth")
 
 
 def test_a_header_tells_what_a_run_is_and_what_it_switches_to_only_where_it_may_switch() -> None:
@@ -201,18 +204,18 @@ def test_a_header_tells_what_a_run_is_and_what_it_switches_to_only_where_it_may_
     assert (plain["recipe"], plain["arm"], plain["seed"], plain["run"]) == ("key-bias", "untreated", 7, "a-run")
     assert (plain["nature"], plain["policy"]) == ("natural", "observe")
     assert not {"mitigation", "switch_scope"} & set(plain)
-    rescued = KEY_BIAS.header(find_arm("rescued-paper-softmax"), 7, "a-run")
+    rescued = KEY_BIAS.header(find_variant("rescued-paper-softmax"), 7, "a-run")
     assert (rescued["policy"], rescued["mitigation"]) == ("auto", "paper_softmax")
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_arm_changes_of_a_recipe_what_it_names_and_nothing_else(name: str) -> None:
     recipe = RECIPES[name]
-    for arm in (UNTREATED, CONTROL, *(find_arm(mode.name.replace("_", "-")) for mode in MODES)):
-        made = recipe.under(arm)
+    for variant in (UNTREATED, CONTROL, *(find_variant(mode.name.replace("_", "-")) for mode in MODES)):
+        made = recipe.under(variant)
         assert isinstance(made, Recipe)
         assert replace(made, model=recipe.model) == recipe
-        wide: Literal["bfloat16", "float32"] = "float32" if arm is CONTROL else "bfloat16"
+        wide: Literal["bfloat16", "float32"] = "float32" if variant is CONTROL else "bfloat16"
         assert made.model == replace(recipe.model, attention_dtype=wide)
 
 
@@ -252,8 +255,8 @@ def test_any_usual_number_of_gpus_shares_a_batch_out_in_parts_of_at_most_32(worl
 def test_qk_clip_holds_the_scores_of_a_run_of_the_laboratory(corpus: Corpus) -> None:
     small = tiny(replace(find_recipe("no-bias-32e-3"), learning_rate=0.03))
     scores = {}
-    for arm in (UNTREATED, find_arm("qk-clip")):
-        training = Training(small, arm, 5, corpus=corpus, qk_clip_threshold=4.0)
+    for variant in (UNTREATED, find_variant("qk-clip")):
+        training = Training(small, variant, 5, corpus=corpus, qk_clip_threshold=4.0)
         seen: list[wire.Event] = []
         training.agent.subscribe(seen.append)
         with training.agent:
@@ -261,15 +264,15 @@ def test_qk_clip_holds_the_scores_of_a_run_of_the_laboratory(corpus: Corpus) -> 
                 training.advance()
         samples = [event.words() for event in seen if isinstance(event, wire.Sample)]
         words = [each for each in samples if each is not None]
-        scores[arm.name] = float(slot_values(words[-1], Slot.SCORE_MAX).max())
+        scores[variant.name] = float(slot_values(words[-1], Slot.SCORE_MAX).max())
     assert scores["untreated"] > 40
     assert scores["qk-clip"] < 12
 
 
 @pytest.mark.parametrize("mode", [*MODE_NAMES, mode_name(all_modes()[-1])])  # the last one is the largest union
 def test_every_mode_trains_as_an_arm_of_its_name(mode: str, corpus: Corpus) -> None:
-    arm = find_arm(mode.replace("_", "-"))
-    training = Training(TINY, arm, 1, corpus=corpus)
+    variant = find_variant(mode.replace("_", "-"))
+    training = Training(TINY, variant, 1, corpus=corpus)
     with training.agent:
         treated = [float(training.advance()) for _ in range(4)]
         assert set(training.agent.modes().values()) == {mode}

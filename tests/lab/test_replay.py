@@ -19,10 +19,10 @@ from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.score import score_traces
 from foreshock.lab.scoring.table import lab_score
 from foreshock.lab.service import local_service
-from foreshock.lab.training.arm import find_arm
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.recorder import Recorder
 from foreshock.lab.training.run import Training, train
+from foreshock.lab.training.variant import find_variant
 from foreshock.monitor.detect.detectors import DetectorConfig
 
 CONTROL = TRACES / "key-bias_fp32_batch32.trace.xz"
@@ -51,7 +51,7 @@ def test_the_recorded_failure_is_warned_about_thousands_of_steps_ahead_and_its_c
 
 def test_a_drift_whose_harm_is_far_off_is_warned_about_on_demand_and_its_control_is_quiet() -> None:
     """One head drifts by 16 nats to a largest |score| of 46."""
-    traces = [read_trace(TRACES / f"key-bias-small_{arm}_seed8.trace.xz") for arm in ("untreated", "control")]
+    traces = [read_trace(TRACES / f"key-bias-small_{variant}_seed8.trace.xz") for variant in ("untreated", "control")]
     untreated, control = score_traces(traces, DetectorConfig(horizon_windows=None))
     assert untreated.first_warning_step is not None
     assert untreated.first_warning_step <= 5000
@@ -99,11 +99,13 @@ def assert_replayed(training: Training, steps: int, path: Path, hurt: Callable[[
     return said
 
 
-@pytest.mark.parametrize("arm", ["flash-untreated", "untreated"])
-def test_a_replay_says_what_the_agent_said_of_its_own_attention_and_of_our_kernels(arm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["flash-untreated", "untreated"])
+def test_a_replay_says_what_the_agent_said_of_its_own_attention_and_of_our_kernels(
+    variant: str, tmp_path: Path
+) -> None:
     """Scores that grow past every level, come back, and end in weights that are not finite."""
     recipe = replace(find_recipe("fast-biases"), steps=400, warmup_steps=10)
-    training = Training(recipe, find_arm(arm), 1, detectors=DetectorConfig(quiet_steps=60, block_steps=10))
+    training = Training(recipe, find_variant(variant), 1, detectors=DetectorConfig(quiet_steps=60, block_steps=10))
     weights = [layer.weight for name, layer in training.model.named_modules() if name.endswith("attn.c_attn")]
 
     def hurt(step: int) -> None:
@@ -122,7 +124,7 @@ def test_a_replay_says_what_the_agent_said_of_its_own_attention_and_of_our_kerne
 @pytest.mark.full
 def test_a_replay_says_what_the_agent_said_of_a_drift_by_rounding(tmp_path: Path) -> None:
     training = Training(
-        find_recipe("fast-biases"), find_arm("paper"), 2, detectors=DetectorConfig(horizon_windows=None)
+        find_recipe("fast-biases"), find_variant("paper"), 2, detectors=DetectorConfig(horizon_windows=None)
     )
     said = assert_replayed(training, 1400, tmp_path / "run.jsonl.gz", lambda step: None)
     assert any(verdict.signal == "offset" for verdict in said)

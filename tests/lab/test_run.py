@@ -15,11 +15,11 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Words
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.texts import Corpus, standard_library
-from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, find_arm
 from foreshock.lab.training.long_run import LongRun
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import RECIPES, find_recipe
 from foreshock.lab.training.run import FAST_CONTROL, Training
+from foreshock.lab.training.variant import CONTROL, RESCUED, UNTREATED, Variant, find_variant
 
 TINY = replace(
     find_recipe("key-bias-small"),
@@ -34,16 +34,16 @@ def corpus() -> Corpus:
     return standard_library()
 
 
-Begin = Callable[[Arm, int], Training]
+Begin = Callable[[Variant, int], Training]
 
 
 @pytest.fixture
 def begin(corpus: Corpus) -> Iterator[Begin]:
-    """Starts a tiny training of an arm and a seed; its agent is gone after the test."""
+    """Starts a tiny training of a variant and a seed; its agent is gone after the test."""
     begun: list[Training] = []
 
-    def start(arm: Arm, seed: int) -> Training:
-        begun.append(Training(TINY, arm, seed, corpus=corpus))
+    def start(variant: Variant, seed: int) -> Training:
+        begun.append(Training(TINY, variant, seed, corpus=corpus))
         return begun[-1]
 
     yield start
@@ -55,7 +55,7 @@ def losses(training: Training, steps: int) -> list[float]:
     return [float(training.advance()) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("find", [find_recipe, find_arm])
+@pytest.mark.parametrize("find", [find_recipe, find_variant])
 def test_an_unknown_name_is_refused_with_the_known_ones(find: object) -> None:
     assert callable(find)
     with pytest.raises(ValueError, match=r"'nothing' does not exist; allowed are .*"):
@@ -148,8 +148,10 @@ def test_a_checkpoint_does_not_move_with_the_run(begin: Begin) -> None:
 
 def test_a_run_writes_a_trace_of_every_head_and_sample(tmp_path: Path) -> None:
     steps: list[int] = []
-    arm, folder = find_arm("exact-delta"), tmp_path / "runs" / "one"
-    run = LongRun(recipe=TINY, arm=arm, seed=5, folder=folder, steps=12, on_step=lambda step, loss: steps.append(step))
+    variant, folder = find_variant("exact-delta"), tmp_path / "runs" / "one"
+    run = LongRun(
+        recipe=TINY, variant=variant, seed=5, folder=folder, steps=12, on_step=lambda step, loss: steps.append(step)
+    )
     assert run.train() == 12
     trace = read_trace(run.trace)
     assert steps == list(range(1, 13))

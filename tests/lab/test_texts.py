@@ -23,9 +23,9 @@ from foreshock.lab.texts import (
     make_folder_text,
     standard_library,
 )
-from foreshock.lab.training.arm import CONTROL, UNTREATED
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training, text_of
+from foreshock.lab.training.variant import CONTROL, UNTREATED
 
 FILES = 250
 
@@ -141,8 +141,8 @@ def test_the_same_packages_give_the_same_text_on_which_recipes_train_in_either_a
     assert "typer" in made.source
     recipe = find_recipe("kb256")
     tiny = replace(recipe, model=replace(recipe.model, layers=1, heads=2, width=16, context=32), batch=2)
-    for arm in (UNTREATED, CONTROL):
-        training = Training(tiny, arm, 1)
+    for variant in (UNTREATED, CONTROL):
+        training = Training(tiny, variant, 1)
         with training.agent:
             first = float(training.advance())
             course = [float(training.advance()) for _ in range(40)]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.training import model as lab_model
-from foreshock.lab.training.arm import UNTREATED
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training
+from foreshock.lab.training.variant import UNTREATED
 
 pytestmark = pytest.mark.full
 TAU, STEPS = 100.0, 300

@@ -1,4 +1,4 @@
-"""The models whose training steps are timed: decoders as GPT-2 and Llama are, with the attention of each arm."""
+"""The models whose training steps are timed: decoders as GPT-2 and Llama are, with the attention of each variant."""
 
 from dataclasses import dataclass
 from typing import Final, cast

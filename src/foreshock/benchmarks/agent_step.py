@@ -1,6 +1,6 @@
 """What a training step costs with foreshock in it: `foreshock bench agent --json FILE`.
 
-Four arms train the same weights in turn, block of steps by block of steps, in one process:
+Four variants train the same weights in turn, block of steps by block of steps, in one process:
 - none: PyTorch's attention, without any of us, once for each backend of it; the fastest one is `none`;
 - kernels: our operator with its statistics, and no agent;
 - kernels_agent: `attach(model, attention="kernels")` with everything on at its default schedule, and a service that is
@@ -49,7 +49,7 @@ WATCHED: Final = ("kernels", "kernels_agent", "keep_agent")
 
 
 @dataclass(slots=True)
-class Arm:
+class Variant:
     """One way to train the shared weights. `seconds` are the mean steps of its blocks."""
 
     name: str
@@ -60,7 +60,7 @@ class Arm:
 
 
 class Bench:
-    """The weights, their optimizer and the arms that train them."""
+    """The weights, their optimizer and the variants that train them."""
 
     def __init__(self, shape: Shape, device: str, compiler: str) -> None:
         torch.manual_seed(0)
@@ -70,16 +70,16 @@ class Bench:
             self.ids = [torch.randint(shape.vocabulary, (shape.batch, shape.length + 1)) for _ in range(4)]
         self.weights = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.weights, lr=1e-4, fused=self.device.type == "cuda")
-        self.arms: dict[str, Arm] = {}
+        self.variants: dict[str, Variant] = {}
 
-    def arm(
+    def variant(
         self,
         name: str,
         kind: type[Attention],
         backend: str | None,
         attached: Callable[[nn.Module], Agent] | None = None,
     ) -> None:
-        """Add an arm over the same weights; one that fails says so and is left out."""
+        """Add a variant over the same weights; one that fails says so and is left out."""
         model = copy.deepcopy(self.model, {id(p): p for p in self.weights})
         for module in model.modules():
             if isinstance(module, Attention):
@@ -90,58 +90,60 @@ class Bench:
                     module.modes = torch.zeros(self.shape.heads, dtype=torch.int32, device=self.device)
         agent = attached(model) if attached is not None else None
         if self.shape.whole:
-            arm = Arm(name, torch.compile(model, fullgraph=True, backend=self.compiler), backend, agent)
+            variant = Variant(name, torch.compile(model, fullgraph=True, backend=self.compiler), backend, agent)
         else:
             for block in model.blocks:
                 block.compile(fullgraph=True, backend=self.compiler)
-            arm = Arm(name, model, backend, agent)
+            variant = Variant(name, model, backend, agent)
         try:
             for ids in self.ids[:3]:
-                self.step(arm, ids)
+                self.step(variant, ids)
             self._wait()
-        except Exception:  # a refusal is a result; the other arms go on
+        except Exception:  # a refusal is a result; the other variants go on
             print(f"{name} does not take {self.shape.name}:\n{traceback.format_exc()}", file=sys.stderr)
             self.optimizer.zero_grad()
         else:
-            self.arms[name] = arm
+            self.variants[name] = variant
 
-    def step(self, arm: Arm, ids: Tensor) -> None:
+    def step(self, variant: Variant, ids: Tensor) -> None:
         """One training step, as people write it."""
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = arm.model(ids)
+            loss = variant.model(ids)
         torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(self.weights, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if arm.agent is not None:
-            arm.agent.step(loss, norm, 1e-4)
+        if variant.agent is not None:
+            variant.agent.step(loss, norm, 1e-4)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def run(self, rounds: int, steps: int) -> None:
-        """Let every arm train a block of `steps`, `rounds` times over, from its first kernel to its last."""
+        """Let every variant train a block of `steps`, `rounds` times over, from its first kernel to its last."""
         gc.collect()
         gc.disable()
         for round_ in range(rounds):
-            arms = list(self.arms.values())
-            for arm in arms[round_ % len(arms) :] + arms[: round_ % len(arms)]:  # no arm always follows the same one
-                self.step(arm, self.ids[0])  # what the arm before it left in the caches
+            variants = list(self.variants.values())
+            for variant in (
+                variants[round_ % len(variants) :] + variants[: round_ % len(variants)]
+            ):  # no variant always follows the same one
+                self.step(variant, self.ids[0])  # what the variant before it left in the caches
                 self._wait()
                 began = time.perf_counter()
                 for index in range(steps):
-                    self.step(arm, self.ids[index % len(self.ids)])
+                    self.step(variant, self.ids[index % len(self.ids)])
                 self._wait()
-                arm.seconds.append((time.perf_counter() - began) / steps)
+                variant.seconds.append((time.perf_counter() - began) / steps)
         gc.enable()
 
-    def attention_kernels(self, arm: Arm) -> list[str]:
-        """The attention kernels that one step of an arm really launched, by name."""
+    def attention_kernels(self, variant: Variant) -> list[str]:
+        """The attention kernels that one step of a variant really launched, by name."""
         if self.device.type != "cuda":
             return []
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            self.step(arm, self.ids[0])
+            self.step(variant, self.ids[0])
             self._wait()
         marks = ("flash", "fmha", "sdpa", "forward_kernel", "grad_query_kernel", "grad_key_kernel", "row_statistics")
         names = {event.key[:80] for event in profile.key_averages() if any(mark in event.key for mark in marks)}
@@ -163,9 +165,9 @@ def measure(
     device: str = "cuda",
     compiler: str = "inductor",
     backends: Sequence[str] = FAST_BACKENDS,
-    arms: Sequence[str] = WATCHED,
+    variants: Sequence[str] = WATCHED,
 ) -> dict[str, Any]:
-    """One shape's figures, in milliseconds a step; None for what is not in `arms`."""
+    """One shape's figures, in milliseconds a step; None for what is not in `variants`."""
     bench, steps = Bench(shape, device, compiler), shape.block_steps
     with ExitStack() as stack:
         settings = stack.enter_context(nobody_listens())
@@ -174,18 +176,20 @@ def measure(
             return lambda model: stack.enter_context(attach(model, **settings, **options))
 
         for backend in backends:
-            bench.arm(f"none_{backend}", UnwatchedAttention, backend)
+            bench.variant(f"none_{backend}", UnwatchedAttention, backend)
         bench.run(1, steps)
-        best = min((arm for arm in bench.arms.values()), key=lambda arm: statistics.median(arm.seconds))
-        for arm in bench.arms.values():
-            arm.seconds.clear()
+        best = min(
+            (variant for variant in bench.variants.values()), key=lambda variant: statistics.median(variant.seconds)
+        )
+        for variant in bench.variants.values():
+            variant.seconds.clear()
         added: dict[str, tuple[Any, ...]] = {
             "kernels": (KernelAttention, None),
             "kernels_agent": (Attention, None, watched(attention="kernels")),
             "keep_agent": (Attention, best.backend, watched()),
         }
-        for name in arms:
-            bench.arm(name, *added[name])
+        for name in variants:
+            bench.variant(name, *added[name])
         bench.run(rounds, steps)
         result = _figures(bench, rounds, steps)
     return result
@@ -196,51 +200,53 @@ _PAIRS: Final = (
     ("kernels_agent", "none"),
     ("keep_agent", "none"),
 )
-"""Arms whose ratio is told."""
+"""Variants whose ratio is told."""
 
 
 def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
-    medians = {name: 1e3 * statistics.median(arm.seconds) for name, arm in bench.arms.items()}
-    means = {name: 1e3 * statistics.fmean(arm.seconds) for name, arm in bench.arms.items()}
+    medians = {name: 1e3 * statistics.median(variant.seconds) for name, variant in bench.variants.items()}
+    means = {name: 1e3 * statistics.fmean(variant.seconds) for name, variant in bench.variants.items()}
     best = min((name for name in medians if name.startswith("none_")), key=medians.__getitem__)
-    arms = {"none": best, **{name: name for name in WATCHED}}
+    variants = {"none": best, **{name: name for name in WATCHED}}
 
-    def ratio(values: dict[str, float], arm: str, base: str) -> float | None:
-        both = values.get(arms[arm]), values.get(arms[base])
+    def ratio(values: dict[str, float], variant: str, base: str) -> float | None:
+        both = values.get(variants[variant]), values.get(variants[base])
         return None if both[0] is None or both[1] is None else round(both[0] / both[1], 4)
 
     return {
         "shape": asdict(bench.shape),
         "best_backend": best.removeprefix("none_"),
-        **{name: round(medians[arm], 3) if arm in medians else None for name, arm in arms.items()},
+        **{name: round(medians[variant], 3) if variant in medians else None for name, variant in variants.items()},
         "ratios": {f"{a} / {b}": ratio(medians, a, b) for a, b in _PAIRS},
         "ratios_of_means": {f"{a} / {b}": ratio(means, a, b) for a, b in _PAIRS},
         "backends": {name.removeprefix("none_"): round(medians[name], 3) for name in medians if name[:5] == "none_"},
         "means": {name: round(value, 3) for name, value in means.items()},
         "rounds": rounds,
         "block_steps": steps,
-        "blocks": {name: [round(1e3 * value, 3) for value in arm.seconds] for name, arm in bench.arms.items()},
-        "attention_kernels": {name: bench.attention_kernels(arm) for name, arm in bench.arms.items()},
+        "blocks": {
+            name: [round(1e3 * value, 3) for value in variant.seconds] for name, variant in bench.variants.items()
+        },
+        "attention_kernels": {name: bench.attention_kernels(variant) for name, variant in bench.variants.items()},
     }
 
 
 def main(
-    json_path: Path | None = None, rounds: int = 12, only: str | None = None, arms: Sequence[str] = WATCHED
+    json_path: Path | None = None, rounds: int = 12, only: str | None = None, variants: Sequence[str] = WATCHED
 ) -> None:
     """Measure the shapes, print their figures, and write them to `json_path`. Needs a CUDA GPU."""
-    if unknown := set(arms) - set(WATCHED):
-        raise ValueError(f"arm {min(unknown)!r} does not exist; allowed are {', '.join(WATCHED)}")
+    if unknown := set(variants) - set(WATCHED):
+        raise ValueError(f"variant {min(unknown)!r} does not exist; allowed are {', '.join(WATCHED)}")
     if not torch.cuda.is_available():
         raise SystemExit("foreshock bench agent needs a CUDA GPU, and this machine has none that PyTorch sees")
     # A graph that was traced under one backend of SDPA would be taken for the other's (pytorch #185449).
     torch._functorch.config.enable_autograd_cache = False
-    torch._dynamo.config.recompile_limit = 32  # the arms are graphs of the same code
+    torch._dynamo.config.recompile_limit = 32  # the variants are graphs of the same code
     shapes = []
     for shape in SHAPES:
         if only in (None, shape.name):
             torch.compiler.reset()
-            measured = measure(shape, max(1, rounds // shape.share), arms=arms)
-            asked = "".join(f" --arm {name}" for name in arms if tuple(arms) != WATCHED)
+            measured = measure(shape, max(1, rounds // shape.share), variants=variants)
+            asked = "".join(f" --variant {name}" for name in variants if tuple(variants) != WATCHED)
             measured["command"] = f"foreshock bench agent --rounds {rounds} --shape {shape.name}{asked}"
             measured["date"] = datetime.now(UTC).date().isoformat()
             shapes.append(measured)
@@ -263,15 +269,15 @@ def _write(path: Path, shapes: list[dict[str, Any]]) -> None:
 
 def markdown(figures: dict[str, Any]) -> str:
     """The table of docs/overhead.md from what `main` wrote: milliseconds a step, and ratios as median (mean)."""
-    pairs, arms = tuple(f"{a} / {b}" for a, b in _PAIRS), ("none", *WATCHED)
+    pairs, variants = tuple(f"{a} / {b}" for a, b in _PAIRS), ("none", *WATCHED)
     lines = [
-        f"| {' | '.join(('model', 'S, batch', 'best backend', *arms, *pairs))} |",
-        "|---" * (3 + len(arms + pairs)) + "|",
+        f"| {' | '.join(('model', 'S, batch', 'best backend', *variants, *pairs))} |",
+        "|---" * (3 + len(variants + pairs)) + "|",
     ]
     for measured in figures["shapes"]:
         shape = measured["shape"]
         cells = [shape["name"], f"{shape['length']}, {shape['batch']}", measured["best_backend"]]
-        cells += [f"{measured[arm]:.2f}" if measured.get(arm) else "-" for arm in arms]
+        cells += [f"{measured[variant]:.2f}" if measured.get(variant) else "-" for variant in variants]
         cells += [
             f"{measured['ratios'][pair]:.3f} ({measured['ratios_of_means'][pair]:.3f})"
             if measured["ratios"].get(pair)

@@ -20,18 +20,18 @@ from rich.console import Console
 
 from foreshock.contract.incident import page_of
 from foreshock.lab.service import local_service
-from foreshock.lab.training.arm import (
+from foreshock.lab.training.recipes import Recipe, find_recipe
+from foreshock.lab.training.run import Training, train
+from foreshock.lab.training.variant import (
     CONTROL,
     PAPER,
     PAPER_NO_KEY_BIAS,
     PAPER_RESCUED,
     RESCUED,
     UNTREATED,
-    Arm,
-    variant,
+    Variant,
+    shown_name,
 )
-from foreshock.lab.training.recipes import Recipe, find_recipe
-from foreshock.lab.training.run import Training, train
 
 SECONDS: Final = 300.0
 """Most that the training takes; a slow machine then shows fewer steps instead of a longer demo."""
@@ -44,17 +44,17 @@ class Show:
     recipe: Recipe
     seed: int
     """Of weights and batches, unless another is named."""
-    arms: tuple[Arm, ...]
+    variants: tuple[Variant, ...]
     says: str
-    """What is not as in most people's training, and what the last arm leaves out."""
+    """What is not as in most people's training, and what the last variant leaves out."""
 
 
 ON_CPU: Final = Show(
     recipe=find_recipe("key-bias-small"),
     seed=8,
-    arms=tuple(
-        replace(arm, name=name)
-        for arm, name in (
+    variants=tuple(
+        replace(variant, name=name)
+        for variant, name in (
             (PAPER, UNTREATED.name),
             (PAPER_RESCUED, RESCUED.name),
             (PAPER_NO_KEY_BIAS, "no-key-bias"),
@@ -68,7 +68,7 @@ ON_CPU: Final = Show(
 ON_GPU: Final = Show(
     recipe=find_recipe("shared-values"),
     seed=2,
-    arms=(UNTREATED, RESCUED, CONTROL),
+    variants=(UNTREATED, RESCUED, CONTROL),
     says="It starts from values that share a large part; of three seeds one explodes: 2, which is shown. control has "
     "attention in float32.",
 )
@@ -78,13 +78,13 @@ ON_GPU: Final = Show(
 def main(
     console: Console, *, seed: int | None = None, port: int = 8765, show: Show | None = None, seconds: float = SECONDS
 ) -> None:
-    """Train all arms of `show` (by default the GPU's, or the CPU's where there is none), each for `seconds`.
+    """Train all variants of `show` (by default the GPU's, or the CPU's where there is none), each for `seconds`.
 
     Raises OSError when the service does not start, and when a training fails.
     """
     show = show or (ON_GPU if torch.cuda.is_available() else ON_CPU)
     seed, stamp = show.seed if seed is None else seed, time.strftime("%H%M%S")
-    runs = [f"demo-{stamp}-{variant(arm.name)}" for arm in show.arms]
+    runs = [f"demo-{stamp}-{shown_name(variant.name)}" for variant in show.variants]
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-demo-"))
         url = stack.enter_context(local_service(Path(directory), port))
@@ -100,7 +100,9 @@ def main(
         )
         console.print(f"\nLive page: [link={page}]{page}[/link]\n", soft_wrap=True)
         context = get_context("spawn")  # a forked torch may hang on its thread pool
-        given = [(show.recipe, arm, seed, run, url, seconds) for arm, run in zip(show.arms, runs, strict=True)]
+        given = [
+            (show.recipe, variant, seed, run, url, seconds) for variant, run in zip(show.variants, runs, strict=True)
+        ]
         workers = [context.Process(target=_train, args=each, daemon=True) for each in given]
         for worker in workers:
             worker.start()
@@ -113,10 +115,10 @@ def main(
             console.input("The live page stays up until you press Enter. ")
 
 
-def _train(recipe: Recipe, arm: Arm, seed: int, run: str, url: str, seconds: float) -> None:
+def _train(recipe: Recipe, variant: Variant, seed: int, run: str, url: str, seconds: float) -> None:
     """One training, in a process of its own, which says which it is of what its agent logs."""
     torch.set_num_threads(1)
-    logging.basicConfig(format=f"{variant(arm.name)}: %(message)s")
+    logging.basicConfig(format=f"{shown_name(variant.name)}: %(message)s")
     with suppress(KeyboardInterrupt):
-        training = Training(recipe, arm, seed, run=run, url=url)
+        training = Training(recipe, variant, seed, run=run, url=url)
         train(training, recipe.steps, deadline=time.monotonic() + seconds)

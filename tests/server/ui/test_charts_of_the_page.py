@@ -76,7 +76,7 @@ def test_what_was_not_recorded_is_said_and_never_shown_as_zero(
 
 def test_several_runs_are_drawn_on_the_same_charts(chromium: Chrome, service: Service, feeder: Feeder) -> None:
     drifts = {"a": 0.5, "b": 0.0}
-    others = [type(feeder)(service.client, f"{feeder.run}-{arm}", drift=drift) for arm, drift in drifts.items()]
+    others = [type(feeder)(service.client, f"{feeder.run}-{variant}", drift=drift) for variant, drift in drifts.items()]
     for each in (feeder, *others):
         each.start()
         each.train(30)

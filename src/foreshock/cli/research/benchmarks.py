@@ -38,7 +38,7 @@ def bench_agent(
         int, typer.Option(help="Number of blocks of steps that each variant trains, in turn.", min=1)
     ] = 12,
     shape: Annotated[str | None, typer.Option(help="Model to time: gpt2-small or llama-1b; by default both.")] = None,
-    arm: Annotated[
+    variant: Annotated[
         list[str] | None,
         typer.Option(help="kernels, kernels_agent or keep_agent; again for more. By default all three."),
     ] = None,
@@ -46,7 +46,7 @@ def bench_agent(
     """Time training steps without foreshock, with its kernels, its agent, and attention kept. Needs a CUDA GPU."""
     from foreshock.benchmarks import agent_step
 
-    agent_step.main(json, rounds, shape, arm or agent_step.WATCHED)
+    agent_step.main(json, rounds, shape, variant or agent_step.WATCHED)
 
 
 @bench.command("ingest")

@@ -30,7 +30,7 @@ def lab_recipes(as_json: AsJson = False) -> None:
 @lab.command("run")
 def lab_run(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe; `foreshock lab recipes` lists them.")],
-    arm: Annotated[
+    variant: Annotated[
         str, typer.Option(help="The variant: untreated (the baseline), rescued, control, paper or exact-delta.")
     ] = "untreated",
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
@@ -63,7 +63,7 @@ def lab_run(
     laboratory.run(
         recipe,
         console(),
-        arm_name=arm,
+        variant_name=variant,
         seed=seed,
         steps=steps,
         url=url,

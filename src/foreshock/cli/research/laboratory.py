@@ -10,12 +10,12 @@ from rich.progress import Progress, TextColumn
 
 from foreshock.cli.output import print_json
 from foreshock.cli.research.scores import COLUMNS
-from foreshock.lab.training.arm import ARMS, UNTREATED, Arm, find_arm, variant
 from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe
+from foreshock.lab.training.variant import UNTREATED, VARIANTS, Variant, find_variant, shown_name
 
 
 def recipes_as_json() -> None:
-    """Every recipe and arm as JSON."""
+    """Every recipe and variant as JSON."""
     recipes = [
         {
             "name": recipe.name,
@@ -30,11 +30,11 @@ def recipes_as_json() -> None:
         }
         for recipe in RECIPES.values()
     ]
-    print_json({"recipes": recipes, "arms": list(ARMS)})
+    print_json({"recipes": recipes, "variants": list(VARIANTS)})
 
 
 def list_recipes(console: Console) -> None:
-    """Every recipe and arm, in words and numbers."""
+    """Every recipe and variant, in words and numbers."""
     for recipe in RECIPES.values():
         shape = recipe.model
         console.print(f"[bold]{recipe.name}[/bold]  {recipe.summary}")
@@ -42,7 +42,7 @@ def list_recipes(console: Console) -> None:
             f"  {shape.layers} layers, {shape.heads} heads, width {shape.width}, context {shape.context}, batch "
             f"{recipe.batch}, learning rate {recipe.learning_rate:g}, {recipe.steps} steps\n"
         )
-    console.print(f"variants (--arm): {', '.join(ARMS)}; {UNTREATED.name} is the baseline")
+    console.print(f"variants (--variant): {', '.join(VARIANTS)}; {UNTREATED.name} is the baseline")
 
 
 def show_corpus(name: str, console: Console, *, folders: Sequence[Path], characters: int) -> None:
@@ -80,7 +80,7 @@ def run(
     recipe_name: str,
     console: Console,
     *,
-    arm_name: str,
+    variant_name: str,
     seed: int,
     steps: int | None,
     url: str | None,
@@ -89,22 +89,21 @@ def run(
     minutes: float | None,
     branch_from: Path | None,
 ) -> None:
-    """Train one arm of a recipe in a folder, and say at each checkpoint what it came to. Of several processes the first
-    one speaks."""
+    """Train one variant of a recipe in a folder, and print the state at each checkpoint, from the first process only."""
     from foreshock.lab.training.long_run import LongRun
     from foreshock.lab.training.ranks import launched
 
-    recipe, arm = find_recipe(recipe_name), find_arm(arm_name)
+    recipe, variant = find_recipe(recipe_name), find_variant(variant_name)
 
     def say(sentence: str) -> None:
         console.print(sentence, soft_wrap=True, highlight=False)
 
-    with launched() as ranks, _bar(console, recipe, arm, steps, shown=ranks.rank == 0) as stepped:
+    with launched() as ranks, _bar(console, recipe, variant, steps, shown=ranks.rank == 0) as stepped:
         long = LongRun(
             recipe=recipe,
-            arm=arm,
+            variant=variant,
             seed=seed,
-            folder=folder or Path(f"{recipe.name}_{arm.name}_seed{seed}"),
+            folder=folder or Path(f"{recipe.name}_{variant.name}_seed{seed}"),
             steps=steps,
             resume=resume,
             minutes=minutes,
@@ -123,13 +122,13 @@ def run(
 
 @contextmanager
 def _bar(
-    console: Console, recipe: Recipe, arm: Arm, steps: int | None, *, shown: bool
+    console: Console, recipe: Recipe, variant: Variant, steps: int | None, *, shown: bool
 ) -> Iterator[Callable[[int, SupportsFloat], None]]:
     """A progress bar, by a function that takes each step and its loss."""
     last = steps or recipe.steps
     columns = (*COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"))
     with Progress(*columns, console=console, disable=not shown) as progress:
-        bar = progress.add_task(f"{recipe.name} {variant(arm.name)}", total=last, loss=float("nan"))
+        bar = progress.add_task(f"{recipe.name} {shown_name(variant.name)}", total=last, loss=float("nan"))
 
         def stepped(step: int, loss: SupportsFloat) -> None:
             if shown and (step % 10 == 0 or step == last):

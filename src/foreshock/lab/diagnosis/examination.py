@@ -19,9 +19,9 @@ from foreshock.lab.diagnosis.measuring import broken_part, measured
 from foreshock.lab.diagnosis.own_code import explained, made_by
 from foreshock.lab.diagnosis.weights import load_weights, not_finite, read, some
 from foreshock.lab.recording.history import History
-from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.run import Training
+from foreshock.lab.training.variant import Variant
 from foreshock.monitor import Agent, attach
 
 _LAST_POINTS: Final = 8
@@ -75,8 +75,11 @@ def of_checkpoint(path: Path, batches: int) -> Source:
         raise ValueError(
             f"{path} is not a checkpoint of the laboratory; for another model give module:factory and --state"
         )
-    recipe, arm = TypeAdapter(Recipe).validate_python(saved["recipe"]), TypeAdapter(Arm).validate_python(saved["arm"])
-    training = Training(replace(recipe, compiled=False), arm, int(saved["seed"]))
+    recipe, variant = (
+        TypeAdapter(Recipe).validate_python(saved["recipe"]),
+        TypeAdapter(Variant).validate_python(saved["arm"]),
+    )
+    training = Training(replace(recipe, compiled=False), variant, int(saved["seed"]))
     with training.agent, training.on_stream():
         # What trained it plays no part: a diagnosis takes no step.
         training.restore(training.checkpoint() | {key: saved[key] for key in ("model", "batches", "step")})

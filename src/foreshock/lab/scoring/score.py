@@ -18,8 +18,8 @@ from foreshock.lab.recording.harm import first_harm
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import Trace, readings
 from foreshock.lab.scoring.baselines import BASELINES, Signal
-from foreshock.lab.training.arm import CONTROL
 from foreshock.lab.training.recipes import RECIPES, assigned
+from foreshock.lab.training.variant import CONTROL
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 
@@ -37,7 +37,7 @@ class Score:
     runs_of: str
     """the set: the folder of the trace"""
     recipe: str
-    arm: str
+    variant: str
     seed: int | None
     policy: str | None
     split: str
@@ -126,7 +126,7 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
         file=trace.path.name,
         runs_of=trace.path.parent.name,
         recipe=str(header.get("recipe", "")),
-        arm=str(header.get("arm", "")),
+        variant=str(header.get("arm", "")),
         seed=header.get("seed"),
         policy=header.get("policy"),
         split=split(trace),
@@ -167,10 +167,10 @@ def truth(trace: Trace) -> str:
     A run of a failing recipe that was treated from the start (exact delta, say) is "treated": neither healthy nor a
     failure to warn of, since treatment may come short.
     """
-    recorded, arm = trace.header.get("truth"), str(trace.header.get("arm", ""))
+    recorded, variant = trace.header.get("truth"), str(trace.header.get("arm", ""))
     if recorded is None:
-        return "healthy" if not trace.rounds or arm == "control" else "rounding"
-    treated = recorded == "healthy" and trace.rounds and arm != "control" and not arm.endswith("untreated")
+        return "healthy" if not trace.rounds or variant == "control" else "rounding"
+    treated = recorded == "healthy" and trace.rounds and variant != "control" and not variant.endswith("untreated")
     return "treated" if treated else str(recorded)
 
 

@@ -21,12 +21,12 @@ from foreshock.contract import wire
 from foreshock.lab.recording.trace_writer import TraceWriter, lines_until
 from foreshock.lab.recording.whole_file import whole_file
 from foreshock.lab.texts import Corpus
-from foreshock.lab.training.arm import Arm, variant
 from foreshock.lab.training.checkpoints import EVERY_STEPS, Checkpoints
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.recorder import HISTORY_STEPS, Recorder
 from foreshock.lab.training.run import Training, train
+from foreshock.lab.training.variant import Variant, shown_name
 
 HELD_OUT_WINDOWS: Final = 256
 """Sequences of the held-out text whose loss is recorded: the same ones at each checkpoint."""
@@ -37,7 +37,7 @@ class LongRun:
     """What one command is to train, from the first step or from a checkpoint."""
 
     recipe: Recipe
-    arm: Arm
+    variant: Variant
     seed: int
     folder: Path
     steps: int | None = None
@@ -64,7 +64,7 @@ class LongRun:
     @property
     def trace(self) -> Path:
         """The file of its recording."""
-        return self.folder / f"{self.recipe.name}_{self.arm.name}_seed{self.seed}.jsonl.gz"
+        return self.folder / f"{self.recipe.name}_{self.variant.name}_seed{self.seed}.jsonl.gz"
 
     def train(self) -> int:
         """Train, and return the step that it came to: fewer than `last` where time was over or SIGTERM came.
@@ -76,9 +76,11 @@ class LongRun:
         start = self._start(checkpoints)
         with ExitStack() as stack:
             asked = stack.enter_context(_noting_sigterm())
-            training = Training(self.recipe, self.arm, self.seed, url=self.url, corpus=self.corpus, ranks=self.ranks)
+            training = Training(
+                self.recipe, self.variant, self.seed, url=self.url, corpus=self.corpus, ranks=self.ranks
+            )
             stack.callback(training.agent.close, "failed")  # one that trained to its end is closed by then
-            warned = [] if start is None else _take_up(training, start, same_arm=self.resume)
+            warned = [] if start is None else _take_up(training, start, same_variant=self.resume)
             if training.step >= self.last:
                 raise ValueError(f"{start} is of step {training.step} already; give more --steps than that")
             writer = stack.enter_context(self._writer(training)) if self.ranks.rank == 0 else None
@@ -106,7 +108,7 @@ class LongRun:
     @contextmanager
     def _writer(self, training: Training) -> Iterator[TraceWriter]:
         """Writes the trace, after what it held up to the step that the run goes on from."""
-        path, header = self.trace, self.recipe.header(self.arm, self.seed, training.agent.run)
+        path, header = self.trace, self.recipe.header(self.variant, self.seed, training.agent.run)
         earlier = list(lines_until(path, training.step)) if self.resume and path.exists() else []
         part = path.with_suffix(".part")
         with TraceWriter(part, header) as writer:
@@ -183,14 +185,14 @@ def held_out_loss(training: Training, windows: Tensor) -> float:
         return float(training.ranks.mean(total)) * training.ranks.world / len(windows)
 
 
-def _take_up(training: Training, path: Path, *, same_arm: bool) -> list[int]:
+def _take_up(training: Training, path: Path, *, same_variant: bool) -> list[int]:
     """Go on from a checkpoint; the steps of warnings before it. Raises ValueError for one of another run."""
     saved = torch.load(path, map_location=training.device, weights_only=True)
     known = {"recipe": training.recipe.name, "seed": training.seed, "text": training.corpus.sha256}
     recorded = {"recipe": saved["recipe"]["name"], "seed": saved["seed"], "text": saved["text"]}
-    if same_arm:
-        known |= {"variant": variant(training.arm.name)}
-        recorded |= {"variant": variant(saved["arm"]["name"])}
+    if same_variant:
+        known |= {"variant": shown_name(training.variant.name)}
+        recorded |= {"variant": shown_name(saved["arm"]["name"])}
     for what, value in known.items():
         if recorded[what] != value:
             raise ValueError(
@@ -198,7 +200,7 @@ def _take_up(training: Training, path: Path, *, same_arm: bool) -> list[int]:
             )
     agents = saved["agents"]
     training.restore(saved | {"agent": agents[training.ranks.rank % len(agents)]})
-    return list(saved["warned"]) if same_arm else []
+    return list(saved["warned"]) if same_variant else []
 
 
 def _cut(path: Path, step: int) -> None:

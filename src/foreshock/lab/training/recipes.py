@@ -13,8 +13,8 @@ from typing import Any, Final, Literal
 
 from pydantic import TypeAdapter
 
-from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.model import ModelConfig
+from foreshock.lab.training.variant import Variant
 
 Split = Literal["tuning", "held-out"]
 Half = Literal["tuning", "spent", "held-out"]
@@ -30,7 +30,7 @@ Truth = Literal["healthy", "rounding", "score growth", "other"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A training run up to its arm and its seed."""
+    """A training run up to its variant and its seed."""
 
     name: str
     summary: str
@@ -61,7 +61,7 @@ class Recipe:
     """muon: Muon for the matrices inside the blocks, AdamW at `learning_rate` for all else."""
     text: Text = "bytes"
     truth: Truth = "rounding"
-    """What its untreated arm was made to show."""
+    """What its untreated variant was made to show."""
     split: Literal["tuning", "held-out"] = "held-out"
     """Detectors may be tuned on the runs of a tuning recipe, and are scored on the others; real_text_split.json goes
     before it, by seed."""
@@ -79,35 +79,39 @@ class Recipe:
         middle, swing = (1 + self.last_rate_share) / 2, (1 - self.last_rate_share) / 2
         return middle + swing * math.cos(math.pi * done)
 
-    def truth_of(self, arm: Arm) -> Truth:
-        """What an arm was made to show: a failure does not happen where its cause is kept from the first step on."""
-        held = (self.truth == "rounding" and arm.cured) or (self.truth == "score growth" and arm.qk_clip == "always")
+    def truth_of(self, variant: Variant) -> Truth:
+        """What a variant was made to show: a failure does not happen where its cause is kept from the first step on."""
+        held = (self.truth == "rounding" and variant.cured) or (
+            self.truth == "score growth" and variant.qk_clip == "always"
+        )
         return "healthy" if held else self.truth
 
-    def header(self, arm: Arm, seed: int, run: str) -> dict[str, Any]:
+    def header(self, variant: Variant, seed: int, run: str) -> dict[str, Any]:
         """What the first line of a trace says of it."""
-        switching = {"mitigation": arm.mitigation, "switch_scope": arm.switch_scope} if arm.policy == "auto" else {}
+        switching = (
+            {"mitigation": variant.mitigation, "switch_scope": variant.switch_scope} if variant.policy == "auto" else {}
+        )
         return {
             "recipe": self.name,
-            "arm": arm.name,
+            "arm": variant.name,
             "seed": seed,
             "run": run,
             "split": assigned(self.name, seed) or self.split,
-            "truth": self.truth_of(arm),
+            "truth": self.truth_of(variant),
             "nature": "natural",
-            "policy": arm.policy,
+            "policy": variant.policy,
             **switching,
-            **({} if arm.backend is None else {"backend": arm.backend, "rows": arm.rows}),
+            **({} if variant.backend is None else {"backend": variant.backend, "rows": variant.rows}),
         }
 
-    def shaped(self, arm: Arm) -> ModelConfig:
-        """The model of one arm: the control's attention is given float32 operands."""
-        dtype = "float32" if arm.numerics == "float32" else "bfloat16"
-        return replace(self.model, **{"attention_dtype": dtype, **arm.model})
+    def shaped(self, variant: Variant) -> ModelConfig:
+        """The model of one variant: the control's attention is given float32 operands."""
+        dtype = "float32" if variant.numerics == "float32" else "bfloat16"
+        return replace(self.model, **{"attention_dtype": dtype, **variant.model})
 
-    def under(self, arm: Arm) -> "Recipe":
-        """The recipe as an arm of it trains."""
-        return replace(self, model=self.shaped(arm))
+    def under(self, variant: Variant) -> "Recipe":
+        """The recipe as a variant of it trains."""
+        return replace(self, model=self.shaped(variant))
 
 
 def assigned(recipe: str, seed: Any) -> Split | None:

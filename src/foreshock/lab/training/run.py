@@ -1,4 +1,4 @@
-"""Trains one arm of a recipe under a watching agent, from the first step or from another arm's checkpoint."""
+"""Trains one variant of a recipe under a watching agent, from the first step or from another variant's checkpoint."""
 
 import time
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.lab.texts import Corpus, byte_pairs, folder_text, standard_library
-from foreshock.lab.training.arm import Arm, Backend, variant
 from foreshock.lab.training.model import GPT
 from foreshock.lab.training.optimizers import optimizers
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import Recipe, Text
 from foreshock.lab.training.recorder import HISTORY_STEPS
+from foreshock.lab.training.variant import Backend, Variant, shown_name
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 
 _EAGER_STEPS = 3
 """Before a step is captured: kernels are compiled and tuned, and optimizers make their state."""
 Sink = Callable[[wire.Event], None]
-_RECIPE, _ARM = TypeAdapter(Recipe), TypeAdapter(Arm)
+_RECIPE, _VARIANT = TypeAdapter(Recipe), TypeAdapter(Variant)
 _FAST_FLOAT32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's float32 attention without the whole score matrix; the other one where heads share keys."""
 FAST_CONTROL: dict[str, Any] = {"attention": "keep"}
@@ -48,15 +48,15 @@ def text_of(name: Text) -> Corpus:
 class Training:
     """One run: model, optimizer, text and agent, at some step.
 
-    Equal recipes, arms and seeds give equal runs on one kind of machine; `checkpoint` and `restore` carry a run into
-    another arm, which is then identical to the first until something is switched. Several processes (`ranks`) share out
-    each batch; the batches are those of one process.
+    Equal recipes, variants and seeds give equal runs on one kind of machine; `checkpoint` and `restore` carry a run
+    into another variant, which is then identical to the first until something is switched. Several processes (`ranks`)
+    share out each batch; the batches are those of one process.
     """
 
     def __init__(
         self,
         recipe: Recipe,
-        arm: Arm,
+        variant: Variant,
         seed: int,
         *,
         run: str = "",
@@ -66,7 +66,7 @@ class Training:
         ranks: Ranks | None = None,
         **agent_settings: Any,
     ) -> None:
-        self.recipe, self.arm, self.seed, self.step = recipe.under(arm), arm, seed, 0
+        self.recipe, self.variant, self.seed, self.step = recipe.under(variant), variant, seed, 0
         recipe = self.recipe
         self.ranks = ranks or Ranks()
         self._rows, self.rows_at_once = self.ranks.rows(recipe.batch, recipe.micro_batch)
@@ -76,13 +76,13 @@ class Training:
         """Whether one of the processes wanted to end two steps ago: all of them know it after the same step."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.corpus = corpus or text_of(recipe.text)
-        if arm.backend in ("cudnn", "efficient") and self.device.type == "cpu":
+        if variant.backend in ("cudnn", "efficient") and self.device.type == "cpu":
             raise ValueError(
-                f"variant {arm.name!r} needs a CUDA GPU: PyTorch has no {arm.backend} attention for a CPU; "
-                f"flash-{arm.name.partition('-')[2]} runs on both"
+                f"variant {variant.name!r} needs a CUDA GPU: PyTorch has no {variant.backend} attention for a CPU; "
+                f"flash-{variant.name.partition('-')[2]} runs on both"
             )
-        self._fast = arm.numerics == "float32" and self.device.type == "cuda"
-        forced = [] if arm.backend is None else [_FORCED[arm.backend]]
+        self._fast = variant.numerics == "float32" and self.device.type == "cuda"
+        forced = [] if variant.backend is None else [_FORCED[variant.backend]]
         self._backends = _FAST_FLOAT32 if self._fast else forced
         self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._done: torch.cuda.Event | None = None
@@ -108,27 +108,29 @@ class Training:
         """The one that trains biases (and, but for Muon, all else)."""
         known = {
             "recipe": recipe.name,
-            "variant": variant(arm.name),
+            "variant": shown_name(variant.name),
             "seed": str(seed),
             "corpus": self.corpus.sha256[:16],
         }
         settings: dict[str, Any] = {
-            "run": run or f"{recipe.name}-{arm.name}-seed{seed}".replace("+", "."),
+            "run": run or f"{recipe.name}-{variant.name}-seed{seed}".replace("+", "."),
             "url": url,
             "attention": "kernels",
-            "numerics": arm.numerics,
-            "policy": arm.policy,
-            "mitigation": arm.mitigation,
-            "switch_scope": arm.switch_scope,
-            "qk_clip": arm.qk_clip,
+            "numerics": variant.numerics,
+            "policy": variant.policy,
+            "mitigation": variant.mitigation,
+            "switch_scope": variant.switch_scope,
+            "qk_clip": variant.qk_clip,
             "labels": known | (labels or {}),
             "sample_every_steps": recipe.sample_every_steps,
             "sample_every_seconds": 0.0,
             "spool_directory": None,
             "quiet": True,
         } | (FAST_CONTROL if self._fast else {})
-        if arm.backend is not None:
-            settings = {name: value for name, value in settings.items() if name not in _OURS} | {"probe_rows": arm.rows}
+        if variant.backend is not None:
+            settings = {name: value for name, value in settings.items() if name not in _OURS} | {
+                "probe_rows": variant.rows
+            }
         self._agent_settings = settings | agent_settings
         with self.on_stream():
             self.agent: Agent = attach(self.model, **self._agent_settings)
@@ -152,8 +154,8 @@ class Training:
             self.ends = bool(self._wishes > 0) if self.ranks.world > 1 else self.wants_to_end
             if self._kept != (kept := self._keeping()):  # a switch waits, which a captured step would hide
                 self._kept, self._graph, self._eager_steps = kept, None, 0
-            if not self._begun and self.arm.mode != "plain" and self.step == 0:
-                self.agent.set_mode(self.agent.modes(), self.arm.mode, reason=f"arm {self.arm.name}")
+            if not self._begun and self.variant.mode != "plain" and self.step == 0:
+                self.agent.set_mode(self.agent.modes(), self.variant.mode, reason=f"variant {self.variant.name}")
             self._begun = True
             rate = self._set_rate()
             self._windows.copy_(self._next_windows(), non_blocking=True)
@@ -271,12 +273,12 @@ class Training:
             "step": self.step,
             "text": self.corpus.sha256,
             "recipe": _RECIPE.dump_python(self.recipe, mode="json"),
-            "arm": _ARM.dump_python(self.arm, mode="json"),
+            "arm": _VARIANT.dump_python(self.variant, mode="json"),
             "seed": self.seed,
         }
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Go on from `checkpoint`, which may be another arm's. Call it before the first step."""
+        """Go on from `checkpoint`, which may be another variant's. Call it before the first step."""
         with self.on_stream():
             self.model.load_state_dict(checkpoint["model"])
             for optimizer, state in zip(self.optimizers, checkpoint["optimizers"], strict=True):

@@ -1,4 +1,4 @@
-"""Arms: what differs between two runs of one recipe. An arm is also made of the name of any mode."""
+"""Variants: what differs between two runs of one recipe. A variant is also made of the name of any mode."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
+class Variant:
     """What differs between two runs of one recipe."""
 
     name: str
@@ -28,7 +28,7 @@ class Arm:
     mode: ModeName = "plain"
     """The mode of every head from the first step on."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the recipe's model that this arm has otherwise."""
+    """Fields of the recipe's model that this variant has otherwise."""
     backend: Backend | None = None
     """Attention is PyTorch's own, forced to this kernel, and watched by an agent with its default settings."""
     rows: int = AgentConfig.model_fields["probe_rows"].default
@@ -41,33 +41,33 @@ class Arm:
         return self.numerics == "float32" or self.mode != "plain" or bool(self.model)
 
 
-UNTREATED = Arm(name="untreated")
-RESCUED = Arm(name="rescued", policy="auto")
-CONTROL = Arm(name="control", numerics="float32")
-PAPER = Arm(name="paper", numerics="paper")
-PAPER_RESCUED = Arm(name="paper-rescued", numerics="paper", policy="auto")
-PAPER_NO_KEY_BIAS = Arm(name="paper-no-key-bias", numerics="paper", model={"key_bias": False})
+UNTREATED = Variant(name="untreated")
+RESCUED = Variant(name="rescued", policy="auto")
+CONTROL = Variant(name="control", numerics="float32")
+PAPER = Variant(name="paper", numerics="paper")
+PAPER_RESCUED = Variant(name="paper-rescued", numerics="paper", policy="auto")
+PAPER_NO_KEY_BIAS = Variant(name="paper-no-key-bias", numerics="paper", model={"key_bias": False})
 
 
-def variant(name: str) -> str:
-    """What people read for the arm of that name: the untreated one is the baseline (docs/glossary.md)."""
+def shown_name(name: str) -> str:
+    """What people read for the variant of that name: the untreated one is the baseline (docs/glossary.md)."""
     return "baseline" if name == UNTREATED.name else name
 
 
-ARMS = {
-    arm.name: arm
-    for arm in (
+VARIANTS = {
+    variant.name: variant
+    for variant in (
         UNTREATED,
         RESCUED,
         CONTROL,
         PAPER,
         PAPER_RESCUED,
         PAPER_NO_KEY_BIAS,
-        Arm(name="qk-clip", qk_clip="always"),
-        Arm(name="qk-clip-warned", qk_clip="warned"),
-        *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES),
+        Variant(name="qk-clip", qk_clip="always"),
+        Variant(name="qk-clip-warned", qk_clip="warned"),
+        *(Variant(name=each.name.replace("_", "-"), mode=each.name) for each in MODES),
         *(
-            Arm(name=f"{backend}-{each.name}", policy=each.policy, backend=backend)
+            Variant(name=f"{backend}-{each.name}", policy=each.policy, backend=backend)
             for backend in BACKENDS
             for each in (UNTREATED, RESCUED)
         ),
@@ -75,22 +75,22 @@ ARMS = {
 }
 
 
-def find_arm(name: str) -> Arm:
-    """The arm of that name. An arm is also made of the name of any mode, with dashes, unions joined by +:
+def find_variant(name: str) -> Variant:
+    """The variant of that name. A variant is also made of the name of any mode, with dashes, unions joined by +:
     "MODE" from the first step on and on every head, "rescued-MODE" once a head is warned about, "rescued-all-MODE" on
     every head at the first warning; each of these with "paper-" before it under the paper's numerics.
 
     Raises ValueError with the names that exist.
     """
-    if name in ARMS:
-        return ARMS[name]
+    if name in VARIANTS:
+        return VARIANTS[name]
     for numerics, rest in (("kernel", name), ("paper", name.removeprefix("paper-"))):
         for prefix, settings in _PREFIXES.items():
             if rest.startswith(prefix) and is_mode(mode := rest.removeprefix(prefix).replace("-", "_")):
                 field_name = "mitigation" if prefix else "mode"
-                return Arm(name=name, **{"numerics": numerics, field_name: mode, **settings})
+                return Variant(name=name, **{"numerics": numerics, field_name: mode, **settings})
     raise ValueError(
-        f"variant {name!r} does not exist; allowed are {', '.join(ARMS)}, modes joined by + such as "
+        f"variant {name!r} does not exist; allowed are {', '.join(VARIANTS)}, modes joined by + such as "
         "exact-delta+paper-softmax, rescued-MODE, rescued-all-MODE, and each of these with paper- before it"
     )
 
