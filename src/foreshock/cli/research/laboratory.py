@@ -89,7 +89,7 @@ def run(
     minutes: float | None,
     branch_from: Path | None,
 ) -> None:
-    """Train one variant of a recipe in a folder, and print the state at each checkpoint, from the first process only."""
+    """Train one variant of a recipe in a folder, and print its state at each checkpoint, on the first process only."""
     from foreshock.lab.training.long_run import LongRun
     from foreshock.lab.training.ranks import launched
 
