@@ -1,10 +1,12 @@
 """Which checkpoint a failed run goes back to: by brute force over what was reported, and by the sentences."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.contract.test_incident import of as incidents_of
 from tests.contract.test_incident import warned
 
+from foreshock.contract.causes import IncidentCause
 from foreshock.contract.incident import Incident
 from foreshock.contract.resume import ResumePlan, label_of, resume_plan
 from foreshock.contract.wire import Checkpoint
@@ -42,20 +44,41 @@ def test_the_checkpoint_is_the_newest_that_no_incident_covers_and_older_than_all
     assert [one.step for one in made.checkpoints if one.pinned] == ([max(good)] if good and open_ones else [])
 
 
-def test_numbers_that_were_not_finite_harm_every_checkpoint_until_they_are_again() -> None:
-    harm = opened(1, cause="not finite", before_step=50, closed_step=90)
+@pytest.mark.parametrize(
+    ("cause", "severity"), [("not finite", "warning"), ("attention kernel", "warning"), ("rounding", "critical")]
+)
+def test_harm_is_in_every_checkpoint_until_its_incident_closes(cause: str, severity: str) -> None:
+    harm = opened(1, cause=cause, causes=[cause], severity=severity, before_step=50, closed_step=90)
     assert [label_of(step, [harm]) for step in (49, 50, 89, 90)] == ["clean", "after harm", "after harm", "clean"]
 
 
-def test_each_trainer_gets_the_line_that_loads_its_checkpoint_and_what_has_to_change() -> None:
-    drift = opened(70, causes=["rounding"], cause="rounding")
-    lines = plan(checkpoint(50), of=(drift,)).commands
-    assert lines[0] == 'trainer.train(resume_from_checkpoint="out/checkpoint-50")'
-    assert 'set_mode(agent.modes(), "row_corrected"' in lines[1]
-    assert plan(checkpoint(50, "torchtitan"), of=(drift,)).commands[0] == "--checkpoint.load_step 50"
-    assert plan(checkpoint(50, "a_newer_one"), of=(drift,)).commands[1] == "agent.begin_at(50)"
-    growth = opened(70, causes=["score growth"], cause="score growth")
-    assert 'qk_clip="always"' in plan(checkpoint(50), of=(growth,)).commands[1]
+OF_ITS_OWN = 'foreshock switch r --mode row_corrected --reason "the run failed here before"'
+
+
+@pytest.mark.parametrize(
+    ("trainer", "loads", "attaches", "switches"),
+    [
+        ("transformers", 'trainer.train(resume_from_checkpoint="{path}")', "TransformersCallback(", OF_ITS_OWN),
+        ("lightning", 'trainer.fit(model, ckpt_path="{path}")', "LightningCallback(", OF_ITS_OWN),
+        ("accelerate", 'accelerator.load_state("{path}")', "AccelerateTracker(model, ", "tracker.agent.set_mode("),
+        ("torchtitan", "--checkpoint.load_step 50", "watch_torchtitan(trainer, ", "agent.set_mode("),
+        ("a_newer_one", "agent.begin_at(50)", "attach(model, ", "agent.set_mode("),
+    ],
+)  # fmt: skip
+def test_each_trainer_gets_the_line_that_loads_its_checkpoint_and_what_has_to_change(
+    trainer: str, loads: str, attaches: str, switches: str
+) -> None:
+    def lines(cause: IncidentCause) -> list[str]:
+        return plan(checkpoint(50, trainer), of=(opened(70, causes=[cause], cause=cause),)).commands
+
+    load = loads.format(path="out/checkpoint-50")
+    *first, switch = lines("rounding")
+    assert (first[-1].startswith(load), switch.startswith(switches), "row_corrected" in switch) == (True, True, True)
+    settings: dict[IncidentCause, str] = {"score growth": 'qk_clip="always"', "attention kernel": 'attention="kernels"'}
+    for cause, setting in settings.items():
+        attach, *rest = lines(cause)
+        assert attach.startswith(f'{attaches}run="r", {setting})')
+        assert rest[-1].startswith(load)
 
 
 def test_a_run_without_checkpoints_gets_an_honest_sentence_and_a_healthy_one_none_to_follow() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
-from lightning.pytorch import Callback
+from lightning.pytorch import Trainer as LightningTrainer
 from tests.monitor import test_huggingface, test_lightning, test_torchtitan, titan_shape
 from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
 from tests.monitor.executions import EVERY_STEP
@@ -96,9 +96,8 @@ def test_transformers_trainer_saves_at_the_warning_unless_that_would_replace_the
     assert told[8].path == str(tmp_path / "checkpoint-8")
 
 
-def test_lightning_saves_at_the_warning_beside_its_own_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def lightning_warned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Listener:
+    """What the agent says of 8 steps under Lightning, with a checkpoint every 4 and a warning from step 2 on."""
     start = test_lightning.Watcher.on_train_start
 
     def warned(self: Any, *args: Any) -> None:
@@ -106,19 +105,26 @@ def test_lightning_saves_at_the_warning_beside_its_own_checkpoints(
         warn(self.callback.agent)
 
     monkeypatch.setattr(test_lightning.Watcher, "on_train_start", warned)
-    *_, watcher = test_lightning.fit(tmp_path, 8)
-    assert isinstance(watcher, Callback)
-    told = reported(watcher.listener)
+    *_, watcher = test_lightning.fit(folder, 8)
+    listener: Listener = watcher.listener
+    return listener
+
+
+def test_lightning_saves_at_the_warning_beside_its_own_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = reported(lightning_warned(tmp_path, monkeypatch))
     assert [(one.step, one.requested) for one in told if not one.requested] == [(4, False), (8, False)]
     [asked] = [one for one in told if one.requested]
     assert Path(asked.path).is_file()
     assert Path(asked.path).name == f"foreshock-step={asked.step}.ckpt"
 
 
-def test_accelerate_saves_at_the_warning_where_it_names_checkpoints_itself(tmp_path: Path) -> None:
+def accelerated(folder: Path, steps: int) -> Listener:
+    """Train under Accelerate, which names its checkpoints itself; the agent warns from step 2 on."""
     model = tiny_gpt()
     tracker = ForeshockTracker(model, **EVERY_STEP)
-    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
     accelerator = Accelerator(log_with=tracker, cpu=True, project_config=project)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     tracker.checkpoint_with(accelerator)
@@ -127,12 +133,39 @@ def test_accelerate_saves_at_the_warning_where_it_names_checkpoints_itself(tmp_p
     listener = Listener()
     tracker.agent.subscribe(listener)
     warn(tracker.agent)
-    for step in range(1, 6):
+    for step in range(1, steps + 1):
         accelerator.log({"loss": train_step(model, optimizer, step)}, step=step)
     accelerator.end_training()
+    assert tracker.agent.current_step == steps
+    return listener
+
+
+def test_accelerate_saves_at_the_warning_where_it_names_checkpoints_itself(tmp_path: Path) -> None:
+    listener = accelerated(tmp_path, 5)
     [asked] = reported(listener)
     assert (asked.requested, asked.trainer) == (True, "accelerate")
     assert list(Path(asked.path).glob("foreshock_0.json"))
+
+
+@pytest.mark.parametrize("trainer", ["accelerate", "lightning"])
+def test_an_asked_checkpoint_that_cannot_be_written_ends_no_training_and_is_not_reported(
+    trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if trainer == "accelerate":
+        (tmp_path / "checkpoints" / "checkpoint_0").mkdir(parents=True)  # as a run leaves it that did not resume
+        listener = accelerated(tmp_path, 5)
+    else:
+        write = LightningTrainer.save_checkpoint
+
+        def full(self: LightningTrainer, path: Any, *args: Any, **kwargs: Any) -> None:
+            if "foreshock" in Path(path).name:
+                raise OSError("no space left")
+            write(self, path, *args, **kwargs)
+
+        monkeypatch.setattr(LightningTrainer, "save_checkpoint", full)
+        listener = lightning_warned(tmp_path, monkeypatch)
+    assert not [one for one in reported(listener) if one.requested]
+    assert "the checkpoint that a warning asked for was not saved; training continues" in caplog.text
 
 
 def test_torchtitan_saves_at_the_warning_and_keeps_its_interval(tmp_path: Path) -> None:

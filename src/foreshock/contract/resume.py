@@ -4,26 +4,50 @@ A checkpoint is judged by the incidents of its run: one that was written while a
 that the incident warns about, one that was written after numbers stopped being finite holds the harm.
 """
 
+import json
+import shlex
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from foreshock.contract.causes import curable
+from foreshock.contract.causes import IncidentCause, curable
 from foreshock.contract.decision import checkpoint_before
 from foreshock.contract.incident import Incident
 from foreshock.contract.wire import Checkpoint
 
 Label = Literal["clean", "after a warning", "after harm"]
 
-_LOADS: Final = {
-    "transformers": ('trainer.train(resume_from_checkpoint="{path}")',),
-    "lightning": ('trainer.fit(model, ckpt_path="{path}")',),
-    "accelerate": ('accelerator.load_state("{path}")  # after tracker.checkpoint_with(accelerator)',),
-    "torchtitan": ("--checkpoint.load_step {step}",),
-    "own": ("# load {path}, then, before the first step:", "agent.begin_at({step})"),
+
+class _Trainer(NamedTuple):
+    """How a trainer loads a checkpoint, and how its program attaches foreshock and switches heads."""
+
+    loads: tuple[str, ...]
+    attaches: str
+    agent: str
+    """The agent, once training is prepared; empty: it exists only in the training, which `foreshock switch` reaches."""
+
+
+_TRAINERS: Final = {
+    "transformers": _Trainer(('trainer.train(resume_from_checkpoint="{path}")',), "TransformersCallback(", ""),
+    "lightning": _Trainer(('trainer.fit(model, ckpt_path="{path}")',), "LightningCallback(", ""),
+    "accelerate": _Trainer(
+        ('accelerator.load_state("{path}")  # after tracker.checkpoint_with(accelerator)',),
+        "AccelerateTracker(model, ",
+        "tracker.agent",
+    ),
+    "torchtitan": _Trainer(("--checkpoint.load_step {step}",), "watch_torchtitan(trainer, ", "agent"),
+    "own": _Trainer(
+        ("# load {path}, then, before the first step:", "agent.begin_at({step})"),
+        "attach(model, ",
+        "agent",
+    ),
 }
-"""What loads a checkpoint, by the trainer that wrote it."""
+"""By the trainer that wrote the checkpoint."""
+
+
+_HARMS: Final[frozenset[IncidentCause]] = frozenset({"not finite", "attention kernel"})
+"""Causes that spoil the weights as soon as they are warned about."""
 
 
 class LabelledCheckpoint(BaseModel):
@@ -49,7 +73,7 @@ class ResumePlan(BaseModel):
 def label_of(step: int, incidents: Sequence[Incident]) -> Label:
     """What is known against a checkpoint of `step`: nothing where no incident was open at that step."""
     over = [one for one in incidents if one.before_step <= step and (one.closed_step is None or step < one.closed_step)]
-    if any(one.cause == "not finite" or one.severity == "critical" for one in over):
+    if any(one.severity == "critical" or not _HARMS.isdisjoint(one.causes) for one in over):
         return "after harm"
     return "after a warning" if over else "clean"
 
@@ -83,26 +107,41 @@ def resume_plan(
         return ResumePlan(
             sentence=f"{run}: {known}.{since} Look for {checkpoint_before(before or 1)} on your disks.",
             checkpoint=None,
-            commands=_treatment(open_ones, mitigation),
+            commands=_commands(run, open_ones, mitigation, None, _trainer(next(iter(labelled), None))),
             checkpoints=labelled,
         )
-    load = [line.format(path=best.path, step=best.step) for line in _LOADS.get(best.trainer, _LOADS["own"])]
     return ResumePlan(
         sentence=f"Resume {run} from step {best.step:,}, {best.path}.{since}",
         checkpoint=best,
-        commands=[*load, *_treatment(open_ones, mitigation)],
+        commands=_commands(run, open_ones, mitigation, best, _trainer(best)),
         checkpoints=labelled,
     )
 
 
-def _treatment(incidents: Sequence[Incident], mitigation: str) -> list[str]:
-    """What is to be different this time, so that the run does not fail again."""
-    causes = [cause for one in incidents for cause in one.causes]
-    lines = []
-    if any(map(curable, causes)):
-        lines.append(f'agent.set_mode(agent.modes(), "{mitigation}", reason="the run failed here before")')
+def _trainer(checkpoint: LabelledCheckpoint | None) -> _Trainer:
+    return _TRAINERS.get("own" if checkpoint is None else checkpoint.trainer, _TRAINERS["own"])
+
+
+def _commands(
+    run: str, incidents: Sequence[Incident], mitigation: str, back_to: LabelledCheckpoint | None, trainer: _Trainer
+) -> list[str]:
+    """How the training resumes, and what is to be different this time, so that it does not fail again."""
+    causes = {cause for one in incidents for cause in one.causes}
+    settings, load, orders = [], [], []
     if "score growth" in causes:
-        lines.append('attach(model, qk_clip="always")  # or a lower learning rate')
+        settings.append(f'{trainer.attaches}run={json.dumps(run)}, qk_clip="always")  # or a lower learning rate')
+    if "attention kernel" in causes:
+        other = "or another version of the attention library; another GPU if one rank alone reports it"
+        settings.append(f'{trainer.attaches}run={json.dumps(run)}, attention="kernels")  # {other}')
+    if back_to is not None:
+        load = [line.format(path=back_to.path, step=back_to.step) for line in trainer.loads]
+    if any(map(curable, causes)):
+        reason, agent = "the run failed here before", trainer.agent
+        orders.append(
+            f'{agent}.set_mode({agent}.modes(), "{mitigation}", reason="{reason}")'
+            if agent
+            else f'foreshock switch {shlex.quote(run)} --mode {mitigation} --reason "{reason}"  # as soon as it trains'
+        )
     if "not finite" in causes:
-        lines.append("# leave out the batches that led there, or lower the learning rate")
-    return lines
+        orders.append("# leave out the batches that led there, or lower the learning rate")
+    return [*settings, *load, *orders]

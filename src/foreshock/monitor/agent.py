@@ -83,7 +83,8 @@ class Agent:
         self._outbox = Outbox(self._guards, console_prints=self._console.prints)
         # processes of several would not ask at the same step, and a save that not all of them join never ends
         self._saves = SaveRequests(config.save_on_warning and config.world_size == 1)
-        self._requested = False
+        self._requested_step: int | None = None
+        """The step after which a checkpoint was asked for last."""
         self._started = self._closed = self._busy = False
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -309,15 +310,16 @@ class Agent:
         `checkpoint_saved`. Always False with `save_on_warning=False` and in runs of several processes, which would not
         agree on the step."""
         wanted = self._saves.take()
-        self._requested |= wanted
+        if wanted:
+            self._requested_step = self.current_step
         return wanted
 
     def checkpoint_saved(self, path: str | os.PathLike[str], *, step: int | None = None, trainer: str = "own") -> None:
         """A checkpoint was written to `path`, of the run as it was after `step`, by default the last one that is done.
         `foreshock resume-plan` names it. The first process alone reports it; raises nothing."""
-        requested, self._requested = self._requested, False
         if self.config.rank == 0 and not self._inert() and self._started:
             at = self.current_step if step is None else step
+            requested = at == self._requested_step
             told = {"step": at, "path": os.fspath(path)[-1024:], "trainer": trainer, "requested": requested}
             self._guards["sender"].run(lambda: self._outbox.emit(wire.Checkpoint.model_validate(told)))
 

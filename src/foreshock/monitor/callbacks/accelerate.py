@@ -25,7 +25,7 @@ from torch import nn
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attaching import attach
-from foreshock.monitor.callbacks.saved_state import read_state, write_state
+from foreshock.monitor.callbacks.saved_state import read_state, save_if_asked, write_state
 
 logger: Final = logging.getLogger("foreshock")
 
@@ -91,8 +91,8 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
             self.agent.qk_clip_with(optimizer=self._optimizers)
             self._optimizers = []
         self.agent.step(loss, _first(values, _GRAD_NORM), _first(values, _LEARNING_RATE), step=step)
-        if self._save is not None and self.agent.should_save:
-            self._save()
+        if self._save is not None:
+            save_if_asked(self.agent, self._save)
 
     def finish(self) -> None:
         """Send what is left, and give the model back as it was."""
@@ -109,7 +109,16 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
         def save(models: Any, weights: Any, folder: str) -> None:
             if self.agent is not None:
                 write_state(self.agent, Path(folder) / _FILE.format(accelerator.process_index))
+
+        save_state = accelerator.save_state
+
+        def reporting(*args: Any, **kwargs: Any) -> Any:
+            folder = save_state(*args, **kwargs)
+            if self.agent is not None:
                 self.agent.checkpoint_saved(folder, trainer="accelerate")
+            return folder
+
+        accelerator.save_state = reporting
 
         def load(models: Any, folder: str) -> None:
             saved = read_state(*(Path(folder) / _FILE.format(index) for index in (accelerator.process_index, 0)))

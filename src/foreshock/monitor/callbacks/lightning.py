@@ -19,7 +19,7 @@ from foreshock.monitor.agent import Agent, Status
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attaching import attach
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
-from foreshock.monitor.callbacks.saved_state import take_up
+from foreshock.monitor.callbacks.saved_state import save_if_asked, take_up
 
 
 class ForeshockCallback(Callback):  # type: ignore[misc]
@@ -82,9 +82,10 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
         self._micro_losses = []
         self.agent.step(loss, self._norm.take(), self._learning_rate, step=trainer.global_step)
         own = trainer.checkpoint_callback  # None where the program wants no checkpoints
-        if own is not None and self.agent.should_save:
+        if own is not None:
             folder = Path(getattr(own, "dirpath", None) or trainer.default_root_dir)
-            trainer.save_checkpoint(folder / f"foreshock-step={trainer.global_step}.ckpt")
+            path = folder / f"foreshock-step={trainer.global_step}.ckpt"
+            save_if_asked(self.agent, lambda: trainer.save_checkpoint(path))
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 

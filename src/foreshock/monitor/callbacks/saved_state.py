@@ -1,8 +1,9 @@
-"""An agent's state as a file beside a trainer's checkpoint."""
+"""An agent's state as a file beside a trainer's checkpoint, and checkpoints that a warning asks for."""
 
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,3 +42,17 @@ def take_up(agent: Agent, saved: object, step: int) -> None:
     agent.begin_at(step)
     if isinstance(saved, dict) and saved.get("step") == step:
         agent.load_state_dict(saved)
+
+
+def save_if_asked(agent: Agent, save: Callable[[], object]) -> None:
+    """Let the trainer write a checkpoint where a warning asks for one. A save that fails ends no training: the program
+    did not order it."""
+    if not agent.should_save:
+        return
+    try:
+        save()
+    except Exception as error:
+        kind = type(error).__name__
+        logger.warning(
+            "foreshock: the checkpoint that a warning asked for was not saved; training continues: %s: %s", kind, error
+        )
