@@ -277,7 +277,7 @@ class Service:
 
     def switches(self, run: str, mode: str) -> dict[str, Any]:
         """What ordering `mode` for every head would change, where each keeps its own mode beside it: an order for each
-        of `changes`, and the heads that are `kept` as they are."""
+        of `changes`, and the heads that stay `unchanged`."""
         return self._object(self.get(path_of("runs", run, "switches"), mode=mode))
 
     def undo(self, command: str, *, reason: str, dry_run: bool = False, who: str | None = None) -> list[dict[str, Any]]:

@@ -90,5 +90,5 @@ def layer_of(kv_heads: int) -> Layer:
 
 
 def known(projection: Projection | None) -> Callable[[], Projection | None]:
-    """As `LayoutProof.current`, of a layer whose layout is known."""
+    """As `LayoutCheck.current`, of a layer whose layout is known."""
     return lambda: projection

@@ -1,4 +1,4 @@
-"""Who serves each layer, and which step is measured: by the settings, the modes and the proofs."""
+"""Who serves each layer, and which step is measured: by the settings, the modes and the checks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -42,7 +42,7 @@ def selector(*keeps: bool) -> Any:
     why = "no backward ran through it"
     watched = [SimpleNamespace(sampled=k, unserved={}, ran=True, why_not_counted=why) for k in keeps]
     return SimpleNamespace(
-        layers=watched, how_served=lambda n: "kept, sampled" if keeps[n] else "kernels",
+        layers=watched, how_served=lambda n: "native attention, sampled" if keeps[n] else "kernels",
         what_a_switch_meets=list, measured_since=lambda step: True,
     )  # fmt: skip
 
@@ -59,7 +59,7 @@ def test_a_layer_counts_where_one_of_its_heads_met_a_row_of_any_kind(slot: Slot)
     report.record(words(True, False, True, slot=slot), 0, 10)
     lines = report.table().splitlines()
     assert lines[-1] == "watched 2 of 3 attention layers"
-    assert "1 x kept, not measured: no backward ran through it (h.1)" in lines
+    assert "1 x native attention, not measured: no backward ran through it (h.1)" in lines
 
 
 def test_the_first_sample_names_those_that_counted_nothing_those_of_one_reason_together(
@@ -125,7 +125,7 @@ def test_the_table_is_due_with_the_first_sample_and_never_again() -> None:
     assert report.table() == ""
     assert [report.record(words(True, True, True), step, step + 1) for step in range(3)] == [True, False, False]
     assert report.table().splitlines() == [
-        "3 x kept, sampled (h.0, h.1, h.2)",
+        "3 x native attention, sampled (h.0, h.1, h.2)",
         "watched 3 of 5 attention layers",
     ]
 
@@ -164,7 +164,10 @@ def test_a_layer_that_is_trained_later_stands_in_a_table_at_once(quiet_samples: 
     for step in range(quiet_samples):
         assert report.record(words(True, False, True), step, step + 1) == (step == 0)
     assert report.record(words(True, True, True), quiet_samples, quiet_samples + 1)
-    assert report.table().splitlines() == ["3 x kept, sampled (h.0, h.1, h.2)", "watched 3 of 3 attention layers"]
+    assert report.table().splitlines() == [
+        "3 x native attention, sampled (h.0, h.1, h.2)",
+        "watched 3 of 3 attention layers",
+    ]
 
 
 def test_a_layer_that_stopped_for_good_leaves_the_count_of_those_watched() -> None:
@@ -172,8 +175,8 @@ def test_a_layer_that_stopped_for_good_leaves_the_count_of_those_watched() -> No
     due = [report.record(words(True, step < 3, True), step - 1, step) for step in range(1, 12)]
     assert due.count(True) == 2
     assert report.table().splitlines() == [
-        "2 x kept, sampled (h.0, h.2)",
-        "1 x kept, sampled; it counted nothing since step 2 (h.1)",
+        "2 x native attention, sampled (h.0, h.2)",
+        "1 x native attention, sampled; it counted nothing since step 2 (h.1)",
         "watched 2 of 3 attention layers",
     ]
 

@@ -97,7 +97,7 @@ def test_each_architecture_computes_the_same_and_counts_every_row(name: str) -> 
     # of eager attention and PyTorch's with a mask a sample is measured: all rows where there are so few
     assert slot_values(words, Slot.ROWS).tolist() == [3 * 12] * len(words)
     assert model.config._attn_implementation == implementation
-    assert "NOTHING" not in agent.report()
+    assert "not monitored" not in agent.report()
 
 
 @pytest.mark.parametrize("side", ["right", "left", "inside"])

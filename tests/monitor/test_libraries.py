@@ -190,7 +190,7 @@ def test_alibi_is_not_measured_in_compiled_code_which_stays_one_graph() -> None:
     got = watched(model_of(call), mode.loop, **KEPT)
     got.assert_same_bits(alone(call, mode))
     assert got.rows == [0] * 8
-    assert "kept, not measured" in got.report
+    assert "native attention, not measured" in got.report
 
 
 def test_a_library_that_is_imported_after_attach_is_met_from_the_next_step_on(

@@ -89,7 +89,7 @@ def test_attention_that_is_met_apart_from_its_projections_is_named_once(attentio
     with attach(model, **{**EVERY_STEP, "attention": attention}) as agent:
         for step in range(3):
             agent.step(train_step(model, optimizer, step))
-        assert "NOTHING" not in agent.report()
+        assert "not monitored" not in agent.report()
         *_, watched, weights = agent.report().splitlines()
     assert watched == "watched 2 of 2 attention layers"
     assert weights == "2 x W_Q and W_K (blocks.0.inner, blocks.1.inner): found by a call (w.q, w.k)"

@@ -108,4 +108,4 @@ def test_a_position_bias_is_part_of_the_scores_that_are_measured(
         np.testing.assert_allclose(
             slot_values(measured, Slot.SCORE_OFFSET_SUM), offset.sum(1), rtol=1e-4, atol=1e-5, err_msg=name
         )
-    assert "kept, sampled" in agent.report()
+    assert "native attention, sampled" in agent.report()

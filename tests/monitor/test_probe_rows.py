@@ -1,4 +1,4 @@
-"""How many rows a kept attention measures: the default keeps what the published figures promise of it."""
+"""How many rows a native attention measures: the default keeps what the published figures promise of it."""
 
 import json
 from pathlib import Path

@@ -340,14 +340,14 @@ def test_the_doctor_says_what_would_be_kept(monkeypatch: pytest.MonkeyPatch) -> 
     report_model("tests.monitor.tiny_models:tiny_gpt", console)
     told = console.export_text()
     assert "2 x blocks.0, blocks.1" in told
-    assert told.count("kept, sampled") == 1
+    assert told.count("native attention, sampled") == 1
 
 
 def test_layers_are_told_as_kept_and_sampled_and_detach_gives_everything_back() -> None:
     model = tiny_gpt()
     agent, listener = kept(model)
     assert "2 x blocks.0, blocks.1" in agent.report()
-    assert agent.report().count("kept, sampled") == 1
+    assert agent.report().count("native attention, sampled") == 1
     assert "every 1 steps 1000000 rows of every head are measured" in agent.report()
     agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
     layers = listener.of(wire.Started)[0].layers

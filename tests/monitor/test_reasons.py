@@ -249,5 +249,5 @@ def test_calls_under_torch_func_are_told_as_such_and_not_as_calls_outside(caplog
         report = agent.report()
     why = "torch.func, forward mode or a tracer runs it, and sees the model without foreshock"
     assert f"layer 0 (0) counted nothing in step 1: {why}" in caplog.text
-    assert f"kept, not measured: {why} (0)" in report
+    assert f"native attention, not measured: {why} (0)" in report
     assert "outside every watched module" not in caplog.text

@@ -161,7 +161,7 @@ def test_a_model_compiled_whole_whose_sequences_are_packed_refuses_a_switch_once
         [refused] = listener.of(wire.Switched)
         assert (refused.outcome, refused.step) == ("refused", 3)
         assert "it passes a mask in compiled code; a switch would change nothing" in refused.reason
-        assert "kept, sampled" in agent.report()
+        assert "native attention, sampled" in agent.report()
 
 
 @pytest.mark.full

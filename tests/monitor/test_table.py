@@ -46,8 +46,8 @@ def test_like_layers_share_a_line_of_the_table_and_unlike_ones_do_not() -> None:
         "0, 1, ..., 9 9 x blocks.0, blocks.1, ..., blocks.9 2 2 8",
         "3 blocks.3 4 4 4",
     ]
-    by_hand = "2 x NOTHING: it computes its attention by hand (blocks.10, blocks.11)"
-    assert [line for line in lines if "NOTHING" in line] == [by_hand]
+    by_hand = "2 x not monitored: it computes its attention by hand (blocks.10, blocks.11)"
+    assert [line for line in lines if "not monitored" in line] == [by_hand]
     assert any(line.startswith("0 to 8 9 x blocks.0, blocks.1, ..., blocks.8") for line in reported(*alike))
 
 

@@ -79,7 +79,7 @@ def test_attention_by_hand_is_named_whatever_its_names_are(
 ) -> None:
     told = told_of(kind, caplog)
     assert told.count("the attention of 1 is not watched: it computes its attention by hand") == 1
-    assert "1 x NOTHING: it computes its attention by hand (1)" in told
+    assert "1 x not monitored: it computes its attention by hand (1)" in told
     assert told.endswith("watched 1 of 2 attention layers")
 
 

@@ -73,7 +73,7 @@ def test_a_batch_in_float32_is_not_called_open_to_rounding() -> None:
 def test_a_layer_that_the_batch_does_not_measure_is_named_with_the_remedy() -> None:
     model, loss = attention_with_weights()
     said = line(foreshock.assess(model, loss=loss), "Batch")
-    assert "kept, not measured" in said
+    assert "native attention, not measured" in said
     assert "give need_weights=False" in said
 
 

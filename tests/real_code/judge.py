@@ -31,11 +31,11 @@ COMMON: Final = tuple(
             r"Drift by rounding: not in this run\. Its attention is computed in float32; the drift needs 16 bits\.$",
             r"foreshock watches:$",
             r"layer +attention module +heads ",
-            r"\d[\d to,.]* +(\d+ x )?\S.* kept, sampled$",
+            r"\d[\d to,.]* +(\d+ x )?\S.* native attention, sampled$",
             r"numerics: auto \(kernel for 16-bit operands, float32 for fp32, float64 for float64\)$",
             r"the model's own attention runs unchanged; every 4 steps 4096 rows of every head are measured$",
             r"foreshock, from step 1 on:$",
-            r"\d+ x kept, sampled \(",
+            r"\d+ x native attention, sampled \(",
         ),
     )
 )
@@ -206,7 +206,7 @@ def _judge_switch(verdict: Verdict, case: Case, plain: Course, watched: Course) 
 
 
 def _not_served(watched: Course) -> Iterator[str]:
-    """Our kernels count the rows of every step; a kept attention is measured in one."""
+    """Our kernels count the rows of every step; a native attention is measured in one."""
     before, after = (_rows_of(watched, step) for step in (SWITCH_AT, SWITCH_AT + EVERY))
     if after != [EVERY * rows for rows in before]:
         yield f"the switch is called applied, but heads counted {after} rows after it in {EVERY} steps of {before}"

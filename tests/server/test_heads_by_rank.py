@@ -10,7 +10,7 @@ from foreshock.server.testing import FakeRank
 async def test_an_order_for_every_head_adds_to_modes_that_were_set_by_hand_and_says_so_before(service: Any) -> None:
     async def planned(mode: str) -> list[list[Any]]:
         answer = await service.get("/v1/runs/run-1/switches", mode=mode)
-        return [*([change["mode"], change["heads"]] for change in answer["changes"]), answer["kept"]]
+        return [*([change["mode"], change["heads"]] for change in answer["changes"]), answer["unchanged"]]
 
     rank = FakeRank()
     await start(service, rank)

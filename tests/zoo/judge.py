@@ -212,4 +212,4 @@ def _names(line: str, name: str) -> bool:
 
 def _promises(line: str) -> bool:
     """Whether a line of the table says that the module is served: a promise, which the count has to hold."""
-    return line.rstrip().endswith(("reference", "kernel", "kept, sampled", "probe"))
+    return line.rstrip().endswith(("reference", "kernel", "native attention, sampled", "probe"))

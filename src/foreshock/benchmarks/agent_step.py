@@ -200,7 +200,7 @@ _PAIRS: Final = (
     ("kernels_agent", "none"),
     ("keep_agent", "none"),
 )
-"""Variants whose ratio is told."""
+"""Variants whose ratio is reported."""
 
 
 def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Clients of the ingest benchmark: processes with many connections each, closed loop, one batch under way on each.
 
 Nothing but the standard library lies between a client and its socket, and a client puts its numbers into a batch that
-was written before: what the clients take of the machine's cores is told beside what the service takes (`cpu_seconds`),
-since where they share cores the clients' time is missing to the service. Where clients keep their cores busy, it is
+was written before: `cpu_seconds` gives the clients' share of the machine's cores next to the service's, because on
+shared cores the clients' time is missing to the service. Where clients keep their cores busy, it is
 they who are measured.
 
 Each batch holds one sample, as agents send them: every statistic of 144 heads (int64 [144, slots]), their modes, three

@@ -188,8 +188,8 @@ def switch(
     if refs is None:  # each head keeps its own mode beside it
         planned = client.switches(run, mode)
         changes = planned["changes"]
-        if kept := planned["kept"]:
-            typer.echo(f"{len(kept)} heads already have {mode} among their modes, and keep them.", err=True)
+        if unchanged := planned["unchanged"]:
+            typer.echo(f"{len(unchanged)} heads already have {mode} among their modes, and keep them.", err=True)
     orders = [client.switch(run, each["mode"], reason=reason, heads=each["heads"], dry_run=dry_run) for each in changes]
     return [client.wait(order, wait_seconds) for order in orders]
 

@@ -320,8 +320,8 @@ class Agent:
         if self.config.rank == 0 and not self._inert() and self._started:
             at = self.current_step if step is None else step
             requested = at == self._requested_step
-            told = {"step": at, "path": os.fspath(path)[-1024:], "trainer": trainer, "requested": requested}
-            self._guards["sender"].run(lambda: self._outbox.emit(wire.Checkpoint.model_validate(told)))
+            fields = {"step": at, "path": os.fspath(path)[-1024:], "trainer": trainer, "requested": requested}
+            self._guards["sender"].run(lambda: self._outbox.emit(wire.Checkpoint.model_validate(fields)))
 
     def modes(self) -> dict[tuple[int, int], str]:
         """The present mode of every (layer, head), global numbers, by name (docs/reference/modes.md)."""

@@ -199,7 +199,7 @@ def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor])
             parameter.grad = grad
     if not bool(value.isfinite().all()):
         batch.lines.append("Batch: its loss is not finite. Run foreshock diagnose, which names the first such place.")
-    unmeasured = (line.strip() for line in agent.report().splitlines() if "kept, not measured" in line)
+    unmeasured = (line.strip() for line in agent.report().splitlines() if "native attention, not measured" in line)
     batch.lines += [f"Batch: {line}." for line in unmeasured]
     for words in (words for sample in samples if (words := sample.words()) is not None):
         batch.lines += [*_hidden(words), *_wrong(words, agent)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foreshock.contract import wire
 from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.coverage import Lookout
-from foreshock.monitor.attention.layout_proof import LayoutProof
+from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.config import AgentConfig, versions
 from foreshock.monitor.detect.non_finite import place_by_outputs
 from foreshock.monitor.detect.readings import Readings, head_readings
@@ -26,7 +26,7 @@ class AttachedModel:
     state: Tensor
     modes: Tensor
     layers: tuple[wire.Layer, ...]
-    layouts: tuple[LayoutProof, ...]
+    layouts: tuple[LayoutCheck, ...]
     """Where W_Q and W_K of each layer lie, once its calls showed it."""
     numerics: str
     report: str

@@ -27,7 +27,7 @@ from foreshock.monitor.attached_model import AttachedModel, served_by
 from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.coverage import Lookout, lies_in
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
-from foreshock.monitor.attention.layout_proof import LayoutProof
+from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, is_watched, logger
 from foreshock.monitor.config import AgentConfig, make_config
 from foreshock.monitor.model.discovery import Found, find_attention, is_called_attention, table_of
@@ -100,7 +100,7 @@ def _put_under(
     of_modules = [
         (f.module, layer.layout)
         for f, layer in zip(watched, layers, strict=True)
-        if isinstance(layer.layout, LayoutProof)
+        if isinstance(layer.layout, LayoutCheck)
     ]
     lookout = Lookout(model, [f.name for f in found], settings.heads, of_modules)
     undo = _install(model, watched, layers, selector, lookout)
@@ -251,12 +251,12 @@ def _refuse_unknown_names(model: nn.Module, settings: AgentConfig) -> None:
 
 
 def _layers_of(watched: list[Found], state: Tensor, modes: Tensor, settings: AgentConfig) -> list[WatchedLayer]:
-    """Each with its views into the packed buffers, and the proof of where its weights lie."""
+    """Each with its views into the packed buffers, and the check of where its weights are."""
     sizes = [f.heads for f in watched]
     layers = []
     for f, own_state, own_modes in zip(watched, state.split(sizes), modes.split(sizes), strict=True):  # type: ignore[no-untyped-call]
         layer = WatchedLayer(f.name or "model", own_state, own_modes, settings.numerics, strict=settings.strict)
-        layer.layout = LayoutProof(f.owner, f.heads, f.projection or f.unmeasured)
+        layer.layout = LayoutCheck(f.owner, f.heads, f.projection or f.unmeasured)
         layers.append(layer)
     return layers
 
@@ -277,7 +277,7 @@ def _install(
             undo.callback(one)
         for found, layer in zip(watched, layers, strict=True):
             undo.callback(watch_module(found.module, layer))
-            if isinstance(layer.layout, LayoutProof):
+            if isinstance(layer.layout, LayoutCheck):
                 undo.callback(layer.layout.stop)
                 layer.layout.start()
         if "transformers.modeling_utils" in sys.modules:
@@ -347,7 +347,7 @@ def _report(settings: AgentConfig, found: list[Found], selector: BackendSelector
         if f.also and f.problem is None:
             same = ", ".join(f.also)
             logger.warning("foreshock: %s is the same module as %s; their rows count into one layer", same, f.name)
-    now = "kept, sampled" if settings.attention != "kernels" else ours
+    now = "native attention, sampled" if settings.attention != "kernels" else ours
     numerics = _NUMERICS.get(settings.numerics, settings.numerics)
     return f"{table_of(found, now)}\nnumerics: {numerics}\n{selector.describe()}"
 

@@ -59,10 +59,10 @@ def plan(connection: Connection, run_id: int, wanted: str) -> SwitchPlan:
     found = switches(here, here, wanted) if parse_mode(wanted) else {}
     changes = [SwitchedTo(mode=mode_name(mode), heads=heads) for mode, heads in found.items()]
     changed = {ref for heads in found.values() for ref in heads}
-    kept = [ref for ref, mode in sorted(here.items()) if ref not in changed and mode_name(mode) != wanted]
-    if not parse_mode(wanted) or (not kept and all(each.mode == wanted for each in changes)):
-        return SwitchPlan(changes=[SwitchedTo(mode=wanted, heads=None)], kept=[])
-    return SwitchPlan(changes=changes, kept=kept)
+    unchanged = [ref for ref, mode in sorted(here.items()) if ref not in changed and mode_name(mode) != wanted]
+    if not parse_mode(wanted) or (not unchanged and all(each.mode == wanted for each in changes)):
+        return SwitchPlan(changes=[SwitchedTo(mode=wanted, heads=None)], unchanged=[])
+    return SwitchPlan(changes=changes, unchanged=unchanged)
 
 
 def check_heads(run: str, heads: Sequence[HeadRef], ranks: Ranks) -> None:

@@ -270,7 +270,7 @@ class SwitchPlan(Response):
     """What ordering a mode for every head takes: an order for each of `changes`."""
 
     changes: list[SwitchedTo]
-    kept: list[HeadRef] = Field(description="heads that already have the mode among others, and keep them")
+    unchanged: list[HeadRef] = Field(description="heads that already have the mode among others, and keep them")
 
 
 EventKind = Literal[

@@ -172,8 +172,8 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
         for (layer, head), found in growths.items()
     }
     details = {"verification": verdict, "growth": growth}
-    told = verdict if due.heads else None
-    commands.record_transition(connection, row, row.run, "applied", "service", details, sentence, told)
+    reported = verdict if due.heads else None
+    commands.record_transition(connection, row, row.run, "applied", "service", details, sentence, reported)
     record_incidents(connection, [row.run_id], settings.verify_steps)
     known = process_starts.of_now(connection, [row.run_id])[row.run_id]
     observed = described(known).get("policy", "observe") == "observe"

@@ -202,8 +202,8 @@ def of_recording(history: History) -> Source:
             "ties": _last(history.course("head.tied_rows_one", (layer, head))),
         }
         cells = {name: value for name, value in cells.items() if math.isfinite(float(value))}
-        if told := [v for v in history.verdicts if (v.layer, v.head) == (layer, head)]:
-            cells["warned"] = f"{told[0].step}, {told[-1].cause}"  # a later verdict may correct the cause
+        if reported := [v for v in history.verdicts if (v.layer, v.head) == (layer, head)]:
+            cells["warned"] = f"{reported[0].step}, {reported[-1].cause}"  # a later verdict may correct the cause
         source.heads.append(Head(history.name, layer, head, cells))
     return source
 

@@ -23,7 +23,7 @@ _MOVED: Final = 1.5
 _SUPPORT: Final = 4.0
 """Standard errors of the delta bias the way that the offset has gone."""
 _LIVES: Final = 3.0
-"""The forecast of a score of 512 lies within so many times the run's life so far."""
+"""The forecast of a score of 512 is within so many times the run's steps so far."""
 _BLOCKS: Final = 3
 """In a row."""
 _SHARP: Final = 1024.0

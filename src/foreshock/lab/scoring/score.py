@@ -25,7 +25,7 @@ from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 
 OURS: Final = "foreshock"
 ASKED_LEAD_STEPS: Final = 1000
-"""A warning is in time this many steps before the first harm, or half of the run's life before it if that is less."""
+"""A warning is in time this many steps before the first harm, or half of the run's steps before it if that is less."""
 QUIET_STEPS: Final = DetectorConfig().quiet_steps
 
 

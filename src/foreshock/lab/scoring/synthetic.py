@@ -126,9 +126,9 @@ def play(
             grad_norm=1.0,
             learning_rate=None if course.rate is None else float(course.rate[place]),
         )
-        told = detectors.update(readings)
-        yield detectors, told
-        if stride > 1 and (detectors.undecided or any(verdict.state == "raised" for verdict in told)):
+        reported = detectors.update(readings)
+        yield detectors, reported
+        if stride > 1 and (detectors.undecided or any(verdict.state == "raised" for verdict in reported)):
             close_until = step + close_steps
         before = step
 
@@ -140,15 +140,17 @@ def outcome(course: Course, truth: Truth, stride: int = 1) -> Outcome:
     if len(dangerous):
         after = course.step[dangerous[0] :] >= course.step[dangerous[0]] + 3500
         end = int(dangerous[0] + after.argmax()) if after.any() else None
-    told = [verdict for _, verdicts in play(course, end, stride) for verdict in verdicts if verdict.severity != "info"]
-    raised = [verdict for verdict in told if verdict.state == "raised"]
+    reported = [
+        verdict for _, verdicts in play(course, end, stride) for verdict in verdicts if verdict.severity != "info"
+    ]
+    raised = [verdict for verdict in reported if verdict.state == "raised"]
     at = int(course.step[dangerous[0]]) if len(dangerous) else None
 
     def lead(of: Sequence[Verdict]) -> int | None:
         own = [each.step for each in of if (each.layer, each.head) == (0, 0)]
         return None if at is None or not own else at - own[0]
 
-    rounding = [each for each in told if each.cause == "rounding" and each.state != "cleared"]
+    rounding = [each for each in reported if each.cause == "rounding" and each.state != "cleared"]
     others = {(each.layer, each.head) for each in raised if truth == "healthy" or (each.layer, each.head) != (0, 0)}
     named = {(each.layer, each.head) for each in rounding} & others
     sixth = max(int(course.step[-1] - course.since), 1) / 6

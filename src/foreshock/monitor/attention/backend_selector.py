@@ -42,7 +42,7 @@ class BackendSelector:
         self._outputs = self._sampling.outputs = OutputSums([layer.state for layer in self.layers])
         self._key = start_sampling(self._sampling)
         self.largest: Final = torch.full((len(state),), -math.inf, device=state.device)
-        """Of each head in a step that is computed in full: the largest score of all rows of a kept attention."""
+        """Of each head in a step that is computed in full: the largest score of all rows of a native attention."""
         of_layers = torch.split(self.largest, [len(layer.state) for layer in self.layers])
         for layer, tick, largest in zip(self.layers, new_ticks(len(self.layers), state.device), of_layers, strict=True):
             # .data: a version of its own, as the layer's state; CUDA graphs must not count into a copy of it
@@ -77,14 +77,14 @@ class BackendSelector:
         return self._measured > step
 
     def outputs_at(self, step: int) -> list[tuple[int, bool]]:
-        """Layers whose kept attention's output was seen in `step`, and whether it broke then. It waits for the device.
+        """Layers whose native attention's output was seen in `step`, and whether it broke. It waits for the device.
 
         Empty if it is not known, as in a CUDA graph, whose replays all count for one step.
         """
         return [] if self._sampling.captured else self._outputs.broken_at(step)
 
     def compute_in_full(self, wanted: bool) -> None:
-        """Whether the next step computes the scores of all rows of kept attention, for `largest`."""
+        """Whether the next step computes the scores of all rows of native attention, for `largest`."""
         self._sampling.in_full = wanted
 
     def why_not_in_full(self, layer: WatchedLayer) -> str | None:
@@ -189,7 +189,7 @@ class BackendSelector:
         """What serves layer `index` now, in words."""
         layer = self.layers[index]
         if layer.keeps:
-            return "kept, sampled"
+            return "native attention, sampled"
         return "kernels" + (f", but native and sampled in calls where {next(iter(layer.kept))}" if layer.kept else "")
 
     def stop(self) -> None:

@@ -20,7 +20,7 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.interception import sdpa_rebinding
-from foreshock.monitor.attention.layout_proof import LayoutProof, table_of_norms
+from foreshock.monitor.attention.layout_check import LayoutCheck, table_of_norms
 from foreshock.monitor.attention.running import outside
 from foreshock.monitor.attention.watched_layer import NOT_RUN, WatchedLayer, logger, numerics_for
 from foreshock.monitor.config import AgentConfig
@@ -35,7 +35,7 @@ _TRIES: Final = 8
 
 class Lookout:
     """Finds the attention of `model` that nobody watches. known: names of the attention modules that attach found;
-    given_heads: as attach was given them; layouts: of each watched module, the proof that is to know when it is gone.
+    given_heads: as attach was given them; layouts: of each watched module, the check to inform when it is gone.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Lookout:
         model: nn.Module,
         known: Sequence[str],
         given_heads: dict[str, int],
-        layouts: Sequence[tuple[nn.Module, LayoutProof]] = (),
+        layouts: Sequence[tuple[nn.Module, LayoutCheck]] = (),
     ) -> None:
         self._model: Final = ref(model)
         self._known = {name: model.get_submodule(name) for name in known}
@@ -209,7 +209,7 @@ class CoverageReport:
         selector: BackendSelector,
         unwatched: int = 0,
         pause: int | None = None,
-        layouts: Sequence[LayoutProof] = (),
+        layouts: Sequence[LayoutCheck] = (),
         *,
         shows: bool = False,
     ) -> None:
@@ -394,12 +394,12 @@ class CoverageReport:
             if states[number] == "replaced":
                 continue
             if states[number] == "never":
-                how = f"kept, not measured: {self._watched(number).why_not_counted}"
+                how = f"native attention, not measured: {self._watched(number).why_not_counted}"
             elif states[number] == "stopped":
                 how = f"{how}; it counted nothing since step {self._last[number]}"
             groups.setdefault(how, []).append(layer.name)
         for name, why in self._found.items():
-            groups.setdefault(f"NOTHING: {why}", []).append(name or "the model")
+            groups.setdefault(f"not monitored: {why}", []).append(name or "the model")
         lines = [f"{len(names)} x {how} ({listed(names)})" for how, names in groups.items()]
         every = len(self._layers) - states.count("replaced") + self._unwatched
         if not every:

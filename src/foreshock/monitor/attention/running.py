@@ -192,7 +192,7 @@ def tell_scouts(module: nn.Module | None, query: Tensor, key: Tensor) -> bool:
 
 
 def _caller() -> nn.Module | None:
-    """The innermost module whose forward is running; a watched one among those running is told that no hook of it ran.
+    """The innermost module whose forward is running; a watched one among those running learns that no hook of it ran.
     None then, and where none is running."""
     running = list(_running_modules())
     for module in running:

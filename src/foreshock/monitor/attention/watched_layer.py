@@ -22,7 +22,7 @@ from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.kernels.flash_attention.spec import constants
 from foreshock.monitor.attention.probe import probe
-from foreshock.monitor.attention.proof import UNCOMPARED, why_not_proven
+from foreshock.monitor.attention.self_check import UNCOMPARED, why_not_proven
 
 logger: Final = logging.getLogger("foreshock")
 
@@ -76,7 +76,7 @@ def _why_not_third_last(query: Tensor, heads: int) -> str | None:
 
 
 class Layout(Protocol):
-    """Shows where W_Q and W_K of a layer's heads lie (layout_proof.py)."""
+    """Shows where W_Q and W_K of a layer's heads lie (layout_check.py)."""
 
     def meet(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Attention is given these operands."""
@@ -402,7 +402,7 @@ class WatchedLayer:
 
 
 LAYOUT_ATTRIBUTE: Final = "_foreshock_layout"
-"""Of a projection: the proof of where its heads lie (layout_proof.py)."""
+"""Of a projection: the check of where its heads are (layout_check.py)."""
 _NAME: Final = "__getstate__"
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 _TRAITS_OF_HOOKS: Final = {

@@ -584,7 +584,7 @@ def _described(found: Found, how: str) -> tuple[str, ...]:
         layout = found.projection.layout + found.projection.gaps(found.first_head)
     else:
         layout = f"norms are not measured: {found.unmeasured or 'it is not watched'}"
-    return (*sizes, layout, f"NOTHING: {found.problem}" if found.problem else how)
+    return (*sizes, layout, f"not monitored: {found.problem}" if found.problem else how)
 
 
 def _numbers(labels: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from foreshock.contract.decision import cause_of, is_active
 from foreshock.monitor.apart import apart
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.backend_selector import BackendSelector
-from foreshock.monitor.attention.layout_proof import LayoutProof
+from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard, logger
@@ -49,7 +49,7 @@ _COPIED: Final = ("main_param", "_hp_mapping", "ds_id")
 
 
 def projection_of(
-    layer: WatchedLayer, layout: LayoutProof, selector: BackendSelector, optimizers: Sequence[Any]
+    layer: WatchedLayer, layout: LayoutCheck, selector: BackendSelector, optimizers: Sequence[Any]
 ) -> Projection | str:
     """Where the weights of a layer lie, or why it is not scaled."""
     if layer.sampled and (why := selector.why_not_in_full(layer)) is not None:

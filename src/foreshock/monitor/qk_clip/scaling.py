@@ -69,8 +69,8 @@ class QKClip:
 
     layers, projections: those of the watched layers, in the order of the state's rows; a sentence in the place of a
     projection gives why its layer is not scaled. state: int64 [N, SLOT_COUNT], of which SCORE_MAX must be that of all
-    rows of the step; of layers that `find` is told are kept that is `largest`, float32 [N], in steps in which all of
-    their rows were looked at, and -inf in others, which scale nothing of them.
+    rows of the step. For layers that `find` marked as native, `largest`, float32 [N], replaces it: the maximum in steps
+    in which all of their rows were looked at, and -inf in others, which scale nothing of them.
     """
 
     def __init__(

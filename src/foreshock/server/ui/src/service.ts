@@ -629,7 +629,7 @@ export interface Session {
 export interface SwitchPlan {
   changes: SwitchedTo[];
   /** heads that already have the mode among others, and keep them */
-  kept: [number, number][];
+  unchanged: [number, number][];
 }
 
 /** The outcome of a command or of a local decision: which heads changed, from what to what. A command is answered exactly once: `command` names it. A local decision has no command. */

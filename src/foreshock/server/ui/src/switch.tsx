@@ -54,7 +54,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
     ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${wanted}.`
     : `${dryRun ? "Dry run, which changes nothing: switch" : "Switch"} ${changes
         .map((change) => `${headNames(change.heads)} of ${target.run} to ${change.mode}`)
-        .join(", and ") || "no head"}.${plan?.kept.length ? ` Left as they are, since they have it beside another mode: ${headNames(plan.kept)}.` : ""}`;
+        .join(", and ") || "no head"}.${plan?.unchanged.length ? ` Unchanged, because they already combine it with another mode: ${headNames(plan.unchanged)}.` : ""}`;
 
   const submit = (event: Event) => {
     event.preventDefault();

@@ -17,8 +17,8 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.monitor import Agent, attach
-from foreshock.monitor.attention import proof
-from foreshock.monitor.attention.proof import Kind, difference, why_not_proven
+from foreshock.monitor.attention import self_check
+from foreshock.monitor.attention.self_check import Kind, difference, why_not_proven
 
 pytestmark = [  # of torch.compile's own doing
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
@@ -28,9 +28,9 @@ pytestmark = [  # of torch.compile's own doing
 
 @pytest.fixture(autouse=True)
 def _nothing_is_proven_before_and_nothing_after() -> Iterator[None]:
-    proof._compared.clear()
+    self_check._compared.clear()
     yield
-    proof._compared.clear()
+    self_check._compared.clear()
     torch._dynamo.reset()
 
 
@@ -60,7 +60,7 @@ def test_our_kernels_compute_what_pytorchs_attention_does_in_calls_of_every_kind
 @pytest.mark.parametrize("scale", [0.5, 1.0, -8.0])
 def test_scores_of_a_large_scale_are_compared_at_the_size_that_the_usual_scale_gives(scale: float) -> None:
     def largest(given: float | None) -> Any:
-        query, key, *_ = proof._drawn(Kind("cpu", "float64", "float64", 64, 1, scale=given), torch.float64)
+        query, key, *_ = self_check._drawn(Kind("cpu", "float64", "float64", 64, 1, scale=given), torch.float64)
         return float((query @ key.mT).abs().max()) * abs(given or 64**-0.5)
 
     assert largest(scale) == pytest.approx(largest(None))
@@ -78,10 +78,10 @@ def test_each_version_of_the_kernels_that_may_serve_is_compared(monkeypatch: pyt
     def wrong(query: Tensor, *others: Tensor, **options: Any) -> Any:
         return flash_attention(query, *others, **options) * (1.1 if len(turns) == 2 else 1.0)
 
-    monkeypatch.setattr(proof, "each_version", each)
+    monkeypatch.setattr(self_check, "each_version", each)
     assert difference(Kind("cpu", "float32", "float32", 16, 2)) is None
     turns.clear()
-    monkeypatch.setattr(proof, "flash_attention", wrong)
+    monkeypatch.setattr(self_check, "flash_attention", wrong)
     assert "the output of our kernels is off" in str(difference(Kind("cpu", "float32", "float32", 16, 2)))
     assert turns == [(16, 2)] * 2
 
@@ -96,11 +96,11 @@ def test_they_are_called_as_a_watched_layer_calls_them_which_may_launch_others_t
         given.append((state, modes))
         return flash_attention(*operands, state=state, modes=modes, **options)
 
-    monkeypatch.setattr(proof, "flash_attention", called)
+    monkeypatch.setattr(self_check, "flash_attention", called)
     assert difference(Kind("cpu", "bfloat16", "kernel", 16, 2, **call)) is None
     ((state, modes),) = given
     assert modes.tolist() == [0] * len(state)
-    rows = proof.LENGTH * (1 if call else 2)
+    rows = self_check.LENGTH * (1 if call else 2)
     assert state[:, Slot.ROWS].tolist() == [rows] * len(state), "the backward counts"
 
 
@@ -126,7 +126,7 @@ def one_row_off(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> An
 def test_a_kernel_that_differs_in_any_way_is_found(
     wrong: Any, dtype: str, numerics: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "flash_attention", wrong)
+    monkeypatch.setattr(self_check, "flash_attention", wrong)
     told = difference(Kind("cpu", dtype, numerics, 16, 1, "top_left"))
     assert told is not None
     assert "of our kernels is off by" in told
@@ -139,7 +139,7 @@ def test_an_error_far_below_that_of_other_types_is_found_in_float64(
     def off(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         return flash_attention(query, key, value * (1 + error), **options)
 
-    monkeypatch.setattr(proof, "flash_attention", off)
+    monkeypatch.setattr(self_check, "flash_attention", off)
     told = difference(Kind("cpu", "float64", "float64", 24, 2, "top_left"))
     assert told is not None
     assert "the output of our kernels is off by" in told
@@ -165,7 +165,7 @@ def test_a_comparison_that_fails_proves_nothing_and_says_so(monkeypatch: pytest.
     def broken(*operands: Tensor, **options: Any) -> Tensor:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(proof, "flash_attention", broken)
+    monkeypatch.setattr(self_check, "flash_attention", broken)
     told = why_not_proven("cpu", "float32", "float32", 16, 1)
     assert told == "the comparison with our kernels failed: RuntimeError: no such kernel"
 
@@ -183,7 +183,7 @@ WAYS: dict[str, Any] = {
 def test_a_kernel_that_differs_serves_no_call_and_the_reason_stands_in_the_report_and_in_the_answer(
     way: str, switched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "flash_attention", careless_gradient)
+    monkeypatch.setattr(self_check, "flash_attention", careless_gradient)
     model, plain = (tiny_gpt(CausalSelfAttention(16, 2), GroupedQueryAttention(16, 4, 2)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     settings = EVERY_STEP | {"attention": "keep" if switched else "kernels", "probe_rows": 5}
@@ -219,7 +219,7 @@ def test_a_captured_step_is_served_once_its_kind_was_compared_and_not_before(mon
     asked = ("cpu", "float32", "float32", 16, 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert why_not_proven(*asked) == proof.UNCOMPARED
+    assert why_not_proven(*asked) == self_check.UNCOMPARED
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert why_not_proven(*asked) is None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -36,7 +36,7 @@ _NAMES: Final = ("output", "gradient of the queries", "gradient of the keys", "g
 
 
 class Kind(NamedTuple):
-    """What calls have in common that one proof is for; numbers and words alone, so that a graph may hold them."""
+    """What calls have in common that one self-check is for; only numbers and words, so that a graph may hold them."""
 
     device: str
     dtype: str
@@ -84,7 +84,7 @@ def _compare(kind: Kind) -> str | None:
 
     # A thread of its own has none of what the training's may be under: autocast, hooks on saved tensors as those of
     # checkpointing, dispatch modes, a forward that records no gradients.
-    thread = threading.Thread(target=compare, name="foreshock-proof", daemon=True)
+    thread = threading.Thread(target=compare, name="foreshock-self-check", daemon=True)
     thread.start()
     thread.join()
     return outcome[0]

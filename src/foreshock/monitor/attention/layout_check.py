@@ -55,8 +55,8 @@ _Written = tuple[Tensor, Any, Any]
 class _Noted:
     """A projection whose outputs are noted."""
 
-    def __init__(self, name: str, holder: nn.Module, proof: "LayoutProof") -> None:
-        self.name, self.holder, self.proof = name, holder, proof
+    def __init__(self, name: str, holder: nn.Module, check: "LayoutCheck") -> None:
+        self.name, self.holder, self.check = name, holder, check
         self.outputs: _Written | None = None
         self.change: tuple[Tensor, Tensor] | None = None
         """As change_by_weight, of a projection with a forward of its own."""
@@ -68,7 +68,7 @@ class _Noted:
         return type(None), ()
 
 
-class LayoutProof:
+class LayoutCheck:
     """Where W_Q and W_K of one layer lie, as its calls show it."""
 
     def __init__(self, owner: nn.Module | None, heads: int, found: Projection | str) -> None:
@@ -103,8 +103,8 @@ class LayoutProof:
         for noted in self._noted:
             other = vars(noted.holder).get(LAYOUT_ATTRIBUTE)
             if isinstance(other, _Noted) and other.holder is noted.holder:  # else it is a copy's
-                for proof in (self, other.proof):
-                    proof.refuse(f"another layer computes with its {noted.name} as well")
+                for check in (self, other.check):
+                    check.refuse(f"another layer computes with its {noted.name} as well")
                 return
             vars(noted.holder)[LAYOUT_ATTRIBUTE] = noted
             noted.holder._forward_hooks[_HOOK_ID] = _note
@@ -294,13 +294,13 @@ def _in_nested_checkpoints() -> bool:
 
 def _is_to_be_noted(noted: _Noted, module: nn.Module, args: Any, output: Tensor) -> bool:
     """Whether it is, in code that is not compiled; one with a forward of its own is compared with its weight."""
-    proof = noted.proof
-    if noted.holder is not module or not proof.open or torch._C._are_functorch_transforms_active():
+    check = noted.check
+    if noted.holder is not module or not check.open or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._get_tracing_state() is not None:
         return False
-    if is_sharded(output) and proof.of_no_name:
-        proof.refuse(_SPREAD)
+    if is_sharded(output) and check.of_no_name:
+        check.refuse(_SPREAD)
     if type(output) is not Tensor or not output.numel():
         return False
     if args and computes_otherwise(module):
@@ -356,10 +356,10 @@ def _projections(owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def table_of_norms(names: Sequence[str], proofs: Sequence[LayoutProof]) -> str:
+def table_of_norms(names: Sequence[str], checks: Sequence[LayoutCheck]) -> str:
     """A line for each group of layers whose weights lie otherwise than the table of `attach` shows, or unknown."""
     groups: dict[str, list[str]] = {}
-    for name, proof in zip(names, proofs, strict=True):
-        if (now := proof.describe()) != proof.announced:
+    for name, check in zip(names, checks, strict=True):
+        if (now := check.describe()) != check.announced:
             groups.setdefault(now, []).append(name)
     return "\n".join(f"{len(each)} x W_Q and W_K ({listed(each)}): {how}" for how, each in groups.items())
