@@ -44,15 +44,6 @@ def test_every_slot_has_a_description_and_belongs_to_one_merge_group() -> None:
 
 
 @given(st.lists(states(), min_size=1, max_size=5))
-def test_merged_counts_are_exact_and_maxima_are_the_largest(parts: list[Words]) -> None:
-    merged = merge_words(parts)
-    for slot in COUNT_SLOTS:
-        assert merged[:, slot].tolist() == [sum(int(p[h, slot]) for p in parts) for h in range(3)]
-    for slot in MAX_SLOTS:
-        assert column(merged, slot).tolist() == [max(float(column(p, slot)[h]) for p in parts) for h in range(3)]
-
-
-@given(st.lists(states(), min_size=1, max_size=5))
 def test_sums_agree_with_exact_arithmetic_to_1e_12(parts: list[Words]) -> None:
     import math
 

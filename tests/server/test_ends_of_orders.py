@@ -9,7 +9,6 @@ from tests.server.orders import order, start, state_of
 
 from foreshock.contract.wire import Command
 from foreshock.server import delivery
-from foreshock.server.settings import Scope, Token
 from foreshock.server.testing import FakeRank
 from foreshock.server.verification import verify
 
@@ -81,37 +80,6 @@ async def test_only_what_is_under_way_can_be_cancelled(service: Any, state: str)
     assert (answer.status_code, answer.json()["title"]) == (409, "Conflict")
     assert await state_of(service, command) == state
     assert (await cancel(service, "cmd-nope")).status_code == 404
-
-
-@pytest.mark.promise("S7")
-def test_who_may_not_act_or_reaches_other_runs_only_cancels_nothing(play: Any) -> None:
-    scopes: dict[str, tuple[Scope, ...]] = {
-        "ann": ("read", "act", "ingest"),
-        "reader": ("read",),
-        "sender": ("ingest",),
-    }
-    tokens = [Token.of(name, f"{name}-{'x' * 20}", granted) for name, granted in scopes.items()]
-    tokens.append(Token.of("stranger", f"stranger-{'x' * 20}", ("read", "act"), "other/"))
-
-    async def story(service: Any) -> None:
-        def headers(name: str) -> dict[str, str]:
-            return {"authorization": f"Bearer {name}-{'x' * 20}"}
-
-        service.client.headers.update(headers("ann"))
-        rank = FakeRank()
-        await start(service, rank)
-        command = (await order(service)).json()["id"]
-        for name in ("reader", "sender"):
-            assert (await cancel(service, command, **headers(name))).status_code == 403, name
-        strangers = await cancel(service, command, **headers("stranger"))
-        unknown = await cancel(service, "cmd-nope", **headers("stranger"))
-        assert (strangers.status_code, unknown.status_code) == (404, 404), (
-            "who may not see an order learns nothing of it"
-        )
-        assert await state_of(service, command) == "pending"
-        assert (await cancel(service, command)).status_code == 200
-
-    play(story, tokens=tokens)
 
 
 async def test_the_answer_of_a_process_that_is_gone_does_not_close_the_order_of_its_successor(service: Any) -> None:

@@ -18,12 +18,8 @@ def test_every_cause_and_every_end_of_an_incident_is_printed() -> None:
         assert f"Rounding, {state}" in MESSAGES
 
 
-def test_no_message_is_longer_than_people_read_or_has_a_hole() -> None:
+def test_no_message_is_longer_than_people_read_or_has_a_hole_and_each_ends_with_where_to_look() -> None:
     for title, message in MESSAGES.items():
         assert 0 < len(message) <= LONGEST, title
         assert not re.search(r"None|nan\b|  |\{|<built|object at", message), title
-
-
-def test_each_message_ends_with_where_to_look() -> None:
-    for title, message in MESSAGES.items():
         assert "https://foreshock.example.org" in message.splitlines()[-1], title

@@ -104,18 +104,6 @@ async def test_only_the_worst_heads_are_shown_one_by_one(service: Any) -> None:
 
 
 @pytest.mark.promise("S6")
-@pytest.mark.settings(max_series=200)
-async def test_series_beyond_the_budget_are_dropped_and_counted(service: Any) -> None:
-    for number in range(6):
-        await a_full_run(service, run=f"run-{number}", layers=4)
-    shown = series_of((await service.client.get("/metrics")).text)
-    dropped = shown[("foreshock_service_series_dropped",)]
-    assert len(shown) <= 200 + 2  # and what was left out: series, lines of the log
-    assert dropped > 100
-    assert ("foreshock_run_active", "run=run-5") in shown
-
-
-@pytest.mark.promise("S6")
 async def test_strangers_methods_paths_and_names_make_no_series(service: Any) -> None:
     before = set(series_of((await service.client.get("/metrics")).text))
     for i in range(50):
@@ -230,53 +218,3 @@ async def test_steps_that_a_loss_scaler_skips_are_told_from_those_with_a_broken_
     seen = series_of((await service.client.get("/metrics")).text)
     counted = {name: seen["foreshock_run_nonfinite_steps_total", f"run={name.replace(' ', '-')}"] for name in told}
     assert counted == {"skipped": 0, "broken": 2, "no loss": 3, "healthy": 0}
-
-
-@pytest.mark.full
-@pytest.mark.promise("S4")
-async def test_of_two_thousand_runs_a_scrape_reads_those_that_changed_and_forgets_those_that_are_deleted(
-    service: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is read of a run is read for many at once, and once: a scrape cost 25 processor seconds where it was not."""
-    names = [f"run-{number:04}" for number in range(2000)]
-    read: list[str] = []
-    exposer, store = service.app.state.exposer, service.app.state.store
-    look = exposer.read_changed
-    statements: list[str] = []
-    event.listen(store.reader.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
-
-    def counted(connection: Any, rows: Any) -> Any:
-        read.extend(row.name for row in rows)
-        return look(connection, rows)
-
-    async def scraped(what: str) -> tuple[set[str], int]:
-        read.clear()
-        statements.clear()
-        began = time.process_time()
-        text = (await service.client.get("/metrics")).text
-        record_property(f"{what}, processor seconds", round(time.process_time() - began, 2))
-        told = {key[1].removeprefix("run=") for key in series_of(text) if key[0] == "foreshock_run_step"}
-        return told, len(statements)
-
-    monkeypatch.setattr(exposer, "read_changed", counted)
-    ranks = [FakeRank(run=name, layers=2, heads=range(2)) for name in names]
-
-    async def send(some: list[FakeRank]) -> None:
-        for rank in some:
-            await service.store(rank, rank.started(), rank.sample(1))
-
-    await asyncio.gather(*(send(ranks[first::32]) for first in range(32)))
-    told, queries = await scraped("2,000 new runs")
-    assert told == set(names)
-    assert sorted(read) == names
-    assert queries < len(names) / 4
-    assert (await scraped("nothing new"))[0] == set(names)
-    assert read == []
-    await service.store(ranks[7], ranks[7].sample(2), Finished(step=2, unix_seconds=1.0, status="completed"))
-    await scraped("one run new")
-    assert read == [names[7]]
-    decision = {"who": "ann", "reason": "no longer needed"}
-    answer = await service.client.delete(f"/v1/runs/{names[7]}", params=decision)
-    assert answer.status_code < 300, answer.text
-    assert (await scraped("one run deleted"))[0] == {*names} - {names[7]}
-    assert len(exposer._made) == len(names) - 1

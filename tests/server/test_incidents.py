@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.server.orders import local
 
-from foreshock.contract.wire import Batch, Switched
+from foreshock.contract.wire import Batch
 from foreshock.server.testing import FakeRank
 
 HEADS = tuple(range(12))
@@ -127,14 +128,6 @@ async def test_an_incident_is_acknowledged_switched_verified_and_closed(service:
     assert unknown.status_code == 404
 
 
-async def test_warnings_of_steps_that_a_later_process_does_again_are_in_no_incident(service: Any) -> None:
-    old, new = FakeRank(boot="b1"), FakeRank(boot="b2")
-    await service.store(old, old.started(), old.sample(30), old.verdict(30))
-    assert len(await incidents(service)) == 1
-    await service.store(new, new.started(step=15), new.sample(20, since=15))
-    assert await incidents(service) == []
-
-
 async def test_metrics_show_one_series_for_a_run_and_cause(service: Any) -> None:
     rank = FakeRank(layers=3, heads=HEADS)
     await service.store(rank, rank.started(policy="approve"), rank.sample(10))
@@ -169,15 +162,5 @@ async def test_a_local_switch_of_a_rank_moves_the_incident_on(service: Any) -> N
         "switch",
         "Policy auto: the agent switches the heads that are warned about to exact_delta at the next step.",
     )
-    switched = Switched(
-        id="s1",
-        step=6,
-        verdict="warn-1",
-        outcome="applied",
-        heads=((0, 2),),
-        before=("plain",),
-        after=("exact_delta",),
-        reason="policy auto",
-    )
-    await service.store(rank, switched, rank.sample(7, mode=1))
+    await service.store(rank, local("applied", step=6), rank.sample(7, mode=1))
     assert [i["state"] for i in await incidents(service)] == ["switched"]

@@ -1,15 +1,12 @@
 """A token that may only ingest takes its share of what all tokens share, and no more."""
 
 import asyncio
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from starlette.datastructures import Headers
 from starlette.types import Message
 
 from foreshock.server.endpoint import Writer
-from foreshock.server.limits import ConcurrencyLimit
 from foreshock.server.logs import Counters
 from foreshock.server.problems import ProblemError
 from foreshock.server.process_order import NO_HEADERS
@@ -115,28 +112,6 @@ async def test_requests_that_never_end_leave_room_for_others_whoever_sends_them(
     never.set()
     await asyncio.wait_for(asyncio.gather(*held), 60)
     assert (await service.client.post("/v1/batches", content=b"{}", headers=headers)).status_code == 422
-
-
-def test_bodies_that_do_not_come_take_no_more_memory_than_their_senders_share() -> None:
-    shares = ConcurrencyLimit(requests=100, body_bytes=1000, max_bytes=400)
-    announced, chunked = Headers({"content-length": "400"}), Headers({"transfer-encoding": "chunked"})
-    with ExitStack() as coming:
-        for _ in range(2):
-            coming.enter_context(shares.take("mallory", announced, known=True))
-        with (
-            pytest.raises(ProblemError, match="Too many concurrent requests") as refused,
-            shares.take("mallory", chunked, known=True),
-        ):
-            pass
-        assert refused.value.status == 429
-        coming.enter_context(shares.take("mallory", Headers({}), known=True))  # no body at all
-        coming.enter_context(shares.take("ann", announced, known=True))
-    with ExitStack() as again:  # what has come or gone holds nothing
-        for _ in range(2):
-            again.enter_context(shares.take("mallory", chunked, known=True))
-    alone = ConcurrencyLimit(requests=100, body_bytes=100, max_bytes=400)
-    with alone.take("mallory", announced, known=True):  # one body is taken, however small the share
-        pass
 
 
 @pytest.mark.settings(tokens=TOKENS)

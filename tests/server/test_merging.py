@@ -66,18 +66,6 @@ async def test_ranks_merge_exactly_as_the_contract_says_and_absent_heads_are_not
         assert np.isnan(values[:, 3:]).all()
 
 
-async def test_a_restarted_rank_replaces_the_steps_that_it_does_again(service: Any) -> None:
-    old, new = FakeRank(boot="b1"), FakeRank(boot="b2")
-    await service.store(old, old.started(), *(old.sample(step, loss=1.0) for step in (10, 20, 30)))
-    await service.store(old, old.verdict(30))
-    await service.store(new, new.started(step=15), new.sample(20, since=15, loss=2.0))
-    [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"]
-    assert (line["steps"], line["last"]) == ([10, 20], [1.0, 2.0])
-    detail = await service.get("/v1/runs/run-1")
-    assert detail["last_step"] == 20
-    assert detail["warnings"] == []
-
-
 async def test_the_newest_reading_waits_for_the_ranks_that_lag_behind(service: Any) -> None:
     fast, slow = FakeRank(rank=0), FakeRank(rank=1, heads=(3, 4))
     await service.store(fast, fast.started(), fast.sample(10), fast.sample(20))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.server.postgresql import new_database
 
-from foreshock.contract.wire import AGE_HEADER, Finished
+from foreshock.contract.wire import AGE_HEADER
 from foreshock.server import recorder
 from foreshock.server.process_order import Arrival, arrival_of
 from foreshock.server.store.schema import runs
@@ -96,17 +96,6 @@ def test_what_a_successor_sends_from_a_spool_never_outranks_the_process_that_liv
     play_on_both(story)
 
 
-async def test_a_process_that_lived_and_died_while_the_service_was_away_keeps_its_place_between_two_others(
-    service: Any,
-) -> None:
-    first, dead, living = (FakeRank(boot=f"18000000{number}0000-0-cccc") for number in (10, 20, 30))
-    await service.store(first, first.started(), *(first.sample(s, s - 10, loss=1.0) for s in (10, 20, 30)), age=5)
-    await service.store(living, living.started(step=20), living.sample(30, since=20, loss=3.0), age=2)
-    events = dead.started(step=10), dead.sample(20, since=10, loss=2.0), dead.sample(30, since=20, loss=2.0)
-    await service.store(dead, *events, age=4, replayed=True)
-    assert await losses(service) == ([10, 20, 30], [1.0, 2.0, 3.0])
-
-
 @pytest.mark.parametrize("jump_seconds", [91 * 86400.0, -91 * 86400.0])
 async def test_a_service_whose_clock_jumped_for_a_moment_still_knows_who_came_last(
     service: Any, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
@@ -145,15 +134,6 @@ async def test_a_process_without_an_age_that_was_heard_is_not_taken_for_dead_whe
     assert await who_is_ordered(service, old, living) == [living.boot]
 
 
-@pytest.mark.promise("S16")
-@pytest.mark.parametrize("turned", [False, True])
-async def test_agents_that_tell_no_age_are_placed_by_their_names_in_any_order(service: Any, turned: bool) -> None:
-    old, new = FakeRank(boot=BEHIND), FakeRank(boot=AHEAD)
-    for rank in (new, old) if turned else (old, new):
-        await service.store(rank, rank.started(step=0 if rank is old else 10), rank.sample(20, since=10))
-    assert await who_is_ordered(service, old, new) == [AHEAD]
-
-
 @pytest.mark.promise("S5")
 @pytest.mark.parametrize("age", ["soon", "-1", "nan", "inf", "1e308", "9" * 400, "\u0660", ""])
 async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any, age: str) -> None:
@@ -166,38 +146,6 @@ async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any, age
 
 
 # ---- a run that is resumed with fewer ranks -------------------------------------------------------------------------
-
-
-@pytest.mark.promise("S27")
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_run_that_is_resumed_with_fewer_ranks_waits_for_those_alone(play_on_both: Any, turned: bool) -> None:
-    async def story(service: Any) -> None:
-        async def live(rank: FakeRank, first: int, last: int, world: int, age: float) -> None:
-            steps = range(first + 100, last + 1, 100)
-            taken = [rank.sample(step, since=step - 100, loss=float(world)) for step in steps]
-            warned = rank.verdict(last, severity="critical", name=f"l0h2-{last}")
-            await service.store(rank, rank.started(step=first, world_size=world), *taken, warned, age=age)
-
-        former = [FakeRank(rank=rank, boot=AHEAD) for rank in range(4)]
-        living = [FakeRank(rank=rank, boot=BEHIND) for rank in range(2)]
-        lives = [(former, 0, 1000, 4, 7200.0), (living, 500, 800, 2, 3600.0)]
-        for ranks, first, last, world, age in lives[::-1] if turned else lives:
-            for rank in ranks:
-                await live(rank, first, last, world, age)
-        assert await losses(service) == ([*range(100, 801, 100)], [4.0] * 5 + [2.0] * 3)
-        detail = await service.get("/v1/runs/run-1")
-        assert (detail["last_step"], detail["loss"], detail["ranks"]) == (800, 2.0, 2)
-        assert [(warning["rank"], warning["step"]) for warning in detail["warnings"]] == [(0, 800), (1, 800)]
-        made = await service.client.post("/v1/runs/run-1/commands", json=ORDER)
-        for rank in living:
-            [command] = (await service.store(rank, rank.sample(900, since=800), age=3601)).commands
-            await service.store(rank, rank.answer(command, 901), age=3602)
-        assert (await service.get(f"/v1/commands/{made.json()['id']}"))["state"] == "applied"
-        for rank in living:
-            await service.store(rank, Finished(step=901, unix_seconds=1.0, status="completed"), age=3603)
-        assert (await service.get("/v1/runs/run-1"))["status"] == "completed"
-
-    play_on_both(story)
 
 
 # ---- a run that the service has forgotten ---------------------------------------------------------------------------

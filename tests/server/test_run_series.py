@@ -3,24 +3,31 @@
 from typing import Any
 
 import pytest
-from tests.server.scraped import runs_of, shown
+from tests.server.scraped import Shown, runs_of, shown
 
 from foreshock.contract.metrics import metric as labels
 from foreshock.contract.wire import AgentHealth, Switched
 from foreshock.server.testing import FakeRank
 
 
+def runs_series(found: Shown) -> list[str]:
+    return [name for name, own in found if "run" in dict(own)]
+
+
 @pytest.mark.promise("S6")
 @pytest.mark.settings(max_series=1100)
 async def test_warnings_state_and_step_of_every_run_are_shown_before_any_head(service: Any) -> None:
     names = {f"run-{number:03}" for number in range(40)}
+    each = 0
     for name in sorted(names):
         rank = FakeRank(run=name, layers=4, heads=range(6))
         await service.store(rank, rank.started(), rank.sample(7), rank.verdict(7, layer=3, head=5, severity="critical"))
+        each = each or len(runs_series(await shown(service)))
     found = await shown(service)
-    for metric in ("warning_active", "warning_forecast_steps", "run_active", "run_step", "run_loss"):
+    for metric in ("warning_active", "warning_forecast_steps", "incident_active", "run_active", "run_step", "run_loss"):
         assert runs_of(found, f"foreshock_{metric}") == names, metric
     assert len(found) <= 1100 + 2  # and what was left out: series, lines of the log
+    assert len(runs_series(found)) + service.app.state.counters.series_dropped == 40 * each
     assert runs_of(found, "foreshock_layer_risk_ratio")  # what is left is spent on layers
 
 

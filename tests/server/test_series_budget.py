@@ -1,43 +1,14 @@
 """What is spent of the series budget, and on whom: alerts come first, and no token spends for the others."""
 
-import asyncio
 from typing import Any
 
 import pytest
-from tests.server.scraped import Shown, runs_of, shown
+from tests.server.scraped import runs_of, shown
 
+from foreshock.contract.wire import Finished
 from foreshock.server.http.exposition import Table
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
-
-
-@pytest.mark.full
-@pytest.mark.promise("S6")
-async def test_two_hundred_runs_of_12_x_12_heads_show_every_warning_and_count_what_is_left_out(service: Any) -> None:
-    """At the settings as they come: the budget is 50,000 series, and these runs would fill it twice."""
-    names = {f"run-{number:03}" for number in range(200)}
-
-    def of_runs(found: Shown) -> int:
-        return sum("run" in dict(own) for _, own in found)
-
-    async def send(some: list[str]) -> None:
-        for name in some:
-            rank = FakeRank(run=name, layers=12, heads=range(12))
-            critical = rank.verdict(5, layer=int(name[-1]), head=int(name[-2]), severity="critical")
-            await service.store(rank, rank.started(), rank.sample(5), critical)
-
-    first, *others = sorted(names)
-    await send([first])
-    each = of_runs(await shown(service))
-    await asyncio.gather(*(send(others[turn::16]) for turn in range(16)))
-    found = await shown(service)
-    for metric in ("warning_active", "warning_forecast_steps", "incident_active", "run_active", "run_step"):
-        told = [dict(own)["run"] for name, own in found if name == f"foreshock_{metric}"]
-        assert sorted(told) == sorted(names), metric
-    dropped = service.app.state.counters.series_dropped
-    assert dropped > 0
-    assert of_runs(found) + dropped == 200 * each
-    assert len(found) <= 50_000 + 2  # and what was left out: series, lines of the log
 
 
 @pytest.mark.promise("S15")
@@ -62,6 +33,12 @@ async def test_only_runs_that_changed_are_read_again_for_a_scrape(service: Any) 
     assert 'foreshock_run_step{run="run-3"} 2.0' in text
     assert "foreshock_warning_active{" in text
     assert len(read) == 1
+    ended = Finished(step=3, unix_seconds=1.0, status="completed")
+    await service.store(ranks[3], ended)
+    gone = await service.client.delete("/v1/runs/run-3", params={"who": "ann", "reason": "no longer needed"})
+    assert gone.status_code == 204
+    assert "run-3" not in runs_of(await shown(service), "foreshock_run_step")
+    assert len(exposer._made) == 5, "nothing of a run that is deleted stays in memory"
 
 
 @pytest.mark.promise("S6")

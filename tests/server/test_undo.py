@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tests.server.orders import local
 from tests.server.switched_runs import ORDER, commands_of, grown, judge, switched
 
 from foreshock.contract.wire import Command, Switched
@@ -68,16 +69,7 @@ async def test_a_dry_run_of_an_undo_leaves_the_undo_open_and_an_undone_switch_is
 async def test_what_an_agent_switched_by_itself_can_be_undone_as_well(service: Any) -> None:
     rank = FakeRank()
     await service.store(rank, rank.started())
-    local = Switched(
-        id="local-1",
-        step=20,
-        outcome="applied",
-        heads=((0, 2),),
-        before=("plain",),
-        after=("exact_delta",),
-        reason="x",
-    )
-    await service.store(rank, local)
+    await service.store(rank, local("applied"))
     [shown] = await commands_of(service)
     assert (shown["state"], shown["source"]) == ("applied", "rank")
     assert (await service.client.post(f"/v1/commands/{shown['id']}/undo", json=WHO)).status_code == 201

@@ -1,23 +1,20 @@
 """A switch is verified some steps later, and escalated when it did not help."""
 
 import asyncio
-import json
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import SecretStr
 from sqlalchemy import select
+from tests.server.orders import local
 from tests.server.switched_runs import ORDER, commands_of, grown, judge, switched
+from tests.server.test_notifier import Out, notifier_of
 
 from foreshock.contract.slots import Slot
-from foreshock.contract.wire import Array, Policy, Sample, Switched, head_refs
+from foreshock.contract.wire import Array, Policy, Sample, head_refs
 from foreshock.server.commands import Order, create
-from foreshock.server.notifier import Notifier
-from foreshock.server.settings import Settings
 from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank
-from foreshock.server.testing.service import settings_with
 
 
 @pytest.mark.parametrize(
@@ -222,42 +219,21 @@ async def test_a_switch_is_judged_from_the_step_of_the_last_rank_that_made_it(se
 async def test_switches_whose_steps_never_pass_hide_none_that_is_due(service: Any) -> None:
     command = await switched(service, after=-0.2)
     ended = FakeRank(run="run-2")
-    own = [
-        Switched(
-            id=f"own-{n}",
-            step=20,
-            outcome="applied",
-            heads=((0, 0),),
-            before=("plain",),
-            after=("exact_delta",),
-            reason="policy auto",
-        )
-        for n in range(20)
-    ]
+    own = [local("applied", f"own-{n}") for n in range(20)]
     await service.store(ended, ended.started(), ended.sample(20), *own)
     await judge(service)
     assert (await service.get(f"/v1/commands/{command}"))["verification"] == "verified"
 
 
 async def test_people_are_told_what_became_of_a_switch(service: Any) -> None:
-    class Out:
-        said: ClassVar[list[str]] = []
-
-        async def post(self, _url: str, body: bytes) -> int:
-            self.said.append(json.loads(body)["message"])
-            return 200
-
-    url = "https://hooks.example.org/x"
-    hosts = ("hooks.example.org",)
-    settings = settings_with(Settings, notify_webhook_url=SecretStr(url), notify_hosts=hosts, notify_gather_seconds=0.0)
-    notifier = Notifier(service.app.state.store, settings, Out())  # type: ignore[arg-type]
-    await notifier.turn()
+    out = Out()
+    notifier = await notifier_of(service, out)
     await switched(service, mode="paper_softmax")
     await judge(service)
     await notifier.turn()
     await notifier.turn()
-    [told] = [words for words in Out.said if "not arrested" in words]
-    became, proposed = told.splitlines()[-2:]  # what became of it, and the proposal that follows
+    [told] = [words for words in out.said if "not arrested" in words]
+    became, proposed = told.splitlines()[-3:-1]  # what became of it, and the proposal that follows
     assert became.startswith("Run run-1: Layer 0 head 2 after the switch to paper_softmax at step 2,000: not arrested")
     assert "Escalate: exact_delta+paper_softmax" in became
     assert "is proposed (service)" in proposed
