@@ -57,7 +57,8 @@ def test_every_route_needs_the_scope_of_what_it_does() -> None:
         for route in module.router.routes:
             parts = route.dependant.dependencies
             calls = [d.call for d in [*parts, *(s for p in parts for s in p.dependencies)]]
-            [scope] = {call.scope for call in calls if isinstance(call, Needs)} or {"none"}
+            scopes: set[str] = {call.scope for call in calls if isinstance(call, Needs)}
+            [scope] = scopes or {"none"}
             found[scope] |= {(method, route.path) for method in route.methods}
     decisions = ("approve", "reject", "cancel", "undo")
     assert found.pop("act") == {
