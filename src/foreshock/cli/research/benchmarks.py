@@ -10,7 +10,7 @@ from foreshock.cli.errors import Commands
 bench = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    help="Benchmarks of the kernels, the agent and the service.",
+    help="Benchmarks of the kernels, the agent, the detectors and the service.",
 )
 
 
@@ -47,6 +47,17 @@ def bench_agent(
     from foreshock.benchmarks import agent_step
 
     agent_step.main(json, rounds, shape, variant or agent_step.WATCHED)
+
+
+@bench.command("detectors")
+def bench_detectors(
+    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    passes: Annotated[int, typer.Option(help="Number of times that each course is played.", min=1)] = 12,
+) -> None:
+    """Time the detectors of 80 layers of 64 heads, healthy and with a layer that drifts. Set OMP_NUM_THREADS=1."""
+    from foreshock.benchmarks import detectors
+
+    detectors.main(json, passes)
 
 
 @bench.command("ingest")

@@ -54,7 +54,7 @@ class BiasEvidence:
     open_samples: int = 0
     """since the last bet on samples"""
     apart: bool = False
-    """whether the two kinds of bets differ, as they do once a block has held more samples than a bet"""
+    """whether a block has held more samples than a bet; until then blocks make no bets of their own"""
 
     @classmethod
     def begin(cls, heads: int) -> Self:
@@ -75,8 +75,11 @@ class BiasEvidence:
     def add(self, bias: Floats, rows: Floats) -> None:
         """Add a sample: the sum of its delta bias, [N], over its rows."""
         if self.open_samples >= SAMPLES_OF_A_BET:
+            if not self.apart:
+                self.apart = True
+                for part in (self.capital, self.usual, self.bets):
+                    part[1] = part[0]
             self._bet(0)
-            self.apart = True
         self.open_bias[0] += bias if is_finite(bias) else np.where(np.isfinite(bias), bias, 0.0)
         self.open_rows[0] += rows
         self.open_samples += 1
@@ -86,9 +89,6 @@ class BiasEvidence:
         self._bet(0)
         if self.apart:
             self._bet(1)
-        else:
-            for part in (self.capital, self.usual, self.bets):
-                part[1] = part[0]
         self.drop_open()
 
     def _bet(self, pace: int) -> None:
@@ -99,17 +99,17 @@ class BiasEvidence:
         self.open_samples = 0
         capital, usual, bets = self.capital[pace], self.usual[pace], self.bets[pace]
         known = bets >= _FIRST_BETS
-        won = np.divide(size, usual, out=np.zeros_like(size), where=known & (usual > 0))
-        capital += capital * np.multiply.outer((-_STAKE, _STAKE), np.clip(won, -1.0, 1.0))
+        won = size / np.where(known & (usual > 0), usual, np.inf)
+        capital += capital * np.multiply.outer((-_STAKE, _STAKE), np.clip(won, -1.0, 1.0, out=won))
         capital += (1.0 - capital) / MEMORY_BETS
         np.minimum(capital, _MOST, out=capital)
         np.abs(size, out=size)
-        np.minimum(size, _OUTLIER * usual, out=size, where=known)
+        np.minimum(size, np.where(known, _OUTLIER * usual, np.inf), out=size)
         showed = size > 0
         bets += showed
         usual += (size - usual) / np.clip(bets, 1.0, _USUAL_BETS) * showed
 
     def of(self, direction: Floats) -> Floats:
         """The capital that was won on each head's bias having this sign, [N]; 1 is none."""
-        capital = self.capital.mean(axis=0)
+        capital = self.capital.mean(axis=0) if self.apart else self.capital[0]
         return np.where(direction < 0, capital[0], capital[1])

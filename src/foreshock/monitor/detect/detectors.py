@@ -191,10 +191,11 @@ class Detectors:
         ahead: dict[int, float] = {}
         if self._conditions is not None:
             ahead = dict(zip(heads.tolist(), courses(self._conditions.growth, heads).tolist(), strict=True))
+        growing = any((each.severity, each.cause) == ("critical", "score growth") for each in stand.values())
         found = {}
         for index, signal in signals.items():
             before, evidence = stand.get(index), self._shown(index)
-            why = self._cause(index, before)
+            why = self._cause(index, before, growing=growing)
             grave = evidence.score >= DANGEROUS_SCORE
             if signal == NON_FINITE:
                 suspected = self.run.non_finite.suspect_step or (
@@ -210,23 +211,15 @@ class Detectors:
             found[index] = Finding(signal, evidence, why, "critical" if grave else "warning", course)
         return found
 
-    def _cause(self, index: int, before: wire.Verdict | None) -> Cause:
+    def _cause(self, index: int, before: wire.Verdict | None, *, growing: bool) -> Cause:
         """Rounding where the delta bias supports the drift, and for as long as it does not speak against it; a head
-        whose delta bias is no longer applied keeps its cause, since nothing can test it."""
+        whose delta bias is no longer applied keeps its cause, since nothing can test it. growing: whether a head is
+        critical by score growth, which pushes the delta bias too."""
         if index == RUN:
             return "other"
         named = before is not None and before.cause == "rounding"
-        alarms = (alarm.verdict for alarm in self.run.alarms.values())
-        # Scores that grow for another reason push the delta bias too.
-        if self.supported[index] and (
-            named or ("critical", "score growth") not in {(a.severity, a.cause) for a in alarms}
-        ):
-            return "rounding"
-        if named:
-            offset = np.full(len(self.heads), self._shown(index).offset)
-            if not (self.run.bias.of(offset)[index] < 1.0 and self.run.can_round()[index]):
-                return "rounding"
-        return "score growth"
+        refuted = self._conditions is not None and self._conditions.refuted[index]
+        return "rounding" if (named and not refuted) or (self.supported[index] and not growing) else "score growth"
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next sample depends on; JSON-able."""

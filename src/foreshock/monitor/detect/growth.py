@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import reduce
 from typing import Annotated, Final, Self
 
 import numpy as np
@@ -193,8 +192,11 @@ class HeadPasts:
 
 def _mean(blocks: Sequence[Floats]) -> Floats:
     """Of those blocks, [2, N] each, that know a value."""
-    total = reduce(np.add, blocks)
+    total = blocks[0].copy()
+    for block in blocks[1:]:
+        total += block
     if is_finite(total):
-        return np.asarray(total / len(blocks))
+        total /= len(blocks)
+        return total
     known = ~np.isnan(np.stack(blocks))
     return np.asarray(np.where(known, np.stack(blocks), 0.0).sum(axis=0) / known.sum(axis=0))

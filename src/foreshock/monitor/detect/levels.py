@@ -36,15 +36,13 @@ _LARGEST_HALF: Final = 65504.0
 
 
 class Passed(NamedTuple):
-    """A level that heads have passed."""
+    """A level that heads have passed, or a layer with wrong rows."""
 
     name: str
-    heads: list[int]
-    """rows of the heads, the worst first"""
-    worst: float
+    evidence: dict[str, float]
     sentence: str
-    wrong: dict[str, float] | None = None
-    """Of an attention that computes wrong rows: the evidence."""
+    wrong: wire.HeadRef | None = None
+    """the worst head of a layer with wrong rows"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,21 +116,17 @@ class Levels:
             past = np.flatnonzero((values >= level) & ~silent)
             if past.size and not (name == "first-score" and found):
                 heads = past[np.argsort(-values[past])].tolist()
-                found.append(Passed(name, heads, float(values[heads[0]]), self._words(name, values, heads)))
+                seen = {name.removeprefix("first-"): float(values[heads[0]]), "heads": float(len(heads))}
+                found.append(Passed(name, seen, self._words(name, values, heads)))
         known = entropy_rows > 0
-        if (
-            known.any()
-            and (entropy[known] < ENTROPY).all()
-            and (score[known] >= _SHARP_SCORE).all()
-            and known.sum() > 1
-        ):
-            worst = float(entropy[known].max())
+        measured, worst = int(known.sum()), float(entropy[known].max(initial=0.0))
+        if measured > 1 and worst < ENTROPY and (score[known] >= _SHARP_SCORE).all():
             text = (
-                f"All {int(known.sum())} measured heads look at about one key each: the entropy of their rows is "
+                f"All {measured} measured heads look at about one key each: the entropy of their rows is "
                 f"{worst:.2g} nats at most, and no healthy recorded run came below {ENTROPY:g} in all heads. Check the "
                 f"scale of the scores and the norms of queries and keys: gradients hardly pass a one-hot attention."
             )
-            found.append(Passed("entropy", np.flatnonzero(known).tolist(), worst, text))
+            found.append(Passed("entropy", {"entropy": worst, "heads": float(measured)}, text))
         return found
 
     def _wrong(self, words: Words) -> list[Passed]:
@@ -146,15 +140,16 @@ class Levels:
         for layer, rows in by_layer.items():
             rows.sort(key=lambda row: -wrong[row] / checked[row])
             worst, of = rows[0], sum(head[0] == layer for head in self._heads)
-            share, size = wrong[worst] / checked[worst], float(error[rows].max())
+            size = float(error[rows].max())
             others = f" {len(rows)} of {of} heads of the layer have such rows." if len(rows) > 1 else ""
             text = (
                 f"Layer {layer} head {self._heads[worst][1]}: {wrong[worst]:.0f} of {checked[worst]:.0f} compared rows "
                 f"of its attention output are wrong, up to {size:.3g} times as far from their recomputation as "
                 f"rounding explains.{others}{self._computed_by(layer)}"
             )
-            evidence = {"wrong_share": share, "output_error": min(size, np.finfo(np.float64).max)}
-            found.append(Passed(f"kernel-l{layer}", rows, size, text, evidence | {"heads": float(len(rows))}))
+            share, bounded = float(wrong[worst] / checked[worst]), min(size, float(np.finfo(np.float64).max))
+            seen = {"wrong_share": share, "output_error": bounded, "heads": float(len(rows))}
+            found.append(Passed(f"kernel-l{layer}", seen, text, self._heads[worst]))
         return found
 
     def _words(self, name: str, values: Floats, heads: list[int]) -> str:
@@ -184,27 +179,17 @@ class Levels:
         return text
 
     def _verdict(self, step: int, passed: Passed) -> wire.Verdict:
-        if passed.wrong is not None:
-            layer, head = self._heads[passed.heads[0]]
-            return wire.Verdict(
-                id=f"{passed.name}-{step}",
-                step=step,
-                state="raised",
-                severity="critical",
-                layer=layer,
-                head=head,
-                cause="attention kernel",
-                signal=KERNEL,
-                evidence=passed.wrong,
-                sentence=passed.sentence[:500],
-            )
+        wrong = passed.wrong is not None
+        layer, head = passed.wrong or (None, None)
         return wire.Verdict(
-            id=f"level-{passed.name}-{step}",
+            id=f"{'' if wrong else 'level-'}{passed.name}-{step}",
             step=step,
             state="raised",
-            severity="warning",
-            cause="score growth",
-            signal=LEVEL,
-            evidence={passed.name.removeprefix("first-"): passed.worst, "heads": float(len(passed.heads))},
+            severity="critical" if wrong else "warning",
+            layer=layer,
+            head=head,
+            cause="attention kernel" if wrong else "score growth",
+            signal=KERNEL if wrong else LEVEL,
+            evidence=passed.evidence,
             sentence=passed.sentence[:500],
         )

@@ -1,6 +1,5 @@
 """One merged sample as the detectors read it."""
 
-import math
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -61,11 +60,11 @@ def head_readings(words: Words) -> HeadReadings:
     # Runs between two steps of a training: each slot is passed over once. A test compares with the catalogue.
     floats, rows = words.view(np.float64), slot_values(words, Slot.ROWS)
     largest_score, bias = floats[:, Slot.ROW_MAX_ABS].copy(), floats[:, Slot.DELTA_BIAS_SUM].copy()
-    if not is_finite(largest_score):  # the first recordings hold the largest score alone
+    if not (finite := is_finite(largest_score)):  # the first recordings hold the largest score alone
         largest_score = np.fmax(largest_score, floats[:, Slot.SCORE_MAX])
     with np.errstate(divide="ignore", invalid="ignore"):
         offset = floats[:, Slot.SCORE_OFFSET_SUM] / rows
-    if not (is_finite(offset) and is_finite(largest_score)):
+    if not (finite and is_finite(offset)):
         empty = rows <= 0
         offset[empty] = bias[empty] = largest_score[np.isneginf(largest_score)] = np.nan
     return {
@@ -78,6 +77,5 @@ def head_readings(words: Words) -> HeadReadings:
 
 
 def is_finite(values: Floats) -> bool:
-    """Whether none is NaN or infinite, at the price of one pass; values whose squares overflow may be called so."""
-    flat = values.ravel()
-    return math.isfinite(flat.dot(flat))
+    """Whether none is NaN or infinite. A product with itself would be faster, but wakes the threads of the BLAS."""
+    return bool(np.isfinite(values).all())

@@ -31,6 +31,8 @@ class WarningConditions(NamedTuple):
     """[2, N]: the least ratio of all conditions but persistence, 0 or more; 0 where one is unknown"""
     undecided: Flags
     """[N]: it drifts and that matters, and closer samples may yet support that"""
+    refuted: Flags
+    """[N]: the delta bias, which is applied, speaks against a push the way of the offset"""
     urgent: Flags
     """[N]: its score is dangerous, or will be before growth could last"""
 
@@ -38,8 +40,8 @@ class WarningConditions(NamedTuple):
     def of(cls, growth: Growth, bias: BiasEvidence, rounds: Flags, config: DetectorConfig) -> "WarningConditions":
         """rounds: the heads whose delta bias is applied."""
         (offset_before, score_before), (offset, score) = growth.start, growth.end
-        moved = offset - offset_before
-        moved = np.copysign(moved, moved * offset)  # away from zero
+        away = np.copysign(1.0, offset)
+        moved = away * (offset - offset_before)
         grown = score - score_before - growth.error[HeadSignal.SCORE]
         # What grows in a head's scores and not in their mean is a head that sharpens, which is no drift.
         together = ~(moved < config.shared_part * grown)
@@ -48,21 +50,19 @@ class WarningConditions(NamedTuple):
         factor = (far + 1.0) / (np.abs(offset_before) + 1.0)
         asked = 1.0 + early * (config.young_growth - 1.0)
         drift = np.minimum(np.minimum(far / config.offset_level, moved / config.offset_change), factor / asked)
-        drift = np.where(together, np.fmax(drift, 0.0), 0.0)
+        drift = np.fmax(drift, 0.0) * together
         drifts = drift >= 1.0
         # Heads that may drift soon are tested too, or each would be the only one when it begins to.
         tested = together & (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
-        capital = np.where(rounds, bias.of(offset), 0.0)
-        capital[score_before >= DANGEROUS_SCORE] = 0.0  # there rounding follows from the scores
+        won = bias.of(offset)
+        capital = won * (rounds & ~(score_before >= DANGEROUS_SCORE))  # from there on rounding follows from the scores
         evidence = capital / (ASKED * max(int(np.count_nonzero(tested)), 1))
         supported = drifts & (evidence >= 1.0)
         undecided = drifts & ~supported & (capital >= _WORTH_A_LOOK) & (bias.bets[0] > 0)
         undecided &= growth.held >= config.earliest_steps
 
         ratios = np.empty_like(growth.end)
-        first = np.copysign(1.0, offset) * (
-            growth.middle[HeadSignal.OFFSET] - offset_before
-        )  # a jump has no older half
+        first = away * (growth.middle[HeadSignal.OFFSET] - offset_before)  # a jump has no older half
         steep = np.minimum(
             np.minimum(far / config.steep_offset, factor / config.steep_growth), first / config.offset_change
         )
@@ -75,7 +75,7 @@ class WarningConditions(NamedTuple):
         np.fmax(ratios, 0.0, out=ratios)
 
         window = growth.steps
-        heads = np.flatnonzero((ratios.max(axis=0, initial=0.0) >= _WORTH_A_FORECAST) | undecided)
+        heads = np.flatnonzero((np.maximum(*ratios) >= _WORTH_A_FORECAST) | undecided)
         ahead = np.full(len(far), math.inf)
         if len(heads):
             ahead[heads] = courses(growth, heads)
@@ -91,4 +91,4 @@ class WarningConditions(NamedTuple):
         )
         lasting = config.persist_blocks * config.block_steps
         urgent = dangerous | ((latest >= config.growing_score) & (ahead < min(lasting, window)))
-        return cls(growth, evidence, supported, ratios, undecided, urgent)
+        return cls(growth, evidence, supported, ratios, undecided, rounds & (won < 1.0), urgent)

@@ -72,7 +72,7 @@ class RunState:
 
     def can_round(self) -> Flags:
         """The heads whose delta bias is applied."""
-        return np.full(len(self.heads), self.rounds) & ~(self.modes & _ENDS).astype(np.bool_)
+        return np.asarray((self.modes & _ENDS == 0) & self.rounds)
 
     def add(self, readings: Readings) -> bool:
         """Add a sample to the open block; whether that closes it."""

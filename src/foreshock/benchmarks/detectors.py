@@ -1,0 +1,79 @@
+"""What the detectors cost a sample: 80 layers of 64 heads on one core, words to verdicts, blocks that close included.
+
+Two courses of 10,000 steps, sampled every 10: healthy heads, and one layer whose heads all drift (verdicts and
+forecasts are worked out as well). Each course is played several times, and a sample counts with the least time that it
+took, since other programs only ever add to it. The mean is the figure; the slowest samples close a block.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, Words, identity_row
+from foreshock.monitor.detect.detectors import Detectors
+from foreshock.monitor.detect.readings import Readings, head_readings
+
+LAYERS: Final = 80
+HEADS: Final = 64
+_ROWS: Final = 65_536
+Course = list[tuple[int, Words]]
+
+
+def course(*, drifting: bool, layers: int = LAYERS) -> Course:
+    """Steps and words, 100 steps apart; the samples between repeat the last."""
+    random, count = np.random.default_rng(0), layers * HEADS
+    level = random.uniform(-8, 8, count)
+    samples = []
+    for step in range(100, 10_001, 100):
+        words = np.tile(identity_row(), (count, 1))
+        floats = words.view(np.float64)
+        offset = level * (1 - np.exp(-step / 900)) + 0.05 * random.normal(size=count)
+        if drifting:
+            offset[:HEADS] += 2e-2 * max(0, step - 2000)
+        words[:, Slot.ROWS] = _ROWS
+        floats[:, Slot.ROW_MAX_ABS] = 12 + np.abs(offset) + random.normal(size=count)
+        floats[:, Slot.SCORE_OFFSET_SUM] = offset * _ROWS
+        floats[:, Slot.DELTA_BIAS_SUM] = 1e-4 * random.normal(size=count)
+        if drifting and step > 2000:
+            floats[:HEADS, Slot.DELTA_BIAS_SUM] += 3e-4
+        samples.append((step, words))
+    return samples
+
+
+def judged(played: Course, every: int = 10) -> Iterator[tuple[float, list[wire.Verdict]]]:
+    """The microseconds of processor time that each sample of a course took, and its verdicts."""
+    heads = [(layer, head) for layer in range(len(played[0][1]) // HEADS) for head in range(HEADS)]
+    detectors, modes = Detectors(heads), np.zeros(len(heads), dtype=np.int32)
+    for end, words in played:
+        for step in range(end - 100 + every, end + 1, every):
+            began = time.thread_time()
+            verdicts = detectors.update(
+                Readings(step=step, since_step=step - every, modes=modes, **head_readings(words))
+            )
+            yield 1e6 * (time.thread_time() - began), verdicts
+
+
+def main(report: Path | None = None, passes: int = 12) -> dict[str, Any]:
+    """Measure both courses, print a table, and write JSON. Call it with OMP_NUM_THREADS=1 on a quiet core."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title=f"{LAYERS} x {HEADS} heads, us a sample")
+    result: dict[str, Any] = {"layers": LAYERS, "heads": HEADS, "passes": passes, "cores": len(os.sched_getaffinity(0))}
+    for name in ("course", "mean", "median", "99 %", "largest"):
+        table.add_column(name, justify="left" if name == "course" else "right")
+    for name, drifting in (("healthy", False), ("a layer drifts", True)):
+        played = course(drifting=drifting)
+        least = np.min([[taken for taken, _ in judged(played)] for _ in range(passes)], axis=0)
+        median, high, largest = np.percentile(least, [50, 99, 100]).tolist()
+        result[name] = {"mean": float(least.mean()), "median": median, "99 %": high, "largest": largest}
+        table.add_row(name, *(f"{value:.0f}" for value in result[name].values()))
+    Console().print(table)
+    if report is not None:
+        report.write_text(json.dumps(result, indent=2) + "\n")
+    return result
