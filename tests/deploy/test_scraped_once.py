@@ -61,9 +61,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def service(tmp_path: Path) -> Iterator[LiveService]:
     (tmp_path / "service").mkdir()
     rank = FakeRank(run="team-a/a-run")
-    with LiveService(tmp_path / "service", {"FORESHOCK_TOKEN": SECRET}) as service, service.client(SECRET) as client:
-        batch = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
-        client.post("/v1/batches", content=batch, headers={"content-type": "application/json"}).raise_for_status()
+    with LiveService(tmp_path / "service", {"FORESHOCK_TOKEN": SECRET}) as service:
+        service.post(rank.batch(rank.started(), rank.sample(1)), SECRET)
         yield service
 
 

@@ -1,10 +1,9 @@
 """More orders than one acknowledgement may hold: the agent takes them all, and sends no batch twice for them."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.faults.sending import eventually
 
 from foreshock.contract import wire
 from foreshock.monitor import AgentConfig
@@ -13,13 +12,6 @@ from foreshock.server.testing import FakeRank, LiveService
 from foreshock.server.testing.service import settings_with
 
 ORDERS = 14
-
-
-def until(what: str, look: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not look():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 @pytest.mark.full
@@ -36,7 +28,7 @@ def test_an_agent_takes_more_than_a_mebibyte_of_orders_and_sends_no_batch_twice(
         sender = Sender(config, run="a-run", boot="boot-1", health=lambda: (7, {}))
         sender.start()
         sender.put(rank.started())
-        until("the run is known", lambda: client.get("/v1/runs/a-run").status_code == 200)
+        eventually("the run is known", lambda: client.get("/v1/runs/a-run").status_code == 200, 60)
         wanted = [client.post("/v1/runs/a-run/commands", json=order).json()["id"] for _ in range(ORDERS)]
 
         def obey() -> bool:
@@ -49,7 +41,7 @@ def test_an_agent_takes_more_than_a_mebibyte_of_orders_and_sends_no_batch_twice(
                 )
             return len(taken) == ORDERS
 
-        until("every order has come", obey)
+        eventually("every order has come", obey, 60)
         sender.close(10)
         counted = client.get("/metrics").text
     assert sum(len(command.model_dump_json()) for command in taken.values()) > wire.MAX_ACK_BYTES

@@ -96,11 +96,11 @@ def test_a_refusal_is_counted_and_never_asked_again(status: int) -> None:
 
 
 @pytest.mark.promise("A3")
-@pytest.mark.parametrize("status", [301, 307, 308, 401, 403, 404, 409, 415])
-def test_what_somebody_can_mend_loses_nothing_and_is_said_once(
+@pytest.mark.parametrize("status", [301, 307, 308, 401, 403, 404, 409, 415, 408, 429, 500, 503])
+def test_what_may_pass_or_somebody_can_mend_loses_nothing_and_the_latter_is_said_once(
     status: int, quick_retries: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with hostile_server(answer(status, "Location: http://127.0.0.1:1/")) as server:
+    with hostile_server(answer(status, "Location: http://127.0.0.1:1/", "Retry-After: 0")) as server:
         to = started_sender(server.url)
         send(to, 1)
         to.put(SWITCHED)
@@ -110,7 +110,7 @@ def test_what_somebody_can_mend_loses_nothing_and_is_said_once(
         to.close(2)
     assert to.dropped == {}
     assert server.events("switched")
-    assert [r.message for r in caplog.records if f"answers {status}" in r.message] == [caplog.records[0].message]
+    assert sum(f"answers {status}" in record.message for record in caplog.records) == (not is_retryable(status))
 
 
 @pytest.mark.promise("A3")
@@ -127,31 +127,6 @@ def test_a_rotated_token_is_asked_about_a_minute_apart_and_the_next_start_sends_
         eventually("the words of the first boot", lambda: server.sequences("boot-1") == [1, 1])
         again.close(2)
     assert (to.dropped, again.dropped) == ({}, {})
-
-
-@pytest.mark.promise("A3")
-def test_a_token_in_a_file_may_be_exchanged_while_the_run_goes_on(tmp_path: Path, quick_retries: None) -> None:
-    file = tmp_path / "token"
-    file.write_text("of-yesterday\n")
-    seen: list[str] = []
-
-    def only_the_new_one(server: HostileServer, connection: socket.socket, body: bytes) -> None:
-        head = server.headers[-1]
-        seen.append("new" if "Bearer of-today" in head else "old" if "Bearer of-yesterday" in head else "none")
-        acknowledge(server, connection, body) if seen[-1] == "new" else reply(connection, 401, b"{}")
-
-    with hostile_server(only_the_new_one) as server:
-        to = started_sender(server.url, token_file=file)
-        to.put(SWITCHED)
-        eventually("the old token is refused", lambda: "old" in seen)
-        file.write_text("")  # in the middle of being written
-        file.write_text("of-today\n")
-        eventually("it is stored", lambda: not len(to._own) and "new" in seen)
-        to.close(2)
-    assert to.dropped == {}
-    assert set(seen) == {"old", "new"}
-    with pytest.raises(ValidationError, match=r"missing cannot be read: FileNotFoundError"):
-        AgentConfig(token_file=tmp_path / "missing")
 
 
 @pytest.mark.promise("A3")
@@ -187,19 +162,6 @@ def test_words_that_no_proxy_takes_are_tried_a_bounded_number_of_times(
 
 
 @pytest.mark.promise("A3")
-@pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_a_passing_trouble_is_asked_again_until_it_passes(status: int, quick_retries: None) -> None:
-    with hostile_server(answer(status, "Retry-After: 0")) as server:
-        to = started_sender(server.url)
-        send(to, 1)
-        eventually("three tries", lambda: len(server.batches) >= 3)
-        server.behaviour = acknowledge
-        eventually("it is stored", lambda: not len(to._own))
-        to.close(2)
-        assert to.dropped == {}
-
-
-@pytest.mark.promise("A3")
 def test_back_off_is_real_when_nothing_is_patched() -> None:
     with hostile_server(answer(503)) as server:
         to = started_sender(server.url)
@@ -227,9 +189,12 @@ def test_a_token_that_is_renewed_after_its_refusal_is_tried_within_seconds_and_a
         to = started_sender(server.url, token_file=file)
         send(to, 1)
         eventually("the refusal", lambda: to._logged_status == 401)
+        file.write_text("")  # in the middle of being written
         file.write_text("of-today\n")
         if not closing:
             eventually("the new token", lambda: not len(to._own), 10.0)
         to.close(IN_ORDER_SECONDS)
     assert (steps_at(server), len(to._own), dict(to.dropped)) == ([1], 0, {})
     assert len(server.batches) == 2
+    with pytest.raises(ValidationError, match=r"missing cannot be read: FileNotFoundError"):
+        AgentConfig(token_file=tmp_path / "missing")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.faults.hostile_server import HostileServer, acknowledge, answer, hang, hostile_server
+from tests.faults.sending import eventually
 from tests.monitor.tiny_models import tiny_gpt, train_step
 
 from foreshock.contract import wire
@@ -60,14 +61,6 @@ def training(
             yield process, ready[1]
         finally:
             process.kill()
-
-
-def eventually(what: str, look: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not look():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds} s: {what}")
-        time.sleep(0.01)
 
 
 @pytest.mark.promise("A9")

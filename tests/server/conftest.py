@@ -35,9 +35,11 @@ class Service:
     app: FastAPI
     client: httpx.AsyncClient
 
-    async def post(self, batch: Batch, age: float | None = None, *, replayed: bool = False) -> httpx.Response:
-        """Send a batch, of a process start so many seconds old, as itself or from its spool."""
-        headers = {"content-type": "application/json"}
+    async def post(
+        self, batch: Batch, age: float | None = None, *, replayed: bool = False, secret: str = ""
+    ) -> httpx.Response:
+        """Send a batch, of a process start so many seconds old, as itself or from its spool, with this token."""
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {secret}"} if secret else {})
         if age is not None:
             headers[AGE_HEADER] = str(age)
         if replayed:

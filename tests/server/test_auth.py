@@ -2,7 +2,6 @@ import re
 from collections import defaultdict
 from typing import Any
 
-import httpx
 import pytest
 
 from foreshock.server import endpoint
@@ -87,13 +86,10 @@ def test_a_token_reaches_its_scopes_and_its_runs_and_nothing_else(play: Any) -> 
 
     async def story(service: Any) -> None:
         own, foreign = FakeRank(run="team-a/1"), FakeRank(run="team-b/1")
-        json_type = {"content-type": "application/json"}
 
         async def send(rank: FakeRank, secret: str) -> int:
-            body = rank.batch(rank.started(), rank.sample(1), sequence=1).model_dump_json()
-            headers = {**json_type, **bearer(secret)}
-            answer: httpx.Response = await service.client.post("/v1/batches", content=body, headers=headers)
-            return answer.status_code
+            answer = await service.post(rank.batch(rank.started(), rank.sample(1), sequence=1), secret=secret)
+            return int(answer.status_code)
 
         assert await send(own, "the-sender-secret-0001") == 200
         assert await send(foreign, "the-sender-secret-0001") == 403

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from foreshock.cli.main import app
 from foreshock.server.store import backup as store_backup
 from foreshock.server.store.database import StoreError
-from foreshock.server.testing import FakeRank, LiveService
+from foreshock.server.testing import FakeRank, LiveService, post
 
-JSON = {"content-type": "application/json"}
 ORDER = {"who": "ann", "reason": "a drill", "mode": "plain"}
 
 
@@ -44,7 +43,7 @@ class Ingest:
                 for rank in ranks:
                     step = rank.sequence + 1
                     events = (rank.started(), rank.sample(1)) if step == 1 else (rank.sample(step),)
-                    answer = client.post("/v1/batches", content=rank.batch(*events).model_dump_json(), headers=JSON)
+                    answer = post(client, rank.batch(*events))
                     if answer.status_code == 200:
                         self.acknowledged.append((rank.boot, rank.sequence))
                     else:
@@ -96,8 +95,7 @@ def drill(folder: Path, url: str, restored: str, environment: dict[str, str]) ->
         by_boot = {f"boot-{n}": FakeRank(run=f"run-{n % 3}", rank=n, boot=f"boot-{n}") for n in range(6)}
         for boot, sequence in before:
             rank = by_boot[boot]
-            body = rank.batch(rank.sample(sequence), sequence=sequence).model_dump_json()
-            assert client.post("/v1/batches", content=body, headers=JSON).status_code == 200
+            assert post(client, rank.batch(rank.sample(sequence), sequence=sequence)).status_code == 200
         text = client.get("/metrics").text
         assert f'foreshock_service_batches_total{{result="duplicate"}} {len(before)}\n' in text
         assert 'foreshock_service_batches_total{result="stored"} 0\n' in text
@@ -212,7 +210,7 @@ def export(tmp_path: Path) -> Path:
     file = tmp_path / "trail.jsonl"
     rank = FakeRank(run="run-0")
     with LiveService(tmp_path) as service, service.client() as client:
-        assert client.post("/v1/batches", content=rank.batch(rank.started()).model_dump_json(), headers=JSON).is_success
+        service.post(rank.batch(rank.started()))
         for _ in range(6):
             assert client.post("/v1/runs/run-0/commands", json=ORDER).status_code == 201
         cli("audit", "export", str(file), "--url", service.url)
@@ -239,7 +237,7 @@ def test_an_export_is_continued_only_from_the_store_that_it_came_from(export: Pa
     rank, before = FakeRank(run="run-0"), export.read_bytes()
     with LiveService(other) as service, service.client() as client:
         for orders in (0, 8):
-            client.post("/v1/batches", content=rank.batch(rank.started()).model_dump_json(), headers=JSON)
+            service.post(rank.batch(rank.started()))
             for _ in range(orders):
                 assert client.post("/v1/runs/run-0/commands", json=ORDER).status_code == 201
             said = cli("audit", "export", str(export), "--url", service.url, fails=True)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from foreshock.server.limits import Whole
-from foreshock.server.testing import FakeRank, LiveService
+from foreshock.server.testing import FakeRank, LiveService, post
 
 SECRET = "a-secret-of-sixteen-or-more"
 SILENT = {
@@ -183,9 +183,7 @@ def test_health_and_ranks_are_answered_while_silent_connections_fill_every_place
         with service.client(SECRET) as client:
             for step in range(5):
                 assert client.get("/healthz").status_code == 200
-                batch = rank.batch(rank.started(), rank.sample(step + 1)).model_dump_json()
-                headers = {"content-type": "application/json"}
-                assert client.post("/v1/batches", content=batch, headers=headers).status_code == 200
+                assert post(client, rank.batch(rank.started(), rank.sample(step + 1))).status_code == 200
         assert sum(_alive(connection) for connection in silent) <= 40
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from foreshock.server.testing import FakeRank, LiveService
+from foreshock.server.testing import FakeRank, LiveService, post
 
 
 class Ledger:
@@ -29,9 +29,8 @@ class Ledger:
             while not self._stop.is_set():
                 step += 1
                 batch = self.rank.batch(self.rank.sample(step, loss=float(step)), sequence=step)
-                headers = {"content-type": "application/json"}
                 try:
-                    answer = client.post("/v1/batches", content=batch.model_dump_json(), headers=headers)
+                    answer = post(client, batch)
                 except httpx.HTTPError:
                     return
                 if answer.status_code == 200:

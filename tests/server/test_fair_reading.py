@@ -103,9 +103,7 @@ def as_(secret: str) -> dict[str, str]:
 @pytest.mark.settings(tokens=TOKENS)
 async def test_curves_of_one_token_keep_no_list_no_run_and_no_curve_of_another_waiting(service: Any) -> None:
     rank = FakeRank(run="b/one")
-    body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
-    headers = as_(BOB) | {"content-type": "application/json"}
-    assert (await service.client.post("/v1/batches", content=body, headers=headers)).status_code == 200
+    assert (await service.post(rank.batch(rank.started(), rank.sample(1)), secret=BOB)).status_code == 200
 
     async def status(path: str, secret: str) -> int:
         return int((await service.client.get(path, headers=as_(secret))).status_code)

@@ -21,16 +21,15 @@ from tests.server import golden_store as old
 from tests.server.test_durability import samples_by_batch
 
 from foreshock.server import recorder
-from foreshock.server.testing import FakeRank, LiveService
+from foreshock.server.testing import FakeRank, LiveService, post
 
 pytestmark = pytest.mark.promise("S1")
-JSON = {"content-type": "application/json"}
 
 
 def sent(client: httpx.Client, rank: FakeRank, step: int) -> int:
     """Send the batch of a step; the status."""
     batch = rank.batch(rank.started(), rank.sample(step, loss=float(step)), sequence=step)
-    return client.post("/v1/batches", content=batch.model_dump_json(), headers=JSON).status_code
+    return post(client, batch).status_code
 
 
 @contextmanager

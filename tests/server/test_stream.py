@@ -15,15 +15,14 @@ import anyio
 import httpx
 import pytest
 
+from foreshock.contract.wire import Event
 from foreshock.server.http.stream import _send_events
 from foreshock.server.runs.broadcast import Client
-from foreshock.server.testing import FakeRank, LiveService
+from foreshock.server.testing import FakeRank, LiveService, post
 
 
-def send(client: httpx.Client, rank: FakeRank, *events: object) -> None:
-    batch = rank.batch(*events)  # type: ignore[arg-type]
-    headers = {"content-type": "application/json"}
-    assert client.post("/v1/batches", content=batch.model_dump_json(), headers=headers).status_code == 200
+def send(client: httpx.Client, rank: FakeRank, *events: Event) -> None:
+    post(client, rank.batch(*events)).raise_for_status()
 
 
 def events_of(response: httpx.Response) -> Iterator[dict[str, str]]:

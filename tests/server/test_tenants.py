@@ -37,9 +37,8 @@ async def two_tenants(service: Any) -> str:
     for name in (OWN, OTHER):
         rank = FakeRank(run=name)
         warned = [rank.verdict(1, head=head, name=f"warn-{head}") for head in rank.layers[0].heads]
-        body = rank.batch(rank.started(), rank.sample(1), *warned).model_dump_json()
-        json_type = {"content-type": "application/json"}
-        assert (await ask(service, ALL, "POST", "/v1/batches", content=body, headers=json_type)).status_code == 200
+        sent = await service.post(rank.batch(rank.started(), rank.sample(1), *warned), secret=ALL)
+        assert sent.status_code == 200
     order = await ask(service, ALL, "POST", f"/v1/runs/{OTHER}/commands", json=ORDER)
     assert order.status_code == 201, order.text
     return str(order.json()["id"])
@@ -104,14 +103,11 @@ async def test_an_idempotency_key_of_somebody_else_tells_a_tenant_nothing(servic
 
 @pytest.mark.promise("S21")
 def test_a_tenants_events_are_numbered_as_if_the_thousand_of_another_tenant_had_not_happened(play: Any) -> None:
-    json_type = {"content-type": "application/json"}
-
     async def story(service: Any, between: int) -> list[Any]:
         own, other = FakeRank(run=OWN), FakeRank(run=OTHER)
 
         async def send(rank: FakeRank, *events: Event) -> None:
-            body = rank.batch(*events).model_dump_json()
-            assert (await ask(service, ALL, "POST", "/v1/batches", content=body, headers=json_type)).status_code == 200
+            assert (await service.post(rank.batch(*events), secret=ALL)).status_code == 200
 
         await send(own, own.started())
         for first in range(0, between, 250):
@@ -147,13 +143,11 @@ def test_a_tenants_events_are_numbered_as_if_the_thousand_of_another_tenant_had_
     ids=["live", "come_back", "guessing"],
 )
 def test_the_stream_tells_a_tenant_of_its_own_runs_alone(back: dict[str, str], replayed: bool, tmp_path: Path) -> None:
-    tokens = [{"name": t.name, "sha256": t.sha256, "scopes": t.scopes, "run_prefix": t.run_prefix} for t in TOKENS]
-    json_type = {"content-type": "application/json"}
-    with LiveService(tmp_path, {"FORESHOCK_TOKENS": json.dumps(tokens)}) as service, service.client(ALL) as everybody:
+    tokens = [token.model_dump(mode="json") for token in TOKENS]
+    with LiveService(tmp_path, {"FORESHOCK_TOKENS": json.dumps(tokens)}) as service:
 
         def send(rank: FakeRank, *events: Event) -> None:
-            body = rank.batch(*events).model_dump_json()
-            everybody.post("/v1/batches", content=body, headers=json_type).raise_for_status()
+            service.post(rank.batch(*events), ALL)
 
         own, other = FakeRank(run=OWN), FakeRank(run=OTHER)
         for rank in (other, own):
@@ -218,9 +212,7 @@ async def test_the_audit_trail_and_the_runs_of_others_are_closed_to_a_tenant_eve
 async def test_the_pages_of_a_tenants_runs_are_told_apart_by_its_own_names_alone(service: Any) -> None:
     """Runs that were heard at one moment, of which every page shows one."""
     for name in ("team-o/1", "team-e/a", "team-o/2", "team-e/b.b", "team-o/3", "team-e/c"):
-        body = FakeRank(run=name).batch(FakeRank().sample(1)).model_dump_json()
-        json_type = {"content-type": "application/json"}
-        assert (await ask(service, ALL, "POST", "/v1/batches", content=body, headers=json_type)).status_code == 200
+        assert (await service.post(FakeRank(run=name).batch(FakeRank().sample(1)), secret=ALL)).status_code == 200
     with service.app.state.store.writer.engine.begin() as connection:
         connection.execute(runs.update().values(last_seen=1.8e9))
     cursor: str | None = None

@@ -2,9 +2,6 @@
 
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,60 +11,41 @@ import numpy as np
 import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service as Chromedriver
+from tests.e2e.running import free_port
 
 from foreshock.contract.decision import because_of
-from foreshock.contract.modes import mode_name, parse_mode
+from foreshock.contract.modes import DEFAULT_MITIGATION, mode_name, parse_mode
 from foreshock.contract.slots import SLOT_COUNT, Slot
-from foreshock.contract.wire import Ack, Array, Batch, Event, Layer, Sample, Started, Switched, Verdict
+from foreshock.contract.wire import Ack, Array, Event, Policy, Sample, Switched
+from foreshock.server.child import ServiceProcess
+from foreshock.server.testing import FakeRank, post
 
 ROWS = 4096
 
 
-class Feeder:
+class Feeder(FakeRank):
     """One rank's agent, as the service sees it. Head 2 of layer 0 drifts; every value follows from the step."""
 
     def __init__(self, client: httpx.Client, run: str, *, layers: int = 2, heads: int = 4, drift: float = 1.0) -> None:
-        self.client, self.run, self.drift = client, run, drift
+        super().__init__(run, layers=layers, heads=range(heads))
+        self.client, self.drift = client, drift
         self.shape = (layers, heads)
-        self.sequence = 0
         self.step = 0
         self.modes = np.zeros((layers, heads), dtype=np.int32)
         self.recorded = frozenset({"states", "risk", "scalars", "norms"})
 
     def send(self, *events: Event) -> Ack:
         """Post one batch; the acknowledgement carries the commands."""
-        self.sequence += 1
-        batch = Batch(run=self.run, rank=0, boot="boot-1", sequence=self.sequence, events=events)
-        answer = self.client.post(
-            "/v1/batches", content=batch.model_dump_json(), headers={"content-type": "application/json"}
-        )
+        answer = post(self.client, self.batch(*events))
         assert answer.status_code == 200, answer.text
         return Ack.model_validate_json(answer.content)
 
-    def start(self, labels: dict[str, str] | None = None, policy: str = "observe", qk_clip: str | None = None) -> None:
+    def start(
+        self, labels: dict[str, str] | None = None, policy: Policy = "observe", qk_clip: str | None = None
+    ) -> None:
         """Say what is watched."""
-        layers, heads = self.shape
-        self.send(
-            Started(
-                step=0,
-                unix_seconds=time.time(),
-                layers=tuple(
-                    Layer(
-                        layer=i,
-                        name=f"blocks.{i}.attention",
-                        heads=tuple(range(heads)),
-                        kv_heads=heads,
-                        head_dim=64,
-                        served_by="reference",
-                    )
-                    for i in range(layers)
-                ),
-                policy=policy,  # type: ignore[arg-type]
-                numerics="kernel",
-                labels=labels or {},
-                qk_clip=qk_clip,
-            )
-        )
+        began = self.started(policy=policy, mitigation=DEFAULT_MITIGATION, qk_clip=qk_clip)
+        self.send(began.model_copy(update={"labels": labels or {}}))
 
     def train(self, samples: int, every: int = 10) -> None:
         """Send so many samples, in batches of 100."""
@@ -121,15 +99,9 @@ class Feeder:
 
     def warn(self, sentence: str = "Layer 0 head 2 drifts: its score offset left its peers and keeps growing.") -> None:
         """Raise the warning about head 2 of layer 0."""
-        self.warning = Verdict(
-            id="offset-0-2",
-            step=self.step,
-            state="raised",
-            severity="warning",
-            layer=0,
-            head=2,
-            cause="rounding",
-            signal="offset",
+        self.warning = self.verdict(
+            self.step,
+            name="offset-0-2",
             evidence={"offset": -6.25, "growth_per_1000_steps": 2.5, "delta_bias_z": 5.5},
             forecast_steps=2130.0,
             forecast_low_steps=1420.0,
@@ -161,73 +133,24 @@ class Feeder:
             before = tuple(mode_name(int(self.modes[layer, head])) for layer, head in heads)
             for layer, head in heads:
                 self.modes[layer, head] = int(parse_mode(command.mode))
-            self.send(
-                Switched(
-                    id=f"done-{command.id}",
-                    step=self.step,
-                    command=command.id,
-                    outcome="applied",
-                    heads=heads,
-                    before=before,
-                    after=(command.mode,) * len(heads),
-                    reason="ordered",
-                )
-            )
+            self.send(self.answer(command, self.step).model_copy(update={"before": before}))
         return [command.mode for command in ack.commands]
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-class Service:
+class Service(ServiceProcess):
     """`foreshock serve` in a process of its own; it can be stopped and started again on the same port and store."""
 
     def __init__(self, directory: Path, **settings: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("FORESHOCK_")},
-            "FORESHOCK_DATABASE_URL": f"sqlite:///{directory / 'foreshock.db'}",
-            "FORESHOCK_PORT": str(self.port),
-            **{f"FORESHOCK_{name.upper()}": value for name, value in settings.items()},
-        }
-        self.log = directory / "service.log"
+        given = {f"FORESHOCK_{name.upper()}": value for name, value in settings.items()}
+        super().__init__(directory, {"FORESHOCK_PORT": str(free_port()), **given})
+        self.start(120)
         headers = {"Authorization": f"Bearer {settings['token']}"} if "token" in settings else {}
         self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False, headers=headers)
-        self.start()
-
-    def start(self) -> None:
-        """Start and wait until it is ready."""
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "foreshock", "serve"], env=self.environment, stdout=log, stderr=log
-            )
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, f"the service ended:\n{self.log.read_text()[-4000:]}"
-            try:
-                if self.client.get("/readyz").status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.1)
-        self.stop()
-        pytest.fail(f"the service was not ready within 120 s:\n{self.log.read_text()[-4000:]}")
 
     def close(self) -> None:
         """End it for good."""
-        self.stop()
+        self.stop(60)
         self.client.close()
-
-    def stop(self) -> None:
-        """End it and wait."""
-        self.process.terminate()
-        self.process.wait(timeout=60)
 
 
 @pytest.fixture(scope="session")

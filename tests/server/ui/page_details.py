@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.wire import Ack, Event, Finished, Switched
-from foreshock.server.testing import FakeRank
+from foreshock.server.testing import FakeRank, post
 
 T = TypeVar("T")
 HEADS: Final = ((0, 2), *((layer, head) for layer in range(3) for head in range(12) if (layer, head) != (0, 2)))[:30]
@@ -133,6 +133,4 @@ def _order(client: httpx.Client, run: str, who: str, reason: str, heads: list[li
 
 
 def _send(client: httpx.Client, rank: FakeRank, *events: Event) -> Ack:
-    body = rank.batch(*events).model_dump_json()
-    answer = client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
-    return Ack.model_validate_json(answer.raise_for_status().content)
+    return Ack.model_validate_json(post(client, rank.batch(*events)).raise_for_status().content)

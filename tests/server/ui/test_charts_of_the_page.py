@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
-from PIL import Image
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from tests.server.ui.reading import MINUS, button, open_run, text, tile, wait
@@ -113,9 +110,3 @@ def test_the_heat_map_scrubs_through_time_and_chooses_a_head_by_keyboard(
     canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
     wait("the next head is chosen", lambda: text(chromium, ".reading").startswith("layer 1 head 3"))
     wait("and plotted", lambda: "layer 1 head 3" in text(chromium, ".chart .legend"))
-
-
-def middle(picture: bytes) -> np.ndarray[Any, Any]:
-    """The colour in the middle of a picture, RGB."""
-    with Image.open(io.BytesIO(picture)) as image:
-        return np.array(image.convert("RGB").getpixel((image.width // 2, image.height // 2)), dtype=np.float64)

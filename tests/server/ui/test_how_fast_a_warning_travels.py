@@ -6,7 +6,6 @@ Alertmanager. The detectors trip when the test says so, since a natural drift ta
 
 from __future__ import annotations
 
-import socket
 import statistics
 import subprocess
 import threading
@@ -21,8 +20,10 @@ import pytest
 import torch
 from selenium.webdriver.common.by import By
 from tests.dashboards.shipped import alertmanager_config, prometheus_config
+from tests.e2e.running import free_port
 from tests.monitor.doubles import ScriptedDetectors, verdict
 from tests.monitor.tiny_models import tiny_gpt, train_step
+from tests.server.ui.reading import wait
 
 from foreshock.contract import wire
 from foreshock.dashboards.generate import GENERATED
@@ -42,15 +43,6 @@ RUN = "in-a-hurry"
 INTERVAL_SECONDS = 2.0
 """Of Prometheus's scrapes and of its evaluations."""
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-def wait(what: str, look: Callable[[], Any], seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(0.02)
-    pytest.fail(f"not within {seconds:g} s: {what}")
 
 
 class TripWire(ScriptedDetectors):
@@ -97,13 +89,6 @@ class Training:
         self._over.set()
         self._thread.join()
         self.agent.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture

@@ -73,31 +73,6 @@ def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Se
     wait("the audit trail names who and why", lambda: "Ada" in text(chromium, "section[aria-label=History] table"))
 
 
-def test_the_page_fits_a_phone(chromium: Chrome, service: Service, feeder: Feeder) -> None:
-    feeder.start(labels={"model": "a-rather-long-name-of-a-model-that-has-to-wrap-somewhere-on-a-narrow-screen"})
-    feeder.train(20)
-    feeder.warn()
-    chromium.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
-    )
-    try:
-        for address in ("/", f"/?runs={feeder.run}"):
-            chromium.get(service.url + address)
-            wait("the run is shown", lambda: feeder.run in text(chromium))
-            if "runs" in address:
-                signals = wait("the signals", lambda: chromium.find_element(By.ID, "signals"))
-                chromium.execute_script("arguments[0].scrollIntoView()", signals)
-                wait("the charts", lambda: chromium.find_elements(By.CSS_SELECTOR, ".u-wrap"))
-            wide = chromium.execute_script(
-                "return document.scrollingElement.scrollWidth > innerWidth || innerWidth !== 390"
-            )
-            assert not wide, f"{address} is wider than the phone"
-        chart = chromium.find_element(By.CSS_SELECTOR, ".chart")
-        assert 300 < chart.size["width"] <= 390
-    finally:
-        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
 @pytest.mark.full
 def test_a_lost_connection_is_said_and_what_was_missed_comes_after_it(
     chromium: Chrome, service: Service, feeder: Feeder, complaints: Callable[[], list[str]]

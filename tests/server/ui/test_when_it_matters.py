@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 pytestmark = pytest.mark.servers
-LONG = "gpt-neox-20b/pile-deduplicated/bf16-flash-attention/lr-6e-4/warmup-3000/seed-1234567/80x64-"
 OVERFLOW = """
 const wide = [];
 for (const card of document.querySelectorAll(".card, main > section, dialog")) {
@@ -68,24 +67,15 @@ def open_at_size(chromium: Chrome, service: Service, *runs: str) -> None:
 
 
 def warn_about(feeder: Feeder, layer: int, head: int, **fields: Any) -> Verdict:
-    return Verdict.model_validate(
-        {
-            "id": f"offset-{layer}-{head}",
-            "step": feeder.step,
-            "state": "raised",
-            "severity": "warning",
-            "layer": layer,
-            "head": head,
-            "cause": "rounding",
-            "signal": "offset",
-            "evidence": {"offset": -6.25, "offset_before": -3.0, "score": 75.0, "tied_share": 0.1, "window_steps": 900},
-            "forecast_steps": 2000.0 + 10 * head,
-            "forecast_low_steps": 1500.0,
-            "forecast_high_steps": 3000.0,
-            "sentence": f"Layer {layer} head {head} drifts: its score offset left its peers and keeps growing.",
-        }
-        | fields
-    )
+    said = {
+        "name": f"offset-{layer}-{head}",
+        "evidence": {"offset": -6.25, "offset_before": -3.0, "score": 75.0, "tied_share": 0.1, "window_steps": 900},
+        "forecast_steps": 2000.0 + 10 * head,
+        "forecast_low_steps": 1500.0,
+        "forecast_high_steps": 3000.0,
+        "sentence": f"Layer {layer} head {head} drifts: its score offset left its peers and keeps growing.",
+    }
+    return feeder.verdict(feeder.step, layer, head, **said | fields)
 
 
 def first_chart(chromium: Chrome) -> dict[str, float]:
@@ -112,25 +102,6 @@ def test_the_first_chart_is_on_the_screen_however_many_warnings_there_are(
     wait("the heads are told", lambda: screen.find_elements(By.CSS_SELECTOR, ".warnings .layer"))
     charts = "return document.getElementById('signals').getBoundingClientRect().top + scrollY"
     assert screen.execute_script(charts) < 1400
-
-
-INKED = """
-const canvas = document.querySelector(".chart canvas");
-const pen = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
-pen.drawImage(canvas, 0, 0);
-const inked = (top, height) => {
-  const { data } = pen.getImageData(0, top, canvas.width, height);
-  return [...Array(canvas.width).keys()].filter((x) =>
-    [...Array(height).keys()].some((y) => data[4 * (y * canvas.width + x) + 3] > 0));
-};
-return { width: canvas.width, markers: inked(0, 13), ticks: inked(canvas.height - 24, 24) };
-"""
-
-
-def _drawn(chromium: Chrome) -> dict[str, Any]:
-    """Which columns of the first chart hold ink, once it has two markers of ten pixels each."""
-    found: dict[str, Any] = chromium.execute_script(INKED)
-    return found if len(found["markers"]) > 14 and found["ticks"] else {}
 
 
 def test_a_finished_run_offers_no_approval(chromium: Chrome, service: Service, feeder: Feeder) -> None:
@@ -175,8 +146,7 @@ def test_people_who_may_only_read_see_no_switch_and_everybody_can_log_out(
 def test_a_run_that_fell_silent_is_not_shown_as_active(chromium: Chrome, service: Service, feeder: Feeder) -> None:
     feeder.start()
     feeder.train(5)
-    store = service.environment["FORESHOCK_DATABASE_URL"].removeprefix("sqlite:///")
-    with sqlite3.connect(store, timeout=20) as connection:
+    with sqlite3.connect(service.folder / "foreshock.db", timeout=20) as connection:
         connection.execute("UPDATE runs SET last_seen = last_seen - 3300 WHERE name = ?", (feeder.run,))
     connection.close()
     open_run(chromium, service, feeder.run)

@@ -48,10 +48,13 @@ class LiveService(ServiceProcess):
     def post(self, batch: Batch, token: str | None = None) -> Ack:
         """Send a batch, and what the service says to it."""
         with self.client(token) as client:
-            reply = client.post(
-                "/v1/batches", content=batch.model_dump_json(), headers={"content-type": "application/json"}
-            )
-        return Ack.model_validate_json(reply.raise_for_status().content)
+            return Ack.model_validate_json(post(client, batch).raise_for_status().content)
+
+
+def post(client: httpx.Client, batch: Batch) -> httpx.Response:
+    """Send a batch; what the service answers."""
+    body = batch.model_dump_json()
+    return client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
 
 
 class FakeRank:
