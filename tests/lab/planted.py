@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foreshock.lab.diagnosis.capture import AttentionCall, Capture
-from foreshock.lab.recording.history import History
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.monitor import attach
@@ -57,12 +55,3 @@ def called(attention: nn.Module, numerics: Numerics = "kernel") -> tuple[Attenti
         (model(tokens).square().sum() * 10).backward(retain_graph=True)
     [call] = capture.calls
     return call, model
-
-
-def planted_history(bias: float) -> History:
-    steps = np.linspace(25.0, 5000.0, 200, dtype=np.float64)
-    noise = np.random.default_rng(0).normal(0, 0.02, (len(steps), 2))
-    shares = noise + np.array([bias, 0.0])
-    names = ("head.score_offset", "head.row_max_abs", "head.tied_rows_one")
-    values = {name: np.stack([steps / 500, np.zeros_like(steps)], 1) for name in names}
-    return History("planted", [(0, 0), (0, 1)], steps, {**values, "head.delta_bias": shares}, [])

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,14 +14,11 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from foreshock.cli.main import app
-from foreshock.client import Service, ServiceError
-from foreshock.lab.diagnosis.examination import of_checkpoint, of_factory, of_recording
+from foreshock.lab.diagnosis.examination import Head, Source, of_checkpoint, of_factory, one_sided
 from foreshock.lab.diagnosis.verdict import diagnose
-from foreshock.lab.recording.history import live, recorded
 from foreshock.lab.training.checkpoints import Checkpoints
 from foreshock.lab.training.long_run import LongRun
 from foreshock.lab.training.variant import CONTROL, UNTREATED, find_variant
-from foreshock.server.testing import FakeRank, LiveService
 
 TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"
 
@@ -105,28 +101,23 @@ def test_a_healthy_trace_gets_no_advice_but_to_keep_watching() -> None:
     assert "foreshock switch" not in said.output
 
 
-def test_a_run_of_the_service_is_diagnosed_like_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreshock.lab.recording.history._POINTS", 8)
-    trace = TRACES / "key-bias_fa2_batch32.trace.xz"
-    with LiveService(tmp_path) as service, Service(service.url) as client:
-        played = foreshock("replay", str(trace), "--url", service.url, "--run", "played")
-        assert played.exit_code == 0, played.output
-        history, same = live("played", client), recorded(trace)
-        with pytest.raises(ServiceError, match="no run 'nobody'"):
-            live("nobody", client)
-        rank = FakeRank(run="young")
-        body = rank.batch(rank.started()).model_dump_json()
-        httpx.post(f"{service.url}/v1/batches", content=body, headers={"Content-Type": "application/json"})
-        with pytest.raises(ValueError, match="young has sent no sample"):
-            live("young", client)
-    assert history.heads == same.heads
-    at = np.searchsorted(same.steps, history.steps)
-    np.testing.assert_allclose(
-        history.values["head.score_offset"], same.values["head.score_offset"][at], rtol=1e-6, equal_nan=True
+def test_a_one_signed_error_is_called_so_and_noise_is_not_and_each_step_weighs_the_same() -> None:
+    steps, noise = np.linspace(25.0, 5000.0, 200), np.random.default_rng(0).normal(0, 0.02, 200)
+    assert one_sided(steps, noise + 0.02)["delta z"] > 3
+    assert abs(one_sided(steps, noise)["delta z"]) < 3
+    near_a_warning = np.concatenate(
+        [np.arange(100.0, 1001, 100), np.arange(1001.0, 1101), np.arange(1200.0, 2001, 100)]
     )
-    one, other = (diagnose([of_recording(each)]) for each in (history, same))
-    assert one.findings[0].heads[0] == other.findings[0].heads[0]
-    assert one.heads[0].cells["warned"] == other.heads[0].cells["warned"]
+    error = np.where((near_a_warning > 1000) & (near_a_warning <= 1100), 1.0, 0.0)
+    assert one_sided(near_a_warning, error)["delta"] == pytest.approx(100 / 2000)
+
+
+def test_a_head_far_from_zero_is_a_finding_without_any_warning() -> None:
+    heads = [Head("a.xz", 0, head, {"offset": offset, "largest": 1.0}) for head, offset in ((0, 1.0), (1, -117.9))]
+    assert [found.kind for found in diagnose([Source("a.xz", heads[:1])]).findings] == ["quiet"]
+    [found] = diagnose([Source("a.xz", heads)]).findings
+    assert (found.kind, found.heads) == ("large", [(0, 1)])
+    assert "layer 0 head 1 are far from zero. The first has an offset of -117.9 nats" in found.words
 
 
 @pytest.mark.parametrize(
@@ -139,7 +130,7 @@ def test_a_run_of_the_service_is_diagnosed_like_its_trace(tmp_path: Path, monkey
         (["math:pi"], "names no function: math has none"),
         (["{trace}", "--head", "first"], "names no head; write LAYER.HEAD"),
         (["{trace}", "--head", "9.9"], "has no head 9.9; it has 0.0 to "),
-        (["some-run", "--url", "http://127.0.0.1:9"], "no service answers at http://127.0.0.1:9"),
+        (["some-run"], "some-run does not exist; give a trace"),
     ],
 )
 def test_what_cannot_be_diagnosed_is_refused_with_a_sentence(

@@ -11,13 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from foreshock.cli.output import plain
-from foreshock.client import Service
 from foreshock.lab.diagnosis.examination import Head, Source, of_checkpoint, of_factory, of_recording
 from foreshock.lab.diagnosis.verdict import diagnose
-from foreshock.lab.recording.history import live, recorded
 from foreshock.lab.recording.packed import PACKED, RECORDED
 
-_FILES: Final = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _ROWS: Final = {
     "warned": ("warned at step", ""),
     "offset": ("offset, nats", "+.1f"),
@@ -37,21 +34,19 @@ def report(
     sources: Sequence[str],
     console: Console,
     *,
-    url: str,
-    token: str | None,
     states: Sequence[Path],
     heads: Sequence[str],
     batches: int,
     json: Path | None,
 ) -> None:
-    """Diagnose traces, checkpoints (other files), models (module:factory) and runs of a service (any other name).
+    """Diagnose traces, checkpoints (other files) and models (module:factory).
 
     Raises ValueError with a sentence for a source or a head that does not exist.
     """
     named = [_head(head) for head in heads]
     if states and not any(":" in source for source in sources):
         raise ValueError("--state belongs to a model: give module:factory too, which builds it")
-    found = diagnose([each for source in sources for each in _read(source, states, batches, url, token)], named)
+    found = diagnose([each for source in sources for each in _read(source, states, batches)], named)
     for start, words in zip(["[bold]Verdict[/bold]", *["Also"] * len(found.findings)], found.findings, strict=False):
         console.print(f"{start}: {escape(words.words)}", highlight=False)
     for note in found.notes:
@@ -67,21 +62,21 @@ def report(
         console.print(f"JSON: {json}")
 
 
-def _read(source: str, states: Sequence[Path], batches: int, url: str, token: str | None) -> Iterator[Source]:
+def _read(source: str, states: Sequence[Path], batches: int) -> Iterator[Source]:
     path = Path(source)
     if path.name.endswith((RECORDED, PACKED)):
-        yield of_recording(recorded(path))
+        yield of_recording(path)
     elif path.is_file():
         yield of_checkpoint(path, batches)
     elif ":" in source and source.partition(":")[0].replace(".", "").isidentifier():
         for state in states or (None,):
             yield of_factory(source, state, batches)
-    elif path.exists() or path.suffix in _FILES:
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ValueError(f"{source} {what}; weights of a model of your own go with --state after module:factory")
     else:
-        with Service(url, token, timeout_seconds=30.0) as service:
-            yield of_recording(live(source, service))
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ValueError(
+            f"{source} {what}; give a trace, a checkpoint of `lab run`, or module:factory, whose weights go with "
+            "--state. For a run of the service use foreshock incidents"
+        )
 
 
 def _table(heads: Sequence[Head]) -> Table:

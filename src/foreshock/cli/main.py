@@ -292,11 +292,9 @@ def replay(
 
 @app.command()
 def diagnose(
-    run: Annotated[
+    source: Annotated[
         list[str],
-        typer.Argument(
-            help="A trace (.xz or .gz), a checkpoint of `lab run`, module:factory, or a run's name; may be repeated."
-        ),
+        typer.Argument(help="A trace (.xz or .gz), a checkpoint of `lab run`, or module:factory; may be repeated."),
     ],
     state: Annotated[
         list[Path],
@@ -308,21 +306,9 @@ def diagnose(
     head: Annotated[list[str], typer.Option(help="Head to look at, as LAYER.HEAD; may be repeated.")] = [],  # noqa: B006
     batches: Annotated[int, typer.Option(help="Number of batches that a model is run on.", min=2)] = 16,
     json: Annotated[Path | None, typer.Option(help="File for every number, as JSON.")] = None,
-    url: Url = DEFAULT_URL,
-    token: Token = None,
-    token_file: TokenFile = None,
 ) -> None:
-    """Say whether attention failed, in which head, why, and what to do, from checkpoints, a trace or a run."""
+    """Say whether attention failed, in which head, why, and what to do, from checkpoints or a trace."""
     from foreshock.cli import diagnose as text
     from foreshock.cli.output import console
 
-    text.report(
-        run,
-        console(),
-        url=url,
-        token=given_token(token, token_file),
-        states=state,
-        heads=head,
-        batches=batches,
-        json=json,
-    )
+    text.report(source, console(), states=state, heads=head, batches=batches, json=json)

@@ -1,10 +1,13 @@
 """What the stand-ins for attention libraries compute, in plain PyTorch, forward and backward."""
 
+import inspect
 import math
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+POSITIONAL: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def seen(
@@ -84,3 +87,43 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grad_k = torch.einsum("bhqk,bqhd->bkhd", grad_scores.to(k.dtype), q)
     grad_k, grad_v = (x.view(*x.shape[:2], -1, group, x.shape[3]).sum(3) for x in (grad_k, grad_v))
     return tuple(x[0] if ctx.packed else x for x in (grad_q, grad_k, grad_v))  # type: ignore[return-value]
+
+
+def parts(given: dict[str, Any]) -> Any:
+    """Query, key and value of a call, however they are joined."""
+    if "q" in given:
+        return given["q"], *(given["kv"].unbind(-3) if "kv" in given else (given["k"], given["v"]))
+    heads, qkv = given.get("num_heads_q"), given["qkv"]
+    rest = 0 if heads is None else (qkv.shape[-2] - heads) // 2
+    return qkv.unbind(-3) if heads is None else qkv.split([heads, rest, rest], -2)
+
+
+def function(module: str, name: str, arguments: str, *more: None) -> Any:
+    """A torch.autograd.Function of FlashAttention with these arguments; it returns `more` after the log-sum-exp."""
+    names = arguments.replace(",", " ").split()
+
+    def of_call(ctx: Any, *args: Any) -> Any:
+        given = dict(zip(names, args, strict=True))
+        ends = [given.get(f"cu_seqlens_{side}", given.get("cu_seqlens")) for side in ("q", "k")]
+        left, right = given["window_size"]
+        window = -1 if left is None else left, -1 if right is None else right
+        rule = {"causal": given["causal"], "window": window, "cu_queries": ends[0], "cu_keys": ends[1]}
+        scores = {"scale": given["softmax_scale"], "softcap": given["softcap"], "slopes": given.get("alibi_slopes")}
+        dropout_p = given.get("dropout_p", 0.0)
+        out, lse = forward(ctx, *parts(given), dropout_p=dropout_p, **scores, **rule)
+        return (out, lse, *more) if given.get("return_softmax", True) else out
+
+    def of_gradient(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        query, key, value = backward(ctx, grad)
+        if "num_heads_q" in names:
+            grads: list[Tensor] = [torch.cat((query, key, value), -2)]
+        elif "qkv" in names:
+            grads = [torch.stack((query, key, value), -3)]
+        else:
+            grads = [query, torch.stack((key, value), -3)] if "kv" in names else [query, key, value]
+        return *grads, *[None] * (len(names) - len(grads))
+
+    shown: Any = of_call  # as the library's own looks to whoever asks for its arguments
+    shown.__signature__ = inspect.Signature([inspect.Parameter(each, POSITIONAL) for each in ("ctx", *names)])
+    methods = {"forward": staticmethod(of_call), "backward": staticmethod(of_gradient), "__module__": module}
+    return type(name, (torch.autograd.Function,), methods)

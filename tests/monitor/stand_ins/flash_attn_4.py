@@ -3,170 +3,47 @@
 Not the library: plain PyTorch computes (attending.py).
 """
 
-# mypy: disallow-untyped-calls=False
-
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from tests.monitor.stand_ins import attending
 from torch import Tensor
 
 Window = tuple[int | None, int | None]
-
-
-def sides(window: Window) -> tuple[int, int]:
-    left, right = (-1 if side is None else side for side in window)
-    return left, right
-
-
-class FlashAttnFunc(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        qv: Tensor | None = None,
-        gather_kv_indices: Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Window = (None, None),
-        learnable_sink: Tensor | None = None,
-        softcap: float = 0.0,
-        num_splits: int = 1,
-        pack_gqa: bool | None = None,
-        deterministic: bool = False,
-        score_mod: Callable[..., Any] | None = None,
-        score_mod_bwd: Callable[..., Any] | None = None,
-        mask_mod: Callable[..., Any] | None = None,
-        aux_tensors: list[Tensor] | None = None,
-        aux_scalars: tuple[Any, ...] | None = None,
-        block_sparse_tensors: Any = None,
-        block_sparse_tensors_bwd: Any = None,
-        return_lse: bool = False,
-    ) -> Any:
-        rule: dict[str, Any] = {"causal": causal, "window": sides(window_size)}
-        return attending.forward(ctx, q, k, v, scale=softmax_scale, softcap=softcap, **rule)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, *args: Any) -> Any:
-        return *attending.backward(ctx, dout), *[None] * 18
-
-
-class FlashAttnVarlenFunc(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        qv: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        seqused_q: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        min_seqlen_k: int | None = None,
-        gather_kv_indices: Tensor | None = None,
-        page_table: Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Window = (None, None),
-        learnable_sink: Tensor | None = None,
-        softcap: float = 0.0,
-        num_splits: int = 1,
-        pack_gqa: bool | None = None,
-        deterministic: bool = False,
-        score_mod: Callable[..., Any] | None = None,
-        score_mod_bwd: Callable[..., Any] | None = None,
-        mask_mod: Callable[..., Any] | None = None,
-        block_sparse_tensors: Any = None,
-        aux_tensors: list[Tensor] | None = None,
-        aux_scalars: tuple[Any, ...] | None = None,
-        return_lse: bool = False,
-        scheduler_metadata: Any = None,
-        seqlen_k_per_split: int | None = None,
-        disable_scheduler_metadata: bool = False,
-    ) -> Any:
-        rule: dict[str, Any] = {
-            "causal": causal,
-            "window": sides(window_size),
-            "cu_queries": cu_seqlens_q,
-            "cu_keys": cu_seqlens_k,
-        }
-        return attending.forward(ctx, q, k, v, scale=softmax_scale, softcap=softcap, **rule)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, *args: Any) -> Any:
-        return *attending.backward(ctx, dout), *[None] * 28
+SCORES = "softmax_scale, causal, window_size, learnable_sink, softcap, num_splits, pack_gqa, deterministic"
+MODS = "score_mod, score_mod_bwd, mask_mod"
+FlashAttnFunc = attending.function(
+    __name__,
+    "FlashAttnFunc",
+    f"q, k, v, qv, gather_kv_indices, {SCORES}, {MODS}, aux_tensors, aux_scalars, block_sparse_tensors, "
+    "block_sparse_tensors_bwd, return_lse",
+)
+FlashAttnVarlenFunc = attending.function(
+    __name__,
+    "FlashAttnVarlenFunc",
+    "q, k, v, qv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, min_seqlen_k, "
+    f"gather_kv_indices, page_table, {SCORES}, {MODS}, block_sparse_tensors, aux_tensors, aux_scalars, return_lse, "
+    "scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata",
+)
 
 
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    qv: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None,
-    softmax_scale: float | None = None,
+    *,
     causal: bool = False,
     window_size: Window = (None, None),
     learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    score_mod: Callable[..., Any] | None = None,
-    score_mod_bwd: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    aux_tensors: list[Tensor] | None = None,
-    aux_scalars: tuple[Any, ...] | None = None,
-    block_sparse_tensors: Any = None,
-    block_sparse_tensors_bwd: Any = None,
-    return_lse: bool = False,
+    mask_mod: Any = None,
 ) -> Any:
-    scores = softmax_scale, causal, window_size, learnable_sink, softcap, num_splits, pack_gqa, deterministic
-    mods = score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars
-    sparse = block_sparse_tensors, block_sparse_tensors_bwd
-    return FlashAttnFunc.apply(q, k, v, qv, gather_kv_indices, *scores, *mods, *sparse, return_lse)
+    scores = None, causal, window_size, learnable_sink, 0.0, 1, None, False
+    return FlashAttnFunc.apply(q, k, v, None, None, *scores, None, None, mask_mod, None, None, None, None, False)
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    min_seqlen_k: int | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None,
-    page_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (None, None),
-    learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    score_mod: Callable[..., Any] | None = None,
-    score_mod_bwd: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    block_sparse_tensors: Any = None,
-    aux_tensors: list[Tensor] | None = None,
-    aux_scalars: tuple[Any, ...] | None = None,
-    return_lse: bool = False,
-    scheduler_metadata: Any = None,
-    seqlen_k_per_split: int | None = None,
-    disable_scheduler_metadata: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool = False
 ) -> Any:
-    packed = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, min_seqlen_k
-    scores = softmax_scale, causal, window_size, learnable_sink, softcap, num_splits, pack_gqa, deterministic
-    mods = score_mod, score_mod_bwd, mask_mod, block_sparse_tensors, aux_tensors, aux_scalars
-    rest = return_lse, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata
-    return FlashAttnVarlenFunc.apply(q, k, v, qv, *packed, gather_kv_indices, page_table, *scores, *mods, *rest)
+    packed = cu_seqlens_q, cu_seqlens_k, None, None, None, None, None, None, None
+    scores = None, causal, (None, None), None, 0.0, 1, None, False
+    rest = None, None, None, None, None, None, False, None, None, False
+    return FlashAttnVarlenFunc.apply(q, k, v, None, *packed, *scores, *rest)

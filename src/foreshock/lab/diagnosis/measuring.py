@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreshock.contract.metrics.catalog import HEAD_METRICS
+from foreshock.contract.metrics.catalog import read
 from foreshock.contract.slots import Floats, Slot
 from foreshock.kernels.flash_attention import new_state
 from foreshock.kernels.flash_attention.visibility import BLIND
@@ -17,11 +17,7 @@ from foreshock.monitor.attention.probed_rows import Call, chosen_rows, measure, 
 
 _ROWS: Final = 256
 """Rows of each head that are computed again in a call; all where there are no more."""
-_COUNTED: Final = {
-    "head.score_offset": "offset",
-    "head.tied_rows_one": "ties",
-    "head.entropy": "entropy",
-}
+_COUNTED: Final = {"offset": "head.score_offset", "ties": "head.tied_rows_one", "entropy": "head.entropy"}
 
 
 @torch.no_grad()
@@ -37,9 +33,7 @@ def measured(call: AttentionCall) -> dict[str, Floats]:
         measure(_ROWS, given, state, tick, call.spec, call.score_mod)
         found = _beside_float64(call, given, tick)
     words = state.cpu().numpy()
-    for metric in HEAD_METRICS:
-        if metric.key in _COUNTED and metric.head is not None and metric.head.read is not None:
-            found[_COUNTED[metric.key]] = metric.head.read(words)
+    found |= {cell: read(key, words) for cell, key in _COUNTED.items()}
     found["rows"] = words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]].sum(1).astype(np.float64)
     found["empty"] = words[:, Slot.EMPTY_ROWS].astype(np.float64)
     return found
