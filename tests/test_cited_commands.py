@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import pytest
 import typer.main
-from tests.cli.typed import TRACE, foreshock
 
 from foreshock.cli.main import app
 
@@ -76,19 +75,3 @@ def test_a_command_that_is_gone_is_found() -> None:
     assert missing("pytest tests/no_such_test.py") == "tests/no_such_test.py"
     assert missing("make no-such-target") == "no-such-target"
     assert sum(len(list(cited(page))) for page in PAGES) >= 50
-
-
-def test_the_commands_of_the_laboratory_that_pages_name_run_in_a_short_form(tmp_path: Path) -> None:
-    short = {
-        "lab recipes": ["lab", "recipes"],
-        "lab run": ["lab", "run", "fast-biases", "--steps", "2", "--folder", str(tmp_path / "run")],
-        "lab score": ["lab", "score", str(TRACE), "--report", str(tmp_path / "scores.json")],
-        "replay": ["replay", str(TRACE)],
-        "diagnose": ["diagnose", str(TRACE)],
-        "lab corpus": ["lab", "corpus", "bytes"],
-    }
-    text = "\n".join(page.read_text() for page in PAGES)
-    for name, words in short.items():
-        assert f"foreshock {name}" in text
-        done = foreshock(*words)
-        assert done.exit_code == 0, (name, done.output)

@@ -5,17 +5,15 @@ import re
 import tomllib
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import typer.main
-from pydantic import TypeAdapter
 from tests.loading import module_at
 
 import foreshock
 from foreshock import callbacks, client
 from foreshock.cli.main import app
-from foreshock.contract.variables import VARIABLES
 from foreshock.kernels import flash_attention
 from foreshock.monitor.config import AgentConfig
 from foreshock.server.settings import Settings
@@ -123,10 +121,6 @@ def test_every_option_of_the_product_is_explained_and_every_command_of_a_checkou
     assert listed == [(name, command) for name in DOCS.RESEARCH for command in whole.commands[name].commands]
 
 
-def test_the_variables_that_are_read_are_those_of_the_contract() -> None:
-    assert list(VARIABLES) == sorted(set(VARIABLES))
-
-
 def test_every_picture_is_drawn_by_a_command_and_is_shown() -> None:
     shots = module_at(ROOT / "scripts" / "screenshots.py")
     drawn = [picture.name for picture in shots.pictures()]
@@ -137,50 +131,7 @@ def test_every_picture_is_drawn_by_a_command_and_is_shown() -> None:
     assert {name for page in documents() for name in re.findall(r"images/([a-z-]+)\.png", page.read_text())} == there
 
 
-@pytest.mark.parametrize(
-    ("kind", "written"),
-    [
-        (int, "number"),
-        (float, "number"),
-        (bool, "boolean"),
-        (str | None, "string | null"),
-        (list[str], "string[]"),
-        (list[str | int], "(string | number)[]"),
-        (list[list[float]], "number[][]"),
-        (tuple[int, str], "[number, string]"),
-        (dict[str, float], "Record<string, number>"),
-        (dict[str, Any], "Record<string, unknown>"),
-        (Literal["a"], '"a"'),
-        (Literal["a", "b"] | None, '"a" | "b" | null'),
-        (Any, "unknown"),
-    ],
-)
-def test_a_type_of_python_is_written_as_the_page_reads_it(kind: Any, written: str) -> None:
-    assert TYPES.type_of(TypeAdapter(kind).json_schema()) == written
-
-
 def test_a_schema_of_an_unknown_kind_is_refused() -> None:
     assert TYPES.type_of({"$ref": "#/components/schemas/Incident"}) == "Incident"
     with pytest.raises(ValueError, match=r"no TypeScript for the schema .*; teach it to scripts/page_types\.py"):
         TYPES.type_of({"type": "rainbow"})
-
-
-def recipe(target: str) -> str:
-    """The lines of a target of the Makefile."""
-    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
-    assert found is not None
-    return found.group(1)
-
-
-def test_every_file_that_runs_alone_exists() -> None:
-    for path in module_at(ROOT / "tests" / "conftest.py").ALONE:
-        assert (ROOT / path).exists(), f"{path} is gone; name where it went in ALONE of tests/conftest.py"
-
-
-def test_continuous_integration_runs_every_test_once() -> None:
-    lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert [line for line in lines if line.startswith("make")] == ["make check", "make test", "make test-full"]
-    assert re.findall(r'-m "?([a-z ]+?)"? \$', recipe("test").replace(" -m pytest", "")) == ["not alone", "alone"]
-    assert re.findall(r'-m "([a-z ]+)"', recipe("test-full")) == ["full and not alone", "full and alone"]
-    assert "--tier" not in recipe("test")
-    assert recipe("test-full").count("--tier full") == 2

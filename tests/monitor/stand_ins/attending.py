@@ -107,10 +107,15 @@ def function(module: str, name: str, arguments: str, *more: None) -> Any:
         ends = [given.get(f"cu_seqlens_{side}", given.get("cu_seqlens")) for side in ("q", "k")]
         left, right = given["window_size"]
         window = -1 if left is None else left, -1 if right is None else right
-        rule = {"causal": given["causal"], "window": window, "cu_queries": ends[0], "cu_keys": ends[1]}
-        scores = {"scale": given["softmax_scale"], "softcap": given["softcap"], "slopes": given.get("alibi_slopes")}
+        rule: dict[str, Any] = {"causal": given["causal"], "window": window, "cu_queries": ends[0], "cu_keys": ends[1]}
+        scores: dict[str, Any] = {
+            "scale": given["softmax_scale"],
+            "softcap": given["softcap"],
+            "slopes": given.get("alibi_slopes"),
+        }
         dropout_p = given.get("dropout_p", 0.0)
-        out, lse = forward(ctx, *parts(given), dropout_p=dropout_p, **scores, **rule)
+        q, k, v = parts(given)
+        out, lse = forward(ctx, q, k, v, dropout_p=dropout_p, **scores, **rule)
         return (out, lse, *more) if given.get("return_softmax", True) else out
 
     def of_gradient(ctx: Any, grad: Tensor, *_: Any) -> Any:
