@@ -1,10 +1,8 @@
 """`foreshock demo` from its first line to its last, against a real service, without PyTorch."""
 
-import json
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -26,35 +24,21 @@ app(sys.argv[1:])
 
 
 @pytest.mark.full
-def test_the_whole_demo_shows_all_runs_on_its_page_and_tells_what_happened(tmp_path: Path) -> None:
+def test_the_whole_demo_shows_all_runs_on_its_page_and_tells_what_happened() -> None:
     said = Looking("Left alone, the loss lay")
-    result = demo.play(Console(file=said, width=200), port=0, steps_per_second=None, report=tmp_path / "report.json")
-    assert json.loads((tmp_path / "report.json").read_text()) == result
+    story = demo.play(Console(file=said, width=200), port=0, steps_per_second=None)
     text = said.getvalue()
     for name in NAMES:
         last = recordings()[name].samples[-1].step
         assert (said.seen[name]["last_step"], said.seen[name]["status"]) == (last, "completed")
-        assert result["runs"][name]["first_warning_step"] is not None
-    assert f"step {result['runs'][SWITCHED]['switch_step']:>6,}  switched" in text
-    assert (
-        f"step {result['runs'][LEFT_ALONE]['dangerous_step']:>6,}  left-alone     its largest score reaches 512."
-        in text
-    )
+        assert story.records[name].warnings
+    assert f"step {story.records[SWITCHED].switches[0].step:>6,}  switched" in text
+    assert f"step {story.dangerous[LEFT_ALONE]:>6,}  left-alone     its largest score reaches 512." in text
 
 
 @pytest.mark.full
-def test_the_demo_needs_no_pytorch_and_warns_within_a_minute(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-P",
-        "-c",
-        WITHOUT_TORCH,
-        "demo",
-        "--port",
-        "0",
-        "--report",
-        str(tmp_path / "report.json"),
-    ]
+def test_the_demo_needs_no_pytorch_and_warns_within_a_minute() -> None:
+    command = [sys.executable, "-P", "-c", WITHOUT_TORCH, "demo", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1) as process:
         assert process.stdout is not None
         first, warned = process.stdout.readline(), threading.Event()

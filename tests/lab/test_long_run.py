@@ -1,4 +1,4 @@
-"""A run in a folder: it ends when told to, goes on as if it had not, and says what held-out text loses."""
+"""A run in a folder: it ends when told to, and goes on as if it had not."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.texts import Corpus, standard_library
 from foreshock.lab.training import long_run as module
 from foreshock.lab.training.checkpoints import Checkpoints
-from foreshock.lab.training.long_run import LongRun, held_out_loss
+from foreshock.lab.training.long_run import LongRun
 from foreshock.lab.training.run import Training
 from foreshock.lab.training.variant import CONTROL, find_variant
 
@@ -29,8 +29,7 @@ VARIANT = find_variant("flash-untreated")
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    whole = standard_library()
-    return replace(whole, tokens=whole.tokens[5000:], held_out=whole.tokens[:5000])
+    return standard_library()
 
 
 Begin = Callable[..., LongRun]
@@ -192,32 +191,6 @@ def test_another_text_is_refused(begin: Begin, corpus: Corpus) -> None:
     begin(steps=10).train()
     with pytest.raises(ValueError, match="is of the text"):
         begin(steps=20, resume=True, corpus=replace(corpus, sha256="0" * 64)).train()
-
-
-@pytest.mark.full
-def test_held_out_text_is_read_at_checkpoints_and_changes_nothing(begin: Begin, corpus: Corpus) -> None:
-    said: list[str] = []
-    read, unread = (
-        begin("read", steps=20, say=said.append),
-        begin("unread", steps=20, corpus=replace(corpus, held_out=None)),
-    )
-    read.train()
-    unread.train()
-    one, other = newest(read), newest(unread)
-    assert all(same(one[part], other[part]) for part in (*CARRIED, "agents"))
-    assert [line["held_out_loss"] for line in progress(unread)] == [None, None]
-    told = progress(read)[-1]
-    assert told["passes"] == pytest.approx(20 * 8 * 16 / len(corpus.tokens))
-    training = Training(TINY, VARIANT, 3, corpus=corpus)
-    module._take_up(training, Checkpoints(read.folder / "checkpoints").all()[-1], same_variant=True)
-    windows = corpus.held_out_windows(module.HELD_OUT_WINDOWS, 16)
-    assert windows is not None
-    assert corpus.held_out is not None
-    assert torch.equal(windows[-1], corpus.held_out[-17:])
-    with training.agent:
-        assert held_out_loss(training, windows) == told["held_out_loss"]
-        assert float(training.loss_of(windows).detach()) == pytest.approx(told["held_out_loss"], rel=1e-5)
-    assert f"{told['held_out_loss']:.4f} of held-out text" in said[-1]
 
 
 COMMAND = ("lab", "run", "key-bias-small", "--variant", "flash-untreated", "--seed", "5")

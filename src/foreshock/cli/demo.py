@@ -1,11 +1,10 @@
 """`foreshock demo` as text on the terminal: recorded failures, played on a live page of their own."""
 
-import json
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -26,17 +25,10 @@ _LINES_OF_A_RUN: Final = 10
 """Where there is no terminal to draw a bar on."""
 
 
-def play(
-    console: Console,
-    *,
-    port: int = 8765,
-    steps_per_second: float | None = STEPS_PER_SECOND,
-    report: Path | None = None,
-) -> dict[str, Any]:
-    """Play the recorded runs and print what happens; returns what `report` gets as JSON.
+def play(console: Console, *, port: int = 8765, steps_per_second: float | None = STEPS_PER_SECOND) -> Story:
+    """Play the recorded runs, print what happens, and return it. steps_per_second: None plays as fast as possible.
 
-    steps_per_second: None plays as fast as possible. Raises OSError when the service does not
-    start.
+    Raises OSError when the service does not start.
     """
     traces, story, pace = recordings(), Story(), Pace(steps_per_second)
     console.print("[bold]Recorded failures, played back.[/bold] Nothing is trained: foreshock demo --train does that.")
@@ -57,13 +49,9 @@ def play(
             replay_together(traces, url=url, pace=pace, on_event=hear)
         for sentence in story.ending():
             console.print(f"\n{sentence}", highlight=False)
-        result = {"page": page, "runs": story.report()}
-        if report is not None:
-            report.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-            console.print(f"\nReport: {report}")
         if console.is_terminal and sys.stdin.isatty():
             console.input("\nThe live page stays up until you press Enter. ")
-    return result
+    return story
 
 
 def _hanging(head: str, name: str, text: str) -> RenderableType:

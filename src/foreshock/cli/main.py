@@ -71,7 +71,6 @@ def demo(
         float | None,
         typer.Option(help="Speed of the recorded runs; 100 by default.", min=0.001),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write what happened as JSON.")] = None,
     port: Annotated[int, typer.Option(help="Port of the live page; 0 takes a free one.")] = 8765,
     seed: Annotated[
         int | None,
@@ -90,8 +89,8 @@ def demo(
     if train:
         from foreshock.lab import demo as live
 
-        if steps_per_second is not None or report is not None:
-            raise CommandError("--steps-per-second and --report are for the recorded runs: leave out --train")
+        if steps_per_second is not None:
+            raise CommandError("--steps-per-second is for the recorded runs: leave out --train")
         live.main(console(), seed=seed, port=port)
         return
     from foreshock.cli import demo as player
@@ -99,7 +98,7 @@ def demo(
     if seed is not None:
         raise CommandError("--seed is for training: give --train as well")
     pace = player.STEPS_PER_SECOND if steps_per_second is None else steps_per_second
-    player.play(console(), port=port, steps_per_second=pace, report=report)
+    player.play(console(), port=port, steps_per_second=pace)
 
 
 @app.command()

@@ -38,7 +38,7 @@ CHARACTERS: Final = 150_000_000
 FOLDER_VOCABULARY: Final = 50_257
 """As many as GPT-2's has."""
 HELD_OUT_EVERY: Final = 100
-"""One file of folders in so many is not trained on: what a run loses on those shows what repeating the others does."""
+"""One file of folders in so many is not trained on."""
 _WRITTEN: Final = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
 _SOURCE: Final = (*_WRITTEN, ".c", ".cc", ".cpp", ".cu", ".inl", ".pyx", ".pxd", ".js", ".go", ".rs", ".java", ".pl")
 _LENGTHS: Final = range(400, 400_001)
@@ -65,13 +65,6 @@ class Corpus:
         """`size` windows of `length` tokens and the one that follows, drawn uniformly: [size, length + 1]."""
         starts = torch.randint(len(self.tokens) - length, (size,), generator=generator)
         return self.tokens[starts[:, None] + torch.arange(length + 1)]
-
-    def held_out_windows(self, size: int, length: int) -> Tensor | None:
-        """`size` windows [size, length + 1] spread evenly over the held-out text; None where there is too little."""
-        if self.held_out is None or len(self.held_out) <= length:
-            return None
-        starts = torch.linspace(0, len(self.held_out) - length - 1, size, dtype=torch.float64).long()
-        return self.held_out[starts[:, None] + torch.arange(length + 1)]
 
 
 def standard_library(root: Path | None = None) -> Corpus:

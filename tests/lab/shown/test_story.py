@@ -1,6 +1,5 @@
 """What the demo says of its recorded runs is true of the runs it was made from, read once more and another way."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -175,13 +174,6 @@ def test_a_run_without_a_warning_is_not_said_to_have_one() -> None:
     assert np.isfinite(story.excess(story.shared_step))
 
 
-def test_the_report_holds_every_number_as_json(told: tuple[Story, list[tuple[int, str, str]]]) -> None:
-    report = json.loads(json.dumps(told[0].report(), allow_nan=False))
-    assert report[SWITCHED]["switch_step"] == told[0].records[SWITCHED].switches[0].step
-    assert report[SWITCHED]["dangerous_step"] is None
-    assert report[LEFT_ALONE]["first_warning_step"] < report[LEFT_ALONE]["dangerous_step"]
-
-
 # What is kept of one run
 
 
@@ -190,20 +182,6 @@ def sample(step: int, since: int, score: float, loss: float) -> wire.Sample:
     words[0, Slot.ROWS] = 2
     words.view(np.float64)[0, Slot.ROW_MAX_ABS] = score
     return wire.Sample(step=step, since_step=since, unix_seconds=0.0, states=wire.Array.of(words), loss=loss)
-
-
-def record(scores: list[float]) -> Record:
-    filled = Record()
-    for number, score in enumerate(scores, start=1):
-        filled.add(sample(100 * number, 100 * (number - 1), score, 2.0 / number))
-    return filled
-
-
-def test_a_record_sums_up_the_largest_score_and_the_losses_of_the_last_five_hundred_steps() -> None:
-    summary = record([7.0, 3.0]).summary()
-    assert summary == {"steps": 200, "final_loss": 1.5, "largest_score": 7.0, "warnings": 0}
-    assert record([1.0] * 9).summary()["final_loss"] == pytest.approx(np.mean([2.0 / n for n in range(5, 10)]))
-    assert np.isnan(Record().summary()["final_loss"])
 
 
 def test_samples_of_single_steps_become_one_point() -> None:

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from foreshock.cli.errors import Commands
-from foreshock.cli.options import AsJson
 
 lab = typer.Typer(
     cls=Commands,
@@ -16,15 +15,12 @@ lab = typer.Typer(
 
 
 @lab.command("recipes")
-def lab_recipes(as_json: AsJson = False) -> None:
+def lab_recipes() -> None:
     """List the recipes and their variants."""
     from foreshock.cli.output import console
     from foreshock.cli.research import laboratory
 
-    if as_json:
-        laboratory.recipes_as_json()
-    else:
-        laboratory.list_recipes(console())
+    laboratory.list_recipes(console())
 
 
 @lab.command("run")

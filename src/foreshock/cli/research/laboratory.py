@@ -8,29 +8,9 @@ from typing import SupportsFloat
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from foreshock.cli.output import print_json
 from foreshock.cli.research.scores import COLUMNS
 from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe
 from foreshock.lab.training.variant import UNTREATED, VARIANTS, Variant, find_variant, shown_name
-
-
-def recipes_as_json() -> None:
-    """Every recipe and variant as JSON."""
-    recipes = [
-        {
-            "name": recipe.name,
-            "summary": recipe.summary,
-            "layers": recipe.model.layers,
-            "heads": recipe.model.heads,
-            "width": recipe.model.width,
-            "context": recipe.model.context,
-            "batch": recipe.batch,
-            "learning_rate": recipe.learning_rate,
-            "steps": recipe.steps,
-        }
-        for recipe in RECIPES.values()
-    ]
-    print_json({"recipes": recipes, "variants": list(VARIANTS)})
 
 
 def list_recipes(console: Console) -> None:

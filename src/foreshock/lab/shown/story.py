@@ -6,7 +6,7 @@ Warnings are today's detectors' (lab/recording/replay.py); the switch is the one
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -58,18 +58,6 @@ class Record:
         self.scores.append(slot_values(merge_words(words), Slot.ROW_MAX_ABS))
         self.losses.append(float(np.average(losses, weights=np.maximum(lengths, 1))))
         self._waiting.clear()
-
-    def summary(self) -> dict[str, Any]:
-        """For a report: `final_loss` is the mean of the last 500 steps, `largest_score` that of any head and sample."""
-        last = [
-            loss for step, loss in zip(self.steps, self.losses, strict=True) if step > self.steps[-1] - _STEPS_OF_A_LOSS
-        ]
-        return {
-            "steps": self.steps[-1] if self.steps else 0,
-            "final_loss": float(np.mean(last)) if last else float("nan"),
-            "largest_score": float(np.max(self.scores)) if self.scores else float("nan"),
-            "warnings": len(self.warnings),
-        }
 
 
 def recordings() -> dict[str, Trace]:
@@ -218,15 +206,3 @@ class Story:
     def _largest_since(self, step: int) -> float:
         record = self.records[SWITCHED]
         return max(float(scores.max()) for at, scores in zip(record.steps, record.scores, strict=True) if at > step)
-
-    def report(self) -> dict[str, Any]:
-        """Every number, by run."""
-        return {
-            name: record.summary()
-            | {
-                "first_warning_step": record.warnings[0].step if record.warnings else None,
-                "switch_step": record.switches[0].step if record.switches else None,
-                "dangerous_step": self.dangerous.get(name),
-            }
-            for name, record in self.records.items()
-        }

@@ -1,7 +1,7 @@
 """A run in its folder: it ends at SIGTERM or a time limit, and goes on from its newest checkpoint.
 
 The folder holds checkpoints/, the trace (of the first process) and progress.jsonl: at each checkpoint the loss of
-the last steps and that of text which is held out, so that what repeating the text does is seen.
+the last steps, and how often the text was read.
 """
 
 import json
@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
-from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.lab.recording.trace_writer import TraceWriter, lines_until
@@ -27,9 +26,6 @@ from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.recorder import HISTORY_STEPS, Recorder
 from foreshock.lab.training.run import Training, train
 from foreshock.lab.training.variant import Variant, shown_name
-
-HELD_OUT_WINDOWS: Final = 256
-"""Sequences of the held-out text whose loss is recorded: the same ones at each checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +132,6 @@ class _Record:
         self._progress = run.folder / "progress.jsonl"
         if writer is not None:
             _cut(self._progress, training.step if run.resume else -1)
-        self._held_out = training.corpus.held_out_windows(HELD_OUT_WINDOWS, training.recipe.model.context)
 
     def hear(self, event: wire.Event) -> None:
         """Note the first warning."""
@@ -152,7 +147,6 @@ class _Record:
         training, writer = self._training, self._writer
         steps = training.step - self._since
         loss = float(training.history(min(steps, HISTORY_STEPS))[0].mean())
-        held_out = None if self._held_out is None else held_out_loss(training, self._held_out)
         mine: dict[str, Any] = training.checkpoint() if writer is not None else {"agent": training.agent.state_dict()}
         gathered = training.ranks.gather((mine["agent"], self._warned))
         if writer is None or self._recorder is None:
@@ -164,25 +158,13 @@ class _Record:
         path = self._checkpoints.write(all_of_it, warned_at=warned)
         tokens = training.step * training.recipe.batch * training.recipe.model.context
         passes, seconds = tokens / len(training.corpus.tokens), time.monotonic() - self._began
-        line = {"step": training.step, "loss": loss, "held_out_loss": held_out, "tokens": tokens, "passes": passes}
+        line = {"step": training.step, "loss": loss, "tokens": tokens, "passes": passes}
         with self._progress.open("a") as file:
             print(json.dumps(line | {"seconds_per_step": seconds / steps}), file=file)
-        aside = "" if held_out is None else f", {held_out:.4f} of held-out text"
         self._run.say(
-            f"step {training.step}: loss {loss:.4f}{aside}, {passes:.2f} passes over the text, "
+            f"step {training.step}: loss {loss:.4f}, {passes:.2f} passes over the text, "
             f"{seconds / steps:.3f} s a step; {path}"
         )
-
-
-@torch.no_grad()
-def held_out_loss(training: Training, windows: Tensor) -> float:
-    """Mean loss of `windows` [N, context + 1], in nats; the processes share them out. Nothing is counted."""
-    own = windows[training.ranks.rank :: training.ranks.world]
-    with training.on_stream():
-        total = torch.zeros((), device=training.device)
-        for part in torch.split(own, training.rows_at_once):
-            total += training.loss_of(part.to(training.device)) * len(part)
-        return float(training.ranks.mean(total)) * training.ranks.world / len(windows)
 
 
 def _take_up(training: Training, path: Path, *, same_variant: bool) -> list[int]:
