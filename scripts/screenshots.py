@@ -1,6 +1,6 @@
 """Saves the pictures of the live page that stand in README and docs: docs/images/*.png.
 
-It fills a service of its own with the runs of the demo, a flood of warnings, long names and a fleet.
+It fills a service of its own with the runs of the demo, a flood of warnings and a fleet.
 """
 
 import sys
@@ -8,20 +8,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from io import BytesIO
 from pathlib import Path
 from shutil import which
 from typing import NamedTuple
 
 import httpx
 import numpy as np
-from PIL import Image
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
 sys.path.append(str(Path(__file__).parents[1]))  # last: our kernels/ must not stand before another package's
 
-from tests.server.ui import page_details
 from tests.server.ui.conftest import headless
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
@@ -37,28 +34,22 @@ DESKTOP = 1280
 
 
 class Picture(NamedTuple):
-    """One file: what it shows, in which light, how wide and how high."""
+    """One file: what it shows, how wide and how high."""
 
     name: str
     runs: tuple[str, ...]
-    scheme: str
     width: int = DESKTOP
     height: int = 900
 
 
-LONG = (
-    "gpt-neox-20b/pile-deduplicated/bf16-flash-attention/lr-6e-4/warmup-3000/"
-    "a-run-whose-name-has-128-characters/seed-1234567/80x64-0"
-)
 FLOOD = "flood/12x12"
 
 
 def pictures() -> Iterator[Picture]:
-    """The demo at its end; the same views with 144 failing heads, with a long name and with a fleet."""
-    yield Picture("demo", NAMES, "light", height=1500)
-    yield Picture("fleet", (), "light", 1440)
-    yield Picture("flood", (FLOOD,), "light", 1440)
-    yield Picture("flood-compare", (FLOOD, LONG), "dark", 1440)
+    """The demo at its end, a run with 144 failing heads, and a fleet."""
+    yield Picture("demo", NAMES, height=1500)
+    yield Picture("fleet", (), 1440)
+    yield Picture("flood", (FLOOD,), 1440)
 
 
 def fill(url: str) -> None:
@@ -66,10 +57,7 @@ def fill(url: str) -> None:
     replay_together(recordings(), url=url)
     with httpx.Client(base_url=url, timeout=120) as client:
         fill_fleet(client)
-        send_long(client, FLOOD, 12, 12, warned=144)
-        send_long(client, LONG, 4, 6)
-        said = {"tags": ["t" * 64, "keep", "\u05ea\u05d2\u05d9\u05ea"], "notes": "<b>Not markup.</b> " + "n" * 300}
-        client.patch(f"/v1/runs/{LONG}", json={"who": "Ada", **said}).raise_for_status()
+        send_long(client, FLOOD, 12, 12)
 
 
 def fill_fleet(client: httpx.Client) -> None:
@@ -87,9 +75,9 @@ def fill_fleet(client: httpx.Client) -> None:
         client.post("/v1/batches", content=body, headers={"content-type": "application/json"}).raise_for_status()
 
 
-def send_long(client: httpx.Client, run: str, layers: int, heads: int, warned: int = 1) -> None:
-    """A run of 600,000 steps, of which one head of the first layer drifts in the last third; that many heads are warned
-    about at its end, the one that drifts first."""
+def send_long(client: httpx.Client, run: str, layers: int, heads: int) -> None:
+    """A run of 600,000 steps, of which one head of the first layer drifts in the last third; every head is warned about
+    at its end, the one that drifts first."""
     rank, steps, every = FakeRank(run, layers=layers, heads=range(heads)), 600_000, 3000
     size, drifting = np.linspace(1.0, 2.0, rank.count), heads // 2
     events: list[Event] = [rank.started(0, "observe", DEFAULT_MITIGATION)]
@@ -112,7 +100,7 @@ def send_long(client: httpx.Client, run: str, layers: int, heads: int, warned: i
         }
         events.append(rank.sample(step, since=step - every, loss=loss).model_copy(update=shown))
     others = [ref for ref in np.ndindex(layers, heads) if ref != (0, drifting)]
-    for place, (layer, head) in enumerate([(0, drifting), *others][:warned]):
+    for place, (layer, head) in enumerate([(0, drifting), *others]):
         events.append(rank.verdict(steps, layer, head, name=f"warn-{place}", forecast_steps=2100.0 + 30 * place))
     for start in range(0, len(events), 100):
         body = rank.batch(*events[start : start + 100]).model_dump_json()
@@ -126,7 +114,7 @@ def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
         size = {"width": picture.width, "height": height, "deviceScaleFactor": 1.5, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
-    scheme = {"features": [{"name": "prefers-color-scheme", "value": picture.scheme}]}
+    scheme = {"features": [{"name": "prefers-color-scheme", "value": "light"}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
     screen(8000)  # the page loads what can be seen
     browser.get(f"{url}/?runs={','.join(picture.runs)}" if picture.runs else url)
@@ -137,51 +125,6 @@ def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     assert browser.save_screenshot(str(file)), file
     return file
-
-
-def take_details(browser: Chrome, url: str, directory: Path) -> Path:
-    """Every dialog, an unfolded incident and the audit trail."""
-    run, who, reason = (
-        "details/gpt2-small",
-        "Ada Lovelace",
-        "The offset of layer 0 head 2 grows, and its peers' do not.",
-    )
-    with httpx.Client(base_url=url, timeout=120) as client:
-        page_details.fill(client, run, who, reason)
-    # No part is taller than the screen; the page loads what can be seen.
-    size = {"width": 1440, "height": 2400, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    media = {"features": [{"name": "prefers-color-scheme", "value": "light"}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    views = []
-    for _, part in page_details.open_details(browser, url, run, who, reason):
-        shown = browser.find_element(By.CSS_SELECTOR, part)
-        browser.execute_script("arguments[0].scrollIntoView({ block: 'center' })", shown)
-        views.append(Image.open(BytesIO(shown.screenshot_as_png)).convert("RGB"))
-    file = directory / "details-light.png"
-    sheet(views, 3, "#f5f6f8").quantize(128).save(file, optimize=True)
-    return file
-
-
-def sheet(views: list[Image.Image], columns: int, paper: str, gap: int = 16) -> Image.Image:
-    """Pictures in columns, each below the others of the shortest column so far; wide ones follow below, in full."""
-    wide = [view for view in views if view.width > 600]
-    narrow = [view for view in views if view.width <= 600]
-    width = max((view.width for view in narrow), default=0)
-    bottoms = [gap] * columns
-    places = []
-    for view in narrow:
-        column = bottoms.index(min(bottoms))
-        places.append((view, (gap + column * (width + gap), bottoms[column])))
-        bottoms[column] += view.height + gap
-    bottom = max(bottoms)
-    for view in wide:
-        places.append((view, (gap, bottom)))
-        bottom += view.height + gap
-    whole = Image.new("RGB", (max(at[0] + view.width for view, at in places) + gap, bottom), paper)
-    for view, at in places:
-        whole.paste(view, at)
-    return whole
 
 
 def settle(browser: Chrome, expect: str, seconds: float = 30.0) -> None:
@@ -212,7 +155,6 @@ def main(out: Path = ROOT / "docs" / "images") -> None:
         fill(url)
         for picture in pictures():
             print(take(browser, url, picture, out))
-        print(take_details(browser, url, out))
 
 
 if __name__ == "__main__":

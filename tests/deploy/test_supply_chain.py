@@ -1,6 +1,5 @@
 """Images are pinned by what their registry says: here one of the test's own, which asks for a token as others do."""
 
-import json
 import re
 import runpy
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.loading import module_at
 
 ROOT = Path(__file__).parents[2]
 DIGEST = "sha256:" + "5e" * 32
@@ -96,34 +94,6 @@ def test_the_check_names_every_image_of_the_repository() -> None:
     pinned = {image for image in compose if f"{image}@sha256:" in (ROOT / "docker-compose.yml").read_text()}
     assert compose - pinned - {"foreshock-service:local"} <= named
     assert "foreshock-service:local" not in named
-
-
-SAFE = {"name": "numpy", "version": "2.3.5", "vulns": []}
-HOLED = {"name": "jinja2", "version": "2.0", "vulns": [{"id": "PYSEC-2019-217", "fix_versions": ["2.10.1"]}]}
-MISSED = {"name": "uvloop", "skip_reason": "Dependency not found on PyPI and could not be audited: uvloop (0.23.0)"}
-
-
-@pytest.mark.parametrize(
-    ("packages", "status", "said"),
-    [
-        ([SAFE], 0, "1 of 1 packages audited, 0 known holes"),
-        ([SAFE, HOLED, MISSED], 1, "KNOWN HOLE: jinja2 2.0: PYSEC-2019-217; mended in 2.10.1"),
-        ([SAFE, MISSED], 2, "NOT AUDITED: uvloop. "),
-        ([MISSED], 2, "0 of 1 packages audited"),
-        ([], 2, "the report names no package"),
-        (None, 2, "pip-audit gave no report"),
-    ],
-    ids=["all_safe", "a_hole", "one_missed", "all_missed", "empty", "no_report"],
-)
-def test_an_audit_passes_only_where_every_package_was_looked_up(
-    packages: list[Any] | None, status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = tmp_path / "audit.json"
-    if packages is not None:
-        report.write_text(json.dumps({"dependencies": packages, "fixes": []}))
-    assert module_at(ROOT / "scripts" / "audit_report.py").main(report) == status
-    told = capsys.readouterr()
-    assert said in told.out + told.err
 
 
 def test_the_release_check_is_sound_shell() -> None:
