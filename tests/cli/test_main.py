@@ -70,7 +70,7 @@ def test_a_missing_extra_names_the_install_command() -> None:
     assert "pip install '.[server]' in foreshock's clone" in done.stderr
 
 
-WITHOUT_AN_ANSWER = {"serve", "lab run", "lab corpus", "dashboards check"}
+WITHOUT_AN_ANSWER = {"serve", "demo", "lab run", "lab recipes", "lab corpus", "dashboards check"}
 """Their files and their exit code say it all."""
 
 

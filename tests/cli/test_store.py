@@ -50,3 +50,10 @@ def test_what_is_exported_deleted_and_verified_is_told_as_json_too(tmp_path: Pat
     held = told("store", "check", "--database-url", store)
     assert held == {"runs": 0, "batches": 0, "audit_rows": first["rows"]}
     assert told("store", "restore", str(copy), "--database-url", f"sqlite:///{tmp_path}/again.db") == held
+
+
+def test_the_file_of_a_token_is_read_for_the_audit_trail_too(tmp_path: Path) -> None:
+    gone = ["audit", "export", str(tmp_path / "trail.jsonl"), "--token-file", str(tmp_path / "gone")]
+    done = CliRunner().invoke(app, gone)
+    assert done.exit_code == 1
+    assert f"{tmp_path}/gone" in done.stderr

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 import typer
 
 from foreshock.cli.errors import CommandError
-from foreshock.cli.options import AsJson, Token, TokenFile, Url
-from foreshock.client import DEFAULT_URL, Service, given_token
+from foreshock.cli.options import asks_service
+from foreshock.client import Service
 from foreshock.contract.wire import HeadRef
 
 Run = Annotated[str, typer.Argument(help="Run whose proposed switch you answer.")]
@@ -17,22 +17,20 @@ Proposal = Annotated[
 ]
 
 
+@asks_service
 def approve(
+    client: Service,
+    as_json: bool,
     run: Run,
     reason: Reason,
     command: Proposal = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.")] = 30.0,
-    as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    token: Token = None,
-    token_file: TokenFile = None,
 ) -> None:
     """Approve the proposed switch, and wait for the agent's answer. Exit codes as for `switch`."""
     from foreshock.cli import runs as text
     from foreshock.cli.output import console, print_json
 
-    with Service(url, given_token(token, token_file)) as client:
-        done = client.wait(client.approve(_waiting(client, run, command), reason=reason), wait)
+    done = client.wait(client.approve(_waiting(client, run, command), reason=reason), wait)
     if as_json:
         print_json({"commands": [done]})
     else:
@@ -41,21 +39,19 @@ def approve(
         raise typer.Exit(code)
 
 
+@asks_service
 def reject(
+    client: Service,
+    as_json: bool,
     run: Run,
     reason: Reason,
     command: Proposal = None,
-    as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    token: Token = None,
-    token_file: TokenFile = None,
 ) -> None:
     """Reject the proposed switch. It is not proposed again until its heads have a new warning."""
     from foreshock.cli import runs as text
     from foreshock.cli.output import console, print_json
 
-    with Service(url, given_token(token, token_file)) as client:
-        done = client.reject(_waiting(client, run, command), reason=reason)
+    done = client.reject(_waiting(client, run, command), reason=reason)
     if as_json:
         print_json({"commands": [done]})
     else:

@@ -7,15 +7,18 @@ from rich.console import Console
 
 from foreshock.cli.decisions import what
 from foreshock.cli.errors import CommandError
-from foreshock.cli.options import AsJson, Token, TokenFile, Url
-from foreshock.client import DEFAULT_URL, Service, given_token
+from foreshock.cli.options import asks_service
+from foreshock.client import Service
 
 _HEADS_SHOWN = 5
 _ORDERS_SHOWN = 5
 _CHECKPOINTS_SHOWN = 12
 
 
+@asks_service
 def incidents(
+    client: Service,
+    as_json: bool,
     run: Annotated[str, typer.Argument(help="Run to look at.")],
     acknowledge: Annotated[
         str | None,
@@ -25,41 +28,34 @@ def incidents(
         ),
     ] = None,
     reason: Annotated[str | None, typer.Option(help="Reason, recorded in the audit trail.")] = None,
-    as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    token: Token = None,
-    token_file: TokenFile = None,
 ) -> None:
     """List the incidents of a run: their heads, the steps left, what was done and what to do; and its switches."""
     from foreshock.cli.output import console, print_json
 
     if (acknowledge is None) != (reason is None):
         raise CommandError("--acknowledge names the incident and --reason says why; give both or neither")
-    with Service(url, given_token(token, token_file)) as client:
-        if acknowledge is not None and reason is not None:
-            client.acknowledge(run, acknowledge, reason=reason)
-        found = client.incidents(run)
-        if as_json:
-            print_json(found)
-        else:
-            _print_incidents(found, run, console())
-            _print_orders(client.commands(run), console())
+    if acknowledge is not None and reason is not None:
+        client.acknowledge(run, acknowledge, reason=reason)
+    found = client.incidents(run)
+    if as_json:
+        print_json(found)
+    else:
+        _print_incidents(found, run, console())
+        _print_orders(client.commands(run), console())
 
 
+@asks_service
 def resume_plan(
+    client: Service,
+    as_json: bool,
     run: Annotated[str, typer.Argument(help="Run that failed.")],
-    as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    token: Token = None,
-    token_file: TokenFile = None,
 ) -> None:
     """Print the checkpoint to resume a failed run from, the lines that load it, and every checkpoint that is known."""
     from rich.table import Table
 
     from foreshock.cli.output import console, print_json
 
-    with Service(url, given_token(token, token_file)) as client:
-        plan = client.resume_plan(run)
+    plan = client.resume_plan(run)
     if as_json:
         print_json(plan)
         return

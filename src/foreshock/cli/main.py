@@ -16,9 +16,9 @@ from foreshock.cli.boards import boards
 from foreshock.cli.decisions import approve, reject
 from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.incidents import incidents, resume_plan
-from foreshock.cli.options import AsJson, Token, TokenFile, Url
+from foreshock.cli.options import AsJson, Token, TokenFile, Url, asks_service
 from foreshock.cli.store import audit, store
-from foreshock.client import DEFAULT_URL, given_token
+from foreshock.client import DEFAULT_URL, Service, given_token
 from foreshock.contract.modes import MODE_NAMES
 
 app = typer.Typer(
@@ -142,34 +142,34 @@ def doctor(
 
 
 @app.command()
+@asks_service
 def runs(
+    client: Service,
+    as_json: bool,
     run: Annotated[str | None, typer.Argument(help="Show only this run, with its layers and warnings.")] = None,
-    as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the list as CSV.")] = False,
-    url: Url = DEFAULT_URL,
-    token: Token = None,
-    token_file: TokenFile = None,
 ) -> None:
     """List the runs that the service knows. Long names are shortened at a terminal, and never in a pipe."""
     from foreshock.cli import output
     from foreshock.cli import runs as text
-    from foreshock.client import Service
 
     if as_csv and (as_json or run is not None):
         raise CommandError("--csv is for the list of runs, in place of --json")
-    with Service(url, given_token(token, token_file)) as client:
-        if as_json:
-            output.print_json(list(client.runs()) if run is None else client.run(run))
-        elif as_csv:
-            text.csv_of_runs(client)
-        elif run is None:
-            text.list_runs(client, output.console())
-        else:
-            text.show_run(client, run, output.console())
+    if as_json:
+        output.print_json(list(client.runs()) if run is None else client.run(run))
+    elif as_csv:
+        text.csv_of_runs(client)
+    elif run is None:
+        text.list_runs(client, output.console())
+    else:
+        text.show_run(client, run, output.console())
 
 
 @app.command()
+@asks_service
 def export(
+    client: Service,
+    as_json: bool,
     run: Annotated[str, typer.Argument(help="Run to read.")],
     metric: Annotated[str, typer.Argument(help="A metric by its key, such as run.loss.")],
     layer: Annotated[int | None, typer.Option(help="Layer, for a metric of heads.")] = None,
@@ -181,20 +181,12 @@ def export(
     points: Annotated[
         int, typer.Option(help="Largest number of points; each keeps its minimum and maximum.", min=1)
     ] = 10_000,
-    as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    token: Token = None,
-    token_file: TokenFile = None,
 ) -> None:
     """Print one metric of a run as CSV: step, low, high and last, and worst_head if no --head is given."""
     from foreshock.cli import runs as text
     from foreshock.cli.output import print_json
-    from foreshock.client import Service
 
-    with Service(url, given_token(token, token_file)) as client:
-        span = client.series(
-            run, metric, layer=layer, head=head, from_step=from_step, to_step=to_step, max_points=points
-        )
+    span = client.series(run, metric, layer=layer, head=head, from_step=from_step, to_step=to_step, max_points=points)
     if as_json:
         where = {"run": run, "metric": metric, "layer": layer, "head": head}
         print_json(where | {"points": text.points_of_series(span)})
@@ -203,7 +195,10 @@ def export(
 
 
 @app.command()
+@asks_service
 def switch(
+    client: Service,
+    as_json: bool,
     run: Annotated[str, typer.Argument(help="Run to switch.")],
     reason: Annotated[str, typer.Option(help="Reason, recorded in the audit trail.")],
     mode: Annotated[
@@ -221,10 +216,6 @@ def switch(
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="Only report what the agent would do.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.")] = 30.0,
-    as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    token: Token = None,
-    token_file: TokenFile = None,
 ) -> None:
     """Switch heads of a running training to another mode and wait for the agent's answer; or undo or stop a switch.
 
@@ -233,21 +224,19 @@ def switch(
     """
     from foreshock.cli import runs as text
     from foreshock.cli.output import console, print_json
-    from foreshock.client import Service
 
     order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
-    with Service(url, given_token(token, token_file)) as client:
-        one = [given for given in (mode, undo, cancel) if given is not None]
-        if len(one) != 1 or (mode is None and (layer is not None or head)):
-            raise CommandError(
-                "give --mode, with --layer and --head or without them, or give --undo or --cancel without a mode"
-            )
-        if mode is not None:
-            commands = text.switch(client, layer=layer, heads=head, mode=mode, **order)
-        elif undo is not None:
-            commands = text.undo(client, command=undo, **order)
-        else:
-            commands = [text.cancel(client, run=run, command=str(cancel), reason=reason)]
+    one = [given for given in (mode, undo, cancel) if given is not None]
+    if len(one) != 1 or (mode is None and (layer is not None or head)):
+        raise CommandError(
+            "give --mode, with --layer and --head or without them, or give --undo or --cancel without a mode"
+        )
+    if mode is not None:
+        commands = text.switch(client, layer=layer, heads=head, mode=mode, **order)
+    elif undo is not None:
+        commands = text.undo(client, command=undo, **order)
+    else:
+        commands = [text.cancel(client, run=run, command=str(cancel), reason=reason)]
     if as_json:
         print_json({"commands": commands})
     else:

@@ -1,9 +1,14 @@
 """The options that several commands share."""
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from foreshock.client import DEFAULT_URL, Service, given_token
 
 Url = Annotated[str, typer.Option(envvar="FORESHOCK_URL", help="Address of the service.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
@@ -15,3 +20,22 @@ TokenFile = Annotated[
     Path | None,
     typer.Option(envvar="FORESHOCK_TOKEN_FILE", help="File that holds the token, used when no token is given."),
 ]
+
+
+def asks_service(command: Callable[..., None]) -> Callable[..., None]:
+    """`command(client, ..., as_json=...)` as a command with the options of the service and of its answer's form."""
+
+    @wraps(command)
+    def asked(url: Url, token: Token, token_file: TokenFile, **given: Any) -> None:
+        with Service(url, given_token(token, token_file)) as client:
+            command(client, **given)
+
+    def option(name: str, kind: Any, default: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+    own = [each for name, each in inspect.signature(command).parameters.items() if name not in ("client", "as_json")]
+    options = option("as_json", AsJson, False), option("url", Url, DEFAULT_URL)
+    shown = inspect.Signature([*own, *options, option("token", Token, None), option("token_file", TokenFile, None)])
+    vars(asked).update(__signature__=shown)
+    asked.__annotations__ = {name: each.annotation for name, each in shown.parameters.items()}
+    return asked

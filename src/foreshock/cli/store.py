@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from foreshock.cli.errors import CommandError, Commands
-from foreshock.cli.options import AsJson, Token, TokenFile, Url
-from foreshock.client import DEFAULT_URL, Service
+from foreshock.cli.options import AsJson, asks_service
+from foreshock.client import Service
 
 store = typer.Typer(cls=Commands, no_args_is_help=True, help="Back up, restore and check the service's store.")
 audit = typer.Typer(cls=Commands, no_args_is_help=True, help="Export the audit trail.")
@@ -72,13 +72,8 @@ def _print_held(url: str, *, as_json: bool) -> None:
 
 
 @audit.command("export")
-def audit_export(
-    file: Export,
-    as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    token: Token = None,
-    token_file: TokenFile = None,
-) -> None:
+@asks_service
+def audit_export(client: Service, as_json: bool, file: Export) -> None:
     """Append the new rows of the audit trail to FILE: JSON lines, the oldest first.
 
     The token needs the scope `read` for every run.
@@ -92,15 +87,14 @@ def audit_export(
         before = last = int(json.loads(lines[-1])["sequence"]) if lines else 0
     except (ValueError, TypeError, KeyError):
         raise CommandError(f"the last line of {file} is not a row of the audit trail; give another file") from None
-    with Service(url, token, timeout_seconds=30.0) as client:
-        if lines and client.audit_export(before - 1).splitlines(keepends=True)[:1] != lines[-1:]:
-            raise CommandError(
-                f"the service's row {before} is missing or differs from that in {file}: somebody changed the audit "
-                "trail, or this is another store or an older backup; export to a new file"
-            )
-        while rows := client.audit_export(last):
-            with file.open("ab") as out:  # no earlier, so that an export that fails leaves no empty file
-                out.write(rows)
-            last = json.loads(rows.splitlines()[-1])["sequence"]
+    if lines and client.audit_export(before - 1).splitlines(keepends=True)[:1] != lines[-1:]:
+        raise CommandError(
+            f"the service's row {before} is missing or differs from that in {file}: somebody changed the audit "
+            "trail, or this is another store or an older backup; export to a new file"
+        )
+    while rows := client.audit_export(last):
+        with file.open("ab") as out:  # no earlier, so that an export that fails leaves no empty file
+            out.write(rows)
+        last = json.loads(rows.splitlines()[-1])["sequence"]
     done = {"file": str(file), "appended": last - before, "rows": last}
     print_result(done, f"{last - before} rows appended to {file}, which ends with row {last}", as_json=as_json)
