@@ -1,6 +1,5 @@
 """What the ingest benchmark makes of a load: shares of its answers and time of the processor."""
 
-import math
 from collections import Counter
 
 import pytest
@@ -22,12 +21,6 @@ def test_shares_are_of_all_answers_and_costs_of_those_that_were_stored(statuses:
     assert figures["service_cores"] == 0.5
     assert figures["cpu_milliseconds_per_batch"] == pytest.approx(2000 / max(1, stored), abs=1e-3)
     assert (figures["p50_seconds"], figures["p99_seconds"]) == (0.1, 0.1)
-
-
-def test_nothing_that_was_stored_has_no_latency() -> None:
-    figures = ingest._figures(Result(statuses=Counter({429: 7}), seconds=1.0), cpu_seconds=0.1)
-    assert math.isnan(figures["p99_seconds"])
-    assert (figures["share_2xx"], figures["share_429"]) == (0.0, 1.0)
 
 
 def test_a_report_says_where_with_what_and_on_which_store_it_was_measured() -> None:

@@ -1,14 +1,10 @@
 """The clients of the ingest benchmark send batches that the service takes, each with numbers of its own."""
 
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from foreshock.benchmarks.ingest_clients import HEADS, LAYERS, Load, Result, _body, run_load, template
+from foreshock.benchmarks.ingest_clients import HEADS, LAYERS, Load, _body, run_load, template
 from foreshock.contract.wire import Batch, Sample
 from foreshock.server.testing import LiveService
 
@@ -39,11 +35,3 @@ def test_each_body_is_one_sample_of_every_head_that_goes_on_where_the_one_before
         words = sample.words()
         assert words is not None
         assert len(words) == LAYERS * HEADS
-
-
-@given(took=st.lists(st.floats(0, 100), min_size=1, max_size=40), share=st.floats(0, 1))
-def test_a_quantile_is_that_of_the_answers_whenever_they_came(took: list[float], share: float) -> None:
-    result = Result(latencies=[(float(at), seconds) for at, seconds in enumerate(reversed(took))])
-    assert result.quantile(share) == float(np.quantile(took[::-1], share))
-    assert min(took) <= result.quantile(share) <= max(took)
-    assert math.isnan(Result().quantile(share))

@@ -29,12 +29,3 @@ def test_check_finds_what_was_edited_what_is_missing_and_what_is_left_over(tmp_p
 @pytest.mark.parametrize("path", files(Links()), ids=str)
 def test_a_generated_file_says_so(path: Path) -> None:
     assert "Generated from contract/metrics by `foreshock dashboards generate`" in (REPOSITORY / path).read_text()
-
-
-def test_addresses_of_another_installation_reach_rules_and_boards(tmp_path: Path) -> None:
-    generate(tmp_path, Links(grafana="https://g.example/", service="https://s.example", runbooks="https://r.example"))
-    text = (tmp_path / GENERATED / "prometheus-rules.yml").read_text()
-    assert "https://g.example/d/foreshock-run?var-run=" in text
-    assert "runbook_url: https://r.example/ForeshockHeadFailing.html" in text
-    assert "https://s.example" in (tmp_path / GENERATED / "boards/run.json").read_text()
-    assert "127.0.0.1" not in text

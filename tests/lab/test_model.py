@@ -35,19 +35,6 @@ def test_rotary_positions_turn_queries_and_keys_so_that_only_distance_counts() -
     assert torch.allclose(products.diagonal(3), products[0, 3].expand(13), atol=1e-4)
 
 
-def test_a_gated_part_is_as_large_as_the_wide_one_it_stands_for() -> None:
-    def size(gated: bool) -> int:
-        model = GPT(ModelConfig(layers=1, heads=2, width=96, context=8, gated=gated))
-        return sum(p.numel() for name, p in model.h[0].named_parameters() if "c_fc" in name or name == "c_proj.weight")
-
-    assert size(True) == pytest.approx(size(False), rel=0.05)
-
-
-def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(ValueError, match="width 10 is not a multiple of 3 heads"):
-        ModelConfig(layers=1, heads=3, width=10, context=4)
-
-
 def test_the_model_predicts_from_the_past_alone() -> None:
     torch.manual_seed(0)
     model = GPT(ModelConfig(layers=1, heads=2, width=8, context=6, attention_dtype="float32"))

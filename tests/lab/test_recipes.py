@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.lab.tiny_recipes import tiny
 
 from foreshock.contract import wire
-from foreshock.contract.modes import MODE_NAMES, MODES, all_modes, mode_name
+from foreshock.contract.modes import MODES
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.texts import FOLDER_VOCABULARY, Corpus, standard_library
 from foreshock.lab.training.model import GPT, ModelConfig
@@ -88,32 +88,6 @@ def test_biases_may_learn_at_a_multiple_of_the_rate_of_all_else(corpus: Corpus) 
 def test_biases_have_a_rate_or_a_decay_of_their_own_but_not_both(corpus: Corpus) -> None:
     with pytest.raises(ValueError, match="gives both bias_rate and bias_decay"):
         Training(replace(TINY, bias_rate=8.0, bias_decay=0.1), UNTREATED, 0, corpus=corpus)
-
-
-@pytest.mark.parametrize(
-    ("name", "numerics", "mode", "policy", "mitigation", "scope"),
-    [
-        ("paper-softmax+exact-delta", "kernel", "paper_softmax+exact_delta", "observe", None, "model"),
-        ("paper-exact-delta", "paper", "exact_delta", "observe", None, "model"),
-        ("paper-softmax", "kernel", "paper_softmax", "observe", None, "model"),
-        ("paper-paper-softmax", "paper", "paper_softmax", "observe", None, "model"),
-        ("rescued-paper-softmax", "kernel", "plain", "auto", "paper_softmax", "head"),
-        ("paper-rescued-all-paper-softmax", "paper", "plain", "auto", "paper_softmax", "model"),
-    ],
-)
-def test_an_arm_is_made_of_the_name_of_any_mode(
-    name: str, numerics: str, mode: str, policy: str, mitigation: str | None, scope: str
-) -> None:
-    variant = find_variant(name)
-    assert (variant.name, variant.numerics, variant.mode, variant.policy) == (name, numerics, mode, policy)
-    assert variant.mitigation == (mitigation or find_variant("rescued").mitigation)
-    assert variant.switch_scope == scope
-
-
-@pytest.mark.parametrize("name", ["rescued-", "rescued-nothing", "paper-", "exact-delta+", "plain+plain"])
-def test_a_name_that_is_no_mode_is_no_arm(name: str) -> None:
-    with pytest.raises(ValueError, match="does not exist; allowed are untreated"):
-        find_variant(name)
 
 
 def test_vectors_may_have_a_decay_of_their_own(corpus: Corpus) -> None:
@@ -232,18 +206,6 @@ def test_the_settings_are_those_of_the_paper_and_of_its_authors_program() -> Non
     assert weights == 50_304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 2 * 768) + 768
 
 
-def test_twins_differ_in_what_their_names_say() -> None:
-    paper = find_recipe("paper-gpt2")
-    for size, batch in (("", 512), ("-64k", 64)):
-        bare, biased = find_recipe(f"paper-gpt2{size}"), find_recipe(f"paper-gpt2{size}-bias")
-        assert (bare.batch, biased.batch) == (batch, batch)
-        assert replace(bare, name="", summary="", batch=0) == replace(paper, name="", summary="", batch=0)
-        assert biased.model == replace(bare.model, qkv_bias=True)
-        decayed = find_recipe(f"paper-gpt2{size}-decay")
-        assert (decayed.weight_decay, decayed.bias_decay) == (0.1, 0.0)
-    assert paper.under(CONTROL).model == replace(paper.model, attention_dtype="float32")
-
-
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_any_usual_number_of_gpus_shares_a_batch_out_in_parts_of_at_most_32(world: int) -> None:
     for recipe in (each for each in RECIPES.values() if each.name.startswith("paper-gpt2")):
@@ -267,13 +229,3 @@ def test_qk_clip_holds_the_scores_of_a_run_of_the_laboratory(corpus: Corpus) -> 
         scores[variant.name] = float(slot_values(words[-1], Slot.SCORE_MAX).max())
     assert scores["untreated"] > 40
     assert scores["qk-clip"] < 12
-
-
-@pytest.mark.parametrize("mode", [*MODE_NAMES, mode_name(all_modes()[-1])])  # the last one is the largest union
-def test_every_mode_trains_as_an_arm_of_its_name(mode: str, corpus: Corpus) -> None:
-    variant = find_variant(mode.replace("_", "-"))
-    training = Training(TINY, variant, 1, corpus=corpus)
-    with training.agent:
-        treated = [float(training.advance()) for _ in range(4)]
-        assert set(training.agent.modes().values()) == {mode}
-    assert treated == pytest.approx(losses(TINY, corpus, 4), rel=1e-3)

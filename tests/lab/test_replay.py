@@ -71,11 +71,6 @@ def test_an_arrested_head_is_cleared_after_quiet_steps_and_a_failing_one_never()
     assert failing[-1].severity == "critical"
 
 
-def test_a_replay_says_the_same_every_time() -> None:
-    trace = read_trace(FAILS)
-    assert verdicts(trace) == verdicts(trace)
-
-
 def assert_replayed(training: Training, steps: int, path: Path, hurt: Callable[[int], None]) -> list[wire.Verdict]:
     """Train, record, replay: every verdict and every risk is the agent's, to the bit. The verdicts."""
     live: list[wire.Event] = []

@@ -17,7 +17,7 @@ from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.texts import Corpus, standard_library
 from foreshock.lab.training.long_run import LongRun
 from foreshock.lab.training.model import ModelConfig
-from foreshock.lab.training.recipes import RECIPES, find_recipe
+from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import FAST_CONTROL, Training
 from foreshock.lab.training.variant import CONTROL, RESCUED, UNTREATED, Variant, find_variant
 
@@ -53,19 +53,6 @@ def begin(corpus: Corpus) -> Iterator[Begin]:
 
 def losses(training: Training, steps: int) -> list[float]:
     return [float(training.advance()) for _ in range(steps)]
-
-
-@pytest.mark.parametrize("find", [find_recipe, find_variant])
-def test_an_unknown_name_is_refused_with_the_known_ones(find: object) -> None:
-    assert callable(find)
-    with pytest.raises(ValueError, match=r"'nothing' does not exist; allowed are .*"):
-        find("nothing")
-
-
-def test_every_recipe_shapes_every_arm() -> None:
-    for recipe in RECIPES.values():
-        assert recipe.shaped(UNTREATED).attention_dtype == "bfloat16"
-        assert recipe.shaped(CONTROL).attention_dtype == "float32"
 
 
 def test_pytorchs_own_float32_attention_trains_the_control_as_ours_does(corpus: Corpus) -> None:

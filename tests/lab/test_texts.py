@@ -12,8 +12,6 @@ from tests.cli.typed import foreshock
 
 from foreshock.lab.texts import (
     FOLDER_VOCABULARY,
-    MADE_FROM,
-    PACKAGES,
     SHA256,
     VOCABULARY,
     byte_pairs,
@@ -153,8 +151,3 @@ def test_the_same_packages_give_the_same_text_on_which_recipes_train_in_either_a
 def test_a_missing_package_is_named() -> None:
     with pytest.raises(FileNotFoundError, match="no-such-package is not installed"):
         make_byte_pairs(("rich", "no-such-package"))
-
-
-def test_the_pinned_text_says_what_it_was_made_from() -> None:
-    assert len(SHA256) == 64
-    assert all(f" {package} " in MADE_FROM for package in PACKAGES)
