@@ -1,6 +1,8 @@
 """After detach everything is as it was before attach: every module, and every name of PyTorch and transformers."""
 
+import copy
 import gc
+import pickle
 import threading
 import time
 import weakref
@@ -15,13 +17,14 @@ import torch.utils.checkpoint
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.test_executions import MODELS, Mode, encoder_layer
 from tests.monitor.test_huggingface import MODELS as TRANSFORMERS
-from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt, train_step
+from tests.monitor.tiny_models import CausalSelfAttention, batch, next_token_loss, tiny_gpt, train_step
 from torch import nn
 from torch.nn.attention import varlen
 from transformers import masking_utils, modeling_utils
 
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention import interception
+from foreshock.monitor.model import discovery
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     **{name: (lambda make=make: make(Mode())) for name, (make, _, _) in MODELS.items()},  # type: ignore[misc]
@@ -39,6 +42,29 @@ def snapshot(model: nn.Module) -> Any:
     names = {place.__name__: dict(vars(place)) for place in PLACES}
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return modules, names, torch._dynamo.config.get_config_copy(), implementation, type(model).__mro__
+
+
+class Holding:
+    def __init__(self, function: Any) -> None:
+        self.named, self.numbered, self.own, self.causal = {1: function}, [function], function, partial(function)
+
+    def are_pytorchs(self) -> list[bool]:
+        return [each is discovery.SDPA for each in (self.named[1], self.numbered[0], self.own, self.causal.func)]
+
+
+@pytest.mark.promise("A25")
+def test_what_holds_pytorchs_function_holds_it_again_and_so_do_its_copies() -> None:
+    gc.collect()  # of agents that other tests dropped
+    holding, model = Holding(F.scaled_dot_product_attention), tiny_gpt(CausalSelfAttention(16, 2))
+    local: Any = type(
+        "Local", (), {"bare": F.scaled_dot_product_attention, "static": staticmethod(F.scaled_dot_product_attention)}
+    )
+    with attach(model, **EVERY_STEP):
+        assert holding.are_pytorchs() == [False] * 4
+        assert discovery.SDPA not in (local.bare, local.static, local().bare)
+        copied, pickled = copy.deepcopy(holding), pickle.dumps(holding)
+    assert [each.are_pytorchs() for each in (holding, copied, pickle.loads(pickled))] == [[True] * 4] * 3
+    assert (vars(local)["bare"], local.static) == (discovery.SDPA, discovery.SDPA)
 
 
 @pytest.mark.parametrize("attention", ["kernels", "keep"])

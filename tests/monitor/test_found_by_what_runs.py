@@ -1,5 +1,7 @@
 """What the first step calls decides what is attention, however the call is reached and whatever else code names."""
 
+import functools
+import gc
 import logging
 import sys
 import types
@@ -57,6 +59,28 @@ def through_a_registry(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return registry["flash_attn_func"](query, key, value)
 
 
+def calls_way(held: Any) -> Callable[..., Tensor]:
+    return lambda *operands: held.way(*operands, is_causal=True)
+
+
+HOLDERS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
+    "namespace": lambda own: (lambda held: lambda *x: held.way(*x, is_causal=True))(types.SimpleNamespace(way=own)),
+    "record": lambda own: (lambda held: lambda *x: held.flash_attn_func(*x, is_causal=True))(Backend(own)),
+    "registry": lambda own: (lambda held: lambda *x: held["sdpa"](*x, is_causal=True))({"sdpa": own}),
+    "list": lambda own: (lambda held: lambda *x: held[0](*x, is_causal=True))([own]),
+    "class": lambda own: calls_way(type("Held", (), {"way": own})),
+    "static method": lambda own: calls_way(type("Held", (), {"way": staticmethod(own)})),
+    "partial": lambda own: functools.partial(own, is_causal=True),
+    "closure": lambda own: lambda *x: own(*x, is_causal=True),
+}
+"""Calls of PyTorch's own function through an object that holds it."""
+
+
+def held_by(holder: str) -> Callable[..., Tensor]:
+    gc.collect()  # of agents that other tests dropped, or it is ours that is held
+    return HOLDERS[holder](F.scaled_dot_product_attention)
+
+
 ALL_ATTENTION_FUNCTIONS = {"sdpa": attend}
 WAYS = [through_a_namespace, through_a_class, through_a_dataclass, through_a_registry]
 
@@ -108,6 +132,20 @@ def test_attention_that_is_reached_through_an_object_is_watched_in_compiled_code
         for step in range(2):
             agent.step(train_step(compiled, optimizer, step))
     assert rows_of(listener) == [48] * 4
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_pytorchs_function_in_an_object_from_before_attach_is_watched(holder: str, compiled: bool) -> None:
+    model, listener = tiny_gpt(Reached(held_by(holder))), Listener()
+    with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_rows": 999}) as agent:
+        agent.subscribe(listener)
+        called: Any = torch.compile(model, backend="aot_eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            agent.step(train_step(called, optimizer, step))
+    assert rows_of(listener) == [48] * 2
 
 
 SAVED = {torch.ops.aten._scaled_dot_product_flash_attention.default, torch.ops.aten.mm.default}

@@ -17,7 +17,7 @@ from tests.monitor.unusual_attention import (
     OfARegistry,
     ParameterBank,
     Pattern,
-    PyTorchsOfARegistry,
+    PyTorchsOfATuple,
     ReversedProducts,
     Router,
     Scaled,
@@ -84,8 +84,8 @@ def test_attention_by_hand_is_named_whatever_its_names_are(
 
 
 @pytest.mark.promise("A24")
-def test_pytorchs_function_that_a_registry_keeps_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    told = told_of(PyTorchsOfARegistry, caplog)
+def test_pytorchs_function_that_a_tuple_keeps_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    told = told_of(PyTorchsOfATuple, caplog)
     assert "the attention of 1 is not watched: it calls PyTorch's attention where it cannot be met" in told
     assert told.endswith("watched 1 of 2 attention layers")
 

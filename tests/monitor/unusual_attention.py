@@ -136,8 +136,8 @@ class Registry:
         return self.functions[name]  # type: ignore[no-any-return]
 
 
-REGISTRY, OF_PYTORCH = Registry(), Registry()
-OF_PYTORCH.functions["sdpa"] = F.scaled_dot_product_attention
+REGISTRY = Registry()
+OF_PYTORCH = (F.scaled_dot_product_attention,)
 
 
 @REGISTRY.register
@@ -156,11 +156,11 @@ class OfARegistry(_Projected):
         return attend(*self.projected(x)).transpose(1, 2).flatten(2)
 
 
-class PyTorchsOfARegistry(_Projected):
-    """PyTorch's function itself, which was kept before it could be met."""
+class PyTorchsOfATuple(_Projected):
+    """PyTorch's function itself, in an object that cannot be changed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        attend = OF_PYTORCH.get("sdpa")
+        [attend] = OF_PYTORCH
         return attend(*self.projected(x)).transpose(1, 2).flatten(2)
 
 

@@ -13,7 +13,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import Any, Final
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
 from foreshock.contract.slots import Slot
+from foreshock.monitor.attention.holders import Holder, held, holders_of, of_holder, put
 from foreshock.monitor.attention.libraries import stand_in
 from foreshock.monitor.attention.probed_rows import UnmeasurableError
 from foreshock.monitor.attention.running import (
@@ -308,6 +309,10 @@ def scaled_dot_product_attention(
     return layer.call(own, query, key, value, why=why, mask=attn_mask, **scores)
 
 
+# A model that holds it is pickled while it is attached under the name that PyTorch's function has without us.
+scaled_dot_product_attention.__module__ = F.__name__
+
+
 def _keep_layer(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as called now: in a recompute, it finds the layer that is current now."""
     layer = None if torch.compiler.is_compiling() else layer_of_this_call()
@@ -378,29 +383,20 @@ _OURS: Final = tuple(ours for _, ours in _REBOUND)
 _OURS_UNUSED: Final = _references(_OURS)
 
 
-def _held(space: dict[str, Any] | type) -> Mapping[str, Any]:
-    return vars(space) if isinstance(space, type) else space
-
-
-def _put(space: dict[str, Any] | type, name: str, value: Any) -> None:
-    if isinstance(space, type):
-        setattr(space, name, value)
-    else:
-        space[name] = value
-
-
 class SdpaRebinding:
     """Rebinds every name of PyTorch's attention, and what calls of libraries pass through, while at least one agent is
-    attached."""
+    attached; and what objects hold of PyTorch's."""
 
     def __init__(self) -> None:
         self._users = 0
-        self._places: list[tuple[dict[str, Any] | type, str, Any, Any]] = []
-        """Namespace or class, name, what it was and what we made it."""
+        self._places: list[tuple[Holder, Any, Any, Any]] = []
+        """Namespace, class or object, name in it, what it was and what we made it."""
         self._modules = 0
         """Modules that were imported when libraries were looked for last."""
         self._settings_before: dict[str, Any] = {}
         self._leave_flex: Callable[[], None] = lambda: None
+        self._elsewhere = sys.maxsize
+        """The fewest references to PyTorch's functions that no module and no holder had, at any search."""
 
     def acquire(self) -> None:
         """Rebind, unless another agent already did."""
@@ -409,8 +405,9 @@ class SdpaRebinding:
             # torch.compile looks PyTorch's functions up by their names, once, when it first meets one. It has to before
             # they are rebound, or it takes ours for PyTorch's and leaves it whole in its graph, counting nothing.
             torch._dynamo.trace_rules.lookup(SDPA)
-            for space, name, original in places_of(SDPA, VARLEN):
-                self._bind(space, name, scaled_dot_product_attention if original is SDPA else varlen_attn)
+            ours = {id(SDPA): scaled_dot_product_attention, id(VARLEN): varlen_attn}
+            for space, name, original in self._places_and_holders():
+                self._bind(space, name, of_holder(space, ours[id(original)]))
             self._bind(vars(F), "multi_head_attention_forward", _mha_copy)
             if _original_padding_check is not None:
                 self._bind(vars(F), "_check_key_padding_mask", _check_padding)
@@ -424,6 +421,17 @@ class SdpaRebinding:
                     setattr(torch._dynamo.config, name, value)
         self.follow_imports()
 
+    def _places_and_holders(self) -> list[tuple[Holder, Any, Any]]:
+        """Who holds PyTorch's functions. Every object of the process is searched, but only if the number of references
+        leaves room for a holder."""
+        found: list[tuple[Holder, Any, Any]] = [*places_of(SDPA, VARLEN)]
+        elsewhere = sum(_references((SDPA, VARLEN))) - 2 * len(found)  # of each place, its own and that of its entry
+        if elsewhere != self._elsewhere:
+            holders = list(holders_of(SDPA, VARLEN))
+            self._elsewhere = min(self._elsewhere, elsewhere - len(holders))
+            found += holders
+        return found
+
     def follow_imports(self) -> bool:
         """Rebind what libraries brought in since, and say whether there was any; free where nothing was imported."""
         if not self._users or len(sys.modules) == self._modules:
@@ -434,9 +442,9 @@ class SdpaRebinding:
             self._bind(space, name, stand_in(original, entry))
         return bool(found)
 
-    def _bind(self, space: dict[str, Any] | type, name: str, value: Any) -> None:
-        self._places.append((space, name, _held(space)[name], value))
-        _put(space, name, value)
+    def _bind(self, space: Holder, name: Any, ours: Any) -> None:
+        self._places.append((space, name, held(space, name), ours))
+        put(space, name, ours)
 
     def release(self) -> None:
         """Put every name back when the last agent leaves, except those that somebody rebound since."""
@@ -447,8 +455,8 @@ class SdpaRebinding:
             if libraries or _references(_OURS) != _OURS_UNUSED:  # who imported a name in the meantime got ours
                 rebound = (*_REBOUND, *libraries)
                 originals = {id(ours): original for original, ours in rebound}
-                for space, name, ours in places_of(*(ours for _, ours in rebound)):
-                    space[name] = originals[id(ours)]
+                for space, name, ours in (*places_of(*(ours for _, ours in rebound)), *holders_of(*_OURS)):
+                    put(space, name, of_holder(space, originals[id(ours)]))
             self._modules = 0
             forget()
             for name, value in self._settings_before.items():
@@ -458,8 +466,8 @@ class SdpaRebinding:
     def _put_back(self) -> list[tuple[Any, Any]]:
         """Give the names back; returns what stood in for objects of libraries, behind each object."""
         for space, name, before, ours in reversed(self._places):
-            if _held(space).get(name) is ours:
-                _put(space, name, before)
+            if held(space, name) is ours:
+                put(space, name, before)
         libraries = [(before, ours) for _, _, before, ours in self._places if hasattr(ours, ORIGINAL)]
         self._places.clear()
         return libraries
