@@ -1,10 +1,8 @@
 """What who has no token can make the service do."""
 
-import asyncio
 import json
 import os
 import re
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,24 +107,7 @@ async def test_guesses_of_one_address_are_limited_and_others_still_log_in(servic
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(token=SECRET, trusted_proxies=("127.0.0.1",))
-async def test_guesses_of_many_addresses_together_are_limited(service: Any) -> None:
-    async def attempt(number: int) -> int:
-        headers = {"x-forwarded-for": f"198.51.{number // 250}.{number % 250}"}
-        answer: httpx.Response = await service.client.post(
-            "/v1/login", json={"token": f"guess-{number}"}, headers=headers
-        )
-        return answer.status_code
-
-    began = time.monotonic()
-    statuses = await asyncio.gather(*(attempt(number) for number in range(1000)))
-    allowed = 200 + 20 * (time.monotonic() - began)
-    assert statuses.count(401) <= allowed + 1
-    assert statuses.count(429) >= 1000 - allowed - 1
-
-
-@pytest.mark.promise("S7")
-@pytest.mark.settings(token=SECRET, trusted_proxies=("127.0.0.1",))
-async def test_a_flood_of_guesses_locks_out_nobody_who_has_logged_in_from_where_they_are(service: Any) -> None:
+async def test_a_flood_of_guesses_locks_out_nobody_elsewhere_and_does_not_fill_the_log(service: Any) -> None:
     """The guesses come from many addresses, and from many of the one IPv6 network that a single host has."""
 
     async def attempt(address: str, secret: str) -> int:
@@ -135,16 +116,15 @@ async def test_a_flood_of_guesses_locks_out_nobody_who_has_logged_in_from_where_
         )
         return answer.status_code
 
-    at_home = "2001:db8:5:6::1", "203.0.113.7", "::ffff:203.0.113.8"
-    for address in at_home:
-        assert await attempt(address, SECRET) == 200
-    one_host = [await attempt(f"2001:db8:1:2:{number:x}::1", "guess") for number in range(40)]
-    assert one_host.count(401) <= 15
-    assert await attempt("2001:db8:1:3::1", SECRET) == 200
-    flood = [await attempt(f"198.51.{number // 250}.{number % 250}", "guess") for number in range(600)]
-    assert flood[-100:].count(429) > 50
-    for address in (*at_home, "2001:db8:5:6:7:8:9:a", "::ffff:203.0.113.7"):
-        assert await attempt(address, SECRET) == 200, address
+    with capture_logs() as logged:
+        one_host = [await attempt(f"2001:db8:1:2:{number:x}::1", "guess") for number in range(40)]
+        flood = [await attempt(f"198.51.{number // 250}.{number % 250}", "guess") for number in range(600)]
+        people = [f"203.0.113.{number}" for number in range(100)] + ["2001:db8:1:3::1", "::ffff:203.0.113.200"]
+        answers = [await attempt(address, SECRET) for address in people]
+    assert 10 <= one_host.count(401) <= 15
+    assert set(flood) == {401}
+    assert answers == [200] * 102
+    assert 1 < len(logged) < 200
 
 
 @pytest.mark.promise("S7")

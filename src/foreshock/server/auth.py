@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from foreshock.server.limits import LOGIN, Buckets, ConcurrencyLimit, LoginLimit, network_of
+from foreshock.server.limits import LOGIN, Buckets, ConcurrencyLimit, network_of, retry_after
 from foreshock.server.logs import Counters
 from foreshock.server.problems import TOO_LARGE, ProblemError, answer_to, problem
 from foreshock.server.settings import ALL_SCOPES, Scope, Settings, Token
@@ -128,8 +128,9 @@ class AuthMiddleware:
         self.keyring = keyring
         self.counters = counters
         self.hosts = frozenset(map(_host_name, settings.allowed_hosts))
-        self.guesses = LoginLimit()
-        self._logged = Buckets(1 / 60)
+        # Networks share no limit of logins: a flood of guesses from many would lock out everybody.
+        self._guesses = Buckets(0.5, burst=10)
+        self._logged, self._lines = Buckets(1 / 60), Buckets(1.0, burst=60)
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -167,16 +168,14 @@ class AuthMiddleware:
                 await self.app(scope, receive, send_with_headers)
 
     def _note(self, scope: AsgiScope, status: int) -> None:
-        """Count and log a refused secret, and remember who logged in."""
+        """Count and log a refused secret."""
         is_login = scope["path"] == LOGIN
-        if is_login and status == 200:
-            self.guesses.succeeded(_address(scope))
         what = "throttled login" if is_login and status == 429 else "login" if is_login else "token"
         shown = is_login or any(name == b"authorization" for name, _ in scope["headers"])
         if (status != 401 and what != "throttled login") or not shown:
             return
         self.counters.refusals[what] += 1
-        if self._logged.take((what, _address(scope))) == 0:  # the log names each network once a minute
+        if self._logged.take((what, _address(scope))) == 0 and self._lines.take(what) == 0:
             log.warning(f"{what} refused", client=_address(scope), path=scope["path"][:200])
 
     async def _admit(self, scope: AsgiScope) -> Caller:
@@ -192,8 +191,8 @@ class AuthMiddleware:
             raise ProblemError(415, "Only application/json is taken; set Content-Type.")
         if not self.keyring.tokens:
             return ANYONE
-        if (method, path) == ("POST", LOGIN):
-            self.guesses.take(_address(scope))
+        if (method, path) == ("POST", LOGIN) and (wait := self._guesses.take(_address(scope))):
+            raise ProblemError(429, "Too many attempts to log in; wait.", headers=retry_after(wait))
         caller = await self.keyring.caller(headers)
         if caller.csrf_token and method not in _SAFE_METHODS and path != LOGIN:
             given = headers.get("x-csrf-token", "")

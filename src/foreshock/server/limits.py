@@ -62,33 +62,6 @@ def retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds * SPREAD.uniform(1, 2))))}
 
 
-class LoginLimit:
-    """How often somebody may try to log in: ten times at once from one network, then every other second.
-
-    From all networks together 200 at once, then 20 a second; a network from which somebody has logged in is not
-    counted among them, so that a flood of guesses locks out nobody who has been here.
-    """
-
-    def __init__(self) -> None:
-        self._of_network, self._of_all = Buckets(0.5, burst=10), Buckets(20.0, burst=200)
-        self._known: OrderedDict[str, None] = OrderedDict()
-
-    def take(self, network: str) -> None:
-        """Count an attempt. Raises ProblemError 429 when there were too many; then the secret is not looked at."""
-        wait = self._of_network.take(network)
-        if not wait and network not in self._known:
-            wait = self._of_all.take("")
-        if wait > 0:
-            raise ProblemError(429, "Too many attempts to log in; wait.", headers=retry_after(wait))
-
-    def succeeded(self, network: str) -> None:
-        """Somebody logged in from there."""
-        self._known[network] = None
-        self._known.move_to_end(network)
-        if len(self._known) > _MAX_BUCKETS:
-            self._known.popitem(last=False)
-
-
 @lru_cache(maxsize=4096)
 def network_of(address: str) -> str:
     """Whom an address stands for: an IPv6 network of 64 bits, which one host has whole, or one IPv4 address."""

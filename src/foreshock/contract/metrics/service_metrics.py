@@ -39,7 +39,7 @@ SERVICE_METRICS: Final = (
         title="Refused tokens",
         help="Requests refused for their token, by what was tried: login (a wrong token), throttled login (too many "
         "attempts; the token was not looked at), token (a wrong token of an agent or a client).",
-        bad="Rises: somebody guesses, or an agent has a withdrawn token. The log names each address once a minute.",
+        bad="Rises: somebody guesses, or an agent has a withdrawn token. The log names addresses, each once a minute.",
         board="service",
         kind="counter",
         labels=("what",),
