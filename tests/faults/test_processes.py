@@ -97,6 +97,30 @@ def test_a_process_leaves_within_two_seconds_of_its_end_while_the_server_hangs(
             assert float(output.removeprefix("left after")) < 2.0 + 0.3
 
 
+FLAT_SCRIPT = """
+import sys, threading
+threading.program = sys.modules["__main__"]  # dill, which comes with datasets, holds the program in this way
+from training import Attention
+import foreshock
+place = {"spool_directory": sys.argv[1], "url": "http://127.0.0.1:9"}
+agents = [foreshock.attach(Attention(), run=run, **place) for run in "ab"]
+for agent in agents:
+    agent.step(1.0)
+agents[0].close()
+"""
+
+
+@pytest.mark.promise("A9")
+def test_a_program_whose_globals_outlive_our_modules_ends_without_an_ignored_exception(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", FLAT_SCRIPT, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("not sent yet") == 2
+    assert "ignored" not in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.full
 @pytest.mark.promise("A10")
 def test_a_process_that_was_stopped_goes_on_and_sends_without_a_burst(tmp_path: Path, sizes: Any) -> None:
