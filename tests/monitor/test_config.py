@@ -102,6 +102,9 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "9"}
         (OPEN_MPI, (0, 1)),  # mpirun alone may have started many runs
         (PROLOG | {"RANK": "5", "WORLD_SIZE": "8"}, (2, 4)),  # set by hand: of which of both nobody knows
         (PROLOG | {"LOCAL_RANK": "1"}, (2, 4)),
+        ({"RANK": "gold", "WORLD_SIZE": "all"}, (0, 1)),  # of another program
+        ({"RANK": "-1", "WORLD_SIZE": "-1", "LOCAL_RANK": "-1"}, (0, 1)),  # not distributed, some say so
+        (PROLOG | {"RANK": "gold", "WORLD_SIZE": "", "LOCAL_RANK": "x"}, (2, 4)),
     ],
 )
 def test_the_launcher_nearest_to_the_process_numbers_it(

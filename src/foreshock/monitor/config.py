@@ -185,7 +185,12 @@ class AgentConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[Any, ...]:
         """What is given, then what the nearest launcher set, then the other variables."""
-        return init_settings, _of_the_nearest_launcher, env_settings
+
+        def variables() -> dict[str, Any]:  # without RANK=gold, which another program reads
+            found = env_settings()
+            return {name: value for name, value in found.items() if name in os.environ or _is_ours(name, value)}
+
+        return init_settings, _of_the_nearest_launcher, variables
 
     @field_validator("sample_every_steps")
     @classmethod
@@ -273,9 +278,13 @@ def _of_the_nearest_launcher() -> dict[str, str]:
     It goes before FORESHOCK_RANK: what a job scheduler set for the launcher, all processes of a node have inherited.
     """
     for names in _LAUNCHERS:
-        if all(os.environ.get(name) for name in names):
+        if all(os.environ.get(name, "").isdecimal() for name in names):
             return {"FORESHOCK_RANK": os.environ[names[0]], "FORESHOCK_WORLD_SIZE": os.environ[names[1]]}
     return {}
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    return name not in ("FORESHOCK_RANK", "FORESHOCK_WORLD_SIZE") or value.isdecimal()
 
 
 _PLAIN_NAME: Final = "run-%Y%m%d-%H%M%S-"
