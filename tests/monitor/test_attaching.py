@@ -112,7 +112,7 @@ def test_a_cell_that_is_run_again_replaces_the_agent_and_an_agent_shows_itself(
     first.step(1.0)
     with attach(model, **{**EVERY_STEP, "url": "http://127.0.0.1:9"}, run="team/two", spool_directory=None) as second:
         assert listener.events[-1].kind == "finished"
-        assert "the agent that watched this model was closed" in caplog.text
+        assert "the agent of run one was closed; a new one takes its place" in caplog.text
         assert repr(first) == "<foreshock agent: run one, state closed, watches 2 layers, 4 heads, warnings none>"
         second.step(float("nan"))
         second.step(1.0)
@@ -120,6 +120,23 @@ def test_a_cell_that_is_run_again_replaces_the_agent_and_an_agent_shows_itself(
         assert "not finite" in repr(second)
         assert '<a href="http://127.0.0.1:9/?runs=team/two"' in second._repr_html_()
         assert "not finite" in second._repr_html_()
+
+
+def test_a_cell_that_makes_the_model_anew_closes_the_agent_that_the_notebook_still_holds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    outputs, kinds = [], []
+    for run in ("one", "one", "another"):
+        agent, listener = attach(tiny_gpt(), **EVERY_STEP, run=run), Listener()
+        agent.subscribe(listener)
+        agent.step(1.0)
+        outputs.append(agent)
+        kinds.append(listener.events)
+    assert [bool(events) and events[-1].kind == "finished" for events in kinds] == [True, False, False]
+    assert caplog.text.count("a new one takes its place") == 1
+    for agent in outputs:
+        agent.close()
 
 
 @pytest.mark.promise("A27")

@@ -54,12 +54,10 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
     settings = make_config(config, {**_place(config), **overrides})
     if not isinstance(model, nn.Module):
         raise ValueError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
+    if hasattr(sys, "ps1"):  # a cell or a line that is run again: Python and IPython have a prompt then
+        _close_former(model, settings)
     for name, module in model.named_modules():
         if is_watched(module):
-            if hasattr(sys, "ps1"):  # a cell or a line that is run again: Python and IPython have a prompt then
-                detach(model)
-                logger.warning("foreshock: the agent that watched this model was closed; a new one takes its place")
-                break
             raise ValueError(f"{name or 'the model'} is watched by another agent; call foreshock.detach(model) first")
     _refuse_unknown_names(model, settings)
     found, unfit = _find(model, settings)
@@ -204,6 +202,20 @@ def detach(model: nn.Module) -> None:
         agent = known() if (known := _agents.get(layer)) is not None else None
         if agent is not None:
             agent.close("stopped")
+
+
+def _close_former(model: nn.Module, settings: AgentConfig) -> None:
+    """Close the agent of this model and that of this run.
+
+    IPython holds what a cell showed, so the agent of a former model would live on as a second process of its rank.
+    """
+    of_model = {vars(module).get(LAYER_ATTRIBUTE) for module in model.modules()}
+    for layer, known in list(_agents.items()):
+        if (agent := known()) is not None and not agent._closed:
+            same_run = settings.run and (agent.run, agent.config.rank) == (settings.run, settings.rank)
+            if same_run or layer in of_model:
+                agent.close("stopped")
+                logger.warning("foreshock: the agent of run %s was closed; a new one takes its place", agent.run)
 
 
 _SIZES: Final = ("world_size", "foreshock_world_size")
