@@ -137,7 +137,7 @@ class Registry:
 
 
 REGISTRY = Registry()
-OF_PYTORCH = (F.scaled_dot_product_attention,)
+OF_PYTORCH: tuple[Callable[..., Tensor]] = (F.scaled_dot_product_attention,)
 
 
 @REGISTRY.register

@@ -67,7 +67,7 @@ def open_at_size(chromium: Chrome, service: Service, *runs: str) -> None:
 
 
 def warn_about(feeder: Feeder, layer: int, head: int, **fields: Any) -> Verdict:
-    said = {
+    said: dict[str, Any] = {
         "name": f"offset-{layer}-{head}",
         "evidence": {"offset": -6.25, "offset_before": -3.0, "score": 75.0, "tied_share": 0.1, "window_steps": 900},
         "forecast_steps": 2000.0 + 10 * head,
