@@ -54,7 +54,9 @@ RESEARCH = ("lab", "bench")
 
 
 _COMMON = re.compile(
-    r"^\* `--(?:help`|json`|token <str>`|token-file <path>`|url <str>`: Address of the service).*\n", re.MULTILINE
+    r"^\* `--(?:help|json|token <str>|token-file <path>|url <str>|reason <str>|wait <float>|command COMMAND"
+    r"|database-url <str>)`: (?!File for|Service to|Store:).*\n",
+    re.MULTILINE,
 )
 """Options that many commands share; the page lists them once."""
 
@@ -68,12 +70,14 @@ def commands() -> Iterator[str]:
     page = re.sub(
         r"\*\*(Commands|Usage)\*\*:\n\n(\* .*\n|```console\n.*\n```\n)+\n|\[/?bold\]", "", page
     )  # cut at 45 letters
+    page = re.sub(r"  \[required\]$|\n\*\*(?:Options|Arguments)\*\*:\n$", "", page, flags=re.MULTILINE)
     product, *sections = re.split(r"(?=^##+ `)", page, flags=re.MULTILINE)
     yield product.rstrip() + "\n"
     yield "Options of many commands:\n"
     yield "".join(dict.fromkeys(_COMMON.findall("".join(sections))))
     for section in sections:
-        yield re.sub(r"\*\*Options\*\*:\n\n(?!\*)", "", _COMMON.sub("", section)).rstrip() + "\n"
+        options = re.sub(r"\n{3,}", "\n\n", _COMMON.sub("", section))
+        yield re.sub(r"^(\* `.*\n)\n(?=\* `)", r"\1", options, flags=re.MULTILINE).rstrip() + "\n"
     yield "# Laboratory and benchmarks\n"
     yield "Only a checkout has these commands; `--help` of each lists its options.\n"
     for name, group in research.items():
@@ -251,18 +255,14 @@ def proofs() -> dict[str, list[Path]]:
 
 
 def promises() -> Iterator[str]:
-    """Every promise with the files of its tests. Raises KeyError for one without a test."""
+    """Every promise. Raises KeyError for one without a test."""
     files = proofs()
-    yield "# Promises and their tests\n"
-    yield "This page is for operators who must know what foreshock guarantees. Each promise has a number, and"
-    yield 'a mark such as `@pytest.mark.promise("A1")` on the tests that check it.'
-    yield "`make test` and `make test-full` run them all."
-    yield "`make faults-long` runs kills, fuzzing and soak tests at full size, for hours.\n"
+    yield "# Promises\n"
+    yield "This page is for operators who must know what foreshock guarantees. Tests check every promise:"
+    yield "`git grep 'promise(\"A1\")' tests` lists those of A1.\n"
     for part, sentences in tomllib.loads(PROMISES.read_text()).items():
-        yield f"## {part.capitalize()}\n\n| | promise | tests |\n|---|---|---|"
-        for promise, sentence in sentences.items():
-            links = (f"[{path.stem.removeprefix('test_')}](../{path.relative_to(ROOT)})" for path in files[promise])
-            yield f"| {promise} | {sentence.replace('|', chr(92) + '|')} | {', '.join(links)} |"
+        yield f"## {part.capitalize()}\n"
+        yield from (f"- **{promise}** {sentence}" for promise, sentence in sentences.items() if files[promise])
         yield ""
 
 

@@ -111,8 +111,8 @@ def test_a_long_silence_of_all_is_told_once_and_anew_after_it_ended(
     report.record(words(True, True, True), 60, 70)
     for step in (80, 90, 100):
         report.record(words(False, False, False), step - 10, step)
-    assert [line.split(":")[1].strip() for line in said(caplog)] == (
-        ["no layer counted anything since step 70"] if pause else []
+    assert [line.split(":")[1].strip().partition(".")[0] for line in said(caplog)] == (
+        ["no attention was recorded since step 70"] if pause else []
     )
 
 

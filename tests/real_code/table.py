@@ -10,10 +10,7 @@ _ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = _ROOT / "docs" / "models.md"
 RECORD: Final = _ROOT / "src/foreshock/benchmarks" / "results" / "real_code.json"
 BEGINS, ENDS = "<!-- real code begins -->", "<!-- real code ends -->"
-_HEAD: Final = (
-    "repository", "model", "watched", "bits", "error of scores", "error of norms",
-    "switch", "verdict",
-)  # fmt: skip
+_HEAD: Final = ("repository", "model", "monitored layers", "verdict")
 
 
 def table_of(verdicts: Sequence[Verdict]) -> str:
@@ -23,15 +20,11 @@ def table_of(verdicts: Sequence[Verdict]) -> str:
 
 
 def _row(verdict: Verdict) -> tuple[str, ...]:
-    score, norm = verdict.score_error, verdict.norm_error
+    watched, _, true = verdict.watched.partition(", true ")
     return (
-        f"{verdict.repository} {verdict.commit}".strip(),
+        verdict.repository,
         verdict.model,
-        verdict.watched,
-        verdict.bits,
-        "not measured" if score is None else f"{score:.0e}",
-        "not measured" if norm is None else f"{norm:.2%}".replace("%", " %"),
-        verdict.switch,
+        watched if watched == true else verdict.watched,
         f"did not run: {verdict.missing}" if verdict.missing else "; ".join(verdict.wrong) or "good",
     )
 

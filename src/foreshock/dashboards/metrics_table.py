@@ -10,12 +10,12 @@ _SECTIONS = (
     (
         "Per head",
         "The service stores every head of every sample. Prometheus gets the worst heads of each run, under a series "
-        "budget (`foreshock_head_*`, labels run, layer, head). Of every layer it gets the value of the worst head "
-        "(`foreshock_layer_*` for each name below, labels run, layer).",
+        "budget (labels run, layer, head), and the worst head's value of every layer (`foreshock_layer_*` instead of "
+        "`foreshock_head_*`, labels run, layer). Names that end in `_total` are counters; all others are gauges.",
         HEAD_METRICS,
     ),
-    ("Per run", "Reported by a run and its agents.", RUN_METRICS),
-    ("Service", "Reported by the service about itself.", SERVICE_METRICS),
+    ("Per run", "Each has the label run, and those in brackets.", RUN_METRICS),
+    ("Service", "The service's own state. Labels are in brackets.", SERVICE_METRICS),
 )
 
 
@@ -24,23 +24,19 @@ def metrics_page() -> str:
     parts = ["# Metrics and alerts\n"]
     for title, text, metrics in _SECTIONS:
         parts += [f"\n## {title}\n\n{text}\n\n", *_table(metrics)]
-    parts.append("\n## Alerts\n\nThe page of each begins with what to do.\n\n")
-    parts.append(_row("Alert", "Severity", "Fires when", "For"))
-    parts.append(_row(*["---"] * 4))
+    parts.append("\n## Alerts\n\nEach runbook begins with what to do. Rules: `generated/prometheus-rules.yml`.\n\n")
     for metric, alert in alerts():
-        expr = alert.expr.replace("{m}", metric.name) if metric else alert.expr
-        severity = "the warning's own" if metric and "severity" in metric.labels else alert.severity
-        name = f"[{alert.name}](runbooks/{alert.name}.md)"
-        parts.append(_row(name, severity, f"`{expr}`", alert.for_))
+        severity = "the warning's own severity" if metric and "severity" in metric.labels else alert.severity
+        parts.append(f"- [{alert.name}](runbooks/{alert.name}.md): {severity}\n")
     return "".join(parts)
 
 
 def _table(metrics: Iterable[Metric]) -> Iterable[str]:
-    yield _row("Metric", "What it is", "Bad")
+    yield _row("Metric", "Meaning", "Bad")
     yield _row(*["---"] * 3)
     for metric in metrics:
-        labels = "" if metric.head else "".join(f", {label}" for label in metric.labels)
-        yield _row(f"`{metric.name}` ({metric.kind}{labels})", metric.help, metric.bad)
+        labels = [] if metric.head else [label for label in metric.labels if label != "run"]
+        yield _row(f"`{metric.name}`" + (f" ({', '.join(labels)})" if labels else ""), metric.help, metric.bad)
 
 
 def _row(*cells: str) -> str:

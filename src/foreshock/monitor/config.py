@@ -51,18 +51,17 @@ class AgentConfig(BaseSettings):
     )
 
     run: Identifier = Field(default="", validate_default=False)
-    """Name of the run. Every rank and every restart of one run must give the same name. A single process without a name
-    gets a new one. Several processes take the name from torchrun's --rdzv-id or the number of Slurm's job."""
+    """Name of the run, the same for every rank and every restart. Default: a new name, or torchrun's --rdzv-id or
+    Slurm's job number for several processes."""
     labels: dict[Identifier, str] = Field(default_factory=dict, max_length=32)
     """Free text shown next to the run: {"team": "vision"}."""
 
     url: str | None = None
-    """Address of the service, for example http://127.0.0.1:8765. None: detect and act locally, send nothing."""
+    """Address of the service, such as http://127.0.0.1:8765. None: send nothing."""
     token: SecretStr | None = None
     """Token of the service, with the scope `ingest`."""
     token_file: Path | None = None
-    """File that holds the token, used when `token` is not given. It is read again when the service refuses the token,
-    so that you can replace a token during the run."""
+    """File that holds the token. It is read again when the service refuses the token."""
 
     rank: int = Field(default=0, ge=0, lt=10**6, validation_alias=AliasChoices("FORESHOCK_RANK", "RANK", "rank"))
     """Number of this process among the run's processes."""
@@ -72,57 +71,48 @@ class AgentConfig(BaseSettings):
     """Number of processes of the run."""
 
     mirror: str | None = None
-    """Tracker that also receives a few numbers and the warnings of the first process: worst score offset, largest
-    |score|, largest attention logit, lowest entropy of attention, active warnings, switched heads, and what QK-Clip
-    did. "wandb", "mlflow" and "trackio" write into the run that the program has open. "tensorboard:FOLDER" writes event
-    files. "otlp" exports from every process, with loss and gradient norm, to an OpenTelemetry collector. None: no
-    tracker."""
+    """Tracker that also receives the first process's warnings, worst score offset, largest |score|, largest attention
+    logit, lowest entropy, switched heads and QK-Clip's actions: "wandb", "mlflow", "trackio", "tensorboard:FOLDER", or
+    "otlp" for an OpenTelemetry collector (every process, with loss and gradient norm)."""
 
     policy: Policy = "observe"
-    """observe: only warn. approve: propose a switch, which a person must approve. auto: switch at the next step
-    boundary. `switch_scope` says which heads are switched."""
+    """observe: only warn. approve: propose a switch to a person. auto: switch at the next step boundary."""
     mitigation: ModeName = DEFAULT_MITIGATION
     """The mode that a warning switches heads to."""
     switch_scope: SwitchScope = "model"
     """Which heads a warning switches under approve and auto: the head that it names (head), its layer (layer), or all
-    heads of this process (model). In our runs all heads at the first warning left the least drift (lab/NOTEBOOK.md)."""
+    heads of this process (model)."""
     save_on_warning: bool = True
-    """Ask the trainer for a checkpoint when a warning opens an incident, at most once for each; in a plain loop
-    `agent.should_save` is then true once. Runs of several processes are not asked."""
+    """Ask the trainer of a single-process run for a checkpoint when a warning opens an incident; in a plain loop
+    `agent.should_save` is then true once."""
     qk_clip: ClipWhen = "never"
-    """QK-Clip, for scores that grow: after each optimizer step, W_Q and W_K of heads whose largest score passed
-    `qk_clip_threshold` are scaled down to it. It changes weights and cannot be undone. always: from the first step.
-    warned: from the first warning whose cause is score growth, under every policy. With either, attention is "kernels"
-    by default, which give the largest score of every step. Give the same setting on every process."""
+    """QK-Clip, for scores that grow: after each optimizer step, scale W_Q and W_K of heads whose largest score passed
+    `qk_clip_threshold`. It changes weights and cannot be undone. always: from the first step. warned: from the first
+    warning about score growth. With either, attention is "kernels" by default. Use the same setting on every
+    process."""
     qk_clip_threshold: float = Field(default=100.0, gt=0, allow_inf_nan=False)
-    """QK-Clip does not change heads up to this largest score; 100 as in Kimi K2."""
+    """QK-Clip does not change heads up to this largest score."""
     qk_clip_every_steps: int = Field(default=10, ge=1)
-    """With native attention and QK-Clip on, one step in this many computes all scores again, and scales heads by the
-    largest. Other steps measure a sample of rows, and scale nothing. Calls that foreshock's kernels compute are
-    scaled in every step."""
+    """With native attention and QK-Clip on, one step in this many computes all scores again, and scales heads. With
+    foreshock's kernels every step does."""
     numerics: Numerics = "auto"
-    """How attention is rounded. With auto each call is rounded as its operands are: kernel for 16 bits (with autocast
-    counted in), float32 for fp32, float64 for float64. A name holds for every call. Numerics kernel rounds as
-    FlashAttention-2 does, and paper as arXiv 2510.04212 does. Both round fp32 operands to bf16."""
+    """How foreshock's attention rounds. auto: as the operands do (kernel for 16 bits, also under autocast). A name
+    holds for every call: kernel rounds as FlashAttention-2 does, paper as arXiv 2510.04212 does, float32, float64."""
 
     attention: Served = "keep"
-    """Who computes the attention. With keep the model's own attention (cuDNN, FlashAttention, ...) runs unchanged,
-    and a sample of its rows is measured. Only a switch moves a layer onto foreshock's kernels. With kernels these
-    compute and count every row; unsupported calls run natively. Before either, the kernels are compared with
-    PyTorch's attention on drawn operands; what differs by more than rounding stays with the model's own."""
+    """Who computes the attention. keep: the model's own attention runs unchanged, and a sample of its rows is measured;
+    only a switch moves a layer onto foreshock's kernels. kernels: these compute and count every row; unsupported calls
+    run natively."""
     probe_rows: int = Field(default=4096, ge=1, le=2**20)
-    """With native attention, one step in `sample_every_steps` is measured, and every step for a while after a
-    warning or while the cause of a drift is undecided. This is the number of rows of each head that a measured step
-    reads, or all where a batch has no more. They are spread over the batch and drawn again each time. The detectors'
-    page shows what rows are worth."""
+    """Rows of each head that a measured step reads with native attention."""
 
     sample_every_steps: int = Field(default=10, ge=1)
-    """A sample is taken every this many steps, at most 1000: samples further apart show no failure in time. The number
-    is doubled until samples are `sample_every_seconds` apart."""
+    """Steps between two samples, at most 1000; doubled until samples are `sample_every_seconds` apart. The agent
+    samples every step for a while after a warning and while the cause of a drift is undecided."""
     sample_every_seconds: float = Field(default=1.0, ge=0, le=3600)
-    """Least time between two samples. It acts by doubling the steps, so that all ranks sample the same steps."""
+    """Least time between two samples."""
     norms_every_steps: int = Field(default=100, ge=0, le=10**6)
-    """Spectral norms of W_Q and W_K are measured every this many steps, with the next sample. 0 turns them off."""
+    """Steps between two measurements of the spectral norms of W_Q and W_K. 0 turns them off."""
 
     detectors: DetectorConfig = DetectorConfig()
     """The thresholds that decide when a head is warned about."""
@@ -130,24 +120,23 @@ class AgentConfig(BaseSettings):
     first_layer: int = Field(default=0, ge=0)
     """Global number of this rank's first attention layer (pipeline parallelism)."""
     layers: dict[str, int] = Field(default_factory=dict)
-    """Global numbers of attention layers by module name, for example {"layers.0.attention": 8}. Needed where the layers
-    of a rank are not consecutive (interleaved pipeline stages)."""
+    """Global numbers of attention layers by module name, such as {"layers.0.attention": 8}, if the layers of a rank are
+    not consecutive."""
     first_head: int = Field(default=0, ge=0)
-    """Global number of this rank's first head in every layer. Needed where the model's own modules hold only some of
-    the heads; tensor parallelism by PyTorch's parallelize_module is recognised and needs no number."""
+    """Global number of this rank's first head in every layer, if the modules hold only some heads. Tensor parallelism
+    by parallelize_module is recognised."""
     heads: dict[str, PositiveInt] = Field(default_factory=dict)
-    """If the number of heads of an attention module cannot be inferred, pass it, by its name: {"blocks.0.attn": 8}."""
+    """Numbers of heads by module name, such as {"blocks.0.attn": 8}, if they cannot be inferred."""
 
     spool_directory: Path | None = Field(default_factory=_default_spool_directory)
-    """Folder for batches that could not be sent, so that they survive the process. The default is in the user's cache
-    (XDG_CACHE_HOME). A folder of another user, or one that others may write to, is not used. None: memory only."""
+    """Folder for unsent batches, which only you may write to. Default: in the user's cache. None: memory only."""
     spool_bytes: int = Field(default=256 * 2**20, ge=2**16)
-    """Largest size of unsent batches on disk, for each process. Events other than samples may take as much again."""
+    """Largest size of unsent samples on disk, for each process; other events may take as much again."""
 
     quiet: bool = False
     """Do not print the table of the attention that was found."""
     strict: bool = False
-    """Raise the agent's own errors, and a model without attention that can be watched, instead of only logging them."""
+    """Raise the agent's own errors instead of logging them, also for a model without supported attention."""
 
     # Fixed, since nobody can choose it with a reason. Tests change some of it.
     close_watch_steps: ClassVar[int] = 200

@@ -258,7 +258,7 @@ def _keep_new(connection: Connection, group: Sequence[Batch], done: Recorded) ->
 
 
 def _check_heads(connection: Connection, done: Recorded, rows: dict[int, Row[Any]]) -> None:
-    """Raises MisfitError when a sample speaks of other heads than its boot watches, as far as that is known."""
+    """Raises MisfitError when a sample has data for other heads than its process is known to have registered."""
     if len(_heads_of) > _REMEMBERED:
         _heads_of.clear()
     if unknown := {row.topology for row in rows.values()} - {None} - _heads_of.keys():
@@ -288,8 +288,8 @@ def _check_heads(connection: Connection, done: Recorded, rows: dict[int, Row[Any
             want = min(counts, default=None) if want is None else want
             if want is not None and not counts <= {want}:
                 raise MisfitError(
-                    f"The sample of step {event.step} speaks of {max(counts - {want})} heads, its boot watches {want}; "
-                    "nothing of the batch was stored."
+                    f"The sample of step {event.step} has data for {max(counts - {want})} heads, but this process "
+                    f"registered {want}. Nothing in the batch was stored."
                 )
             if counts and boot_id in stored:
                 stored[boot_id] = want

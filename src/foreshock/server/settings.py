@@ -42,7 +42,7 @@ class Token(BaseModel):
 
 
 class Settings(BaseSettings):
-    """Everything that can be set. A variable that is nearly a setting is refused, those of agents may be there."""
+    """Settings of the service. It refuses a misspelt FORESHOCK_ variable."""
 
     model_config = SettingsConfigDict(env_prefix="FORESHOCK_", extra="forbid", frozen=True, hide_input_in_errors=True)
 

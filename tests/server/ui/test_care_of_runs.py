@@ -132,7 +132,7 @@ def test_an_order_under_way_is_stopped_on_the_page(chromium: Chrome, service: Se
     button(chromium, "Stop").click()
     fill(chromium, who="Grace", reason="not that one")
     button(chromium, "Continue").click()
-    sentence = f"Stop the switch of every head of {feeder.run} to exact_delta: it goes to no further rank"
+    sentence = f"Stop the switch of every head of {feeder.run} to exact_delta: ranks that have not received it yet"
     wait("what happens is said before it does", lambda: sentence in text(chromium, "dialog"))
     button(chromium, "Stop now").click()
     wait("it is stopped", lambda: text(chromium, ".command .state") == "cancelled")

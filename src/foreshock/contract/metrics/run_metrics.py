@@ -31,7 +31,7 @@ RUN_METRICS: Final = (
         key="run.step",
         title="Step",
         help="Last optimizer step that the service has seen of a run.",
-        bad="Stands still.",
+        bad="Does not increase.",
         board="overview",
     ),
     Metric(
@@ -44,7 +44,7 @@ RUN_METRICS: Final = (
     Metric(
         key="run.last_heard",
         title="Last heard of",
-        help="When the service last heard of the run, be it a heartbeat (Unix time).",
+        help="When the service last received anything of the run, including heartbeats (Unix time).",
         bad="Minutes ago while the run is active.",
         board="overview",
         unit="timestamp_seconds",
@@ -78,9 +78,10 @@ RUN_METRICS: Final = (
                 f"and on (run) time() - foreshock_run_last_heard_timestamp_seconds <= {SILENT_SECONDS:g}",
                 for_="1m",
                 severity="warning",
-                summary="Run {{ $labels.run }} is alive and has ended no step for {{ $value | humanizeDuration }}",
-                description="Its heartbeats arrive, so the process and the way to the service are sound: the training "
-                "itself has stopped, or does something long between its steps.",
+                summary="Run {{ $labels.run }} is hung: no step finished in {{ $value | humanizeDuration }}, but "
+                "heartbeats arrive",
+                description="The process runs and reaches the service, so the training itself has stopped, or does "
+                "something long between its steps.",
                 action="Take the stacks of the training processes (`py-spy dump --pid PID`) before anything is killed.",
             ),
         ),
@@ -89,7 +90,7 @@ RUN_METRICS: Final = (
         key="run.loss",
         title="Loss",
         help="Mean raw training loss of the last sample.",
-        bad="Jumps away from its own past. By then the warning should be old.",
+        bad="Rises suddenly. foreshock should have warned earlier.",
         board="run",
         sample="loss",
         across_ranks="mean",

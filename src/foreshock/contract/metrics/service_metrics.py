@@ -37,9 +37,9 @@ SERVICE_METRICS: Final = (
     Metric(
         key="service.refusals",
         title="Refused tokens",
-        help="Requests refused for their token, by what was tried: login (a wrong token), throttled login (too many "
-        "attempts; the token was not looked at), token (a wrong token of an agent or a client).",
-        bad="Rises: somebody guesses, or an agent has a withdrawn token. The log names addresses, each once a minute.",
+        help="Requests refused for their token: login (a wrong token), throttled login (too many attempts), token (a "
+        "wrong token of an agent or a client).",
+        bad="Rises: somebody guesses, or an agent has a withdrawn token; the log has the addresses.",
         board="service",
         kind="counter",
         labels=("what",),
@@ -125,16 +125,16 @@ SERVICE_METRICS: Final = (
     Metric(
         key="service.unreadable_rows",
         title="Unreadable rows",
-        help="Stored rows that could not be read and were passed over since the service began, at most 10,000.",
-        bad="Above zero; the log names each row once, with the reason.",
+        help="Unreadable stored rows that were skipped since the service began, at most 10,000.",
+        bad="Above zero; the log has the reasons.",
         board="service",
         labels=(),
     ),
     Metric(
         key="service.log_lines_dropped",
         title="Log lines left out",
-        help="Log lines left out since the service began, as the same message was logged within ten seconds.",
-        bad="Grows: somebody sends malformed HTTP; the log says so at most once in ten seconds.",
+        help="Repeated log lines that were omitted since the service began.",
+        bad="Grows: somebody sends malformed HTTP.",
         board="service",
         kind="counter",
         labels=(),
@@ -161,8 +161,7 @@ INCIDENT_METRICS: Final = (
     Metric(
         key="incident.active",
         title="Incidents",
-        help="1 for every incident that is not closed: all warnings of a run of one cause. Score growth with "
-        "rounding is counted under rounding. act: what machines do about it under the run's policy.",
+        help="1 for every incident that is not closed. act: what the run's policy does about it.",
         bad="Any of severity warning or critical.",
         board="overview",
         labels=("run", "cause", "state", "severity", "act"),
@@ -189,8 +188,7 @@ INCIDENT_METRICS: Final = (
     Metric(
         key="incident.words",
         title="Incidents in words",
-        help="1 for every incident that is not closed. Its labels are what alerts say: the heads, the incident, what "
-        "was done and what to do.",
+        help="1 for every incident that is not closed, with the texts of its alert as labels.",
         bad="Any.",
         board="overview",
         labels=("run", "cause", "heads", "sentence", "done", "to_do"),
@@ -206,7 +204,7 @@ INCIDENT_METRICS: Final = (
     Metric(
         key="incident.opened_step",
         title="Incidents opened at step",
-        help="The step at which an incident opened: links of alerts lead to the steps from shortly before it on.",
+        help="The step at which an incident opened.",
         bad="Long ago: nobody has acted on it.",
         board="overview",
         labels=("run", "cause"),
@@ -214,9 +212,8 @@ INCIDENT_METRICS: Final = (
     Metric(
         key="incident.corrected_step",
         title="Incidents corrected at step",
-        help="The step at which the cause of an incident was corrected; was: the cause before that. "
-        "None where it was not.",
-        bad="Shortly ago: look again at what to do, which goes by the cause.",
+        help="The step at which the cause of an incident was corrected; was: the cause before that.",
+        bad="Shortly ago: what to do depends on the cause.",
         board="overview",
         labels=("run", "cause", "was"),
     ),
@@ -234,7 +231,7 @@ INCIDENT_METRICS: Final = (
     Metric(
         key="incident.acknowledged",
         title="Incidents acknowledged",
-        help="1 where somebody has acknowledged the incident, else 0.",
+        help="1 if somebody has acknowledged the incident, else 0.",
         bad="0 for several minutes.",
         board="overview",
         labels=("run", "cause"),

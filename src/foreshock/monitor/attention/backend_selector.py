@@ -93,8 +93,8 @@ class BackendSelector:
             return f"the probe is off ({self._sampling.fault})"
         if self._sampling.captured:
             return (
-                "its step was captured in a CUDA graph, whose replays skip the pass over all rows of native attention; "
-                "attention='kernels' counts them there too"
+                "its step was captured in a CUDA graph, so QK-Clip cannot scan all rows of native attention; use "
+                "attention='kernels'"
             )
         if layer.bent:
             return "a function or ALiBi slopes change its scores, which the pass over all rows of it does not know"

@@ -326,8 +326,8 @@ class CoverageReport:
         if (self._last >= 0).any() and long and self._silent_samples >= _SILENT_SAMPLES and not self._warned_of_silence:
             self._warned_of_silence = True
             logger.warning(
-                "foreshock: no layer counted anything since step %d: another model trains than the one that is "
-                "watched, or no backward runs through it; attach to the model that trains",
+                "foreshock: no attention was recorded since step %d. Either a different model is being trained, or no "
+                "backward pass reaches the monitored one. Attach to the model that you train",
                 self._last_counted,
             )
 

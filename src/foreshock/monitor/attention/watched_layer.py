@@ -169,7 +169,7 @@ class WatchedLayer:
         if self.ran and isinstance(self.home(), nn.MultiheadAttention):
             return "it computes its probabilities itself under need_weights=True, its default; give need_weights=False"
         if self.ran:
-            return "its forward ran, but computed attention by none of the functions that are met"
+            return "its forward pass called no attention function that foreshock supports"
         return (
             "the first step showed that it computes attention; it is watched from the second on"
             if self.late

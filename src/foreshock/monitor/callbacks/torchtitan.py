@@ -37,7 +37,7 @@ def watch(trainer: Any, **overrides: Unpack[AgentSettings]) -> Agent:
     """Watch the model parts of a torchtitan Trainer. `overrides` are fields of AgentConfig, as for `attach`.
 
     Layers keep the numbers that torchtitan gives them (`layers.7`), on every rank of a pipeline. Raises ValueError with
-    a sentence for a trainer of another make or a wrong setting. A model that cannot be watched ends no training.
+    a sentence for a trainer of another library or a wrong setting. A model that cannot be watched ends no training.
     """
     missing = [name for name in _USED if not hasattr(trainer, name)]
     if not any(hasattr(trainer, name) for name in _CONFIG):
@@ -45,7 +45,7 @@ def watch(trainer: Any, **overrides: Unpack[AgentSettings]) -> Agent:
     if missing:
         raise ValueError(
             f"{type(trainer).__name__} has no {', '.join(missing)}: it is no Trainer of torchtitan 0.2 or 0.3; "
-            "use attach(model) and agent.step(loss) in a loop of another make"
+            "use attach(model) and agent.step(loss) in a custom training loop"
         )
     parts: list[nn.Module] = list(trainer.model_parts)
     model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)

@@ -20,8 +20,8 @@ class DetectorConfig(BaseModel):
     horizon_windows: float | None = Field(
         default=6.0,
         gt=0,
-        description="a drift is warned about only if its largest |score| would be 512 within this many windows, a "
-        "window being the newer half of the past that is held, at most window_steps; null: however far off it is",
+        description="a drift is warned about only if its largest |score| would reach 512 within this many windows; "
+        "null: without a limit",
     )
 
     # What nobody has a reason to set.

@@ -37,8 +37,8 @@ class Outage:
         if enough and not self._warned and time.monotonic() >= self._warned_at + _AGAIN_SECONDS:
             self._warned, self._warned_at = True, time.monotonic()
             self._warn(
-                f"no service answers at {self._url}{route} ({self._why}); training continues, and what it reports is "
-                "kept for it"
+                f"no service answers at {self._url}{route} ({self._why}); training continues, and samples wait to "
+                "be sent"
             )
 
     def answered(self, status: int = 200) -> None:

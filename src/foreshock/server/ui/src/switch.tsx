@@ -47,9 +47,9 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
   const sentence = undo
     ? `${dryRun ? "Dry run, which changes nothing: undo" : "Undo"} the switch of ${headNames(heads)} of ${target.run} to ${wanted}: each head returns to the mode it had before.`
     : decide?.decision === "cancel"
-    ? `Stop the switch of ${headNames(heads)} of ${target.run} to ${wanted}: it goes to no further rank. What ranks have done already stays; it can be undone.`
+    ? `Stop the switch of ${headNames(heads)} of ${target.run} to ${wanted}: ranks that have not received it yet will not receive it. Heads that are already switched stay switched; you can undo that.`
     : decide?.decision === "reject"
-    ? `Reject the proposed switch of ${headNames(heads)} of ${target.run} to ${wanted}. No machine asks for it again until one of these heads has a new warning; you can order a switch at any time.`
+    ? `Reject the proposed switch of ${headNames(heads)} of ${target.run} to ${wanted}. foreshock will not propose it again until one of these heads has a new warning; you can order a switch at any time.`
     : decide
     ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${wanted}.`
     : `${dryRun ? "Dry run, which changes nothing: switch" : "Switch"} ${changes
