@@ -81,6 +81,14 @@ def test_each_trainer_gets_the_line_that_loads_its_checkpoint_and_what_has_to_ch
         assert rest[-1].startswith(load)
 
 
+def test_a_checkpoint_that_was_protected_under_a_second_name_is_resumed_from_by_that_name() -> None:
+    again = checkpoint(50).model_copy(update={"path": "out/foreshock-clean-checkpoint-50"})
+    made = plan(checkpoint(40), checkpoint(50), checkpoint(60), again, of=(opened(55),))
+    assert made.checkpoint is not None
+    assert made.checkpoint.path == again.path
+    assert [one.path for one in made.checkpoints if one.pinned] == [again.path]
+
+
 def test_a_run_without_checkpoints_gets_an_honest_sentence_and_a_healthy_one_none_to_follow() -> None:
     drift = opened(70)
     told = plan(of=(drift,))

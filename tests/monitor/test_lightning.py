@@ -95,11 +95,12 @@ def fit(
     resume: Path | None = None,
     accumulate: int = 1,
     clip: float | None = None,
+    keep: int = -1,
     **watching: int,
 ) -> tuple[Model, ForeshockCallback, Watcher]:
     callback = ForeshockCallback(**QUICK)
     watcher, model = Watcher(callback, **watching), Model()
-    saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=4, save_top_k=keep, filename="{step}")
     trainer = Trainer(
         max_steps=steps,
         accumulate_grad_batches=accumulate,

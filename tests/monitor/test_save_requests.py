@@ -1,32 +1,36 @@
 """A warning asks the trainer for one checkpoint, and each checkpoint is reported: in a loop and in four trainers."""
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch import Trainer as LightningTrainer
-from tests.monitor import test_huggingface, test_lightning, test_torchtitan, titan_shape
+from tests.monitor import test_huggingface, test_lightning, test_torchtitan, titan_shape, torchrun
 from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import tiny_gpt, train_step
+from torch._C._distributed_c10d import HashStore
 
 from foreshock.contract import wire
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.callbacks.accelerate import ForeshockTracker
-from foreshock.monitor.save_requests import SaveRequests
+from foreshock.monitor.checkpoints import AHEAD, LOOK_EVERY, KnownCheckpoints, Rounds, SaveRequests
 
 WARNED_AT = 2
 pytestmark = test_lightning.pytestmark
 
 
-def warn(agent: Agent) -> None:
-    """A head drifts from step 2 on, and a second one from step 3: one incident."""
-    script = {WARNED_AT: [verdict(0, 1, step=WARNED_AT)], 3: [verdict(1, 0, step=3, id="second")]}
-    agent.detectors = ScriptedDetectors(len(agent.modes()), script)
-    agent.detectors.standing = [verdict(0, 1, step=WARNED_AT)]
+def warn(agent: Agent, at: int = WARNED_AT) -> None:
+    """A head drifts from step `at` on, and a second one from the next step on: one incident."""
+    first, second = verdict(0, 1, step=at), verdict(1, 0, step=at + 1, id="second")
+    agent.detectors = ScriptedDetectors(len(agent.modes()), {at: [first], at + 1: [second]})
+    agent.detectors.standing = [first] if at == WARNED_AT else []
 
 
 def reported(listener: Listener) -> list[wire.Checkpoint]:
@@ -34,7 +38,7 @@ def reported(listener: Listener) -> list[wire.Checkpoint]:
 
 
 @pytest.mark.parametrize(("settings", "asked"), [({}, 1), ({"save_on_warning": False}, 0), ({"world_size": 2}, 0)])
-def test_a_plain_loop_is_asked_once_for_an_incident_and_never_where_processes_could_not_agree(
+def test_a_plain_loop_is_asked_once_for_an_incident_and_never_where_processes_cannot_agree(
     settings: dict[str, Any], asked: int, tmp_path: Path
 ) -> None:
     model, listener = tiny_gpt(), Listener()
@@ -55,24 +59,72 @@ def test_a_plain_loop_is_asked_once_for_an_incident_and_never_where_processes_co
 def test_an_incident_asks_again_only_after_all_its_warnings_were_cleared_and_harm_asks_for_nothing() -> None:
     requests, first, second = SaveRequests(True), verdict(0, 0), verdict(0, 1, id="second")
     requests.follow([first], [first])
-    assert (requests.take(), requests.take()) == (True, False)
+    assert (requests.take(1), requests.take(1)) == (True, False)
     requests.follow([second], [first, second])
-    assert not requests.take()
+    assert not requests.take(2)
     requests.follow([first.model_copy(update={"state": "cleared"})], [second])
     requests.follow([], [])
     requests.follow([first], [first])
-    assert requests.take()
+    assert requests.take(9)
     requests.follow([verdict(None, None, signal="nonfinite", cause="other", id="nan")], [])
-    assert not requests.take()
+    assert not requests.take(9)
+
+
+class Process:
+    """One of `world` processes that make steps in any order, and share a store."""
+
+    def __init__(self, store: Any, world: int) -> None:
+        self.requests = SaveRequests(True, Rounds("r", lambda: (store, world)))
+        self.step, self.saves = 0, list[int]()
+
+    def make_step(self) -> None:
+        self.step += 1
+        if self.requests.take(self.step):
+            self.saves.append(self.step)
+
+
+@given(
+    world=st.integers(2, 4),
+    apart=st.integers(1, 4 * AHEAD),
+    warned=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 150)), max_size=3),
+    seed=st.integers(0, 2**16),
+)
+def test_processes_save_after_the_same_steps_however_far_apart_they_are(
+    world: int, apart: int, warned: list[tuple[int, int]], seed: int
+) -> None:
+    store, random = HashStore(), Random(seed)
+    processes = [Process(store, world) for _ in range(world)]
+    while any(process.step < 300 for process in processes):
+        first = min(process.step for process in processes)
+        process = random.choice([one for one in processes if one.step < min(300, first + apart)])
+        process.make_step()
+        for rank, step in warned:
+            if process is processes[rank % world] and process.step == step:
+                process.requests.follow([verdict(0, 0, step=step)], [verdict(0, 0, step=step)])
+    saves = {tuple(process.saves) for process in processes}
+    assert len(saves) == 1
+    if apart <= LOOK_EVERY:
+        [steps] = saves
+        assert len(steps) == bool(warned)
+        assert all(step <= min(at for _, at in warned) + 2 * AHEAD for step in steps)
+
+
+@pytest.mark.full
+def test_two_processes_save_at_once_for_a_warning_of_one(tmp_path: Path) -> None:
+    first, second = torchrun.trained(Path(__file__).with_name("save_ranks.py"), 2, tmp_path)
+    assert first == second
+    assert len(first) == 1
 
 
 class Warned(test_huggingface.Observed):
-    """Its agent warns from step 2 on."""
+    """Its agent warns from a step on."""
+
+    warns_at = WARNED_AT
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         super().on_train_begin(*args, **kwargs)
         assert self.agent is not None
-        warn(self.agent)
+        warn(self.agent, self.warns_at)
 
 
 def test_transformers_trainer_saves_nothing_at_a_warning_where_the_program_saves_nothing(tmp_path: Path) -> None:
@@ -96,16 +148,18 @@ def test_transformers_trainer_saves_at_the_warning_unless_that_would_replace_the
     assert told[8].path == str(tmp_path / "checkpoint-8")
 
 
-def lightning_warned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Listener:
-    """What the agent says of 8 steps under Lightning, with a checkpoint every 4 and a warning from step 2 on."""
+def lightning_warned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int = 8, at: int = WARNED_AT, keep: int = -1
+) -> Listener:
+    """What the agent says of `steps` under Lightning, with a checkpoint every 4 and a warning from step `at` on."""
     start = test_lightning.Watcher.on_train_start
 
     def warned(self: Any, *args: Any) -> None:
         start(self, *args)
-        warn(self.callback.agent)
+        warn(self.callback.agent, at)
 
     monkeypatch.setattr(test_lightning.Watcher, "on_train_start", warned)
-    *_, watcher = test_lightning.fit(folder, 8)
+    *_, watcher = test_lightning.fit(folder, steps, keep=keep)
     listener: Listener = watcher.listener
     return listener
 
@@ -120,11 +174,11 @@ def test_lightning_saves_at_the_warning_beside_its_own_checkpoints(
     assert Path(asked.path).name == f"foreshock-step={asked.step}.ckpt"
 
 
-def accelerated(folder: Path, steps: int) -> Listener:
-    """Train under Accelerate, which names its checkpoints itself; the agent warns from step 2 on."""
+def accelerated(folder: Path, steps: int, at: int = WARNED_AT, every: int = 99, keep: int | None = None) -> Listener:
+    """Train under Accelerate, which names its checkpoints itself; the agent warns from step `at` on."""
     model = tiny_gpt()
     tracker = ForeshockTracker(model, **EVERY_STEP)
-    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=keep)
     accelerator = Accelerator(log_with=tracker, cpu=True, project_config=project)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     tracker.checkpoint_with(accelerator)
@@ -132,9 +186,11 @@ def accelerated(folder: Path, steps: int) -> Listener:
     assert tracker.agent is not None
     listener = Listener()
     tracker.agent.subscribe(listener)
-    warn(tracker.agent)
+    warn(tracker.agent, at)
     for step in range(1, steps + 1):
         accelerator.log({"loss": train_step(model, optimizer, step)}, step=step)
+        if step % every == 0:
+            accelerator.save_state()
     accelerator.end_training()
     assert tracker.agent.current_step == steps
     return listener
@@ -166,6 +222,48 @@ def test_an_asked_checkpoint_that_cannot_be_written_ends_no_training_and_is_not_
         listener = lightning_warned(tmp_path, monkeypatch)
     assert not [one for one in reported(listener) if one.requested]
     assert "the checkpoint that a warning asked for was not saved; training continues" in caplog.text
+
+
+@pytest.mark.parametrize("trainer", ["transformers", "lightning", "accelerate"])
+def test_the_last_checkpoint_from_before_the_warning_outlives_the_rule_that_deletes_old_ones(
+    trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints come every 4 steps, the warning at step 9; 24 steps later the one of step 8 is long deleted."""
+    if trainer == "transformers":
+        callback = Warned(**test_huggingface.QUICK)
+        callback.warns_at = 9
+        test_huggingface.train(tmp_path, callback, 32, save_total_limit=2)
+        listener = callback.listener
+    elif trainer == "lightning":
+        listener = lightning_warned(tmp_path, monkeypatch, 32, 9, keep=1)
+    else:
+        listener = accelerated(tmp_path, 32, 9, every=4, keep=2)
+    first, second = [one for one in reported(listener) if one.step == 8]
+    assert not Path(first.path).exists()
+    assert Path(second.path).name == f"foreshock-clean-{Path(first.path).name}"
+    assert (second.trainer, second.requested) == (trainer, False)
+    files = [Path(second.path)] if trainer == "lightning" else list(Path(second.path).iterdir())
+    assert len(files) == 1 if trainer == "lightning" else len(files) > 3
+    assert all(file.stat().st_size for file in files)
+    assert {file.stat().st_nlink for file in files} == {1}
+    others = [one for one in reported(listener) if one.step > 8 and not one.requested]
+    assert sum(Path(one.path).exists() for one in others) <= 2  # the rule goes on as without foreshock
+
+
+def test_a_disk_without_links_is_named_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_links(*args: Any, **kwargs: Any) -> None:
+        raise OSError("not supported")
+
+    monkeypatch.setattr("os.link", no_links)
+    known, warned = KnownCheckpoints(), verdict(0, 0, step=9)
+    (path := tmp_path / "checkpoint-8").mkdir()
+    (path / "weights").touch()
+    known.add(wire.Checkpoint(step=8, path=str(path), trainer="transformers"))
+    assert known.follow([warned], [warned]) is None
+    assert f"exclude {path} from the rule that deletes old checkpoints" in caplog.text
+    assert [one.name for one in tmp_path.iterdir()] == ["checkpoint-8"]
 
 
 def test_torchtitan_saves_at_the_warning_and_keeps_its_interval(tmp_path: Path) -> None:

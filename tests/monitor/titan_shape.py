@@ -92,7 +92,7 @@ class OptimizersContainer(Optimizer):
 
 
 class CheckpointManager:
-    """Saves the model every `interval` steps under `folder`/step-N, and loads the last one."""
+    """Saves the model every `interval` steps under `folder`/step-N, and loads the last one or the one of a step."""
 
     def __init__(self, trainer: "Trainer", folder: Path, interval: int) -> None:
         self.trainer, self.folder, self.interval = trainer, str(folder), interval
@@ -108,10 +108,11 @@ class CheckpointManager:
         return True
 
     def load(self, step: int = -1) -> bool:
-        found = sorted(Path(self.folder).glob("step-*"), key=lambda path: int(path.name[5:]))
-        if not found:
+        known = {int(path.name[5:]): path for path in Path(self.folder).glob("step-*")}
+        found = known.get(max(known, default=-1) if step < 0 else step)
+        if found is None:
             return False
-        state = torch.load(found[-1] / "state.pt", weights_only=True)
+        state = torch.load(found / "state.pt", weights_only=True)
         self.trainer.model_parts[0].load_state_dict(state["model"])
         self.trainer.optimizers.optimizers[0].load_state_dict(state["optimizer"])
         self.trainer.step = state["step"]
@@ -151,7 +152,7 @@ class Trainer:
         self.optimizers.step()
 
     def train(self) -> None:
-        self.checkpointer.load()
+        self.checkpointer.load(step=getattr(getattr(self.config, "checkpoint", None), "load_step", -1))
         while self.step < self.config.training.steps:
             self.step += 1
             self.train_step()

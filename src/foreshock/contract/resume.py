@@ -84,7 +84,9 @@ def resume_plan(
     """The plan for `run`. checkpoints: all that were reported; incidents: closed ones included; mitigation: the mode
     that a warning of this run switches heads to; ended: no process of the run is active."""
     open_ones = [one for one in incidents if one.closed_step is None]
-    newest = sorted({(one.step, one.path): one for one in checkpoints}.values(), key=lambda one: -one.step)
+    known = {(one.step, one.path): one for one in checkpoints}
+    newest = sorted(known.values(), key=lambda one: one.step)
+    newest.reverse()  # so that a second name comes before the first
     before = min((one.before_step for one in open_ones), default=None)
     labelled = [
         LabelledCheckpoint(**one.model_dump(exclude={"kind"}), label=label_of(one.step, incidents), pinned=False)
@@ -103,9 +105,9 @@ def resume_plan(
         )
     since = "" if before is None else f" The first open incident began at step {before:,}."
     if best is None:
-        known = f"none of the {len(newest)} reported checkpoints is clean" if newest else "no checkpoint was reported"
+        found = f"none of the {len(newest)} reported checkpoints is clean" if newest else "no checkpoint was reported"
         return ResumePlan(
-            sentence=f"{run}: {known}.{since} Look for {checkpoint_before(before or 1)} on your disks.",
+            sentence=f"{run}: {found}.{since} Look for {checkpoint_before(before or 1)} on your disks.",
             checkpoint=None,
             commands=_commands(run, open_ones, mitigation, None, _trainer(next(iter(labelled), None))),
             checkpoints=labelled,

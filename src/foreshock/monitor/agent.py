@@ -25,6 +25,7 @@ from foreshock.contract.metrics.metric import GUARDED
 from foreshock.monitor.apart import apart
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.coverage import CoverageReport, pause_steps
+from foreshock.monitor.checkpoints import KnownCheckpoints, Rounds, SaveRequests, store_of_processes
 from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.console import ConsoleReporter
 from foreshock.monitor.crisis import Crisis
@@ -39,10 +40,11 @@ from foreshock.monitor.sampler import Sampler
 from foreshock.monitor.sampling.collector import Counted
 from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
 from foreshock.monitor.sampling.sample import SampleDraft
-from foreshock.monitor.save_requests import SaveRequests
 from foreshock.monitor.switch import Switchboard
 from foreshock.monitor.switching import Switching
 
+_agents: Final = itertools.count()
+"""Numbers the agents of this process, which are the same on every process of a run."""
 _STEPS_WITHOUT_TRAINING: Final = 3
 """After so many steps in which no backward through the model was seen, none is waited for."""
 _NOTHING: Final = (
@@ -81,8 +83,11 @@ class Agent:
         self._empty_steps, self._nothing = 0, ""
         self._watch(attached, undo)
         self._outbox = Outbox(self._guards, console_prints=self._console.prints)
-        # processes of several would not ask at the same step, and a save that not all of them join never ends
-        self._saves = SaveRequests(config.save_on_warning and config.world_size == 1)
+        # a save that not all processes join never ends
+        several = config.world_size > 1
+        rounds = Rounds(f"foreshock/{self.run}/{next(_agents)}", store_of_processes) if several else None
+        self._saves = SaveRequests(config.save_on_warning, rounds)
+        self._checkpoints = KnownCheckpoints()
         self._requested_step: int | None = None
         """The step after which a checkpoint was asked for last."""
         self._started = self._closed = self._busy = False
@@ -281,6 +286,12 @@ class Agent:
             self._guards["policy"].run(self._switching.act, verdicts, self.current_step)
         self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
         self._saves.follow(said, self._active)
+        if self.config.save_on_warning and self.config.rank == 0:
+            self._guards["sender"].run(self._protect, said)
+
+    def _protect(self, said: Sequence[wire.Verdict]) -> None:
+        if (protected := self._checkpoints.follow(said, self._active)) is not None:
+            self._outbox.emit(protected)
 
     def _pass_levels(self, counted: Counted, verdicts: Sequence[wire.Verdict]) -> list[wire.Verdict]:
         """Warnings about levels, which no policy acts on: a level does not show what scores will do."""
@@ -307,9 +318,9 @@ class Agent:
     @property
     def should_save(self) -> bool:
         """True once after a warning opened an incident: write a checkpoint at this step boundary, then call
-        `checkpoint_saved`. Always False with `save_on_warning=False` and in runs of several processes, which would not
-        agree on the step."""
-        wanted = self._saves.take()
+        `checkpoint_saved`. Always False with `save_on_warning=False`. In a run of several processes it is true on all
+        of them after the same step, if each asks at every step."""
+        wanted = self._saves.take(self.current_step)
         if wanted:
             self._requested_step = self.current_step
         return wanted
@@ -321,7 +332,12 @@ class Agent:
             at = self.current_step if step is None else step
             requested = at == self._requested_step
             fields = {"step": at, "path": os.fspath(path)[-1024:], "trainer": trainer, "requested": requested}
-            self._guards["sender"].run(lambda: self._outbox.emit(wire.Checkpoint.model_validate(fields)))
+
+            def report() -> None:
+                self._checkpoints.add(checkpoint := wire.Checkpoint.model_validate(fields))
+                self._outbox.emit(checkpoint)
+
+            self._guards["sender"].run(report)
 
     def modes(self) -> dict[tuple[int, int], str]:
         """The present mode of every (layer, head), global numbers, by name (docs/reference/modes.md)."""

@@ -83,8 +83,8 @@ class AgentConfig(BaseSettings):
     """Which heads a warning switches under approve and auto: the head that it names (head), its layer (layer), or all
     heads of this process (model)."""
     save_on_warning: bool = True
-    """Ask the trainer of a single-process run for a checkpoint when a warning opens an incident; in a plain loop
-    `agent.should_save` is then true once."""
+    """Ask the trainer for a checkpoint when a warning opens an incident (in a plain loop `agent.should_save` is then
+    true once), and protect the last clean one from the trainer's retention rule by hard links."""
     qk_clip: ClipWhen = "never"
     """QK-Clip, for scores that grow: after each optimizer step, scale W_Q and W_K of heads whose largest score passed
     `qk_clip_threshold`. It changes weights and cannot be undone. always: from the first step. warned: from the first

@@ -11,6 +11,8 @@ from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import button, open_run, text, wait
 from tests.server.ui.test_when_it_matters import warn_about
 
+from foreshock.contract.wire import Checkpoint
+
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
@@ -59,6 +61,23 @@ def test_an_incident_is_acknowledged_on_the_page_and_the_others_see_by_whom(
     chromium.switch_to.active_element.send_keys("Ada", Keys.ENTER)
     wait("it is seen", lambda: "acknowledged by Ada" in text(chromium, ".warnings header"))
     assert not chromium.find_elements(By.XPATH, "//button[.='Acknowledge']")
+
+
+def test_the_resume_plan_is_at_the_incident_with_the_lines_to_type(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    feeder.send(Checkpoint(step=40, path="out/<b>checkpoint-40", trainer="transformers"))
+    feeder.warn()
+    feeder.send(Checkpoint(step=60, path="out/checkpoint-60", trainer="transformers", requested=True))
+    open_run(chromium, service, feeder.run)
+    chromium.find_element(By.XPATH, "//summary[.='Resume plan']").click()
+    lines = wait("the lines", lambda: text(chromium, ".warnings .resume pre").splitlines())
+    assert lines[0] == 'trainer.train(resume_from_checkpoint="out/<b>checkpoint-40")'
+    assert lines[1].startswith(f"foreshock switch {feeder.run} --mode row_corrected ")
+    known = [one.text for one in chromium.find_elements(By.CSS_SELECTOR, ".warnings .resume li")]
+    assert known == ["step 60: after a warning out/checkpoint-60", "step 40: clean, keep out/<b>checkpoint-40"]
 
 
 def test_a_drift_with_scores_that_grow_is_one_card_that_asks_for_the_switch(

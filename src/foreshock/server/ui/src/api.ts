@@ -16,6 +16,7 @@ import type {
   IncidentList,
   EventList,
   Matrix,
+  ResumePlan,
   RunDetail,
   RunEvent,
   RunList,
@@ -128,6 +129,7 @@ export const api = {
     return gather(pages, ({ events }) => events, MOST_EVENTS);
   },
   incidents: async (run: string) => (await call<IncidentList>(`${at(run)}/incidents`)).incidents,
+  resumePlan: (run: string) => call<ResumePlan>(`${at(run)}/resume-plan`),
   acknowledge: (run: string, body: Acknowledgement) =>
     call<Incident>(`${at(run)}/acknowledge`, { method: "POST", body: JSON.stringify(body) }),
   commands: async (run: string) => (await call<CommandList>(`${at(run)}/commands`)).commands,

@@ -7,6 +7,7 @@ import { number, PAST, roundTo2, steps, words } from "./format";
 import type { Head } from "./head";
 import type { Loaded } from "./loaded";
 import { ErrorNote, Name, Swatch } from "./parts";
+import { useResource } from "./resource";
 import type { Incident, IncidentHead } from "./service";
 import { Sparkline } from "./sparkline";
 import type { SwitchTarget } from "./switch";
@@ -28,6 +29,7 @@ type ItemProps = Item & Omit<Props, "views">;
 
 /** On a telephone the evidence waits to be asked for, so that the charts stay near. */
 const WIDE = matchMedia("(min-width: 700px)");
+const CHECKPOINTS_SHOWN = 5;
 const URGENCY = ["critical", "warning", "info"];
 
 /** The most urgent incident in full, the others as rows that are folded away: the charts must stay on the screen. */
@@ -128,6 +130,7 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
         </dl>
       </details>
       {incident.heads.length > 1 && <Heads {...{ view, incident, onShow, onSwitch }} />}
+      <Resume run={run} />
       <footer>
         <Buttons {...{ view, incident, onShow, onSwitch }} />
       </footer>
@@ -179,6 +182,38 @@ function Heads({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">)
             </details>
           ))}
         </div>
+      )}
+    </details>
+  );
+}
+
+/** Where the run can go back to and what its program has to change, asked for when somebody opens it. */
+function Resume({ run }: { run: string }) {
+  const [open, setOpen] = useState(false);
+  const plan = useResource(() => api.resumePlan(run), run, { on: (wake) => wake.run === run && wake.kind === "event", seen: open });
+  return (
+    <details class="resume" onToggle={(event) => setOpen(event.currentTarget.open)}>
+      <summary>Resume plan</summary>
+      {plan.error && <ErrorNote error={plan.error} />}
+      {plan.data && (
+        <>
+          <p class="told">{plan.data.sentence}</p>
+          {plan.data.commands.length > 0 && (
+            <pre tabIndex={0} role="group" aria-label="lines to run or to write into the program">
+              {plan.data.commands.join("\n")}
+            </pre>
+          )}
+          {plan.data.checkpoints.length > 0 && (
+            <ul>
+              {plan.data.checkpoints.slice(0, CHECKPOINTS_SHOWN).map(({ step, path, label, pinned }) => (
+                <li key={path}>
+                  step {steps(step)}: {label}
+                  {pinned && ", keep"} <span class="muted">{path}</span>
+                </li>
+              ))}
+            </ul>
+          )}
+        </>
       )}
     </details>
   );

@@ -1,0 +1,192 @@
+"""At a warning the trainer is asked for a checkpoint, once for each incident, and the last clean one is protected."""
+
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed
+
+from foreshock.contract import wire
+from foreshock.contract.causes import CAUSES, IncidentCause
+from foreshock.contract.decision import cause_of, is_active
+from foreshock.monitor.sampling.stride import passes
+
+logger: Final = logging.getLogger("foreshock")
+
+LOOK_EVERY: Final = 8
+"""A process of several looks for a proposal once in so many steps."""
+AHEAD: Final = 3 * LOOK_EVERY
+"""A save is proposed so many steps ahead: every process then looks at least twice before it."""
+ROUNDS: Final = 3
+"""Proposals for one incident, where not every process reads one in time."""
+PINNED: Final = "foreshock-clean-"
+
+
+class SaveRequests:
+    """Asks once for each cause, and again only after every warning of that cause was cleared. A loss or gradient that
+    is not finite asks for nothing: its checkpoint would hold the harm."""
+
+    def __init__(self, asks: bool, rounds: "Rounds | None" = None) -> None:
+        """rounds: where several processes have to save at the same step."""
+        self._asks = asks
+        self._rounds = rounds
+        self._asked: set[IncidentCause] = set()
+        self._saved_by_others: set[IncidentCause] = set()
+        """Causes that another process asked for: this one does not know when their warnings are cleared."""
+        self._wanted: IncidentCause | None = None
+
+    def follow(self, raised: Sequence[wire.Verdict], active: Sequence[wire.Verdict]) -> None:
+        """What was raised in this sample, and every warning that is active after it."""
+        fresh = {cause_of(one) for one in raised if one.state == "raised" and one.severity != "info"} - {"not finite"}
+        if self._asks and (new := fresh - self._asked - self._saved_by_others):
+            self._wanted = next(cause for cause in CAUSES if cause in new)
+        self._asked = (self._asked | fresh) & {cause_of(one) for one in (*active, *raised) if is_active(one)}
+
+    def take(self, step: int) -> bool:
+        """Whether a checkpoint is wanted after this step; true once."""
+        if not self._asks:
+            return False
+        if self._rounds is None:
+            wanted, self._wanted = self._wanted is not None, None
+            return wanted
+        agreed = self._rounds.agreed(step, self._wanted)
+        if agreed is None:
+            return False
+        if agreed != self._wanted and agreed in CAUSES:
+            self._saved_by_others.add(agreed)
+        self._wanted = None
+        return True
+
+
+class Rounds:
+    """The processes of a run agree on the step after which all of them save. Nobody waits for another.
+
+    One proposes a step some steps ahead, in the store through which torch.distributed found the processes. Each that
+    reads the proposal before that step notes so there. Who comes to the step first decides for all, in one atomic
+    write: they save if every process has noted it by then. So all save or none, however far apart the processes are.
+    """
+
+    def __init__(self, name: str, store: Callable[[], tuple[Any, int] | None]) -> None:
+        """name: the same on every process. store: that store and the number of processes, where there is one."""
+        self._name = name
+        self._find_store = store
+        self._store: Any = None
+        self._world = 0
+        self._round = self._looked = self._failed = 0
+        self._at: int | None = None
+        self._cause: IncidentCause | None = None
+        self._off = False
+
+    def agreed(self, step: int, wanted: IncidentCause | None) -> IncidentCause | None:
+        """The cause of a save that every process makes after this step. wanted: the cause that this one asks for."""
+        looked, self._looked = self._looked, step
+        if self._off or (self._at is None and not passes(looked, step, LOOK_EVERY)):
+            return None
+        try:
+            return self._agreed(step, wanted if self._failed < ROUNDS else None)
+        except Exception as error:  # the host of the store is gone
+            self._off = True
+            logger.warning("foreshock: the processes cannot agree on a step to save at; no checkpoint is asked for any "
+                           "more; training continues: %s", str(error)[:300])  # fmt: skip
+            return None
+
+    def _agreed(self, step: int, wanted: IncidentCause | None) -> IncidentCause | None:
+        if self._store is None:
+            found = self._find_store()
+            if found is None:
+                return None
+            self._store, self._world = found
+        while self._at is None:
+            key = f"{self._name}/{self._round}"
+            if wanted is None and not self._store.check([key]):
+                return None
+            proposal = self._store.compare_set(key, "", f"{step + AHEAD} {wanted}").decode()
+            at, _, cause = proposal.partition(" ")
+            if step >= int(at):  # read too late to take part
+                self._round += 1
+                continue
+            self._store.add(f"{key}/seen", 1)
+            self._at, self._cause = int(at), cause
+        if step < self._at:
+            return None
+        key, self._at = f"{self._name}/{self._round}", None
+        self._round += 1
+        everybody = self._store.add(f"{key}/seen", 0) == self._world
+        if self._store.compare_set(f"{key}/decided", "", "save" if everybody else "no") != b"save":
+            self._failed += wanted is not None
+            return None
+        self._failed = 0
+        return self._cause
+
+
+def store_of_processes() -> tuple[Any, int] | None:
+    """A connection of its own to the store of the default process group, so that no wait of another thread is waited
+    for, and the number of its processes. None where there is no group."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store = getattr(store, "clone", lambda: store)()
+    store.set_timeout(timedelta(seconds=10))
+    return store, torch.distributed.get_world_size()
+
+
+class KnownCheckpoints:
+    """The checkpoints that this process was told of. At a warning, the last one from before it gets a second name on
+    the same disk (hard links: no copy), where the trainer's rule deletes old ones."""
+
+    def __init__(self) -> None:
+        self._known: list[wire.Checkpoint] = []
+        self._warned = False
+
+    def add(self, checkpoint: wire.Checkpoint) -> None:
+        """A checkpoint was written."""
+        self._known = [one for one in self._known if one.step < checkpoint.step] + [checkpoint]
+
+    def follow(self, raised: Sequence[wire.Verdict], active: Sequence[wire.Verdict]) -> wire.Checkpoint | None:
+        """The checkpoint that this sample's warnings made worth protecting, under its second name."""
+        warned, self._warned = self._warned, any(map(is_active, (*active, *raised)))
+        if warned or not self._warned:
+            return None
+        steps = [one.evidence.get("suspect_step", one.step) for one in (*raised, *active) if is_active(one)]
+        before = min(filter(math.isfinite, steps), default=0)
+        last = next((one for one in reversed(self._known) if one.step < before), None)
+        path = None if last is None else second_name(last)
+        return None if last is None or path is None else last.model_copy(update={"path": str(path)})
+
+
+def second_name(checkpoint: wire.Checkpoint) -> Path | None:
+    """Hard links to a checkpoint under a name that its trainer does not count among its own; None for a trainer without
+    a rule that is known, and where the disk has no links, which is logged."""
+    path = Path(checkpoint.path)
+    if checkpoint.trainer not in ("transformers", "lightning", "accelerate") or path.name.startswith(PINNED):
+        return None
+    # Accelerate counts whatever is in this folder
+    folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    target = folder / f"{PINNED}{path.name}"
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    try:
+        if target.exists():
+            return target
+        if path.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.copytree(path, unfinished, copy_function=os.link)
+            unfinished.rename(target)
+        else:
+            os.link(path, target)
+    except (OSError, shutil.Error) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        logger.warning(
+            "foreshock: exclude %s from the rule that deletes old checkpoints: it is the last one from before the "
+            "warning, and could not be linked: %s",
+            *(path, error),
+        )
+        return None
+    logger.warning(
+        "foreshock: linked the last checkpoint from before the warning as %s, so that it is not deleted", target
+    )
+    return target
