@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from tests.e2e.running import Server, Start, eventually, free_port, starter
+from tests.e2e.running import Server, Start, eventually, prometheus, starter
 
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.server.testing import FakeRank, LiveService
@@ -66,17 +66,14 @@ def service(tmp_path: Path) -> Iterator[LiveService]:
         yield service
 
 
-def prometheus(start: Start, folder: Path, jobs: list[dict[str, Any]]) -> Server:
+def scraper(start: Start, folder: Path, jobs: list[dict[str, Any]]) -> Server:
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(RULES)],
         "scrape_configs": jobs,
     }
     folder.mkdir()
-    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-    port = free_port()
-    options = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
-    return start(["prometheus", *options, f"--web.listen-address=127.0.0.1:{port}"], port, "/-/ready")
+    return prometheus(start, folder, json.dumps(config))  # JSON is YAML
 
 
 def asked(server: Server, query: str) -> list[float]:
@@ -97,10 +94,10 @@ def test_the_replicas_are_one_target_and_without_the_relabelings_a_rule_cannot_b
     start: Start, service: LiveService, tmp_path: Path
 ) -> None:
     address = service.url.removeprefix("http://")
-    once = prometheus(start, tmp_path / "once", [job("foreshock", service, relabelings(address))])
+    once = scraper(start, tmp_path / "once", [job("foreshock", service, relabelings(address))])
     # each pod has an address of its own; one service stands for all of them here
     apart = [{"target_label": "instance", "source_labels": ["pod"]}]
-    often = prometheus(start, tmp_path / "often", [job("foreshock", service, apart)])
+    often = scraper(start, tmp_path / "often", [job("foreshock", service, apart)])
     active = f"count({BY_KEY['run.active'].name})"
     eventually("all pods are scraped", lambda: asked(often, active) == [REPLICAS], 120)
     assert eventually("the one target is scraped", lambda: asked(once, active), 120) == [1.0]

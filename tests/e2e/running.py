@@ -90,3 +90,21 @@ def starter(tmp_path: Path) -> Iterator[Start]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def prometheus(start: Start, folder: Path, config: str) -> Server:
+    """A Prometheus with this configuration; what it could not send to Alertmanager it sends again soon."""
+    port = free_port()
+    (folder / "prometheus.yml").write_text(config)
+    options = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'prometheus'}"]
+    options += [f"--web.listen-address=127.0.0.1:{port}", "--rules.alert.resend-delay=1s"]
+    return start(["prometheus", *options], port, "/-/ready")
+
+
+def alertmanager(start: Start, folder: Path, config: str) -> Server:
+    """An Alertmanager with this configuration."""
+    port = free_port()
+    (folder / "alertmanager.yml").write_text(config)
+    options = [f"--config.file={folder / 'alertmanager.yml'}", f"--storage.path={folder / 'alertmanager'}"]
+    options += [f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address="]
+    return start(["prometheus-alertmanager", *options], port, "/-/ready")

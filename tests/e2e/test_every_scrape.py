@@ -14,7 +14,7 @@ import httpx
 import pytest
 from tests.dashboards.live import concrete, queries
 from tests.dashboards.shipped import prometheus_config
-from tests.e2e.running import Start, free_port
+from tests.e2e.running import Start, prometheus
 
 from foreshock.server.testing import LiveService
 
@@ -60,21 +60,10 @@ NOTHING_TO_SHOW = {
 @pytest.fixture
 def scraped(start: Start, tmp_path: Path) -> Iterator[str]:
     """The address of a Prometheus that has scraped the service of two trainings SCRAPES times."""
-    port = free_port()
     with LiveService(tmp_path) as service:
         target = service.url.removeprefix("http://")
         config = prometheus_config(target, RULES, "127.0.0.1:9", scrape_interval="500ms", evaluation_interval="500ms")
-        (tmp_path / "prometheus.yml").write_text(config)
-        prometheus = start(
-            [
-                "prometheus",
-                f"--config.file={tmp_path / 'prometheus.yml'}",
-                f"--storage.tsdb.path={tmp_path / 'prometheus'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            port,
-            "/-/ready",
-        )
+        scraper = prometheus(start, tmp_path, config)
         examples = str(ROOT / "examples")
         running = {}
         for run in ("plain", "clips"):
@@ -85,17 +74,17 @@ def scraped(start: Start, tmp_path: Path) -> Iterator[str]:
             time.sleep(SCRAPES * SCRAPE_SECONDS)
             for run, process in running.items():
                 assert process.poll() is None, (tmp_path / f"{run}.log").read_text()[-2000:]
-            yield prometheus.url
+            yield scraper.url
         finally:
             for process in running.values():
                 process.kill()
                 process.wait()
 
 
-def moments(prometheus: str, expr: str, end: float) -> set[float]:
+def moments(address: str, expr: str, end: float) -> set[float]:
     """At which evaluations, one for each scrape, a query had data."""
     query = {"query": f"count({expr})", "start": end - SCRAPES * SCRAPE_SECONDS, "end": end, "step": SCRAPE_SECONDS}
-    answer = httpx.post(f"{prometheus}/api/v1/query_range", data=query, timeout=30).json()
+    answer = httpx.post(f"{address}/api/v1/query_range", data=query, timeout=30).json()
     assert answer["status"] == "success", answer
     return {float(moment) for series in answer["data"]["result"] for moment, _ in series["values"]}
 

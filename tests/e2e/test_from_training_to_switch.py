@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.dashboards.shipped import alertmanager_config, prometheus_config
-from tests.e2e.running import Start, eventually, free_port
+from tests.e2e.running import Start, alertmanager, eventually, free_port, prometheus
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "src/foreshock/dashboards" / "generated" / "prometheus-rules.yml"
@@ -46,7 +46,6 @@ class Stack:
 
     service: str
     prometheus: str
-    alertmanager: str
 
     def get(self, path: str, **query: Any) -> Any:
         return httpx.get(self.service + path, params=query, timeout=10).raise_for_status().json()
@@ -63,46 +62,16 @@ class Stack:
 
 @pytest.fixture
 def stack(start: Start, tmp_path: Path) -> Stack:
-    ports = {name: free_port() for name in ("service", "prometheus", "alertmanager")}
+    port = free_port()
     database = f"sqlite:///{tmp_path / 'foreshock.db'}"
-    serve = [sys.executable, "-P", "-m", "foreshock", "serve", "--port", str(ports["service"])]
-    service = start([*serve, "--database-url", database], ports["service"], "/readyz")
+    serve = [sys.executable, "-P", "-m", "foreshock", "serve", "--port", str(port), "--database-url", database]
+    service = start(serve, port, "/readyz")
     hook = service.url + "/v1/webhooks/alertmanager"
-    (tmp_path / "alertmanager.yml").write_text(
-        alertmanager_config(hook, None, group_wait="1s", group_interval="2s", watchdog_interval="2s")
-    )
-    (tmp_path / "prometheus.yml").write_text(
-        prometheus_config(
-            service.address,
-            RULES,
-            f"127.0.0.1:{ports['alertmanager']}",
-            scrape_interval="1s",
-            evaluation_interval="1s",
-        )
-    )
-    alertmanager = start(
-        [
-            "prometheus-alertmanager",
-            f"--config.file={tmp_path / 'alertmanager.yml'}",
-            f"--storage.path={tmp_path / 'alertmanager'}",
-            f"--web.listen-address=127.0.0.1:{ports['alertmanager']}",
-            "--cluster.listen-address=",
-        ],
-        ports["alertmanager"],
-        "/-/ready",
-    )
-    prometheus = start(
-        [
-            "prometheus",
-            f"--config.file={tmp_path / 'prometheus.yml'}",
-            f"--storage.tsdb.path={tmp_path / 'prometheus'}",
-            f"--web.listen-address=127.0.0.1:{ports['prometheus']}",
-            "--rules.alert.resend-delay=1s",  # an alert from before Alertmanager was found is sent again soon
-        ],
-        ports["prometheus"],
-        "/-/ready",
-    )
-    return Stack(service.url, prometheus.url, alertmanager.url)
+    waits = {"group_wait": "1s", "group_interval": "2s", "watchdog_interval": "2s"}
+    called = alertmanager(start, tmp_path, alertmanager_config(hook, None, **waits))
+    often = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    scraper = prometheus(start, tmp_path, prometheus_config(service.address, RULES, called.address, **often))
+    return Stack(service.url, scraper.url)
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 from tests.dashboards.shipped import prometheus_config
-from tests.e2e.running import Server, Start, eventually, free_port
+from tests.e2e.running import Server, Start, eventually, free_port, prometheus
 
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.wire import Finished
-from foreshock.server.testing import FakeRank
+from foreshock.server.testing import FakeRank, post
 
 RULES = Path(__file__).parents[2] / "src/foreshock/dashboards" / "generated" / "prometheus-rules.yml"
 FINISHED_SECONDS = 4.0
@@ -21,10 +21,8 @@ MAX_SERIES = 400
 
 
 def send(service: Server, rank: FakeRank, *events: Any) -> None:
-    headers = {"content-type": "application/json"}
-    httpx.post(
-        f"{service.url}/v1/batches", content=rank.batch(*events).model_dump_json(), headers=headers
-    ).raise_for_status()
+    with httpx.Client(base_url=service.url) as client:
+        post(client, rank.batch(*events)).raise_for_status()
 
 
 @pytest.fixture
@@ -40,32 +38,21 @@ def service(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Se
 @pytest.fixture
 def long_term(start: Start, service: Server, tmp_path: Path) -> Server:
     """A VictoriaMetrics, into which a Prometheus writes what it scrapes of the service."""
-    ports = free_port(), free_port()
+    port = free_port()
     victoria = start(
         [
             "victoria-metrics",
-            f"-httpListenAddr=127.0.0.1:{ports[0]}",
+            f"-httpListenAddr=127.0.0.1:{port}",
             f"-storageDataPath={tmp_path / 'victoria'}",
             "-search.latencyOffset=0s",  # a query sees what was written a moment ago
             "-search.disableCache",
         ],
-        ports[0],
+        port,
         "/health",
     )
     write = f"{victoria.url}/api/v1/write"
-    (tmp_path / "prometheus.yml").write_text(
-        prometheus_config(service.address, RULES, "127.0.0.1:9", scrape_interval="1s", remote_write_url=write)
-    )
-    start(
-        [
-            "prometheus",
-            f"--config.file={tmp_path / 'prometheus.yml'}",
-            f"--storage.tsdb.path={tmp_path / 'prometheus'}",
-            f"--web.listen-address=127.0.0.1:{ports[1]}",
-        ],
-        ports[1],
-        "/-/ready",
-    )
+    remote = prometheus_config(service.address, RULES, "127.0.0.1:9", scrape_interval="1s", remote_write_url=write)
+    prometheus(start, tmp_path, remote)
     return victoria
 
 

@@ -7,10 +7,8 @@ Alertmanager. The detectors trip when the test says so, since a natural drift ta
 from __future__ import annotations
 
 import statistics
-import subprocess
 import threading
 import time
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,8 @@ import pytest
 import torch
 from selenium.webdriver.common.by import By
 from tests.dashboards.shipped import alertmanager_config, prometheus_config
-from tests.e2e.running import free_port
+from tests.e2e.running import alertmanager as start_alertmanager
+from tests.e2e.running import prometheus, starter
 from tests.monitor.doubles import ScriptedDetectors, verdict
 from tests.monitor.tiny_models import tiny_gpt, train_step
 from tests.server.ui.reading import wait
@@ -94,41 +93,15 @@ class Training:
 @pytest.fixture
 def alertmanager(service: Service, tmp_path: Path) -> Iterator[str]:
     """The Alertmanager that a Prometheus calls which scrapes the service; the shipped rules."""
-    at, prometheus = (f"127.0.0.1:{free_port()}" for _ in range(2))
     hook = f"{service.url}/v1/webhooks/alertmanager"
-    (tmp_path / "alertmanager.yml").write_text(alertmanager_config(hook, None, group_wait="100ms"))
-    (tmp_path / "prometheus.yml").write_text(
-        prometheus_config(
-            service.url.removeprefix("http://"),
-            REPOSITORY / GENERATED / "prometheus-rules.yml",
-            at,
-            scrape_interval=f"{INTERVAL_SECONDS:g}s",
-            evaluation_interval=f"{INTERVAL_SECONDS:g}s",
-        )
-    )
-    commands = (
-        f"prometheus-alertmanager --config.file={tmp_path}/alertmanager.yml --storage.path={tmp_path}/alerts "
-        f"--web.listen-address={at} --cluster.listen-address=",
-        f"prometheus --config.file={tmp_path}/prometheus.yml --storage.tsdb.path={tmp_path}/series "
-        f"--web.listen-address={prometheus} --rules.alert.resend-delay=1s",
-    )
-    with ExitStack() as stack:
-        for number, command in enumerate(commands):
-            log = stack.enter_context((tmp_path / f"{number}.log").open("wb"))
-            process = subprocess.Popen(command.split(), stdout=log, stderr=log)
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
-        scraped = f"http://{prometheus}/api/v1/query?query=foreshock_service_info or up"
-        wait("Prometheus scrapes", lambda: _answers(scraped) and _answers(f"http://{at}/-/ready"))
-        yield f"http://{at}"
-
-
-def _answers(url: str) -> bool:
-    try:
-        answer = httpx.get(url, trust_env=False)
-    except httpx.TransportError:
-        return False
-    return answer.status_code == 200 and '"result":[]' not in answer.text
+    often = f"{INTERVAL_SECONDS:g}s"
+    with starter(tmp_path) as start:
+        called = start_alertmanager(start, tmp_path, alertmanager_config(hook, None, group_wait="100ms"))
+        target, rules = service.url.removeprefix("http://"), REPOSITORY / GENERATED / "prometheus-rules.yml"
+        config = prometheus_config(target, rules, called.address, scrape_interval=often, evaluation_interval=often)
+        up = f"{prometheus(start, tmp_path, config).url}/api/v1/query?query=up"
+        wait("Prometheus scrapes", lambda: httpx.get(up, trust_env=False).json()["data"]["result"])
+        yield called.url
 
 
 def _alerts(url: str, query: dict[str, list[str]]) -> list[Any]:
