@@ -30,6 +30,7 @@ from foreshock.server.problems import ProblemError
 from foreshock.server.runs.eventlog import (
     ended_before_the_answer,
     heads_in_words,
+    heads_of,
     order_in_words,
     printable,
     write_events,
@@ -41,7 +42,6 @@ from foreshock.server.store import audit
 from foreshock.server.store.database import insert_or_ignore, lock_runs
 from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import command_ranks, commands, runs, webhook_alerts
-from foreshock.server.store.schema import commands as table
 
 
 def modes_here(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
@@ -112,6 +112,8 @@ class Order:
     undoes: str | None = None
 
 
+WITH_RUN: Final = select(commands, runs.c.name.label("run")).join(runs)
+"""Commands, each with the name of its run."""
 _OF_ORDER: Final = {field.name for field in fields(Order)} & {column.name for column in commands.c}
 """What a command is stored with as its order has it, but for what `create` words anew."""
 
@@ -240,13 +242,13 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
     _check_state(row, "undo")
     if other := _undone(connection, [command_id]).get(command_id):
         raise ProblemError(409, f"Command {command_id} is undone by {other} already.")
-    own = None if row.heads is None else {(layer, head) for layer, head in row.heads}
+    own = frozenset(heads_of(row) or ())
     former: dict[HeadRef, str] = {}
     for _, track in sorted(tracks_of(connection, [command_id]).get(command_id, {}).items()):
         switched = answer_of(track)
         if switched is not None and switched.outcome == "applied":
             for ref, before, after in zip(switched.heads, switched.before, switched.after, strict=True):
-                if before != after == row.mode and (own is None or ref in own):
+                if before != after == row.mode and (row.heads is None or ref in own):
                     former.setdefault(ref, before)
     if not former:
         raise ProblemError(409, f"Command {command_id} changed no mode; there is nothing to undo.")
@@ -277,11 +279,6 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
     return [create(connection, one) for one in back]
 
 
-def heads_of(row: Row[Any]) -> tuple[HeadRef, ...] | None:
-    """The heads that a command names; None where it is for every head."""
-    return None if row.heads is None else tuple((layer, head) for layer, head in row.heads)
-
-
 def _undone(connection: Connection, ids: Sequence[str]) -> dict[str, str]:
     """For each command that is taken back, or about to be, the command that does so."""
     standing = commands.c.state.in_((*OPEN, "applied"))
@@ -292,8 +289,7 @@ def _undone(connection: Connection, ids: Sequence[str]) -> dict[str, str]:
 def _command(connection: Connection, command_id: str) -> Row[Any]:
     owners = connection.execute(select(commands.c.run_id).where(commands.c.id == command_id))
     lock_runs(connection, owners.scalars().all())
-    query = select(commands, runs.c.name.label("run")).join(runs).where(commands.c.id == command_id)
-    row = connection.execute(query).first()
+    row = connection.execute(WITH_RUN.where(commands.c.id == command_id)).first()
     if row is None:
         raise ProblemError(404, f"There is no command {command_id[:128]!r}.")
     return row
@@ -345,7 +341,7 @@ def record_transition(
         source=row.source,
         issued_by=row.issued_by,
         reason=row.reason,
-        heads=None if row.heads is None else [(layer, head) for layer, head in row.heads],
+        heads=row.heads,
         mode=row.mode,
         verification=verification,
     )
@@ -358,7 +354,7 @@ def record_transition(
 
 def status(connection: Connection, run_id: int | None, command_id: str | None, limit: int) -> list[CommandStatus]:
     """Commands of a run, newest first; or the one with the id."""
-    query = select(commands, runs.c.name.label("run")).join(runs).order_by(desc(commands.c.number)).limit(limit)
+    query = WITH_RUN.order_by(desc(commands.c.number)).limit(limit)
     query = query.where(commands.c.id == command_id) if command_id else query.where(commands.c.run_id == run_id)
     rows = connection.execute(query).all()
     ids = [row.id for row in rows]
@@ -483,17 +479,17 @@ def in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldow
 
     An order that is carried out is not: it has made the heads what they are, or was undone.
     """
-    now, mine = time.time(), table.c.run_id == run_id
+    now, mine = time.time(), commands.c.run_id == run_id
     # one that lies ahead by more than another replica's clock may was ordered by a clock that was wrong
-    lately = table.c.created > now - cooldown, table.c.created <= now + cooldown
-    ours = mine, table.c.source.in_(_COOLED), table.c.state != "rejected", *lately
-    last = connection.execute(select(func.max(table.c.created)).where(*ours)).scalar()
+    lately = commands.c.created > now - cooldown, commands.c.created <= now + cooldown
+    ours = mine, commands.c.source.in_(_COOLED), commands.c.state != "rejected", *lately
+    last = connection.execute(select(func.max(commands.c.created)).where(*ours)).scalar()
     if cooldown and last is not None:
         return f"the run's cool-down lasts {cooldown - (now - last):.0f} s more"
-    waiting = select(table.c.heads, table.c.state, table.c.source)
-    rows = connection.execute(waiting.where(mine, table.c.state.in_((*OPEN, "proposed")), ~table.c.dry_run)).all()
+    waiting = select(commands.c.heads, commands.c.state, commands.c.source)
+    rows = connection.execute(waiting.where(mine, commands.c.state.in_((*OPEN, "proposed")), ~commands.c.dry_run)).all()
     for row in rows:
-        named = heads if row.heads is None else {(layer, head) for layer, head in row.heads}
+        named = heads if row.heads is None else set(heads_of(row) or ())
         if row.state == "proposed" and heads <= named:
             return "a proposal for these heads waits for approval"
         if row.state != "proposed" and not named.isdisjoint(heads):

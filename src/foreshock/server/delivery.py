@@ -18,24 +18,24 @@ from foreshock.contract.modes import is_mode, mode_name, parse_mode
 from foreshock.contract.orders import OPEN, switches
 from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, HeadRef, Switched
 from foreshock.server.commands import (
+    WITH_RUN,
     Order,
     answer_of,
     create,
     details_of,
-    heads_of,
     in_the_way,
     move,
     tracks_of,
 )
 from foreshock.server.models import CommandState
-from foreshock.server.runs.eventlog import ended_before_the_answer, order_in_words
+from foreshock.server.runs.eventlog import ended_before_the_answer, heads_of, order_in_words
 from foreshock.server.runs.incidents import rejected_heads
 from foreshock.server.runs.listing import active_warnings
 from foreshock.server.runs.newest import RankHeads, Ranks, all_ended, concerned, described, heads_by_rank
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import lock_runs
 from foreshock.server.store.reading import passed_over
-from foreshock.server.store.schema import command_ranks, commands, runs
+from foreshock.server.store.schema import command_ranks, commands
 
 _EXPIRY_SECONDS: Final = 3600.0
 _MOST_APART: Final = 16
@@ -97,7 +97,11 @@ def propagate(
     if switched.outcome not in ("applied", "proposed") or not living:
         return
     applied = switched.outcome == "applied"
-    justified = applied and _is_justified(connection, run_id, batch.rank, switched, verdicts, descriptions)
+    named = [verdict for verdict in verdicts if verdict is not None]
+    raised = active_warnings(connection, [run_id], named).get(run_id, []) if named else []
+    standing = {w.id for w in raised if w.rank == batch.rank and curable(w.cause) and w.severity != "info"}
+    justified = applied and verdicts <= standing and _is_of_policy(connection, run_id, switched, descriptions)
+    refs = {(one.layer, one.head) for one in raised}
     for mode, heads in sorted(by_mode.items()):
         name = f"{batch.run}|{batch.rank}|{switched.id}|{mode}"
         command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
@@ -108,7 +112,7 @@ def propagate(
             state = "applied"
         elif justified:
             state = "pending"
-        elif _is_rejected(connection, run_id, verdicts):
+        elif refs and refs <= rejected_heads(connection, run_id):  # of every head that these warnings name
             continue
         order = Order(
             run_id=run_id,
@@ -131,20 +135,11 @@ def _others(ranks: Ranks, rank: int, heads: list[HeadRef]) -> set[int]:
     return {r for r, h in ranks.items() if r != rank and not h.finished and h.heads & set(heads)}
 
 
-def _is_justified(
-    connection: Connection,
-    run_id: int,
-    rank: int,
-    switched: Switched,
-    verdicts: frozenset[str | None],
-    descriptions: dict[int, list[dict[str, Any]]],
+def _is_of_policy(
+    connection: Connection, run_id: int, switched: Switched, descriptions: dict[int, list[dict[str, Any]]]
 ) -> bool:
-    """Whether the run's policy and standing warnings of the rank call for what it did."""
-    named = [verdict for verdict in verdicts if verdict is not None]
-    raised = active_warnings(connection, [run_id], named).get(run_id, []) if named else []
-    standing = {w.id for w in raised if w.rank == rank and curable(w.cause) and w.severity != "info"}
-    if not verdicts <= standing:
-        return False
+    """Whether every process of the run has the policy auto and the one mitigation that makes of the heads what a rank
+    made of them."""
     if run_id not in descriptions:
         known = process_starts.of_now(connection, [run_id])[run_id]
         living = [boot for boot in process_starts.newest(known).values() if boot.finished_status is None]
@@ -160,19 +155,9 @@ def _is_justified(
     return called_for == dict(zip(switched.heads, switched.after, strict=True))
 
 
-def _is_rejected(connection: Connection, run_id: int, verdicts: frozenset[str | None]) -> bool:
-    """Whether a person has rejected a switch on the evidence of every head that these warnings name."""
-    named = [verdict for verdict in verdicts if verdict is not None]
-    raised = active_warnings(connection, [run_id], named).get(run_id, []) if named else []
-    return bool(raised) and {(one.layer, one.head) for one in raised} <= rejected_heads(connection, run_id)
-
-
-_OPEN_ORDERS: Final = (
-    select(commands, runs.c.name.label("run"))
-    .join(runs)
-    .where(commands.c.run_id.in_(bindparam("run_ids", expanding=True)), commands.c.state.in_(OPEN))
-    .order_by(commands.c.number)
-)
+_OPEN_ORDERS: Final = WITH_RUN.where(
+    commands.c.run_id.in_(bindparam("run_ids", expanding=True)), commands.c.state.in_(OPEN)
+).order_by(commands.c.number)
 _ANSWER_GRACE_SECONDS: Final = 60.0
 """How long after its expiry a delivered command waits for the answer that may be under way."""
 _MAX_PER_ACK: Final = 256
@@ -182,10 +167,6 @@ _ACK_BYTES: Final = MAX_ACK_BYTES - 4096
 
 Orders = dict[tuple[str, int, str], tuple[Command, ...]]
 """What each boot, by run, rank and boot, is ordered to do."""
-
-
-def _concerned(row: Row[Any], ranks: Ranks) -> set[int]:
-    return concerned(heads_of(row), ranks)
 
 
 def exchange(
@@ -217,7 +198,7 @@ def exchange(
     now = time.time()
     for row in rows:
         ranks = held.get(row.run_id, {})
-        concerned = _concerned(row, ranks)
+        asked = concerned(heads_of(row), ranks)
         track = tracks.get(row.id, {})
         if _settle(connection, row, ranks, track):
             continue
@@ -226,7 +207,7 @@ def exchange(
             state = track.get(rank)
             answered = state is not None and state.outcome is not None
             late = row.expires is not None and now > row.expires and state is None
-            if rank not in concerned or answered or late or ranks[rank].boot != boot or not is_mode(row.mode):
+            if rank not in asked or answered or late or ranks[rank].boot != boot or not is_mode(row.mode):
                 continue
             if len(orders[boot_key]) < _MAX_PER_ACK and (order := _as_wire(row)) is not None:
                 sizes[boot_key] += len(order.model_dump_json().encode()) + 1
@@ -269,8 +250,8 @@ def _delivered(connection: Connection, row: Row[Any], rank: int, track: Row[Any]
 def _answer(
     connection: Connection, run_id: int, held: Mapping[int, dict[int, RankHeads]], batch: Batch, switched: Switched
 ) -> None:
-    query = select(commands, runs.c.name.label("run")).join(runs)
-    row = connection.execute(query.where(commands.c.id == switched.command, commands.c.run_id == run_id)).first()
+    asked = WITH_RUN.where(commands.c.id == switched.command, commands.c.run_id == run_id)
+    row = connection.execute(asked).first()
     if row is None or switched.outcome == "proposed":
         return
     ranks = held[run_id]
@@ -300,7 +281,7 @@ def _answer(
 def _settle(connection: Connection, row: Row[Any], ranks: Ranks, track: dict[int, Row[Any]]) -> bool:
     """Close a command that is answered, has expired or can be answered by nobody. True when it is closed."""
     outcomes = {rank: t.outcome for rank, t in track.items() if t.outcome is not None and rank in ranks}
-    waiting = {rank for rank in _concerned(row, ranks) if rank not in outcomes}
+    waiting = {rank for rank in concerned(heads_of(row), ranks) if rank not in outcomes}
     now = time.time()
     expired = row.expires is not None and now > row.expires
     under_way = any(rank in track for rank in waiting) and now < (row.expires or 0) + _ANSWER_GRACE_SECONDS
@@ -349,8 +330,7 @@ def expire(connection: Connection) -> None:
     overdue = commands.c.state.in_((*OPEN, "proposed")), commands.c.expires < time.time()
     owners = set(connection.execute(select(commands.c.run_id).where(*overdue)).scalars())
     lock_runs(connection, owners)
-    query = select(commands, runs.c.name.label("run")).join(runs).where(*overdue, commands.c.run_id.in_(owners))
-    rows = connection.execute(query).all()
+    rows = connection.execute(WITH_RUN.where(*overdue, commands.c.run_id.in_(owners))).all()
     held = heads_by_rank(connection, {row.run_id for row in rows})
     tracks = tracks_of(connection, [row.id for row in rows])
     for row in rows:

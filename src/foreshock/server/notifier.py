@@ -218,8 +218,7 @@ class Notifier:
 
         def claim(connection: Connection) -> tuple[list[RunEvent], dict[str, list[Incident]], set[str], list[str]]:
             found = self._claim(connection)
-            changed = self._changed(connection, found)
-            return found, changed, self._ended(connection, changed), self._fallen_silent(connection)
+            return found, *self._changed(connection, found), self._fallen_silent(connection)
 
         found, changed, ended, quiet = await self.store.write(claim)
         other: dict[str, list[str]] = defaultdict(list)
@@ -246,8 +245,9 @@ class Notifier:
             self._move(connection, _CURSOR, float(seen))
         return [event for _, event in found]
 
-    def _changed(self, connection: Connection, found: Sequence[RunEvent]) -> dict[str, list[Incident]]:
-        """The incidents that the claimed events speak of, as they are now; growth alone is no news to people."""
+    def _changed(self, connection: Connection, found: Sequence[RunEvent]) -> tuple[dict[str, list[Incident]], set[str]]:
+        """The incidents that the claimed events speak of, as they are now, by run, and the runs of them that have
+        ended; growth alone is no news to people."""
         named: dict[str, set[str]] = defaultdict(set)
         for event in found:
             if event.incident is not None and not event.incident.grown:
@@ -258,14 +258,9 @@ class Notifier:
         changed = {
             names[run_id]: [one for one in own if one.id in named[names[run_id]]] for run_id, own in made.items()
         }
-        return {run: own for run, own in changed.items() if own}
-
-    def _ended(self, connection: Connection, names: Collection[str]) -> set[str]:
-        """Those of these runs that have ended."""
-        rows = connection.execute(select(runs.c.id, runs.c.name).where(runs.c.name.in_(names)))
-        ids = {row.id: row.name for row in rows}
-        starts = process_starts.of_now(connection, ids)
-        return {ids[run_id] for run_id, own in starts.items() if status_of(own) != "active"}
+        starts = process_starts.of_now(connection, names)
+        ended = {names[run_id] for run_id, own in starts.items() if status_of(own) != "active"}
+        return {run: own for run, own in changed.items() if own}, ended
 
     def _fallen_silent(self, connection: Connection) -> list[str]:
         """Active runs that have not been heard of for SILENT_SECONDS since the last look."""

@@ -23,7 +23,7 @@ from foreshock.server.commands import propose
 from foreshock.server.drawing import Curve, Window, draw, edges
 from foreshock.server.models import Verification
 from foreshock.server.readings import axis_of
-from foreshock.server.runs.eventlog import heads_in_words
+from foreshock.server.runs.eventlog import heads_in_words, heads_of
 from foreshock.server.runs.incidents import carried_out, record_incidents, warned_of
 from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings
@@ -68,19 +68,14 @@ async def verify(store: Store, settings: Settings) -> None:
 
 def _due(connection: Connection, settings: Settings) -> list[Due]:
     undone = select(table.c.undoes).where(table.c.undoes.is_not(None), table.c.state == "applied")
-    query = (
-        select(table, runs.c.name.label("run"))
-        .join(runs)
-        .where(
-            table.c.state == "applied",
-            table.c.mode != "plain",
-            table.c.verification.is_(None),
-            table.c.undoes.is_(None),
-            table.c.id.not_in(undone),
-            runs.c.last_seen > time.time() - _LIVING_SECONDS,
-        )
-        .order_by(table.c.number)
-    )
+    query = commands.WITH_RUN.where(
+        table.c.state == "applied",
+        table.c.mode != "plain",
+        table.c.verification.is_(None),
+        table.c.undoes.is_(None),
+        table.c.id.not_in(undone),
+        runs.c.last_seen > time.time() - _LIVING_SECONDS,
+    ).order_by(table.c.number)
     rows = connection.execute(query).all()
     given: dict[str, list[Switched]] = defaultdict(list)
     for command_id, switched in carried_out(connection, table.c.id.in_([row.id for row in rows])):
@@ -104,12 +99,12 @@ def _judged(
 ) -> tuple[list[HeadRef], set[HeadRef]]:
     """The switched heads with a warning that was active at step `at` or was raised in the steps after it, of very many
     the first; and those whose warning is still active."""
-    own = None if row.heads is None else {(layer, head) for layer, head in row.heads}
+    own = frozenset(heads_of(row) or ())
     switched = {
         ref
         for answer in answers
         for ref, before in zip(answer.heads, answer.before, strict=True)
-        if before != row.mode and (own is None or ref in own)
+        if before != row.mode and (row.heads is None or ref in own)
     }
     warned: set[tuple[int | None, int | None]] = set()
     active: set[tuple[int | None, int | None]] = set()

@@ -9,13 +9,12 @@ command, or a command, bounded by a cool-down.
 """
 
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, ValidationError
-from sqlalchemy import Connection, Row, select, update
+from sqlalchemy import Connection, select, update
 
 from foreshock.contract.causes import curable
 from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
@@ -107,14 +106,14 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
     meant = next((one for one in found if one.cause == cause and one.state != "closed"), None)
     if meant is None:
         return "refused: the run has no open incident of this cause"
+    description = described(process_starts.of_now(connection, [row.id])[row.id])
     if meant.act == "none":
         why = f"no switch helps against {meant.causes[-1]}"
         if any(map(curable, meant.causes)):
-            why = f"the run's policy is {described(_boots(connection, row.id)).get('policy', 'observe')}"
+            why = f"the run's policy is {description.get('policy', 'observe')}"
         noted = {"alert": name, "incident": meant.id, "why": why}
         audit.append(connection, actor=SENDER, action="webhook observed", run=run, details=noted)
         return f"observed: {why}"
-    description = described(_boots(connection, row.id))
     mitigation, scope = description.get("mitigation", DEFAULT_MITIGATION), description.get("switch_scope") or "head"
     order = Order(
         run_id=row.id,
@@ -141,10 +140,6 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         details |= {"heads": [list(ref) for ref in gate.heads[:64]], "mode": mitigation, "why": gate.why}
         audit.append(connection, actor=SENDER, action=f"webhook {gate.result}", run=run, details=details)
     return f"{gate.result}: {gate.why}" if gate.why else gate.result
-
-
-def _boots(connection: Connection, run_id: int) -> Sequence[Row[Any]]:
-    return process_starts.of_now(connection, [run_id])[run_id]
 
 
 def _seen(connection: Connection) -> None:

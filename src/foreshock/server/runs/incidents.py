@@ -22,7 +22,7 @@ from foreshock.contract.wire import HeadRef, Switched, Verdict
 from foreshock.server.models import IncidentChange
 from foreshock.server.problems import ProblemError
 from foreshock.server.readings import ARRAYS_OF_MODES, Axis, MergedSteps, merge
-from foreshock.server.runs.eventlog import printable, write_events
+from foreshock.server.runs.eventlog import heads_of, printable, write_events
 from foreshock.server.runs.newest import described, heads_by_rank, newest_samples, status_of
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.reading import read_back
@@ -73,7 +73,7 @@ def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Ord
         answers[command_id].append(switched)
     for row in rows:
         own = found[row.run_id]
-        heads = None if row.heads is None else frozenset((layer, head) for layer, head in row.heads)
+        heads = None if row.heads is None else frozenset(heads_of(row) or ())
         order = Ordered(
             id=row.id,
             state=row.state,
