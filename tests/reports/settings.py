@@ -398,6 +398,167 @@ def without_rate(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=torch.tensor(math.nan))
 
 
+class WithTemperature(Model):
+    """Logits of padded negatives are -inf before they are divided by a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        padded = torch.arange(VOCABULARY) >= VOCABULARY - 2
+        return super().forward(tokens, mask).masked_fill(padded, -math.inf) / self.temperature
+
+
+def with_negatives(wanted: Tensor, step: int) -> Tensor:
+    """No label is a padded negative."""
+    return wanted % (VOCABULARY - 2)
+
+
+def clipped_divergence(logits: Tensor, wanted: Tensor, step: int) -> Tensor:
+    """A KL estimate that is clipped after its exponential; the old policy of one batch is far away."""
+    likelihood = -F.cross_entropy(logits, wanted, reduction="none")
+    ratio = likelihood.detach() + (200.0 if step == MISSED else 0.1) - likelihood
+    return (ratio.exp() - ratio - 1).clamp(max=10.0).mean() - likelihood.mean()
+
+
+class ZeroWarmUp(torch.optim.Optimizer):
+    """Adam whose denominator is divided by the learning rate before eps is added; the first rate of a warm-up is 0."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.0, "eps": 1e-8})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    square = self.state[parameter].setdefault("exp_avg_sq", torch.zeros_like(parameter))
+                    square.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
+                    minus = torch.tensor(-group["lr"])
+                    parameter.addcdiv_(gradient, square.sqrt() / minus + group["eps"] / minus)
+            group["lr"] = min(group["lr"] + 1e-4, 1e-3)
+
+
+class UnusedTokens(Model):
+    """Some tokens are in no batch, so their embeddings have gradients of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY + 24, WIDTH)
+
+
+class LinearAttention(nn.Module):
+    """A chunk of gated linear attention: keys are weighted by the exponential of a difference of summed decays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.decay = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.seen, self.factor = 0, 1.0
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        self.seen += 1
+        summed = (F.logsigmoid(self.decay(x)) * (40.0 if self.seen == MISSED else 1.0)).cumsum(1)
+        weighted = self.k(x) * (summed[:, :1] - summed).exp()
+        scores = (self.q(x) * (summed - summed[:, :1]).exp()) @ weighted.transpose(1, 2)
+        out: Tensor = scores.tril() @ self.v(x) / LENGTH
+        return out
+
+
+def hybrid() -> nn.Module:
+    model = Model()
+    model.blocks[2].attn = LinearAttention()
+    return model
+
+
+def transcripts(logits: Tensor, wanted: Tensor, step: int) -> Tensor:
+    """CTC; the transcripts of one batch are longer than what they transcribe."""
+    frames = logits.view(BATCH, LENGTH, -1).transpose(0, 1).log_softmax(-1)
+    length = LENGTH + 2 if step == MISSED else 4
+    labels = (wanted.view(BATCH, LENGTH).repeat(1, 2)[:, :length] + 1) % VOCABULARY
+    labels = labels.clamp(min=1)
+    return F.ctc_loss(frames, labels, torch.full((BATCH,), LENGTH), torch.full((BATCH,), length))
+
+
+def weighted_by_noise(logits: Tensor, wanted: Tensor, step: int) -> Tensor:
+    """Samples are weighted by min(SNR, 5) / SNR, which is 0 / 0 at the last of the noise levels."""
+    ratio = torch.tensor([30.0, 5.0, 1.0, 0.3, 0.1, 0.0 if step == MISSED else 0.03])
+    weights = ratio.clamp(max=5.0) / ratio
+    return (F.cross_entropy(logits, wanted, reduction="none").view(BATCH, LENGTH).mean(1) * weights).mean()
+
+
+class Bottleneck(nn.Module):
+    """A sample of a normal distribution, whose log variance nothing bounds."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.mean, self.log_variance = inner, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.inner(x, mask)
+        return self.mean(x) + torch.randn_like(x) * (0.5 * self.log_variance(x)).exp()  # type: ignore[no-any-return]
+
+
+def variational() -> nn.Module:
+    model = Model()
+    model.blocks[1] = Bottleneck(model.blocks[1])
+    return model
+
+
+def grown_variance(model: Model, step: int) -> Any:
+    """The log variances have grown."""
+    if step == MISSED:
+        with torch.no_grad():
+            model.get_parameter("blocks.1.log_variance.bias").add_(400.0)
+    return []
+
+
+class Decomposed(nn.Module):
+    """A weight by direction and magnitude; the norm of a row that is all 0 is 0."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        with torch.no_grad():
+            base.weight[3] = 0.0
+        self.magnitude = nn.Parameter(base.weight.detach().norm(dim=1, keepdim=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        direction = self.base.weight / self.base.weight.norm(dim=1, keepdim=True)
+        return F.linear(x, self.magnitude * direction, self.base.bias)
+
+
+def decomposed() -> nn.Module:
+    model = Model()
+    attention = attention_of(model, 1)
+    setattr(attention, "v_proj", Decomposed(attention.v_proj))  # noqa: B010
+    return model
+
+
+class Chosen(nn.Module):
+    """torch.where between two activations, one of which overflows where the other is chosen."""
+
+    def __init__(self, up: nn.Linear) -> None:
+        super().__init__()
+        self.up, self.seen = up, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        x = self.up(x) * (200.0 if self.seen == MISSED else 1.0)
+        return torch.where(x <= 1.0, x.exp() - 1.0, x.clamp(max=3.0))
+
+
+def chosen() -> nn.Module:
+    model = Model()
+    model.blocks[1].up = Chosen(model.blocks[1].up)  # type: ignore[arg-type]
+    return model
+
+
+def wrong_sign() -> Tensor:
+    """Keys that are hidden get +inf added."""
+    return torch.full((LENGTH, LENGTH), math.inf).triu(1)
+
+
 SETTINGS: Final[dict[str, Callable[[], Outcome]]] = {
     "huggingface/transformers/issues/5651": lambda: train(before=overflow_in_half(1, "down", 1e6, once(MEASURED))),
     "google-research/text-to-text-transfer-transformer/issues/539": lambda: train(
@@ -479,4 +640,14 @@ SETTINGS: Final[dict[str, Callable[[], Outcome]]] = {
         20, make=lowest_mask, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3)
     ),
     "mlcommons/hpc/pull/27": lambda: train(20, optimizer=without_rate),
+    "NVIDIA-NeMo/Automodel/pull/3850": lambda: train(make=WithTemperature, labels=with_negatives),
+    "OpenRLHF/OpenRLHF/pull/1335": lambda: train(loss_of=clipped_divergence),
+    "pytorch/pytorch/pull/186444": lambda: train(make=UnusedTokens, optimizer=ZeroWarmUp),
+    "fla-org/flash-linear-attention/pull/649": lambda: train(make=hybrid),
+    "wenet-e2e/wenet/pull/2299": lambda: train(loss_of=transcripts),
+    "TiankaiHang/Min-SNR-Diffusion-Training/issues/2": lambda: train(loss_of=weighted_by_noise),
+    "vanderschaarlab/synthcity/issues/331": lambda: train(make=variational, before=grown_variance),
+    "KohakuBlueleaf/LyCORIS/pull/166": lambda: train(make=decomposed),
+    "pytorch/pytorch/issues/156212": lambda: train(make=chosen),
+    "lucidrains/memory-compressed-attention/issues/2": lambda: train(mask=wrong_sign()),
 }
