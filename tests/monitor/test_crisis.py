@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from foreshock.monitor.crisis import BrokenParameters, Crisis, broken_among, broken_parameters, sentence
+from foreshock.monitor.crisis import BrokenParameters, Crisis, broken_parameters, look_at, sentence
 
 
 class Block(nn.Module):
@@ -34,7 +34,7 @@ def test_a_backward_that_breaks_names_the_module_at_which_it_broke() -> None:
     model = Block()
     model.second.register_full_backward_pre_hook(broken)
     model(torch.ones(2, 4)).sum().backward()
-    [found] = broken_among(gradients(model))
+    [(found, _)] = look_at(gradients(model))
     assert found is not None
     assert found == BrokenParameters(4, 6, "second.bias", "third.weight")
     assert sentence("gradients", found) == (
@@ -48,18 +48,20 @@ def test_one_number_of_one_tensor_is_found(bad: float) -> None:
     model = Block()
     with torch.no_grad():
         model.third.weight[3, 2] = bad
-    assert broken_among(model.named_parameters()) == [BrokenParameters(1, 6, "third.weight", "third.bias")]
+    assert look_at(model.named_parameters())[0].broken == BrokenParameters(1, 6, "third.weight", "third.bias")
 
 
 def test_finite_and_missing_tensors_are_no_finding() -> None:
     model = Block()
     others = [("step", torch.tensor(3)), ("empty", torch.empty(0))]
     huge = [("huge", torch.full((4,), torch.finfo(torch.float16).max, dtype=torch.float16))]
-    assert broken_among(gradients(model), [*model.named_parameters(), *others], huge) == [None] * 3
+    looked = look_at(gradients(model), [*model.named_parameters(), *others], huge)
+    assert [each.broken for each in looked] == [None] * 3
+    assert looked[-1].largest == ("huge", torch.finfo(torch.float16).max)
 
 
 def test_all_of_them_is_said_as_all() -> None:
-    [found] = broken_among([("a", torch.tensor([math.nan])), ("b", torch.tensor([math.inf]))])
+    [(found, _)] = look_at([("a", torch.tensor([math.nan])), ("b", torch.tensor([math.inf]))])
     assert found is not None
     assert sentence("weights", found) == "None of 2 weights is finite."
 
@@ -78,6 +80,29 @@ def test_what_gradients_and_the_loss_show_together_is_said_and_nothing_of_gradie
         parameter.grad = torch.full_like(parameter, math.nan)
     assert "The loss was finite: look at how it is computed" in said_of(model)
     assert "The loss was finite" not in said_of(model, finite_loss=False)
+
+
+def test_gradients_whose_norm_overflows_are_traced_to_the_largest() -> None:
+    model = Block()
+    for place, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 3e30 if place == 2 else 1.0)
+    assert "The largest one, 3e+30, is that of second.weight." in said_of(model)
+
+
+def test_an_optimizer_that_nobody_gave_is_found_and_its_learning_rate_named() -> None:
+    model, other = Block(), Block()
+    kept = [
+        torch.optim.SGD(each.parameters(), lr=lr, momentum=0.9) for each, lr in ((model, math.nan), (other, math.inf))
+    ]
+    model(torch.ones(2, 4)).sum().backward()
+    assert "learning rate" not in said_of(model)
+    kept[0].step()
+    assert "The gradients are finite, so an update of the optimizer broke these weights" in said_of(model)
+    assert "The optimizer's learning rate is nan." in said_of(model)
+    model, kept[0] = Block(), torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    kept[0] = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    kept[0].state[model.first.weight]["momentum_buffer"] = torch.tensor(math.nan)
+    assert "The optimizer's state is not finite" in said_of(model)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +155,7 @@ def test_the_device_is_waited_for_once_whatever_the_number_of_tensors(blocks: in
 
 
 def looks(losses: dict[int, float], norms: dict[int, float], end: int, weights_break: int = 10**9) -> list[int]:
-    """The steps up to `end` at which a crisis of 50 steps looks at the parameters."""
+    """The steps up to `end`, after the first, at which a crisis of 50 steps looks at the parameters."""
     model, seen = Block(), []
 
     def give() -> nn.Module:
@@ -142,7 +167,8 @@ def looks(losses: dict[int, float], norms: dict[int, float], end: int, weights_b
     crisis = Crisis(give, list, 50, lambda _: None)
     for step in range(1, end):
         crisis.look(step, losses.get(step, 1.0), norms.get(step, 1.0))
-    return seen
+    assert seen[0] == 1
+    return seen[1:]
 
 
 def test_a_crisis_looks_once_at_gradients_at_each_broken_loss_and_never_at_a_healthy_step() -> None:

@@ -429,7 +429,7 @@ class ZeroWarmUp(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.0, "eps": 1e-8})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is not None:

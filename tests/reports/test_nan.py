@@ -6,7 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.reports.training import BATCH, LENGTH, Block, Model, Outcome, poison, train
+from tests.reports.training import (
+    BATCH,
+    HEAD_DIM,
+    HEADS,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    Block,
+    Model,
+    Outcome,
+    poison,
+    train,
+)
 
 from foreshock.monitor.attention.probe import OutputSums
 
@@ -151,6 +164,72 @@ def test_rows_that_see_no_key_are_the_first_suspect_once_nan_appears() -> None:
 
     said = first_words(train(before=broken, mask=left_padding(4)))
     assert "12 of 72 rows of a head see no key: suspect the mask first." in said
+
+
+class NeverWritten(Model):
+    """Two tokens that no batch has: their embeddings are memory that nobody wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY + 2, WIDTH)
+        with torch.no_grad():
+            self.embed.weight[VOCABULARY:] = math.nan
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("make", "optimizer", "named"),
+    [
+        (NeverWritten, lambda p: torch.optim.SGD(p, lr=1e-2), "1 of 69 weights is not finite: .* of embed.weight"),
+        (Model, lambda p: torch.optim.SGD(p, lr=torch.tensor(math.nan)), "The optimizer's learning rate is nan."),
+    ],
+)
+def test_weights_that_break_without_a_broken_loss_are_reported_in_the_first_step(
+    make: Any, optimizer: Any, named: str, known: bool
+) -> None:
+    found = train(10, make=make, optimizer=optimizer, known=known)
+    assert found.raised[0].step == 1 < found.harmed
+    assert "since step 1, first in the update of this step, or in the weights that were loaded" in first_words(found)
+    assert re.search(named, first_words(found))
+    assert "start the run again" in found.told
+
+
+class ByHand(Attention):
+    """Scores, -inf and a softmax written out; repairs: NaN is replaced by 0 afterwards."""
+
+    repairs = False
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        query, key, value = (
+            each(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        assert mask is not None
+        weights = (query @ key.mT).masked_fill(~mask, -math.inf).softmax(-1)
+        out = (weights.nan_to_num(0.0) if self.repairs else weights) @ value
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Repaired(ByHand):
+    """As the other, and healthy."""
+
+    repairs = True
+
+
+@pytest.mark.parametrize(("kind", "harmless"), [(ByHand, False), (Repaired, True)])
+def test_rows_that_see_no_key_are_named_where_attention_is_written_out(kind: type[Attention], harmless: bool) -> None:
+    def make() -> Model:
+        model = Model()
+        block_of(model, 1).attn = kind()
+        return model
+
+    def broken(model: Model, step: int) -> Any:
+        return [poison(block_of(model, 3).down)] if step == BROKEN_AT else []
+
+    found = train(BROKEN_AT + 1, make=make, mask=left_padding(4), before=broken)
+    assert "it computes its attention by hand, and 12 of 72 rows of a head see no key" in found.table
+    place = "in the softmax of blocks.1.attn, where 12 of 72 rows of a head see no key, or hold a score that overflows"
+    assert (place in first_words(found)) == (not harmless)
+    assert found.raised[0].step == (BROKEN_AT if harmless else 1)
 
 
 def test_a_healthy_run_has_no_finding() -> None:

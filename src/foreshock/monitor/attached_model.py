@@ -13,7 +13,7 @@ from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.coverage import Lookout
 from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.config import AgentConfig, versions
-from foreshock.monitor.detect.non_finite import place_by_outputs
+from foreshock.monitor.detect.non_finite import FIRST_UPDATE, place_by_outputs
 from foreshock.monitor.detect.readings import Readings, head_readings
 from foreshock.monitor.sampling import collector as collecting
 from foreshock.monitor.sampling.collector import Counted, nonfinite
@@ -94,6 +94,8 @@ class AttachedModel:
 
     def readings(self, counted: Counted) -> Readings:
         """What was counted, as the detectors read it."""
+        if counted.broken_step is None and (counted.parameters is None or not counted.parameters.weights):
+            self.lookout.broken_softmax = ""  # such rows do no harm, as where the model replaces NaN
         return Readings(
             step=counted.step,
             since_step=counted.since_step,
@@ -107,6 +109,7 @@ class AttachedModel:
             words=counted.words,
             broken_step=counted.broken_step,
             place=self._place(counted),
+            softmax=self.lookout.broken_softmax,
             lost_steps=max(0, nonfinite(counted.grad_norms) - nonfinite(counted.losses)),
             parameters=counted.parameters.sentence if counted.parameters else "",
             weights_broken=counted.parameters is not None and counted.parameters.weights,
@@ -114,12 +117,15 @@ class AttachedModel:
 
     def _place(self, counted: Counted) -> str:
         """Where the first broken step broke, by the outputs of its layers; empty if that is not known."""
+        looked = counted.parameters
+        if counted.broken_step is None and looked is not None and looked.update:
+            return FIRST_UPDATE
         if counted.broken_step is None or counted.broken_loss is None:
             return ""
         seen = self.selector.outputs_at(counted.broken_step)
         outputs = [(self.layers[place].layer, broken) for place, broken in seen]
-        looked = counted.parameters if counted.step == counted.broken_step else None  # later all gradients are broken
-        every_gradient = looked is not None and looked.every_gradient
+        # after a later step all gradients are broken
+        every_gradient = looked is not None and looked.every_gradient and counted.step == counted.broken_step
         return place_by_outputs(outputs, loss=counted.broken_loss, every_gradient=every_gradient)
 
 

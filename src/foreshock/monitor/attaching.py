@@ -153,6 +153,7 @@ def _corrected(
     )
     attached, undo = _put_under(own, settings, ran, before, unfit)
     attached.lookout.scouted()
+    attached.lookout.broken_softmax = lookout.broken_softmax
     for layer in attached.selector.layers:
         if layer.late and settings.numerics == "auto":
             layer.rounds = lookout.called[layer.name if layer.name in lookout.called else ""].rounds

@@ -2,9 +2,11 @@
 
 A healthy step costs two comparisons. A value that is on a GPU is not waited for: it is known when its sample has been
 read, a step or more later. From then on, for as long as every step is sampled, the agent waits for these values, so
-that it meets the next broken step while the gradients of that step exist.
+that it meets the next broken step while the gradients of that step exist. After the first step it waits as well, and
+looks at the parameters once: what was loaded, or the first update, may have broken weights that this loss did not see.
 """
 
+import gc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -29,15 +31,23 @@ class BrokenParameters:
     """The next one, which is finite; empty if there is none."""
 
 
-def broken_among(*groups: Iterable[tuple[str, Any]]) -> list[BrokenParameters | None]:
-    """Of each group the tensors that are not finite, None if all are. Of sharded tensors this process's own part is
-    checked.
+class Looked(NamedTuple):
+    """What a look at a group of tensors shows."""
 
-    It waits once for each device, and holds one number for each tensor.
+    broken: BrokenParameters | None
+    """None if every tensor is finite"""
+    largest: tuple[str, float] = ("", 0.0)
+    """of those that are finite the one with the largest number, and that number"""
+
+
+def look_at(*groups: Iterable[tuple[str, Any]]) -> list[Looked]:
+    """What each group of named tensors shows. Of sharded tensors this process's own part is checked.
+
+    It waits once for each device, and holds two numbers for each tensor.
     """
     named = [[(name, each) for name, tensor in group if (each := _checked(tensor)) is not None] for group in groups]
-    sound = iter(_finite([tensor for group in named for _, tensor in group]))
-    return [_broken([name for name, _ in group], [next(sound) for _ in group]) for group in named]
+    known = iter(_largest([tensor for group in named for _, tensor in group]))
+    return [_looked([name for name, _ in group], [next(known) for _ in group]) for group in named]
 
 
 def _checked(tensor: Any) -> Tensor | None:
@@ -48,27 +58,35 @@ def _checked(tensor: Any) -> Tensor | None:
     return part.detach()
 
 
-def _finite(tensors: Sequence[Tensor]) -> list[bool]:
-    """Which tensors are finite."""
+def _largest(tensors: Sequence[Tensor]) -> list[tuple[bool, float]]:
+    """Whether each tensor is finite, and its largest number."""
     places: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(place)
-    sound = [True] * len(tensors)
+    known = [(True, 0.0)] * len(tensors)
     with torch.no_grad():
         for by_type in places.values():
-            norms = (torch._foreach_norm([tensors[i] for i in each], float("inf")) for each in by_type.values())
-            answers = torch.cat([torch.stack(each).isfinite() for each in norms]).tolist()
-            for place, answer in zip(itertools.chain(*by_type.values()), answers, strict=True):
-                sound[place] = answer
-    return sound
+            norms = [
+                torch.stack(torch._foreach_norm([tensors[i] for i in each], float("inf"))) for each in by_type.values()
+            ]
+            both = torch.cat([torch.stack([each.isfinite().float(), each.float()]) for each in norms], 1).tolist()
+            for place, finite, largest in zip(itertools.chain(*by_type.values()), *both, strict=True):
+                known[place] = bool(finite), largest
+    return known
 
 
-def _broken(names: Sequence[str], sound: Sequence[bool]) -> BrokenParameters | None:
+def _looked(names: Sequence[str], known: Sequence[tuple[bool, float]]) -> Looked:
+    largest = max(
+        ((name, each) for name, (sound, each) in zip(names, known, strict=True) if sound),
+        default=("", 0.0),
+        key=lambda one: one[1],
+    )
+    sound = [each for each, _ in known]
     if all(sound):
-        return None
+        return Looked(None, largest)
     last = max(place for place, is_sound in enumerate(sound) if not is_sound)
     after = names[last + 1] if last + 1 < len(names) else ""
-    return BrokenParameters(sound.count(False), len(sound), names[last], after)
+    return Looked(BrokenParameters(sound.count(False), len(sound), names[last], after), largest)
 
 
 def sentence(what: str, found: BrokenParameters) -> str:
@@ -76,7 +94,8 @@ def sentence(what: str, found: BrokenParameters) -> str:
     if found.broken == found.total:
         return f"None of {found.total} {what} is finite."
     bound = f", and {found.after}, which follows it, is finite" if found.after else ""
-    return f"{found.broken} of {found.total} {what} are not finite: the last one is that of {found.last}{bound}."
+    verb = "is" if found.broken == 1 else "are"
+    return f"{found.broken} of {found.total} {what} {verb} not finite: the last one is that of {found.last}{bound}."
 
 
 class ParametersFound(NamedTuple):
@@ -88,6 +107,8 @@ class ParametersFound(NamedTuple):
     """Whether weights, or the state that the next update is made of, are not finite."""
     every_gradient: bool = False
     """Whether no gradient is finite."""
+    update: bool = False
+    """Whether weights are not finite although no gradient is known to be broken."""
 
 
 _REST: Final = 20
@@ -110,6 +131,7 @@ class Crisis:
     ) -> None:
         self._model, self._optimizers, self._steps, self._watch = model, optimizers, steps, watch
         self._until = self._rests_until = -1
+        self._is_first = True
         self._found: ParametersFound | None = None
         """by the last look of this crisis"""
         self._looked_at = -1
@@ -123,15 +145,22 @@ class Crisis:
 
     def look(self, step: int, loss: object, grad_norm: object) -> ParametersFound | None:
         """What is not finite among the parameters if the step's loss or gradient norm is not, until their weights are
-        not.
+        not; after the first step, whatever its loss is.
 
         Weights that are finite after such a step show that its update was skipped, which the next step cannot show if
         its loss breaks as well. A crisis looks at each broken loss, since nothing else tells whether the weights broke
         with it; at gradients, and at losses after the crisis, it looks once in its length.
         """
-        finite_loss = self._is_finite(loss, step)
-        if finite_loss and self._is_finite(grad_norm, step):
-            return None
+        first, self._is_first = self._is_first, False
+        finite_loss = self._is_finite(loss, wait=first or step <= self._until)
+        if finite_loss and self._is_finite(grad_norm, wait=first or step <= self._until):
+            if not first or (model := self._model()) is None:
+                return None
+            found = broken_parameters(model, self._optimizers(), finite_loss=True)
+            if found.weights:
+                self.begin(step)
+                self._found, self._looked_at = found, step
+            return self._found
         self.begin(step)
         if self._found is not None:
             if self._found.weights:
@@ -143,20 +172,24 @@ class Crisis:
         self._found, self._looked_at = broken_parameters(model, self._optimizers(), finite_loss=finite_loss), step
         return self._found
 
-    def _is_finite(self, value: object, step: int) -> bool:
-        """Whether a number is finite, or not known yet."""
+    def _is_finite(self, value: object, *, wait: bool) -> bool:
+        """Whether a number is finite, or not known yet. wait: for a number that is not on the host."""
         if isinstance(value, float):
             return math.isfinite(value)
         if not isinstance(value, Tensor) or is_sharded(value) or value.numel() != 1:
             return True
-        return not (value.is_cpu or step <= self._until) or math.isfinite(float(value))
+        return not (value.is_cpu or wait) or math.isfinite(float(value))
 
 
 def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finite_loss: bool) -> ParametersFound:
-    """Which gradients, weights and optimizer states are not finite, after a step whose loss or gradient norm is not."""
+    """Which gradients, weights and optimizer states are not finite after a step.
+
+    optimizers: those that the agent was given; without any, those of the process that hold a parameter of the model.
+    """
     parameters = list(model.named_parameters())
+    optimizers = optimizers or _optimizers_of([parameter for _, parameter in parameters])
     held = [optimizer.state.get(parameter, {}) for _, parameter in parameters for optimizer in optimizers]
-    gradients, weights, states = broken_among(
+    (gradients, largest), (weights, _), (states, _) = look_at(
         ((name, parameter.grad) for name, parameter in parameters),
         parameters,
         (("", value) for state in held for value in state.values() if isinstance(value, Tensor)),
@@ -168,17 +201,43 @@ def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finit
     every = gradients is not None and gradients.broken == gradients.total
     if every and finite_loss:
         said.append(_FINITE_LOSS)
+    no_gradients = all(parameter.grad is None for _, parameter in parameters)  # zero_grad came before
     if weights is not None:
-        said += _in_half([parameter for _, parameter in parameters], optimizers)
-    elif gradients is not None or all(parameter.grad is None for _, parameter in parameters):  # zero_grad came before
+        if gradients is None and not no_gradients:
+            said.append(_UPDATE)
+        said += [*_rates(optimizers), *_in_half([parameter for _, parameter in parameters], optimizers)]
+    elif gradients is not None or no_gradients:
         said.append("Weights are finite.")
+    elif finite_loss:
+        said.append(f"{_LARGE_NORM} The largest one, {largest[1]:.2g}, is that of {largest[0]}.")
     else:
-        said.append(_LARGE_NORM if finite_loss else _SOUND_MODEL)
+        said.append(_SOUND_MODEL)
     if states is not None and weights is None:
         said.append("The optimizer's state is not finite: its next update breaks the weights.")
-    return ParametersFound(" ".join(said), weights=weights is not None or states is not None, every_gradient=every)
+    broken = weights is not None or states is not None
+    return ParametersFound(" ".join(said), broken, every, weights is not None and gradients is None)
 
 
+def _optimizers_of(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """The optimizers of this process that update one of these. It looks at every object, as only a crisis may."""
+    wanted = set(map(id, parameters))
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return [
+        each
+        for each in found
+        if any(id(one) in wanted for group in getattr(each, "param_groups", ()) for one in group["params"])
+    ]
+
+
+def _rates(optimizers: Sequence[Any]) -> list[str]:
+    """Learning rates that break what they update."""
+    rates = [float(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group]
+    return [f"The optimizer's learning rate is {rate:g}." for rate in rates if not math.isfinite(rate)][:1]
+
+
+_UPDATE: Final = (
+    "The gradients are finite, so an update of the optimizer broke these weights, or they were loaded like this."
+)
 _FINITE_LOSS: Final = (
     "The loss was finite: look at how it is computed, at rows that it leaves out, and at whether clipping spread this."
 )

@@ -22,6 +22,7 @@ from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.interception import sdpa_rebinding
 from foreshock.monitor.attention.layout_check import LayoutCheck, table_of_norms
 from foreshock.monitor.attention.running import outside
+from foreshock.monitor.attention.softmax_rows import broken_rows
 from foreshock.monitor.attention.watched_layer import NOT_RUN, WatchedLayer, logger, numerics_for
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import say
@@ -55,6 +56,8 @@ class Lookout:
         self._changed = False
         self.called: dict[str, Called] = {}
         """Modules that called attention in the first step and are not watched, by name; what their calls showed."""
+        self.broken_softmax = ""
+        """Where the first backwards showed that rows of an attention by hand became NaN; the end of a sentence."""
         self.direct: set[str] = set()
         """Watched modules that called attention themselves in the first step, and not a module within them."""
         outside.scouts.add(self)
@@ -148,7 +151,12 @@ class Lookout:
         self._tries -= 1
         if executed is not None:
             self._looks -= 1
-            self._executed |= executed
+            for name, found in executed.items():
+                rows, here = broken_rows(found)
+                self._executed[name] = f"{found.how}, and {rows}" if rows else found.how
+                if here and not self.broken_softmax:
+                    where = name or "the model"
+                    self.broken_softmax = f"first in the forward, in the softmax of {where}, where {rows}"
         if not self._looks or not self._tries:
             self._done()
 

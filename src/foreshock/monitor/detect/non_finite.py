@@ -27,6 +27,8 @@ _FROM_THE_START: Final = (
 _UNKNOWN: Final = "but that step's rows were not measured (sample_every_steps=1 measures every step)"
 _UNMEASURED: Final = "but no row of attention was measured (agent.report() says why)"
 
+FIRST_UPDATE: Final = "first in the update of this step, or in the weights that were loaded: its loss is finite"
+
 _BEHIND: Final = "in the loss, the output head or the last block"
 _NAMED: Final = 3
 """Heads that a place names one by one."""
@@ -73,7 +75,7 @@ class Origin:
     def of(cls, readings: Readings, heads: Sequence[HeadRef], *, measured: bool) -> Self:
         """Of the first broken sample. measured: whether any sample held rows."""
         first = readings.step if readings.broken_step is None else readings.broken_step
-        place, empty, by_rows = "", "", False
+        place, empty, by_rows = readings.softmax or readings.place, "", False
         if heads and (words := readings.words) is not None:
             rows, by_input, by_output, unseen, sound = (
                 slot_values(words, slot)
@@ -84,10 +86,11 @@ class Origin:
             )
             # After a step that broke the weights, the inputs of the first layer are broken too, and show nothing.
             first_layer = [layer == heads[0][0] for layer, _ in heads]
+            shown = ""
             if first >= readings.step or not by_input[first_layer].any():
-                place = place_of(heads, rows, by_input, by_output)
-            by_rows = bool(place)
-            place = place or readings.place or (_UNKNOWN if measured else _UNMEASURED)
+                shown = place_of(heads, rows, by_input, by_output)
+            by_rows = bool(shown)
+            place = readings.softmax or shown or place or (_UNKNOWN if measured else _UNMEASURED)
             worst = int(unseen.argmax())
             if unseen[worst]:
                 every = unseen[worst] + rows[worst] + sound[worst]
@@ -187,7 +190,7 @@ class NonFiniteTracker:
                 then = "Loss and weights stay finite, because the trainer skips these updates."
         else:
             what = f"Numbers are not finite since step {found.step}{place}."
-            then = "" if self.seen_finite else _FROM_THE_START
+            then = "" if self.seen_finite or found.place == FIRST_UPDATE else _FROM_THE_START
         return " ".join(filter(None, (what, extent, found.parameters, found.empty, then)))
 
 

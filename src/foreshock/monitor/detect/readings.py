@@ -47,6 +47,8 @@ class Readings:
     """the first step whose loss or gradient norm is not finite"""
     place: str = ""
     """where that step broke, by the outputs of its layers"""
+    softmax: str = ""
+    """the softmax of an attention by hand in which that step broke"""
     lost_steps: int = 0
     """steps whose gradient norm is not finite although their loss is"""
     weights_broken: bool = False

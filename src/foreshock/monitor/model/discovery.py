@@ -130,26 +130,35 @@ BY_HAND: Final = "computes its attention by hand"
 OUT_OF_REACH: Final = "calls PyTorch's attention where it cannot be met"
 
 
-def attention_in(roots: Iterable[Tensor], model: nn.Module) -> dict[str, str] | None:
+class Executed(NamedTuple):
+    """An attention that is not met."""
+
+    how: str
+    """BY_HAND or OUT_OF_REACH"""
+    softmax: Any = None
+    product: Any = None
+    """Nodes of the graph: its softmax, and the product of its queries and keys; None where there is none"""
+
+
+def attention_in(roots: Iterable[Tensor], model: nn.Module) -> dict[str, Executed] | None:
     """What a backward from `roots` would run of attention that is not met: by name of the module that holds the weights
-    of its queries and keys, BY_HAND or OUT_OF_REACH. None where it runs through no parameter of `model`."""
+    of its queries and keys. None where it runs through no parameter of `model`."""
     nodes = _all_from([root.grad_fn for root in roots if root.grad_fn is not None])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if not any(id(getattr(node, "variable", None)) in names for node in nodes):
         return None
     modules = dict(model.named_modules())
-    found: dict[str, str] = {}
+    found: dict[str, Executed] = {}
     met = {node for probe in nodes if _kind(probe) == _PROBE for node in _near(_inputs(probe)[0], _passes_on)}
     for node in (node for node in nodes if node not in met):
         kind = type(node).__name__
         if _is_product(node):
-            operands = [scores for weights in _operands(node) for scores in _scores_behind(weights)]
-            how = BY_HAND
+            executed = [each for weights in _operands(node) for each in _scores_behind(weights)]
         elif _OPERATOR.fullmatch(kind):
-            operands, how = [_inputs(node)[:2]], OUT_OF_REACH
+            executed = [(_inputs(node)[:2], Executed(OUT_OF_REACH))]
         else:
             continue
-        for pair in operands:
+        for pair, how in executed:
             if (name := _owner(pair, names, modules)) is not None:
                 found.setdefault(name, how)
     return {name: found[name] for name in modules if name in found}  # nodes of a graph come in no order
@@ -194,17 +203,17 @@ def _passes_on(node: Any) -> bool:
     return _PASS_ON.fullmatch(_kind(node)) is not None
 
 
-def _scores_behind(weights: Any) -> Iterator[list[Any]]:
+def _scores_behind(weights: Any) -> Iterator[tuple[list[Any], Executed]]:
     """The two activations of each product, or where there is none of each sum over all pairs, whose softmax these
     weights are."""
     for softmax in _near(weights, _passes_on):
         if softmax is not None and _kind(softmax) in _SOFTMAX:
             scores = _inputs(softmax)[0]
             products = filter(_is_product, _near(scores, lambda node: not _is_product(node)))
-            operands = [_operands(node) for node in products]
+            operands = [(_operands(node), Executed(BY_HAND, softmax, node)) for node in products]
             # a product with a softmax is the output of another attention, or of a router
-            found = [pair for pair in operands if not any(map(_is_parameter, pair)) and not any(map(_weighs, pair))]
-            yield from found or _sums_of_all_pairs(scores)
+            found = [one for one in operands if not any(map(_is_parameter, one[0])) and not any(map(_weighs, one[0]))]
+            yield from found or ((pair, Executed(BY_HAND, softmax)) for pair in _sums_of_all_pairs(scores))
 
 
 def _sums_of_all_pairs(scores: Any, *, through_a_layer: bool = True) -> Iterator[list[Any]]:
