@@ -179,3 +179,23 @@ def test_a_crisis_looks_once_at_gradients_at_each_broken_loss_and_never_at_a_hea
     assert looks({20: nan, 22: nan}, every, 40) == [10, 20, 22]
     assert looks(every, every, 200) == [*range(10, 61), 110, 160]
     assert looks(every, every, 200, weights_break=12) == [10, 11, 12]
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "watched"), [(2, 8.5, True), (100, 8.5, True), (101, 8.5, False), (2, 7.9, False)]
+)
+def test_a_loss_of_twice_the_first_one_has_early_steps_sampled(step: int, loss: float, watched: bool) -> None:
+    for kind in (float, torch.tensor):
+        steps: list[int] = []
+        crisis = Crisis(Block, list, 50, steps.append)
+        for each in range(1, step + 1):
+            assert crisis.look(each, kind(loss if each == step else 4.0), 1.0) is None
+        assert steps == [step] * watched
+
+
+def test_a_gradient_that_breaks_alone_is_traced_to_the_operation_that_uses_its_parameter() -> None:
+    model = Block()
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.second.bias.grad is not None
+    model.second.bias.grad[0] = math.nan
+    assert "It alone is broken, so look at the operation that uses it" in said_of(model)

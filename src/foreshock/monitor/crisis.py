@@ -111,6 +111,8 @@ class ParametersFound(NamedTuple):
     """Whether weights are not finite although no gradient is known to be broken."""
 
 
+_EARLY_STEPS: Final = 100
+"""For so many steps a loss of twice the first one has the next steps sampled."""
 _REST: Final = 20
 """After a crisis none begins for this many times its length: a run that stays broken is sampled as any other."""
 
@@ -132,6 +134,8 @@ class Crisis:
         self._model, self._optimizers, self._steps, self._watch = model, optimizers, steps, watch
         self._until = self._rests_until = -1
         self._is_first = True
+        self._first = 0, math.nan
+        """The first step, and its loss."""
         self._found: ParametersFound | None = None
         """by the last look of this crisis"""
         self._looked_at = -1
@@ -154,6 +158,10 @@ class Crisis:
         first, self._is_first = self._is_first, False
         finite_loss = self._is_finite(loss, wait=first or step <= self._until)
         if finite_loss and self._is_finite(grad_norm, wait=first or step <= self._until):
+            if first:
+                self._first = step, _number(loss)
+            elif step < self._first[0] + _EARLY_STEPS and _number(loss) > 2 * self._first[1] > 0:
+                self._watch(step)  # a rate that is far too high shows in the rows before the loss is not finite
             if not first or (model := self._model()) is None:
                 return None
             found = broken_parameters(model, self._optimizers(), finite_loss=True)
@@ -181,6 +189,13 @@ class Crisis:
         return not (value.is_cpu or wait) or math.isfinite(float(value))
 
 
+def _number(value: object) -> float:
+    """A number that is on the host; NaN for anything else."""
+    if isinstance(value, Tensor):
+        return float(value) if value.is_cpu and value.numel() == 1 else math.nan
+    return value if isinstance(value, float) else math.nan
+
+
 def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finite_loss: bool) -> ParametersFound:
     """Which gradients, weights and optimizer states are not finite after a step.
 
@@ -195,12 +210,15 @@ def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finit
         (("", value) for state in held for value in state.values() if isinstance(value, Tensor)),
     )
     if gradients is not None and gradients == weights:
-        said = [f"{sentence('gradients', gradients)} Nor are their weights."]
+        nor = "is its weight" if gradients.broken == 1 else "are their weights"
+        said = [f"{sentence('gradients', gradients)} Nor {nor}."]
     else:
         said = [sentence(what, found) for what, found in (("gradients", gradients), ("weights", weights)) if found]
     every = gradients is not None and gradients.broken == gradients.total
     if every and finite_loss:
         said.append(_FINITE_LOSS)
+    elif gradients is not None and gradients.broken == 1:
+        said.append("It alone is broken, so look at the operation that uses it, and at what else that is given.")
     no_gradients = all(parameter.grad is None for _, parameter in parameters)  # zero_grad came before
     if weights is not None:
         if gradients is None and not no_gradients:

@@ -190,7 +190,8 @@ class NonFiniteTracker:
                 then = "Loss and weights stay finite, because the trainer skips these updates."
         else:
             what = f"Numbers are not finite since step {found.step}{place}."
-            then = "" if self.seen_finite or found.place == FIRST_UPDATE else _FROM_THE_START
+            finite_loss = found.place == FIRST_UPDATE or found.place.startswith("first in the backward")
+            then = "" if self.seen_finite or finite_loss else _FROM_THE_START
         return " ".join(filter(None, (what, extent, found.parameters, found.empty, then)))
 
 
@@ -215,7 +216,7 @@ def place_of(heads: Sequence[HeadRef], broken: Floats, by_input: Floats, by_outp
         into = f"the inputs of {f'layer {first}' if forward[own].all() else _named(heads, own & forward)}"
         if (before := layers[layers < first]).size:
             return f"first in the forward, between the attention of layer {before.max()} and {into}"
-        return f"in the forward, at or before {into}: the weights, or the batch"
+        return f"in the forward, at or before {into}: the weights, the mask, or the batch"
     if not (broken > 0).any():
         return ""
     last = int(layers[broken > 0].max())
