@@ -60,6 +60,27 @@ def test_finite_and_missing_tensors_are_no_finding() -> None:
     assert looked[-1].largest == ("huge", torch.finfo(torch.float16).max)
 
 
+class Quantised(Tensor):
+    """A tensor whose numbers are something else, which refuses every operation on them."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "norm" in func.__name__:
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_tensors_that_hold_no_plain_numbers_are_left_alone() -> None:
+    model = nn.Sequential(Block(), nn.Linear(4, 4, device="meta"), nn.LazyLinear(4))
+    others = [
+        ("sparse", torch.eye(3).to_sparse()),
+        ("eighth", torch.full((4,), math.nan).to(torch.float8_e4m3fn)),
+        ("quantised", torch.full((4,), math.nan).as_subclass(Quantised)),
+        ("complex", torch.full((4,), math.nan, dtype=torch.complex64)),
+    ]
+    assert [each.broken for each in look_at(model.named_parameters(), others)] == [None, None]
+
+
 def test_all_of_them_is_said_as_all() -> None:
     [(found, _)] = look_at([("a", torch.tensor([math.nan])), ("b", torch.tensor([math.inf]))])
     assert found is not None

@@ -50,12 +50,17 @@ def look_at(*groups: Iterable[tuple[str, Any]]) -> list[Looked]:
     return [_looked([name for name, _ in group], [next(known) for _ in group]) for group in named]
 
 
+_CHECKED: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def _checked(tensor: Any) -> Tensor | None:
     """What is checked of a tensor that may be missing."""
-    if tensor is None or not tensor.is_floating_point() or tensor.is_sparse or not tensor.numel():
+    if tensor is None or tensor.dtype not in _CHECKED or tensor.layout != torch.strided or tensor.is_meta:
         return None
-    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return part.detach()
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return None
+    part: Tensor = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
+    return part if type(part) is Tensor and part.numel() else None  # no quantised one, as of torchao
 
 
 def _largest(tensors: Sequence[Tensor]) -> list[tuple[bool, float]]:
@@ -162,6 +167,7 @@ class Crisis:
                 self._first = step, _number(loss)
             elif step < self._first[0] + _EARLY_STEPS and _number(loss) > 2 * self._first[1] > 0:
                 self._watch(step)  # a rate that is far too high shows in the rows before the loss is not finite
+                self._first = 0, math.nan
             if not first or (model := self._model()) is None:
                 return None
             found = broken_parameters(model, self._optimizers(), finite_loss=True)
