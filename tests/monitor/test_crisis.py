@@ -67,7 +67,7 @@ class Quantised(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "norm" in func.__name__:
             raise NotImplementedError(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def test_tensors_that_hold_no_plain_numbers_are_left_alone() -> None:

@@ -57,7 +57,7 @@ def _checked(tensor: Any) -> Tensor | None:
     """What is checked of a tensor that may be missing."""
     if tensor is None or tensor.dtype not in _CHECKED or tensor.layout != torch.strided or tensor.is_meta:
         return None
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, nn.parameter.UninitializedParameter):
         return None
     part: Tensor = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
     return part if type(part) is Tensor and part.numel() else None  # no quantised one, as of torchao

@@ -47,11 +47,15 @@ class Overflow:
     """updates"""
     loss: bool = False
     """whether a loss was not finite either, though the weights are"""
+    search: int = 0
+    """updates lost before any was not, as a GradScaler loses them that searches for its scale"""
+    searches: bool = True
 
     def lasts(self, overflow_steps: int) -> bool:
         """Whether this is no GradScaler that searches for its scale."""
         steps = self.last_step - self.step
-        return steps >= overflow_steps and self.lost >= _LOST_SHARE * steps
+        searched = 0 if self.search >= overflow_steps else self.search
+        return steps >= overflow_steps and self.lost - searched >= _LOST_SHARE * steps
 
 
 @dataclass(slots=True)
@@ -168,10 +172,15 @@ class NonFiniteTracker:
         if overflows:
             self.overflow = known or Overflow(step, suspected, step)
             self.overflow.last_step = step
-            self.overflow.lost += max(readings.lost_steps, 1)
+            lost = max(readings.lost_steps, 1)
+            self.overflow.searches &= known is None or lost == step - readings.since_step
+            self.overflow.search += lost * self.overflow.searches
+            self.overflow.lost += lost
             self.overflow.loss |= readings.loss is not None and not math.isfinite(readings.loss)
-        elif known is not None and step - known.last_step > overflow_steps:
-            self.overflow = None
+        elif known is not None:
+            known.searches = False
+            if step - known.last_step > overflow_steps:
+                self.overflow = None
 
     def sentence(self, step: int, heads: int) -> str:
         """What is known at `step`, in words. heads: how many the model has."""

@@ -17,7 +17,7 @@ from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.detect.rule import Flags
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
-LAYOUT: Final = 10
+LAYOUT: Final = 11
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
 _ENDS: Final = int(ROUNDING_ENDS) | 16
 """16 is the flag of a mode that only recorded runs have. A plain int: comparing an IntFlag with NumPy integers is 40

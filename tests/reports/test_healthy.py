@@ -1,0 +1,143 @@
+"""Trainings that are healthy and unusual: nothing is reported of them, and rows are counted as they are."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.reports.settings import adapted, attention_of, changed
+from tests.reports.training import BATCH, HEAD_DIM, HEADS, LENGTH, WIDTH, Attention, Model, Outcome, train
+from torch import Tensor, nn
+
+PADDED = 3
+FUTURE = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+
+
+def left_padded(lowest: float) -> Tensor:
+    """A causal mask and left padding, by a number that is added."""
+    hidden = FUTURE.expand(BATCH, 1, -1, -1).clone()
+    hidden[::2, ..., :PADDED] = True
+    return torch.zeros(hidden.shape).masked_fill(hidden, lowest)
+
+
+def relative_bias(farthest: float) -> Tensor:
+    """ALiBi, by the distance of query and key, as at a length at which the farthest key has this bias."""
+    distance = (torch.arange(LENGTH)[None] - torch.arange(LENGTH)[:, None]) * farthest / LENGTH
+    slopes = 2.0 ** -torch.arange(HEADS)[:, None, None]
+    return (slopes * distance).masked_fill(FUTURE, -math.inf)[None]
+
+
+class Cosine(Attention):
+    """Queries and keys of length 1, at the scale that Swin v2 begins with."""
+
+    def operands(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return F.normalize(query, dim=-1) * 10 * HEAD_DIM**0.5, F.normalize(key, dim=-1), value
+
+
+class Narrow(Attention):
+    """Heads of two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = WIDTH // 2
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        query, key, value = (
+            each(x).unflatten(-1, (WIDTH // 2, 2)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Sink(Attention):
+    """A learned sink: a key of zeros, whose score is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = nn.Parameter(torch.zeros(HEADS))
+
+    def operands(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return query, F.pad(key, (0, 0, 1, 0)), F.pad(value, (0, 0, 1, 0))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        seen = torch.zeros(LENGTH, LENGTH).masked_fill(FUTURE, -math.inf).expand(1, HEADS, -1, -1)
+        return super().forward(x, torch.cat([self.sink[:, None, None].expand(1, -1, LENGTH, 1), seen], -1))
+
+
+class Experts(Model):
+    """Two of four experts for each token, by a softmax of logits of which two are -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+            logits = self.router(x)
+            kept = logits.topk(2, -1).indices
+            weights = torch.full_like(logits, -math.inf).scatter(-1, kept, logits.gather(-1, kept)).softmax(-1)
+            x = x + sum(weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def with_attention(kind: type[Attention]) -> Callable[[], Model]:
+    def replaced(model: Model) -> None:
+        for block in model.blocks:
+            block.attn = kind()
+
+    return changed(replaced)
+
+
+def large(factor: float) -> Callable[[], Model]:
+    """Weights that were loaded, in two of whose layers scores are this many times as large."""
+    return changed(lambda model: [attention_of(model, block).q_proj.weight.mul_(factor) for block in range(2)])
+
+
+def frozen(model: Model) -> None:
+    model.blocks[:2].requires_grad_(False)
+    model.embed.requires_grad_(False)
+
+
+def evaluated(model: Model, step: int) -> Any:
+    """Before every fifth step the model is evaluated on other lengths, once with a graph that nothing runs back."""
+    for tokens in (torch.zeros(2, 5, dtype=torch.long), torch.ones(1, 9, dtype=torch.long)) if step % 5 == 0 else ():
+        model.eval()(tokens)
+    model.train()
+    return []
+
+
+def accumulated(model: Model, step: int) -> Any:
+    """A micro-batch before the one of the step, whose gradients are added."""
+    model(torch.full((3, LENGTH), step % 7)).square().mean().backward()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("training", "unseen"),
+    [
+        pytest.param(lambda: train(30, mask=relative_bias(2000.0)), False, id="alibi"),
+        *(
+            pytest.param(lambda lowest=lowest: train(30, mask=left_padded(lowest)), True, id=f"padding by {lowest:g}")
+            for lowest in (-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf)
+        ),
+        pytest.param(lambda: train(30, make=with_attention(Cosine)), False, id="cosine"),
+        pytest.param(lambda: train(30, make=with_attention(Narrow)), False, id="head dim 2"),
+        pytest.param(lambda: train(30, make=with_attention(Sink)), False, id="sink"),
+        pytest.param(lambda: train(30, make=Experts), False, id="experts"),
+        pytest.param(lambda: train(30, lr=1e-4, make=large(40.0)), False, id="large scores"),
+        pytest.param(lambda: train(30, make=changed(frozen)), False, id="frozen"),
+        pytest.param(lambda: train(30, lr=1e-3, make=adapted(1.0)), False, id="adapters"),
+        pytest.param(lambda: train(30, before=evaluated), False, id="evaluated"),
+        pytest.param(lambda: train(30, before=accumulated), False, id="accumulated"),
+    ],
+)
+def test_nothing_is_reported_of_a_healthy_training(training: Callable[[], Outcome], unseen: bool) -> None:
+    found = training()
+    assert not found.raised, [each.sentence for each in found.raised]
+    assert all(map(math.isfinite, found.losses))
+    assert (f"{PADDED * BATCH // 2} of {BATCH * LENGTH} measured rows of a head see no key" in found.table) == unseen
+    assert unseen or "see no key" not in found.table
