@@ -67,9 +67,9 @@ def stack(start: Start, tmp_path: Path) -> Stack:
     serve = [sys.executable, "-P", "-m", "foreshock", "serve", "--port", str(port), "--database-url", database]
     service = start(serve, port, "/readyz")
     hook = service.url + "/v1/webhooks/alertmanager"
-    waits = {"group_wait": "1s", "group_interval": "2s", "watchdog_interval": "2s"}
+    waits: dict[str, Any] = {"group_wait": "1s", "group_interval": "2s", "watchdog_interval": "2s"}
     called = alertmanager(start, tmp_path, alertmanager_config(hook, None, **waits))
-    often = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    often: dict[str, Any] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     scraper = prometheus(start, tmp_path, prometheus_config(service.address, RULES, called.address, **often))
     return Stack(service.url, scraper.url)
 

@@ -32,7 +32,7 @@ def heads_in_words(heads: Sequence[HeadRef] | None) -> str:
     return named + (f" and {len(heads) - 4} more" if len(heads) > 4 else "") if heads else "no head"
 
 
-def heads_of(row: Row[Any]) -> tuple[HeadRef, ...] | None:
+def heads_of(row: Any) -> tuple[HeadRef, ...] | None:
     """The heads that a command names; None if it is for every head."""
     return None if row.heads is None else tuple((layer, head) for layer, head in row.heads)
 
