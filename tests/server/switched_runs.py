@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from foreshock.contract.modes import parse_mode
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Policy, Sample
 from foreshock.server.testing import FakeRank
@@ -31,10 +32,11 @@ async def switched(
     after: float = 1.0,
     size: float = 4.0,
     warned: bool = True,
+    plain_from: int = 3020,
     **order: Any,
 ) -> str:
     """A run whose head grows at one rate, is switched at step 2000, and grows at another for 1000 steps more. Its
-    offset begins at `size` nats. warned: whether the head had a warning."""
+    offset begins at `size` nats. warned: whether the head had a warning. plain_from: when it is plain again."""
     rank = FakeRank()
     await service.store(rank, rank.started(policy=policy))
     await service.store(rank, *(grown(rank, step, before, size) for step in range(20, 2000, 20)))
@@ -44,7 +46,8 @@ async def switched(
     [sent] = (await service.store(rank, grown(rank, 2000, before, size))).commands
     await service.store(rank, rank.answer(sent, 2000))
     base = size * np.exp((before - after) * 2)
-    await service.store(rank, *(grown(rank, step, after, base) for step in range(2020, 3020, 20)))
+    modes = ((step, int(parse_mode(sent.mode)) * (step < plain_from)) for step in range(2020, 3020, 20))
+    await service.store(rank, *(grown(rank, step, after, base, mode) for step, mode in modes))
     return command
 
 

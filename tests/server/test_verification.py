@@ -10,6 +10,7 @@ from tests.server.orders import local
 from tests.server.switched_runs import ORDER, commands_of, grown, judge, switched
 from tests.server.test_notifier import Out, notifier_of
 
+from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Policy, Sample, head_refs
 from foreshock.server.commands import Order, create
@@ -59,7 +60,7 @@ async def test_growth_below_the_level_of_the_detectors_is_none(service: Any, siz
     assert (await service.get(f"/v1/commands/{command}"))["verification"] == verdict
 
 
-def of_heads(rank: FakeRank, step: int, sizes: dict[int, float]) -> Sample:
+def of_heads(rank: FakeRank, step: int, sizes: dict[int, float], mode: Mode = Mode.PLAIN) -> Sample:
     """A sample in which these heads of layer 0 have these offsets, and every other one 1 nat."""
     words = rank.words(step)
     floats = words.view(np.float64)
@@ -67,7 +68,7 @@ def of_heads(rank: FakeRank, step: int, sizes: dict[int, float]) -> Sample:
     floats[:, Slot.SCORE_MAX] = floats[:, Slot.ROW_MAX_ABS] = 20.0
     floats[:, Slot.SCORE_OFFSET_SUM] = -size * words[:, Slot.ROWS]
     floats[:, Slot.SCORE_OFFSET_SUMSQ] = size**2 * words[:, Slot.ROWS]
-    return rank.sample(step, since=step - 20).model_copy(update={"states": Array.of(words)})
+    return rank.sample(step, since=step - 20, mode=int(mode)).model_copy(update={"states": Array.of(words)})
 
 
 async def two_heads(service: Any, *later: Any, warned: tuple[int, ...] = (2,), cleared: bool = False) -> dict[str, Any]:
@@ -80,7 +81,8 @@ async def two_heads(service: Any, *later: Any, warned: tuple[int, ...] = (2,), c
     command = (await service.client.post("/v1/runs/run-1/commands", json=order)).json()["id"]
     [sent] = (await service.store(rank, of_heads(rank, 2000, {2: 7.0, 1: 3.5}))).commands
     await service.store(rank, rank.answer(sent, 2000), *later)
-    after = (of_heads(rank, at, {2: 7.0, 1: 3.5 if at < 2500 else 7.0}) for at in range(2020, 3020, 20))
+    sizes = ({2: 7.0, 1: 3.5 if at < 2500 else 7.0} for at in range(2020, 3020, 20))
+    after = (of_heads(rank, 2020 + 20 * n, size, Mode.ROW_CORRECTED) for n, size in enumerate(sizes))
     await service.store(rank, *after)
     if cleared:
         gone = (rank.verdict(2990, head=head, name=f"w-{head}", state="cleared") for head in warned)
@@ -130,6 +132,18 @@ async def test_a_switch_of_heads_without_a_warning_is_not_judged_and_no_news(ser
     event = (await service.get("/v1/runs/run-1/events", kind="command"))["events"][0]
     assert event["sentence"].startswith("The switch to exact_delta at step 2,000 is not judged")
     assert event["command"]["verification"] is None
+
+
+async def test_a_head_that_left_its_mode_before_it_was_judged_is_no_failure_of_the_switch(service: Any) -> None:
+    """It grows on, since another order or a resume made it plain."""
+    command = await switched(service, plain_from=2500)
+    await judge(service)
+    assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
+    event = (await service.get("/v1/runs/run-1/events", kind="command"))["events"][0]
+    assert event["sentence"] == (
+        "The switch to exact_delta at step 2,000 is not judged: no head with a warning kept it for 1,000 steps."
+    )
+    assert [one["source"] for one in await commands_of(service)] == ["api"]
 
 
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
@@ -204,12 +218,14 @@ async def test_a_switch_is_judged_from_the_step_of_the_last_rank_that_made_it(se
         await service.store(rank, rank.started(), *(grown(rank, step, 1.0, 4.0) for step in range(20, 2000, 20)))
     await service.store(ranks[0], ranks[0].verdict(1990))
     command = (await service.client.post("/v1/runs/run-1/commands", json=ORDER)).json()["id"]
+    mode = int(Mode.EXACT_DELTA)
     for rank, at in zip(ranks, (2000, 2600), strict=True):
         [sent] = (await service.store(rank, grown(rank, at, 1.0, 4.0))).commands
         await service.store(rank, rank.answer(sent, at))
     for until, verdict in ((3100, None), (3640, "not arrested")):
         for rank in ranks:
-            await service.store(rank, *(grown(rank, step, 1.0, 4.0) for step in range(until - 480, until + 1, 20)))
+            steps = range(until - 480, until + 1, 20)
+            await service.store(rank, *(grown(rank, step, 1.0, 4.0, mode) for step in steps))
         await judge(service)
         assert (await service.get(f"/v1/commands/{command}"))["verification"] == verdict
     events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]

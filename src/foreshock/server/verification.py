@@ -1,7 +1,8 @@
 """What became of a switch: some steps later the growth of its heads is compared with the one before it.
 
 Heads that had a warning are judged (contract.switch_verdict), each by its own numbers; others only if a warning of
-theirs is raised afterwards: a healthy head says nothing of a switch. What is not arrested is reported. While a warning
+theirs is raised afterwards: a healthy head says nothing of a switch, and neither does one that has left its mode since,
+by another order or a resume. What is not arrested is reported. While a warning
 of it is active, a stronger mitigation is proposed, where one is left: a person decides, under every policy. The agent
 goes on watching a head that was switched.
 """
@@ -15,7 +16,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, select, update
 
 from foreshock.contract.metrics.catalog import BY_KEY
-from foreshock.contract.modes import stronger
+from foreshock.contract.modes import is_mode, parse_mode, stronger
 from foreshock.contract.switch_verdict import POINTS, SIGNALS, SignalGrowth, growth_of
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server import commands
@@ -32,6 +33,7 @@ from foreshock.server.store.database import Store, lock_runs
 from foreshock.server.store.schema import commands as table
 from foreshock.server.store.schema import runs
 
+_MODE: Final = BY_KEY["head.mode"]
 _MOST_HEADS: Final = 64
 _AT_ONCE: Final = 16
 _LIVING_SECONDS: Final = 86_400.0
@@ -97,13 +99,13 @@ def _due(connection: Connection, settings: Settings) -> list[Due]:
 def _judged(
     connection: Connection, row: Row[Any], answers: Sequence[Switched], at: int, steps: int
 ) -> tuple[list[HeadRef], set[HeadRef]]:
-    """The switched heads with a warning that was active at step `at` or was raised in the steps after it, of very many
-    the first; and those whose warning is still active."""
+    """The switched heads with a warning that was active at step `at` or was raised in the steps after it, if they kept
+    their mode in these steps, of very many the first; and those whose warning is still active."""
     own = frozenset(heads_of(row) or ())
     switched = {
-        ref
+        ref: after
         for answer in answers
-        for ref, before in zip(answer.heads, answer.before, strict=True)
+        for ref, before, after in zip(answer.heads, answer.before, answer.after, strict=True)
         if before != row.mode and (row.heads is None or ref in own)
     }
     warned: set[tuple[int | None, int | None]] = set()
@@ -114,7 +116,15 @@ def _judged(
             warned.add(ref)
             active |= set() if over else {ref}
     heads = sorted(ref for ref in switched if ref in warned)[:_MOST_HEADS]
-    return heads, {ref for ref in heads if ref in active}
+    window = Window(row.run_id, at + 1, at + steps, POINTS, (at + 1, at + steps))
+    modes = draw(connection, axis_of(connection, row.run_id), [Curve(_MODE, *ref) for ref in heads], window)
+    kept = [ref for ref, line in zip(heads, modes, strict=True) if not _left(switched[ref], line.last)]
+    return kept, {ref for ref in kept if ref in active}
+
+
+def _left(mode: str, sampled: Sequence[float | None]) -> bool:
+    """Whether a head was sampled in another mode than that which a switch gave it."""
+    return is_mode(mode) and not {int(flags) for flags in sampled if flags is not None} <= {int(parse_mode(mode))}
 
 
 def judged_in_words(
@@ -131,7 +141,7 @@ def judged_in_words(
     active: whether a warning of them is active at the time of the verdict.
     """
     if not heads:
-        return f"The switch to {mode} at step {at:,} is not judged: none of its heads had a warning."
+        return f"The switch to {mode} at step {at:,} is not judged: no head with a warning kept it for {steps:,} steps."
     sentence = f"{heads_in_words([*heads])} after the switch to {mode} at step {at:,}: "
     sentence += {
         "verified": "verified, the growth has stopped",
