@@ -364,6 +364,16 @@ def test_gradients_that_overflow_beside_a_finite_loss_are_what_a_gradscaler_skip
     assert "51 of 51 updates were lost" in verdicts[steps[-1]][0].sentence
 
 
+def test_overflows_with_sound_steps_between_them_last_too() -> None:
+    detectors, told = Detectors(HEADS), []
+    for step in range(1, 2 * detectors.config.overflow_steps, 2):
+        told += detectors.update(dataclasses.replace(reading(step, grad_norm=math.inf), since_step=step - 1))
+        told += detectors.update(dataclasses.replace(reading(step + 1, grad_norm=1.0), since_step=step))
+    [verdict] = told
+    assert verdict.step == detectors.config.overflow_steps + 1
+    assert "26 of 51 updates were lost" in verdict.sentence
+
+
 def test_the_loss_after_an_overflow_tells_whether_it_was_skipped() -> None:
     for loss, alarmed in ((2.0, False), (math.nan, True)):
         detectors = Detectors(HEADS)
