@@ -49,7 +49,7 @@ class Series:
 
     A point spans the steps since the point before: `low` and `high` are the smallest and largest value in that span,
     `last` is the value at its end, all in `unit`: seconds, bytes, steps, ratio, or empty for a bare number, as scores
-    and offsets (in nats) are. NaN means that nothing was counted. What each metric is stands in docs/metrics.md.
+    and offsets (in nats) are. NaN means that nothing was counted. docs/metrics.md explains each metric.
     """
 
     run: str

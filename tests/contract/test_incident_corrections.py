@@ -105,7 +105,7 @@ def test_an_incident_whose_text_says_that_no_harm_is_in_sight_is_a_note_and_asks
     slowing = warned(harm_in_sight=False, cause=cause, severity=severity)
     [note] = of(slowing, policy="observe", orders=[])
     assert (note.severity, note.ask, note.state) == ("info", "none", "open")
-    assert note.to_do.startswith("Watch the growth; if it goes on")
+    assert note.to_do.startswith("Watch the growth; if it continues")
     for worse in (warned(0, 1, harm_in_sight=True), warned(0, 1), warned(rank=1, harm_in_sight=True)):
         [incident] = of(slowing, worse._replace(verdict=worse.verdict.model_copy(update={"cause": cause})))
         assert incident.severity in ("warning", "critical"), "one head, or one rank, that goes on is enough"

@@ -74,7 +74,7 @@ def test_the_courses_of_many_heads_are_those_of_each(heads: list[list[float]]) -
 @pytest.mark.parametrize(
     ("course", "words"),
     [
-        (6000.0, " in about 3,600 steps (840 at the earliest, if it goes on)."),
+        (6000.0, " in about 3,600 steps (840 at the earliest, if it continues)."),
         (0.0, " Its largest |score| is past 512."),
         (math.inf, " Its growth slows down: on this course its largest |score| stays below 512."),
         (1e9, " Its growth slows down: on this course its largest |score| stays below 512."),

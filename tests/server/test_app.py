@@ -42,7 +42,6 @@ def test_a_damaged_store_is_told_with_its_file_and_the_way_back_to_a_backup(tmp_
             asyncio.run(ask)
         assert str(torn) in str(caught.value)
         assert "foreshock store restore" in str(caught.value)
-        assert "docs/deploy.md, Backup" in str(caught.value)
 
 
 def test_a_store_that_another_program_holds_is_told_with_its_file_and_what_to_do(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def serve(
 ) -> None:
     """Run the service: it stores runs and shows the live page, the HTTP API and /metrics.
 
-    Every setting is also an environment variable, FORESHOCK_*; docs/reference/settings.md lists them.
+    Every setting is also an environment variable, FORESHOCK_*.
     """
     from foreshock.server.app import serve as serve_app
     from foreshock.server.settings import settings_of

@@ -133,7 +133,7 @@ def _commands(
     if "score growth" in causes:
         settings.append(f'{trainer.attaches}run={json.dumps(run)}, qk_clip="always")  # or a lower learning rate')
     if "attention kernel" in causes:
-        other = "or another version of the attention library; another GPU if one rank alone reports it"
+        other = "or another version of the attention library; another GPU if only one rank reports it"
         settings.append(f'{trainer.attaches}run={json.dumps(run)}, attention="kernels")  # {other}')
     if back_to is not None:
         load = [line.format(path=back_to.path, step=back_to.step) for line in trainer.loads]

@@ -349,7 +349,7 @@ def _growth(*, normalised: bool) -> list[str]:
         return ["Scores that grow: hardly. Queries and keys are normalised, so that their weights bound each score."]
     return [
         "Scores that grow: open to it, as every model without qk-norm at a learning rate that is too high.",
-        '  First remedy: a lower rate or a longer warm-up; in a run that goes on, qk_clip="warned".',
+        '  First remedy: a lower rate or a longer warm-up; in a run that cannot restart, qk_clip="warned".',
     ]
 
 

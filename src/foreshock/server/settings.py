@@ -268,7 +268,7 @@ def settings_of(kind: type[Settings] = Settings, **given: Any) -> Settings:
         raise UnusableSettingsError("\n".join(sentences(error))) from None
     except SettingsError as error:  # says the field and the source, and what it says of the value stays with its cause
         name = str(error).partition('"')[2].partition('"')[0].upper()
-        raise UnusableSettingsError(f"FORESHOCK_{name} is not the JSON that it must be; see docs/secure.md") from None
+        raise UnusableSettingsError(f'FORESHOCK_{name} is not valid JSON; give a list such as ["a", "b"]') from None
 
 
 class _SecretFiles(PydanticBaseSettingsSource):

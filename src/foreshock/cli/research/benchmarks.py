@@ -25,7 +25,7 @@ def bench_attention(
         ),
     ] = False,
 ) -> None:
-    """Time attention beside SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""
+    """Time attention next to SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""
     from foreshock.benchmarks import attention
 
     attention.main(json, repeats, modes=modes)
@@ -43,7 +43,7 @@ def bench_agent(
         typer.Option(help="kernels, kernels_agent or keep_agent; again for more. By default all three."),
     ] = None,
 ) -> None:
-    """Time training steps without foreshock, with its kernels, its agent, and attention kept. Needs a CUDA GPU."""
+    """Time training steps without foreshock, with its kernels, its agent, and native attention. Needs a CUDA GPU."""
     from foreshock.benchmarks import agent_step
 
     agent_step.main(json, rounds, shape, variant or agent_step.WATCHED)

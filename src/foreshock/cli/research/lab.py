@@ -101,7 +101,7 @@ def lab_score(
 ) -> None:
     """Score detectors and baselines on recorded runs: who was warned about, when and why, and how often for nothing.
 
-    Give the float32 control of a run beside it (same recipe and seed, variant "control"): it measures quality loss.
+    Give the float32 control of a run with it (same recipe and seed, variant "control"): it measures quality loss.
     """
     from foreshock.cli.output import console
     from foreshock.cli.research import scores

@@ -70,7 +70,7 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
         """Attach. Raises ValueError with a sentence for a wrong setting."""
         if not self._everywhere and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             logger.warning(
-                "foreshock watches the first of %d processes alone; call tracker.checkpoint_with(accelerator) before "
+                "foreshock watches only the first of %d processes; call tracker.checkpoint_with(accelerator) before "
                 "init_trackers, on all of them",
                 torch.distributed.get_world_size(),
             )

@@ -101,7 +101,7 @@ def sentence(subject: str, found: Finding, made: wire.Verdict) -> str:
     elif made.forecast_steps is not None:
         likely, first = _digits(made.forecast_steps, 2), _digits(made.forecast_low_steps or 0.0, 2)
         course = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps"
-        course += f" ({first} at the earliest, if it goes on)."
+        course += f" ({first} at the earliest, if it continues)."
     return f"{subject} {moved}{within}; {why}.{course}"
 
 

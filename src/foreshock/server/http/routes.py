@@ -262,8 +262,8 @@ async def get_curves(
     to_step: StepQuery = None,
     max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> Response:
-    """Metrics against the step; each `line` is METRIC, METRIC:LAYER:HEAD, or METRIC:LAYER for the layer's worst head,
-    which METRIC alone gives of every layer."""
+    """Metrics against the step; each `line` is METRIC (of heads: the worst head of every layer), METRIC:LAYER:HEAD, or
+    METRIC:LAYER for the layer's worst head."""
     wanted = [curve_of(text) for text in line]
 
     def read(connection: Connection) -> bytes:

@@ -215,8 +215,8 @@ _PAGES_AT_ONCE: Final = 2048
 BESIDE: Final = ("", "-wal", "-shm")
 """What SQLite keeps of one database: the file, its write-ahead log, and the index of that."""
 _RESTORE: Final = (
-    "move it away with its -wal and -shm, keep them, and bring the newest backup back with `foreshock store restore` "
-    "(docs/deploy.md, Backup); if it never held a store, name another file in FORESHOCK_DATABASE_URL"
+    "move it away with its -wal and -shm, keep them, and bring the newest backup back with `foreshock store restore`; "
+    "if it never held a store, name another file in FORESHOCK_DATABASE_URL"
 )
 _REACH: Final = "the service's user must be able to write the file and its folder"
 _REMEDIES: Final = {
@@ -294,7 +294,7 @@ def sole_service(url: str) -> Iterator[None]:
         except BlockingIOError:
             raise StoreError(
                 f"another service already uses {path}: stop it first, because only one process may use a SQLite file; "
-                "several services need PostgreSQL (docs/deploy.md)"
+                "several services need PostgreSQL"
             ) from None
         except OSError as error:
             log.warning("the file system has no locks, so a second service would not be noticed", error=str(error))

@@ -160,7 +160,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
 const BY: Record<string, string> = { rank: " by itself", agent: " proposes" };
 
 /** With a sign, for those who cannot tell the colours apart. */
-const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arrested: growth goes on", unknown: "cannot be verified" };
+const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arrested: growth continues", unknown: "cannot be verified" };
 
 const UNDER_WAY = ["pending", "delivered"];
 
