@@ -107,16 +107,3 @@ def test_dropout_is_told_of_while_a_layer_keeps_it_in_three_sentences(keep: Call
         "masks, with the same probability."
     ]
     assert keep([2], attention="kernels").what_a_switch_meets() == []
-
-
-def test_a_mitigation_that_a_layer_cannot_have_is_told_with_the_number_of_layers(
-    keep: Callable[..., BackendSelector],
-) -> None:
-    selector = keep([2, 1, 1], mitigation="row_corrected")
-    assert selector.what_a_switch_meets() == []
-    selector.layers[0].cannot_serve = selector.layers[2].cannot_serve = "it passes a mask"
-    [line] = selector.what_a_switch_meets()
-    assert line.startswith("mitigation row_corrected will be refused in 2 of 3 layers: ")
-    refused = [selector.refusal(row, int(Mode.ROW_CORRECTED)) is not None for row in range(4)]
-    assert refused == [True, True, False, True]
-    assert selector.refusal(4, int(Mode.ROW_CORRECTED)) is None

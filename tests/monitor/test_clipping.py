@@ -294,17 +294,6 @@ def test_several_optimizers_may_own_the_weights_and_what_is_no_optimizer_is_refu
         assert changed(agent, model)
 
 
-@pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
-def test_one_setting_is_enough(policy: Any) -> None:
-    model = two_layers()
-    given = {name: value for name, value in EVERY.items() if name != "attention"} | {"policy": policy}
-    with attach(model, qk_clip="warned", **given) as agent:
-        assert agent.config.attention == "kernels"
-        agent.detectors = ScriptedDetectors(4, {2: [growing(2)]})
-        assert not changed(agent, model)
-        assert changed(agent, model, 4)
-
-
 def test_a_fault_ends_it_and_the_training_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,6 @@
 """What was counted leaves the device once, with the losses of its steps, and the state behind it is empty again."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreshock.contract.slots import Slot, Words, identity_row, merge_words
-from foreshock.monitor.sampling.collector import MAX_FLIGHTS, MAX_NOTES, Collector, Counted, largest, mean, nonfinite
+from foreshock.monitor.sampling.collector import MAX_FLIGHTS, MAX_NOTES, Collector, Counted
 
 HEADS = 3
 PLAIN = np.zeros(HEADS, dtype=np.int32)
@@ -113,47 +112,6 @@ def test_while_too_many_copies_are_under_way_counting_goes_on_and_nothing_is_los
     [sample] = collector.landed()
     assert (sample.since_step, counted_rows(sample.words)) == (MAX_FLIGHTS, [7] * HEADS)
     assert sample.losses.tolist() == [0.25]
-
-
-def test_modes_and_norms_are_those_of_the_boundary() -> None:
-    modes = np.array([0, 1, 0], dtype=np.int32)
-    asked: list[int] = []
-
-    def norms() -> dict[str, torch.Tensor]:
-        asked.append(1)
-        return {"query_norm": torch.tensor([1.0, 2.0, math.nan])}
-
-    collector = Collector(fresh_state())
-    collector.snapshot(1, modes, norms=norms)
-    modes[:] = 9
-    collector.snapshot(2, modes)
-    first, second = collector.landed()
-    assert (first.modes.tolist(), second.modes.tolist(), len(asked)) == ([0, 1, 0], [9, 9, 9], 1)
-    np.testing.assert_array_equal(first.norms["query_norm"], np.array([1.0, 2.0, math.nan], dtype=np.float32))
-    assert second.norms == {}
-
-
-@pytest.mark.parametrize(
-    ("reduced", "values", "expected"),
-    [
-        (nonfinite, [1.0, math.nan, -math.inf], 2),
-        (mean, [1.0, 2.0], 1.5),
-        (mean, [], None),
-        (mean, [1.0, math.inf], math.inf),
-        (largest, [3.0, 5.0, -7.0], 5.0),
-        (largest, [], None),
-    ],
-)
-def test_losses_of_a_sample_are_reduced_without_hiding_what_is_not_finite(
-    reduced: Callable[[object], object], values: list[float], expected: object
-) -> None:
-    assert reduced(np.array(values, dtype=np.float64)) == expected
-
-
-def test_a_nan_is_the_mean_and_the_largest_of_what_holds_one() -> None:
-    values = np.array([1.0, math.nan, 2.0])
-    assert math.isnan(mean(values) or 0.0)
-    assert math.isnan(largest(values) or 0.0)
 
 
 def counted(losses: list[float], norms: list[float], *, steps: int, since: int = 40) -> Counted:

@@ -10,8 +10,7 @@ import pytest
 from foreshock.contract.slots import Slot, Words, identity_row
 from foreshock.contract.wire import Layer
 from foreshock.monitor.attention import running
-from foreshock.monitor.attention.coverage import CoverageReport, pause_steps
-from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.attention.coverage import CoverageReport
 
 HEADS = (2, 1, 3)
 
@@ -62,30 +61,6 @@ def test_a_layer_counts_where_one_of_its_heads_met_a_row_of_any_kind(slot: Slot)
     assert "1 x native attention, not measured: no backward ran through it (h.1)" in lines
 
 
-def test_the_first_sample_names_those_that_counted_nothing_those_of_one_reason_together(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    report = CoverageReport(layers(), selector(True, True, True))
-    report.record(words(False, True, False), 5, 10)
-    [line] = said(caplog)
-    assert line == (
-        "foreshock: layer 0 (h.0), layer 2 (h.2) counted nothing in steps 6 to 10: no backward ran through it"
-    )
-
-
-def test_a_layer_that_stops_is_told_once_and_again_only_when_it_counted_in_between(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    report = CoverageReport(layers(), selector(True, True, True))
-    report.record(words(True, True, True), 0, 1)
-    lost = words(True, False, True)
-    told = []
-    for step, sample in enumerate([lost, lost, words(True, True, True), lost], start=2):
-        report.record(sample, step - 1, step)
-        told.append([line.split(" counted")[0].removeprefix("foreshock: ") for line in said(caplog)])
-    assert told == [["layer 1 (h.1)"], [], [], ["layer 1 (h.1)"]]
-
-
 def test_layers_that_are_sampled_are_not_missed_in_a_step_that_measured_none_of_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -114,30 +89,6 @@ def test_a_long_silence_of_all_is_told_once_and_anew_after_it_ended(
     assert [line.split(":")[1].strip().partition(".")[0] for line in said(caplog)] == (
         ["no attention was recorded since step 70"] if pause else []
     )
-
-
-def test_a_pause_is_as_long_as_three_samples() -> None:
-    assert pause_steps(AgentConfig(sample_every_steps=25)) == 75
-
-
-def test_the_table_is_due_with_the_first_sample_and_never_again() -> None:
-    report = CoverageReport(layers(), selector(True, True, True), unwatched=2)
-    assert report.table() == ""
-    assert [report.record(words(True, True, True), step, step + 1) for step in range(3)] == [True, False, False]
-    assert report.table().splitlines() == [
-        "3 x native attention, sampled (h.0, h.1, h.2)",
-        "watched 3 of 5 attention layers",
-    ]
-
-
-def test_an_agent_that_was_told_of_no_step_says_so_only_where_something_trained(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    CoverageReport(layers(), selector(True, True, True)).warn_if_unstepped(words(False, False, False))
-    assert said(caplog) == []
-    CoverageReport(layers(), selector(True, True, True)).warn_if_unstepped(words(False, True, False))
-    [line] = said(caplog)
-    assert "agent.step(loss) was never called" in line
 
 
 @pytest.mark.promise("A24")

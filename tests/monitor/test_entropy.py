@@ -96,14 +96,6 @@ def test_a_row_that_a_mask_hides_from_every_key_has_no_entropy_and_is_not_counte
     assert_entropies(words, truth(query, key, {}, seen), 1e-12)
 
 
-def test_a_row_that_is_not_finite_is_not_counted() -> None:
-    query, key, value, grad = tensors(torch.float32)
-    query[0, 1, 3] = math.nan
-    words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), numerics="float32")
-    assert slot_values(words, Slot.ENTROPY_ROWS).tolist() == [72, 71, 72, 72]
-    assert np.isfinite(slot_values(words, Slot.ENTROPY_SUM)).all()
-
-
 def entropies(query: Tensor, key: Tensor, **options: Any) -> Floats:
     grad = torch.ones_like(query)
     words = probed(query, key, key, grad, grad, Sampling(EVERY_ROW), **{"numerics": "float64", **options})
@@ -130,13 +122,6 @@ def test_an_offset_that_all_scores_of_a_row_share_does_not_move_it(seed: int, ke
     moved = key.clone()
     moved[..., 0] += offset
     np.testing.assert_allclose(entropies(query, moved), entropies(query, key), rtol=1e-9, atol=1e-9)
-
-
-def test_rows_that_look_at_all_keys_alike_have_the_logarithm_of_their_number_and_those_at_one_key_nothing() -> None:
-    key = torch.eye(4, dtype=torch.float64).repeat(1, 1, 2, 1)
-    assert entropies(torch.zeros(1, 1, 3, 4, dtype=torch.float64), key) == pytest.approx(math.log(8))
-    assert entropies(key[:, :, :4] * 1e4, key) == pytest.approx(math.log(2))
-    assert entropies(key[:, :, :4] * 1e4, key[:, :, :4]).tolist() == [0.0]
 
 
 def test_a_mean_is_of_the_rows_that_were_sampled_alone() -> None:

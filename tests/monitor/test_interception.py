@@ -6,12 +6,10 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.monitor import tiny_models
 from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import (
     AttentionByName,
-    CausalSelfAttention,
     batch,
     tiny_gpt,
     train_step,
@@ -20,19 +18,6 @@ from tests.monitor.watching import rows_of, watch
 
 from foreshock.monitor import attach
 from foreshock.monitor.attention import interception
-
-
-def test_detach_gives_the_model_and_pytorch_back_as_they_were() -> None:
-    original = F.scaled_dot_product_attention
-    model = tiny_gpt(AttentionByName(16, 2), CausalSelfAttention(16, 2))
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    agent = attach(model, **EVERY_STEP)
-    assert F.scaled_dot_product_attention is not original
-    agent.detach()
-    agent.detach()
-    assert F.scaled_dot_product_attention is original
-    assert vars(tiny_models)["sdpa_by_name"] is original
-    assert {name: vars(module) for name, module in model.named_modules()} == before
 
 
 def test_a_function_imported_by_name_is_watched_too() -> None:

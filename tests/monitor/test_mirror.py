@@ -3,7 +3,6 @@
 import contextvars
 import gzip
 import importlib.machinery
-import logging
 import sys
 import threading
 import types
@@ -307,9 +306,3 @@ def test_a_collector_that_is_not_there_costs_the_training_nothing(monkeypatch: p
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(AgentConfig, "close_seconds", 0.1)
     assert trained(4, mirror="otlp").current_step == 4
-
-
-def test_a_warning_is_a_line_of_the_training_log_with_no_service_at_all(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "foreshock"):
-        trained(5)
-    assert "foreshock, step 3: layer 0 head 1 drifts" in caplog.text

@@ -68,19 +68,6 @@ def made(room: int = 1000, *, begun: bool = True) -> tuple[Any, Any, Any]:
     return box, box.sender, guards
 
 
-def test_a_subscriber_that_fails_keeps_no_event_from_the_others_or_the_sender() -> None:
-    box, queue, guards = made()
-    heard: list[wire.Event] = []
-
-    def fails(_: wire.Event) -> None:
-        raise RuntimeError("not mine")
-
-    box.subscribe(fails)
-    box.subscribe(heard.append)
-    box.emit(FINISHED)
-    assert (heard, queue.got, guards["sinks"].faults) == ([FINISHED], [FINISHED], 1)
-
-
 @pytest.mark.parametrize(("state", "lines"), [("raised", 1), ("updated", 0), ("cleared", 0)])
 def test_a_warning_stands_in_the_log_once_when_it_is_raised(
     state: Any, lines: int, caplog: pytest.LogCaptureFixture
@@ -156,14 +143,6 @@ def test_a_draft_is_built_here_only_where_somebody_listens() -> None:
     box.emit_sample(second)
     assert second.built == 1
     assert queue.got[1:] == heard == [FINISHED.model_copy(update={"step": 2})]
-
-
-def test_without_a_service_nothing_waits_and_nothing_is_ordered() -> None:
-    guards: Any = {name: Contained() for name in ("sinks", "sender")}
-    box: Any = Outbox(guards)
-    box.emit(FINISHED)
-    assert box.commands() == []
-    box.close(1.0)
 
 
 def test_the_sender_and_the_mirror_share_the_time_to_close() -> None:

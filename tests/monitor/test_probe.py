@@ -75,26 +75,6 @@ def test_rows_of_packed_sequences_see_what_our_own_kernel_shows_them(options: di
     assert slot_values(theirs, Slot.EMPTY_ROWS).min() >= 4  # behind the last sequence
 
 
-@pytest.mark.parametrize("kind", ["bool", "added", "as transformers writes it"])
-def test_a_mask_of_any_kind_is_read_as_the_attention_reads_it(kind: str) -> None:
-    query, key, value, grad = tensors(torch.float64, kv_heads=4)
-    seen = torch.rand(3, 1, 24, 24, generator=torch.Generator().manual_seed(1)) < 0.6
-    seen[..., 0] = True
-    seen[1, :, 5] = False  # a row that sees nothing
-    least = -math.inf if kind == "added" else torch.finfo(torch.float64).min
-    mask = seen if kind == "bool" else torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, least)
-    scores = (query @ key.mT / 4).masked_fill(~seen, -math.inf)
-    visible = seen.sum(-1).expand(3, 4, 24)
-    out = scores.softmax(-1).nan_to_num() @ value
-    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW), mask=mask, numerics="float64")
-    offset = (scores.logsumexp(-1) - visible.double().log()).nan_to_num(nan=0.0, neginf=0.0)
-    np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUM), offset.sum((0, 2)), rtol=1e-12)
-    np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUMSQ), offset.square().sum((0, 2)), rtol=1e-12)
-    np.testing.assert_allclose(slot_values(words, Slot.SCORE_MAX), scores.amax((0, 2, 3)), rtol=1e-12)
-    assert slot_values(words, Slot.ROWS).tolist() == [3 * 24 - 1] * 4
-    assert slot_values(words, Slot.EMPTY_ROWS).tolist() == [1] * 4
-
-
 def test_the_bias_is_that_of_the_users_own_output() -> None:
     query, key, value, grad = tensors(torch.float64, kv_heads=4)
     out = (query @ key.mT / 4).softmax(-1) @ value

@@ -297,18 +297,6 @@ def test_a_resumed_run_moves_its_switched_layers_before_its_first_step() -> None
     assert rows(listener) == [[5, 5, 24, 24]]
 
 
-def test_every_step_is_measured_while_a_warning_is_fresh() -> None:
-    model = tiny_gpt()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    agent, listener = kept(model, probe_rows=5, sample_every_steps=100)
-    with agent:
-        for step in range(5):
-            if step == 1:
-                agent._schedule.watch_until = 4
-            agent.step(train_step(model, optimizer, step))
-    assert [sample[0] for sample in rows(listener)] == [5, 0, 5, 5, 0]
-
-
 def test_a_fault_of_the_probe_is_told_once_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,20 +329,6 @@ def test_the_doctor_says_what_would_be_kept(monkeypatch: pytest.MonkeyPatch) -> 
     told = console.export_text()
     assert "2 x blocks.0, blocks.1" in told
     assert told.count("native attention, sampled") == 1
-
-
-def test_layers_are_told_as_kept_and_sampled_and_detach_gives_everything_back() -> None:
-    model = tiny_gpt()
-    agent, listener = kept(model)
-    assert "2 x blocks.0, blocks.1" in agent.report()
-    assert agent.report().count("native attention, sampled") == 1
-    assert "every 1 steps 1000000 rows of every head are measured" in agent.report()
-    agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
-    layers = listener.of(wire.Started)[0].layers
-    assert [(layer.served_by, layer.sampled) for layer in layers] == [("probe", True)] * 2
-    agent.close()
-    assert F.scaled_dot_product_attention.__module__ != "foreshock.monitor.attention.interception"
-    assert "_foreshock_layer" not in vars(model.blocks[0])
 
 
 def test_padding_inside_a_sequence_stays_with_its_own_attention_under_kernels_and_is_measured() -> None:

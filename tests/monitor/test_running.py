@@ -1,6 +1,5 @@
 """Which layer's forward is running: nested, interrupted, computed again, and in every thread by itself."""
 
-import threading
 import weakref
 from collections.abc import Iterator
 
@@ -59,85 +58,6 @@ def test_within_and_after_every_nested_forward_the_layer_is_the_one_whose_code_r
             assert running.layer_of_this_call() is caller
 
     run(calls, None)
-
-
-def test_a_forward_that_was_left_without_its_last_hook_is_over_when_its_frame_is() -> None:
-    """KeyboardInterrupt and SystemExit pass by the hook after a forward."""
-    interrupted = Hooked(LAYERS[0], after_hook=False)
-    interrupted(lambda: None)
-    assert running.layer_of_this_call() is None
-
-    def inside() -> None:
-        interrupted(lambda: None)
-        assert running.layer_of_this_call() is LAYERS[1]
-
-    Hooked(LAYERS[1])(inside)
-    assert running.layer_of_this_call() is None
-
-
-def test_a_thread_sees_no_forward_of_another() -> None:
-    seen: list[WatchedLayer | None] = []
-
-    def elsewhere() -> None:
-        seen.append(running.layer_of_this_call())
-        Hooked(LAYERS[1])(lambda: seen.append(running.layer_of_this_call()))
-
-    def inside() -> None:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        assert running.layer_of_this_call() is LAYERS[0]
-
-    Hooked(LAYERS[0])(inside)
-    assert seen == [None, LAYERS[1]]
-
-
-def test_what_is_computed_again_belongs_to_its_layer_and_what_ran_before_goes_on_even_after_an_error() -> None:
-    def inside() -> None:
-        with running.again_in(LAYERS[2]):
-            assert running.layer_of_this_call() is LAYERS[2]
-            Hooked(LAYERS[1])(lambda: None)
-            assert running.layer_of_this_call() is LAYERS[2]
-        assert running.layer_of_this_call() is LAYERS[0]
-        with pytest.raises(RuntimeError, match="lost"), running.again_in(LAYERS[2]):
-            raise RuntimeError("lost")
-        assert running.layer_of_this_call() is LAYERS[0]
-
-    Hooked(LAYERS[0])(inside)
-    assert running.layer_of_this_call() is None
-
-
-def test_a_call_that_was_met_is_told_until_the_next_is_expected() -> None:
-    assert not running.was_intercepted()
-    running.note_interception()
-    assert running.was_intercepted()
-    running.expect_interception()
-    assert not running.was_intercepted()
-
-
-@pytest.mark.parametrize("under", ["vmap", "forward mode", "a tracer"])
-def test_what_transforms_or_traces_a_model_sees_it_without_us(under: str) -> None:
-    seen: list[WatchedLayer | None] = []
-
-    def looked(x: torch.Tensor) -> torch.Tensor:
-        seen.append(running.layer_of_this_call())
-        return x * 2
-
-    def inside() -> None:
-        if under == "vmap":
-            torch.func.vmap(looked)(torch.ones(2))
-        elif under == "forward mode":
-            with torch.autograd.forward_ad.dual_level():
-                looked(torch.ones(2))
-        else:
-            torch.fx.experimental.proxy_tensor.make_fx(looked)(torch.ones(2))
-        seen.append(running.layer_of_this_call())
-
-    Hooked(LAYERS[0])(inside)
-    if under == "a tracer":
-        assert seen[-1] is LAYERS[0]  # make_fx runs the function as it is; only torch.jit's tracer has a state
-    else:
-        assert seen == [None, LAYERS[0]]
 
 
 def attention() -> None:

@@ -1,7 +1,6 @@
 """Policies, switches and commands: who changes a head's mode, when, and that each command is answered once."""
 
 import json
-import logging
 from typing import Any
 
 import pytest
@@ -414,19 +413,3 @@ def steps(agent: Agent) -> None:
     for _ in range(2):
         agent.step(1.0)
     agent.close()
-
-
-def test_a_saved_state_of_another_version_is_refused_with_a_sentence() -> None:
-    agent = attach(tiny_gpt(), **QUICK)
-    with pytest.raises(ValueError, match="version 7; this agent reads version 1"):
-        agent.load_state_dict({"version": 7})
-    agent.close()
-
-
-def test_the_report_names_a_layer_that_step_1_did_not_hit(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_gpt()
-    agent = attach(model, **QUICK)
-    with caplog.at_level(logging.WARNING, "foreshock"):
-        agent.step(1.0)
-    agent.close()
-    assert any("layer 1 (blocks.1) counted nothing in step 1" in r.message for r in caplog.records)

@@ -86,15 +86,6 @@ def test_key_heads_that_nothing_tells_are_no_number_in_the_table_and_the_service
     assert all(each is None for sample in samples for each in (sample.key_norm, sample.query_key_norm))
 
 
-def test_key_heads_that_a_model_tells_are_told_to_the_service() -> None:
-    listener = Listener()
-    with attach(tiny_gpt(), **EVERY_STEP) as agent:
-        agent.subscribe(listener)
-        agent.step(1.0)
-    (started,) = listener.of(wire.Started)
-    assert {(layer.kv_heads, layer.kv_heads_known) for layer in started.layers} == {(2, True)}
-
-
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_service_is_corrected_about_a_layer_that_is_switched_refused_and_switched_back(

@@ -105,22 +105,6 @@ def test_evaluation_counts_nothing_and_accumulated_micro_batches_add_up() -> Non
     assert rows_of(listener) == [2 * 24] * 4
 
 
-def test_a_compiled_model_counts_on_the_right_layers() -> None:
-    expected = watch(tiny_gpt(), steps=2)[1].of(wire.Sample)
-    model = tiny_gpt()
-    agent = attach(model, **EVERY_STEP)
-    listener = Listener()
-    agent.subscribe(listener)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        agent.step(train_step(compiled, optimizer, step))
-    agent.close()
-    torch._dynamo.reset()
-    for a, b in zip(expected, listener.of(wire.Sample), strict=True):
-        np.testing.assert_array_equal(a.words(), b.words())
-
-
 class AttentionThroughAHelper(CausalSelfAttention):
     """Calls PyTorch's attention two functions away from its forward."""
 
