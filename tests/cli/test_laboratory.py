@@ -51,7 +51,7 @@ def test_replay_looks_at_the_file_before_it_starts_a_service(
     def started(*_: object) -> None:
         raise AssertionError("a service was started for a file that is no trace")
 
-    monkeypatch.setattr("foreshock.cli.replay.local_service", started)
+    monkeypatch.setattr("foreshock.lab.service.local_service", started)
     bad = tmp_path / "bad.jsonl.gz"
     bad.write_bytes(spoil(TRACE.read_bytes()))
     done = foreshock("replay", str(bad), "--port", "0")

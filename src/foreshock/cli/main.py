@@ -16,9 +16,10 @@ from foreshock.cli.boards import boards
 from foreshock.cli.decisions import approve, reject
 from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.incidents import incidents, resume_plan
-from foreshock.cli.options import AsJson, Token, TokenFile, Url, asks_service
+from foreshock.cli.options import AsJson, Url, asks_service
+from foreshock.cli.replay import replay
 from foreshock.cli.store import audit, store
-from foreshock.client import DEFAULT_URL, Service, given_token
+from foreshock.client import DEFAULT_URL, Service
 from foreshock.contract.modes import MODE_NAMES
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ app.command()(approve)
 app.command()(reject)
 app.command()(describe)
 app.command()(delete)
+app.command()(replay)
 if find_spec("foreshock.cli.research") is not None:  # a checkout: the wheel holds no laboratory and no benchmark
     from foreshock.cli.research.benchmarks import bench
     from foreshock.cli.research.lab import lab
@@ -240,39 +242,6 @@ def switch(
         text.show_commands(commands, console(), wait)
     if code := text.exit_code(commands, cancelled=cancel is not None):
         raise typer.Exit(code)
-
-
-@app.command()
-def replay(
-    trace: Annotated[Path, typer.Argument(help="A recorded run (.trace.xz or .jsonl.gz).")],
-    url: Annotated[
-        str | None, typer.Option(help="Service to send the run to; by default a new one is started.")
-    ] = None,
-    token: Token = None,
-    token_file: TokenFile = None,
-    run: Annotated[str | None, typer.Option(help="Name of the replayed run.")] = None,
-    port: Annotated[int, typer.Option(help="Port of the service that is started; 0 takes a free one.")] = 8765,
-    steps_per_second: Annotated[
-        float | None, typer.Option(help="Speed; by default as fast as possible.", min=0.001)
-    ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Print the verdicts only, without a service.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Play a recorded run through the same detectors, service and page."""
-    from foreshock.cli import replay as player
-    from foreshock.cli.output import console
-
-    player.play(
-        trace,
-        console(),
-        as_json=as_json,
-        url=url,
-        token=given_token(token, token_file),
-        run=run,
-        port=port,
-        steps_per_second=steps_per_second,
-        offline=offline,
-    )
 
 
 @app.command()

@@ -1,46 +1,50 @@
-"""`foreshock replay` as text on the terminal."""
+"""`foreshock replay`: a recorded run, played on the terminal and on a live page."""
 
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+import typer
 
-from foreshock.cli.output import print_json_line
+from foreshock.cli.options import AsJson, Token, TokenFile
+from foreshock.client import given_token
 from foreshock.contract import wire
 from foreshock.contract.incident import page_of
-from foreshock.lab.recording.pace import Pace
-from foreshock.lab.recording.replay import replay, run_of
-from foreshock.lab.recording.trace import read_trace
-from foreshock.lab.service import local_service
 
 
-def play(
-    trace: Path,
-    console: Console,
-    *,
-    url: str | None,
-    token: str | None,
-    run: str | None,
-    port: int,
-    steps_per_second: float | None,
-    offline: bool,
-    as_json: bool = False,
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A recorded run (.trace.xz or .jsonl.gz).")],
+    url: Annotated[
+        str | None, typer.Option(help="Service to send the run to; by default a new one is started.")
+    ] = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+    run: Annotated[str | None, typer.Option(help="Name of the replayed run.")] = None,
+    port: Annotated[int, typer.Option(help="Port of the service that is started; 0 takes a free one.")] = 8765,
+    steps_per_second: Annotated[
+        float | None, typer.Option(help="Speed; by default as fast as possible.", min=0.001)
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Print the verdicts only, without a service.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Replay a trace into `url`, into a service of its own, or (offline) onto the terminal alone.
+    """Play a recorded run through the same detectors, service and page."""
+    from foreshock.cli import output
+    from foreshock.lab import service
+    from foreshock.lab.recording import replay as player
+    from foreshock.lab.recording.pace import Pace
+    from foreshock.lab.recording.trace import read_trace
 
-    Raises ValueError for a file that is no trace, before anything is started. As JSON every event is a line, and the
-    last one says what was played.
-    """
-    played = read_trace(trace)
+    token, console = given_token(token, token_file), output.console()
+    played = read_trace(trace)  # before anything is started
     with ExitStack() as stack:
         own = url is None and not offline
         if own:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-replay-"))
-            url = stack.enter_context(local_service(Path(directory), port))
+            url = stack.enter_context(service.local_service(Path(directory), port))
         if url is not None and not as_json:
-            console.print(f"Live page: {page_of(url, run or run_of(trace))}", soft_wrap=True)
+            console.print(f"Live page: {page_of(url, run or player.run_of(trace))}", soft_wrap=True)
 
         raised: list[wire.Verdict] = []
 
@@ -49,7 +53,7 @@ def play(
                 raised.append(event)
             if as_json:
                 if isinstance(event, wire.Verdict | wire.Switched):
-                    print_json_line(event.model_dump(mode="json"))
+                    output.print_json_line(event.model_dump(mode="json"))
             elif isinstance(event, wire.Verdict) and event.state != "updated":
                 console.print(f"[bold]step {event.step:>6}[/bold]  {event.state}: {event.sentence}", highlight=False)
             elif isinstance(event, wire.Switched):
@@ -58,9 +62,9 @@ def play(
                 console.print(f"[bold]step {event.step:>6}[/bold]  {text}", highlight=False)
 
         pace = Pace(steps_per_second)
-        name = replay(trace, played, url=url, token=token, run=run, pace=pace, on_event=print_event)
+        name = player.replay(trace, played, url=url, token=token, run=run, pace=pace, on_event=print_event)
         if as_json:
-            print_json_line({"kind": "played", "trace": trace.name, "run": name if url else None, "url": url})
+            output.print_json_line({"kind": "played", "trace": trace.name, "run": name if url else None, "url": url})
         else:
             healthy = "" if raised else ": no head was warned about"
             console.print(f"{trace.name} was played" + (f" as run {name}" if url else "") + f"{healthy}.")

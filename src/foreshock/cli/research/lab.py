@@ -1,7 +1,7 @@
 """`foreshock lab`: the failure laboratory."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, SupportsFloat
 
 import typer
 
@@ -18,9 +18,18 @@ lab = typer.Typer(
 def lab_recipes() -> None:
     """List the recipes and their variants."""
     from foreshock.cli.output import console
-    from foreshock.cli.research import laboratory
+    from foreshock.lab.training.recipes import RECIPES
+    from foreshock.lab.training.variant import UNTREATED, VARIANTS
 
-    laboratory.list_recipes(console())
+    out = console()
+    for recipe in RECIPES.values():
+        shape = recipe.model
+        out.print(f"[bold]{recipe.name}[/bold]  {recipe.summary}")
+        out.print(
+            f"  {shape.layers} layers, {shape.heads} heads, width {shape.width}, context {shape.context}, batch "
+            f"{recipe.batch}, learning rate {recipe.learning_rate:g}, {recipe.steps} steps\n"
+        )
+    out.print(f"variants (--variant): {', '.join(VARIANTS)}; {UNTREATED.name} is the baseline")
 
 
 @lab.command("run")
@@ -53,21 +62,47 @@ def lab_run(
     Under torchrun the processes share out each batch, which stays the recipe's:
     torchrun --nproc-per-node 8 -m foreshock lab run ...
     """
-    from foreshock.cli.output import console
-    from foreshock.cli.research import laboratory
+    from rich.progress import Progress, TextColumn
 
-    laboratory.run(
-        recipe,
-        console(),
-        variant_name=variant,
-        seed=seed,
-        steps=steps,
-        url=url,
-        folder=folder,
-        resume=resume,
-        minutes=minutes,
-        branch_from=branch_from,
-    )
+    from foreshock.cli.output import console
+    from foreshock.cli.research.scores import COLUMNS
+    from foreshock.lab.training.long_run import LongRun
+    from foreshock.lab.training.ranks import launched
+    from foreshock.lab.training.recipes import find_recipe
+    from foreshock.lab.training.variant import find_variant, shown_name
+
+    made, chosen, out = find_recipe(recipe), find_variant(variant), console()
+    last, columns = steps or made.steps, (*COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"))
+
+    def say(sentence: str) -> None:
+        out.print(sentence, soft_wrap=True, highlight=False)
+
+    with launched() as ranks, Progress(*columns, console=out, disable=ranks.rank > 0) as progress:
+        bar = progress.add_task(f"{made.name} {shown_name(chosen.name)}", total=last, loss=float("nan"))
+
+        def stepped(step: int, loss: SupportsFloat) -> None:
+            if ranks.rank == 0 and (step % 10 == 0 or step == last):
+                progress.update(bar, completed=step, loss=float(loss))
+
+        long = LongRun(
+            recipe=made,
+            variant=chosen,
+            seed=seed,
+            folder=folder or Path(f"{made.name}_{chosen.name}_seed{seed}"),
+            steps=steps,
+            resume=resume,
+            minutes=minutes,
+            branch_from=branch_from,
+            url=url,
+            ranks=ranks,
+            say=say,
+            on_step=stepped,
+        )
+        came_to = long.train()
+    if ranks.rank == 0:
+        say(f"trace: {long.trace}; `foreshock lab score` and `foreshock replay` read it")
+    if ranks.rank == 0 and came_to < long.last:
+        say(f"ended at step {came_to} of {long.last}; continue with the same command and --resume")
 
 
 @lab.command("corpus")
@@ -86,9 +121,23 @@ def lab_corpus(
 ) -> None:
     """Show the text that runs on this machine are trained on, and its hash."""
     from foreshock.cli.output import console
-    from foreshock.cli.research import laboratory
+    from foreshock.lab import texts
 
-    laboratory.show_corpus(text, console(), folders=folder or (), characters=characters)
+    if text not in ("bytes", "byte-pairs", "folders"):
+        raise ValueError(f"text {text!r} does not exist; allowed are bytes, byte-pairs and folders")
+    if folder and text != "folders":
+        raise ValueError(f"--folder is for the text of folders: foreshock lab corpus folders, not {text}")
+    if text == "folders":
+        corpus = texts.make_folder_text(folder, characters) if folder else texts.folder_text()
+        held_out = f", {0 if corpus.held_out is None else len(corpus.held_out):,} held out"
+    else:
+        corpus, held_out = texts.standard_library() if text == "bytes" else texts.make_byte_pairs(), ""
+    lines = [f"{corpus.source}: {len(corpus.tokens):,} tokens{held_out}, SHA-256 {corpus.sha256}"]
+    if text != "bytes":
+        lines.append(f"It is at {texts.folder_text_file() if text == 'folders' else texts.byte_pairs_file()}")
+    if text == "byte-pairs" and corpus.sha256 != texts.SHA256:
+        lines.append(f"The published runs saw another text, SHA-256 {texts.SHA256}, made from {texts.MADE_FROM}")
+    console().print("\n".join(lines), soft_wrap=True, highlight=False)
 
 
 @lab.command("score")
