@@ -25,13 +25,13 @@ def test_every_arm_is_measured_and_the_fastest_backend_is_named(monkeypatch: pyt
         return agent
 
     monkeypatch.setattr(agent_step, "attach", attached)
-    figures = measure(TINY, 2, "cpu", "eager", ("flash", "math"))
+    figures = measure(TINY, 2, "cpu", "eager", ("flash", "math"), (*agent_step.WATCHED, agent_step.PEER))
     assert served == ["kernels", "keep"]
     torch._dynamo.reset()
     assert figures["best_backend"] in ("flash", "math")
     assert figures["none"] == figures["backends"][figures["best_backend"]]
-    assert all(figures[variant] > 0 for variant in ("none", "kernels", "kernels_agent", "keep_agent"))
-    over_none = {f"{variant} / none" for variant in ("kernels_agent", "keep_agent")}
+    assert all(figures[variant] > 0 for variant in ("none", "kernels", "kernels_agent", "keep_agent", "anomaly"))
+    over_none = {f"{variant} / none" for variant in ("kernels_agent", "keep_agent", "anomaly")}
     assert set(figures["ratios"]) == {"kernels_agent / kernels", *over_none}
     assert all(len(blocks) == 2 for blocks in figures["blocks"].values())
 

@@ -6,6 +6,8 @@ Four variants train the same weights in turn, block of steps by block of steps, 
 - kernels_agent: `attach(model, attention="kernels")` with everything on at its default schedule, and a service that is
   down, at an address where nobody listens;
 - keep_agent: `attach(model)`, as most people call it, over the fastest of PyTorch's backends.
+A fifth, if it is asked for, is what PyTorch has for finding where a NaN was born:
+- anomaly: `torch.autograd.set_detect_anomaly(True)` over the fastest of PyTorch's backends, without any of us.
 A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is at
 least as long as the time between two samples, so that each holds one. The mean over all blocks, with the spectral norms
 of every hundredth step, stands beside it.
@@ -46,6 +48,7 @@ from foreshock.monitor import Agent, attach
 
 FAST_BACKENDS: Final = ("flash", "cudnn", "efficient")
 WATCHED: Final = ("kernels", "kernels_agent", "keep_agent")
+PEER: Final = "anomaly"
 
 
 @dataclass(slots=True)
@@ -107,9 +110,10 @@ class Bench:
 
     def step(self, variant: Variant, ids: Tensor) -> None:
         """One training step, as people write it."""
-        with torch.autocast(self.device.type, torch.bfloat16):
-            loss = variant.model(ids)
-        torch.autograd.backward(loss)
+        with torch.autograd.set_detect_anomaly(variant.name == PEER):
+            with torch.autocast(self.device.type, torch.bfloat16):
+                loss = variant.model(ids)
+            torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(self.weights, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -187,6 +191,7 @@ def measure(
             "kernels": (KernelAttention, None),
             "kernels_agent": (Attention, None, watched(attention="kernels")),
             "keep_agent": (Attention, best.backend, watched()),
+            PEER: (UnwatchedAttention, best.backend),
         }
         for name in variants:
             bench.variant(name, *added[name])
@@ -207,7 +212,8 @@ def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
     medians = {name: 1e3 * statistics.median(variant.seconds) for name, variant in bench.variants.items()}
     means = {name: 1e3 * statistics.fmean(variant.seconds) for name, variant in bench.variants.items()}
     best = min((name for name in medians if name.startswith("none_")), key=medians.__getitem__)
-    variants = {"none": best, **{name: name for name in WATCHED}}
+    variants = {"none": best, **{name: name for name in (*WATCHED, *([PEER] if PEER in medians else []))}}
+    pairs = (*_PAIRS, *([(PEER, "none")] if PEER in medians else []))
 
     def ratio(values: dict[str, float], variant: str, base: str) -> float | None:
         both = values.get(variants[variant]), values.get(variants[base])
@@ -217,8 +223,8 @@ def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
         "shape": asdict(bench.shape),
         "best_backend": best.removeprefix("none_"),
         **{name: round(medians[variant], 3) if variant in medians else None for name, variant in variants.items()},
-        "ratios": {f"{a} / {b}": ratio(medians, a, b) for a, b in _PAIRS},
-        "ratios_of_means": {f"{a} / {b}": ratio(means, a, b) for a, b in _PAIRS},
+        "ratios": {f"{a} / {b}": ratio(medians, a, b) for a, b in pairs},
+        "ratios_of_means": {f"{a} / {b}": ratio(means, a, b) for a, b in pairs},
         "backends": {name.removeprefix("none_"): round(medians[name], 3) for name in medians if name[:5] == "none_"},
         "means": {name: round(value, 3) for name, value in means.items()},
         "rounds": rounds,
@@ -234,8 +240,8 @@ def main(
     json_path: Path | None = None, rounds: int = 12, only: str | None = None, variants: Sequence[str] = WATCHED
 ) -> None:
     """Measure the shapes, print their figures, and write them to `json_path`. Needs a CUDA GPU."""
-    if unknown := set(variants) - set(WATCHED):
-        raise ValueError(f"variant {min(unknown)!r} does not exist; allowed are {', '.join(WATCHED)}")
+    if unknown := set(variants) - {*WATCHED, PEER}:
+        raise ValueError(f"variant {min(unknown)!r} does not exist; allowed are {', '.join((*WATCHED, PEER))}")
     if not torch.cuda.is_available():
         raise SystemExit("foreshock bench agent needs a CUDA GPU, and this machine has none that PyTorch sees")
     # A graph that was traced under one backend of SDPA would be taken for the other's (pytorch #185449).

@@ -168,12 +168,10 @@ class Crisis:
             elif step < self._first[0] + _EARLY_STEPS and _number(loss) > 2 * self._first[1] > 0:
                 self._watch(step)  # a rate that is far too high shows in the rows before the loss is not finite
                 self._first = 0, math.nan
-            if not first or (model := self._model()) is None:
+            if not first or (model := self._model()) is None or look_at(model.named_parameters())[0].broken is None:
                 return None
-            found = broken_parameters(model, self._optimizers(), finite_loss=True)
-            if found.weights:
-                self.begin(step)
-                self._found, self._looked_at = found, step
+            self.begin(step)
+            self._found, self._looked_at = broken_parameters(model, self._optimizers(), finite_loss=True), step
             return self._found
         self.begin(step)
         if self._found is not None:

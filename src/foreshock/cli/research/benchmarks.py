@@ -40,7 +40,10 @@ def bench_agent(
     shape: Annotated[str | None, typer.Option(help="Model to time: gpt2-small or llama-1b; by default both.")] = None,
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="kernels, kernels_agent or keep_agent; again for more. By default all three."),
+        typer.Option(
+            help="kernels, kernels_agent, keep_agent, or anomaly, which is PyTorch's own search for NaN; again for "
+            "more. By default the first three."
+        ),
     ] = None,
 ) -> None:
     """Time training steps without foreshock, with its kernels, its agent, and native attention. Needs a CUDA GPU."""
