@@ -319,7 +319,7 @@ def test_a_run_that_stays_broken_is_told_to_go_back_to_before_it_broke_and_not_t
     assert {verdict.evidence["suspect_step"] for verdict in told} == {3017}
     at_once = play(until=0)[0].update(reading(1, since_step=0, loss=math.nan, suspect_step=1))
     assert at_once[0].evidence["suspect_step"] == 1
-    assert "It was so from the start" in at_once[0].sentence
+    assert "The first step of this process was broken already" in at_once[0].sentence
 
 
 def test_where_no_single_step_is_known_the_last_sample_that_was_whole_is_the_newest_to_go_back_to() -> None:

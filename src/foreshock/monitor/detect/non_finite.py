@@ -21,7 +21,7 @@ Harm = Literal["", "rows", "updates", "weights"]
 _LOST_SHARE: Final = 0.1
 """Share of lost updates from which on they are reported. A GradScaler that has found its scale loses 1 in 2,000."""
 _FROM_THE_START: Final = (
-    "It was so from the start: look at the weights that were loaded, the mask, "
+    "The first step of this process was broken already: check the weights that were loaded, the mask, "
     "and the type that scores are computed in."
 )
 _UNKNOWN: Final = "but that step's rows were not measured (sample_every_steps=1 measures every step)"
