@@ -1,8 +1,9 @@
 """Public bug reports rebuilt on a small model: what foreshock says of each, compared with what it has to say.
 
-`python -m tests.reports.public` trains every one of them and prints the tables of docs/evidence.md.
+`python -m tests.reports.public` trains every one of them, writes answers.csv, and prints the totals.
 """
 
+import csv
 import re
 import sys
 import tomllib
@@ -13,8 +14,9 @@ from typing import Final
 from tests.reports.settings import SETTINGS
 
 GITHUB: Final = "https://github.com/"
-HEAD: Final = """| report | its setting | failure | reported | place | advice |
-|---|---|---|---|---|---|"""
+HEAD: Final = ["report", "its setting", "failure", "reported", "place", "advice"]
+ANSWERS: Final = Path(__file__).parent / "answers.csv"
+"""What foreshock answered when it was last asked, in the order of reports.toml."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def _read() -> tuple[Report, ...]:
 
 REPORTS: Final = _read()
 SETS: Final = tuple(dict.fromkeys(report.unseen for report in REPORTS))
-"""The tables of docs/evidence.md, in their order."""
+"""Of reports, in their order."""
 
 
 def answer(report: Report) -> Answer:
@@ -69,19 +71,16 @@ def answer(report: Report) -> Answer:
     return Answer(words, when, bool(re.search(report.place, words)), advice)
 
 
-def row(report: Report, found: Answer) -> str:
-    """Its line in the table."""
-    name = report.address.replace("/issues/", "#").replace("/pull/", "#")
-    place, advice = ("right" if right else "**missed**" for right in (found.place, found.advice))
-    where = f"[{name}]({GITHUB}{report.address})"
-    return f"| {where} | {report.setting} | {report.failure} | {found.when} | {place} | {advice} |"
+def row(report: Report, found: Answer) -> list[str]:
+    """Its line in ANSWERS."""
+    place, advice = ("right" if right else "missed" for right in (found.place, found.advice))
+    return [GITHUB + report.address, report.setting, report.failure, found.when, place, advice]
 
 
-def summary(rows: list[str]) -> str:
-    """The sentence above a table of these lines."""
-    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")][-3:] for line in rows]
-    in_time = sum(when in ("before", "with") for when, _, _ in cells)
-    place, advice = (sum(each[column] == "right" for each in cells) for column in (1, 2))
+def summary(rows: list[list[str]]) -> str:
+    """What docs/evidence.md says of these lines."""
+    in_time = sum(when in ("before", "with") for *_, when, _, _ in rows)
+    place, advice = (sum(line[column] == "right" for line in rows) for column in (-2, -1))
     return (
         f"Of {len(rows)} reports, foreshock reported {in_time} before the loss or with it. "
         f"It named the right place in {place} of them and gave the right advice in {advice}."
@@ -89,9 +88,11 @@ def summary(rows: list[str]) -> str:
 
 
 if __name__ == "__main__":
+    given = {each.address: answer(each) for each in REPORTS if re.search("|".join(sys.argv[1:]), each.address)}
+    rows = {each.address: row(each, given[each.address]) for each in REPORTS if each.address in given}
     for unseen in SETS:
-        chosen = [each for each in REPORTS if each.unseen == unseen and re.search("|".join(sys.argv[1:]), each.address)]
-        answers = [(each, answer(each)) for each in chosen]
-        rows = [row(*each) for each in answers]
-        print(summary(rows), "", HEAD, *rows, "", sep="\n")
-        print(*(f"{each.address}: {found.words}" for each, found in answers), sep="\n", file=sys.stderr)
+        print(summary([line for each in REPORTS if each.unseen == unseen and (line := rows.get(each.address))]))
+    print(*(f"{address}: {found.words}" for address, found in given.items()), sep="\n", file=sys.stderr)
+    if len(rows) == len(REPORTS):
+        with ANSWERS.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([HEAD, *rows.values()])
