@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from foreshock.monitor.config import AgentConfig
 
 ROOT = Path(__file__).parents[2]
@@ -25,15 +23,20 @@ def test_at_the_defaults_a_failing_head_is_told_as_rounding_within_500_steps_of_
     assert row["in_time"] >= 0.9 * row["failures"]
 
 
-@pytest.mark.parametrize("row", FIGURES["rows"], ids=lambda row: cell(row["rows"]))
-def test_the_documentation_shows_what_a_number_of_rows_is_worth(row: dict[str, Any]) -> None:
-    shown = [
-        "all" if row["rows"] is None else cell(row["rows"]),
-        f"{row['bias']:.2f}",
-        cell(row["biased_lag"]),
-        f"{row['named']} of {row['failures']}",
-        f"{cell(row['lag'])}, {cell(row['longest_lag'])}",
-        str(row["in_time"]),
-        f"{row['false']} in {row['healthy']}",
+def test_the_documentation_shows_what_a_number_of_rows_is_worth() -> None:
+    lines = [
+        [
+            "all" if row["rows"] is None else cell(row["rows"]),
+            f"{row['bias']:.2f}",
+            cell(row["biased_lag"]),
+            f"{row['named']} of {row['failures']}",
+            f"{cell(row['lag'])}, {cell(row['longest_lag'])}",
+            str(row["in_time"]),
+            f"{row['false']} in {row['healthy']}",
+        ]
+        for row in FIGURES["rows"]
     ]
-    assert f"\n| {' | '.join(shown)} |\n" in PAGE
+    table = PAGE.partition("| rows of a head in a step |")[2].partition("\n\n")[0]
+    shown = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert [line[0] for line in shown if line[0] in ("all", "410")] == ["all", "410"]
+    assert [line for line in shown if line not in lines] == []
