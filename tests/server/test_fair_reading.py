@@ -126,6 +126,41 @@ async def test_curves_of_one_token_keep_no_list_no_run_and_no_curve_of_another_w
     assert sorted(await asyncio.gather(*anns)) == [200] * 64 + [429] * 2
 
 
+WITHOUT_THE_STORE = {
+    "/v1/catalog",
+    "/",
+    "/healthz",
+    "/readyz",
+    "/metrics",
+    "/favicon.ico",
+    "/v1/session",
+    "/v1/service",
+    "/v1/stream",
+}
+QUERY = {"line": "run.loss", "metric": "head.score_max", "mode": "exact_delta"}
+
+
+async def test_everything_that_is_read_of_the_store_takes_turns(service: Any) -> None:
+    """Or many requests for incidents or events of one caller would hold up what others read."""
+    rank = FakeRank(run="b/one")
+    await service.store(rank, rank.started(), rank.sample(1))
+    order = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta"}
+    command = (await service.client.post("/v1/runs/b/one/commands", json=order)).json()["id"]
+    paths = [path for path, item in service.app.openapi()["paths"].items() if "get" in item]
+    store = service.app.state.store
+    async with store.large.turn("x"), store.large.turn("x"), store.small.turn("x"), store.small.turn("x"):
+        asked = {
+            path: asyncio.create_task(service.client.get(path.format(run="b/one", command=command), params=QUERY))
+            for path in paths
+            if path not in WITHOUT_THE_STORE
+        }
+        await asyncio.sleep(0.3)
+        assert len(asked) > 8
+        assert [path for path, task in asked.items() if task.done()] == []
+    answers = await asyncio.gather(*asked.values())
+    assert [answer.status_code for answer in answers] == [200] * len(asked)
+
+
 async def test_a_client_that_left_keeps_no_place(service: Any) -> None:
     rank = FakeRank(run="b/one")
     await service.store(rank, rank.started(), rank.sample(1))

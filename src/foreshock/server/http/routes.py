@@ -55,7 +55,7 @@ from foreshock.server.runs.listing import find_run, list_runs, run_detail
 from foreshock.server.runs.newest import described, status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit, process_starts
-from foreshock.server.store.database import LeftError, Store, Turns, Work, insert_or_ignore, lock_runs
+from foreshock.server.store.database import LeftError, Store, T, Turns, Work, insert_or_ignore, lock_runs
 from foreshock.server.store.schema import service_state
 
 DEADLINE_SECONDS: Final = 5.0
@@ -215,12 +215,17 @@ def _verify_steps(request: Request) -> int:
     return settings.verify_steps
 
 
-async def _read_in_turn(request: Request, turns: Turns, read: Work[bytes]) -> Response:
-    """Read, and write the answer, beside the event loop, unless the client leaves while it waits for its turn."""
+async def _answer_in_turn(request: Request, read: Work[bytes], turns: Turns | None = None) -> Response:
+    """The answer, written beside the event loop."""
+    return Response(await _read_in_turn(request, read, turns), media_type="application/json")
+
+
+async def _read_in_turn(request: Request, read: Work[T], turns: Turns | None = None) -> T:
+    """Read, by default in the turns of small reads, unless the client leaves while it waits for its turn."""
     leaves = asyncio.ensure_future(_until_gone(request))
     try:
-        async with turns.turn(caller_of(request).name, leaves):
-            return Response(await _store(request).read(read), media_type="application/json")
+        async with (turns or _store(request).small).turn(caller_of(request).name, leaves):
+            return await _store(request).read(read)
     except LeftError:
         raise ClientDisconnect from None
     finally:
@@ -249,7 +254,7 @@ async def get_runs(
         found = list_runs(connection, known, prefix, search, cursor, limit, steps)
         return found.model_dump_json().encode()
 
-    return await _read_in_turn(request, _store(request).small, read)
+    return await _answer_in_turn(request, read)
 
 
 @router.get("/v1/runs/{run:path}/curves", response_model=Curves)
@@ -270,7 +275,7 @@ async def get_curves(
         found = find_run(connection, run)
         return as_json(curves(connection, found, wanted, (from_step, to_step), max_points))
 
-    return await _read_in_turn(request, _store(request).large, read)
+    return await _answer_in_turn(request, read, _store(request).large)
 
 
 @router.get("/v1/runs/{run:path}/matrix", response_model=Matrix)
@@ -290,7 +295,7 @@ async def get_matrix(
         run_id = find_run(connection, run).id
         return matrix(connection, run_id, run, wanted, step, max_steps, from_layer).model_dump_json().encode()
 
-    return await _read_in_turn(request, _store(request).large, read)
+    return await _answer_in_turn(request, read, _store(request).large)
 
 
 @router.get("/v1/runs/{run:path}/events")
@@ -308,7 +313,7 @@ async def get_events(
         find_run(connection, run)
         return events_of(connection, run, kind, cursor, limit + 1)
 
-    found = await _store(request).read(read)
+    found = await _read_in_turn(request, read)
     more = found[limit - 1].id if len(found) > limit else None
     return EventList(events=found[:limit], next_cursor=str(more) if more else None)
 
@@ -321,7 +326,7 @@ async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
         run_id = find_run(connection, run).id
         return incidents_of(connection, [run_id], _verify_steps(request)).get(run_id, [])
 
-    return IncidentList(incidents=await _store(request).read(read))
+    return IncidentList(incidents=await _read_in_turn(request, read))
 
 
 @router.get("/v1/runs/{run:path}/resume-plan")
@@ -340,7 +345,7 @@ async def get_resume_plan(request: Request, _: Reader, run: str) -> ResumePlan:
             ended=status_of(starts) != "active",
         )
 
-    return await _store(request).read(read)
+    return await _read_in_turn(request, read)
 
 
 @router.post("/v1/runs/{run:path}/acknowledge")
@@ -366,13 +371,13 @@ async def get_commands(request: Request, _: Reader, run: str, limit: Limit = 100
     def read(connection: Connection) -> list[CommandStatus]:
         return commands.status(connection, find_run(connection, run).id, None, limit)
 
-    return CommandList(commands=await _store(request).read(read))
+    return CommandList(commands=await _read_in_turn(request, read))
 
 
 @router.get("/v1/runs/{run:path}/switches")
 async def get_switches(request: Request, _: Reader, run: str, mode: ModeName) -> SwitchPlan:
     """The changes that a switch of every head would make; each head also keeps its present modes."""
-    return await _store(request).read(lambda connection: plan(connection, find_run(connection, run).id, mode))
+    return await _read_in_turn(request, lambda connection: plan(connection, find_run(connection, run).id, mode))
 
 
 @router.post("/v1/runs/{run:path}/commands", status_code=201)
@@ -407,13 +412,13 @@ async def get_run(request: Request, _: Reader, run: str) -> Response:
         row = find_run(connection, run)
         return run_detail(connection, row, _verify_steps(request)).model_dump_json().encode()
 
-    return await _read_in_turn(request, _store(request).small, read)
+    return await _answer_in_turn(request, read)
 
 
 @router.get("/v1/commands/{command}")
 async def get_command(request: Request, caller: Reader, command: str) -> CommandStatus:
     """One command with the answers of the ranks."""
-    return await _store(request).read(lambda connection: _reachable(connection, caller, command))
+    return await _read_in_turn(request, lambda connection: _reachable(connection, caller, command))
 
 
 def _reachable(connection: Connection, caller: Caller, command: str) -> CommandStatus:
@@ -474,7 +479,7 @@ async def _act(
 async def get_audit(request: Request, caller: Reader, limit: Limit = 100, cursor: Cursor = None) -> AuditPage:
     """Every order, approval, delivery, answer and refusal, newest first. Only for tokens that reach every run."""
     _speaks_of_all(caller)
-    rows = await _store(request).read(lambda connection: audit.page(connection, cursor, limit + 1))
+    rows = await _read_in_turn(request, lambda connection: audit.page(connection, cursor, limit + 1))
     more = rows[limit - 1].sequence if len(rows) > limit else None
     return AuditPage(rows=rows[:limit], next_cursor=str(more) if more else None)
 
@@ -488,7 +493,7 @@ async def export_audit(
 ) -> Response:
     """The audit trail as JSON lines, oldest first, from the row after `after` on; an empty answer is the end."""
     _speaks_of_all(caller)
-    rows = await _store(request).read(lambda connection: audit.after(connection, after, limit))
+    rows = await _read_in_turn(request, lambda connection: audit.after(connection, after, limit))
     return Response("".join(row.model_dump_json() + "\n" for row in rows), media_type="application/x-ndjson")
 
 
