@@ -251,14 +251,30 @@ def test_a_head_whose_offset_is_unknown_is_still_warned_about_by_its_scores() ->
     assert raised(told) == [HEADS[SICK]]
 
 
-def test_heads_of_a_layer_that_drift_together_by_their_bias_are_all_warned_about() -> None:
+@pytest.mark.parametrize("apart", [0.0, 0.02])
+def test_heads_of_a_layer_that_drift_together_by_their_bias_are_all_warned_about(apart: float) -> None:
+    """Also where they are equal to the last bit."""
+
     def together(step: int) -> tuple[Floats, Floats]:
         offset, score = explosion(step)
-        offset[:4], score[:4] = offset[SICK] * np.array([1.0, 0.98, 1.02, 0.99]), score[SICK]
+        offset[:4], score[:4] = offset[SICK] * (1.0 + apart * np.array([0.0, -1.0, 1.0, -0.5])), score[SICK]
         return offset, score
 
     _, told = play(together, until=7000, delta_bias_sum=np.where(np.arange(N) < 4, 1e-4, 0.0))
     assert set(raised(told)) == set(HEADS[:4])
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_a_drift_of_which_a_block_in_three_or_two_is_unknown_is_warned_about_as_early(blocks: int) -> None:
+    def gaps(step: int) -> tuple[Floats, Floats]:
+        offset, score = explosion(step)
+        if (step - 1) // Detectors(HEADS).config.block_steps % blocks == 0:
+            offset[SICK] = score[SICK] = np.nan
+        return offset, score
+
+    (whole, *_), (first, *_) = (play(course, until=6000, bias=0.6)[1] for course in (explosion, gaps))
+    assert (first.layer, first.head, first.cause) == (whole.layer, whole.head, "rounding")
+    assert first.step <= whole.step + blocks * Detectors(HEADS).config.block_steps
 
 
 def test_heads_of_a_layer_that_drift_are_all_warned_about_beside_one_that_nothing_is_known_of() -> None:
