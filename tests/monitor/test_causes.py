@@ -1,9 +1,10 @@
 """Why a head is warned about, how grave that is, and how a cause is corrected without a second warning."""
 
 import math
+from pathlib import Path
 
 import numpy as np
-from tests.monitor.courses import HEADS, SICK, explosion, line, play, raised, reading
+from tests.monitor.courses import HEADS, SICK, N, explosion, line, play, raised, reading
 from tests.monitor.doubles import verdict as told_before
 
 from foreshock.contract import wire
@@ -29,6 +30,23 @@ def test_rounding_is_not_taken_back_from_a_head_whose_delta_bias_is_applied_no_m
     told = play(line, 6500, detectors, 5000, bias=-1.5, mode=Mode.EXACT_DELTA)[1]
     assert told
     assert {verdict.cause for verdict in told} == {"rounding"}
+
+
+def test_the_example_of_the_page_is_what_the_detectors_say_of_it() -> None:
+    def doubles(step: int) -> tuple[Floats, Floats]:
+        offset = np.full(N, 0.5)
+        offset[[SICK, 7, 11]] = 0.35 * 2 ** (step / 1500), 0.5 + step / 2000, 0.5 + step / 2000
+        return offset, 19 + offset
+
+    detectors, told, step = Detectors(HEADS), list[wire.Verdict](), 0
+    while not told:
+        step += 100
+        push = np.full(N, 1.0 if step % 200 else -1.0)
+        push[SICK] += 0.65
+        told = detectors.update(reading(step, doubles, since_step=step - 100, delta_bias_sum=push))
+    page = (Path(__file__).parents[2] / "docs/detectors.md").read_text()
+    assert f"At step {step:,}:" in page
+    assert f"> {told[0].sentence}\n" in page
 
 
 def test_growth_from_a_score_that_was_dangerous_before_shows_no_rounding() -> None:

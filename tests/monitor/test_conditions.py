@@ -7,8 +7,7 @@ import pytest
 
 from foreshock.monitor.detect.bias_evidence import ASKED, BiasEvidence
 from foreshock.monitor.detect.growth import Growth, HeadSignal
-from foreshock.monitor.detect.rule import WarningConditions
-from foreshock.monitor.detect.thresholds import DetectorConfig
+from foreshock.monitor.detect.rule import DetectorConfig, WarningConditions
 
 FAR_OFF = DetectorConfig(horizon_windows=None)
 Course = tuple[float, float, float]

@@ -26,9 +26,9 @@ from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, courses
 from foreshock.monitor.detect.growth import SIGNAL_NAMES, HeadSignal
 from foreshock.monitor.detect.non_finite import NON_FINITE, RUN
 from foreshock.monitor.detect.readings import Readings as Readings
+from foreshock.monitor.detect.rule import DetectorConfig as DetectorConfig
 from foreshock.monitor.detect.rule import Flags, WarningConditions
 from foreshock.monitor.detect.run_state import Alarm, RunState
-from foreshock.monitor.detect.thresholds import DetectorConfig as DetectorConfig
 from foreshock.monitor.detect.verdicts import Evidence, Finding, verdict, who
 
 _MOST_RAISED: Final = 16
@@ -127,55 +127,48 @@ class Detectors:
         return {head: SIGNAL_NAMES[lasting[:, head].argmax()] for head in heads.tolist()}
 
     def _report(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
-        """Verdicts of a sample whose heads trip with these signals: raised and updated ones, then what is quiet."""
-        alarms = self.run.alarms
-        dangerous = [i for i in alarms if block_closed and self._shown(i).score >= DANGEROUS_SCORE]
-        for index in alarms.keys() & {*tripped, *dangerous}:  # a head with such a score is not quiet
-            alarms[index].tripped_step = step
+        """Verdicts of a sample whose heads trip with these signals: what drifted farthest is raised or updated first,
+        then what no longer trips and may have settled, then what is quiet is cleared."""
+        alarms, due = self.run.alarms, step - self.config.update_steps
+        settled: dict[int, str] = {}
+        for index, alarm in alarms.items():
+            last = alarm.verdict
+            if index in tripped or (block_closed and self._shown(index).score >= DANGEROUS_SCORE):
+                alarm.tripped_step = step
+            if block_closed and index not in tripped and last.step <= due and last.signal != NON_FINITE:
+                settled[index] = last.signal
+        found = self._findings({**tripped, **settled}) if tripped or settled else {}
+        far = {i: math.inf if i == RUN else max(0.0, abs(found[i].evidence.offset)) for i in tripped}  # NaN: 0
+        raised = 0
         verdicts: list[wire.Verdict] = []
-        news = self._news(tripped, step, block_closed=block_closed) if tripped or (block_closed and alarms) else {}
-        for index, found in news.items():
+        for index in sorted(found, key=lambda i: far.get(i, -1.0), reverse=True):
+            one, before = found[index], alarms.get(index)
+            if before is None:
+                raised += 1
+                if raised > _MOST_RAISED:
+                    continue
+            else:  # people would do something else than after the verdict before
+                broken = one.signal == NON_FINITE, before.verdict.signal == NON_FINITE
+                changed = (one.severity, one.cause) != (before.verdict.severity, before.verdict.cause)
+                placed = index == RUN and self.run.non_finite.placed
+                if not (before.verdict.step <= due or changed or broken[0] != broken[1] or placed):
+                    continue
             layer, head = self.heads[index] if index != RUN else (None, None)
-            before = alarms.get(index)
-            made = verdict(found, step=step, layer=layer, head=head, before=before.verdict if before else None)
-            said = made.sentence
+            made = verdict(one, step=step, layer=layer, head=head, before=before.verdict if before else None)
             if index == RUN:
                 said = self.run.non_finite.sentence(step, len(self.heads))[:500]
+                made = made.model_copy(update={"sentence": said})
             elif before and before.tripped_step < step:
-                said += f" No condition of a warning has been met since step {before.tripped_step:,}."
-            verdicts.append(made.model_copy(update={"sentence": said}))
-            alarms[index] = Alarm(verdicts[-1], before.tripped_step if before else step)
+                since = f" No condition of a warning has been met since step {before.tripped_step:,}."
+                made = made.model_copy(update={"sentence": made.sentence + since})
+            verdicts.append(made)
+            alarms[index] = Alarm(made, before.tripped_step if before else step)
         for index in [i for i, alarm in alarms.items() if alarm.tripped_step <= step - self.config.quiet_steps]:
             quiet = alarms.pop(index)
             since = f"met no condition of a warning for {step - quiet.tripped_step:,} steps"
             sentence = f"{who(quiet.verdict.layer, quiet.verdict.head)} has {since}."
             verdicts.append(quiet.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": sentence}))
         return verdicts
-
-    def _news(self, tripped: Mapping[int, str], step: int, *, block_closed: bool) -> dict[int, Finding]:
-        """Findings to report, by head: what drifted farthest first, then what no longer trips and may have settled."""
-        due = step - self.config.update_steps
-        stand = {index: alarm.verdict for index, alarm in self.run.alarms.items()}
-        settled = {
-            index: last.signal
-            for index, last in stand.items()
-            if block_closed and index not in tripped and last.step <= due and last.signal != NON_FINITE
-        }
-        found = self._findings({**tripped, **settled}, stand)
-        far = {i: math.inf if i == RUN else max(0.0, abs(found[i].evidence.offset)) for i in tripped}  # NaN: 0
-        news: dict[int, Finding] = {}
-        for index in sorted(found, key=lambda i: far.get(i, -1.0), reverse=True):
-            one, before = found[index], stand.get(index)
-            if before is None:
-                if len(news) < _MOST_RAISED:
-                    news[index] = one
-                continue
-            broken = one.signal == NON_FINITE, before.signal == NON_FINITE
-            placed = index == RUN and self.run.non_finite.placed
-            changed = (one.severity, one.cause, broken[0]) != (before.severity, before.cause, broken[1])
-            if before.step <= due or changed or placed:
-                news[index] = one  # people would do something else than after the verdict before
-        return news
 
     def _shown(self, index: int) -> Evidence:
         """What the last block shows of a head."""
@@ -185,41 +178,36 @@ class Detectors:
         shown = [float(part[signal, index]) for signal in HeadSignal for part in (growth.end, growth.start)]
         return Evidence(*[*shown, growth.steps, float(won[index])])
 
-    def _findings(self, signals: Mapping[int, str], stand: Mapping[int, wire.Verdict]) -> dict[int, Finding]:
-        """What is found of each of these heads, and of the run."""
+    def _findings(self, signals: Mapping[int, str]) -> dict[int, Finding]:
+        """What is found of each of these heads, and of the run.
+
+        The cause is rounding where the delta bias supports the drift, and for as long as it does not speak against it;
+        a head whose delta bias is no longer applied keeps its cause, since nothing can test it.
+        """
+        conditions, stand = self._conditions, {index: alarm.verdict for index, alarm in self.run.alarms.items()}
         heads = np.array([index for index in signals if index != RUN], dtype=np.int64)
         ahead: dict[int, float] = {}
-        if self._conditions is not None:
-            ahead = dict(zip(heads.tolist(), courses(self._conditions.growth, heads).tolist(), strict=True))
+        if conditions is not None:
+            ahead = dict(zip(heads.tolist(), courses(conditions.growth, heads).tolist(), strict=True))
+        # Scores that grow for another reason push the delta bias too.
         growing = any((each.severity, each.cause) == ("critical", "score growth") for each in stand.values())
         found = {}
         for index, signal in signals.items():
-            before, evidence = stand.get(index), self._shown(index)
-            why = self._cause(index, before, growing=growing)
+            before, evidence, course = stand.get(index), self._shown(index), ahead.get(index, math.nan)
+            named = before is not None and before.cause == "rounding"
+            supported = index != RUN and bool(self.supported[index])
+            why: Cause = "score growth"
             grave = evidence.score >= DANGEROUS_SCORE
             if signal == NON_FINITE:
-                suspected = self.run.non_finite.suspect_step or (
-                    before.evidence.get("suspect_step") if before else None
-                )
-                evidence = evidence._replace(suspect_step=float(suspected or math.nan))
-                named = (before is not None and before.cause == "rounding") or (index != RUN and self.supported[index])
-                why = "rounding" if named else "other"
+                known = before.evidence.get("suspect_step") if before else None
+                suspected = self.run.non_finite.suspect_step or known
+                evidence, course = evidence._replace(suspect_step=float(suspected or math.nan)), math.nan
+                why = "rounding" if named or supported else "other"
                 grave = grave or self.run.non_finite.harm == "weights"
-            elif why == "rounding":
-                grave = evidence.score >= self.config.growing_score
-            course = math.nan if signal == NON_FINITE else ahead.get(index, math.nan)
+            elif (named and (conditions is None or not conditions.refuted[index])) or (supported and not growing):
+                grave, why = evidence.score >= self.config.growing_score, "rounding"
             found[index] = Finding(signal, evidence, why, "critical" if grave else "warning", course)
         return found
-
-    def _cause(self, index: int, before: wire.Verdict | None, *, growing: bool) -> Cause:
-        """Rounding where the delta bias supports the drift, and for as long as it does not speak against it; a head
-        whose delta bias is no longer applied keeps its cause, since nothing can test it. growing: whether a head is
-        critical by score growth, which pushes the delta bias too."""
-        if index == RUN:
-            return "other"
-        named = before is not None and before.cause == "rounding"
-        refuted = self._conditions is not None and self._conditions.refuted[index]
-        return "rounding" if (named and not refuted) or (self.supported[index] and not growing) else "score growth"
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next sample depends on; JSON-able."""

@@ -14,8 +14,7 @@ from foreshock.monitor.detect.bias_evidence import BiasEvidence
 from foreshock.monitor.detect.growth import HeadPasts, HeadSignal, SavedFloats, SavedInts
 from foreshock.monitor.detect.non_finite import NonFiniteTracker
 from foreshock.monitor.detect.readings import Readings
-from foreshock.monitor.detect.rule import Flags
-from foreshock.monitor.detect.thresholds import DetectorConfig
+from foreshock.monitor.detect.rule import DetectorConfig, Flags
 
 LAYOUT: Final = 11
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""

@@ -12,7 +12,6 @@ from foreshock.monitor.detect.non_finite import NON_FINITE
 CAME: Final = (0.14, 0.6)
 """The first and the middle of the heads that came to 512, in parts of the steps that their course took: of the tuning
 runs, rounded outwards (lab/NOTEBOOK.md has the table). No latest step can be given: some heads settle."""
-_SLOWS: Final = f" Its growth slows down: on this course its largest |score| stays below {DANGEROUS_SCORE:.0f}."
 _NEVER: Final = 1e9
 """Steps that no run has."""
 
@@ -47,7 +46,7 @@ def verdict(
     """A verdict of what is found. before: the verdict that is active; a cause that differs from its cause is given as
     its correction."""
     ends = math.isfinite(found.course) and found.course < _NEVER
-    low, likely = (part * found.course for part in CAME)
+    low, likely = (part * found.course if ends else None for part in CAME)
     made = wire.Verdict(
         id=before.id if before else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
         step=step,
@@ -60,12 +59,11 @@ def verdict(
         evidence={name: value for name, value in found.evidence._asdict().items() if math.isfinite(value)},
         corrected_from=before.corrected_from if before else None,
         corrected_step=before.corrected_step if before else None,
-        forecast_steps=likely if ends else None,
-        forecast_low_steps=low if ends else None,
+        forecast_steps=likely,
+        forecast_low_steps=low,
         harm_in_sight=None if math.isnan(found.course) else ends,
-        sentence="",
+        sentence=_sentence(who(layer, head), found, low, likely),
     )
-    made = made.model_copy(update={"sentence": sentence(who(layer, head), found, made)})
     if before is None or cause_of(before) == cause_of(made):
         return made
     return made.model_copy(update={"corrected_from": cause_of(before), "corrected_step": step})
@@ -76,8 +74,8 @@ def who(layer: int | None, head: int | None) -> str:
     return "The run" if layer is None else f"Layer {layer} head {head}"
 
 
-def sentence(subject: str, found: Finding, made: wire.Verdict) -> str:
-    """A finding in words, with its evidence in numbers."""
+def _sentence(subject: str, found: Finding, low: float | None, likely: float | None) -> str:
+    """A finding in words, with its evidence in numbers. low, likely: steps until 512."""
     seen = found.evidence
     if found.signal == NON_FINITE:
         what = "its attention rows are"
@@ -95,13 +93,14 @@ def sentence(subject: str, found: Finding, made: wire.Verdict) -> str:
     why = f"the cause looks like {found.cause}"
     if drifts and found.cause != "rounding":
         why = "that is consistent with rounding, which the delta bias does not show"
-    course = _SLOWS if made.harm_in_sight is False else ""
-    if made.forecast_steps == 0:
+    course = ""
+    if likely == 0:
         course = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
-    elif made.forecast_steps is not None:
-        likely, first = _digits(made.forecast_steps, 2), _digits(made.forecast_low_steps or 0.0, 2)
-        course = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps"
-        course += f" ({first} at the earliest, if it continues)."
+    elif likely is not None and low is not None:
+        course = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {_digits(likely, 2)} steps"
+        course += f" ({_digits(low, 2)} at the earliest, if it continues)."
+    elif not math.isnan(found.course):
+        course = f" Its growth slows down: on this course its largest |score| stays below {DANGEROUS_SCORE:.0f}."
     return f"{subject} {moved}{within}; {why}.{course}"
 
 
