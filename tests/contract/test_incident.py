@@ -48,7 +48,6 @@ def one_of_a_flood(draw: st.DrawFn) -> Warned:
         signal=draw(st.sampled_from(["offset", "score", "nonfinite", "of a later version"])),
         forecast_steps=likely,
         forecast_low_steps=None if likely is None else likely / 2,
-        forecast_high_steps=None if likely is None else likely * 2,
         id=f"w{draw(st.integers(0, 10**6))}",
     )
 

@@ -85,9 +85,9 @@ def example(
 ) -> Incident:
     """An incident of a model with twelve heads a layer; of no head it is one of the whole run."""
     said: dict[str, Any] = {"severity": "warning", "cause": cause, "signal": "offset", "forecast_steps": 2600.0}
-    said |= {"forecast_low_steps": 1900.0, "forecast_high_steps": 4100.0}
+    said |= {"forecast_low_steps": 1900.0}
     if not heads:
-        said |= dict.fromkeys(("forecast_steps", "forecast_low_steps", "forecast_high_steps"))
+        said |= dict.fromkeys(("forecast_steps", "forecast_low_steps"))
     if cause == "not finite":
         said |= {"severity": "critical", "cause": "other", "signal": "nonfinite", "forecast_steps": None}
     warned = [

@@ -143,11 +143,13 @@ def timeless(value: Any) -> Any:
 
 
 def reworded(value: Any, *, incident: bool = False) -> Any:
-    """An answer in which an incident's sentence only is there: each version makes it anew from what is stored."""
+    """An answer in which an incident's sentence only is there, since each version makes it from what is stored, without
+    the latest step of a forecast, which no version since filled."""
     if isinstance(value, dict):
         return {
             key: bool(inner) if incident and key == "sentence" else reworded(inner, incident=key == "incidents")
             for key, inner in value.items()
+            if key not in ("forecast_high_steps", "harm_last_step")
         }
     return [reworded(inner, incident=incident) for inner in value] if isinstance(value, list) else value
 

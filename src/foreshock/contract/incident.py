@@ -89,10 +89,7 @@ class IncidentHead(BaseModel):
     step: int = Field(description="of its newest word")
     steps_left: float | None = Field(description="until the largest |score| reaches 512; 0 past it, null: not foreseen")
     harm_step: int | None = Field(description="the step at which that is expected")
-    harm_first_step: int | None
-    harm_last_step: int | None = Field(
-        description="null although an earliest step is given: the latest cannot be estimated"
-    )
+    harm_first_step: int | None = Field(description="at the earliest; the latest cannot be estimated")
     harm_in_sight: bool | None = Field(description="false: on its course it stays below 512; null: no forecast")
     corrected_from: IncidentCause | None = Field(description="the cause that it was reported under before")
     sentence: str
@@ -124,7 +121,6 @@ class Incident(BaseModel):
     steps_left: float | None = Field(description="of the head that comes to harm first")
     harm_step: int | None
     harm_first_step: int | None
-    harm_last_step: int | None
     heads: list[IncidentHead] = Field(description="soonest harm first; quiet ones last")
     acknowledged: Acknowledged | None
     act: Act = Field(description="what machines do about it under the run's policy: switch, propose or none")
@@ -185,9 +181,7 @@ def harm_in_words(head: IncidentHead) -> str:
     if head.harm_step <= head.step:
         return " Its largest |score| is past 512."
     between = ""
-    if head.harm_first_step is not None and head.harm_last_step is not None:
-        between = f" ({_round(head.harm_first_step)} to {_round(head.harm_last_step)})"
-    elif head.harm_first_step is not None:
+    if head.harm_first_step is not None:
         between = f" (not before {_round(head.harm_first_step)})"
     return f" Its largest |score| reaches 512 about step {_round(head.harm_step)}{between}."
 
@@ -515,7 +509,6 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step
         steps_left=first.steps_left if loose else None,
         harm_step=first.harm_step if loose else None,
         harm_first_step=first.harm_first_step if loose else None,
-        harm_last_step=first.harm_last_step if loose else None,
         heads=heads,
         acknowledged=seen,
         act=what.act,
@@ -542,8 +535,7 @@ def _head(
     standing = [one for one in own if _stands(one)]
     verdict = min(standing or own, key=_speaks_first).verdict
     raised = min(one.raised_step for one in own)
-    harm, low, high = (_step_of(verdict, steps) for steps in (
-        verdict.forecast_steps, verdict.forecast_low_steps, verdict.forecast_high_steps))  # fmt: skip
+    harm, low = (_step_of(verdict, steps) for steps in (verdict.forecast_steps, verdict.forecast_low_steps))
     state: HeadState = "quiet"
     if standing:
         state = "unswitched"
@@ -563,7 +555,6 @@ def _head(
         steps_left=None if harm is None else float(max(0, harm - last_step)),
         harm_step=harm,
         harm_first_step=low,
-        harm_last_step=high,
         harm_in_sight=verdict.harm_in_sight,
         corrected_from=verdict.corrected_from,
         sentence=verdict.sentence,

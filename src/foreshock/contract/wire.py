@@ -229,9 +229,8 @@ class Verdict(Message):
     )
     corrected_step: Step | None = Field(default=None, description="the step at which the cause was corrected")
     forecast_steps: float | None = Field(default=None, description="steps until the largest |score| reaches 512")
-    forecast_low_steps: float | None = None
-    forecast_high_steps: float | None = Field(
-        default=None, description="null beside an earliest step: some heads on this course settle, none can be given"
+    forecast_low_steps: float | None = Field(
+        default=None, description="at the earliest; no latest one can be given, since some heads settle"
     )
     harm_in_sight: bool | None = Field(
         default=None, description="false: on its course the head levels off before; null: there is no forecast"

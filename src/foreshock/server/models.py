@@ -187,7 +187,6 @@ class ActiveWarning(Response):
     corrected_step: int | None
     forecast_steps: Number
     forecast_low_steps: Number
-    forecast_high_steps: Number
     harm_in_sight: bool | None = Field(description="false: on its course the head levels off before; null: no forecast")
     evidence: dict[str, float]
     sentence: str

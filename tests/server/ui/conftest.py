@@ -105,7 +105,6 @@ class Feeder(FakeRank):
             evidence={"offset": -6.25, "growth_per_1000_steps": 2.5, "delta_bias_z": 5.5},
             forecast_steps=2130.0,
             forecast_low_steps=1420.0,
-            forecast_high_steps=3080.0,
             sentence=sentence,
         )
         self.send(self.warning)

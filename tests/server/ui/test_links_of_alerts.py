@@ -47,7 +47,7 @@ def links(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
                 feeder.send(warn_about(feeder, 1, 0), warn_about(feeder, 2, 4, forecast_steps=90.0))
             else:
                 nan = warn_about(feeder, 0, 0, cause="other", signal="nonfinite", severity="critical")
-                nowhere = ("layer", "head", "forecast_steps", "forecast_low_steps", "forecast_high_steps")
+                nowhere = ("layer", "head", "forecast_steps", "forecast_low_steps")
                 feeder.send(nan.model_copy(update=dict.fromkeys(nowhere)))
             feeder.train(3, every=100)
         here = running.enter_context(outside(world))

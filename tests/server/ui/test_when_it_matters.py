@@ -72,7 +72,6 @@ def warn_about(feeder: Feeder, layer: int, head: int, **fields: Any) -> Verdict:
         "evidence": {"offset": -6.25, "offset_before": -3.0, "score": 75.0, "tied_share": 0.1, "window_steps": 900},
         "forecast_steps": 2000.0 + 10 * head,
         "forecast_low_steps": 1500.0,
-        "forecast_high_steps": 3000.0,
         "sentence": f"Layer {layer} head {head} drifts: its score offset left its peers and keeps growing.",
     }
     return feeder.verdict(feeder.step, layer, head, **said | fields)

@@ -139,13 +139,11 @@ class Detectors:
                 settled[index] = last.signal
         found = self._findings({**tripped, **settled}) if tripped or settled else {}
         far = {i: math.inf if i == RUN else max(0.0, abs(found[i].evidence.offset)) for i in tripped}  # NaN: 0
-        raised = 0
         verdicts: list[wire.Verdict] = []
         for index in sorted(found, key=lambda i: far.get(i, -1.0), reverse=True):
             one, before = found[index], alarms.get(index)
             if before is None:
-                raised += 1
-                if raised > _MOST_RAISED:
+                if len(verdicts) >= _MOST_RAISED:
                     continue
             else:  # people would do something else than after the verdict before
                 broken = one.signal == NON_FINITE, before.verdict.signal == NON_FINITE

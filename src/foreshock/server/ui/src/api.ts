@@ -71,7 +71,7 @@ function finite(this: unknown, key: string, value: unknown): unknown {
   }
   return Array.isArray(this) || NUMERIC.has(key) ? toNumber(value as Wire) : value;
 }
-const NUMERIC = new Set(["loss", "worst_risk", "forecast_steps", "forecast_low_steps", "forecast_high_steps"]);
+const NUMERIC = new Set(["loss", "worst_risk", "forecast_steps", "forecast_low_steps"]);
 
 function toNumber<T>(value: T | Wire): T | number | null {
   if (value === "NaN") return NaN;

@@ -338,11 +338,11 @@ function modeOf(view: Loaded, { layer, head }: IncidentHead): string {
   return (head !== null && state?.modes[state.heads.indexOf(head)]) || "plain";
 }
 
-/** Steps left when the head was last spoken of: about so many, and between which. */
-function forecast({ harm_step: harm, harm_first_step: low, harm_last_step: high, harm_in_sight: ahead, step }: IncidentHead): string {
+/** Steps left when the head was last spoken of: about so many, and at least how many. */
+function forecast({ harm_step: harm, harm_first_step: low, harm_in_sight: ahead, step }: IncidentHead): string {
   if (harm === null) return ahead === false ? "stays below 512 on this course" : "no forecast";
   if (harm <= step) return PAST;
   const from = (at: number) => steps(roundTo2(Math.max(0, at - step)));
   if (low === null) return `about ${from(harm)}`;
-  return `about ${from(harm)} (${high === null ? `not before ${from(low)}` : `${from(low)} to ${from(high)}`})`;
+  return `about ${from(harm)} (not before ${from(low)})`;
 }

@@ -45,7 +45,6 @@ export interface ActiveWarning {
   corrected_step: number | null;
   forecast_steps: number | null;
   forecast_low_steps: number | null;
-  forecast_high_steps: number | null;
   /** false: on its course the head levels off before; null: no forecast */
   harm_in_sight: boolean | null;
   evidence: Record<string, number>;
@@ -272,7 +271,6 @@ export interface Incident {
   steps_left: number | null;
   harm_step: number | null;
   harm_first_step: number | null;
-  harm_last_step: number | null;
   /** soonest harm first; quiet ones last */
   heads: IncidentHead[];
   acknowledged: Acknowledged | null;
@@ -330,9 +328,8 @@ export interface IncidentHead {
   steps_left: number | null;
   /** the step at which that is expected */
   harm_step: number | null;
+  /** at the earliest; the latest cannot be estimated */
   harm_first_step: number | null;
-  /** null although an earliest step is given: the latest cannot be estimated */
-  harm_last_step: number | null;
   /** false: on its course it stays below 512; null: no forecast */
   harm_in_sight: boolean | null;
   /** the cause that it was reported under before */
@@ -679,9 +676,8 @@ export interface Verdict {
   corrected_step?: number | null;
   /** steps until the largest |score| reaches 512 */
   forecast_steps?: number | null;
+  /** at the earliest; no latest one can be given, since some heads settle */
   forecast_low_steps?: number | null;
-  /** null beside an earliest step: some heads on this course settle, none can be given */
-  forecast_high_steps?: number | null;
   /** false: on its course the head levels off before; null: there is no forecast */
   harm_in_sight?: boolean | null;
   /** the verdict in words */
