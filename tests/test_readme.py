@@ -65,12 +65,31 @@ def test_the_costs_are_those_that_were_measured() -> None:
 
 
 def test_the_picture_s_steps_are_those_of_the_runs() -> None:
+    results = json.loads((ROOT / "src/foreshock/benchmarks/results/paper_gpt2_fresh_seeds.json").read_text())
+    runs = {(each["variant"], each["seed"]): each for each in results["runs"] if each["recipe"] == "paper-gpt2-64k"}
+    past = [f"{runs['flash-untreated', seed]['first_score_of_512']:,}" for seed in (9, 10)]
+    switched = [f"{runs['flash-rescued', seed]['switched'][0]['step']:,}" for seed in (9, 10)]
+    assert (
+        f"passes 512 at steps {past[0]} and {past[1]}; switched by foreshock at steps {' and '.join(switched)}"
+        in README
+    )
+    warned = [runs["flash-untreated", seed]["verdicts"][0] for seed in (9, 10)]
+    leads = [
+        runs["flash-untreated", seed]["first_score_of_512"] - each["step"]
+        for seed, each in zip((9, 10), warned, strict=True)
+    ]
+    assert {each["cause"] for each in warned} == {"rounding"}
+    assert f"rounding was named {leads[0]} and {leads[1]} steps before a score of 512" in README
+
+
+def test_the_older_picture_s_steps_are_those_of_its_runs() -> None:
     switched, untreated = (run(f"paper-gpt2-64k_flash-{variant}") for variant in ("rescued", "untreated"))
     warned, exploded = first_warning(switched).step, explosion(untreated)
     assert exploded is not None
     assert explosion(switched) is None
-    assert f"the loss explodes at step {exploded:,}; warned about at step {warned:,} and switched" in README
     evidence = (ROOT / "docs" / "evidence.md").read_text()
+    told = f"left its loss at step {exploded:,}. With an agent under `auto` it was warned about as rounding at step"
+    assert f"{told} {warned:,}" in evidence
     assert f"The warning of the switched run came {exploded - warned:,} steps before its untreated twin" in evidence
 
 
