@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import httpx
 import pytest
 from fastapi import FastAPI
-from tests.server.postgresql import started_postgres
+from tests.server.postgresql import new_database, started_postgres
 
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER, Ack, Batch, Event
 from foreshock.server.app import create_app
@@ -128,6 +128,18 @@ async def play_at(database_url: str, story: Story, **settings: Any) -> None:
 def player() -> Callable[..., Awaitable[None]]:
     """`await player(database_url, story, **settings)`: a service on a store of the test's choice."""
     return play_at
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
+def on_both(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
+    """`on_both(story, **settings)`: a service on a new store of either kind."""
+    server = request.getfixturevalue("postgres") if request.param == "postgresql" else None
+
+    async def on_one(story: Story, settings: dict[str, Any]) -> None:
+        url = f"sqlite:///{tmp_path}/new.db" if server is None else await new_database(server)
+        await play_at(url, story, migrate=True, **settings)
+
+    return lambda story, **settings: asyncio.run(on_one(story, settings))
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from foreshock.contract.wire import Policy, Switched
+from foreshock.contract.wire import HeadRef, Outcome, Policy, Switched
 from foreshock.server.testing import FakeRank
 
 ORDER = {"who": "ann", "reason": "it drifts", "heads": [[0, 2]], "mode": "exact_delta"}
@@ -23,16 +23,22 @@ async def state_of(service: Any, command: str) -> str:
     return state
 
 
-def local(outcome: str, name: str = "local-1", step: int = 20) -> Switched:
-    return Switched.model_validate(
-        {
-            "id": name,
-            "step": step,
-            "outcome": outcome,
-            "heads": [[0, 2]],
-            "before": ["plain"],
-            "after": ["exact_delta"],
-            "reason": "offset grows",
-            "verdict": "warn-1",
-        }
+def local(
+    outcome: Outcome = "applied",
+    name: str = "local-1",
+    step: int = 20,
+    *,
+    heads: tuple[HeadRef, ...] = ((0, 2),),
+    after: str = "exact_delta",
+    verdict: str | None = "warn-1",
+) -> Switched:
+    return Switched(
+        id=name,
+        step=step,
+        outcome=outcome,
+        heads=heads,
+        before=("plain",) * len(heads),
+        after=(after,) * len(heads),
+        reason="offset grows",
+        verdict=verdict,
     )

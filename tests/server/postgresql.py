@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -82,8 +83,9 @@ def started_postgres() -> Iterator[str]:
         server.remove()
 
 
-async def new_database(postgres: str, name: str) -> str:
+async def new_database(postgres: str) -> str:
     """The URL of a new database on the server of this URL."""
+    name = f"new_{uuid.uuid4().hex[:12]}"
     with psycopg.connect(postgres, autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}".encode())
     return f"{postgres.rpartition('/')[0]}/{name}"

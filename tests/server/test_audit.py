@@ -43,7 +43,7 @@ def test_no_row_of_a_new_sqlite_store_can_be_changed_or_deleted(play: Any, tmp_p
 @pytest.mark.servers
 def test_no_row_of_a_postgresql_store_can_be_changed_deleted_or_truncated(postgres: str, player: Any) -> None:
     async def play() -> None:
-        await player(await new_database(postgres, "audit"), story, migrate=True)
+        await player(await new_database(postgres), story, migrate=True)
 
     asyncio.run(play())
 

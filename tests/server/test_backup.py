@@ -3,14 +3,15 @@
 import asyncio
 import json
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.e2e.running import eventually
 from tests.server import golden_store
 from tests.server.postgresql import new_database
+from tests.server.senders import Sender
 from typer.testing import CliRunner
 
 from foreshock.cli.main import app
@@ -27,62 +28,41 @@ def cli(*arguments: str, fails: bool = False) -> str:
     return result.output
 
 
-class Ingest:
-    """Ranks that send on and on; `acknowledged` holds (boot, sequence) of what the service has acknowledged."""
+@contextmanager
+def ingest(url: str) -> Iterator[list[Sender]]:
+    """Ranks that send on and on."""
+    senders = [Sender(lambda: url, FakeRank(run=f"run-{n % 3}", rank=n, boot=f"boot-{n}")) for n in range(6)]
+    try:
+        yield senders
+    finally:
+        for sender in senders:
+            sender.stop()
 
-    def __init__(self, service: LiveService) -> None:
-        self._service, self._ended = service, threading.Event()
-        self.acknowledged: list[tuple[str, int]] = []
-        self.failures: list[str] = []
-        self._thread = threading.Thread(target=self._send)
 
-    def _send(self) -> None:
-        ranks = [FakeRank(run=f"run-{number % 3}", rank=number, boot=f"boot-{number}") for number in range(6)]
-        with self._service.client() as client:
-            while not self._ended.is_set():
-                for rank in ranks:
-                    step = rank.sequence + 1
-                    events = (rank.started(), rank.sample(1)) if step == 1 else (rank.sample(step),)
-                    answer = post(client, rank.batch(*events))
-                    if answer.status_code == 200:
-                        self.acknowledged.append((rank.boot, rank.sequence))
-                    else:
-                        self.failures.append(answer.text)
+def more(senders: list[Sender], number: int) -> None:
+    """Wait until each has so many batches more acknowledged."""
+    before = [sender.acknowledged for sender in senders]
 
-    def until(self, number: int) -> None:
-        """Wait until so many batches more are acknowledged."""
-        wanted = len(self.acknowledged) + number
-        for _ in range(6000):
-            if len(self.acknowledged) >= wanted or self.failures:
-                return
-            self._ended.wait(0.02)
-        pytest.fail(f"not {number} more batches within two minutes")
+    def all_have() -> bool:
+        return all(one.acknowledged >= was + number for one, was in zip(senders, before, strict=True))
 
-    @contextmanager
-    def running(self) -> Iterator["Ingest"]:
-        self._thread.start()
-        try:
-            yield self
-        finally:
-            self._ended.set()
-            self._thread.join(60)
+    eventually(f"{number} more batches of each", all_have, 120)
 
 
 def drill(folder: Path, url: str, restored: str, environment: dict[str, str]) -> None:
     """Back the store at `url` up during ingest, lose it, restore it into `restored`, and look."""
     backup, trail = folder / "backup.file", folder / "trail.jsonl"
     with LiveService(folder, {"FORESHOCK_DATABASE_URL": url, **environment}) as service, service.client() as client:
-        ingest = Ingest(service)
-        with ingest.running():
-            ingest.until(12)
+        with ingest(service.url) as senders:
+            more(senders, 2)
             for _ in range(4):
                 assert client.post("/v1/runs/run-0/commands", json=ORDER).status_code == 201
             cli("audit", "export", str(trail), "--url", service.url)
-            before, told = list(ingest.acknowledged), trail.read_bytes().splitlines()
+            before, told = [(one.rank.boot, one.acknowledged) for one in senders], trail.read_bytes().splitlines()
             said = cli("store", "backup", str(backup), "--database-url", url)
             assert f"{backup.stat().st_size} bytes" in said
-            ingest.until(6)  # ingest went on
-        assert ingest.failures == []
+            more(senders, 1)  # ingest went on
+        assert [one.refused for one in senders] == [[]] * 6
     assert len(told) >= 4
     assert "rows of the audit trail" in cli("store", "restore", str(backup), "--database-url", restored)
     with (
@@ -93,11 +73,11 @@ def drill(folder: Path, url: str, restored: str, environment: dict[str, str]) ->
         assert client.get("/v1/audit/export").content.splitlines()[: len(told)] == told
         # What was acknowledged before the backup is stored: sent again, each is known.
         by_boot = {f"boot-{n}": FakeRank(run=f"run-{n % 3}", rank=n, boot=f"boot-{n}") for n in range(6)}
-        for boot, sequence in before:
-            rank = by_boot[boot]
+        sent = [(by_boot[boot], sequence) for boot, last in before for sequence in range(1, last + 1)]
+        for rank, sequence in sent:
             assert post(client, rank.batch(rank.sample(sequence), sequence=sequence)).status_code == 200
         text = client.get("/metrics").text
-        assert f'foreshock_service_batches_total{{result="duplicate"}} {len(before)}\n' in text
+        assert f'foreshock_service_batches_total{{result="duplicate"}} {len(sent)}\n' in text
         assert 'foreshock_service_batches_total{result="stored"} 0\n' in text
         # An export of before and the restored store agree; what is ordered from now on follows its rows.
         assert client.post("/v1/runs/run-1/commands", json=ORDER).status_code == 201
@@ -119,8 +99,8 @@ def test_a_postgresql_store_is_backed_up_during_ingest_and_restored(
 ) -> None:
     tools = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     monkeypatch.setenv("PATH", os.pathsep.join([*map(str, tools), os.environ["PATH"]]))
-    url = asyncio.run(new_database(postgres, "drill_before"))
-    restored = asyncio.run(new_database(postgres, "drill_after"))
+    url = asyncio.run(new_database(postgres))
+    restored = asyncio.run(new_database(postgres))
     drill(tmp_path, url, restored, {"FORESHOCK_MIGRATE": "true"})
     again = cli("store", "restore", str(tmp_path / "backup.file"), "--database-url", restored, fails=True)
     assert "already holds tables" in again

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import uuid
 from collections import Counter
 from pathlib import Path
 
@@ -67,7 +66,7 @@ def test_the_migration_numbers_the_events_of_each_run_in_the_order_in_which_they
     told = random.Random(3).choices(range(1, 6), weights=range(1, 6), k=500)  # the run of each event
 
     async def look() -> None:
-        in_postgres = postgres and await new_database(postgres, f"numbers_{uuid.uuid4().hex[:8]}")
+        in_postgres = postgres and await new_database(postgres)
         store = Store(in_postgres or f"sqlite:///{tmp_path / 'x.db'}")
         await store.migrate()
         with store.writer.engine.begin() as connection:

@@ -4,34 +4,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tests.server.orders import local
 
-from foreshock.contract.wire import HeadRef, Outcome, Policy, Switched
+from foreshock.contract.wire import HeadRef, Policy, Switched
 from foreshock.server import delivery
 from foreshock.server.runs import incidents
 from foreshock.server.store import audit
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("S11")
-
-
-def told(
-    name: str = "local-1",
-    heads: tuple[HeadRef, ...] = ((0, 2),),
-    after: str = "exact_delta",
-    verdict: str | None = "warn-1",
-    outcome: Outcome = "applied",
-) -> Switched:
-    modes = (after,) * len(heads)
-    return Switched(
-        id=name,
-        step=20,
-        verdict=verdict,
-        outcome=outcome,
-        heads=heads,
-        before=("plain",) * len(heads),
-        after=modes,
-        reason="rounding drift",
-    )
 
 
 async def real_ranks(service: Any, policy: Policy) -> list[FakeRank]:
@@ -56,7 +37,7 @@ async def test_a_boot_that_says_auto_orders_nothing_where_the_others_do_not(
 ) -> None:
     ranks = await real_ranks(service, policy)
     forged = FakeRank(rank=rank, boot=boot)
-    await service.store(forged, forged.started(policy="auto"), forged.verdict(20), told())
+    await service.store(forged, forged.started(policy="auto"), forged.verdict(20), local())
     assert await delivered(service, ranks) == []
     assert await states(service) == ["proposed"]
 
@@ -64,15 +45,15 @@ async def test_a_boot_that_says_auto_orders_nothing_where_the_others_do_not(
 @pytest.mark.parametrize(
     ("verdict", "switched"),
     [
-        (None, told()),
-        ({}, told(verdict=None)),
-        ({}, told(verdict="another")),
-        ({"state": "cleared"}, told()),
-        ({"cause": "score growth"}, told()),
-        ({"severity": "info"}, told()),
-        ({}, told(after="plain")),
-        ({}, told(after="paper_softmax")),
-        ({}, told(heads=((7, 7),))),
+        (None, local()),
+        ({}, local(verdict=None)),
+        ({}, local(verdict="another")),
+        ({"state": "cleared"}, local()),
+        ({"cause": "score growth"}, local()),
+        ({"severity": "info"}, local()),
+        ({}, local(after="plain")),
+        ({}, local(after="paper_softmax")),
+        ({}, local(heads=((7, 7),))),
     ],
 )
 async def test_what_no_standing_warning_calls_for_is_at_most_proposed(
@@ -87,7 +68,7 @@ async def test_what_no_standing_warning_calls_for_is_at_most_proposed(
 
 async def test_what_a_standing_warning_calls_for_reaches_the_others_under_auto(service: Any) -> None:
     ranks = await real_ranks(service, "auto")
-    await service.store(ranks[1], ranks[1].verdict(20), told())
+    await service.store(ranks[1], ranks[1].verdict(20), local())
     assert await delivered(service, ranks) == ["exact_delta", "exact_delta"]
 
 
@@ -96,7 +77,7 @@ async def test_proposals_that_nobody_decides_are_few(service: Any) -> None:
     for rank in ranks:
         await service.store(rank, rank.started(policy="observe"), rank.sample(19))
     refs = [(layer, head) for layer in range(4) for head in range(32)]
-    switches = [told(f"s-{i}", (ref,), outcome="proposed") for i, ref in enumerate(refs)]
+    switches = [local("proposed", f"s-{i}", heads=(ref,)) for i, ref in enumerate(refs)]
     for first in range(0, len(switches), 16):
         await service.store(ranks[0], *switches[first : first + 16])
     answer = await service.get("/v1/runs/run-1/commands", limit=500)
@@ -126,7 +107,9 @@ async def test_hundreds_of_switches_in_one_batch_are_one_order_and_read_the_run_
     counted(delivery, "described")
     counted(delivery, "heads_by_rank")
     counted(audit, "append")
-    many = [told(f"local-{number}", (heads[number % 6],), verdict=names[number % 6]) for number in range(300)]
+    many = [
+        local(name=f"local-{number}", heads=(heads[number % 6],), verdict=names[number % 6]) for number in range(300)
+    ]
     await service.store(one, *many)
     assert read["read_back"] <= 3 * len(heads)  # of the warnings that are named, not of each switch
     assert read["described"] == len(ranks)
@@ -134,7 +117,7 @@ async def test_hundreds_of_switches_in_one_batch_are_one_order_and_read_the_run_
     assert read["append"] < 10
     [command] = (await service.get("/v1/runs/run-1/commands"))["commands"]
     assert (command["source"], sorted(map(tuple, command["heads"]))) == ("rank", heads)
-    assert command["reason"] == "rounding drift (300 switches)"
+    assert command["reason"] == "offset grows (300 switches)"
     assert await delivered(service, ranks[1:]) == ["exact_delta"] * 2
 
 
@@ -142,8 +125,8 @@ async def test_of_many_switches_in_one_batch_none_is_an_order_where_one_names_no
     ranks = await real_ranks(service, "auto")
     one = ranks[0]
     await service.store(one, one.verdict(19))
-    forged = [told(f"local-{number}") for number in range(20)]
-    await service.store(one, *forged, told("local-20", verdict="warn-2"))
+    forged = [local(name=f"local-{number}") for number in range(20)]
+    await service.store(one, *forged, local(name="local-20", verdict="warn-2"))
     assert await delivered(service, ranks) == []
     assert await states(service) == ["proposed"]
 
@@ -151,7 +134,7 @@ async def test_of_many_switches_in_one_batch_none_is_an_order_where_one_names_no
 async def test_a_warning_of_another_rank_bears_out_no_switch(service: Any) -> None:
     ranks = await real_ranks(service, "auto")
     await service.store(ranks[1], ranks[1].verdict(20))
-    await service.store(ranks[0], told())
+    await service.store(ranks[0], local())
     assert await delivered(service, ranks) == []
     assert await states(service) == ["proposed"]
 
@@ -160,7 +143,7 @@ async def test_what_a_former_process_did_is_noted_and_is_no_order(service: Any) 
     ranks = await real_ranks(service, "auto")
     newer = FakeRank(rank=0, boot="b2")
     await service.store(newer, newer.started(policy="auto"), newer.sample(21))
-    await service.store(ranks[0], ranks[0].verdict(20), told())
+    await service.store(ranks[0], ranks[0].verdict(20), local())
     assert await delivered(service, [newer, *ranks[1:]]) == []
     assert await states(service) == []
 
@@ -170,8 +153,8 @@ async def test_a_switch_that_was_rejected_is_not_proposed_again_for_other_heads_
 ) -> None:
     ranks = await real_ranks(service, "approve")
     both: tuple[HeadRef, ...] = ((0, 1), (0, 2))
-    await service.store(ranks[0], ranks[0].verdict(20), told(heads=both, outcome="proposed"))
+    await service.store(ranks[0], ranks[0].verdict(20), local("proposed", heads=both))
     [proposal] = (await service.get("/v1/runs/run-1/commands"))["commands"]
     await service.client.post(f"/v1/commands/{proposal['id']}/reject", json={"who": "ann", "reason": "noise"})
-    await service.store(ranks[0], told("local-2", heads=both, outcome="proposed"))
+    await service.store(ranks[0], local("proposed", "local-2", heads=both))
     assert await states(service) == ["rejected"]

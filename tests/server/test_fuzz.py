@@ -6,7 +6,6 @@ With tests/server/test_wire_fuzz.py 3,000 cases in `make test` and 50,000 in the
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import quote
@@ -34,6 +33,8 @@ READS = (
     "/v1/runs/{run}/curves?line=head.score_max:0:2&line=run.loss&max_points=3",
     "/v1/runs/{run}/matrix?metric=head.mode",
     "/v1/runs/{run}/matrix?metric=head.score_offset",
+    "/v1/runs/{run}/matrix?metric=head.query_norm",
+    "/v1/runs/{run}/curves?line=run.worst_risk",
     "/v1/catalog",
     "/v1/audit",
     "/v1/session",
@@ -143,7 +144,7 @@ def fuzzed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A service on a new store of either kind."""
     url = f"sqlite:///{tmp_path_factory.mktemp('fuzz')}/fuzz.db"
     if request.param == "postgresql":
-        url = asyncio.run(new_database(request.getfixturevalue("postgres"), f"fuzz_{uuid.uuid4().hex[:8]}"))
+        url = asyncio.run(new_database(request.getfixturevalue("postgres")))
     service = Fuzzed(url)
     yield service
     service.close()

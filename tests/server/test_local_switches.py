@@ -26,17 +26,6 @@ async def test_a_local_switch_is_passed_on_to_the_other_ranks_that_hold_the_head
     assert (shown["state"], shown["source"], shown["issued_by"]) == ("applied", "rank", "rank 0")
 
 
-async def test_a_local_switch_of_a_lonely_rank_stands_among_the_commands_and_goes_nowhere(service: Any) -> None:
-    rank = FakeRank()
-    await start(service, rank)
-    await service.store(rank, local("applied"))
-    [shown] = (await service.get("/v1/runs/run-1/commands"))["commands"]
-    assert (shown["state"], shown["source"]) == ("applied", "rank")
-    assert (await service.store(rank, rank.sample(21))).commands == ()
-    told = [(row["actor"], row["action"]) for row in (await service.get("/v1/audit"))["rows"]]
-    assert ("rank 0", "local switch") in told
-
-
 async def test_a_mode_of_a_newer_agent_is_told_and_kept_and_no_other_rank_is_ordered_or_refused(service: Any) -> None:
     first, second = FakeRank(rank=0), FakeRank(rank=1)
     await start(service, first, second)

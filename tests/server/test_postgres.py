@@ -4,19 +4,17 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import text
-from tests.server.balancer import balancer
 from tests.server.postgresql import new_database
+from tests.server.senders import Sender
 
-from foreshock.contract.wire import Ack
 from foreshock.server.store.database import Store
 from foreshock.server.testing import FakeRank, LiveService
 
@@ -24,16 +22,9 @@ pytestmark = pytest.mark.servers
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    """Closes what a test opened."""
-    with ExitStack() as opened:
-        yield opened
-
-
-@pytest.fixture
 def postgres_for_replicas(postgres: str) -> str:
     """A database of its own."""
-    return asyncio.run(new_database(postgres, f"replicas_{uuid.uuid4().hex[:8]}"))
+    return asyncio.run(new_database(postgres))
 
 
 def test_the_whole_path_works_on_postgresql(postgres: str, player: Any) -> None:
@@ -58,73 +49,12 @@ def test_the_whole_path_works_on_postgresql(postgres: str, player: Any) -> None:
     asyncio.run(player(postgres, story, migrate=True))
 
 
-def test_two_replicas_share_one_database(postgres: str, player: Any) -> None:
-    ranks = [FakeRank(run="shared", rank=number) for number in range(8)]
-    batches = [batch for rank in ranks for batch in (rank.batch(rank.started()), rank.batch(rank.sample(1)))]
-
-    async def story(one: Any) -> None:
-        async def beside(two: Any) -> None:
-            answers = await asyncio.gather(*(service.post(b) for b in batches for service in (one, two)))
-            assert {answer.status_code for answer in answers} == {200}
-            stored = sum(service.app.state.counters.batches["stored"] for service in (one, two))
-            assert stored == len(batches)
-            order = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta"}
-            await one.client.post("/v1/runs/shared/commands", json=order)
-            [command] = (await two.store(ranks[0], ranks[0].sample(2))).commands
-            await one.store(ranks[0], ranks[0].answer(command, 3))
-            shown = await two.get(f"/v1/commands/{command.id}")
-            assert [(a["rank"], a["outcome"]) for a in shown["ranks"]] == [(0, "applied")]
-
-        await player(postgres, beside, migrate=True)
-
-    asyncio.run(player(postgres, story, migrate=True))
-
-
-class Sender:
-    """A rank that knows one address, and sends each batch until it is acknowledged, as the agent does."""
-
-    def __init__(self, url: str, rank: FakeRank) -> None:
-        self.url, self.rank = url, rank
-        self.acknowledged = 0
-        self.orders: dict[str, int] = {}
-        self.delivered_again = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._send, daemon=True)
-        self._thread.start()
-
-    def _send(self) -> None:
-        batch = self.rank.batch(self.rank.started())
-        while not self._stop.is_set():
-            try:
-                body, headers = batch.model_dump_json(), {"content-type": "application/json"}
-                answer = httpx.post(f"{self.url}/v1/batches", content=body, headers=headers, timeout=10.0)
-            except httpx.HTTPError:
-                time.sleep(0.05)
-                continue
-            if answer.status_code != 200:
-                continue
-            self.acknowledged = self.rank.sequence
-            step = self.rank.sequence
-            given = Ack.model_validate_json(answer.content).commands
-            new = [command for command in given if command.id not in self.orders]
-            self.delivered_again += len(given) - len(new)
-            self.orders |= {command.id: step for command in new}
-            sample = self.rank.sample(step, loss=float(step))
-            batch = self.rank.batch(sample, *(self.rank.answer(command, step) for command in new))
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-
-
 @pytest.mark.full
 @pytest.mark.promise("S1")
 @pytest.mark.promise("S11")
 def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_takes_a_command_once(
     postgres_for_replicas: str,
     tmp_path: Path,
-    stack: ExitStack,
     sizes: Any,
     record_property: Callable[[str, Any], None],
 ) -> None:
@@ -134,7 +64,12 @@ def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_tak
     for folder in folders:
         folder.mkdir()
     replicas = [LiveService(folder, environment).start() for folder in folders]
-    address = stack.enter_context(balancer(lambda: [replica.url for replica in replicas])).url
+    turns = count()
+
+    def address() -> str:
+        """As behind a load balancer: the replicas in turn, whether they live or not."""
+        return replicas[next(turns) % len(replicas)].url
+
     senders = [Sender(address, FakeRank(run="killed", rank=number)) for number in range(3)]
     when = random.Random(3)
     ordered: list[str] = []
@@ -153,7 +88,7 @@ def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_tak
             ordering.join(60)
             assert len(ordered) == turn + 1
         deadline = time.monotonic() + 60
-        with httpx.Client(base_url=address, timeout=30.0, trust_env=False) as client:
+        with httpx.Client(base_url=address(), timeout=30.0, trust_env=False) as client:
             while time.monotonic() < deadline:
                 states = {client.get(f"/v1/commands/{name}").json()["state"] for name in ordered}
                 if states == {"applied"}:
@@ -185,13 +120,13 @@ def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_tak
             replica.stop()
 
 
-def order(address: str, turn: int) -> str:
+def order(address: Callable[[], str], turn: int) -> str:
     """Order a switch until the order is acknowledged, whoever is killed meanwhile; the command's id."""
     body = {"who": "ann", "reason": "drift", "heads": [[0, turn % 3]], "mode": "exact_delta"}
     headers = {"idempotency-key": f"order-{turn}"}
     while True:
         try:
-            made = httpx.post(f"{address}/v1/runs/killed/commands", json=body, headers=headers, timeout=10.0)
+            made = httpx.post(f"{address()}/v1/runs/killed/commands", json=body, headers=headers, timeout=10.0)
         except httpx.HTTPError:
             time.sleep(0.05)
             continue

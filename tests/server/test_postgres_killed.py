@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 from tests.server.postgresql import PostgresServer, new_database
-from tests.server.test_postgres import MIGRATE, Sender, stored
+from tests.server.senders import Sender
+from tests.server.test_postgres import MIGRATE, stored
 
 from foreshock.server import readings
 from foreshock.server.store import retention as sweeping
@@ -38,7 +38,7 @@ def server() -> Iterator[PostgresServer]:
 @pytest.fixture
 def url(server: PostgresServer) -> str:
     """A database of its own."""
-    return asyncio.run(new_database(server.url, f"killed_{uuid.uuid4().hex[:8]}"))
+    return asyncio.run(new_database(server.url))
 
 
 @pytest.mark.full
@@ -48,7 +48,7 @@ def test_killed_under_ingest_nothing_acknowledged_is_lost_and_the_service_says_t
     kills, when = sizes("postgres_kills", quick=1, long=50), random.Random(23)
     environment = {"FORESHOCK_DATABASE_URL": url, "FORESHOCK_MIGRATE": "true"}
     with LiveService(tmp_path, environment) as service, service.client() as client:
-        senders = [Sender(service.url, FakeRank(run="killed", rank=number)) for number in range(3)]
+        senders = [Sender(lambda: service.url, FakeRank(run="killed", rank=number)) for number in range(3)]
         try:
             for _ in range(kills):
                 _until_each_has_sent_more(senders)

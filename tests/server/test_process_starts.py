@@ -1,13 +1,9 @@
 """Which process start of a rank is listened to, whatever the clocks of its nodes say and however its batches come."""
 
-import asyncio
 import time
-import uuid
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.server.postgresql import new_database
 
 from foreshock.contract.wire import AGE_HEADER
 from foreshock.server import recorder
@@ -29,20 +25,6 @@ class Clock:
         return time.time() + self.ahead
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
-def play_on_both(request: pytest.FixtureRequest, play: Any, player: Any) -> Callable[..., None]:
-    """Plays a story on a new store of either kind."""
-    if request.param == "sqlite":
-        return lambda story: play(story)
-    postgres = request.getfixturevalue("postgres")
-
-    async def on_postgres(story: Any) -> None:
-        url = await new_database(postgres, f"starts_{uuid.uuid4().hex[:8]}")
-        await player(url, story, migrate=True)
-
-    return lambda story: asyncio.run(on_postgres(story))
-
-
 async def losses(service: Any) -> tuple[list[int], list[float]]:
     [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"]
     return line["steps"], line["last"]
@@ -56,7 +38,7 @@ async def who_is_ordered(service: Any, *ranks: FakeRank) -> list[str]:
 
 
 @pytest.mark.promise("S11")
-def test_a_restart_on_a_node_whose_clock_is_behind_is_shown_and_gets_its_orders(play_on_both: Any) -> None:
+def test_a_restart_on_a_node_whose_clock_is_behind_is_shown_and_gets_its_orders(on_both: Any) -> None:
     async def story(service: Any) -> None:
         old, new = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
         await service.store(old, old.started(), *(old.sample(step, loss=1.0) for step in (10, 20, 30)), age=500)
@@ -67,13 +49,13 @@ def test_a_restart_on_a_node_whose_clock_is_behind_is_shown_and_gets_its_orders(
         assert (detail["last_step"], detail["policy"], detail["warnings"]) == (20, "observe", [])
         assert await who_is_ordered(service, old, new) == [BEHIND]
 
-    play_on_both(story)
+    on_both(story)
 
 
 @pytest.mark.promise("S11")
 @pytest.mark.parametrize("dead_first", [True, False])
 def test_what_a_successor_sends_from_a_spool_never_outranks_the_process_that_lives(
-    play_on_both: Any, dead_first: bool
+    on_both: Any, dead_first: bool
 ) -> None:
     """The dead one was never heard while it lived, and the clock of its node was ahead."""
 
@@ -93,7 +75,7 @@ def test_what_a_successor_sends_from_a_spool_never_outranks_the_process_that_liv
         assert await losses(service) == ([5, 20, 25], [3.0, 3.0, 3.0])
         assert await who_is_ordered(service, first, dead, living) == [BEHIND]
 
-    play_on_both(story)
+    on_both(story)
 
 
 @pytest.mark.parametrize("jump_seconds", [91 * 86400.0, -91 * 86400.0])
@@ -152,7 +134,7 @@ async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any, age
 
 
 @pytest.mark.promise("S16")
-def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(play_on_both: Any) -> None:
+def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(on_both: Any) -> None:
     async def story(service: Any) -> None:
         rank = FakeRank()
         assert not (await service.store(rank, rank.started(), age=1)).send_started
@@ -168,4 +150,4 @@ def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(p
         told = (await service.get("/v1/runs/run-1/events", kind="started"))["events"]
         assert len(told) == 1, "it is told once, however often it is said"
 
-    play_on_both(story)
+    on_both(story)

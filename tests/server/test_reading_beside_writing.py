@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 from tests.server.loopwatch import watched_loop
-from tests.server.postgresql import new_database
 
 from foreshock.server import drawing
 from foreshock.server.testing import FakeRank, LiveService
@@ -44,11 +43,7 @@ PART_HELD = 0.1
 
 
 @pytest.mark.full
-@pytest.mark.servers
-@pytest.mark.parametrize("store", ["SQLite", "PostgreSQL"])
-def test_large_answers_are_read_and_written_beside_the_event_loop(
-    tmp_path: Path, player: Any, store: str, request: pytest.FixtureRequest
-) -> None:
+def test_large_answers_are_read_and_written_beside_the_event_loop(on_both: Callable[..., None]) -> None:
     held: dict[str, float] = {}
 
     async def story(service: Any) -> None:
@@ -62,13 +57,7 @@ def test_large_answers_are_read_and_written_beside_the_event_loop(
             assert answer.status_code == 200
             held[path[:40]] = watch.part
 
-    async def look() -> None:
-        url = f"sqlite:///{tmp_path / 'foreshock'}.db"
-        if store == "PostgreSQL":
-            url = await new_database(request.getfixturevalue("postgres"), f"large_{uuid.uuid4().hex[:8]}")
-        await player(url, story, migrate=True)
-
-    asyncio.run(look())
+    on_both(story)
     assert max(held.values()) < PART_HELD, held
 
 

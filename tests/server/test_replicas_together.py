@@ -1,7 +1,6 @@
 """Several replicas on one PostgreSQL, everything at once: they wait for one another, and never deadlock."""
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -56,7 +55,7 @@ def test_the_ranks_of_a_job_that_starts_on_all_replicas_at_once_deadlock_nobody(
         assert len((await replicas[0].get("/v1/runs/job"))["warnings"]) == number
 
     async def look() -> None:
-        url = await new_database(postgres, f"at_once_{uuid.uuid4().hex[:8]}")
+        url = await new_database(postgres)
         await with_replicas(url, player, count, story, commit_batches=4)  # many small commits beside each other
         assert await deadlocks(url) == 0
 
@@ -117,7 +116,7 @@ def test_orders_answers_repeats_and_decisions_at_once_deadlock_nobody_and_no_two
         record_property("events numbered by two replicas", len(numbers))
 
     async def look() -> None:
-        url = await new_database(postgres, f"orders_{uuid.uuid4().hex[:8]}")
+        url = await new_database(postgres)
         await with_replicas(url, player, 2, story)
         assert await deadlocks(url) == 0
 
@@ -140,6 +139,6 @@ def test_orders_of_one_key_through_two_replicas_wait_for_the_run_and_are_one_ord
         assert len({answer.json()["id"] for answer in answers}) == 1
 
     async def look() -> None:
-        await with_replicas(await new_database(postgres, f"keys_{uuid.uuid4().hex[:8]}"), player, 2, story)
+        await with_replicas(await new_database(postgres), player, 2, story)
 
     asyncio.run(look())

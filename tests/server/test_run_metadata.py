@@ -1,39 +1,14 @@
 """What people say of a run, and its end: by scope and prefix, told to others, in the audit trail, on both stores."""
 
-import asyncio
-import uuid
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from sqlalchemy import func, select
-from tests.server.postgresql import new_database
 
 from foreshock.contract.wire import Finished
 from foreshock.server.store.schema import metadata, runs
 from foreshock.server.testing import FakeRank
-
-STORES = ("sqlite", pytest.param("postgresql", marks=pytest.mark.servers))
-
-
-@pytest.fixture(params=STORES)
-def live(request: pytest.FixtureRequest, tmp_path: Path, player: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Lets a story happen in a service on a new store of either kind."""
-
-    def run(story: Callable[[Any], Awaitable[None]], **settings: Any) -> None:
-        async def whole() -> None:
-            url = f"sqlite:///{tmp_path / 'store.db'}"
-            if request.param == "postgresql":
-                postgres = request.getfixturevalue("postgres")
-                url = await new_database(postgres, f"about_{uuid.uuid4().hex[:8]}")
-            await player(url, story, migrate=True, **settings)
-
-        if request.param == "postgresql":
-            request.getfixturevalue("postgres")  # it starts outside of the event loop
-        asyncio.run(whole())
-
-    return run
 
 
 async def trained(service: Any, run: str, ended: bool = False) -> FakeRank:
@@ -58,7 +33,7 @@ async def everything(service: Any) -> dict[str, int]:
 
 
 @pytest.mark.full
-def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stays(live: Callable[..., None]) -> None:
+def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stays(on_both: Callable[..., None]) -> None:
     async def story(service: Any) -> None:
         rank = await trained(service, "sweep/lr-6e-4/seed-11")
         await trained(service, "sweep/lr-3e-4/seed-12")
@@ -96,7 +71,7 @@ def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stays(live
         await service.store(rank, rank.sample(3))  # and the run goes on under its name
         assert (await service.get(f"/v1/runs/{rank.run}"))["last_step"] == 3
 
-    live(story)
+    on_both(story)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +98,7 @@ async def test_what_cannot_be_kept_is_refused_in_words(service: Any, said: dict[
     assert (await service.get("/v1/audit"))["rows"] == []
 
 
-def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_others_stay(live: Callable[..., None]) -> None:
+def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_others_stay(on_both: Callable[..., None]) -> None:
     async def story(service: Any) -> None:
         await trained(service, "stays")
         alone = await everything(service)
@@ -147,10 +122,10 @@ def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_others_sta
         again = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "once more"})
         assert again.status_code == 404
 
-    live(story)
+    on_both(story)
 
 
-def test_a_run_that_comes_after_a_deleted_one_is_never_taken_for_it(live: Callable[..., None]) -> None:
+def test_a_run_that_comes_after_a_deleted_one_is_never_taken_for_it(on_both: Callable[..., None]) -> None:
     """SQLite gives a new run the number of the newest one that was deleted."""
 
     async def story(service: Any) -> None:
@@ -162,10 +137,10 @@ def test_a_run_that_comes_after_a_deleted_one_is_never_taken_for_it(live: Callab
             order = {"who": "Ada", "reason": "a typing error"}
             assert (await service.client.delete(f"/v1/runs/{name}", params=order)).status_code == 204
 
-    live(story)
+    on_both(story)
 
 
-def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(live: Callable[..., None]) -> None:
+def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(on_both: Callable[..., None]) -> None:
     async def story(service: Any) -> None:
         rank = await trained(service, "trains")
         order = {"who": "Ada", "reason": "by mistake"}
@@ -179,4 +154,4 @@ def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(live: Call
         await service.store(rank, rank.sample(9))  # its training lived after all: it is there again, from here on
         assert (await service.get("/v1/runs/trains"))["last_step"] == 9
 
-    live(story)
+    on_both(story)

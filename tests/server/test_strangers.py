@@ -87,22 +87,23 @@ async def test_no_more_than_64_kib_of_a_strangers_body_is_read(service: Any, wit
     assert taken <= 65_536 + 2 * 4096
 
 
+async def attempt(service: Any, address: str, secret: str) -> httpx.Response:
+    """Log in from an address."""
+    body, headers = {"token": secret}, {"x-forwarded-for": address}
+    answer: httpx.Response = await service.client.post("/v1/login", json=body, headers=headers)
+    return answer
+
+
 @pytest.mark.promise("S7")
 @pytest.mark.settings(token=SECRET, trusted_proxies=("127.0.0.1",))
 async def test_guesses_of_one_address_are_limited_and_others_still_log_in(service: Any) -> None:
-    async def attempt(address: str, secret: str) -> httpx.Response:
-        answer: httpx.Response = await service.client.post(
-            "/v1/login", json={"token": secret}, headers={"x-forwarded-for": address}
-        )
-        return answer
-
-    answers = [await attempt("203.0.113.9", f"guess-{number}") for number in range(40)]
+    answers = [await attempt(service, "203.0.113.9", f"guess-{number}") for number in range(40)]
     assert [answer.status_code for answer in answers[:5]] == [401] * 5
     refused = [answer for answer in answers if answer.status_code == 429]
     assert len(refused) >= 25
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
-    assert (await attempt("203.0.113.9", SECRET)).status_code == 429  # a right one is not tried either
-    assert (await attempt("203.0.113.10", SECRET)).status_code == 200
+    assert (await attempt(service, "203.0.113.9", SECRET)).status_code == 429  # a right one is not tried either
+    assert (await attempt(service, "203.0.113.10", SECRET)).status_code == 200
 
 
 @pytest.mark.promise("S7")
@@ -110,17 +111,14 @@ async def test_guesses_of_one_address_are_limited_and_others_still_log_in(servic
 async def test_a_flood_of_guesses_locks_out_nobody_elsewhere_and_does_not_fill_the_log(service: Any) -> None:
     """The guesses come from many addresses, and from many of the one IPv6 network that a single host has."""
 
-    async def attempt(address: str, secret: str) -> int:
-        answer: httpx.Response = await service.client.post(
-            "/v1/login", json={"token": secret}, headers={"x-forwarded-for": address}
-        )
-        return answer.status_code
+    async def status(address: str, secret: str) -> int:
+        return (await attempt(service, address, secret)).status_code
 
     with capture_logs() as logged:
-        one_host = [await attempt(f"2001:db8:1:2:{number:x}::1", "guess") for number in range(40)]
-        flood = [await attempt(f"198.51.{number // 250}.{number % 250}", "guess") for number in range(600)]
+        one_host = [await status(f"2001:db8:1:2:{number:x}::1", "guess") for number in range(40)]
+        flood = [await status(f"198.51.{number // 250}.{number % 250}", "guess") for number in range(600)]
         people = [f"203.0.113.{number}" for number in range(100)] + ["2001:db8:1:3::1", "::ffff:203.0.113.200"]
-        answers = [await attempt(address, SECRET) for address in people]
+        answers = [await status(address, SECRET) for address in people]
     assert 10 <= one_host.count(401) <= 15
     assert set(flood) == {401}
     assert answers == [200] * 102

@@ -72,6 +72,9 @@ async def test_what_an_agent_switched_by_itself_can_be_undone_as_well(service: A
     await service.store(rank, local("applied"))
     [shown] = await commands_of(service)
     assert (shown["state"], shown["source"]) == ("applied", "rank")
+    assert (await service.store(rank, rank.sample(21))).commands == (), "nobody else holds the head"
+    told = [(row["actor"], row["action"]) for row in (await service.get("/v1/audit"))["rows"]]
+    assert ("rank 0", "local switch") in told
     assert (await service.client.post(f"/v1/commands/{shown['id']}/undo", json=WHO)).status_code == 201
     [sent] = (await service.store(rank, rank.sample(21))).commands
     assert (sent.mode, sent.expect, sent.heads) == ("plain", "exact_delta", ((0, 2),))
