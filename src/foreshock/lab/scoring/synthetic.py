@@ -7,15 +7,15 @@ shows of a failing head, and one of 0.15 what it shows of a healthy head late in
 Rules were tuned on seeds below 1000 and on families that say so; tables are made of seeds from 1000 on.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import to_json
 
 from foreshock.contract.slots import Floats
 from foreshock.contract.wire import Verdict
@@ -614,5 +614,5 @@ def score_synthetic(
     rows.append(supported_by_noise(144, runs or 200))
     on_row(rows[-1])
     if report is not None:
-        report.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        report.write_bytes(to_json(rows, indent=1) + b"\n")
     return rows

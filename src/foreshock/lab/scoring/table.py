@@ -1,6 +1,5 @@
 """`foreshock lab score`: what scores add up to, that is detection, lead and false alarms of every monitor."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_json
 
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.scoring.baselines import BASELINES
@@ -150,14 +150,5 @@ def lab_score(
         "forecasts": forecasts(scores),
     }
     if report is not None:
-        report.write_text(json.dumps(_plain(result), indent=1) + "\n")
+        report.write_bytes(to_json(result, indent=1, inf_nan_mode="strings") + b"\n")
     return scores, result
-
-
-def _plain(value: Any) -> Any:
-    """The same without what strict JSON lacks: a number that is not finite becomes its name."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
