@@ -78,6 +78,15 @@ def test_what_a_successor_sends_from_a_spool_never_outranks_the_process_that_liv
     on_both(story)
 
 
+async def test_a_process_that_speaks_for_itself_after_others_sent_its_spool_is_listened_to(service: Any) -> None:
+    old, new = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
+    await service.store(old, old.started(), old.sample(20, since=0), age=500)
+    await service.store(new, new.started(step=20), age=10, replayed=True)
+    assert await who_is_ordered(service, old) == [AHEAD]
+    await service.store(new, new.sample(30, since=20), age=11)
+    assert await who_is_ordered(service, old, new) == [BEHIND]
+
+
 @pytest.mark.parametrize("jump_seconds", [91 * 86400.0, -91 * 86400.0])
 async def test_a_service_whose_clock_jumped_for_a_moment_still_knows_who_came_last(
     service: Any, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
