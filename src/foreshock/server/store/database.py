@@ -196,6 +196,8 @@ _TURNS: Final = 2
 """Large reads at once that people ask for; each may hold a few hundred MiB, and takes a processor from who writes."""
 _WAITING: Final = 64
 """Reads of one caller that wait for a turn; beyond, the caller is asked to come back."""
+_WAITING_FOR_LITTLE: Final = 256
+"""The same of small reads: a page makes several for each run that it shows, and a team may share one token."""
 _CACHE_KIB: Final = 8192
 """Pages that a connection to SQLite keeps. Each keeps its own; the system's cache serves all of them."""
 _WAL_PAGES: Final = 4000
@@ -313,8 +315,8 @@ class Store:
         # The writer's connection is its own: readers, however many, never take it.
         self.writer = Executor("write", _engine(address, 1, write=True), 1)
         self.reader = Executor("read", _engine(address, _READS), _READS)
-        self.large, self.small = Turns(_TURNS, _WAITING), Turns(_TURNS, _WAITING)
-        """Turns at reading curves, matrices and missed events; and, since those take long, at lists and single runs."""
+        self.large, self.small = Turns(_TURNS, _WAITING), Turns(_TURNS, _WAITING_FOR_LITTLE)
+        """Turns at reading curves, matrices and missed events; and, since those take long, at all else."""
 
     async def read(self, read: Work[T]) -> T:
         """Read one consistent state, beside the event loop. Raises ClosingError when the service goes down."""
