@@ -92,8 +92,6 @@ class Row:
     """of these runs, as rounding"""
     median_lead: float | None = None
     least_lead: float | None = None
-    rounding_lead: float | None = None
-    """median"""
     false_heads: int = 0
     """heads warned about that do not fail"""
     most_in_a_stretch: int = 0
@@ -178,7 +176,6 @@ def score_family(family: Family, first_seed: int = SCORING_SEED, runs: int | Non
         )
         row.warned, row.as_rounding = sum(x > 0 for x in leads), sum(x > 0 for x in rounding)
         row.median_lead, row.least_lead = float(np.median(leads)), float(min(leads))
-        row.rounding_lead = float(np.median(rounding))
     else:
         row.warned = sum(each.heads_warned > 0 for each in found)
         row.as_rounding = sum(each.rounding_heads > 0 for each in found)
