@@ -1,0 +1,280 @@
+"""A training whose scores explode, for tests: python -P fallen_run.py TRAINER FOLDER RUN [LINE ...].
+
+Without lines it saves a checkpoint every 20 steps, and kills itself once it has exploded and the service knows. With
+the lines of a resume plan it trains on by them, word for word. FORESHOCK_URL names the service. What came of it is in
+FOLDER/end.json.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.utils.data
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
+
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.monitor import titan_shape
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from foreshock.callbacks import AccelerateTracker, LightningCallback, TransformersCallback, watch_torchtitan
+from foreshock.client import Service
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.lab.training.model import GPT, ModelConfig
+from foreshock.monitor import Agent
+
+RATE, WARM_UP, ROWS, CONTEXT = 0.064, 100, 8, 32
+EXPLODED, END, EVERY = 200, 300, 20
+
+
+class Patient(nn.Module):
+    """Two layers without biases: the scores pass 512 within 160 steps, and the loss stays up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        sizes: dict[str, Any] = {"layers": 2, "heads": 2, "width": 32, "context": CONTEXT}
+        self.gpt = GPT(ModelConfig(**sizes, qkv_bias=False, attention_dtype="float32"))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+        return {"loss": self.gpt(tokens, targets)}
+
+
+def rate_at(step: int) -> float:
+    """The share of the rate in the step after `step`."""
+    return min(1.0, (step + 1) / WARM_UP)
+
+
+def trained_by(model: nn.Module) -> tuple[torch.optim.AdamW, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate_at)
+
+
+class Slices(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Bytes of a module of the standard library, from places that depend on the number alone."""
+
+    def __init__(self) -> None:
+        self.text = torch.tensor(list(Path(random.__file__).read_bytes()))
+
+    def __len__(self) -> int:
+        return END * ROWS
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        start = int(torch.randint(len(self.text) - CONTEXT - 1, (), generator=torch.Generator().manual_seed(number)))
+        piece = self.text[start : start + CONTEXT + 1]
+        return {"tokens": piece[:-1], "targets": piece[1:]}
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """What step `step` reads, from 0."""
+        rows = [self[step * ROWS + row] for row in range(ROWS)]
+        return {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "targets")}
+
+
+class Watch:
+    """Follows an agent, ends the run that fails, and says what came of it."""
+
+    def __init__(self, folder: Path, run: str, *, fails: bool) -> None:
+        self.folder, self.run, self.fails = folder, run, fails
+        self.samples: list[wire.Sample] = []
+        self.following: Agent | None = None
+
+    def step(self, agent: Agent | None) -> None:
+        """A step is done."""
+        assert agent is not None
+        if self.following is None:
+            self.following = agent
+            agent.subscribe(lambda event: self.samples.append(event) if isinstance(event, wire.Sample) else None)
+        if self.fails and agent.current_step >= EXPLODED:
+            self._die()
+
+    def write(self) -> None:
+        """Between what steps it trained, and the loss and the largest |score| of the last 50 of them."""
+        last = [sample for sample in self.samples if sample.step > self.samples[-1].step - 50]
+        found = {
+            "first": self.samples[0].since_step,
+            "last": self.samples[-1].step,
+            "loss": sum(sample.loss or 0.0 for sample in last) / len(last),
+            "score": max(float(slot_values(w, Slot.ROW_MAX_ABS).max()) for s in last if (w := s.words()) is not None),
+        }
+        (self.folder / "end.json").write_text(json.dumps(found))
+
+    def _die(self) -> None:
+        self.write()
+        with Service(os.environ["FORESHOCK_URL"]) as service:
+            for _ in range(600):
+                if any(one["severity"] == "critical" for one in service.incidents(self.run)):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(0.1)
+        raise TimeoutError("the service knows of no explosion")
+
+
+class Plan:
+    """The lines of a resume plan: the one that attaches, and the others; as a program would hold them."""
+
+    def __init__(self, lines: list[str], attaches: str) -> None:
+        calls = [line for line in lines if line.startswith(attaches.partition("(")[0])]
+        self.attach = calls[0] if calls else attaches
+        self.others = [line for line in lines if line not in calls]
+        self.fails = not lines
+
+    def load(self, otherwise: str, **names: Any) -> None:
+        """Run the other lines, or train from the beginning."""
+        for line in self.others or [otherwise]:
+            exec(line, dict(names))
+
+
+def transformers(folder: Path, run: str, lines: list[str]) -> None:
+    plan = Plan(lines, f'TransformersCallback(run="{run}")')
+    callback: Any = eval(plan.attach, {"TransformersCallback": TransformersCallback})
+    watch = Watch(folder, run, fails=plan.fails)
+
+    class Follow(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            watch.step(callback.agent)
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=END,
+        per_device_train_batch_size=ROWS,
+        save_steps=EVERY,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    model = Patient()
+    given: Any = {"train_dataset": Slices(), "callbacks": [callback, Follow()], "optimizers": trained_by(model)}
+    plan.load("trainer.train()", trainer=Trainer(model, arguments, **given))
+    watch.write()
+
+
+def lightning(folder: Path, run: str, lines: list[str]) -> None:
+    plan = Plan(lines, f'LightningCallback(run="{run}")')
+    callback: Any = eval(plan.attach, {"LightningCallback": LightningCallback})
+    watch = Watch(folder, run, fails=plan.fails)
+
+    class Module(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.patient = Patient()
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return self.patient(**batch)["loss"]  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Any:
+            optimizer, schedule = trained_by(self.patient)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Slices(), batch_size=ROWS)
+
+    class Follow(Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, *args: Any) -> None:
+            watch.step(callback.agent)
+
+    trainer = LightningTrainer(
+        max_steps=END,
+        gradient_clip_val=1.0,
+        callbacks=[callback, Follow(), ModelCheckpoint(dirpath=folder, every_n_train_steps=EVERY, save_top_k=-1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    plan.load("trainer.fit(model)", trainer=trainer, model=Module())
+    watch.write()
+
+
+def accelerate(folder: Path, run: str, lines: list[str]) -> None:
+    plan = Plan(lines, f'AccelerateTracker(model, run="{run}")')
+    model, watch = Patient(), Watch(folder, run, fails=plan.fails)
+    tracker: Any = eval(plan.attach, {"AccelerateTracker": AccelerateTracker, "model": model})
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(log_with=tracker, cpu=True, project_config=project)
+    tracker.checkpoint_with(accelerator)
+    prepared, optimizer, schedule = accelerator.prepare(model, *trained_by(model))
+    accelerator.init_trackers("test")
+    plan.load("", accelerator=accelerator)
+    data = Slices()
+    for step in range(tracker.agent.current_step, END):
+        loss = prepared(**data.batch(step))["loss"]
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss}, step=step + 1)
+        if plan.fails and (step + 1) % EVERY == 0:
+            accelerator.save_state()
+        watch.step(tracker.agent)
+    accelerator.end_training()
+    watch.write()
+
+
+class TitanShaped(titan_shape.Trainer):
+    """The same in the shape of torchtitan's Trainer, with the field of its settings that says what it loads."""
+
+    def __init__(self, folder: Path, load_step: int) -> None:
+        super().__init__(END, folder, interval=EVERY)
+        self.model_parts = [Patient()]
+        self.optimizers = titan_shape.OptimizersContainer(self.model_parts)
+        optimizer, self.schedule = trained_by(self.model_parts[0])
+        self.optimizers.optimizers = [optimizer]
+        self.data, self.config.checkpoint = Slices(), SimpleNamespace(load_step=load_step)
+        self.after: Callable[[], None] = lambda: None
+
+    def forward_backward_step(self, *, input_dict: dict[str, Tensor], labels: Tensor) -> Tensor:
+        loss: Tensor = self.model_parts[0](input_dict["input"], labels)["loss"]
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def train_step(self) -> None:
+        for group in self.optimizers.optimizers[0].param_groups:
+            group["lr"] = RATE * rate_at(self.step - 1)
+        self.optimizers.zero_grad()
+        batch = self.data.batch(self.step - 1)
+        self.forward_backward_step(input_dict={"input": batch["tokens"]}, labels=batch["targets"])
+        torch.nn.utils.clip_grad_norm_(self.model_parts[0].parameters(), 1.0)
+        self.optimizers.step()
+        self.after()
+
+
+def torchtitan(folder: Path, run: str, lines: list[str]) -> None:
+    plan = Plan(lines, f'watch_torchtitan(trainer, run="{run}")')
+    load_step = -1
+    for option in plan.others:
+        name, value = option.split()
+        assert name == "--checkpoint.load_step"
+        load_step = int(value)
+    trainer, watch = TitanShaped(folder, load_step), Watch(folder, run, fails=plan.fails)
+    agent: Agent = eval(plan.attach, {"watch_torchtitan": watch_torchtitan, "trainer": trainer})
+    trainer.after = lambda: watch.step(agent)
+    trainer.train()
+    trainer.close()
+    watch.write()
+
+
+def main() -> None:
+    """What torch computes with one thread is the same beside other work."""
+    torch.set_num_threads(1)
+    trainer, folder, run, *lines = sys.argv[1:]
+    globals()[trainer](Path(folder), run, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""A run that exploded and was killed trains on from the printed plan and stays healthy, under each trainer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.typed import foreshock
+from tests.e2e.fallen_run import END
+
+from foreshock.server.testing import LiveService
+
+PROGRAM = Path(__file__).with_name("fallen_run.py")
+
+
+def trained(trainer: str, folder: Path, url: str, *lines: str) -> tuple[int, dict[str, Any]]:
+    """The exit status of a training that samples every fifth step, and what came of it."""
+    settings = {"FORESHOCK_URL": url, "FORESHOCK_SAMPLE_EVERY_STEPS": "5", "FORESHOCK_SAMPLE_EVERY_SECONDS": "0"}
+    alone = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-P", str(PROGRAM), trainer, str(folder), "fell", *lines],
+        env=os.environ | settings | alone,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-5000:]
+    return done.returncode, json.loads((folder / "end.json").read_text())
+
+
+@pytest.mark.full
+@pytest.mark.promise("A32")
+@pytest.mark.parametrize("trainer", ["transformers", "lightning", "accelerate", "torchtitan"])
+def test_a_run_that_exploded_and_was_killed_trains_on_by_the_printed_lines_and_stays_healthy(
+    trainer: str, tmp_path: Path
+) -> None:
+    (folder := tmp_path / "out").mkdir()
+    with LiveService(tmp_path) as service:
+        killed, fallen = trained(trainer, folder, service.url)
+        assert killed == -signal.SIGKILL
+        assert fallen["score"] > 512
+        plan = json.loads(foreshock("resume-plan", "fell", "--json", "--url", service.url).output)
+        taken = plan["checkpoint"]
+        assert (taken["label"], taken["pinned"], taken["trainer"]) == ("clean", True, trainer)
+        assert "clean" not in {one["label"] for one in plan["checkpoints"] if one["step"] > taken["step"]}
+        assert any(one["requested"] for one in plan["checkpoints"])
+        ended, resumed = trained(trainer, folder, service.url, *plan["commands"])
+        incidents = json.loads(foreshock("incidents", "fell", "--json", "--url", service.url).output)
+    assert (ended, resumed["first"], resumed["last"]) == (0, taken["step"], END)
+    assert resumed["score"] < 512
+    assert resumed["loss"] < fallen["loss"] - 0.1
+    assert [one["sentence"] for one in incidents if one["state"] != "closed" and one["severity"] == "critical"] == []
