@@ -10,9 +10,9 @@ from types import ModuleType
 
 import foreshock.contract
 
-SLOTS = """    MASS_SUM = 21
-    LOOKED_AT_ROWS = 22
-    DEPTH_MAX = 23
+SLOTS = """    MASS_SUM = 23
+    LOOKED_AT_ROWS = 24
+    DEPTH_MAX = 25
 """
 INFO = """    Slot.MASS_SUM: SlotInfo("float64", "sum", 0, "A sum."),
     Slot.LOOKED_AT_ROWS: SlotInfo("int64", "sum", 0, "A count."),
@@ -27,7 +27,7 @@ def _install() -> None:
     assert found is not None
     assert found.origin is not None
     text = Path(found.origin).read_text("utf-8")
-    last = "    OUTPUT_ERROR_MAX = 20\n"
+    last = "    GRADIENT_ERROR_MAX = 22\n"
     described = "the inputs are finite and the model's attention output is not.\"\n    ),\n"
     assert text.count(last) == text.count(described) == 1, "the last slot is another by now: append after that"
     module = ModuleType(name)

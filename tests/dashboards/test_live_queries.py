@@ -71,7 +71,7 @@ class Training(threading.Thread):
         names = ("query_norm", "key_norm", "query_key_norm", "clip_factor", "clipped_steps")
         words = self.rank.words(step)
         words[:, [Slot.ENTROPY_ROWS, Slot.CHECKED_ROWS]] = 10
-        words.view(np.float64)[:, [Slot.ENTROPY_SUM, Slot.OUTPUT_ERROR_MAX]] = 30.0
+        words.view(np.float64)[:, [Slot.ENTROPY_SUM, Slot.OUTPUT_ERROR_MAX, Slot.GRADIENT_ERROR_MAX]] = 30.0
         measured = sample.model_copy(update={"states": Array.of(words)} | dict.fromkeys(names, norms))
         clipped = Clipped(
             id=f"clip-{step}",

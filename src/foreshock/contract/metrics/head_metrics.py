@@ -208,6 +208,17 @@ HEAD_METRICS: Final = (
         levels=Levels(alarm=1.0),
     ),
     Metric(
+        key="head.gradient_error",
+        title="Gradient error",
+        help="Largest distance of a row of the queries' gradient from its recomputation; 1 is what rounding explains.",
+        bad="Above 1: the row is wrong.",
+        board="heads",
+        labels=HEAD_LABELS,
+        head=value(Slot.GRADIENT_ERROR_MAX),
+        scale="symlog",
+        levels=Levels(alarm=1.0),
+    ),
+    Metric(
         key="head.query_norm",
         title="Spectral norm of W_Q",
         help="Largest singular value of a head's query projection.",

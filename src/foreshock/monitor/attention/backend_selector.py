@@ -18,6 +18,9 @@ from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.sampling.stride import passes
 
+GRADIENTS_EVERY: Final = 16
+"""One measured step in so many compares rows of gradients: some 50 small operations a layer."""
+
 
 class BackendSelector:
     """Selects what serves each layer, its own attention or our kernels, and plans which steps are measured.
@@ -31,7 +34,7 @@ class BackendSelector:
         self.layers: Final = tuple(layers)
         self._every_steps = settings.sample_every_steps
         self._sampling = Sampling(settings.probe_rows, settings.sample_every_steps, strict=settings.strict)
-        self._measured = 0
+        self._measured = self._samples = 0
         self._kernels: Final = settings.attention == "kernels"
         self._mitigation: Final = settings.mitigation
         self._waits_since: int | None = None
@@ -61,10 +64,12 @@ class BackendSelector:
             self.faults["probe"] = 1
         if self._sampling.due:
             self._measured = step
+            self._samples += 1
         # The step that a sample ends with; where numbers jump over it unforeseen, the next one after as many steps.
         due = passes(step, next_step, self._every_steps) or next_step - self._measured >= self._every_steps
         due = due or step < watch_until
         self._sampling.due = due and not self._sampling.fault
+        self._sampling.gradients = self._samples % GRADIENTS_EVERY == 0
         self._name_what_a_captured_step_hides(step)
 
     @property

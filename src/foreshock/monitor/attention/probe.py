@@ -20,6 +20,7 @@ from torch import Tensor
 
 from foreshock.kernels.flash_attention import AttentionSpec
 from foreshock.kernels.flash_attention.spec import CausalAlignment, Numerics, Rounds, constants, spec_of
+from foreshock.monitor.attention.gradient_rows import GradientCheck
 from foreshock.monitor.attention.probed_rows import (
     Call,
     ScoreMod,
@@ -46,6 +47,8 @@ class Sampling:
     """Steps from one that is measured to the next. A step that is captured in a CUDA graph measures this many times
     fewer rows, since each of its replays is measured."""
     due: bool = True
+    gradients: bool = True
+    """Rows of the gradient of queries are compared in the running step, if it is measured."""
     in_full: bool = False
     """The scores of all rows of the running step are computed, for the largest of each head."""
     captured: bool = False
@@ -162,8 +165,23 @@ def probe(
     scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
     options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics, rounds=rounds))
     given = _apart(out, query, key, value, mask, *(cu_seqlens or (None, None)))
-    arguments = (*given, state, tick, largest, options, score_mod)
+    check = None if score_mod is not None else _check_of_gradients(out, query, state, sampling)
+    arguments = (*given, state, tick, largest, options, score_mod, check)
     return cast(Tensor, _writable(_Probed.apply(*arguments)))  # type: ignore[no-untyped-call]
+
+
+def _check_of_gradients(out: Tensor, query: Tensor, state: Tensor, key: str) -> GradientCheck | None:
+    """What compares the gradient of `query` in the backward of PyTorch's attention that gave `out`, where this step
+    does so. The node of autograd shows the gradient of this one call, whatever else reads the tensor."""
+    sampling = None if torch.compiler.is_compiling() else _samplings.get(key)
+    if sampling is None or not (sampling.due and sampling.gradients) or _capturing(query) or query.dim() != 4:
+        return None
+    node = out.grad_fn
+    if node is None or not node.name().startswith("ScaledDotProduct"):
+        return None
+    check = GradientCheck(state)
+    node.register_hook(check.hook)
+    return check
 
 
 def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -211,10 +229,11 @@ class _Probed(torch.autograd.Function):
         largest: Tensor | None,
         options: tuple[str, AttentionSpec],
         score_mod: ScoreMod | None,
+        check: GradientCheck | None,
     ) -> Tensor:
         ctx.save_for_backward(out, query, key, value, mask, cu_queries, cu_keys)
         ctx.state, ctx.tick, ctx.options = state, tick, options
-        ctx.score_mod, ctx.largest = score_mod, largest
+        ctx.score_mod, ctx.largest, ctx.check = score_mod, largest, check
         return out.view_as(out)
 
     @staticmethod
@@ -223,7 +242,7 @@ class _Probed(torch.autograd.Function):
         if saved is not None:
             with torch.no_grad():  # a backward that is differentiated itself differentiates the identity alone
                 if _is_quiet(ctx, saved):
-                    return grad_out, *[None] * 11
+                    return grad_out, *[None] * 12
                 run: Any = _operator
                 scores: list[Tensor] = []
                 if ctx.score_mod is not None and torch.compiler.is_compiling():
@@ -232,9 +251,11 @@ class _Probed(torch.autograd.Function):
                     run = partial(probe_rows, score_mod=ctx.score_mod)
                 key, spec = ctx.options
                 run(grad_out, *saved, ctx.state, ctx.tick, ctx.largest, key, spec.text, scores)
+                if ctx.check is not None:
+                    _expect_gradients(ctx.check, Call(grad_out, *saved), ctx.tick, ctx.options)
         elif ctx.largest is not None:
             ctx.largest.fill_(math.inf)
-        return grad_out, *[None] * 11
+        return grad_out, *[None] * 12
 
 
 def _is_quiet(ctx: Any, saved: Sequence[Tensor]) -> bool:
@@ -248,6 +269,26 @@ def _is_quiet(ctx: Any, saved: Sequence[Tensor]) -> bool:
     if not sampling.fault:
         sampling.outputs.add(ctx.state, saved[0])
     return True
+
+
+def _expect_gradients(check: GradientCheck, call: Call, tick: Tensor, options: tuple[str, AttentionSpec]) -> None:
+    key, spec = options
+    sampling = _samplings.get(key)
+    if sampling is None or sampling.fault:
+        return
+    try:
+        with torch.autocast(call.query.device.type, enabled=False):
+            check.expect(call.batched().rounded(spec.numerics), tick, spec)
+    except Exception as error:
+        _end_with(error, sampling)
+
+
+def _end_with(error: Exception, sampling: Sampling) -> None:
+    """The agent measures nothing any more, unless its faults are to be raised."""
+    if sampling.strict:
+        raise error
+    sampling.fault = f"{type(error).__name__}: {str(error)[:300]}"
+    logger.warning("foreshock: the probe is off from now on; training continues: %s", sampling.fault)
 
 
 def _scores_in_the_graph(call: Call, ctx: Any) -> list[Tensor]:
@@ -337,10 +378,7 @@ def probe_rows(
     except Exception as error:
         if largest is not None:
             largest.fill_(math.inf)
-        if sampling.strict:
-            raise
-        sampling.fault = f"{type(error).__name__}: {str(error)[:300]}"
-        logger.warning("foreshock: the probe is off from now on; training continues: %s", sampling.fault)
+        _end_with(error, sampling)
 
 
 def _capturing(query: Tensor) -> bool:

@@ -133,10 +133,11 @@ class Levels:
         """Layers whose own attention computes wrong rows, each by its worst head."""
         wrong, checked = slot_values(words, Slot.WRONG_ROWS), slot_values(words, Slot.CHECKED_ROWS)
         error = slot_values(words, Slot.OUTPUT_ERROR_MAX)
+        gradients = slot_values(words, Slot.WRONG_GRADIENT_ROWS)
         by_layer: dict[int, list[int]] = {}
         for row in np.flatnonzero((wrong > 0) & (checked > 0)).tolist():
             by_layer.setdefault(self._heads[row][0], []).append(row)
-        found: list[Passed] = []
+        found = self._wrong_gradients(gradients, slot_values(words, Slot.GRADIENT_ERROR_MAX), set(by_layer))
         for layer, rows in by_layer.items():
             rows.sort(key=lambda row: -wrong[row] / checked[row])
             worst, of = rows[0], sum(head[0] == layer for head in self._heads)
@@ -150,6 +151,27 @@ class Levels:
             share, bounded = float(wrong[worst] / checked[worst]), min(size, float(np.finfo(np.float64).max))
             seen = {"wrong_share": share, "output_error": bounded, "heads": float(len(rows))}
             found.append(Passed(f"kernel-l{layer}", seen, text, self._heads[worst]))
+        return found
+
+    def _wrong_gradients(self, wrong: Floats, error: Floats, named: Collection[int]) -> list[Passed]:
+        """Layers whose output is right and whose gradient is not, each by its worst head. named: those that have a
+        finding."""
+        by_layer: dict[int, list[int]] = {}
+        for row in np.argsort(-wrong).tolist():
+            layer = self._heads[row][0]
+            if wrong[row] > 0 and layer not in named:
+                by_layer.setdefault(layer, []).append(row)
+        found = []
+        for layer, rows in by_layer.items():
+            size, worst, count = float(error[rows].max()), self._heads[rows[0]], wrong[rows[0]]
+            text = (
+                f"Layer {layer} head {worst[1]}: {count:.0f} of the compared rows of its queries' gradient are "
+                f"wrong, up to {size:.3g} times as far from their recomputation as rounding explains. Heads with such "
+                f"rows: {len(rows)}.{self._computed_by(layer)}"
+            )
+            bounded = min(size, float(np.finfo(np.float64).max))
+            seen = {"gradient_error": bounded, "heads": float(len(rows))}
+            found.append(Passed(f"kernel-l{layer}", seen, text, worst))
         return found
 
     def _words(self, name: str, values: Floats, heads: list[int]) -> str:
