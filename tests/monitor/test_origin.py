@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreshock.monitor.detect.non_finite import place_of
+from foreshock.monitor.detect.non_finite import NonFiniteTracker, Origin, place_of
 
 LAYERS, HEADS = 4, 3
 REFS = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
@@ -54,3 +54,17 @@ def test_one_broken_projection_names_its_head() -> None:
     by_input = np.array([8.0 if ref == (2, 1) or ref[0] > 2 else 0.0 for ref in REFS])
     said = place_of(REFS, np.full(len(REFS), 8.0), by_input, np.zeros(len(REFS)))
     assert said.endswith("between the attention of layer 1 and the inputs of layer 2 head 1")
+
+
+@pytest.mark.parametrize("length", [10, 200, 400])
+def test_long_names_leave_out_whole_sentences_and_no_place(length: int) -> None:
+    names = (
+        f"1 of 9 gradients is not finite: the last one is that of {'deep.' * (length // 5)}weight. Nor is its weight."
+    )
+    found = Origin(3, "first in the forward, between layer 1 and layer 2", 0, "6 of 72 rows see no key.", names)
+    said = NonFiniteTracker(harm="weights", origin=found).sentence(5, len(REFS))
+    assert len(said) <= 500
+    assert said.startswith("Numbers are not finite since step 3, first in the forward, between layer 1 and layer 2. ")
+    assert "6 of 72 rows see no key." in said
+    assert ("deep." in said) == (length < 400)
+    assert said.endswith(".")

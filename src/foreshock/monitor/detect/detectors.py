@@ -154,7 +154,7 @@ class Detectors:
             layer, head = self.heads[index] if index != RUN else (None, None)
             made = verdict(one, step=step, layer=layer, head=head, before=before.verdict if before else None)
             if index == RUN:
-                said = self.run.non_finite.sentence(step, len(self.heads))[:500]
+                said = self.run.non_finite.sentence(step, len(self.heads))
                 made = made.model_copy(update={"sentence": said})
             elif before and before.tripped_step < step:
                 since = f" No condition of a warning has been met since step {before.tripped_step:,}."

@@ -1,6 +1,7 @@
 """Numbers that are not finite: since when, where they were born, and what is harmed. What to do is the incident's."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Self
@@ -30,6 +31,8 @@ _UNMEASURED: Final = "but no row of attention was measured (agent.report() says 
 FIRST_UPDATE: Final = "first in the update of this step, or in the weights that were loaded: its loss is finite"
 
 _BEHIND: Final = "in the loss, the output head or the last block"
+_LONGEST: Final = 500
+"""Characters of a sentence on the wire; of names that are longer whole sentences are left out."""
 _NAMED: Final = 3
 """Heads that a place names one by one."""
 
@@ -201,7 +204,11 @@ class NonFiniteTracker:
             what = f"Numbers are not finite since step {found.step}{place}."
             finite_loss = found.place == FIRST_UPDATE or found.place.startswith("first in the backward")
             then = "" if self.seen_finite or finite_loss else _FROM_THE_START
-        return " ".join(filter(None, (what, extent, found.parameters, found.empty, then)))
+        said: list[str] = []
+        for each in re.split(r"(?<=\.) ", " ".join(filter(None, (what, extent, found.parameters, found.empty, then)))):
+            if len(" ".join((*said, each))) <= _LONGEST:
+                said.append(each)
+        return " ".join(said)
 
 
 def place_of(heads: Sequence[HeadRef], broken: Floats, by_input: Floats, by_output: Floats) -> str:
