@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
-from foreshock.dashboards.generate import GENERATED, check, files, generate
-from foreshock.dashboards.rules import Links
+from foreshock.dashboards.generate import GENERATED, check, generate
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -24,8 +21,3 @@ def test_check_finds_what_was_edited_what_is_missing_and_what_is_left_over(tmp_p
     (tmp_path / missing).unlink()
     (tmp_path / left).write_text("{}")
     assert check(tmp_path) == sorted([edited, missing, left])
-
-
-@pytest.mark.parametrize("path", files(Links()), ids=str)
-def test_a_generated_file_says_so(path: Path) -> None:
-    assert "Generated from contract/metrics by `foreshock dashboards generate`" in (REPOSITORY / path).read_text()

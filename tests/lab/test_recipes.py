@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from tests.lab.tiny_recipes import tiny
 
 from foreshock.contract import wire
-from foreshock.contract.modes import MODES
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.texts import FOLDER_VOCABULARY, Corpus, standard_library
 from foreshock.lab.training.model import GPT, ModelConfig
-from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe, read_recipes
 from foreshock.lab.training.run import Training
-from foreshock.lab.training.variant import CONTROL, UNTREATED, VARIANTS, Variant, find_variant
+from foreshock.lab.training.variant import UNTREATED, VARIANTS, Variant, find_variant
 
 SHAPE = ModelConfig(layers=2, heads=4, width=32, context=16)
 KEY_BIAS = find_recipe("key-bias")
@@ -182,17 +180,6 @@ def test_a_header_tells_what_a_run_is_and_what_it_switches_to_only_where_it_may_
     assert (rescued["policy"], rescued["mitigation"]) == ("auto", "paper_softmax")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_an_arm_changes_of_a_recipe_what_it_names_and_nothing_else(name: str) -> None:
-    recipe = RECIPES[name]
-    for variant in (UNTREATED, CONTROL, *(find_variant(mode.name.replace("_", "-")) for mode in MODES)):
-        made = recipe.under(variant)
-        assert isinstance(made, Recipe)
-        assert replace(made, model=recipe.model) == recipe
-        wide: Literal["bfloat16", "float32"] = "float32" if variant is CONTROL else "bfloat16"
-        assert made.model == replace(recipe.model, attention_dtype=wide)
-
-
 def test_the_settings_are_those_of_the_paper_and_of_its_authors_program() -> None:
     paper = find_recipe("paper-gpt2")
     assert paper.batch * paper.model.context == 524_288
@@ -204,14 +191,6 @@ def test_the_settings_are_those_of_the_paper_and_of_its_authors_program() -> Non
     with torch.device("meta"):
         weights = sum(weight.numel() for weight in GPT(paper.model).parameters())
     assert weights == 50_304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 2 * 768) + 768
-
-
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_any_usual_number_of_gpus_shares_a_batch_out_in_parts_of_at_most_32(world: int) -> None:
-    for recipe in (each for each in RECIPES.values() if each.name.startswith("paper-gpt2")):
-        rows, at_once = Ranks(0, world).rows(recipe.batch, recipe.micro_batch)
-        assert (rows.stop - rows.start) * world == recipe.batch
-        assert at_once == min(32, recipe.batch // world)
 
 
 def test_qk_clip_holds_the_scores_of_a_run_of_the_laboratory(corpus: Corpus) -> None:
