@@ -103,9 +103,8 @@ RUN_METRICS: Final = (
                 severity="critical",
                 summary="Run {{ $labels.run }}: the loss is not finite",
                 description="The raw loss of the last sample is NaN or infinite.",
-                action="Stop the run and resume from a checkpoint before the first warning. If its cause was rounding, "
-                "resume with every head switched. Otherwise leave out the batches that led here, or lower the "
-                "learning rate.",
+                action="Read the incident on the run's page, or run `foreshock incidents RUN`: it names the place where the "
+                "first such value appeared. Stop the run, unless the incident says that the weights are finite.",
             ),
             Alert(
                 name="ForeshockLossJumped",
