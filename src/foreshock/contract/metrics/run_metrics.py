@@ -103,8 +103,9 @@ RUN_METRICS: Final = (
                 severity="critical",
                 summary="Run {{ $labels.run }}: the loss is not finite",
                 description="The raw loss of the last sample is NaN or infinite.",
-                action="Read the incident on the run's page, or run `foreshock incidents RUN`: it names the place where the "
-                "first such value appeared. Stop the run, unless the incident says that the weights are finite.",
+                action="Read the incident on the run's page, or run `foreshock incidents RUN`: it names the place "
+                "where the first such value appeared. Stop the run, unless the incident says that the weights are "
+                "finite.",
             ),
             Alert(
                 name="ForeshockLossJumped",
