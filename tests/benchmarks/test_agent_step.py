@@ -47,3 +47,8 @@ def test_an_arm_that_refuses_is_left_out_and_says_so(capsys: pytest.CaptureFixtu
 def test_an_arm_that_does_not_exist_is_refused_with_those_that_do() -> None:
     with pytest.raises(ValueError, match="variant 'none' does not exist; allowed are kernels, kernels_agent"):
         main(variants=["keep_agent", "none"])
+
+
+def test_the_kernels_that_a_variant_adds_are_listed_by_what_they_add() -> None:
+    found = {"gemm": 30.0, "row_statistics_kernel": 0.2, "reduce": 0.4, "copy": 0.0001}
+    assert agent_step._added(found, {"gemm": 30.1, "reduce": 0.1}) == {"reduce": 0.3, "row_statistics_kernel": 0.2}

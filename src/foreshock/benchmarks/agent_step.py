@@ -10,7 +10,8 @@ A fifth, if it is asked for, is what PyTorch has for finding where a NaN was bor
 - anomaly: `torch.autograd.set_detect_anomaly(True)` over the fastest of PyTorch's backends, without any of us.
 A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is at
 least as long as the time between two samples, so that each holds one. The mean over all blocks, with the spectral norms
-of every hundredth step, stands beside it.
+of every hundredth step, stands beside it. After the rounds a block of each is profiled: which kernels ran, and which
+take longer than without foreshock (`added_kernel_times`), so that a cost on the GPU has a name.
 """
 
 import copy
@@ -49,6 +50,18 @@ from foreshock.monitor import Agent, attach
 FAST_BACKENDS: Final = ("flash", "cudnn", "efficient")
 WATCHED: Final = ("kernels", "kernels_agent", "keep_agent")
 PEER: Final = "anomaly"
+_ATTENTION: Final = (
+    "flash",
+    "fmha",
+    "sdpa",
+    "forward_kernel",
+    "grad_query_kernel",
+    "grad_key_kernel",
+    "row_statistics",
+)
+"""Parts of the names of attention kernels."""
+_LEAST_ADDED: Final = 0.001
+"""Milliseconds a step from which on a kernel is listed that a watched variant adds."""
 
 
 @dataclass(slots=True)
@@ -142,16 +155,19 @@ class Bench:
                 variant.seconds.append((time.perf_counter() - began) / steps)
         gc.enable()
 
-    def attention_kernels(self, variant: Variant) -> list[str]:
-        """The attention kernels that one step of a variant really launched, by name."""
+    def kernel_times(self, variant: Variant) -> dict[str, float]:
+        """Milliseconds a step that each kernel of a variant takes, by name, over a block of steps."""
         if self.device.type != "cuda":
-            return []
+            return {}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            self.step(variant, self.ids[0])
+            for index in range(self.shape.block_steps):
+                self.step(variant, self.ids[index % len(self.ids)])
             self._wait()
-        marks = ("flash", "fmha", "sdpa", "forward_kernel", "grad_query_kernel", "grad_key_kernel", "row_statistics")
-        names = {event.key[:80] for event in profile.key_averages() if any(mark in event.key for mark in marks)}
-        return sorted(names)
+        times: dict[str, float] = {}
+        for event in profile.key_averages():
+            name = event.key[:80]
+            times[name] = times.get(name, 0.0) + event.self_device_time_total / 1e3 / self.shape.block_steps
+        return times
 
 
 @contextmanager
@@ -215,6 +231,8 @@ def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
     variants = {"none": best, **{name: name for name in (*WATCHED, *([PEER] if PEER in medians else []))}}
     pairs = (*_PAIRS, *([(PEER, "none")] if PEER in medians else []))
 
+    times = {name: bench.kernel_times(variant) for name, variant in bench.variants.items()}
+
     def ratio(values: dict[str, float], variant: str, base: str) -> float | None:
         both = values.get(variants[variant]), values.get(variants[base])
         return None if both[0] is None or both[1] is None else round(both[0] / both[1], 4)
@@ -232,8 +250,18 @@ def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
         "blocks": {
             name: [round(1e3 * value, 3) for value in variant.seconds] for name, variant in bench.variants.items()
         },
-        "attention_kernels": {name: bench.attention_kernels(variant) for name, variant in bench.variants.items()},
+        "attention_kernels": {
+            name: sorted(kernel for kernel in found if any(mark in kernel for mark in _ATTENTION))
+            for name, found in times.items()
+        },
+        "added_kernel_times": {name: _added(times[name], times[best]) for name in times if name in WATCHED},
     }
+
+
+def _added(found: dict[str, float], base: dict[str, float]) -> dict[str, float]:
+    """Milliseconds a step by which kernels take longer than in `base`, the largest first."""
+    more = {kernel: round(time - base.get(kernel, 0.0), 4) for kernel, time in found.items()}
+    return dict(sorted(((k, ms) for k, ms in more.items() if ms >= _LEAST_ADDED), key=lambda each: -each[1])[:20])
 
 
 def main(
