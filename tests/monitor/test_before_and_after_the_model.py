@@ -62,15 +62,15 @@ def test_a_training_that_goes_on_with_another_model_is_told_once(caplog: pytest.
     with attach(watched, **QUIET) as agent, caplog.at_level(logging.WARNING, "foreshock"):
         steps(agent, watched, 4)
         steps(agent, other, 5)
-        assert not [r for r in caplog.records if "no layer counted" in r.message]  # it may be a pause
+        assert not [r for r in caplog.records if "no attention was recorded" in r.message]  # it may be a pause
         steps(agent, other, 20)
-        told = [r.message for r in caplog.records if "no layer counted" in r.message]
+        told = [r.message for r in caplog.records if "no attention was recorded" in r.message]
         assert len(told) == 1
         assert "since step 4" in told[0]
-        assert "another model" in told[0]
+        assert "a different model" in told[0]
         steps(agent, watched, 4)
         steps(agent, other, 20)
-        assert len([r for r in caplog.records if "no layer counted" in r.message]) == 2
+        assert len([r for r in caplog.records if "no attention was recorded" in r.message]) == 2
 
 
 def test_a_training_that_goes_on_after_detach_is_not_told_that_its_model_is_the_wrong_one(

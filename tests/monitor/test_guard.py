@@ -88,6 +88,7 @@ BREAKAGES: dict[str, tuple[str, str]] = {
     "detectors": ("detectors.update", "detectors"),
     "levels": ("_levels.verdicts", "levels"),
     "sender": ("_outbox.sender.put", "sender"),
+    "checkpoints": ("_checkpoints.follow", "checkpoints"),
     "commands": ("_outbox.sender.commands", "switch"),
     "answers": ("_switchboard.settle", "answers"),
 }

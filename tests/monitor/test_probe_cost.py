@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from foreshock.monitor import AgentConfig, attach
 from foreshock.monitor.attention import probe
+from foreshock.monitor.attention.backend_selector import GRADIENTS_EVERY
 
 SHARE = 0.05
 """Of a step's products at most, in the mean of all steps."""
@@ -67,11 +68,17 @@ def test_at_the_defaults_a_probe_takes_a_twentieth_of_the_products_of_a_step_at_
     plain_flops, plain_written = step(model, ids)
     every = AgentConfig().sample_every_steps
     with attach(model, run="cost", attention="keep", quiet=True, strict=True) as agent:
-        flops, written = step(model, ids)  # the first step is measured
+        compared_flops, compared_written = step(model, ids)  # the first step is measured, and its gradients compared
         agent.step()
         model.zero_grad()
         other_flops, other_written = step(model, ids)
+    with attach(model, run="cost", attention="keep", quiet=True, strict=True) as agent:
+        agent._attached.selector._sampling.gradients = False
+        flops, written = step(model, ids)
     assert (other_flops, other_written - plain_written) == (plain_flops, 1)  # of its one layer
-    assert 0 < flops - plain_flops <= SHARE * every * plain_flops
+    mean_flops = flops - plain_flops + (compared_flops - flops) / GRADIENTS_EVERY
+    assert 0 < mean_flops <= SHARE * every * plain_flops
     measured = min(rows * length, AgentConfig().probe_rows)
-    assert 0 < written - plain_written <= PASSES * measured * (heads * length + width)
+    most = PASSES * measured * (heads * length + width)
+    assert 0 < written - plain_written <= most
+    assert 0 < (compared_written - written) / GRADIENTS_EVERY <= most / 10

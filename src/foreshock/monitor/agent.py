@@ -287,7 +287,7 @@ class Agent:
         self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
         self._saves.follow(said, self._active)
         if self.config.save_on_warning and self.config.rank == 0:
-            self._guards["sender"].run(self._protect, said)
+            self._guards["checkpoints"].run(self._protect, said)
 
     def _protect(self, said: Sequence[wire.Verdict]) -> None:
         if (protected := self._checkpoints.follow(said, self._active)) is not None:
@@ -337,7 +337,7 @@ class Agent:
                 self._checkpoints.add(checkpoint := wire.Checkpoint.model_validate(fields))
                 self._outbox.emit(checkpoint)
 
-            self._guards["sender"].run(report)
+            self._guards["checkpoints"].run(report)
 
     def modes(self) -> dict[tuple[int, int], str]:
         """The present mode of every (layer, head), global numbers, by name (docs/reference/modes.md)."""

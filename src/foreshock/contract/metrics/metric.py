@@ -200,6 +200,7 @@ GUARDED: Final = (
     "qk_clip",
     "sinks",
     "sender",
+    "checkpoints",
     "mirror",
     "tracker",
 )

@@ -115,8 +115,8 @@ RUN_METRICS: Final = (
                 keep_firing_for="5m",
                 severity="critical",
                 summary="Run {{ $labels.run }}: the loss has jumped to {{ $value | humanize }}",
-                description=f"The loss of the last two minutes is more than {JUMP_RATIO} times and "
-                f"{JUMP_NATS} above its lowest two minutes of the last six hours.",
+                description=f"The mean loss of two minutes is more than {JUMP_RATIO} times and {JUMP_NATS} above "
+                "the lowest one of the last six hours.",
                 action="Look at the run's warnings. If rounding was warned about, resume from a checkpoint before the "
                 "warning with every head switched. Otherwise look at the data and the learning rate.",
             ),
