@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-import torch.distributed
+import torch
 
 from foreshock.contract import wire
 from foreshock.contract.causes import CAUSES, IncidentCause
@@ -131,7 +131,7 @@ def store_of_processes() -> tuple[Any, int] | None:
         return None
     store = torch.distributed.distributed_c10d._get_default_store()
     store = getattr(store, "clone", lambda: store)()
-    store.set_timeout(timedelta(seconds=10))
+    store.set_timeout(timedelta(seconds=2))
     return store, torch.distributed.get_world_size()
 
 
