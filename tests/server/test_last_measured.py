@@ -17,7 +17,7 @@ from foreshock.server.runs.newest import with_sample
 from foreshock.server.testing import FakeRank
 
 NORMS = ("query_norm", "key_norm", "query_key_norm")
-RARE = (*NORMS, "clip_factor", "clipped_steps", "entropy", "grad_norm", "learning_rate", "states")
+RARE = (*NORMS, "clip_factor", "clipped_steps", "entropy", "grad_norm", "learning_rate", "states", "gradient_error")
 
 
 def sample(rank: FakeRank, step: int, *rare: str, of: float | None = None) -> Sample:
@@ -27,6 +27,8 @@ def sample(rank: FakeRank, step: int, *rare: str, of: float | None = None) -> Sa
     if "entropy" in rare:
         words[:, Slot.ENTROPY_ROWS] = 10
         words.view(np.float64)[:, Slot.ENTROPY_SUM] = 10 * value
+    if "gradient_error" in rare:
+        words.view(np.float64)[:, Slot.GRADIENT_ERROR_MAX] = value
     arrays = {name: Array.of(np.full(rank.count, value, np.float32)) for name in rare if name in (*NORMS, *RARE[3:5])}
     numbers = {name: value if name in rare else None for name in RARE[6:8]}
     return rank.sample(step).model_copy(update={"states": Array.of(words), **arrays, **numbers})
@@ -44,7 +46,7 @@ async def shown(service: Any, run: str = "run-1") -> dict[str, set[float]]:
 
 
 def rare_of(found: dict[str, set[float]]) -> dict[str, set[float]]:
-    of_heads = [BY_KEY[f"head.{name}"] for name in RARE[:6]]
+    of_heads = [BY_KEY[f"head.{name}"] for name in (*RARE[:6], "gradient_error")]
     names = [metric.name for metric in of_heads] + [metric.layer_name for metric in of_heads]
     names += ["foreshock_run_grad_norm", "foreshock_run_learning_rate", "foreshock_run_norms_step"]
     return {name: found.get(name, set()) for name in names}

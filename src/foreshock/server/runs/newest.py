@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sqlalchemy import Connection, Row, and_, case, desc, func, select, tuple_
 
 from foreshock.contract.metrics.catalog import SILENT_SECONDS
-from foreshock.contract.slots import Slot, Words, fitted
+from foreshock.contract.slots import Slot, Words, fitted, identity_row
 from foreshock.contract.wire import PER_HEAD, HeadRef, Layer, Sample, Severity, Started
 from foreshock.server.models import RunStatus
 from foreshock.server.readings import LIVE_SAMPLES, Axis, MergedSteps, axes_of, merge
@@ -162,8 +162,8 @@ def newest_samples(connection: Connection, run_ids: Collection[int]) -> dict[int
 _ALWAYS: Final = ""
 """Under this name: the newest sample's step, and what every sample of the process start so far has held."""
 _STATES: Final = "states"
-_ENTROPY: Final = "entropy"
-_ENTROPY_ROWS: Final = Slot.ENTROPY_ROWS
+_RARE: Final = {"entropy": (Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM), "gradient_error": (Slot.GRADIENT_ERROR_MAX,)}
+"""What some samples lack although rows were seen: the first of its slots shows whether."""
 NORMS: Final = ("query_norm", "key_norm", "query_key_norm")
 _STEPS_AT_ONCE: Final = 4096
 _STARTS: Final = 4
@@ -177,9 +177,8 @@ def with_sample(known: str | None, sample: Sample) -> str:
     given = {name for name in (*PER_HEAD, *SCALARS) if getattr(sample, name) is not None}
     if sample.states is not None:
         words = fitted(sample.states.numpy())
-        given |= {
-            name for name, known in ((_STATES, _counted(words)), (_ENTROPY, words[:, _ENTROPY_ROWS])) if known.any()
-        }
+        given |= {name for name, slots in _RARE.items() if not _lacks(words, slots).all()}
+        given |= {_STATES} if _counted(words).any() else set()
     steps: dict[str, Any] = json.loads(known) if known else {_ALWAYS: [sample.step, sorted(given)]}
     newest, always = steps[_ALWAYS]
     for name in given.symmetric_difference(always):
@@ -218,7 +217,7 @@ def earlier_samples(
 
 
 def _arrays(names: set[str]) -> frozenset[str]:
-    return frozenset({*(names & PER_HEAD.keys()), *((_STATES,) if names & {_STATES, _ENTROPY} else ())})
+    return frozenset({*(names & PER_HEAD.keys()), *((_STATES,) if names & {_STATES, *_RARE} else ())})
 
 
 def _counted(words: Words) -> npt.NDArray[np.bool_]:
@@ -227,13 +226,20 @@ def _counted(words: Words) -> npt.NDArray[np.bool_]:
     return seen
 
 
+def _lacks(words: Words, slots: Sequence[Slot]) -> npt.NDArray[np.bool_]:
+    """Of which heads a sample did not measure this."""
+    lacking: npt.NDArray[np.bool_] = words[:, slots[0]] == identity_row()[slots[0]]
+    return lacking
+
+
 def _carry_states(reading: MergedSteps, old: Words, known: npt.NDArray[np.bool_]) -> None:
     words, counted = reading.words[-1], reading.counted[-1]
     lacking = known & ~(counted & _counted(words))
     words[lacking], counted[lacking] = old[lacking], True
-    no_entropy = known & (words[:, _ENTROPY_ROWS] == 0)
-    for slot in (Slot.ENTROPY_SUM, _ENTROPY_ROWS):
-        words[no_entropy, slot] = old[no_entropy, slot]
+    for slots in _RARE.values():
+        rare = known & _lacks(words, slots)
+        for slot in slots:
+            words[rare, slot] = old[rare, slot]
 
 
 def carry(axis: Axis, reading: MergedSteps, earlier: Earlier) -> int | None:
