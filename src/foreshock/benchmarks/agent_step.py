@@ -10,7 +10,7 @@ A fifth, if it is asked for, is what PyTorch has for finding where a NaN was bor
 - anomaly: `torch.autograd.set_detect_anomaly(True)` over the fastest of PyTorch's backends, without any of us.
 A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is at
 least as long as the time between two samples, so that each holds one. The mean over all blocks, with the spectral norms
-of every hundredth step, stands beside it. After the rounds a block of each is profiled: which kernels ran, and which
+of every hundredth step, is given too. After the rounds a block of each is profiled: which kernels ran, and which
 take longer than without foreshock (`added_kernel_times`), so that a cost on the GPU has a name.
 """
 

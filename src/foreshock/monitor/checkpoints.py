@@ -136,8 +136,8 @@ def store_of_processes() -> tuple[Any, int] | None:
 
 
 class KnownCheckpoints:
-    """The checkpoints that this process was told of. At a warning, the last one from before it gets a second name on
-    the same disk (hard links: no copy), where the trainer's rule deletes old ones."""
+    """The checkpoints that were reported to this process. At a warning, the last one from before it gets a second name
+    on the same disk (hard links: no copy), where the trainer's rule deletes old ones."""
 
     def __init__(self) -> None:
         self._known: list[wire.Checkpoint] = []

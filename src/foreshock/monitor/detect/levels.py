@@ -63,6 +63,10 @@ def warned_before(active: Iterable[wire.Verdict], said: Iterable[wire.Verdict]) 
     return {(each.layer, each.head) for each in old if each.layer is not None and each.head is not None}
 
 
+_LARGEST: Final = float(np.finfo(np.float64).max)
+"""A distance past it is shown as this: messages hold finite numbers."""
+
+
 class Levels:
     """Holds the levels that are passed now. layers: those that the agent watches; computed_by: what computes the
     attention of each, as the end of a sentence."""
@@ -133,46 +137,44 @@ class Levels:
         """Layers whose own attention computes wrong rows, each by its worst head."""
         wrong, checked = slot_values(words, Slot.WRONG_ROWS), slot_values(words, Slot.CHECKED_ROWS)
         error = slot_values(words, Slot.OUTPUT_ERROR_MAX)
+        share = np.divide(wrong, checked, out=np.zeros_like(wrong), where=checked > 0)
         gradients = slot_values(words, Slot.WRONG_GRADIENT_ROWS)
-        by_layer: dict[int, list[int]] = {}
-        for row in np.flatnonzero((wrong > 0) & (checked > 0)).tolist():
-            by_layer.setdefault(self._heads[row][0], []).append(row)
-        found = self._wrong_gradients(gradients, slot_values(words, Slot.GRADIENT_ERROR_MAX), set(by_layer))
-        for layer, rows in by_layer.items():
-            rows.sort(key=lambda row: -wrong[row] / checked[row])
-            worst, of = rows[0], sum(head[0] == layer for head in self._heads)
-            size = float(error[rows].max())
+        of_outputs, of_gradients = self._worst_first(share), self._worst_first(gradients)
+        gradient_error = slot_values(words, Slot.GRADIENT_ERROR_MAX)
+        found = []
+        for layer, rows in of_gradients.items():
+            if layer in of_outputs:
+                continue  # the gradient of a wrong output says nothing more
+            size, worst = float(gradient_error[rows].max()), rows[0]
+            text = (
+                f"Layer {layer} head {self._heads[worst][1]}: {gradients[worst]:.0f} of the compared rows of its "
+                f"queries' gradient are wrong, up to {size:.3g} times as far from their recomputation as rounding "
+                f"explains. Heads with such rows: {len(rows)}.{self._computed_by(layer)}"
+            )
+            seen = {"gradient_error": min(size, _LARGEST), "heads": float(len(rows))}
+            found.append(Passed(f"kernel-l{layer}", seen, text, self._heads[worst]))
+        for layer, rows in of_outputs.items():
+            size, worst, of = float(error[rows].max()), rows[0], sum(head[0] == layer for head in self._heads)
             others = f" {len(rows)} of {of} heads of the layer have such rows." if len(rows) > 1 else ""
             text = (
                 f"Layer {layer} head {self._heads[worst][1]}: {wrong[worst]:.0f} of {checked[worst]:.0f} compared rows "
                 f"of its attention output are wrong, up to {size:.3g} times as far from their recomputation as "
                 f"rounding explains.{others}{self._computed_by(layer)}"
             )
-            share, bounded = float(wrong[worst] / checked[worst]), min(size, float(np.finfo(np.float64).max))
-            seen = {"wrong_share": share, "output_error": bounded, "heads": float(len(rows))}
+            seen = {
+                "wrong_share": float(share[worst]),
+                "output_error": min(size, _LARGEST),
+                "heads": float(len(rows)),
+            }
             found.append(Passed(f"kernel-l{layer}", seen, text, self._heads[worst]))
         return found
 
-    def _wrong_gradients(self, wrong: Floats, error: Floats, named: Collection[int]) -> list[Passed]:
-        """Layers whose output is right and whose gradient is not, each by its worst head. named: those that have a
-        finding."""
+    def _worst_first(self, wrong: Floats) -> dict[int, list[int]]:
+        """By layer the heads that have any, those with the most first."""
         by_layer: dict[int, list[int]] = {}
-        for row in np.argsort(-wrong).tolist():
-            layer = self._heads[row][0]
-            if wrong[row] > 0 and layer not in named:
-                by_layer.setdefault(layer, []).append(row)
-        found = []
-        for layer, rows in by_layer.items():
-            size, worst, count = float(error[rows].max()), self._heads[rows[0]], wrong[rows[0]]
-            text = (
-                f"Layer {layer} head {worst[1]}: {count:.0f} of the compared rows of its queries' gradient are "
-                f"wrong, up to {size:.3g} times as far from their recomputation as rounding explains. Heads with such "
-                f"rows: {len(rows)}.{self._computed_by(layer)}"
-            )
-            bounded = min(size, float(np.finfo(np.float64).max))
-            seen = {"gradient_error": bounded, "heads": float(len(rows))}
-            found.append(Passed(f"kernel-l{layer}", seen, text, worst))
-        return found
+        for row in np.flatnonzero(wrong > 0).tolist():
+            by_layer.setdefault(self._heads[row][0], []).append(row)
+        return {layer: sorted(rows, key=lambda row: -wrong[row]) for layer, rows in by_layer.items()}
 
     def _words(self, name: str, values: Floats, heads: list[int]) -> str:
         (layer, head), worst = self._heads[heads[0]], float(values[heads[0]])
