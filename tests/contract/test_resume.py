@@ -7,7 +7,7 @@ from tests.contract.test_incident import of as incidents_of
 from tests.contract.test_incident import warned
 
 from foreshock.contract.causes import IncidentCause
-from foreshock.contract.incident import Incident
+from foreshock.contract.incident import Incident, Warned
 from foreshock.contract.resume import ResumePlan, label_of, resume_plan
 from foreshock.contract.wire import Checkpoint
 
@@ -50,6 +50,29 @@ def test_the_checkpoint_is_the_newest_that_no_incident_covers_and_older_than_all
 def test_harm_is_in_every_checkpoint_until_its_incident_closes(cause: str, severity: str) -> None:
     harm = opened(1, cause=cause, causes=[cause], severity=severity, before_step=50, closed_step=90)
     assert [label_of(step, [harm]) for step in (49, 50, 89, 90)] == ["clean", "after harm", "after harm", "clean"]
+
+
+@pytest.mark.parametrize(
+    ("told", "labels"),
+    [
+        (
+            warned(step=90, raised=50, severity="critical", evidence={"critical_step": 70.0}),
+            ("warning", "harm", "harm"),
+        ),
+        (warned(step=90, raised=50, severity="critical"), ("harm", "harm", "harm")),  # of an older agent
+        (warned(step=90, raised=50, evidence={"critical_step": 70.0}), ("warning", "warning", "warning")),
+        (
+            warned(step=90, raised=50, severity="critical", signal="nonfinite", evidence={"suspect_step": 71.0}),
+            ("warning", "warning", "harm"),
+        ),
+    ],
+)
+def test_a_checkpoint_that_was_saved_between_the_warning_and_the_harm_reads_after_a_warning(
+    told: Warned, labels: tuple[str, ...]
+) -> None:
+    found = incidents_of(told)
+    words = {"warning": "after a warning", "harm": "after harm"}
+    assert [label_of(step, found) for step in (49, 50, 70, 90)] == ["clean", *(words[each] for each in labels)]
 
 
 OF_ITS_OWN = 'foreshock switch r --mode row_corrected --reason "the run failed here before"'

@@ -75,7 +75,10 @@ def test_a_drift_that_no_delta_bias_supports_is_called_consistent_with_rounding_
     assert "consistent with rounding, which the delta bias does not show" in told[0].sentence
     assert {verdict.severity for verdict in told} == {"warning"}  # nothing says that harm comes of it
     past = play(explosion, until=10_500, bias=bias)[1]
-    assert {v.severity for v in past if v.evidence["score"] >= 512} == {"critical"}
+    critical = [v for v in past if v.evidence["score"] >= 512]
+    assert {v.severity for v in critical} == {"critical"}
+    assert {v.evidence["critical_step"] for v in critical} == {critical[0].step}
+    assert not any("critical_step" in v.evidence for v in told)
     assert play(creep, until=7000, bias=bias, detectors=Detectors(HEADS, HOWEVER_FAR))[1] == []
 
 

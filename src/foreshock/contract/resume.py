@@ -1,10 +1,11 @@
 """Which checkpoint a run that failed goes back to, and how: a pure function of what is known of the run.
 
 A checkpoint is judged by the incidents of its run: one that was written while an incident was open holds the state
-that the incident warns about, one that was written after numbers stopped being finite holds the harm.
+that the incident warns about; one that was written after the incident became critical holds the harm.
 """
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
@@ -73,9 +74,23 @@ class ResumePlan(BaseModel):
 def label_of(step: int, incidents: Sequence[Incident]) -> Label:
     """What is known against a checkpoint of `step`: nothing where no incident was open at that step."""
     over = [one for one in incidents if one.before_step <= step and (one.closed_step is None or step < one.closed_step)]
-    if any(one.severity == "critical" or not _HARMS.isdisjoint(one.causes) for one in over):
+    if any(step >= _harmed_step(one) for one in over):
         return "after harm"
     return "after a warning" if over else "clean"
+
+
+def _harmed_step(incident: Incident) -> float:
+    """The first step whose checkpoint holds the harm; infinite while there is only a warning."""
+    if not _HARMS.isdisjoint(incident.causes):
+        return incident.before_step
+    if incident.severity != "critical":
+        return math.inf
+    steps = [
+        head.evidence.get("suspect_step" if head.signal == "nonfinite" else "critical_step", head.raised_step)
+        for head in incident.heads
+        if head.severity == "critical"
+    ]
+    return min(steps, default=incident.before_step)
 
 
 def resume_plan(

@@ -27,6 +27,8 @@ class Evidence(NamedTuple):
     bias_evidence: float = math.nan
     """what bets on the delta bias won, in parts of what supports a drift"""
     suspect_step: float = math.nan
+    critical_step: float = math.nan
+    """the step at which the verdict became critical"""
 
 
 class Finding(NamedTuple):
@@ -46,6 +48,10 @@ def verdict(
     """A verdict of what is found. before: the verdict that is active; a cause that differs from its cause is given as
     its correction."""
     ends = math.isfinite(found.course) and found.course < _NEVER
+    evidence = found.evidence
+    if found.severity == "critical":  # a checkpoint from before this step holds no harm yet
+        known = before.evidence.get("critical_step", math.inf) if before else math.inf
+        evidence = evidence._replace(critical_step=min(float(step), known))
     low, likely = (part * found.course if ends else None for part in CAME)
     made = wire.Verdict(
         id=before.id if before else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
@@ -56,7 +62,7 @@ def verdict(
         head=head,
         cause=found.cause,
         signal=found.signal,
-        evidence={name: value for name, value in found.evidence._asdict().items() if math.isfinite(value)},
+        evidence={name: value for name, value in evidence._asdict().items() if math.isfinite(value)},
         corrected_from=before.corrected_from if before else None,
         corrected_step=before.corrected_step if before else None,
         forecast_steps=likely,
