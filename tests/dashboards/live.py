@@ -52,8 +52,8 @@ def queries() -> Iterator[Query]:
         for annotation in board["annotations"]["list"]:
             yield Query(f"{name}: {annotation['name']}", "annotation", annotation["expr"])
     for rule in rules(Links()):
-        for metric in sorted(set(re.findall(r"foreshock_\w+", rule.expr))):
-            yield Query(rule.alert.name, "rule", metric)
+        for metric in sorted(set(re.findall(r"foreshock_\w+", rule["expr"]))):
+            yield Query(rule["alert"], "rule", metric)
 
 
 def charts(board: dict[str, Any]) -> list[dict[str, Any]]:

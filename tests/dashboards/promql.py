@@ -12,7 +12,7 @@ from foreshock.dashboards.rules import Links, rules
 
 BOARDS = boards(Links())
 QUERIES = [query for query in queries() if query.kind != "rule"] + [
-    Query(rule.alert.name, "rule", rule.expr) for rule in rules(Links())
+    Query(rule["alert"], "rule", rule["expr"]) for rule in rules(Links())
 ]
 LABELS = {
     **{metric.name: set(metric.labels) for metric in METRICS},

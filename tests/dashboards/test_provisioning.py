@@ -75,7 +75,7 @@ def test_the_rate_interval_of_grafana_is_the_scrape_interval_of_prometheus() -> 
 
 
 def test_the_files_name_alerts_and_places_that_there_are() -> None:
-    known = {rule.alert.name for rule in rules(Links())}
+    known = {rule["alert"] for rule in rules(Links())}
     named = set(re.findall(r"Foreshock\w+", (PROVISIONING / "alertmanager.yml").read_text()))
     assert named - known == set()
     assert {WATCHDOG.name, SERVICE_DOWN.name} <= named

@@ -9,8 +9,8 @@ from foreshock.dashboards.rules import Links, _place, rules
 
 
 def test_the_watchdog_travels_oftener_than_the_rule_on_its_absence_allows() -> None:
-    late = next(rule for rule in rules(Links()) if rule.alert.name == "ForeshockAlertPathBroken")
-    assert late.expr.endswith("> 300")
+    late = next(rule for rule in rules(Links()) if rule["alert"] == "ForeshockAlertPathBroken")
+    assert late["expr"].endswith("> 300")
     for route in yaml.safe_load((PROVISIONING / "alertmanager.yml").read_text())["route"]["routes"][:2]:
         assert WATCHDOG.name in str(route["matchers"])
         assert route["group_interval"] == route["repeat_interval"] == "30s"

@@ -20,7 +20,7 @@ _EXTRAS = {
     "structlog": "server",
     "matplotlib": "dev",
     "grafana_api": "grafana",
-    "grafana_foundation_sdk": "dev",
+    "grafana_foundation_sdk": "grafana",
     "transformers": "dev",
     "yaml": "grafana",
 }

@@ -12,7 +12,6 @@ from foreshock.contract.metrics.metric import Alert, Metric
 JOB: Final = "foreshock"
 """The scrape job of the service; ForeshockServiceDown watches it."""
 
-GROUP: Final = "foreshock"
 FOLDER: Final = "foreshock"
 """The Grafana folder of the boards; its title and its uid."""
 
@@ -39,16 +38,6 @@ class Links:
             object.__setattr__(self, name, getattr(self, name).rstrip("/"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """An alert with its expression resolved."""
-
-    alert: Alert
-    expr: str
-    labels: dict[str, str]
-    annotations: dict[str, str]
-
-
 def alerts() -> Iterator[tuple[Metric | None, Alert]]:
     """Every alert of the catalogue with the metric that it watches; None for those that belong to no metric of ours."""
     for metric in METRICS:
@@ -58,36 +47,44 @@ def alerts() -> Iterator[tuple[Metric | None, Alert]]:
         yield None, alert
 
 
-def rules(links: Links) -> list[Rule]:
-    """Every alert as a rule with labels and annotations."""
+def rules(links: Links) -> list[dict[str, Any]]:
+    """Every alert as a rule of Prometheus, in plain data."""
     return [_rule(metric, alert, links) for metric, alert in alerts()]
 
 
-def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
-    expr = alert.expr.replace("{m}", metric.name) if metric else alert.expr
-    if metric is not None and "run" in metric.labels:  # nobody is woken for a run that has ended
-        expr = f"({expr}) and on (run) foreshock_run_active == 1"
+def prometheus_rules(links: Links) -> dict[str, Any]:
+    """A Prometheus rule file as plain data."""
+    return {"groups": [{"name": "foreshock", "rules": rules(links)}]}
+
+
+def _rule(metric: Metric | None, alert: Alert, links: Links) -> dict[str, Any]:
+    expr, page = alert.expr, {"dashboard_url": f"{links.grafana}/d/foreshock-service"}
+    if metric is not None:
+        expr = expr.replace("{m}", metric.name)
+        if "run" in metric.labels:
+            expr = f"({expr}) and on (run) foreshock_run_active == 1"  # nobody is woken for a run that has ended
+            run = "{{ $labels.run | urlquery }}"
+            page = {
+                "dashboard_url": f"{links.grafana}/d/foreshock-run?var-run={run}",
+                "page_url": f"{links.service}/?runs={run}{_place(metric)}",
+            }
     # A label of the rule would hide the series' own, and a warning knows best how severe it is.
     own_severity = metric is not None and "severity" in metric.labels
-    run = "{{ $labels.run | urlquery }}"
-    annotations = {
-        "summary": alert.summary,
-        "description": alert.description,
-        "action": alert.to_do or alert.action,
-        "runbook_url": f"{links.runbooks}/{alert.name}.{'md' if links.runbooks == Links().runbooks else 'html'}",
-        "dashboard_url": f"{links.grafana}/d/foreshock-service",
+    return {
+        "alert": alert.name,
+        "expr": expr,
+        "for": alert.for_,
+        **({} if alert.keep_firing_for == "0s" else {"keep_firing_for": alert.keep_firing_for}),
+        "labels": {} if own_severity else {"severity": alert.severity},
+        "annotations": {
+            "summary": alert.summary,
+            "description": alert.description,
+            "action": alert.to_do or alert.action,
+            "runbook_url": f"{links.runbooks}/{alert.name}.{'md' if links.runbooks == Links().runbooks else 'html'}",
+            **page,
+            **({"done": alert.done} if alert.done else {}),
+        },
     }
-    if metric is not None and "run" in metric.labels:
-        annotations["dashboard_url"] = f"{links.grafana}/d/foreshock-run?var-run={run}"
-        annotations["page_url"] = f"{links.service}/?runs={run}{_place(metric)}"
-    if alert.done:
-        annotations["done"] = alert.done
-    return Rule(
-        alert=alert,
-        expr=expr,
-        labels={} if own_severity else {"severity": alert.severity},
-        annotations=annotations,
-    )
 
 
 def _place(metric: Metric) -> str:
@@ -127,29 +124,3 @@ def _head_of(query: str, *labels: str) -> str:
 
 def _steps_from(query: str, *labels: str) -> str:
     return _asked(f"{query} > 0", labels, '&steps={{ . | first | value | printf "%.0f" }}-')
-
-
-def prometheus_rules(links: Links) -> dict[str, Any]:
-    """A Prometheus rule file as plain data."""
-    return {
-        "groups": [
-            {
-                "name": GROUP,
-                "rules": [
-                    {
-                        "alert": rule.alert.name,
-                        "expr": rule.expr,
-                        "for": rule.alert.for_,
-                        **_held(rule.alert),
-                        "labels": rule.labels,
-                        "annotations": rule.annotations,
-                    }
-                    for rule in rules(links)
-                ],
-            }
-        ]
-    }
-
-
-def _held(alert: Alert) -> dict[str, str]:
-    return {} if alert.keep_firing_for == "0s" else {"keep_firing_for": alert.keep_firing_for}
