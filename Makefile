@@ -66,7 +66,7 @@ mutants: .venv/.dev servers ## changes of the rules that the tests have to notic
 	@$(PY) scripts/run_mutants.py $(ARGS)
 
 real-code: .venv/.dev ## public training repositories with foreshock and without, from the folder of clones CLONES; half an hour
-	@$(PY) scripts/run_real_code.py $(CLONES) $(ARGS)
+	@$(PY) scripts/run_tests_of.py real_code $(CLONES) $(ARGS)
 
 check: .venv/.dev ## formatter, linter, strict types, import contracts, generated files
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync check-types check-rest

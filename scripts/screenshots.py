@@ -19,15 +19,13 @@ from selenium.webdriver.common.by import By
 
 sys.path.append(str(Path(__file__).parents[1]))  # last: our kernels/ must not stand before another package's
 
-from tests.server.ui.conftest import headless
+from tests.server.ui.conftest import Feeder, headless
 
-from foreshock.contract.modes import DEFAULT_MITIGATION
-from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Event, Finished
 from foreshock.lab.recording.replay import replay_together
-from foreshock.lab.service import local_service
 from foreshock.lab.shown.story import NAMES, recordings
-from foreshock.server.testing import FakeRank
+from foreshock.server.child import ServiceProcess
+from foreshock.server.testing import FakeRank, post
 
 ROOT = Path(__file__).resolve().parents[1]
 DESKTOP = 1280
@@ -57,7 +55,7 @@ def fill(url: str) -> None:
     replay_together(recordings(), url=url)
     with httpx.Client(base_url=url, timeout=120) as client:
         fill_fleet(client)
-        send_long(client, FLOOD, 12, 12)
+        fill_flood(client)
 
 
 def fill_fleet(client: httpx.Client) -> None:
@@ -71,40 +69,21 @@ def fill_fleet(client: httpx.Client) -> None:
             events.append(rank.verdict(step, 0, 0))
         elif number % 7 == 0:
             events.append(Finished(step=step, unix_seconds=float(step), status="completed"))
-        body = rank.batch(rank.started(), *events).model_dump_json()
-        client.post("/v1/batches", content=body, headers={"content-type": "application/json"}).raise_for_status()
+        post(client, rank.batch(rank.started(), *events)).raise_for_status()
 
 
-def send_long(client: httpx.Client, run: str, layers: int, heads: int) -> None:
-    """A run of 600,000 steps, of which one head of the first layer drifts in the last third; every head is warned about
-    at its end, the one that drifts first."""
-    rank, steps, every = FakeRank(run, layers=layers, heads=range(heads)), 600_000, 3000
-    size, drifting = np.linspace(1.0, 2.0, rank.count), heads // 2
-    events: list[Event] = [rank.started(0, "observe", DEFAULT_MITIGATION)]
-    for step in range(every, steps + 1, every):
-        noise = np.random.default_rng(step)
-        now = size * noise.normal(1.0, 0.03, rank.count)
-        now[drifting] *= max(1.0, np.exp((step - steps * 2 / 3) / (steps / 12)))
-        words = rank.words(0)
-        floats = words.view(np.float64)
-        words[:, Slot.ROWS] = 4096
-        # Below the limit that its warning foresees.
-        floats[:, Slot.SCORE_MAX] = floats[:, Slot.ROW_MAX_ABS] = 7 * now
-        floats[:, Slot.SCORE_OFFSET_SUM], floats[:, Slot.SCORE_OFFSET_SUMSQ] = -4096 * now, 4096 * now**2
-        loss = float(2.5 + 2 * np.exp(-step / 40_000) + noise.normal(0, 0.02))
-        shown = {
-            "states": Array.of(words),
-            "risk": Array.of(np.clip(now / 100, 0, 1).astype(np.float32)),
-            "query_norm": Array.of((7 + now).astype(np.float32)),
-            "grad_norm": float(0.4 + abs(noise.normal(0, 0.05))),
-        }
-        events.append(rank.sample(step, since=step - every, loss=loss).model_copy(update=shown))
-    others = [ref for ref in np.ndindex(layers, heads) if ref != (0, drifting)]
-    for place, (layer, head) in enumerate([(0, drifting), *others]):
-        events.append(rank.verdict(steps, layer, head, name=f"warn-{place}", forecast_steps=2100.0 + 30 * place))
-    for start in range(0, len(events), 100):
-        body = rank.batch(*events[start : start + 100]).model_dump_json()
-        client.post("/v1/batches", content=body, headers={"content-type": "application/json"}).raise_for_status()
+def fill_flood(client: httpx.Client) -> None:
+    """A run of 600,000 steps, of which one head of the first layer drifts; every head is warned about at its end."""
+    rank = Feeder(client, FLOOD, layers=12, heads=12, drift=0.003)
+    rank.start()
+    rank.train(200, every=3000)
+    first = rank.verdict(rank.step, 0, 2, name="warn-0", forecast_steps=2100.0)
+    refs = [ref for ref in np.ndindex(12, 12) if ref != (0, 2)]
+    others = [
+        rank.verdict(rank.step, *ref, name=f"warn-{place}", forecast_steps=2100.0 + 30 * place)
+        for place, ref in enumerate(refs, start=1)
+    ]
+    rank.send(first, *others)
 
 
 def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
@@ -146,7 +125,7 @@ def settle(browser: Chrome, expect: str, seconds: float = 30.0) -> None:
 def main(out: Path = ROOT / "docs" / "images") -> None:
     """Photograph everything, and name the files."""
     with tempfile.TemporaryDirectory(prefix="foreshock-screenshots-") as directory, ExitStack() as stack:
-        url = stack.enter_context(local_service(Path(directory), 0))
+        url = stack.enter_context(ServiceProcess(Path(directory))).url
         binary, driver = which("chromium"), which("chromedriver")
         if not binary or not driver:
             sys.exit("this needs Debian's packages chromium and chromium-driver: scripts/install-servers")

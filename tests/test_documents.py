@@ -20,7 +20,7 @@ from foreshock.server.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 CODE = ROOT / "src/foreshock"
-DOCS, TYPES = (module_at(ROOT / "scripts" / name) for name in ("generate_docs.py", "page_types.py"))
+DOCS = module_at(ROOT / "scripts" / "generate_docs.py")
 
 
 def documents() -> list[Path]:
@@ -132,6 +132,6 @@ def test_every_picture_is_drawn_by_a_command_and_is_shown() -> None:
 
 
 def test_a_schema_of_an_unknown_kind_is_refused() -> None:
-    assert TYPES.type_of({"$ref": "#/components/schemas/Incident"}) == "Incident"
-    with pytest.raises(ValueError, match=r"no TypeScript for the schema .*; teach it to scripts/page_types\.py"):
-        TYPES.type_of({"type": "rainbow"})
+    assert DOCS.type_of({"$ref": "#/components/schemas/Incident"}) == "Incident"
+    with pytest.raises(ValueError, match=r"no TypeScript for the schema .*; teach it to scripts/generate_docs\.py"):
+        DOCS.type_of({"type": "rainbow"})

@@ -37,31 +37,47 @@ def test_the_five_lines_run_and_print_what_stands_below_them(capsys: pytest.Capt
     assert printed.out == ""
 
 
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-def share_of_a_step(ratio: object) -> str:
-    return f"{100 * (float(str(ratio).split()[0]) - 1):.1f} %"
+def share_of_a_step(ratio: float) -> str:
+    return f"{100 * (ratio - 1):.1f} %"
 
 
 def test_the_costs_are_those_that_were_measured() -> None:
-    agent = (ROOT / "docs" / "overhead.md").read_text()
-    table = agent.split("<!-- generated: steps -->")[1].split("<!-- end -->")[0]
-    measured = set()
-    for model in ("gpt2-small", "llama-1b"):
-        row = next(cells(line) for line in table.splitlines() if line.startswith(f"| {model} "))
-        measured.add(share_of_a_step(row[8]))
-    kept = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "agent_kept_h200.json").read_text())["shapes"]
+    results = ROOT / "src/foreshock/benchmarks" / "results"
+    agent, kept = (
+        json.loads((results / f"{name}_h200.json").read_text())["shapes"] for name in ("agent", "agent_kept")
+    )
+    measured = {share_of_a_step(each["ratios"]["kernels_agent / none"]) for each in agent}
     measured |= {share_of_a_step(each["ratios"]["keep_agent / none"]) for each in kept if each["probe_rows"] == 4096}
     costs = README.partition("\n## Cost\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"\d+\.\d %", costs)) == measured
-    modes = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "attention_modes_h200.json").read_text())[
-        "summary"
-    ]
+    modes = json.loads((results / "attention_modes_h200.json").read_text())["summary"]
     both = [each for each in modes if (each["pass"], each["name"]) == ("both", "row_corrected")]
     least, most = sorted(100 * (each["mean_ratio"] - 1) for each in both)
     assert f"[{least:.0f} to {most:.0f} % longer]" in costs
+
+
+def test_the_table_of_monitors_has_the_figures_of_the_report() -> None:
+    report = json.loads((ROOT / "src/foreshock/benchmarks/results/monitors.json").read_text())["table"]
+    measured = {row["monitor"]: row for row in report}
+    first, *rows = re.findall(r"^\| (.*) \|$", README.partition("## Evidence")[2], re.MULTILINE)
+    ours = measured["foreshock"]
+    assert f"of {ours['dangerous']} |" in first
+    assert f"of {ours['possible_alarms']} possible" in first
+    named = {
+        "foreshock": "foreshock",
+        "four conditions (the simplest rule that we found)": "four conditions",
+        "largest offset, 50": "largest offset of the model",
+        "largest score, 100 (Megatron)": "largest score of the model",
+        "gradient norm z-score, 2.5 (ZClip)": "gradient-norm z-score",
+    }
+    shown = {name: cells for name, *cells in (row.split(" | ") for row in rows) if name in named}
+    assert shown.keys() == named.keys()
+    for name, (warned, lead, false_alarms, *_) in shown.items():
+        row = measured[named[name]]
+        never_quiet = row["false_alarms"] > row["possible_alarms"] / 2
+        range_of = f"{row['median_lead']:,.0f} ({row['least_lead']:,.0f} to {row['most_lead']:,.0f})"
+        assert (int(warned), lead) == (row["warned"], "rings all the time" if never_quiet else range_of), name
+        assert int(false_alarms) == row["false_alarms"], name
 
 
 def test_the_picture_s_steps_are_those_of_the_runs() -> None:

@@ -42,7 +42,7 @@ def test_replay_looks_at_the_file_before_it_starts_a_service(
     def started(*_: object) -> None:
         raise AssertionError("a service was started for a file that is no trace")
 
-    monkeypatch.setattr("foreshock.lab.service.local_service", started)
+    monkeypatch.setattr("foreshock.server.child.ServiceProcess", started)
     bad = tmp_path / "bad.jsonl.gz"
     if kept is not None:
         bad.write_bytes(kept)

@@ -18,12 +18,12 @@ from foreshock.lab.recording.trace import read_trace, readings
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.score import score_traces
 from foreshock.lab.scoring.table import lab_score
-from foreshock.lab.service import local_service
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.recorder import Recorder
 from foreshock.lab.training.run import Training, train
 from foreshock.lab.training.variant import find_variant
 from foreshock.monitor.detect.detectors import DetectorConfig
+from foreshock.server.child import ServiceProcess
 
 CONTROL = TRACES / "key-bias_fp32_batch32.trace.xz"
 ARRESTED = TRACES / "key-bias_fa2_batch32_exact-delta-from-8000.trace.xz"
@@ -127,7 +127,8 @@ def test_a_replay_says_what_the_agent_said_of_a_drift_by_rounding(tmp_path: Path
 
 def test_a_replay_reaches_the_service_as_a_run_with_its_warning(tmp_path: Path) -> None:
     said: list[wire.Event] = []
-    with local_service(tmp_path, 0) as url:
+    with ServiceProcess(tmp_path) as service:
+        url = service.url
         run = replay(FAILS, url=url, run="replayed", on_event=said.append)
         assert isinstance(said[0], wire.Started)
         assert isinstance(said[-1], wire.Finished)

@@ -1,8 +1,8 @@
 """Runs public training code with foreshock and without, and writes the table in docs/models.md.
 
-The command: `python -P scripts/run_real_code.py CLONES [NAME...]`, or `make real-code CLONES=FOLDER`. CLONES is a
-folder that holds a clone of each repository as OWNER/NAME, bare or not; what is missing is named, with the line that
-clones it.
+The command: `python -P scripts/run_tests_of.py real_code CLONES [NAME...]`, or `make real-code CLONES=FOLDER`. CLONES
+is a folder that holds a clone of each repository as OWNER/NAME, bare or not; what is missing is named, with the line
+that clones it.
 Names limit the run to cases whose name begins so; the others keep what their last run found.
 """
 
@@ -52,7 +52,7 @@ def _train(case: Case, clone: Path, way: str, folder: Path) -> Course:
     folder.mkdir()
     subprocess.run(["tar", "x", "-C", str(folder)], input=_snapshot(clone), check=True)
     found, log = folder.with_suffix(".pt"), folder.with_suffix(".log")
-    command = [sys.executable, "-P", str(ROOT / "scripts" / "run_real_code.py"), TRAIN, case.name, way]
+    command = [sys.executable, "-P", str(ROOT / "scripts" / "run_tests_of.py"), "real_code", TRAIN, case.name, way]
     command += [str(folder), str(found)]
     with log.open("w") as output:
         done = subprocess.run(
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == [TRAIN]:
         train_one(arguments[1:])
         return 0
-    parser = argparse.ArgumentParser(prog="run_real_code.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="run_tests_of.py real_code", description=__doc__)
     parser.add_argument("clones", type=Path, help="the folder of clones")
     parser.add_argument("names", nargs="*", help="beginnings of cases' names; all without it")
     asked = parser.parse_args(arguments)

@@ -166,7 +166,7 @@ def _make_torchvision_importable() -> None:
 
 def train_one(arguments: list[str]) -> None:
     """Train as the command says."""
-    parser = argparse.ArgumentParser(prog="run_real_code.py train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="run_tests_of.py real_code train", description=__doc__)
     parser.add_argument("case", choices=sorted(CASES))
     parser.add_argument("way", choices=("with", "without"))
     parser.add_argument("folder", type=Path)

@@ -16,8 +16,8 @@ from foreshock.contract import wire
 from foreshock.contract.incident import page_of
 from foreshock.lab.recording.pace import Pace
 from foreshock.lab.recording.replay import replay_together
-from foreshock.lab.service import local_service
 from foreshock.lab.shown.story import NAMES, Story, opening, recordings
+from foreshock.server.child import ServiceProcess
 
 STEPS_PER_SECOND: Final = 100.0
 """The first warning comes within half a minute, the end within two."""
@@ -36,7 +36,7 @@ def play(console: Console, *, port: int = 8765, steps_per_second: float | None =
         console.print(_hanging("", name, text) if name else f"\n{text}\n", highlight=False)
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-demo-"))
-        url = stack.enter_context(local_service(Path(directory), port))
+        url = stack.enter_context(ServiceProcess(Path(directory), {"FORESHOCK_PORT": str(port)})).url
         page = page_of(url, *NAMES)
         console.print(f"Live page: [link={page}]{page}[/link]\n", soft_wrap=True)
         with _Bars(console, story, max(trace.samples[-1].step for trace in traces.values())) as bars:

@@ -31,10 +31,10 @@ def replay(
 ) -> None:
     """Play a recorded run through the same detectors, service and page."""
     from foreshock.cli import output
-    from foreshock.lab import service
     from foreshock.lab.recording import replay as player
     from foreshock.lab.recording.pace import Pace
     from foreshock.lab.recording.trace import read_trace
+    from foreshock.server.child import ServiceProcess
 
     token, console = given_token(token, token_file), output.console()
     played = read_trace(trace)  # before anything is started
@@ -42,7 +42,7 @@ def replay(
         own = url is None and not offline
         if own:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-replay-"))
-            url = stack.enter_context(service.local_service(Path(directory), port))
+            url = stack.enter_context(ServiceProcess(Path(directory), {"FORESHOCK_PORT": str(port)})).url
         if url is not None and not as_json:
             console.print(f"Live page: {page_of(url, run or player.run_of(trace))}", soft_wrap=True)
 

@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 
 from foreshock.contract.incident import page_of
-from foreshock.lab.service import local_service
 from foreshock.lab.training.recipes import Recipe, find_recipe
 from foreshock.lab.training.run import Training, train
 from foreshock.lab.training.variant import (
@@ -32,6 +31,7 @@ from foreshock.lab.training.variant import (
     Variant,
     shown_name,
 )
+from foreshock.server.child import ServiceProcess
 
 SECONDS: Final = 300.0
 """Most that the training takes; a slow machine then shows fewer steps instead of a longer demo."""
@@ -87,7 +87,7 @@ def main(
     runs = [f"demo-{stamp}-{shown_name(variant.name)}" for variant in show.variants]
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-demo-"))
-        url = stack.enter_context(local_service(Path(directory), port))
+        url = stack.enter_context(ServiceProcess(Path(directory), {"FORESHOCK_PORT": str(port)})).url
         page = page_of(url, *runs)
         console.print(
             f"One small GPT is trained three times from seed {seed}, on the same batches, for {seconds / 60:.0f} "
