@@ -13,8 +13,7 @@ from foreshock.contract.modes import DEFAULT_MITIGATION, Mode, parse_mode
 from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.console import ConsoleReporter
-from foreshock.monitor.switch import MAX_ANSWERED, Switchboard
-from foreshock.monitor.switching import decide
+from foreshock.monitor.switching import MAX_ANSWERED, Switchboard, decide
 
 QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -193,8 +192,8 @@ def test_a_verdict_that_no_rounding_mode_helps_leads_to_no_switch(unfit: wire.Ve
 def test_a_head_that_has_the_mitigation_is_left_alone() -> None:
     modes = {**dict.fromkeys(HEADS, 0), (1, 0): int(Mode.EXACT_DELTA)}
     assert list(decide([verdict(1, 0)], "exact_delta", modes, "head")) == []
-    (decision,) = decide([verdict(1, 0)], "exact_delta+paper_softmax", modes, "head")
-    assert decision.mode == Mode.EXACT_DELTA | Mode.PAPER_SOFTMAX
+    ((_, _, mode),) = decide([verdict(1, 0)], "exact_delta+paper_softmax", modes, "head")
+    assert mode == Mode.EXACT_DELTA | Mode.PAPER_SOFTMAX
 
 
 def test_one_warning_may_switch_the_head_its_layer_or_every_head_that_lacks_the_mitigation() -> None:
@@ -204,15 +203,15 @@ def test_one_warning_may_switch_the_head_its_layer_or_every_head_that_lacks_the_
         ("layer", [(1, 0), (1, 1)]),
         ("model", [(0, 0), (1, 0), (1, 1)]),
     ):
-        (decision,) = decide([verdict(1, 0), verdict(1, 0)], "exact_delta", modes, scope)  # type: ignore[arg-type]
-        assert (decision.heads, decision.mode) == (tuple(heads), Mode.EXACT_DELTA)
+        ((_, *switched),) = decide([verdict(1, 0), verdict(1, 0)], "exact_delta", modes, scope)  # type: ignore[arg-type]
+        assert tuple(switched) == (tuple(heads), Mode.EXACT_DELTA)
 
 
 def test_heads_of_other_modes_keep_them_beside_the_mitigation_of_the_model() -> None:
     modes = dict.fromkeys(HEADS, 0) | {(0, 1): int(Mode.PAPER_SOFTMAX)}
-    plain, paper = decide([verdict(1, 0)], "exact_delta", modes, "model")
-    assert (plain.heads, plain.mode) == (((0, 0), (1, 0), (1, 1)), Mode.EXACT_DELTA)
-    assert (paper.heads, paper.mode) == (((0, 1),), Mode.EXACT_DELTA | Mode.PAPER_SOFTMAX)
+    plain, paper = ((heads, mode) for _, heads, mode in decide([verdict(1, 0)], "exact_delta", modes, "model"))
+    assert plain == (((0, 0), (1, 0), (1, 1)), Mode.EXACT_DELTA)
+    assert paper == (((0, 1),), Mode.EXACT_DELTA | Mode.PAPER_SOFTMAX)
 
 
 def test_auto_switches_all_heads_at_the_first_warning_unless_told_otherwise() -> None:

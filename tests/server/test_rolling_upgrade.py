@@ -166,7 +166,7 @@ def test_the_modes_that_an_old_agent_saved_are_taken_up_and_its_detectors_are_re
     torch = pytest.importorskip("torch")
     from foreshock.monitor.detect.detectors import Detectors
     from foreshock.monitor.detect.run_state import LAYOUT
-    from foreshock.monitor.switch import Switchboard
+    from foreshock.monitor.switching import Switchboard
 
     state = json.loads((old.FILES / "agent_state.json").read_text("utf-8"))
     heads = [(layer, head) for layer, head in state["detectors"]["heads"]]

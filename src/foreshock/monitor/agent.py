@@ -40,8 +40,7 @@ from foreshock.monitor.sampler import Sampler
 from foreshock.monitor.sampling.collector import Counted
 from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
 from foreshock.monitor.sampling.sample import SampleDraft
-from foreshock.monitor.switch import Switchboard
-from foreshock.monitor.switching import Switching
+from foreshock.monitor.switching import Switchboard, Switching
 
 _agents: Final = itertools.count()
 """Numbers the agents of this process, which are the same on every process of a run."""

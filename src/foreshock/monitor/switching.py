@@ -1,16 +1,34 @@
-"""Who has heads switched: verdicts under the user's policy, and the service's orders, a few at each step boundary."""
+"""Switches of modes: who asks for them, and the one writer of the mode flags in device memory.
+
+Verdicts ask under the user's policy, people by `Agent.set_mode`, and the service by orders, of which each step boundary
+carries out a few. A switch of heads whose attention the model keeps waits until a step has run in which our kernels
+computed it: what ran shows, not what was asked. Then it has been applied from that step on; where they differ or
+cannot, it is refused.
+
+A command from the service is delivered at least once and answered exactly once. Its values are checked again here,
+against this process's own heads, modes, clock and step.
+"""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.decision import Act, act_on, calls_for_switch, cause_of
-from foreshock.contract.modes import Mode
+from foreshock.contract.decision import Act, act_on, because_of, calls_for_switch, cause_of
+from foreshock.contract.modes import Mode, mode_name, parse_mode
 from foreshock.contract.orders import SwitchScope, switches
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.switch import Switchboard
+
+MAX_ANSWERED: Final = 4096
+"""Command ids remembered, so that a repeated delivery changes nothing."""
+
 
 AT_ONCE: Final = 4
 """Orders carried out at one boundary: a switch of many heads takes milliseconds, and a step may take as many."""
@@ -19,12 +37,287 @@ MAX_WAITING: Final = 1024
 _OUTCOMES: Final[dict[Act, wire.Outcome | None]] = {"switch": "applied", "propose": "proposed", "none": None}
 
 
-class Decision(NamedTuple):
-    """A switch that a verdict calls for."""
+class _Order(NamedTuple):
+    """A switch that waits for the kernels to serve its heads."""
 
-    verdict: wire.Verdict
-    heads: tuple[wire.HeadRef, ...]
+    heads: tuple[tuple[int, int], ...]
     mode: Mode
+    reason: str
+    command: wire.Command | None = None
+    verdict: str | None = None
+
+
+class Switchboard:
+    """The modes of this process's heads: `modes` is int32 [N] in device memory, `heads` names its rows."""
+
+    def __init__(self, heads: Sequence[tuple[int, int]], modes: Tensor, new_id: Callable[[], str]) -> None:
+        self._rows: Final = {head: row for row, head in enumerate(heads)}
+        self._device_modes = modes
+        self._new_id = new_id
+        self.host: npt.NDArray[np.int32] = np.zeros(len(heads), dtype=np.int32)
+        """The modes that have been applied, on the host, whose only writer is this class."""
+        self.on_change: Callable[[npt.NDArray[np.int32]], None] | None = None
+        """Is called with the modes that are wanted [N], whenever they may have changed."""
+        self.why_refused: Callable[[int, int], str | None] | None = None
+        """Why the head in a row cannot be given a mode; None where it can."""
+        self.serves: Callable[[int], bool] | None = None
+        """Whether our kernels compute the head in a row, and read its mode; None: all of them."""
+        self._orders: list[_Order] = []
+        self._late: list[wire.Switched] = []
+        """Answers to orders that others replaced while they waited."""
+        self._given: set[int] = set()
+        """Rows that were switched since this process's start."""
+        self._answered: OrderedDict[str, None] = OrderedDict()
+        self.held: set[tuple[int, int]] = set()
+        """Heads that a command took a mitigation from: until a new warning is raised, no policy gives it back."""
+
+    def modes(self) -> dict[tuple[int, int], int]:
+        """The present mode flags of every (layer, head)."""
+        return {head: int(self.host[row]) for head, row in self._rows.items()}
+
+    def named(self) -> dict[tuple[int, int], str]:
+        """The names of those that are not plain."""
+        return {head: mode_name(mode) for head, mode in self.modes().items() if mode}
+
+    def wanted(self) -> dict[tuple[int, int], int]:
+        """The same with the orders that wait."""
+        return self.modes() | {head: int(order.mode) for order in self._orders for head in order.heads}
+
+    def switch(self, heads: Iterable[tuple[int, int]], mode: str, *, step: int, reason: str) -> wire.Switched | None:
+        """Give `heads` this mode, as a person asked; None while that waits for the kernels to serve them.
+
+        Raises ValueError for no heads, for a mode or head that does not exist here, and for a mode that a head cannot
+        have as its attention is called. Of every head those are left out that no mode would change.
+        """
+        if not (wanted := list(heads)):
+            raise ValueError("no heads were given; give (layer, head) pairs, such as the keys of modes()")
+        flags = parse_mode(mode)
+        unknown = [head for head in wanted if head not in self._rows]
+        if unknown:
+            raise ValueError(f"(layer, head) {unknown[:5]} is not monitored here; report() lists the monitored heads")
+        takers, left_out = self._takers(wanted, flags)
+        return self._carry_out(_Order(tuple(takers), flags, reason + left_out), step)
+
+    def follow(
+        self,
+        heads: Iterable[tuple[int, int]],
+        mode: Mode,
+        verdict: wire.Verdict,
+        *,
+        step: int,
+        outcome: wire.Outcome,
+        policy: str,
+    ) -> list[wire.Switched]:
+        """Give `heads` this mode for a verdict, or only propose it where `outcome` is "proposed"; what cannot have it
+        refuses, with the reason of the first. `policy` stands before the reasons."""
+        wanted = list(heads)
+        refused = self._refused(wanted, mode)
+        takers = [head for head in wanted if head not in refused]
+        shared: dict[str, Any] = {"step": step, "verdict": verdict.id}
+        reason = because_of(verdict, policy)
+        done = []
+        if takers and outcome != "applied":
+            done.append(self._done(outcome, takers, mode, reason=reason, **shared))
+        elif takers:
+            now = self._carry_out(_Order(tuple(takers), mode, reason, verdict=verdict.id), step)
+            done += [] if now is None else [now]
+        if refused:
+            why = next(iter(refused.values()))
+            done.append(self._done("refused", list(refused), None, reason=f"{policy}: {why}", **shared))
+        return done
+
+    def _carry_out(self, order: _Order, step: int) -> wire.Switched | None:
+        """Apply `order`, or let it wait, in the place of what its heads waited for before."""
+        for other in [other for other in self._orders if not set(other.heads).isdisjoint(order.heads)]:
+            left = tuple(head for head in other.heads if head not in order.heads)
+            self._orders.remove(other)
+            if left:
+                self._orders.append(other._replace(heads=left))
+            elif other.command is not None:
+                self._late.append(self._answer(other, "refused", other.heads, step, "another order took its place"))
+        self._given.update(self._rows[head] for head in order.heads)
+        if order.mode and not all(self._is_served(head) for head in order.heads):
+            self._orders.append(order)
+            self._write()
+            return None
+        return self._answer(order, "applied", order.heads, step, order.reason)
+
+    def _is_served(self, head: tuple[int, int]) -> bool:
+        return self.serves is None or self.serves(self._rows[head])
+
+    def settle(self, since_step: int, step: int, unix_seconds: float) -> list[wire.Switched]:
+        """What the training from `since_step` to `step` shows of the orders that waited: applied at `since_step` where
+        our kernels computed their heads, refused where they could not, expired. What it shows nothing of waits on."""
+        answers, self._late = self._late, []
+        for order in list(self._orders):
+            refused = self._refused(order.heads, order.mode)
+            takers = tuple(head for head in order.heads if head not in refused and self._is_served(head))
+            waiting = tuple(head for head in order.heads if head not in refused and head not in takers)
+            expired = None if order.command is None else _expired(order.command, step, unix_seconds)
+            if takers:
+                reason = order.reason + _left_out(refused)
+                answers.append(self._answer(order, "applied", takers, since_step, reason))
+            elif not waiting:
+                answers.append(self._answer(order, "refused", order.heads, step, next(iter(refused.values()))))
+            elif expired is not None:
+                answers.append(self._answer(order, "expired", order.heads, step, expired))
+            else:
+                continue
+            self._orders.remove(order)
+            if takers and waiting:
+                self._orders.append(order._replace(heads=waiting, command=None))
+        if answers:
+            self._write()
+        return answers
+
+    def _answer(
+        self, order: _Order, outcome: wire.Outcome, heads: Sequence[tuple[int, int]], step: int, reason: str
+    ) -> wire.Switched:
+        command = None if order.command is None else order.command.id
+        mode = order.mode if outcome == "applied" else None
+        return self._done(outcome, heads, mode, step=step, reason=reason, command=command, verdict=order.verdict)
+
+    def _done(
+        self,
+        outcome: wire.Outcome,
+        heads: Sequence[tuple[int, int]],
+        mode: Mode | None,
+        *,
+        step: int,
+        reason: str,
+        command: str | None = None,
+        verdict: str | None = None,
+    ) -> wire.Switched:
+        """Only "applied" changes anything; mode None: the heads keep what they have."""
+        rows = [self._rows[head] for head in heads]
+        before = tuple(mode_name(int(self.host[row])) for row in rows)
+        if outcome == "applied" and mode is not None:
+            if command is not None:
+                for head, row in zip(heads, rows, strict=True):
+                    (self.held.add if self.host[row] & ~int(mode) else self.held.discard)(head)
+            self.host[rows] = int(mode)
+            self._write()
+        return wire.Switched(
+            id=self._new_id(),
+            step=step,
+            command=command,
+            verdict=verdict,
+            outcome=outcome,
+            heads=tuple(heads),
+            before=before,
+            after=before if mode is None else (mode_name(mode),) * len(rows),
+            reason=reason[:500],
+        )
+
+    def _refused(self, heads: Iterable[tuple[int, int]], mode: int) -> dict[tuple[int, int], str]:
+        """The heads that cannot be given `mode`, each with a sentence."""
+        why = self.why_refused
+        return {} if why is None else _sentences({head: why(self._rows[head], mode) for head in heads})
+
+    def _takers(self, heads: list[tuple[int, int]], mode: int) -> tuple[list[tuple[int, int]], str]:
+        """The heads that an order switches, and the answer's words about others. An order for every head leaves those
+        out that cannot have the mode; else, and where none is left, they refuse it. Raises ValueError."""
+        refused = self._refused(heads, mode)
+        if refused and (set(heads) != self._rows.keys() or len(refused) == len(self._rows)):
+            raise ValueError(next(iter(refused.values())))
+        return [head for head in heads if head not in refused], _left_out(refused)
+
+    def answered(self, command: str) -> bool:
+        """Whether the command of this id was carried out or refused before."""
+        return command in self._answered
+
+    def obey(self, command: wire.Command, *, step: int, unix_seconds: float) -> wire.Switched | None:
+        """Carry out a command at the step boundary after `step`. None when this id came before, and while it waits."""
+        if command.id in self._answered:
+            return None
+        self._answered[command.id] = None
+        while len(self._answered) > MAX_ANSWERED:
+            self._answered.popitem(last=False)
+        heads = list(self._rows) if command.heads is None else list(command.heads)
+        # ranks hold different heads; a command for a layer is for those who have it
+        mine = [head for head in heads if head in self._rows]
+
+        def no(outcome: wire.Outcome, why: str) -> wire.Switched:
+            return self._done(outcome, mine, None, step=step, reason=why, command=command.id)
+
+        if command.action != "switch":
+            mine = []
+            return no("refused", f"this agent does not carry out {command.action!r} orders")
+        if (why := _expired(command, step, unix_seconds)) is not None:
+            return no("expired", why)
+        if not mine:
+            return no("refused", "none of the named heads is watched by this process")
+        try:
+            wanted = parse_mode(command.mode)
+            expected = None if command.expect is None else int(parse_mode(command.expect))
+            takers, left_out = self._takers(mine, wanted)
+        except ValueError as error:
+            return no("refused", str(error))
+        if expected is not None:
+            other = [head for head in mine if self.host[self._rows[head]] != expected]
+            if other:
+                now = mode_name(int(self.host[self._rows[other[0]]]))
+                return no("refused", f"expected {command.expect}, but layer {other[0][0]} head {other[0][1]} has {now}")
+        if command.dry_run:
+            reason = f"dry run: {command.reason}{left_out}"
+            return self._done("dry_run", takers, wanted, step=step, reason=reason, command=command.id)
+        return self._carry_out(
+            _Order(tuple(takers), wanted, f"{command.issued_by}: {command.reason}{left_out}", command), step
+        )
+
+    def _write(self) -> None:
+        wanted = np.fromiter(self.wanted().values(), dtype=np.int32, count=len(self.host))
+        source = torch.from_numpy(wanted)
+        if self._device_modes.is_cuda:
+            source = source.pin_memory()
+        self._device_modes.copy_(source, non_blocking=True)
+        if self.on_change is not None:
+            self.on_change(wanted)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Modes by head, with those that are waited for, and the ids of the commands that were answered, JSON-able."""
+        modes = [[layer, head, mode_name(mode)] for (layer, head), mode in self.wanted().items() if mode]
+        waiting = {order.command.id for order in self._orders if order.command is not None}
+        answered = [command for command in self._answered if command not in waiting]
+        return {"modes": modes, "answered": answered, "held": [list(head) for head in sorted(self.held)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put modes and answered ids back; heads that are not here, or were switched since, are left out.
+
+        Raises ValueError for a saved mode that does not exist; then nothing is put back.
+        """
+        modes = {(int(layer), int(head)): parse_mode(name) for layer, head, name in state["modes"]}
+        answered = {str(command): None for command in state["answered"]}
+        held = {(int(layer), int(head)) for layer, head in state.get("held", ())}
+        saved: dict[Mode, list[tuple[int, int]]] = {}
+        for head, mode in modes.items():
+            row = self._rows.get(head)
+            if row is not None and row not in self._given:
+                saved.setdefault(mode, []).append(head)
+        given = set(self._given)
+        for mode, heads in saved.items():
+            self._carry_out(_Order(tuple(heads), mode, "resumed from a checkpoint"), 0)
+        self._given = given
+        self._answered.update(answered)
+        self.held |= held & self._rows.keys()
+
+
+def _expired(command: wire.Command, step: int, unix_seconds: float) -> str | None:
+    if command.expires_step is not None and step >= command.expires_step:
+        return f"expired at step {command.expires_step}; this run is at step {step}"
+    if command.expires_unix_seconds is not None and unix_seconds >= command.expires_unix_seconds:
+        return "expired by the clock before it was carried out"
+    return None
+
+
+def _left_out(refused: Mapping[tuple[int, int], str]) -> str:
+    return f" ({len(refused)} heads are left out: {next(iter(refused.values()))})" if refused else ""
+
+
+def _sentences(reasons: Mapping[tuple[int, int], str | None]) -> dict[tuple[int, int], str]:
+    return {
+        (layer, head): f"layer {layer} head {head}: {why}" for (layer, head), why in reasons.items() if why is not None
+    }
 
 
 class Switching:
@@ -83,8 +376,10 @@ class Switching:
 
 def decide(
     verdicts: Iterable[wire.Verdict], mitigation: str, modes: dict[wire.HeadRef, int], scope: SwitchScope
-) -> Iterator[Decision]:
-    """The switches that `verdicts` call for; `modes` holds the present mode of every (layer, head) that may change.
+) -> Iterator[tuple[wire.Verdict, tuple[wire.HeadRef, ...], Mode]]:
+    """The switches that `verdicts` call for, each with its heads and their mode.
+
+    `modes` holds the present mode of every (layer, head) that may change.
 
     Only what contract.decision says calls for one (a mitigation changes rounding alone), and only on heads that do not
     have it yet: the one that was warned about, those of its layer, or all.
@@ -94,4 +389,4 @@ def decide(
         if calls_for_switch(verdict) and verdict.layer is not None and verdict.head is not None:
             for mode, heads in switches([(verdict.layer, verdict.head)], modes, mitigation, scope).items():
                 modes.update(dict.fromkeys(heads, int(mode)))
-                yield Decision(verdict, tuple(heads), mode)
+                yield verdict, tuple(heads), mode
