@@ -16,7 +16,7 @@ from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention.watched_layer import numerics_for
-from foreshock.monitor.model.weights import local_tensor
+from foreshock.monitor.model.layers import local_tensor
 
 EVERY_STEP: dict[str, Any] = {
     "attention": "kernels",

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from foreshock.monitor.assessment import key_bias_of
 from foreshock.monitor.model.discovery import Found
-from foreshock.monitor.model.layers import find_projection, query_width, why_unmeasured
-from foreshock.monitor.model.weights import base_of
+from foreshock.monitor.model.layers import base_of, find_projection, query_width, why_unmeasured
 
 
 class PeftLinear(nn.Module):

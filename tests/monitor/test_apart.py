@@ -12,7 +12,7 @@ from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention
 
 from foreshock.contract import wire
 from foreshock.monitor import attach
-from foreshock.monitor.apart import apart
+from foreshock.monitor.guard import apart
 
 CPU = torch.device("cpu")
 

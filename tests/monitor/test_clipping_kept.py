@@ -25,7 +25,7 @@ from foreshock.monitor.attention import probe
 from foreshock.monitor.attention.probe import Sampling
 from foreshock.monitor.attention.probed_rows import Call, raise_largest
 from foreshock.monitor.model.layers import find_projection
-from foreshock.monitor.qk_clip.scaling import QKClip
+from foreshock.monitor.qk_clip import QKClip
 
 KEPT: dict[str, Any] = EVERY | {
     "attention": "keep", "qk_clip": "always", "qk_clip_every_steps": 1, "probe_rows": 1, "numerics": "float32",

@@ -9,7 +9,7 @@ import pytest
 
 from foreshock.contract.slots import Slot, Words, identity_row
 from foreshock.contract.wire import Layer
-from foreshock.monitor.attention import running
+from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.attention.coverage import CoverageReport
 
 HEADS = (2, 1, 3)
@@ -17,9 +17,9 @@ HEADS = (2, 1, 3)
 
 @pytest.fixture(autouse=True)
 def _nothing_was_called_outside() -> Iterator[None]:
-    running.forget()
+    watched_layer.forget()
     yield
-    running.forget()
+    watched_layer.forget()
 
 
 def layers() -> list[Layer]:

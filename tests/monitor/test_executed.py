@@ -23,8 +23,7 @@ from tests.monitor.unusual_attention import (
 )
 from torch import Tensor, nn
 
-from foreshock.monitor.attention.softmax_rows import broken_rows
-from foreshock.monitor.model.discovery import BY_HAND, OUT_OF_REACH, attention_in
+from foreshock.monitor.model.executed import BY_HAND, OUT_OF_REACH, attention_in, broken_rows
 
 
 def stacked(*modules: nn.Module) -> nn.Module:

@@ -34,8 +34,7 @@ from tests.monitor.tiny_models import batch, tiny_gpt
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from foreshock.monitor import attach
-from foreshock.monitor.qk_clip import scaling
+from foreshock.monitor import attach, qk_clip
 
 CLIPS: dict[str, Any] = EVERY | {"qk_clip": "always", "qk_clip_every_steps": 1, "numerics": "float32"}
 OF_TRANSFORMERS = DECODER | LATENT | {"head_dim": LATENT["qk_rope_head_dim"]}
@@ -107,7 +106,7 @@ def left_out(agent: Any) -> str:
 def test_each_part_of_a_head_is_scaled_as_a_float64_loop_has_it_and_its_scores_by_gamma(
     kind: str, attention: Any, alpha: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scaling, "ALPHA", alpha)
+    monkeypatch.setattr(qk_clip, "ALPHA", alpha)
     model, blocks, rows = MODELS[kind]()
     with inputs_of(*blocks) as given:
         step(model)
@@ -274,13 +273,13 @@ def test_under_checkpointing_the_first_forward_shows_it(use_reentrant: bool) -> 
 
 def test_one_launch_scales_all_parts_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
-    own = scaling._Parts.scale
+    own = qk_clip._Parts.scale
 
     def counted(parts: Any, factors: Tensor) -> None:
         launches.append(len(parts._views))
         own(parts, factors)
 
-    monkeypatch.setattr(scaling._Parts, "scale", counted)
+    monkeypatch.setattr(qk_clip._Parts, "scale", counted)
     model = two_latent_layers()
     with attach(model, **CLIPS | {"qk_clip_threshold": 1e-6}) as agent:
         step(model)

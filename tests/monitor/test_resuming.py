@@ -11,7 +11,7 @@ from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt
 
 from foreshock.contract import wire
 from foreshock.monitor import Agent, AgentConfig, attach
-from foreshock.monitor.callbacks.saved_state import read_state, take_up
+from foreshock.monitor.callbacks.shared import read_state, take_up
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.detect.run_state import LAYOUT
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from foreshock.kernels.flash_attention import new_state
-from foreshock.monitor.attention import running
+from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer
 
 
@@ -32,19 +32,19 @@ class Hooked:
         self._hook()
         forward()  # type: ignore[operator]
         if self.after_hook:
-            running.leave()
+            watched_layer.leave()
 
     def _hook(self) -> None:
-        running.enter(self.layer)
+        watched_layer.enter(self.layer)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_runs() -> Iterator[None]:
-    running.forget()
-    running.expect_interception()
+    watched_layer.forget()
+    watched_layer.expect_interception()
     yield
-    running.forget()
-    running.expect_interception()
+    watched_layer.forget()
+    watched_layer.expect_interception()
 
 
 @given(calls=st.recursive(st.just([]), lambda inner: st.lists(st.tuples(st.integers(0, 2), inner), max_size=3)))
@@ -52,17 +52,17 @@ def test_within_and_after_every_nested_forward_the_layer_is_the_one_whose_code_r
     calls: list[tuple[int, list[object]]],
 ) -> None:
     def run(inside: list[tuple[int, list[object]]], caller: WatchedLayer | None) -> None:
-        assert running.layer_of_this_call() is caller
+        assert watched_layer.layer_of_this_call() is caller
         for number, inner in inside:
             Hooked(LAYERS[number])(lambda inner=inner, number=number: run(inner, LAYERS[number]))
-            assert running.layer_of_this_call() is caller
+            assert watched_layer.layer_of_this_call() is caller
 
     run(calls, None)
 
 
 def attention() -> None:
     """Stands for PyTorch's, as it is met outside every watched forward."""
-    running.note_call_outside(CALLED, CALLED)
+    watched_layer.note_call_outside(CALLED, CALLED)
 
 
 class Direct(nn.Module):
@@ -75,15 +75,15 @@ class Direct(nn.Module):
 def test_a_call_outside_is_counted_and_the_module_whose_code_it_is_is_named() -> None:
     attention()
     attention()
-    assert running.outside.calls == 2
+    assert watched_layer.outside.calls == 2
     module, layer = Direct(), made("h.9")
     setattr(module, LAYER_ATTRIBUTE, layer)
     module.forward()
-    assert running.outside.calls == 3
+    assert watched_layer.outside.calls == 3
     [reason] = layer.unserved
     assert "call the module itself" in reason
-    running.forget()
-    assert running.outside.calls == 0
+    watched_layer.forget()
+    assert watched_layer.outside.calls == 0
 
 
 def test_a_call_outside_keeps_nothing_alive_that_those_who_called_it_let_go_of() -> None:
@@ -108,24 +108,24 @@ def test_a_recompute_that_lost_its_layer_is_warned_about_where_our_kernels_serve
         @staticmethod
         def backward(_: object, *grads: torch.Tensor) -> torch.Tensor:
             with torch.enable_grad():
-                running.note_call_outside(CALLED, CALLED)
+                watched_layer.note_call_outside(CALLED, CALLED)
             return grads[0]
 
     def backward() -> None:
         out = Recomputes.apply(torch.ones(2, requires_grad=True))  # type: ignore[no-untyped-call]
         out.sum().backward()
 
-    running.outside.layers.add(kept)
+    watched_layer.outside.layers.add(kept)
     try:
         backward()  # kept as it is: nothing is lost but the count
-        assert running.outside.calls == 1
+        assert watched_layer.outside.calls == 1
         assert not caplog.records
-        running.outside.calls = 0
-        running.outside.layers.add(served)
+        watched_layer.outside.calls = 0
+        watched_layer.outside.layers.add(served)
         backward()
         (warned,) = caplog.messages
         assert "attention is recomputed in a backward" in warned
         assert "Use torch.utils.checkpoint" in warned
     finally:
-        running.outside.layers.discard(kept)
-        running.outside.layers.discard(served)
+        watched_layer.outside.layers.discard(kept)
+        watched_layer.outside.layers.discard(served)

@@ -14,8 +14,7 @@ from tests.monitor.tiny_models import tiny_gpt, train_step
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT
 from foreshock.monitor import attach
-from foreshock.monitor.sampling.collector import Counted
-from foreshock.monitor.sampling.sample import SampleDraft
+from foreshock.monitor.sampling.collector import Counted, SampleDraft
 
 QUICK: dict[str, Any] = {"run": "a-run", "sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True}
 

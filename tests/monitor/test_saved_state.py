@@ -6,7 +6,7 @@ import pytest
 from tests.monitor.tiny_models import tiny_gpt
 
 from foreshock.monitor import attach
-from foreshock.monitor.callbacks.saved_state import read_state, write_state
+from foreshock.monitor.callbacks.shared import read_state, write_state
 
 
 @pytest.mark.promise("A17")

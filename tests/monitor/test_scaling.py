@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from foreshock.contract.slots import Slot, identity_row
 from foreshock.contract.wire import Layer
 from foreshock.monitor.model.layers import HeadRows, Projection, find_projection
-from foreshock.monitor.qk_clip.scaling import QKClip
+from foreshock.monitor.qk_clip import QKClip
 
 TAU = 100.0
 

@@ -16,8 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from foreshock.monitor.model.layers import find_projection
-from foreshock.monitor.model.weights import part_of, tensor_parallel_dims
+from foreshock.monitor.model.layers import find_projection, part_of, tensor_parallel_dims
 from foreshock.monitor.sampling.norms import ModelNorms
 
 

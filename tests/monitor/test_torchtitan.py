@@ -93,7 +93,7 @@ def test_a_disk_that_takes_no_state_ends_no_training(
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("foreshock.monitor.callbacks.saved_state.os.replace", full)
+    monkeypatch.setattr("foreshock.monitor.callbacks.shared.os.replace", full)
     agent, listener, _ = train(titan.Trainer(4, tmp_path, interval=2))
     assert intervals(listener)[-1] == (3, 4)
     assert agent.faults == {}

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreshock.contract.slots import identity_row
-from foreshock.monitor.sampling import transfer
-from foreshock.monitor.sampling.collector import Collector
-from foreshock.monitor.sampling.transfer import Transfer, ungathered
+from foreshock.monitor.sampling import collector
+from foreshock.monitor.sampling.collector import Collector, Transfer, ungathered
 
 STALE = -7.0
 PLAIN = np.zeros(2, dtype=np.int32)
@@ -45,8 +44,8 @@ class Devices:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queued: dict[torch.device, list[Callable[[], object]]] = {}
         self.recorded: list[torch.device] = []
-        monkeypatch.setattr(transfer, "_copied", self.copied)
-        monkeypatch.setattr(transfer, "_recorded", self.event)
+        monkeypatch.setattr(collector, "_copied", self.copied)
+        monkeypatch.setattr(collector, "_recorded", self.event)
 
     def copied(self, source: OnDevice) -> Tensor:
         now = torch.tensor(source.tolist(), dtype=source.dtype)

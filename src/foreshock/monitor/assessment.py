@@ -18,8 +18,7 @@ from foreshock.monitor.attention.trial import wrong_attention
 from foreshock.monitor.config import make_config
 from foreshock.monitor.detect.levels import KERNEL, Levels
 from foreshock.monitor.model.discovery import Found, find_attention
-from foreshock.monitor.model.layers import KEY_PROJECTIONS, normalises_heads
-from foreshock.monitor.model.weights import base_of, device_of, stored
+from foreshock.monitor.model.layers import KEY_PROJECTIONS, base_of, device_of, normalises_heads, stored
 
 KeyBias = Literal["trained", "frozen", "none", "unknown"]
 

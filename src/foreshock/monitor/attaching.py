@@ -21,7 +21,6 @@ from foreshock.contract.wire import MAX_LAYERS, Layer
 from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
-from foreshock.monitor.apart import apart
 from foreshock.monitor.assessment import KeyBias, openness, rounding
 from foreshock.monitor.attached_model import AttachedModel, served_by
 from foreshock.monitor.attention.backend_selector import BackendSelector
@@ -30,8 +29,9 @@ from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebin
 from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, is_watched, logger
 from foreshock.monitor.config import AgentConfig, make_config
+from foreshock.monitor.guard import apart
 from foreshock.monitor.model.discovery import Found, find_attention, is_called_attention, table_of
-from foreshock.monitor.model.weights import device_of
+from foreshock.monitor.model.layers import device_of
 
 
 def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unpack[AgentSettings]) -> Agent:

@@ -14,7 +14,7 @@ import torch
 from foreshock.contract import wire
 from foreshock.contract.causes import CAUSES, IncidentCause
 from foreshock.contract.decision import cause_of, is_active
-from foreshock.monitor.sampling.stride import passes
+from foreshock.monitor.sampling.collector import passes
 
 logger: Final = logging.getLogger("foreshock")
 

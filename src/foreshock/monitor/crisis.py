@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foreshock.monitor.model.weights import is_sharded
+from foreshock.monitor.model.layers import is_sharded
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,16 @@
-"""Contains the agent's own faults, so that no bug of ours reaches the training loop (promise A15)."""
+"""Contains the agent's own faults, so that no bug of ours reaches the training loop (promise A15), and takes away what
+the loop has switched on around it while the agent computes."""
 
 import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Final, ParamSpec, TypeVar
+
+import torch
 
 logger: Final = logging.getLogger("foreshock")
 
@@ -86,3 +90,20 @@ class Guard:
                 after,
             )
         return True
+
+
+@contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """No gradients, no inference mode and no autocast, on a CPU or on `device`, for what is computed inside.
+
+    A loop may stand under one autocast as a whole: norms of weights would be taken in 16 bits there. A tensor that is
+    made in inference mode can never be written to outside of it.
+    """
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.no_grad())
+        for kind in {"cpu", device.type}:
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        yield

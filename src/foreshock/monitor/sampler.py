@@ -13,9 +13,8 @@ from torch import Tensor
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
-from foreshock.monitor.sampling.collector import MAX_NOTES, Collector, Counted
+from foreshock.monitor.sampling.collector import MAX_NOTES, Collector, Counted, passes
 from foreshock.monitor.sampling.norms import ModelNorms
-from foreshock.monitor.sampling.stride import passes
 
 logger: Final = logging.getLogger("foreshock")
 

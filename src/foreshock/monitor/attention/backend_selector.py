@@ -16,7 +16,7 @@ from foreshock.contract.modes import parse_mode
 from foreshock.monitor.attention.probe import OutputSums, Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.sampling.stride import passes
+from foreshock.monitor.sampling.collector import passes
 
 GRADIENTS_EVERY: Final = 16
 """One measured step in so many compares rows of gradients: some 50 small operations a layer."""

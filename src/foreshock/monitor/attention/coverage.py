@@ -21,12 +21,11 @@ from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.interception import sdpa_rebinding
 from foreshock.monitor.attention.layout_check import LayoutCheck, table_of_norms
-from foreshock.monitor.attention.running import outside
-from foreshock.monitor.attention.softmax_rows import broken_rows
-from foreshock.monitor.attention.watched_layer import NOT_RUN, WatchedLayer, logger, numerics_for
+from foreshock.monitor.attention.watched_layer import NOT_RUN, WatchedLayer, logger, numerics_for, outside
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import say
-from foreshock.monitor.model.discovery import Called, attention_in, find_attention, listed
+from foreshock.monitor.model.discovery import Called, find_attention, listed
+from foreshock.monitor.model.executed import attention_in, broken_rows
 
 _LOOKS: Final = 2
 """Backwards through the model that are read; the first may be of a part of it."""

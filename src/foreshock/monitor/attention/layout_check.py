@@ -20,21 +20,19 @@ from foreshock.monitor.model.layers import (
     NOT_FOUND,
     HeadRows,
     Projection,
+    base_of,
+    change_by_weight,
+    computes_otherwise,
     find_projection,
+    has_adapters,
+    is_sharded,
     normalises_heads,
     outputs_of,
+    stored,
     why_projection_unread,
     why_unmeasured,
 )
 from foreshock.monitor.model.layouts import Call, Corners, InconclusiveCallError, Placed, Rows, parts_of
-from foreshock.monitor.model.weights import (
-    base_of,
-    change_by_weight,
-    computes_otherwise,
-    has_adapters,
-    is_sharded,
-    stored,
-)
 
 _TRIES: Final = 3
 """Calls that may fit no layout before the norms stay unknown: one may be of another kind, for example with a cache."""

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from foreshock.kernels.flash_attention.spec import Rounds
 from foreshock.monitor.attention.probed_rows import ScoreMod
-from foreshock.monitor.attention.running import (
+from foreshock.monitor.attention.watched_layer import (
+    Packed,
     expect_interception,
     layer_of_this_call,
     note_call_outside,
     note_interception,
     was_intercepted,
 )
-from foreshock.monitor.attention.watched_layer import Packed
 from foreshock.monitor.model.discovery import ORIGINAL, Entry, Make
 
 

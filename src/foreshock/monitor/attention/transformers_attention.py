@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from foreshock.monitor.attention.running import (
+from foreshock.monitor.attention.watched_layer import (
+    LAYER_ATTRIBUTE,
+    MASKED,
+    WatchedLayer,
     expect_interception,
     layer_of_this_call,
+    leave_no_trace_in_copies,
     tell_scouts,
     was_intercepted,
 )
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, MASKED, WatchedLayer, leave_no_trace_in_copies
 
 _KNOWN: Final = ("dropout", "scaling", "is_causal", "sliding_window", "softcap", "position_bias", "attention_mask")
 _HARMLESS: Final = (

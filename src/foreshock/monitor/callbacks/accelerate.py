@@ -25,7 +25,7 @@ from torch import nn
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attaching import attach
-from foreshock.monitor.callbacks.saved_state import read_state, save_if_asked, write_state
+from foreshock.monitor.callbacks.shared import read_state, save_if_asked, write_state
 
 logger: Final = logging.getLogger("foreshock")
 

@@ -22,8 +22,7 @@ from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attaching import attach
 from foreshock.monitor.attention.watched_layer import leave_no_trace_in_copies
-from foreshock.monitor.callbacks.gradient_norm import GradientNorm
-from foreshock.monitor.callbacks.saved_state import read_state, take_up, write_state
+from foreshock.monitor.callbacks.shared import GradientNorm, read_state, take_up, write_state
 from foreshock.monitor.config import make_config
 
 logger: Final = logging.getLogger("foreshock")

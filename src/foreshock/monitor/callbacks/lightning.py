@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from foreshock.monitor.agent import Agent, Status
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attaching import attach
-from foreshock.monitor.callbacks.gradient_norm import GradientNorm
-from foreshock.monitor.callbacks.saved_state import save_if_asked, take_up
+from foreshock.monitor.callbacks.shared import GradientNorm, save_if_asked, take_up
 
 
 class ForeshockCallback(Callback):  # type: ignore[misc]

@@ -1,24 +1,98 @@
-"""Counts leave the device here: at a step boundary, in stream order, the packed state is copied and zeroed.
+"""Samples: the counts leave the device, travel beside the training, and are sent as messages.
 
-On CUDA the copy is asynchronous and is read steps later, when its events have passed; the host never waits. Losses and
-gradient norms that are tensors ride along, so that reading them costs no synchronisation either.
+At a step boundary, in stream order, the packed state is copied and zeroed. On CUDA the copy is asynchronous and is read
+steps later, when its events have passed; the host never waits. Losses and gradient norms that are tensors ride along,
+so that reading them costs no synchronisation either.
 """
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import pybase64
 import torch
 from torch import Tensor
 
+from foreshock.contract import wire
 from foreshock.contract.slots import Floats, Words, identity_row
 from foreshock.monitor.crisis import ParametersFound
-from foreshock.monitor.model.weights import is_sharded
-from foreshock.monitor.sampling.transfer import Transfer, ungathered
+from foreshock.monitor.model.layers import is_sharded
+
+
+def passes(before: int, after: int, every: int) -> bool:
+    """Whether a multiple of `every` is in (before, after], so that numbers that skip some meet each stride once."""
+    return after // every > before // every
+
+
+Gathered = list[tuple[list[int], Tensor | list[float]]]
+"""Numbers in groups of one device and type: their places among all, and the group, on the host once arrived."""
+
+
+class Transfer:
+    """Copies that were started together. A device runs its own in the order of its stream, and its event shows when."""
+
+    def __init__(self) -> None:
+        self._devices: set[torch.device] = set()
+        self._events: list[Any] = []
+
+    def start(self, source: Tensor) -> Tensor:
+        """A tensor on the host that holds what `source` holds now, once the transfer has `arrived`."""
+        if not source.is_cuda:
+            return source.detach().to("cpu", copy=True)
+        self._devices.add(source.device)
+        return _copied(source)
+
+    def gather(self, given: Sequence[Tensor | float]) -> Gathered:
+        """Start with numbers of one element each, on whatever devices they are; `ungathered` joins them again."""
+        groups: dict[tuple[torch.device, torch.dtype] | None, list[int]] = {}
+        for place, value in enumerate(given):
+            group = (value.device, value.dtype) if isinstance(value, Tensor) else None
+            groups.setdefault(group, []).append(place)
+        return [
+            (places, [float(given[place]) for place in places] if group is None else self._stacked(given, places))
+            for group, places in groups.items()
+        ]
+
+    def _stacked(self, given: Sequence[Tensor | float], places: list[int]) -> Tensor:
+        stacked = torch.stack([value for place in places if isinstance(value := given[place], Tensor)])
+        # float64 exists on every device but Apple's; float32 there holds a loss exactly enough
+        return self.start(stacked if stacked.device.type == "mps" else stacked.to(torch.float64))
+
+    def seal(self) -> None:
+        """All is started: from here on `arrived` is asked."""
+        self._events = [_recorded(device) for device in self._devices]
+
+    def arrived(self, *, wait: bool = False) -> bool:
+        """Whether every copy is on the host; `wait` waits for it."""
+        for event in self._events:
+            if wait:
+                event.synchronize()
+            elif not event.query():
+                return False
+        return True
+
+
+def ungathered(groups: Gathered) -> Floats:
+    """The numbers in their order, float64 [n]."""
+    values: Floats = np.empty(sum(len(places) for places, _ in groups), dtype=np.float64)
+    for places, numbers in groups:
+        values[places] = numbers.numpy() if isinstance(numbers, Tensor) else numbers
+    return values
+
+
+def _copied(source: Tensor) -> Tensor:
+    return torch.empty_like(source, device="cpu", pin_memory=True).copy_(source, non_blocking=True)
+
+
+def _recorded(device: torch.device) -> Any:
+    """An event behind all that this device was given; the current device may be another."""
+    return torch.cuda.current_stream(device).record_event()
+
 
 logger: Final = logging.getLogger("foreshock")
 
@@ -231,3 +305,60 @@ def mean(values: Floats) -> float | None:
 def largest(values: Floats) -> float | None:
     """The largest value, NaN when one is; None without values."""
     return float(values.max()) if values.size else None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDraft:
+    """What one sample will hold. `risk` is float64 [N]; None where the detectors are off."""
+
+    counted: Counted
+    risk: Floats | None
+    unix_seconds: float = field(default_factory=time.time)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays as they will travel."""
+        raw = self.counted.words.nbytes + self.counted.modes.nbytes
+        raw += sum(values.nbytes for values in self.counted.norms.values())
+        raw += 0 if self.risk is None else self.risk.nbytes // 2  # travels as float32
+        return raw * 4 // 3
+
+    def build(self) -> wire.Sample:
+        """The message."""
+        counted = self.counted
+        return wire.Sample(
+            step=counted.step,
+            since_step=counted.since_step,
+            unix_seconds=self.unix_seconds,
+            states=_array(counted.words),
+            modes=_array(counted.modes),
+            loss=mean(counted.losses),
+            loss_max=largest(counted.losses),
+            loss_nonfinite_steps=nonfinite(counted.losses),
+            grad_norm=largest(counted.grad_norms),
+            grad_norm_nonfinite_steps=nonfinite(counted.grad_norms),
+            learning_rate=counted.learning_rate,
+            step_seconds=counted.step_seconds,
+            agent_seconds=counted.agent_seconds,
+            risk=_single(self.risk),
+            query_norm=_array(counted.norms.get("query_norm")),
+            key_norm=_array(counted.norms.get("key_norm")),
+            query_key_norm=_array(counted.norms.get("query_key_norm")),
+            clip_factor=_single(counted.norms.get("clip_factor")),
+            clipped_steps=_single(counted.norms.get("clipped_steps")),
+        )
+
+
+def _array(values: npt.NDArray[Any] | None) -> wire.Array | None:
+    return None if values is None else _encoded(values)
+
+
+def _single(values: npt.NDArray[Any] | None) -> wire.Array | None:
+    return None if values is None else _encoded(values.astype(np.float32))
+
+
+def _encoded(values: npt.NDArray[Any]) -> wire.Array:
+    """As wire.Array.of, without decoding again what was just encoded: these bytes are our own."""
+    little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+    dtype: Any = little.dtype.str
+    return wire.Array.model_construct(dtype=dtype, shape=values.shape, data=pybase64.b64encode_as_string(little.data))

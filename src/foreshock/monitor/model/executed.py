@@ -1,0 +1,223 @@
+"""What a model computes in fact, read from the autograd graph of a backward: nothing is run for it.
+
+Softmax attention is a softmax of scores, which came out of a product of two activations, whose result is passed on to
+another product; or one of PyTorch's own attention operators. A product with a parameter is a linear layer: a router's
+softmax is no attention. Additive attention (of graph networks, of Bahdanau et al. 2015) adds an activation of each
+query to one of each key: a sum of two activations, each of which is repeated along another dimension, with a linear
+layer at most before the softmax. Where a graph was compiled, or is made again in the backward, nothing is seen of it.
+
+The softmax of such an attention saved its result for the backward, where rows that became NaN can be looked at. A
+tensor that something else packs, as activation checkpointing does, is not read.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_PRODUCTS: Final = {"BmmBackward0": 0, "MmBackward0": 0, "BaddbmmBackward0": 1}
+"""Products of two matrices, and which of their inputs is the first of these."""
+_PASS_ON: Final = re.compile(
+    "(Unsafe)?View|Reshape(Alias)?|Expand|Permute|Transpose|T|Clone|ToCopy|Mul|Div|Add|Sub|Neg|(Native|Fused)?Dropout|"
+    "MaskedFill|Where|NanToNum|Slice|Select|Squeeze|Unsqueeze|Cat|Stack|Index|Gather|Alias|Unbind|Split|Sum"
+)
+"""Functions that hand on what they are given, elementwise or to another place."""
+_SOFTMAX: Final = ("Softmax", "SafeSoftmax")
+_OPERATOR: Final = re.compile(r"_?ScaledDotProduct\w*Attention\w*Backward0")
+_PROBE: Final = "_Probed"
+"""What stands behind an attention that is met and measured (monitor/attention/probe.py)."""
+_LAYER: Final = re.compile(
+    "Addmm|Linear|.*Convolution|Embedding|ScaledDotProduct|ScaledGroupedMm|GroupedMm|.*Checkpoint"
+)
+_FAR: Final = 64
+"""Functions looked at from one on, until its inputs are given up."""
+
+BY_HAND: Final = "computes its attention by hand"
+OUT_OF_REACH: Final = "calls PyTorch's attention where it cannot be met"
+
+
+class Executed(NamedTuple):
+    """An attention that is not met."""
+
+    how: str
+    """BY_HAND or OUT_OF_REACH"""
+    softmax: Any = None
+    product: Any = None
+    """Nodes of the graph: its softmax, and the product of its queries and keys; None where there is none"""
+
+
+def attention_in(roots: Iterable[Tensor], model: nn.Module) -> dict[str, Executed] | None:
+    """What a backward from `roots` would run of attention that is not met: by name of the module that holds the weights
+    of its queries and keys. None where it runs through no parameter of `model`."""
+    nodes = _all_from([root.grad_fn for root in roots if root.grad_fn is not None])
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if not any(id(getattr(node, "variable", None)) in names for node in nodes):
+        return None
+    modules = dict(model.named_modules())
+    found: dict[str, Executed] = {}
+    met = {node for probe in nodes if _kind(probe) == _PROBE for node in _near(_inputs(probe)[0], _passes_on)}
+    for node in (node for node in nodes if node not in met):
+        kind = type(node).__name__
+        if _is_product(node):
+            executed = [each for weights in _operands(node) for each in _scores_behind(weights)]
+        elif _OPERATOR.fullmatch(kind):
+            executed = [(_inputs(node)[:2], Executed(OUT_OF_REACH))]
+        else:
+            continue
+        for pair, how in executed:
+            if (name := _owner(pair, names, modules)) is not None:
+                found.setdefault(name, how)
+    return {name: found[name] for name in modules if name in found}  # nodes of a graph come in no order
+
+
+def _all_from(roots: list[Any]) -> list[Any]:
+    seen, left = set(roots), list(roots)
+    while left:
+        for node in _inputs(left.pop()):
+            if node is not None and node not in seen:
+                seen.add(node)
+                left.append(node)
+    return list(seen)
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [before for before, _ in node.next_functions]
+
+
+def _operands(product: Any) -> list[Any]:
+    first = _PRODUCTS[type(product).__name__]
+    return _inputs(product)[first : first + 2]
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__.partition("Backward")[0]
+
+
+def _near(start: Any, goes_on: Callable[[Any], bool]) -> Iterator[Any]:
+    """Nodes from `start` on, the nearest first, without the inputs of those that do not go on."""
+    level, seen = [start], {start}
+    for node in level:
+        yield node
+        if node is not None and goes_on(node):
+            for before in _inputs(node):
+                if before not in seen and len(seen) < _FAR:
+                    seen.add(before)
+                    level.append(before)
+
+
+def _passes_on(node: Any) -> bool:
+    return _PASS_ON.fullmatch(_kind(node)) is not None
+
+
+def _scores_behind(weights: Any) -> Iterator[tuple[list[Any], Executed]]:
+    """The two activations of each product, or where there is none of each sum over all pairs, whose softmax these
+    weights are."""
+    for softmax in _near(weights, _passes_on):
+        if softmax is not None and _kind(softmax) in _SOFTMAX:
+            scores = _inputs(softmax)[0]
+            products = filter(_is_product, _near(scores, lambda node: not _is_product(node)))
+            operands = [(_operands(node), Executed(BY_HAND, softmax, node)) for node in products]
+            # a product with a softmax is the output of another attention, or of a router
+            found = [one for one in operands if not any(map(_is_parameter, one[0])) and not any(map(_weighs, one[0]))]
+            yield from found or ((pair, Executed(BY_HAND, softmax)) for pair in _sums_of_all_pairs(scores))
+
+
+def _sums_of_all_pairs(scores: Any, *, through_a_layer: bool = True) -> Iterator[list[Any]]:
+    """The two activations of each sum, or difference, that broadcasts both: one of each query, one of each key."""
+    for node in _near(scores, lambda before: not _is_layer(before)):
+        if node is None:
+            continue
+        if _kind(node) in ("Add", "Sub") and None not in _inputs(node):
+            one, other = (_repeated(before) for before in _inputs(node))
+            pairs = list(zip(reversed(one), reversed(other), strict=False))
+            both_ways = any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
+            if both_ways and not any(map(_is_parameter, _inputs(node))):
+                yield _inputs(node)
+        elif through_a_layer and _is_layer(node):
+            for before in _inputs(node):
+                yield from _sums_of_all_pairs(before, through_a_layer=False)
+
+
+def _repeated(node: Any) -> Sequence[int]:
+    """The shape of what this node computed, before it was repeated along a dimension."""
+    while _kind(node) == "Expand" and None not in _inputs(node):
+        (node,) = _inputs(node)
+    return tuple(node._input_metadata[0].shape)
+
+
+def _is_product(node: Any) -> bool:
+    return type(node).__name__ in _PRODUCTS
+
+
+def _weighs(node: Any) -> bool:
+    return any(before is not None and _kind(before) in _SOFTMAX for before in _near(node, _passes_on))
+
+
+def _is_parameter(node: Any) -> bool:
+    """Whether a product's operand is made of parameters and constants alone, without a layer between."""
+    return not any(map(_is_layer, _near(node, lambda before: not _is_layer(before))))
+
+
+def _is_layer(node: Any) -> bool:
+    return _is_product(node) or _LAYER.match(_kind(node)) is not None
+
+
+def _owner(operands: list[Any], names: Mapping[int, str], modules: Mapping[str, nn.Module]) -> str | None:
+    """The module that holds the nearest weights of both; None where there are none that show it."""
+    paths = []
+    for operand in operands:
+        for node in _near(operand, lambda _: True):
+            if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+                paths.append(name.split(".")[:-1])
+                break
+    if len(paths) < 2:
+        return None
+    one, other = paths
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    path = one[:same]
+    if (
+        path
+        and type(modules[".".join(path)]).__module__.startswith("torch.nn.modules.")
+        and not isinstance(
+            modules[".".join(path)], nn.MultiheadAttention | nn.Sequential | nn.ModuleList | nn.ModuleDict
+        )
+    ):
+        path = path[:-1]  # a layer that makes queries and keys
+    return ".".join(path)
+
+
+def broken_rows(found: Executed) -> tuple[str, bool]:
+    """How many rows left the softmax as NaN, and why, as a part of a sentence, empty if none did or it is not known;
+    and whether they broke there, since its queries and keys are finite."""
+    weights = _saved(found.softmax, "result")
+    if weights is None or weights.dim() < 2:
+        return "", False
+    broken, what = weights.sum(-1).isnan(), "rows"
+    if broken.dim() == 3:  # [B, H, S]
+        broken, what = broken[:, int(broken.sum((0, 2)).argmax())], "rows of a head"
+    if not (count := int(broken.sum())):
+        return "", False
+    names = ("batch1", "batch2") if "Baddbmm" in type(found.product).__name__ else ("self", "mat2")
+    operands = [_saved(found.product, name) for name in names]
+    here = all(each is not None and bool(each.isfinite().all()) for each in operands)
+    why = "overflows: queries and keys are finite" if here else "is not finite"
+    return f"{count} of {broken.numel()} {what} see no key, or hold a score that {why}", here
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    """What a node of the graph saved for its backward; None if that is packed, or the node is of another kind."""
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.detach())
+        return kept[0]
+
+    try:
+        getattr(node, f"_raw_saved_{name}").register_hooks(pack, lambda tensor: tensor)
+    except (AttributeError, RuntimeError):
+        return None
+    return kept[0] if type(kept[0]) is torch.Tensor else None
