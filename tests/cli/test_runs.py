@@ -106,7 +106,10 @@ def test_an_order_to_a_run_that_has_ended_is_refused_at_once_and_nobody_waits(se
     order = ["--mode", "plain", "--layer", "0", "--reason", "too late", "--wait", "3600"]
     done = foreshock("switch", "run-ended", *order, "--url", service.url)
     assert done.exit_code == 1
-    assert "Run run-ended has ended, and nobody is left to switch layer 0 head 0" in " ".join(done.stderr.split())
+    assert (
+        "Could not switch layer 0 head 0, layer 0 head 1, layer 0 head 2: all ranks of run run-ended that"
+        in " ".join(done.stderr.split())
+    )
 
 
 def test_who_waits_for_an_answer_is_told_when_the_run_ends_without_one(service: LiveService) -> None:

@@ -103,7 +103,7 @@ async def test_an_order_expires_and_a_late_answer_still_tells_the_truth(
     await order(service, expires_in_seconds=60.0)
     [command] = (await service.store(rank, rank.sample(10))).commands
     now = time.time()
-    monkeypatch.setattr("foreshock.server.delivery.time.time", lambda: now + 120)
+    monkeypatch.setattr("foreshock.server.commands.time.time", lambda: now + 120)
     assert (await service.store(silent, silent.sample(10))).commands == ()
     assert await state_of(service, command.id) == "expired"
     await service.store(rank, rank.answer(command, 12))

@@ -8,7 +8,7 @@ import pytest
 from tests.server.orders import order, start, state_of
 
 from foreshock.contract.wire import Command
-from foreshock.server import delivery
+from foreshock.server import commands
 from foreshock.server.testing import FakeRank
 from foreshock.server.verification import verify
 
@@ -138,9 +138,9 @@ async def test_an_order_that_nobody_answers_any_more_expires_and_says_who_was_si
         [sent] = (await service.store(rank, rank.sample(1))).commands
     await service.store(ranks[0], ranks[0].answer(sent, 2))
     now = time.time()
-    monkeypatch.setattr(delivery, "time", SimpleNamespace(time=lambda: now + 5 + 61))
+    monkeypatch.setattr(commands, "time", SimpleNamespace(time=lambda: now + 5 + 61))
     with service.app.state.store.writer.engine.begin() as connection:
-        delivery.expire(connection)
+        commands.expire(connection)
     assert await state_of(service, command) == "expired"
     [event, *_] = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
     assert "is expired; no answer from ranks 1, 2" in event["sentence"]

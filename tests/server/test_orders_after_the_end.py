@@ -16,8 +16,9 @@ async def end(service: Any, *ranks: FakeRank, status: Any = "completed") -> None
         await service.store(rank, Finished(step=30, unix_seconds=30.0, status=status))
 
 
-@pytest.mark.parametrize("status", ["completed", "failed", "stopped"])
-@pytest.mark.parametrize(("heads", "named"), [([[0, 2]], "layer 0 head 2"), (None, "every head")])
+@pytest.mark.parametrize(
+    ("status", "heads", "named"), [("completed", [[0, 2]], "layer 0 head 2"), ("stopped", None, "every head")]
+)
 async def test_an_order_to_a_run_that_has_ended_is_refused_at_once(
     service: Any, status: Any, heads: list[list[int]] | None, named: str
 ) -> None:
@@ -26,9 +27,8 @@ async def test_an_order_to_a_run_that_has_ended_is_refused_at_once(
     await end(service, *ranks, status=status)
     refused = await order(service, heads=heads)
     assert refused.status_code == 409
-    assert refused.json()["detail"] == (
-        f"Run run-1 has ended, and nobody is left to switch {named}. Order it again when the run is resumed."
-    )
+    told = f"Could not switch {named}: all ranks of run run-1 that have them ended."
+    assert refused.json()["detail"] == f"{told} Order it again when the run is resumed."
     assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
 
 
@@ -40,7 +40,7 @@ async def test_an_order_to_ranks_that_have_ended_is_refused_while_others_train(s
     refused = await order(service, heads=[[0, 2]])
     assert (refused.status_code, refused.json()["detail"]) == (
         409,
-        "Every rank of run run-1 that holds layer 0 head 2 has ended, and nobody is left to switch it. "
+        "Could not switch layer 0 head 2: all ranks of run run-1 that have them ended. "
         "Order it again when the run is resumed.",
     )
     assert (await order(service, heads=[[1, 2]])).status_code == 201
@@ -67,7 +67,7 @@ async def test_a_proposal_to_a_run_that_has_ended_can_be_rejected_and_not_approv
     await end(service, rank)
     refused = await service.client.post(f"/v1/commands/{proposed['id']}/approve", json=WHO)
     assert refused.status_code == 409
-    assert "has ended, and nobody is left to switch layer 0 head 2" in refused.json()["detail"]
+    assert "Could not switch layer 0 head 2: all ranks" in refused.json()["detail"]
     assert await state_of(service, proposed["id"]) == "proposed"
     rejected = await service.client.post(f"/v1/commands/{proposed['id']}/reject", json=WHO)
     assert (rejected.status_code, rejected.json()["state"]) == (200, "rejected")
@@ -82,7 +82,7 @@ async def test_a_switch_of_a_run_that_has_ended_is_not_undone(service: Any) -> N
     await end(service, rank)
     refused = await service.client.post(f"/v1/commands/{command.id}/undo", json=WHO)
     assert refused.status_code == 409
-    assert "nobody is left to switch layer 0 head 2" in refused.json()["detail"]
+    assert "Could not switch layer 0 head 2: all ranks" in refused.json()["detail"]
 
 
 async def test_a_run_of_which_nobody_knows_whether_it_lives_takes_orders(service: Any) -> None:
@@ -95,9 +95,10 @@ async def test_a_run_of_which_nobody_knows_whether_it_lives_takes_orders(service
 # ---- an order that is under way when its run ends --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", ["completed", "failed", "stopped"])
-@pytest.mark.parametrize("delivered", [False, True])
-@pytest.mark.parametrize(("heads", "named"), [([[0, 2]], "layer 0 head 2"), (None, "every head")])
+@pytest.mark.parametrize(
+    ("status", "delivered", "heads", "named"),
+    [("completed", False, [[0, 2]], "layer 0 head 2"), ("failed", True, None, "every head")],
+)
 async def test_an_order_under_way_is_refused_with_the_reason_when_the_last_rank_ends(
     service: Any, status: Any, delivered: bool, heads: Any, named: str
 ) -> None:
@@ -117,10 +118,7 @@ async def test_an_order_under_way_is_refused_with_the_reason_when_the_last_rank_
         "Order it again when the run is resumed.",
     )
     [event, *_] = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
-    assert event["sentence"] == (
-        f"Command to switch {named} to exact_delta is refused; "
-        "every rank that could switch it ended before it answered: it drifts"
-    )
+    assert event["sentence"] == (f"Command to switch {named} to exact_delta is refused: {shown['closed_because']}")
     newest = next(row for row in (await service.get("/v1/audit"))["rows"] if row["command"] == command)
     assert (newest["actor"], newest["details"]["state"]) == ("service", "refused")
     assert newest["details"]["because"] == shown["closed_because"]

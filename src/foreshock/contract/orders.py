@@ -23,14 +23,16 @@ What is under way is refused when the last rank ends. An answer that comes late 
 OPEN: Final = ("pending", "delivered")
 """Under way: it goes out until it is answered."""
 Decided = Literal["approve", "reject", "cancel"]
-PEOPLE_MAY: Final[Mapping[CommandState, tuple[Decided | Literal["undo"], ...]]] = {
-    "proposed": ("approve", "reject"),
-    "pending": ("cancel",),
-    "delivered": ("cancel",),
-    "applied": ("undo",),
-    "cancelled": ("undo",),
+_CANCEL: Final[tuple[CommandState, str]] = ("cancelled", "cancelled")
+PEOPLE_MAY: Final[Mapping[CommandState, Mapping[Decided | Literal["undo"], tuple[CommandState, str]]]] = {
+    "proposed": {"approve": ("pending", "approved"), "reject": ("rejected", "rejected")},
+    "pending": {"cancel": _CANCEL},
+    "delivered": {"cancel": _CANCEL},
+    "applied": {"undo": ("applied", "undone")},
+    "cancelled": {"undo": ("cancelled", "undone")},
 }
-"""What people may do with an order in each state; what some ranks did before it was cancelled can be undone."""
+"""What people may do with an order in each state, the state that it has then, and the word for it. What some ranks did
+before an order was cancelled can be undone, by orders of its own."""
 Verification = Literal["verified", "not arrested", "unknown"]
 OrderSource = Literal["api", "alertmanager", "agent", "rank", "service"]
 

@@ -23,7 +23,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 import foreshock
 from foreshock.server import endpoint, problems
 from foreshock.server.auth import AuthMiddleware, Keyring, Sessions
-from foreshock.server.delivery import expire
+from foreshock.server.commands import expire
 from foreshock.server.endpoint import Endpoint, Writer, is_batch
 from foreshock.server.http import routes, stream, webhooks
 from foreshock.server.http.exposition import Exposer

@@ -1,21 +1,26 @@
-"""Orders: made, decided, undone and shown, each step audited; and the one gate through which machines order.
+"""Orders, from the wish for one to the last rank's answer; every step is audited.
 
-Webhooks, the verdict on a switch and switches that ranks pass on `propose`. People may always order.
+People may always order. Machines (an agent, a rank whose switch is passed on, a webhook, the verdict on a switch) ask
+`propose`. An open order goes out with every ack to each rank that holds a named head, until that rank has answered or
+the order has expired.
 """
 
 import hashlib
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Final, Literal, NamedTuple
 
-from sqlalchemy import Connection, Row, delete, desc, func, or_, select, update
+from pydantic import ValidationError
+from sqlalchemy import ColumnElement, Connection, Row, and_, bindparam, delete, desc, func, or_, select, update
 
+from foreshock.contract.causes import curable
 from foreshock.contract.modes import is_mode, mode_name, parse_mode
 from foreshock.contract.orders import OPEN, PEOPLE_MAY, Decided, switches
-from foreshock.contract.wire import Batch, HeadRef, Switched
+from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, HeadRef, Switched
 from foreshock.server.models import (
     CommandChange,
     CommandRequest,
@@ -36,56 +41,27 @@ from foreshock.server.runs.eventlog import (
     write_events,
 )
 from foreshock.server.runs.incidents import present, reject_evidence, rejected_heads
-from foreshock.server.runs.listing import find_run
-from foreshock.server.runs.newest import Ranks, heads_by_rank, nobody_left
-from foreshock.server.store import audit
+from foreshock.server.runs.listing import active_warnings, find_run
+from foreshock.server.runs.newest import Ranks, all_ended, concerned, described, heads_by_rank, nobody_left
+from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import insert_or_ignore, lock_runs
-from foreshock.server.store.reading import read_back
+from foreshock.server.store.reading import passed_over, read_back
 from foreshock.server.store.schema import command_ranks, commands, runs, webhook_alerts
 
-
-def modes_here(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
-    """The present mode of every head that a rank holds, plain where no head's is known; and the heads that no machine
-    switches."""
-    modes, held = present(connection, run_id)
-    ranks = heads_by_rank(connection, [run_id]).get(run_id, {})
-    refs = {ref for holding in ranks.values() for ref in holding.heads}
-    return {ref: modes.get(ref, 0) for ref in refs if ref in modes or not modes}, held
-
-
-def plan(connection: Connection, run_id: int, wanted: str) -> SwitchPlan:
-    """What an order of a mode for every head does: it adds the mode to what each has, and plain takes all away."""
-    here, _ = modes_here(connection, run_id)
-    found = switches(here, here, wanted) if parse_mode(wanted) else {}
-    changes = [SwitchedTo(mode=mode_name(mode), heads=heads) for mode, heads in found.items()]
-    changed = {ref for heads in found.values() for ref in heads}
-    unchanged = [ref for ref, mode in sorted(here.items()) if ref not in changed and mode_name(mode) != wanted]
-    if not parse_mode(wanted) or (not unchanged and all(each.mode == wanted for each in changes)):
-        return SwitchPlan(changes=[SwitchedTo(mode=wanted, heads=None)], unchanged=[])
-    return SwitchPlan(changes=changes, unchanged=unchanged)
-
-
-def check_heads(run: str, heads: Sequence[HeadRef], ranks: Ranks) -> None:
-    """Raises ProblemError for an order of no heads, or of heads that no rank ever held."""
-    if not heads:
-        raise ProblemError(422, "heads is empty; name at least one [layer, head], or give null for every head.")
-    held: set[HeadRef] = set()
-    for holding in ranks.values():
-        held |= holding.heads
-    unknown = [ref for ref in heads if ref not in held]
-    if held and unknown:
-        raise ProblemError(422, f"Run {run} has no {heads_in_words(unknown)}.")
-
-
-def check_somebody_is_left(run: str, heads: Sequence[HeadRef] | None, ranks: Ranks) -> None:
-    """Raises ProblemError for an order that nobody can carry out: it would stand until it expires, and people wait."""
-    if not nobody_left(heads, ranks):
-        return
-    named = heads_in_words(heads)
-    who = f"Run {run} has ended, and nobody is left to switch {named}"
-    if not all(holding.finished for holding in ranks.values()):
-        who = f"Every rank of run {run} that holds {named} has ended, and nobody is left to switch it"
-    raise ProblemError(409, f"{who}. Order it again when the run is resumed.")
+WITH_RUN: Final = select(commands, runs.c.name.label("run")).join(runs)
+"""Commands, each with the name of its run."""
+_EXPIRY_SECONDS: Final = 3600.0
+"""For orders of ranks and proposals of agents."""
+_OUTSIDE: Final = ("alertmanager", "service")
+"""Sources of orders outside of the training: it may have ended, and they share the cool-down."""
+_REMEMBERED_SECONDS: Final = 7 * 86_400.0
+_MOST_WAITING: Final = 64
+"""Orders and proposals of machines that wait in one run: nobody reads more."""
+_ANSWER_GRACE_SECONDS: Final = 60.0
+"""How long after its expiry a delivered command waits for the answer that may be under way."""
+_MAX_PER_ACK: Final = 256
+_ACK_BYTES: Final = MAX_ACK_BYTES - 4096
+"""What the orders of one ack may take; the rest is its envelope. One order of every head there can be fits."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +82,18 @@ class Order:
     expires_step: int | None = None
     idempotency_key: str | None = None
     request_hash: str | None = None
-    id: str = ""
     answered: tuple[Batch, Switched] | None = None
     """The batch of the rank that has it already, and what it did, when a local switch is passed on."""
     undoes: str | None = None
 
 
-WITH_RUN: Final = select(commands, runs.c.name.label("run")).join(runs)
-"""Commands, each with the name of its run."""
 _OF_ORDER: Final = {field.name for field in fields(Order)} & {column.name for column in commands.c}
 """What a command is stored with as its order has it, but for what `create` words anew."""
 
 
 def create(connection: Connection, order: Order) -> str:
     """Create a command with its audit row and event; its id."""
-    command_id = order.id or f"cmd-{uuid.uuid4().hex}"
+    command_id = f"cmd-{uuid.uuid4().hex}"
     heads = None if order.heads is None else [list(ref) for ref in order.heads]
     words = {"issued_by": printable(order.issued_by[:128]), "reason": printable(order.reason[:500])}
     own = {"id": command_id, "heads": heads, "created": time.time()}
@@ -129,10 +102,50 @@ def create(connection: Connection, order: Order) -> str:
         batch, switched = order.answered
         answer = {"outcome": "applied", "switched": switched.model_dump_json(), "rank": batch.rank, "boot": batch.boot}
         connection.execute(command_ranks.insert().values(command_id=command_id, deliveries=0, **answer))
-    row = connection.execute(select(commands).where(commands.c.id == command_id)).one()
+    row = connection.execute(WITH_RUN.where(commands.c.id == command_id)).one()
     what = f"Command to {order_in_words(row.mode, heads_of(row))} is {order.state} ({row.issued_by}): {row.reason}"
-    record_transition(connection, row, order.run, order.state, order.issued_by, {"reason": order.reason[:500]}, what)
+    record_transition(connection, row, order.state, order.issued_by, {"reason": order.reason[:500]}, what)
     return command_id
+
+
+def move(
+    connection: Connection,
+    row: Row[Any],
+    state: CommandState,
+    actor: str,
+    details: dict[str, Any],
+    sentence: str | None = None,
+    **values: Any,
+) -> bool:
+    """Bring a command into a state, with its audit row and event; False where it has moved on meanwhile."""
+    same = commands.c.id == row.id, commands.c.state == row.state
+    if not connection.execute(update(commands).where(*same).values(state=state, **values)).rowcount:
+        return False
+    record_transition(connection, row, state, actor, details, sentence)
+    return True
+
+
+def record_transition(
+    connection: Connection,
+    row: Row[Any],
+    state: CommandState,
+    actor: str,
+    details: dict[str, Any],
+    sentence: str | None = None,
+    verification: Verification | None = None,
+) -> None:
+    """The audit row and the event of a transition, or of what became of the heads."""
+    full = {**details, "state": state, "mode": row.mode, "heads": row.heads, "source": row.source}
+    audit.append(connection, actor=actor, action="command", run=row.run, command=row.id, details=full)
+    same = {name: getattr(row, name) for name in ("id", "source", "issued_by", "reason", "heads", "mode")}
+    change = CommandChange.model_validate({**same, "state": state, "verification": verification})
+    own = {"run_id": row.run_id, "kind": "command", "mode": row.mode, "outcome": state}
+    words = sentence or f"Command to {order_in_words(row.mode, change.heads)} is {state} ({printable(actor)})."
+    written = {"unix_seconds": time.time(), "sentence": words, "payload": change.model_dump_json()}
+    write_events(connection, [{**own, **written}])
+
+
+# ---- what people order and decide ------------------------------------------------------------------------------------
 
 
 def create_from_request(
@@ -155,9 +168,12 @@ def create_from_request(
         if old is not None:
             return old.id, False
     ranks = heads_by_rank(connection, [run_id]).get(run_id, {})
-    if request.heads is not None:
-        check_heads(run, request.heads, ranks)
-    check_somebody_is_left(run, request.heads, ranks)
+    if request.heads == []:
+        raise ProblemError(422, "heads is empty; name at least one [layer, head], or give null for every head.")
+    held = {ref for holding in ranks.values() for ref in holding.heads}
+    if held and (unknown := [ref for ref in request.heads or () if ref not in held]):
+        raise ProblemError(422, f"Run {run} has no {heads_in_words(unknown)}.")
+    _check_somebody_is_left(run, request.heads, ranks)
     order = Order(
         run_id=run_id,
         run=run,
@@ -176,60 +192,32 @@ def create_from_request(
     return create(connection, order), True
 
 
-_TO: Final[dict[Decided, tuple[CommandState, str]]] = {
-    "approve": ("pending", "approved"),
-    "reject": ("rejected", "rejected"),
-    "cancel": ("cancelled", "cancelled"),
-}
+def _check_somebody_is_left(run: str, heads: Sequence[HeadRef] | None, ranks: Ranks) -> None:
+    """Raises ProblemError for an order that nobody can carry out: it would wait until it expires, and people too."""
+    if nobody_left(heads, ranks):
+        why = f"Could not switch {heads_in_words(heads)}: all ranks of run {run} that have them ended."
+        raise ProblemError(409, f"{why} Order it again when the run is resumed.")
 
 
 def decide(connection: Connection, command_id: str, who: str, reason: str, *, how: Decided, expiry: float) -> list[str]:
     """Let a proposed command go out for `expiry` seconds, turn it down, which holds for the warnings that stand (see
     `reject_evidence`), or stop one that is under way, so that no further rank gets it. Its id.
     """
-    row = _command(connection, command_id)
-    heads, (state, verb) = heads_of(row), _TO[how]
-    _check_state(row, how)
+    row, (state, verb) = _decided(connection, command_id, how)
     values: dict[str, Any] = {"decided_by": printable(who)[:160], "decided": time.time()}
-    details: dict[str, Any] = {"reason": reason, "decided": True}
     if how == "approve":
         if not is_mode(row.mode):
             raise ProblemError(409, f"Command {row.id} is for {row.mode}, which this service cannot order; reject it.")
-        check_somebody_is_left(row.run, heads, heads_by_rank(connection, [row.run_id]).get(row.run_id, {}))
+        _check_somebody_is_left(row.run, heads_of(row), _ranks(connection, row.run_id))
         values["expires"] = time.time() + expiry
     elif how == "reject":
-        reject_evidence(connection, row.run_id, heads)
+        reject_evidence(connection, row.run_id, heads_of(row))
     else:
-        track = tracks_of(connection, [command_id]).get(command_id, {})
-        answered = sorted(rank for rank in track if track[rank].outcome)
-        values, details = {}, {"reason": reason, "delivered_to": sorted(track), "answered": answered}
-    what = f"{'Command' if how == 'cancel' else 'The proposal'} to {order_in_words(row.mode, heads)}"
-    move(connection, row, state, who, details, f"{what} is {verb} ({printable(who)}): {printable(reason)}", **values)
+        values = {}
+    what = f"{'Command' if how == 'cancel' else 'The proposal'} to {order_in_words(row.mode, heads_of(row))}"
+    sentence = f"{what} is {verb} ({printable(who)}): {printable(reason)}"
+    move(connection, row, state, who, {"reason": reason}, sentence, **values)
     return [row.id]
-
-
-def _check_state(row: Row[Any], how: Decided | Literal["undo"]) -> None:
-    """Raises ProblemError unless a command in this state can be decided so."""
-    if how not in (can := PEOPLE_MAY.get(row.state, ())):
-        instead = f"you can {' or '.join(can)} it" if can else "there is nothing to do"
-        raise ProblemError(409, f"Command {row.id} is {row.state}, so you cannot {how} it; {instead}.")
-
-
-def move(
-    connection: Connection,
-    row: Row[Any],
-    state: CommandState,
-    actor: str,
-    details: dict[str, Any],
-    sentence: str | None = None,
-    **values: Any,
-) -> bool:
-    """Bring a command into a state, with its audit row and event; False where it has moved on meanwhile."""
-    same = commands.c.id == row.id, commands.c.state == row.state
-    if not connection.execute(update(commands).where(*same).values(state=state, **values)).rowcount:
-        return False
-    record_transition(connection, row, row.run, state, actor, details, sentence)
-    return True
 
 
 def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_run: bool, expiry: float) -> list[str]:
@@ -238,27 +226,24 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
     Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the command was applied,
     wholly or by some ranks before it was cancelled, and nothing takes it back yet.
     """
-    row = _command(connection, command_id)
-    _check_state(row, "undo")
+    row, _ = _decided(connection, command_id, "undo")
     if other := _undone(connection, [command_id]).get(command_id):
         raise ProblemError(409, f"Command {command_id} is undone by {other} already.")
-    own = frozenset(heads_of(row) or ())
+    own = heads_of(row)
     former: dict[HeadRef, str] = {}
     for _, track in sorted(tracks_of(connection, [command_id]).get(command_id, {}).items()):
         switched = answer_of(track)
         if switched is not None and switched.outcome == "applied":
             for ref, before, after in zip(switched.heads, switched.before, switched.after, strict=True):
-                if before != after == row.mode and (row.heads is None or ref in own):
+                if before != after == row.mode and (own is None or ref in own):
                     former.setdefault(ref, before)
     if not former:
         raise ProblemError(409, f"Command {command_id} changed no mode; there is nothing to undo.")
     if strange := [before for before in former.values() if not is_mode(before)]:
         raise ProblemError(
-            409,
-            f"The mode before command {command_id} was {strange[0]}, which this service cannot order.",
+            409, f"The mode before command {command_id} was {strange[0]}, which this service cannot order."
         )
-    ranks = heads_by_rank(connection, [row.run_id]).get(row.run_id, {})
-    check_somebody_is_left(row.run, sorted(former), ranks)
+    _check_somebody_is_left(row.run, sorted(former), _ranks(connection, row.run_id))
     by_mode: dict[str, list[HeadRef]] = defaultdict(list)
     for ref, before in sorted(former.items()):
         by_mode[before].append(ref)
@@ -275,8 +260,50 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
         expires=time.time() + expiry,
         undoes=command_id,
     )
-    back = [replace(order, heads=heads, mode=mode) for mode, heads in sorted(by_mode.items())]
-    return [create(connection, one) for one in back]
+    return [create(connection, replace(order, heads=heads, mode=mode)) for mode, heads in sorted(by_mode.items())]
+
+
+def _decided(
+    connection: Connection, command_id: str, how: Decided | Literal["undo"]
+) -> tuple[Row[Any], tuple[CommandState, str]]:
+    """A command, its run held, and what a person makes of it. Raises ProblemError unless its state allows that."""
+    owners = connection.execute(select(commands.c.run_id).where(commands.c.id == command_id))
+    lock_runs(connection, owners.scalars().all())
+    row = connection.execute(WITH_RUN.where(commands.c.id == command_id)).first()
+    if row is None:
+        raise ProblemError(404, f"There is no command {command_id[:128]!r}.")
+    can = PEOPLE_MAY.get(row.state, {})
+    if how not in can:
+        instead = f"you can {' or '.join(can)} it" if can else "there is nothing to do"
+        raise ProblemError(409, f"Command {row.id} is {row.state}, so you cannot {how} it; {instead}.")
+    return row, can[how]
+
+
+def _ranks(connection: Connection, run_id: int) -> Ranks:
+    return heads_by_rank(connection, [run_id]).get(run_id, {})
+
+
+# ---- what is known of orders -----------------------------------------------------------------------------------------
+
+
+def plan(connection: Connection, run_id: int, wanted: str) -> SwitchPlan:
+    """What an order of a mode for every head does: it adds the mode to what each has, and plain takes all away."""
+    here, _ = _modes_here(connection, run_id)
+    found = switches(here, here, wanted) if parse_mode(wanted) else {}
+    changes = [SwitchedTo(mode=mode_name(mode), heads=heads) for mode, heads in found.items()]
+    changed = {ref for heads in found.values() for ref in heads}
+    unchanged = [ref for ref, mode in sorted(here.items()) if ref not in changed and mode_name(mode) != wanted]
+    if not parse_mode(wanted) or (not unchanged and all(each.mode == wanted for each in changes)):
+        return SwitchPlan(changes=[SwitchedTo(mode=wanted, heads=None)], unchanged=[])
+    return SwitchPlan(changes=changes, unchanged=unchanged)
+
+
+def _modes_here(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
+    """The present mode of every head that a rank holds, plain where no head's is known; and the heads that no machine
+    switches."""
+    modes, held = present(connection, run_id)
+    refs = {ref for holding in _ranks(connection, run_id).values() for ref in holding.heads}
+    return {ref: modes.get(ref, 0) for ref in refs if ref in modes or not modes}, held
 
 
 def _undone(connection: Connection, ids: Sequence[str]) -> dict[str, str]:
@@ -284,15 +311,6 @@ def _undone(connection: Connection, ids: Sequence[str]) -> dict[str, str]:
     standing = commands.c.state.in_((*OPEN, "applied"))
     query = select(commands.c.undoes, commands.c.id).where(commands.c.undoes.in_(ids), standing, ~commands.c.dry_run)
     return {row.undoes: row.id for row in connection.execute(query)}
-
-
-def _command(connection: Connection, command_id: str) -> Row[Any]:
-    owners = connection.execute(select(commands.c.run_id).where(commands.c.id == command_id))
-    lock_runs(connection, owners.scalars().all())
-    row = connection.execute(WITH_RUN.where(commands.c.id == command_id)).first()
-    if row is None:
-        raise ProblemError(404, f"There is no command {command_id[:128]!r}.")
-    return row
 
 
 def tracks_of(connection: Connection, ids: Sequence[str]) -> dict[str, dict[int, Row[Any]]]:
@@ -308,48 +326,6 @@ def answer_of(track: Row[Any]) -> Switched | None:
     if not track.switched:
         return None
     return read_back(Switched, track.switched, "answer", (track.command_id, track.rank))
-
-
-def details_of(switched: Switched) -> dict[str, Any]:
-    """What a rank did, as its audit row has it; at most 64 heads by name."""
-    return {
-        "outcome": switched.outcome,
-        "step": switched.step,
-        "heads": [list(ref) for ref in switched.heads[:64]],
-        "before": sorted(set(switched.before)),
-        "after": sorted(set(switched.after)),
-        "reason": switched.reason,
-    }
-
-
-def record_transition(
-    connection: Connection,
-    row: Row[Any],
-    run: str,
-    state: CommandState,
-    actor: str,
-    details: dict[str, Any],
-    sentence: str | None = None,
-    verification: Verification | None = None,
-) -> None:
-    """The audit row and the event of a transition, or of what became of the heads."""
-    full = {**details, "state": state, "mode": row.mode, "heads": row.heads, "source": row.source}
-    audit.append(connection, actor=actor, action="command", run=run, command=row.id, details=full)
-    change = CommandChange(
-        id=row.id,
-        state=state,
-        source=row.source,
-        issued_by=row.issued_by,
-        reason=row.reason,
-        heads=row.heads,
-        mode=row.mode,
-        verification=verification,
-    )
-    if sentence is None:
-        sentence = f"Command to {order_in_words(row.mode, change.heads)} is {state} ({printable(actor)})."
-    own = {"run_id": row.run_id, "kind": "command", "mode": row.mode, "outcome": state}
-    written = {"unix_seconds": time.time(), "sentence": sentence, "payload": change.model_dump_json()}
-    write_events(connection, [{**own, **written}])
 
 
 def status(connection: Connection, run_id: int | None, command_id: str | None, limit: int) -> list[CommandStatus]:
@@ -408,10 +384,7 @@ def _share_heads(one: list[list[int]] | None, other: list[list[int]] | None) -> 
     return one is None or other is None or any(ref in other for ref in one)
 
 
-_COOLED: Final = ("alertmanager", "service")
-_REMEMBERED_SECONDS: Final = 7 * 86_400.0
-_MOST_WAITING: Final = 64
-"""Orders and proposals of machines that wait in one run: nobody reads more."""
+# ---- what machines ask for -------------------------------------------------------------------------------------------
 
 
 class Gate(NamedTuple):
@@ -422,41 +395,52 @@ class Gate(NamedTuple):
     heads: tuple[HeadRef, ...] = ()
 
 
+def changes_for(
+    connection: Connection, run_id: int, called_for: Collection[HeadRef], mode: str, scope: str = "head"
+) -> dict[str, list[HeadRef]]:
+    """The heads that a mitigation is added to, by the mode that each has then; without those that a person took it
+    from. A mode of another version is given back as it is."""
+    if not is_mode(mode):
+        return {mode: sorted(called_for)}
+    modes, held = _modes_here(connection, run_id)
+    loose = set(called_for) - rejected_heads(connection, run_id)
+    return {mode_name(each): own for each, own in switches(loose, modes, mode, scope, held).items()}
+
+
 def propose(
     connection: Connection,
     order: Order,
-    called_for: Collection[HeadRef],
-    scope: str = "head",
+    called_for: Collection[tuple[int | None, int | None]],
+    changes: Mapping[str, Sequence[HeadRef]],
     *,
     cooldown_seconds: float = 0.0,
     once: str = "",
 ) -> Gate:
-    """Order or propose, as `order` says, its mode for the heads that call for it, beside the modes that they have.
+    """Order or propose, as `order` says, for the heads that warnings call for, to give `changes` their modes.
 
     The caller holds the run. What a person rejected or took back holds against every machine until a new warning.
     cooldown_seconds: how long after an order of the service or of a webhook none follows. once: names who asks, who is
     heard once a week about the same heads.
     """
-    if not called_for:
-        return Gate("observed", "its heads are switched")
-    if not is_mode(order.mode):
-        return Gate("refused", f"mode {order.mode} is not known to this service; it may be the older one")
-    modes, held = modes_here(connection, order.run_id)
-    loose = set(called_for) - rejected_heads(connection, order.run_id)
-    wanted = switches(loose, modes, order.mode, scope, held)
-    heads = tuple(sorted(ref for own in wanted.values() for ref in own))
+    until = "which holds until one of these heads has a new warning"
+    follows = order.source == "rank" and order.state == "pending"
+    if called_for and not follows and set(called_for) <= rejected_heads(connection, order.run_id):
+        return Gate("observed", f"a person rejected this switch, {until}")
+    if strange := [mode for mode in changes if not is_mode(mode)]:
+        return Gate("refused", f"mode {strange[0]} is not known to this service; it may be the older one")
+    heads = tuple(sorted(ref for own in changes.values() for ref in own))
     if not heads:
-        who = "took the switch of these heads back" if loose else "rejected this switch"
-        return Gate("observed", f"a person {who}, which holds until one of these heads has a new warning")
-    if nobody_left(heads, heads_by_rank(connection, [order.run_id]).get(order.run_id, {})):
+        taken = f"a person took the switch of these heads back, {until}" if called_for else "its heads are switched"
+        return Gate("observed", taken)
+    if order.source in _OUTSIDE and nobody_left(heads, _ranks(connection, order.run_id)):
         return Gate("refused", "every rank that holds these heads has ended", heads)
     key = hashlib.sha256(f"{once}:{heads}".encode()).hexdigest()
     if once and _has_acted(connection, key):
         return Gate("duplicate", "this alert has acted before", heads)
-    if why := in_the_way(connection, order.run_id, set(heads), cooldown_seconds):
+    if not follows and (why := _in_the_way(connection, order.run_id, set(heads), cooldown_seconds)):
         return Gate("refused", why, heads)
-    for mode, own in wanted.items():
-        create(connection, replace(order, mode=mode_name(mode), heads=own))
+    for mode, own in changes.items():
+        create(connection, replace(order, mode=mode, heads=own))
     if once:
         _remember(connection, key)
     return Gate("ordered" if order.state == "pending" else "proposed", heads=heads)
@@ -474,7 +458,7 @@ def _remember(connection: Connection, key: str) -> None:
     connection.execute(insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=now))
 
 
-def in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldown: float = 0.0) -> str | None:
+def _in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldown: float) -> str | None:
     """Why no machine may order or propose a switch of these heads now; None where nothing is in the way.
 
     An order that is carried out is not: it has made the heads what they are, or was undone.
@@ -482,7 +466,7 @@ def in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldow
     now, mine = time.time(), commands.c.run_id == run_id
     # one that lies ahead by more than another replica's clock may was ordered by a clock that was wrong
     lately = commands.c.created > now - cooldown, commands.c.created <= now + cooldown
-    ours = mine, commands.c.source.in_(_COOLED), commands.c.state != "rejected", *lately
+    ours = mine, commands.c.source.in_(_OUTSIDE), commands.c.state != "rejected", *lately
     last = connection.execute(select(func.max(commands.c.created)).where(*ours)).scalar()
     if cooldown and last is not None:
         return f"the run's cool-down lasts {cooldown - (now - last):.0f} s more"
@@ -496,3 +480,250 @@ def in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldow
             return "a command for these heads is under way"
     machines = sum(row.source != "api" for row in rows)
     return f"{machines} orders of machines wait already" if machines >= _MOST_WAITING else None
+
+
+Describe = Callable[[int], Sequence[Mapping[str, Any]]]
+"""What each living process start of a run says of itself."""
+
+
+def _as_one(reported: Sequence[tuple[Batch, Switched]]) -> list[tuple[Batch, Switched, frozenset[str | None]]]:
+    """What ranks switched by themselves, one for each batch and outcome, with all the warnings that it names: a flood
+    of warnings is one order, and what no warning is named for is another. Each costs the writer a dozen statements.
+    """
+    groups: dict[tuple[int, str, bool], list[tuple[Batch, Switched]]] = defaultdict(list)
+    for batch, one in reported:
+        groups[id(batch), one.outcome, one.verdict is None].append((batch, one))
+    found = []
+    for some in groups.values():
+        batch, first = some[0]
+        before: dict[HeadRef, str] = {}
+        after: dict[HeadRef, str] = {}
+        for _, one in some:
+            before = dict(zip(one.heads, one.before, strict=True)) | before
+            after |= dict(zip(one.heads, one.after, strict=True))
+        reason = first.reason if len(some) < 2 else f"{first.reason} ({len(some)} switches)"[-500:]
+        modes = {"heads": tuple(after), "before": tuple(before[ref] for ref in after), "after": tuple(after.values())}
+        whole = first.model_copy(update={**modes, "step": max(one.step for _, one in some), "reason": reason})
+        found.append((batch, whole, frozenset(one.verdict for _, one in some)))
+    return found
+
+
+def _pass_on(
+    connection: Connection,
+    run_id: int,
+    ranks: Ranks,
+    describe: Describe,
+    batch: Batch,
+    switched: Switched,
+    verdicts: frozenset[str | None],
+) -> None:
+    """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads.
+
+    ranks: who holds which heads of the run. verdicts: the warnings that are named for it.
+    """
+    actor, own = f"rank {batch.rank}", ranks.get(batch.rank)
+    audit.append(connection, actor=actor, action="local switch", run=batch.run, details=_details_of(switched))
+    if switched.outcome not in ("applied", "proposed") or own is None or own.boot != batch.boot:
+        return  # a superseded boot's news comes too late to be an order
+    changes: dict[str, list[HeadRef]] = defaultdict(list)
+    for ref, mode in zip(switched.heads, switched.after, strict=True):
+        if ref in own.heads:
+            changes[mode].append(ref)
+    named = [verdict for verdict in verdicts if verdict is not None]
+    raised = active_warnings(connection, [run_id], named).get(run_id, []) if named else []
+    applied = switched.outcome == "applied"
+    standing = {w.id for w in raised if w.rank == batch.rank and curable(w.cause) and w.severity != "info"}
+    justified = applied and verdicts <= standing and _is_of_policy(switched, describe(run_id))
+    order = Order(
+        run_id=run_id,
+        run=batch.run,
+        source="rank" if applied else "agent",
+        issued_by=actor,
+        reason=switched.reason or "local decision",
+        heads=None,
+        mode="",
+        state="pending" if justified else "proposed",
+        expires=time.time() + _EXPIRY_SECONDS,
+        answered=(batch, switched) if applied else None,
+    )
+    others = concerned(switched.heads, ranks) - {batch.rank}
+    if others or not applied:
+        propose(connection, order, {(one.layer, one.head) for one in raised}, changes)
+        return
+    for mode, heads in changes.items():
+        if is_mode(mode):  # the history keeps a mode of a newer agent
+            create(connection, replace(order, mode=mode, heads=heads, state="applied"))
+
+
+def _is_of_policy(switched: Switched, living: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every process of the run has the policy auto and the one mitigation that makes of the heads what a rank
+    made of them."""
+    mitigations = {one.get("mitigation") for one in living}
+    mitigation = next(iter(mitigations), None)
+    if {one.get("policy") for one in living} != {"auto"} or len(mitigations) != 1 or not mitigation:
+        return False
+    if not all(is_mode(mode) for mode in (mitigation, *switched.before)):
+        return False
+    before = {ref: int(parse_mode(mode)) for ref, mode in zip(switched.heads, switched.before, strict=True)}
+    called_for = {ref: mode_name(mode) for mode, heads in switches(before, before, mitigation).items() for ref in heads}
+    return called_for == dict(zip(switched.heads, switched.after, strict=True))
+
+
+# ---- out with the acks, back with the answers ------------------------------------------------------------------------
+
+_OPEN_ORDERS: Final = WITH_RUN.where(
+    commands.c.run_id.in_(bindparam("run_ids", expanding=True)), commands.c.state.in_(OPEN)
+).order_by(commands.c.number)
+Orders = dict[tuple[str, int, str], tuple[Command, ...]]
+"""What each boot, by run, rank and boot, is ordered to do."""
+
+
+def exchange(
+    connection: Connection,
+    run_ids: Mapping[str, int],
+    switched: Sequence[tuple[Batch, Switched]],
+    group: Sequence[Batch],
+) -> Orders:
+    """Take in the answers that a group of batches brought, and give out what each boot is ordered to do.
+
+    The caller holds the runs (`Store.lock_runs`).
+    """
+    switched_runs = {run_ids[batch.run] for batch, _ in switched}
+    held = heads_by_rank(connection, switched_runs) if switched_runs else {}
+
+    @cache
+    def describe(run_id: int) -> list[dict[str, Any]]:
+        known = process_starts.of_now(connection, [run_id])[run_id]
+        return [described([one]) for one in process_starts.newest(known).values() if one.finished_status is None]
+
+    for batch, answer in switched:
+        if answer.command is not None:
+            _answer(connection, run_ids[batch.run], held[run_ids[batch.run]], batch, answer)
+    for batch, answer, verdicts in _as_one([(b, answer) for b, answer in switched if answer.command is None]):
+        run_id = run_ids[batch.run]
+        _pass_on(connection, run_id, held.get(run_id, {}), describe, batch, answer, verdicts)
+    rows = connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))}).all()
+    if not rows:
+        return {}
+    held |= heads_by_rank(connection, {row.run_id for row in rows} - switched_runs)
+    tracks = tracks_of(connection, [row.id for row in rows])
+    orders: dict[tuple[str, int, str], list[Command]] = defaultdict(list)
+    sizes: Counter[tuple[str, int, str]] = Counter()
+    now = time.time()
+    for row in rows:
+        ranks = held.get(row.run_id, {})
+        asked = concerned(heads_of(row), ranks)
+        track = tracks.get(row.id, {})
+        if _settle(connection, row, ranks, track):
+            continue
+        for boot_key in sorted({(b.run, b.rank, b.boot) for b in group if b.run == row.run}):
+            _, rank, boot = boot_key
+            state = track.get(rank)
+            answered = state is not None and state.outcome is not None
+            late = row.expires is not None and now > row.expires and state is None
+            if rank not in asked or answered or late or ranks[rank].boot != boot or not is_mode(row.mode):
+                continue
+            if len(orders[boot_key]) < _MAX_PER_ACK and (order := _as_wire(row)) is not None:
+                sizes[boot_key] += len(order.model_dump_json().encode()) + 1
+                if sizes[boot_key] > _ACK_BYTES:
+                    continue  # it goes out with a later ack, when those before it are answered
+                orders[boot_key].append(order)
+                _delivered(connection, row, rank, state)
+    return {key: tuple(value) for key, value in orders.items()}
+
+
+def _as_wire(row: Row[Any]) -> Command | None:
+    try:
+        same = {name: getattr(row, name) for name in Command.model_fields if name in row._fields}
+        return Command.model_validate(same | {"heads": heads_of(row), "expires_unix_seconds": row.expires})
+    except ValidationError as error:
+        passed_over("command", row.id, error.errors(include_url=False, include_input=False)[0]["msg"])
+        return None
+
+
+def _delivered(connection: Connection, row: Row[Any], rank: int, track: Row[Any] | None) -> None:
+    if track is not None:
+        again = update(command_ranks).where(_track(row.id, rank)).values(deliveries=track.deliveries + 1)
+        connection.execute(again)
+        return
+    connection.execute(command_ranks.insert().values(command_id=row.id, rank=rank, deliveries=1))
+    if row.state != "pending" or not move(connection, row, "delivered", "service", {"rank": rank}):
+        details = {"rank": rank, "state": "delivered"}
+        audit.append(connection, actor="service", action="command", run=row.run, command=row.id, details=details)
+
+
+def _track(command_id: str, rank: int) -> ColumnElement[bool]:
+    return and_(command_ranks.c.command_id == command_id, command_ranks.c.rank == rank)
+
+
+def _answer(connection: Connection, run_id: int, ranks: Ranks, batch: Batch, switched: Switched) -> None:
+    asked = WITH_RUN.where(commands.c.id == switched.command, commands.c.run_id == run_id)
+    row = connection.execute(asked).first()
+    if row is None or switched.outcome == "proposed":
+        return
+    own, actor, details = ranks.get(batch.rank), f"rank {batch.rank}", {"rank": batch.rank, **_details_of(switched)}
+    if own is None or own.boot != batch.boot:  # the newest has not answered, and may have begun before the switch
+        former, details = f"{actor}, a former process", details | {"process_start": batch.boot}
+        audit.append(connection, actor=former, action="answer", run=row.run, command=row.id, details=details)
+        return
+    values = {"outcome": switched.outcome, "switched": switched.model_dump_json(), "boot": batch.boot}
+    track = connection.execute(select(command_ranks).where(_track(row.id, batch.rank))).first()
+    if track is None:
+        connection.execute(command_ranks.insert().values(command_id=row.id, rank=batch.rank, deliveries=0, **values))
+    elif track.outcome is None:
+        connection.execute(update(command_ranks).where(_track(row.id, batch.rank)).values(values))
+    else:
+        return
+    audit.append(connection, actor=actor, action="answer", run=row.run, command=row.id, details=details)
+    if row.state not in (*OPEN, "cancelled"):
+        _settle(connection, row, ranks, tracks_of(connection, [row.id]).get(row.id, {}))
+
+
+def _details_of(switched: Switched) -> dict[str, Any]:
+    """What a rank did, as its audit row has it; at most 64 heads by name."""
+    return {
+        **switched.model_dump(include={"outcome", "step", "reason"}),
+        "heads": [list(ref) for ref in switched.heads[:64]],
+        "before": sorted(set(switched.before)),
+        "after": sorted(set(switched.after)),
+    }
+
+
+def _settle(connection: Connection, row: Row[Any], ranks: Ranks, track: Mapping[int, Row[Any]]) -> bool:
+    """Close a command that is answered, has expired or can be answered by nobody. True when it is closed."""
+    heads, now = heads_of(row), time.time()
+    outcomes = {rank: t.outcome for rank, t in sorted(track.items()) if t.outcome is not None and rank in ranks}
+    silent = sorted(concerned(heads, ranks) - outcomes.keys())
+    under_way = any(rank in track for rank in silent) and now < (row.expires or 0) + _ANSWER_GRACE_SECONDS
+    details: dict[str, Any] = {"outcomes": {str(rank): one for rank, one in outcomes.items()}, "silent": silent}
+    state: CommandState | None = None
+    ends = ""
+    if outcomes and not silent:
+        worst: tuple[CommandState, ...] = ("refused", "expired", "dry_run")
+        state = next((one for one in worst if one in outcomes.values()), "applied")
+        answers = [answer_of(t) for t in track.values()] if state == "applied" else []
+        if steps := [one.step for one in answers if one is not None and one.outcome == "applied"]:
+            ends = f" at step {max(steps):,}."
+    elif row.expires is not None and now > row.expires and not under_way:
+        state = "expired"
+        some = ", ".join(map(str, silent[:16])) + (" and more" if len(silent) > 16 else "")
+        ends = f"; no answer from rank{'s' if len(silent) > 1 else ''} {some}: {row.reason}" if silent else ""
+    elif row.state in OPEN and all_ended(heads, ranks):
+        state, details["because"] = "refused", ended_before_the_answer(heads)
+        ends = f": {details['because']}" if not outcomes else ""
+    if state is not None and state != row.state:
+        what = f"Command to {order_in_words(row.mode, heads)} is {state}{ends}"
+        move(connection, row, state, "service", details, what if ends else None)
+    return state is not None
+
+
+def expire(connection: Connection) -> None:
+    """Close what has expired; run from time to time, for runs that have gone silent."""
+    overdue = commands.c.state.in_((*OPEN, "proposed")), commands.c.expires < time.time()
+    owners = set(connection.execute(select(commands.c.run_id).where(*overdue)).scalars())
+    lock_runs(connection, owners)
+    rows = connection.execute(WITH_RUN.where(*overdue, commands.c.run_id.in_(owners))).all()
+    held = heads_by_rank(connection, {row.run_id for row in rows})
+    tracks = tracks_of(connection, [row.id for row in rows])
+    for row in rows:
+        _settle(connection, row, held.get(row.run_id, {}), tracks.get(row.id, {}))

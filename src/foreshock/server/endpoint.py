@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from foreshock.contract.wire import MAX_EVENTS, MAX_VALUES, Ack, Batch, read_batch
 from foreshock.server.auth import ANYONE, Caller, Needs, check_run, check_scope
-from foreshock.server.delivery import Orders, exchange
+from foreshock.server.commands import Orders, exchange
 from foreshock.server.limits import SPREAD, Buckets, length_of, retry_after
 from foreshock.server.logs import Counters
 from foreshock.server.models import Problem

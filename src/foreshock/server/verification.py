@@ -20,7 +20,7 @@ from foreshock.contract.modes import is_mode, parse_mode, stronger
 from foreshock.contract.switch_verdict import POINTS, SIGNALS, SignalGrowth, growth_of
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server import commands
-from foreshock.server.commands import propose
+from foreshock.server.commands import changes_for, propose
 from foreshock.server.drawing import Curve, Window, draw, edges
 from foreshock.server.models import Verification
 from foreshock.server.readings import axis_of
@@ -178,7 +178,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     }
     details = {"verification": verdict, "growth": growth}
     reported = verdict if due.heads else None
-    commands.record_transition(connection, row, row.run, "applied", "service", details, sentence, reported)
+    commands.record_transition(connection, row, "applied", "service", details, sentence, reported)
     record_incidents(connection, [row.run_id], settings.verify_steps)
     known = process_starts.of_now(connection, [row.run_id])[row.run_id]
     observed = described(known).get("policy", "observe") == "observe"
@@ -186,7 +186,8 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     if next_mode is None or observed:
         return
     order = commands.Order(row.run_id, row.run, "service", "service", sentence, None, next_mode, "proposed")
-    propose(connection, order, loose, cooldown_seconds=settings.webhook_cooldown_seconds)
+    changes = changes_for(connection, row.run_id, loose, next_mode)
+    propose(connection, order, loose, changes, cooldown_seconds=settings.webhook_cooldown_seconds)
 
 
 def _growths(

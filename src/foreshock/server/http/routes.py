@@ -423,9 +423,7 @@ async def get_command(request: Request, caller: Reader, command: str) -> Command
 
 def _reachable(connection: Connection, caller: Caller, command: str) -> CommandStatus:
     found = commands.status(connection, None, command, 1)
-    if not found or not found[0].run.startswith(
-        caller.run_prefix
-    ):  # one answer: an id may be computed from a run's name
+    if not found or not found[0].run.startswith(caller.run_prefix):  # one answer: nobody learns of others' commands
         raise ProblemError(404, f"There is no command {command[:128]!r}.")
     return found[0]
 

@@ -20,7 +20,7 @@ from foreshock.contract.causes import curable
 from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.server.auth import Actor
-from foreshock.server.commands import Order, propose
+from foreshock.server.commands import Order, changes_for, propose
 from foreshock.server.models import Problem, Storable, WebhookResult
 from foreshock.server.runs.incidents import incidents_of
 from foreshock.server.runs.newest import described
@@ -130,7 +130,8 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
     asked = {(head.layer, head.head) for head in bare if head.layer is not None and head.head is not None}
     once = f"alert:{alert.fingerprint}:{alert.startsAt}:{run}"
     cooldown = settings.webhook_cooldown_seconds
-    gate = propose(connection, order, asked, scope, cooldown_seconds=cooldown, once=once)
+    changes = changes_for(connection, row.id, asked, mitigation, scope)
+    gate = propose(connection, order, asked, changes, cooldown_seconds=cooldown, once=once)
     if gate.result in ("observed", "refused"):
         details: dict[str, Any] = {
             "reason": order.reason[:500],
