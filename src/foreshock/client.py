@@ -142,21 +142,19 @@ class Service:
 
     def run(self, run: str) -> dict[str, Any]:
         """One run at its last step: its layers, the modes of its heads, its active warnings in words."""
-        return self._object(self.get(path_of("runs", run)))
+        return self.get(path_of("runs", run))
 
     def incidents(self, run: str) -> list[dict[str, Any]]:
         """The incidents of a run, the most urgent first; heads by the steps left."""
-        return list(self._object(self.get(path_of("runs", run, "incidents")))["incidents"])
+        return list(self.get(path_of("runs", run, "incidents"))["incidents"])
 
     def resume_plan(self, run: str) -> dict[str, Any]:
         """The checkpoint that a run that failed goes back to, the lines that load it, and all known checkpoints."""
-        return self._object(self.get(path_of("runs", run, "resume-plan")))
+        return self.get(path_of("runs", run, "resume-plan"))
 
     def acknowledge(self, run: str, incident: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Acknowledge an incident; returns it in its new state."""
-        return self._object(
-            self.post(path_of("runs", run, "acknowledge"), {"incident": incident, **_said(who, reason)})
-        )
+        return self.post(path_of("runs", run, "acknowledge"), {"incident": incident, **_said(who, reason)})
 
     def describe(
         self,
@@ -173,7 +171,7 @@ class Service:
         """
         said = {"display_name": display_name, "tags": None if tags is None else list(tags), "notes": notes}
         given = {key: value for key, value in said.items() if value is not None}
-        return self._object(self._send("PATCH", path_of("runs", run), json={"who": who or _user(), **given}))
+        return self._send("PATCH", path_of("runs", run), json={"who": who or _user(), **given})
 
     def delete(self, run: str, *, reason: str, who: str | None = None) -> None:
         """Delete a run that no longer trains, with all its data. Needs a token with the scope `delete`.
@@ -255,7 +253,7 @@ class Service:
 
     def command(self, command: str) -> dict[str, Any]:
         """One command with the answers of the ranks."""
-        return self._object(self.get(path_of("commands", command)))
+        return self.get(path_of("commands", command))
 
     def switch(
         self,
@@ -273,30 +271,29 @@ class Service:
         `reason` stand in the audit trail; `who` is the name of this user by default.
         """
         order = {"heads": heads, "mode": mode, "dry_run": dry_run, **_said(who, reason)}
-        return self._object(self.post(path_of("runs", run, "commands"), order))
+        return self.post(path_of("runs", run, "commands"), order)
 
     def switches(self, run: str, mode: str) -> dict[str, Any]:
         """What ordering `mode` for every head would change, where each keeps its own mode beside it: an order for each
         of `changes`, and the heads that stay `unchanged`."""
-        return self._object(self.get(path_of("runs", run, "switches"), mode=mode))
+        return self.get(path_of("runs", run, "switches"), mode=mode)
 
     def undo(self, command: str, *, reason: str, dry_run: bool = False, who: str | None = None) -> list[dict[str, Any]]:
         """Revert the modes that `command` changed; returns the new commands."""
-        return list(
-            self.post(path_of("commands", command, "undo"), {"dry_run": dry_run, **_said(who, reason)})["commands"]
-        )
+        order = {"dry_run": dry_run, **_said(who, reason)}
+        return list(self.post(path_of("commands", command, "undo"), order)["commands"])
 
     def approve(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Approve a proposed switch."""
-        return self._object(self.post(path_of("commands", command, "approve"), _said(who, reason)))
+        return self.post(path_of("commands", command, "approve"), _said(who, reason))
 
     def reject(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Reject a proposed switch."""
-        return self._object(self.post(path_of("commands", command, "reject"), _said(who, reason)))
+        return self.post(path_of("commands", command, "reject"), _said(who, reason))
 
     def cancel(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
         """Cancel a pending or delivered command: no further rank receives it. Finished switches stay."""
-        return self._object(self.post(path_of("commands", command, "cancel"), _said(who, reason)))
+        return self.post(path_of("commands", command, "cancel"), _said(who, reason))
 
     def wait(self, command: dict[str, Any], seconds: float = 30.0) -> dict[str, Any]:
         """The command once all its agents have answered, or its state after `seconds`."""
@@ -312,11 +309,11 @@ class Service:
 
     # ---- anything else of the HTTP API ----------------------------------------------------------------------------
 
-    def get(self, path: str, **query: Any) -> Any:
+    def get(self, path: str, **query: Any) -> dict[str, Any]:
         """GET, decoded from JSON; what is None is left out of the query."""
         return self._send("GET", path, params={k: v for k, v in query.items() if v is not None})
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST of JSON, decoded from JSON."""
         return self._send("POST", path, json=body)
 
@@ -329,17 +326,15 @@ class Service:
             if cursor is None:
                 return
 
-    def _object(self, reply: Any) -> dict[str, Any]:
+    def _send(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        answer = self._answer(method, path, **options)
+        try:
+            reply = answer.json()
+        except ValueError:
+            raise ServiceError(f"{answer.request.url} answered no JSON; is it foreshock?") from None
         if not isinstance(reply, dict):
             raise ServiceError(f"{self.url} answered {type(reply).__name__} where an object was due; is it foreshock?")
         return reply
-
-    def _send(self, method: str, path: str, **options: Any) -> Any:
-        reply = self._answer(method, path, **options)
-        try:
-            return reply.json()
-        except ValueError:
-            raise ServiceError(f"{reply.request.url} answered no JSON; is it foreshock?") from None
 
     def _answer(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:

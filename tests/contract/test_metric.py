@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS, METRICS, read
+from foreshock.contract.metrics.catalog import BY_KEY, METRICS, read
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import Metric
 from foreshock.contract.slots import Slot, identity_row
 

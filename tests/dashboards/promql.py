@@ -6,7 +6,8 @@ from typing import Any
 import promql_parser
 from tests.dashboards.live import Query, concrete, queries
 
-from foreshock.contract.metrics.catalog import HEAD_METRICS, METRICS
+from foreshock.contract.metrics.catalog import METRICS
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.dashboards.boards import boards
 from foreshock.dashboards.rules import Links, rules
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from tests.dashboards.live import charts
 
-from foreshock.contract.metrics.catalog import HEAD_METRICS, METRICS
+from foreshock.contract.metrics.catalog import METRICS
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import Alert
 from foreshock.dashboards.boards import boards
 from foreshock.dashboards.rules import Links, alerts

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreshock.contract.metrics.catalog import HEAD_METRICS
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.slots import identity_row
 from foreshock.server.http.exposition import Line, Reading, head_tables, line
 from foreshock.server.readings import Axis, MergedSteps

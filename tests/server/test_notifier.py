@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 from sqlalchemy import update
 
-from foreshock.contract.metrics.catalog import SILENT_SECONDS
+from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
 from foreshock.contract.wire import Finished
 from foreshock.server.notifier import LONGEST, Notifier
 from foreshock.server.settings import Settings

@@ -13,8 +13,11 @@ from grafana_foundation_sdk.models import dashboard as schema
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS, RUN_METRICS, SERVICE_METRICS, WATCHDOG
+from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import Metric
+from foreshock.contract.metrics.run_metrics import RUN_METRICS
+from foreshock.contract.metrics.service_metrics import SERVICE_METRICS
 from foreshock.contract.modes import all_modes, mode_name
 from foreshock.dashboards.rules import DATASOURCE_UID, JOB, Links
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 
-from foreshock.contract.metrics.catalog import HEAD_METRICS, RUN_METRICS, SERVICE_METRICS
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import Metric
+from foreshock.contract.metrics.run_metrics import RUN_METRICS
+from foreshock.contract.metrics.service_metrics import SERVICE_METRICS
 from foreshock.dashboards.rules import alerts
 
 _SECTIONS = (

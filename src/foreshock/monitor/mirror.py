@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -39,8 +39,19 @@ class Mirrored:
     """By layer."""
 
 
-class Tracker(Protocol):
+class Tracker:
     """One client library."""
+
+    module: ClassVar[str]
+    install: ClassVar[str]
+    """What pip installs for it."""
+    opened_by: ClassVar[str] = ""
+    """The call by which the program opens a run there."""
+
+    @classmethod
+    def join(cls, **where: Any) -> "Tracker | None":
+        """The tracker for the mirror's folder and this run, rank and world size; None while no run is open there."""
+        return cls(**where)
 
     def log(self, sample: Mirrored) -> None:
         """Take the numbers of a sample there."""
@@ -52,20 +63,17 @@ class Tracker(Protocol):
         """A warning of a head was raised, updated or cleared."""
 
     def close(self) -> None:
-        """The run is over."""
+        """The training is over; a run that the program opened is the program's to close."""
 
 
-class _Tracker:
-    """What a tracker does that has nothing more to do."""
+class _Wandb(Tracker):
+    module, install, opened_by = "wandb", "wandb", "wandb.init"
 
-    def verdict(self, verdict: wire.Verdict) -> None:
-        pass
+    @classmethod
+    def join(cls, **_: Any) -> "Tracker | None":
+        run = import_module("wandb").run
+        return None if run is None else cls(run)
 
-    def close(self) -> None:
-        """The program closes the run that it opened."""
-
-
-class _Wandb(_Tracker):
     def __init__(self, run: Any) -> None:
         self._run = run
         run.define_metric(_PREFIX + "step")
@@ -79,8 +87,10 @@ class _Wandb(_Tracker):
         self._run.alert(title=_title(verdict), text=f"{verdict.sentence}{page}", level=_level(verdict))
 
 
-class _TensorBoard(_Tracker):
-    def __init__(self, folder: str) -> None:
+class _TensorBoard(Tracker):
+    module, install = "tensorboard", "tensorboard"
+
+    def __init__(self, *, folder: str, **_: Any) -> None:
         writer = import_module("torch.utils.tensorboard").SummaryWriter
         self._writer = writer(folder, filename_suffix=".foreshock")
 
@@ -95,7 +105,14 @@ class _TensorBoard(_Tracker):
         self._writer.close()
 
 
-class _MLflow(_Tracker):
+class _MLflow(Tracker):
+    module, install, opened_by = "mlflow", "mlflow", "mlflow.start_run"
+
+    @classmethod
+    def join(cls, **_: Any) -> "Tracker | None":
+        run = import_module("mlflow").active_run()
+        return None if run is None else cls(run.info.run_id)
+
     def __init__(self, run_id: str) -> None:
         # named, since the open run is one of the thread that opened it
         self._run_id = run_id
@@ -108,7 +125,14 @@ class _MLflow(_Tracker):
         client.set_tag(self._run_id, "foreshock.warning", f"step {verdict.step:,}: {verdict.sentence}{page}")
 
 
-class _Trackio(_Tracker):
+class _Trackio(Tracker):
+    module, install, opened_by = "trackio", "trackio", "trackio.init"
+
+    @classmethod
+    def join(cls, **_: Any) -> "Tracker | None":
+        current = getattr(import_module("trackio"), "context_vars", None)
+        return None if current is not None and current.current_run.get() is None else cls()
+
     def __init__(self) -> None:
         self._module = import_module("trackio")
 
@@ -120,11 +144,13 @@ class _Trackio(_Tracker):
         self._module.alert(title=_title(verdict), text=f"{verdict.sentence}{page}", level=level)
 
 
-class _Otlp(_Tracker):
+class _Otlp(Tracker):
     """OpenTelemetry's own exporter, set up by its OTEL_* variables. Resource names are those of NVIDIA's NeMo Lens,
     so that one query joins these numbers with Megatron's."""
 
-    def __init__(self, run: str, rank: int, world_size: int) -> None:
+    module, install = "opentelemetry.exporter.otlp.proto.http", "'foreshock[otlp]'"
+
+    def __init__(self, *, run: str, rank: int, world_size: int, **_: Any) -> None:
         export = import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
         export_logs = import_module("opentelemetry.exporter.otlp.proto.http._log_exporter")
         metrics = import_module("opentelemetry.sdk.metrics")
@@ -163,9 +189,6 @@ class _Otlp(_Tracker):
         for layer, value in sample.max_attention_logits.items():
             self._set("max_attention_logit", value, layer=layer)
 
-    def alert(self, verdict: wire.Verdict, page: str) -> None:
-        """Every warning is a record already."""
-
     def verdict(self, verdict: wire.Verdict) -> None:
         place = {"layer": verdict.layer, "head": verdict.head}
         level = "INFO" if verdict.state == "cleared" else _level(verdict)
@@ -188,47 +211,12 @@ class _Otlp(_Tracker):
         self._logs.shutdown()
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How a tracker is found and opened."""
-
-    module: str
-    install: str
-    open: Callable[..., Tracker | None]
-    """Takes the mirror's folder and the run, rank and world size; None while the program has no run open there."""
-    start: str = ""
-    """What opens a run there."""
-
-
-def _open_wandb(**_: Any) -> Tracker | None:
-    run = import_module("wandb").run
-    return None if run is None else _Wandb(run)
-
-
-def _open_mlflow(**_: Any) -> Tracker | None:
-    run = import_module("mlflow").active_run()
-    return None if run is None else _MLflow(run.info.run_id)
-
-
-def _open_trackio(**_: Any) -> Tracker | None:
-    current = getattr(import_module("trackio"), "context_vars", None)
-    return None if current is not None and current.current_run.get() is None else _Trackio()
-
-
-def _open_tensorboard(*, folder: str, **_: Any) -> Tracker:
-    return _TensorBoard(folder)
-
-
-def _open_otlp(*, run: str, rank: int, world_size: int, **_: Any) -> Tracker:
-    return _Otlp(run, rank, world_size)
-
-
-_KINDS: Final = {
-    "wandb": _Kind("wandb", "wandb", _open_wandb, "wandb.init"),
-    "tensorboard": _Kind("tensorboard", "tensorboard", _open_tensorboard),
-    "mlflow": _Kind("mlflow", "mlflow", _open_mlflow, "mlflow.start_run"),
-    "trackio": _Kind("trackio", "trackio", _open_trackio, "trackio.init"),
-    "otlp": _Kind("opentelemetry.exporter.otlp.proto.http", "'foreshock[otlp]'", _open_otlp),
+_TRACKERS: Final[dict[str, type[Tracker]]] = {
+    "wandb": _Wandb,
+    "tensorboard": _TensorBoard,
+    "mlflow": _MLflow,
+    "trackio": _Trackio,
+    "otlp": _Otlp,
 }
 
 
@@ -236,7 +224,7 @@ def parts_of_mirror(mirror: str) -> tuple[str, str]:
     """`tensorboard:FOLDER` in its two parts. Raises ValueError for an unknown tracker, for one without its folder and
     for one that is not installed."""
     tracker, _, folder = mirror.partition(":")
-    if tracker not in _KINDS:
+    if tracker not in _TRACKERS:
         raise ValueError(
             f"mirror {mirror[:100]!r} is no tracker; allowed are wandb, tensorboard:FOLDER, mlflow, trackio, otlp"
         )
@@ -246,7 +234,7 @@ def parts_of_mirror(mirror: str) -> tuple[str, str]:
         raise ValueError("mirror='otlp' takes no address; set OTEL_EXPORTER_OTLP_ENDPOINT, as for any exporter")
     if tracker != "tensorboard" and folder:
         raise ValueError(f"mirror={tracker!r} takes no folder; it writes into the run that {tracker} has open")
-    kind = _KINDS[tracker]
+    kind = _TRACKERS[tracker]
     try:
         found = importlib.util.find_spec(kind.module)
     except ModuleNotFoundError:  # a package that the module is inside of
@@ -261,8 +249,8 @@ class Mirror:
 
     def __init__(self, mirror: str, guard: Guard, *, run: str, rank: int, world_size: int) -> None:
         tracker, folder = parts_of_mirror(mirror)
-        self._kind = _KINDS[tracker]
-        self._open = partial(self._kind.open, folder=folder, run=run, rank=rank, world_size=world_size)
+        self._kind = _TRACKERS[tracker]
+        self._open = partial(self._kind.join, folder=folder, run=run, rank=rank, world_size=world_size)
         self._guard = guard
         self._queue: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_QUEUE)
         self._warnings: set[str] = set()
@@ -288,7 +276,7 @@ class Mirror:
             self._said = True
             logger.warning(
                 "foreshock: the mirror waits for a run: call %s; samples and warnings after that are mirrored",
-                self._kind.start,
+                self._kind.opened_by,
             )
 
     def verdict(self, verdict: wire.Verdict) -> None:

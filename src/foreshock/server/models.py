@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from foreshock.contract.causes import Cause, IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, IncidentState
-from foreshock.contract.metrics.catalog import FIRST_STEP_SECONDS
+from foreshock.contract.metrics.run_metrics import FIRST_STEP_SECONDS
 from foreshock.contract.orders import CommandState as CommandState
 from foreshock.contract.orders import OrderSource
 from foreshock.contract.orders import Verification as Verification

@@ -25,7 +25,7 @@ from sqlalchemy import Connection, func, select, update
 from foreshock.contract.causes import CAUSES
 from foreshock.contract.decision import STEPS_BEFORE
 from foreshock.contract.incident import Incident, counted, in_words, urgency
-from foreshock.contract.metrics.catalog import SILENT_SECONDS
+from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
 from foreshock.server.models import RunEvent
 from foreshock.server.outgoing import Outgoing, OutgoingError
 from foreshock.server.runs.eventlog import events_after, newest_cursor

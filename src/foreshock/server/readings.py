@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection, Row, Select, bindparam, delete, insert, or_, select, text, update
 
-from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS, METRICS
+from foreshock.contract.metrics.catalog import BY_KEY, METRICS
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import AcrossRanks, Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats, identity_row, merge_words
 from foreshock.contract.wire import HeadRef

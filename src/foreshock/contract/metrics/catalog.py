@@ -10,31 +10,9 @@ from typing import Final
 
 from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import Alert
-from foreshock.contract.metrics.run_metrics import (
-    FIRST_STEP_SECONDS,
-    HUNG_SECONDS,
-    HUNG_STEPS,
-    RUN_METRICS,
-    SILENT_SECONDS,
-)
+from foreshock.contract.metrics.run_metrics import RUN_METRICS
 from foreshock.contract.metrics.service_metrics import SERVICE_METRICS
 from foreshock.contract.slots import Floats, Words
-
-__all__ = [
-    "BY_KEY",
-    "EXTRA_ALERTS",
-    "FIRST_STEP_SECONDS",
-    "HEAD_METRICS",
-    "HUNG_SECONDS",
-    "HUNG_STEPS",
-    "METRICS",
-    "RUN_METRICS",
-    "SERVICE_DOWN",
-    "SERVICE_METRICS",
-    "SILENT_SECONDS",
-    "WATCHDOG",
-    "read",
-]
 
 METRICS: Final = (*HEAD_METRICS, *RUN_METRICS, *SERVICE_METRICS)
 BY_KEY: Final = {metric.key: metric for metric in METRICS}
@@ -55,7 +33,6 @@ def read(key: str, words: Words) -> Floats:
 WATCHDOG: Final = Alert(
     name="ForeshockWatchdog",
     expr="vector(1)",
-    for_="0s",
     keep_firing_for="0s",
     severity="none",
     summary="Always firing: proves that alerts travel",

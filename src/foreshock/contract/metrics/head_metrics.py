@@ -4,9 +4,9 @@ from typing import Final
 
 from foreshock.contract.metrics.metric import (
     Alert,
+    HeadMetric,
     HeadReading,
     Levels,
-    Metric,
     root_mean_square,
     share,
     share_of_looked_at,
@@ -16,147 +16,127 @@ from foreshock.contract.metrics.metric import (
 from foreshock.contract.modes import MODES
 from foreshock.contract.slots import Slot
 
-HEAD_LABELS: Final = ("run", "layer", "head")
-
 HEAD_METRICS: Final = (
-    Metric(
+    HeadMetric(
         key="head.score_offset",
         title="Score offset",
         help="Mean of lse - log n over a head's rows (nats): the mean shift of its scores.",
         bad="One head's offset leaves the others and keeps growing.",
         board="run",
-        labels=HEAD_LABELS,
         head=share(Slot.SCORE_OFFSET_SUM),
         signed=True,
         scale="symlog",
         chart=1,
     ),
-    Metric(
+    HeadMetric(
         key="head.score_offset_rms",
         title="Score offset, root mean square",
         help="Root mean square of lse - log n over a head's rows (nats); also sees offsets of both signs.",
         bad="Keeps doubling in one head.",
         board="run",
-        labels=HEAD_LABELS,
         head=root_mean_square(Slot.SCORE_OFFSET_SUMSQ),
         scale="symlog",
         levels=Levels(watch=3.0, alarm=10.0),
     ),
-    Metric(
+    HeadMetric(
         key="head.score_max",
         title="Largest score",
         help="Largest scaled attention score of a head since the last sample.",
         bad="Grows by a constant factor every thousand steps.",
         board="run",
-        labels=HEAD_LABELS,
         head=value(Slot.SCORE_MAX),
         scale="symlog",
         levels=Levels(watch=100.0, alarm=512.0),
         chart=2,
     ),
-    Metric(
+    HeadMetric(
         key="head.entropy",
         title="Entropy of attention",
         help="Mean entropy of a head's attention rows (nats). Measured on sampled rows of native attention.",
         bad="Falls to 0 in many heads: every row attends to only one key.",
         board="run",
-        labels=HEAD_LABELS,
         head=share(Slot.ENTROPY_SUM, Slot.ENTROPY_ROWS),
         levels=Levels(alarm=0.01, below=True),
         chart=3,
     ),
-    Metric(
+    HeadMetric(
         key="head.row_max_abs",
         title="Largest |row maximum|",
         help="Largest absolute value of a row's maximum score; grows whether scores drift up or down.",
         bad="Grows by a constant factor every thousand steps.",
-        board="heads",
-        labels=HEAD_LABELS,
         head=value(Slot.ROW_MAX_ABS),
         scale="symlog",
     ),
-    Metric(
+    HeadMetric(
         key="head.tied_rows_bf16",
         title="Rows with several maxima (bf16 scores)",
         help="Share of rows whose bf16-rounded scores have several maxima (paper, section 3.3.2).",
         bad="Rises from percents to most rows.",
         board="run",
         unit="ratio",
-        labels=HEAD_LABELS,
         head=share_of_looked_at(Slot.TIED_ROWS_BF16),
         percent=True,
         chart=6,
     ),
-    Metric(
+    HeadMetric(
         key="head.tied_rows_one",
         title="Rows with several P = 1",
         help="Share of rows with several entries exp(S - max) that round to 1 in the operand's dtype.",
         bad="Rises from well under a percent to a large share.",
         board="run",
         unit="ratio",
-        labels=HEAD_LABELS,
         head=share_of_looked_at(Slot.TIED_ROWS_ONE),
         percent=True,
     ),
-    Metric(
+    HeadMetric(
         key="head.delta_bias",
         title="Delta bias",
         help="Sum of delta_lp - delta_hp over the sum of its absolute values, in [-1, 1] (paper, section 3.3.1).",
         bad="Stays on one side of zero in one head, sample after sample.",
         board="run",
         unit="ratio",
-        labels=HEAD_LABELS,
         head=share(Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS),
         percent=True,
         signed=True,
         chart=7,
     ),
-    Metric(
+    HeadMetric(
         key="head.delta_bias_z",
         title="Delta bias, standardised",
         help="Sum of delta_lp - delta_hp over the root of its sum of squares.",
         bad="Beyond 4 with the same sign again and again.",
-        board="heads",
-        labels=HEAD_LABELS,
         head=standardised(Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_SUMSQ),
         signed=True,
         scale="symlog",
     ),
-    Metric(
+    HeadMetric(
         key="head.shifted_rows",
         title="Shifted rows",
         help="Share of rows that paper_softmax shifted.",
         bad="Zero while paper_softmax is on: the rule touches nothing.",
-        board="heads",
         unit="ratio",
-        labels=HEAD_LABELS,
         head=share_of_looked_at(Slot.SHIFTED_ROWS),
         percent=True,
     ),
-    Metric(
+    HeadMetric(
         key="head.empty_rows",
         title="Rows without a visible key",
         help="Share of rows whose mask, window or causality hides every key.",
         bad="Above zero without padding.",
-        board="heads",
         unit="ratio",
-        labels=HEAD_LABELS,
         head=share(Slot.EMPTY_ROWS, Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS),
         percent=True,
     ),
-    Metric(
+    HeadMetric(
         key="head.nonfinite_rows",
         title="Non-finite rows",
         help="Rows with a NaN or infinite score, output or delta since the last sample.",
         bad="Anything above zero.",
-        board="heads",
-        labels=HEAD_LABELS,
         head=value(Slot.NONFINITE_ROWS),
         alerts=(
             Alert(
                 name="ForeshockNonFiniteRows",
                 expr="foreshock_layer_nonfinite_rows > 0",
-                for_="0s",
                 severity="critical",
                 summary="Run {{ $labels.run }}: layer {{ $labels.layer }} computes NaN or infinite attention rows",
                 description="{{ $value }} rows of its worst head were not finite in the last sample.",
@@ -165,129 +145,109 @@ HEAD_METRICS: Final = (
             ),
         ),
     ),
-    Metric(
+    HeadMetric(
         key="head.nonfinite_input_rows",
         title="Non-finite rows, by their input",
         help="Part of the non-finite rows: attention was given a query, key or value that is not finite.",
         bad="Anything above zero; the fault is before this layer's attention.",
-        board="heads",
-        labels=HEAD_LABELS,
         head=value(Slot.NONFINITE_INPUT_ROWS),
     ),
-    Metric(
+    HeadMetric(
         key="head.nonfinite_output_rows",
         title="Non-finite rows, by their output",
         help="Part of the non-finite rows: the inputs are finite and the model's attention output is not.",
         bad="Anything above zero; the fault is in this layer's attention itself.",
-        board="heads",
-        labels=HEAD_LABELS,
         head=value(Slot.NONFINITE_OUTPUT_ROWS),
     ),
-    Metric(
+    HeadMetric(
         key="head.wrong_rows",
         title="Wrong rows of attention",
         help="Share of compared rows whose attention output is farther from its recomputation than rounding explains.",
         bad="Anything above zero.",
         board="run",
         unit="ratio",
-        labels=HEAD_LABELS,
         head=share(Slot.WRONG_ROWS, Slot.CHECKED_ROWS),
         percent=True,
         levels=Levels(alarm=1e-9),
         chart=10,
     ),
-    Metric(
+    HeadMetric(
         key="head.output_error",
         title="Output error",
         help="Largest distance of an attention output row from its recomputation; 1 is what rounding explains.",
         bad="Above 1: the row is wrong. Correct kernels stay below 0.3.",
-        board="heads",
-        labels=HEAD_LABELS,
         head=value(Slot.OUTPUT_ERROR_MAX),
         scale="symlog",
         levels=Levels(alarm=1.0),
     ),
-    Metric(
+    HeadMetric(
         key="head.gradient_error",
         title="Gradient error",
         help="Largest distance of a row of the queries' gradient from its recomputation; 1 is what rounding explains.",
         bad="Above 1: the row is wrong.",
-        board="heads",
-        labels=HEAD_LABELS,
         head=value(Slot.GRADIENT_ERROR_MAX),
         scale="symlog",
         levels=Levels(alarm=1.0),
     ),
-    Metric(
+    HeadMetric(
         key="head.query_norm",
         title="Spectral norm of W_Q",
         help="Largest singular value of a head's query projection.",
         bad="Keeps growing in a few heads after the others have settled; also grows in healthy runs.",
         board="run",
-        labels=HEAD_LABELS,
         head=HeadReading(field="query_norm", now_and_then=True),
         chart=8,
     ),
-    Metric(
+    HeadMetric(
         key="head.key_norm",
         title="Spectral norm of W_K",
         help="Largest singular value of a head's key projection.",
         bad="Keeps growing in a few heads after the others have settled.",
-        board="heads",
-        labels=HEAD_LABELS,
         head=HeadReading(field="key_norm", now_and_then=True),
     ),
-    Metric(
+    HeadMetric(
         key="head.query_key_norm",
         title="Spectral norm of W_Q W_K^T",
         help="Largest singular value of a head's score form W_Q W_K^T.",
         bad="Keeps growing in a few heads after the others have settled.",
-        board="heads",
-        labels=HEAD_LABELS,
         head=HeadReading(field="query_key_norm", now_and_then=True),
     ),
-    Metric(
+    HeadMetric(
         key="head.clip_factor",
         title="QK-Clip: factor",
         help="Smallest factor (gamma) by which QK-Clip scaled a head's scores since the last sample; 1: it did not.",
         bad="Far below 1 for thousands of steps: the learning rate is too high for this head.",
         board="run",
         unit="ratio",
-        labels=HEAD_LABELS,
         head=HeadReading(field="clip_factor"),
         across_ranks="min",
         levels=Levels(alarm=0.5, below=True),
     ),
-    Metric(
+    HeadMetric(
         key="head.clipped_steps",
         title="QK-Clip: steps",
         help="Steps since the last sample after which QK-Clip scaled a head.",
         bad="Every step for thousands of steps.",
-        board="heads",
-        labels=HEAD_LABELS,
         head=HeadReading(field="clipped_steps"),
     ),
-    Metric(
+    HeadMetric(
         key="head.risk",
         title="Risk",
         help="How near a warning a head is, from 0 to 1, as the agent's detectors see it.",
         bad="Near 1; at 1 the head is warned about.",
         board="overview",
         unit="ratio",
-        labels=HEAD_LABELS,
         head=HeadReading(field="risk"),
         levels=Levels(watch=0.5, alarm=1.0),
         chart=9,
     ),
-    Metric(
+    HeadMetric(
         key="head.mode",
         title="Mode",
         help="Mode flags of a head: 0 plain, "
         + ", ".join(f"{mode.flag:d} {mode.name}" for mode in MODES)
         + ", added together.",
         bad="Not the mode you asked for.",
-        board="heads",
-        labels=HEAD_LABELS,
         head=HeadReading(field="modes"),
         across_ranks="min",
         chart=None,

@@ -29,7 +29,7 @@ class Alert:
 
     name: str
     expr: str
-    for_: str
+    for_: str = "0s"
     """How long the expression must hold before the alert fires."""
     severity: Literal["info", "warning", "critical", "none"]
     summary: str
@@ -75,7 +75,7 @@ class Metric:
     help: str
     bad: str
     """One sentence on what bad looks like."""
-    board: Board
+    board: Board = "overview"
     kind: Kind = "gauge"
     unit: Literal["", "seconds", "ratio", "bytes", "steps", "timestamp_seconds"] = ""
     labels: tuple[str, ...] = ("run",)
@@ -125,6 +125,22 @@ class Metric:
         if self.levels is not None and self.levels.below:
             return -values
         return np.abs(values) if self.signed else values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadMetric(Metric):
+    """A metric of every head."""
+
+    board: Board = "heads"
+    labels: tuple[str, ...] = ("run", "layer", "head")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceMetric(Metric):
+    """A metric of the service itself."""
+
+    board: Board = "service"
+    labels: tuple[str, ...] = ()
 
 
 def share(part: Slot, *whole: Slot) -> HeadReading:

@@ -2,11 +2,7 @@
 
 from typing import Final
 
-from foreshock.contract.metrics.metric import (
-    Alert,
-    Levels,
-    Metric,
-)
+from foreshock.contract.metrics.metric import Alert, Levels, Metric
 from foreshock.contract.metrics.service_metrics import INCIDENT_METRICS
 
 SILENT_SECONDS: Final = 300.0
@@ -25,14 +21,12 @@ RUN_METRICS: Final = (
         title="Active",
         help="1 while a run sends samples and has not finished.",
         bad="1 on a run that no longer steps.",
-        board="overview",
     ),
     Metric(
         key="run.step",
         title="Step",
         help="Last optimizer step that the service has seen of a run.",
         bad="Does not increase.",
-        board="overview",
     ),
     Metric(
         key="run.norms_step",
@@ -46,7 +40,6 @@ RUN_METRICS: Final = (
         title="Last heard of",
         help="When the service last received anything of the run, including heartbeats (Unix time).",
         bad="Minutes ago while the run is active.",
-        board="overview",
         unit="timestamp_seconds",
         levels=Levels(alarm=SILENT_SECONDS),
         alerts=(
@@ -66,7 +59,6 @@ RUN_METRICS: Final = (
         title="Last step",
         help="When the run's newest step came, or its process started (Unix time).",
         bad="Many step times ago while the run is active.",
-        board="overview",
         unit="timestamp_seconds",
         levels=Levels(alarm=HUNG_SECONDS),
         alerts=(
@@ -99,7 +91,6 @@ RUN_METRICS: Final = (
             Alert(
                 name="ForeshockLossNotFinite",
                 expr="{m} != {m} or abs({m}) == Inf",
-                for_="0s",
                 severity="critical",
                 summary="Run {{ $labels.run }}: the loss is not finite",
                 description="The raw loss of the last sample is NaN or infinite.",
@@ -170,7 +161,6 @@ RUN_METRICS: Final = (
             Alert(
                 name="ForeshockNonFiniteSteps",
                 expr="increase({m}[10m]) > 0 or ({m} > 0 unless {m} offset 10m)",
-                for_="0s",
                 severity="critical",
                 summary="Run {{ $labels.run }}: steps with a non-finite loss",
                 description="{{ $value | humanize }} steps in the last ten minutes.",
@@ -200,7 +190,6 @@ RUN_METRICS: Final = (
         title="Worst risk",
         help="Highest risk of any head of a run, from 0 to 1.",
         bad="Near 1.",
-        board="overview",
         unit="ratio",
         worst_of="head.risk",
         levels=Levels(watch=0.5, alarm=1.0),
@@ -212,7 +201,6 @@ RUN_METRICS: Final = (
         title="Active warnings",
         help="1 for every warning that is raised and not cleared.",
         bad="Any.",
-        board="overview",
         labels=("run", "layer", "head", "cause", "signal", "severity"),
         levels=Levels(alarm=1.0),
     ),
@@ -221,7 +209,6 @@ RUN_METRICS: Final = (
         title="Time left",
         help="Forecast: steps until the warned head's largest |score| reaches 512.",
         bad="Fewer steps than you need to react.",
-        board="overview",
         unit="steps",
         labels=("run", "layer", "head"),
         levels=Levels(alarm=1000.0, below=True),
@@ -232,7 +219,6 @@ RUN_METRICS: Final = (
         title="Warnings raised",
         help="Warnings raised since the run began.",
         bad="Many in a run that turns out healthy.",
-        board="overview",
         kind="counter",
         labels=("run", "cause"),
     ),
@@ -241,7 +227,6 @@ RUN_METRICS: Final = (
         title="Switches",
         help="Switch decisions and commands by outcome.",
         bad="Refused or expired ones.",
-        board="overview",
         kind="counter",
         labels=("run", "mode", "outcome"),
     ),
@@ -250,13 +235,11 @@ RUN_METRICS: Final = (
         title="Switches that did not help",
         help="Active switches after which the signals of their heads still grew, as the verification found.",
         bad="Any: the head needs a stronger mode, or the cause is another.",
-        board="overview",
         levels=Levels(alarm=1.0),
         alerts=(
             Alert(
                 name="ForeshockSwitchNotArrested",
                 expr="{m} > 0",
-                for_="0s",
                 severity="critical",
                 summary="Run {{ $labels.run }}: a switch did not stop the growth",
                 description="Applied switches that were verified and did not help, as scores or offsets of their heads "
@@ -278,7 +261,6 @@ RUN_METRICS: Final = (
             Alert(
                 name="ForeshockAgentDropping",
                 expr="increase({m}[10m]) > 0 or ({m} > 0 unless {m} offset 10m)",
-                for_="0s",
                 severity="warning",
                 summary="Run {{ $labels.run }}: the agent drops events ({{ $labels.reason }})",
                 description="{{ $value | humanize }} events were lost in ten minutes. Detection continues.",
@@ -298,7 +280,6 @@ RUN_METRICS: Final = (
             Alert(
                 name="ForeshockAgentFault",
                 expr="increase({m}[10m]) > 0 or ({m} > 0 unless {m} offset 10m)",
-                for_="0s",
                 severity="warning",
                 summary="Run {{ $labels.run }}: the agent contained a fault in {{ $labels.component }}",
                 description="{{ $value | humanize }} errors in ten minutes. Training continues; samples may be lost.",

@@ -7,26 +7,20 @@ the run's heads, mode and numbers.
 
 from typing import Final
 
-from foreshock.contract.metrics.metric import (
-    Alert,
-    Levels,
-    Metric,
-)
+from foreshock.contract.metrics.metric import Alert, Levels, Metric, ServiceMetric
 
 SERVICE_METRICS: Final = (
-    Metric(
+    ServiceMetric(
         key="service.batches",
         title="Batches received",
         help="Batches received, by result: stored, duplicate, refused as malformed, busy (429: sent again later).",
         bad="Refused ones; busy ones that last.",
-        board="service",
         kind="counter",
         labels=("result",),
         alerts=(
             Alert(
                 name="ForeshockBatchesRefused",
                 expr='increase({m}{result="refused"}[10m]) > 0 or ({m}{result="refused"} > 0 unless {m} offset 10m)',
-                for_="0s",
                 severity="warning",
                 summary="The service refuses batches",
                 description="{{ $value | humanize }} batches were refused in ten minutes.",
@@ -34,31 +28,27 @@ SERVICE_METRICS: Final = (
             ),
         ),
     ),
-    Metric(
+    ServiceMetric(
         key="service.refusals",
         title="Refused tokens",
         help="Requests refused for their token: login (a wrong token), throttled login (too many attempts), token (a "
         "wrong token of an agent or a client).",
         bad="Rises: somebody guesses, or an agent has a withdrawn token; the log has the addresses.",
-        board="service",
         kind="counter",
         labels=("what",),
     ),
-    Metric(
+    ServiceMetric(
         key="service.commit",
         title="Commit time",
         help="Time to store the last batch.",
         bad="Above 250 ms.",
-        board="service",
         unit="seconds",
-        labels=(),
     ),
-    Metric(
+    ServiceMetric(
         key="service.commands_pending",
         title="Commands pending",
         help="Commands that no agent has answered yet.",
         bad="Stays above zero while the run is active.",
-        board="service",
         labels=("run",),
         alerts=(
             Alert(
@@ -72,23 +62,20 @@ SERVICE_METRICS: Final = (
             ),
         ),
     ),
-    Metric(
+    ServiceMetric(
         key="service.webhooks",
         title="Webhooks received",
         help="Webhook deliveries by sender and result.",
         bad="Refused ones.",
-        board="service",
         kind="counter",
         labels=("sender", "result"),
     ),
-    Metric(
+    ServiceMetric(
         key="service.watchdog",
         title="Watchdog last seen",
         help="When Alertmanager last delivered the watchdog alert (Unix time); proves the alert path.",
         bad="Minutes ago.",
-        board="service",
         unit="timestamp_seconds",
-        labels=(),
         levels=Levels(alarm=300.0),
         alerts=(
             Alert(
@@ -102,13 +89,11 @@ SERVICE_METRICS: Final = (
             ),
         ),
     ),
-    Metric(
+    ServiceMetric(
         key="service.series_dropped",
         title="Series dropped",
         help="Time series left out of /metrics by the series budget, at the last scrape.",
         bad="Above zero: raise the budget or end old runs.",
-        board="service",
-        labels=(),
         levels=Levels(alarm=1.0),
         alerts=(
             Alert(
@@ -122,31 +107,25 @@ SERVICE_METRICS: Final = (
             ),
         ),
     ),
-    Metric(
+    ServiceMetric(
         key="service.unreadable_rows",
         title="Unreadable rows",
         help="Unreadable stored rows that were skipped since the service began, at most 10,000.",
         bad="Above zero; the log has the reasons.",
-        board="service",
-        labels=(),
     ),
-    Metric(
+    ServiceMetric(
         key="service.log_lines_dropped",
         title="Log lines left out",
         help="Repeated log lines that were omitted since the service began.",
         bad="Grows: somebody sends malformed HTTP.",
-        board="service",
         kind="counter",
-        labels=(),
     ),
-    Metric(
+    ServiceMetric(
         key="service.store",
         title="Store size",
         help="Size of the store.",
         bad="Grows without retention.",
-        board="service",
         unit="bytes",
-        labels=(),
     ),
 )
 
@@ -163,7 +142,6 @@ INCIDENT_METRICS: Final = (
         title="Incidents",
         help="1 for every incident that is not closed. act: what the run's policy does about it.",
         bad="Any of severity warning or critical.",
-        board="overview",
         labels=("run", "cause", "state", "severity", "act"),
         levels=Levels(alarm=1.0),
         alerts=(
@@ -171,7 +149,6 @@ INCIDENT_METRICS: Final = (
                 name="ForeshockHeadFailing",
                 # one alert an incident: a change of its state is no alert that ends and another that begins
                 expr='max without (state, act) ({m}{severity=~"warning|critical"}) == 1',
-                for_="0s",
                 severity="warning",
                 summary="Run {{ $labels.run }}: attention becomes unstable in "
                 + _in_words("heads", "some heads")
@@ -190,7 +167,6 @@ INCIDENT_METRICS: Final = (
         title="Incidents in words",
         help="1 for every incident that is not closed, with the texts of its alert as labels.",
         bad="Any.",
-        board="overview",
         labels=("run", "cause", "heads", "sentence", "done", "to_do"),
     ),
     Metric(
@@ -198,7 +174,6 @@ INCIDENT_METRICS: Final = (
         title="Heads in incidents",
         help="Heads that an incident warns about now; 0 if it concerns only the whole run.",
         bad="Many at once: look at the learning rate and the data first.",
-        board="overview",
         labels=("run", "cause"),
     ),
     Metric(
@@ -206,7 +181,6 @@ INCIDENT_METRICS: Final = (
         title="Incidents opened at step",
         help="The step at which an incident opened.",
         bad="Long ago: nobody has acted on it.",
-        board="overview",
         labels=("run", "cause"),
     ),
     Metric(
@@ -214,7 +188,6 @@ INCIDENT_METRICS: Final = (
         title="Incidents corrected at step",
         help="The step at which the cause of an incident was corrected; was: the cause before that.",
         bad="Shortly ago: what to do depends on the cause.",
-        board="overview",
         labels=("run", "cause", "was"),
     ),
     Metric(
@@ -222,7 +195,6 @@ INCIDENT_METRICS: Final = (
         title="Steps left",
         help="Forecast: steps until the largest |score| of an incident's first head reaches 512.",
         bad="Fewer steps than you need to react.",
-        board="overview",
         unit="steps",
         labels=("run", "cause"),
         levels=Levels(alarm=1000.0, below=True),
@@ -233,7 +205,6 @@ INCIDENT_METRICS: Final = (
         title="Incidents acknowledged",
         help="1 if somebody has acknowledged the incident, else 0.",
         bad="0 for several minutes.",
-        board="overview",
         labels=("run", "cause"),
     ),
 )

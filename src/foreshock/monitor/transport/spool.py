@@ -4,9 +4,6 @@ A record is `FSK1`, payload length, CRC-32 of sequence and payload, sequence, pa
 is readable once its write returned: it survives SIGKILL, not a power cut (nothing is synced). A torn tail is cut, a
 damaged record is skipped, whatever stands before and after it is kept. A file that is no spool, or one that is larger
 than a spool may be, is neither read nor changed.
-
-SQLite does not replace this format: a database whose tail was cut cannot be read at all, a flipped bit of a payload
-goes unnoticed, and locks, folders and foreign files need the same checks, so that fewer than 100 lines would go.
 """
 
 import hashlib

@@ -26,7 +26,8 @@ from prometheus_client.utils import floatToGoString
 from sqlalchemy import Connection, Row, case, func, select
 
 from foreshock.contract.incident import Incident
-from foreshock.contract.metrics.catalog import BY_KEY, HEAD_METRICS, METRICS
+from foreshock.contract.metrics.catalog import BY_KEY, METRICS
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
 from foreshock.contract.modes import is_mode
 from foreshock.contract.slots import Floats

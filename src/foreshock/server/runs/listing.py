@@ -11,7 +11,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, desc, func, or_, select, tuple_, update
 
 from foreshock.contract.incident import Warned
-from foreshock.contract.metrics.catalog import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS, SILENT_SECONDS
+from foreshock.contract.metrics.run_metrics import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS, SILENT_SECONDS
 from foreshock.contract.wire import AgentHealth, Layer
 from foreshock.server.drawing import number
 from foreshock.server.models import ActiveWarning, Decision, Description, LayerState, RunDetail, RunList, RunSummary

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection, Row, and_, case, desc, func, select, tuple_
 
-from foreshock.contract.metrics.catalog import SILENT_SECONDS
+from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
 from foreshock.contract.slots import Slot, Words, fitted, identity_row
 from foreshock.contract.wire import PER_HEAD, HeadRef, Layer, Sample, Severity, Started
 from foreshock.server.models import RunStatus

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, desc, select
 
-from foreshock.contract.metrics.catalog import SILENT_SECONDS
+from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
 from foreshock.server.store.schema import boots
 
 _WALL_CLOCK: Final = re.compile(r"(\d{13})-")
