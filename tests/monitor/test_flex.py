@@ -137,21 +137,24 @@ class Flex(CausalSelfAttention):
 
 
 def truth(layer: Flex, seen_by: Any) -> dict[Slot, Any]:
-    """What there is to count of each head, one score after the other, in float64."""
+    """What there is to count of each head, one score after the other, in float64; less what a function adds to all keys
+    of a row."""
     (query, key), score_mod = layer.last, layer.options["score_mod"]
     counts: dict[Slot, Any] = {slot: np.zeros(HEADS) for slot in (Slot.ROWS, Slot.EMPTY_ROWS, *SUMS)}
     counts |= {slot: np.full(HEADS, -math.inf) for slot in (Slot.SCORE_MAX, Slot.ROW_MAX_ABS)}
     for entry, head, row in itertools.product(range(len(query)), range(HEADS), range(LENGTH)):
-        scores = []
+        scores, added = [], []
         for column in range(LENGTH):
             where = tuple(torch.tensor(x, dtype=torch.int32) for x in (entry, head, row, column))
             score = (query[entry, head, row] @ key[entry, head, column]) / math.sqrt(query.shape[3])
             score = score if score_mod is None else score_mod(score, *where)
             if seen_by is None or seen_by(*where):
                 scores.append(float(score.detach()))
+                added.append(0.0 if score_mod is None else float(score_mod(torch.zeros_like(score), *where).detach()))
         if not scores:
             counts[Slot.EMPTY_ROWS][head] += 1
             continue
+        scores = [score - max(added) for score in scores]
         offset = float(torch.tensor(scores).double().logsumexp(0)) - math.log(len(scores))
         counts[Slot.ROWS][head] += 1
         counts[Slot.SCORE_OFFSET_SUM][head] += offset

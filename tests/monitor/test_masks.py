@@ -150,11 +150,18 @@ def test_the_far_keys_of_an_alibi_are_seen_and_the_offset_never_jumps() -> None:
 
 
 @promise
-def test_a_bias_that_all_keys_share_moves_the_offset_by_itself() -> None:
-    bias = alibi(0.5)
-    before = offset_under(bias)
-    for drift in (-300.0, -2.0, 7.0, 400.0):
-        assert offset_under(bias + drift) - before == pytest.approx(drift, rel=1e-12)
+def test_a_bias_that_all_keys_of_a_row_share_says_nothing_of_a_head() -> None:
+    query, key, value, grad = tensors(torch.float32, kv_heads=4)
+    steep, rows = alibi(0.5), torch.arange(24.0).double().view(-1, 1)
+    counted = []
+    for shared in (0.0, 400.0, -300.0, 50 * rows, -40 * rows.flip(0)):
+        mask = (steep + shared).float()
+        out = F.scaled_dot_product_attention(query, key, value, mask)
+        counted.append(probed(query, key, value, grad, out, Sampling(EVERY_ROW), mask=mask, numerics="float32"))
+        assert not counted[-1][:, Slot.WRONG_ROWS].any()
+        for slot in (Slot.ROWS, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ, Slot.ENTROPY_SUM):
+            first, last = slot_values(counted[0], slot), slot_values(counted[-1], slot)
+            np.testing.assert_allclose(last, first, rtol=2e-4, err_msg=slot.name)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

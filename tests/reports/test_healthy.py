@@ -29,6 +29,12 @@ def relative_bias(farthest: float) -> Tensor:
     return (slopes * distance).masked_fill(FUTURE, -math.inf)[None]
 
 
+def positional_bias(farthest: float, origin: int) -> Tensor:
+    """The same attention by the position of the key, from `origin` on: each row's scores are shifted as a whole."""
+    position = (torch.arange(LENGTH)[:, None] - origin) * farthest / LENGTH
+    return relative_bias(farthest) + position * 2.0 ** -torch.arange(HEADS)[:, None, None]
+
+
 class Cosine(Attention):
     """Queries and keys of length 1, at the scale that Swin v2 begins with."""
 
@@ -120,6 +126,10 @@ def accumulated(model: Model, step: int) -> Any:
     ("training", "unseen"),
     [
         pytest.param(lambda: train(30, mask=relative_bias(2000.0)), False, id="alibi"),
+        pytest.param(lambda: train(30, mask=positional_bias(2000.0, 0)), False, id="alibi by keys"),
+        pytest.param(
+            lambda: train(30, mask=positional_bias(900.0, LENGTH - 1)), False, id="alibi by keys from the end"
+        ),
         *(
             pytest.param(lambda lowest=lowest: train(30, mask=left_padded(lowest)), True, id=f"padding by {lowest:g}")
             for lowest in (-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf)

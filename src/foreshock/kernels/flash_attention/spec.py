@@ -60,6 +60,9 @@ class AttentionSpec:
     """Whether what rounding takes from O is kept; without it there is no backward."""
     rounds: Rounds = "operands"
     """Of an attention that is sampled alone: what the check of its output allows."""
+    learned_bias: bool = False
+    """Of the same: its mask has a gradient. What such a bias adds to a whole row counts as score, since it may be a
+    product with the query."""
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
@@ -90,7 +93,7 @@ class AttentionSpec:
         much less than seven. The last word counts the forward's outputs: PyTorch keeps compiled graphs on disk by their
         arguments, and would take one that an older version of the operator left there."""
         numbers = f"{self.scale} {self.causal} {self.window_left} {self.window_right} {self.softcap} {self.dropout_p}"
-        return f"{numbers} {self.numerics} {self.residual:d} {self.rounds} 5"
+        return f"{numbers} {self.numerics} {self.residual:d} {self.rounds} {self.learned_bias:d} 5"
 
 
 def constants(*numbers: float) -> tuple[float, ...]:
@@ -103,7 +106,7 @@ def constants(*numbers: float) -> tuple[float, ...]:
 @lru_cache(maxsize=1024)
 def spec_of(text: str) -> AttentionSpec:
     """The spec whose `text` this is."""
-    scale, causal, left, right, softcap, dropout_p, numerics, residual, rounds, _ = text.split()
+    scale, causal, left, right, softcap, dropout_p, numerics, residual, rounds, learned, _ = text.split()
     return AttentionSpec(
         float(scale),
         cast(CausalAlignment, causal),
@@ -114,6 +117,7 @@ def spec_of(text: str) -> AttentionSpec:
         cast(Numerics, numerics),
         residual == "1",
         cast(Rounds, rounds),
+        learned == "1",
     )
 
 

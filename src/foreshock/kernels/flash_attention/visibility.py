@@ -13,8 +13,7 @@ UNSEEN: Final = 126 * math.log(2)
 """A bias this many nats below the largest of its row takes a key out of sight: exp of it is below the smallest
 normal number of float32 and bf16."""
 BLIND: Final = -1000.0
-"""A row whose largest bias is no more than this sees nothing. People write masks of -1e4 and less; a learned bias that
-got so far was warned about long before."""
+"""A row whose largest bias is no more than this sees nothing. People write masks of -1e4 and less."""
 
 
 def hide(scores: Tensor, spec: AttentionSpec, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
@@ -98,3 +97,13 @@ def seen_keys(bias: Tensor) -> Tensor:
     # exp2, since on a CPU exp slows down tenfold where it underflows
     weights = bias.sub(largest).add_(UNSEEN).clamp_(max=0.0).mul_(math.log2(math.e)).exp2_()
     return weights.sum(-1).nan_to_num_(nan=1.0).masked_fill_((largest <= BLIND).squeeze(-1), 0.0)
+
+
+def shared_by_keys(bias: Tensor) -> Tensor:
+    """What is added to a row as a whole, [...]: the largest of its bias [..., Sk], which -inf hides keys from.
+
+    Softmax does not see it, and if queries and keys have no part in it, it says nothing of a head: ALiBi by the
+    position of the key is ALiBi by the distance. 0 for a row that is BLIND, and where a bias is NaN or infinite.
+    """
+    largest = bias.amax(-1).nan_to_num_(nan=0.0, posinf=0.0)
+    return largest.masked_fill_(largest <= BLIND, 0.0)

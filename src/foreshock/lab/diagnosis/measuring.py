@@ -54,7 +54,7 @@ def _beside_float64(call: AttentionCall, given: Call, tick: Tensor) -> dict[str,
     spec = replace(call.spec, numerics="float64")
     parts: list[Tensor] = []
     chosen = chosen_rows(tick, _ROWS, *given.query.shape[::2])
-    for entries, rows, (scores, _), keys in pieces(*chosen, given, spec, call.score_mod):
+    for entries, rows, (scores, *_), keys in pieces(*chosen, given, spec, call.score_mod):
         value, out = wide(given.value, entries, spec)[:, :, keys], of_rows(given.out, entries, rows).double()
         seen = ~scores.isneginf()
         shown = scores.masked_fill(~seen, 0.0)
@@ -89,7 +89,7 @@ def broken_part(call: AttentionCall) -> str:
     entry, head, _ = bad.nonzero()[0].tolist()
     rows = bad[entry, head].nonzero().flatten()[None, :_ROWS]
     some = pieces(torch.tensor([entry], device=rows.device), rows, given, spec, call.score_mod)
-    if all(bool((~scores.isfinite()).all(-1)[0, head].all()) for _, _, (scores, _), _ in some):
+    if all(bool((~scores.isfinite()).all(-1)[0, head].all()) for _, _, (scores, *_), _ in some):
         return f"{broken}: these rows see no key, the mask hides everything from them"
     key = given.key[entry, head // (given.query.shape[1] // given.key.shape[1])]
     product = float((given.query[entry, head, rows[0]].double() @ key.double().mT).abs().max())

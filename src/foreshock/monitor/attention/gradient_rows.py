@@ -63,7 +63,7 @@ class GradientCheck:
         self._of_gradient = allowed.of_values
         groups = call.query.shape[1] // call.key.shape[1]
         in_sums = allowed.of_norms * max(1.0, call.value.shape[3] / dim)
-        for entries, rows, (scores, _), keys in pieces(*chosen_rows(tick, ROWS, batch, queries), call, spec, None):
+        for entries, rows, (scores, *_), keys in pieces(*chosen_rows(tick, ROWS, batch, queries), call, spec, None):
             key, value = (wide(x, entries, spec)[:, :, keys] for x in (call.key, call.value))
             weights = scores.softmax(-1).nan_to_num(nan=0.0)
             query, grad, own = (

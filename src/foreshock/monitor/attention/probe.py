@@ -163,7 +163,9 @@ def probe(
         return out  # keeps nothing that the function holds
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
-    options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics, rounds=rounds))
+    learned = mask is not None and mask.requires_grad
+    spec = AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics, rounds=rounds, learned_bias=learned)
+    options = (sampling, spec)
     given = _apart(out, query, key, value, mask, *(cu_seqlens or (None, None)))
     check = None if score_mod is not None else _check_of_gradients(out, query, state, sampling)
     arguments = (*given, state, tick, largest, options, score_mod, check)
@@ -296,7 +298,8 @@ def _scores_in_the_graph(call: Call, ctx: Any) -> list[Tensor]:
     key, spec = ctx.options
     with torch.autocast(call.query.device.type, enabled=False):
         call = call.batched().rounded(spec.numerics)
-        return list(sampled_scores(_samplings[key].rows, call, ctx.tick, spec, ctx.score_mod))
+        given = sampled_scores(_samplings[key].rows, call, ctx.tick, spec, ctx.score_mod)
+        return [each for each in given if each is not None]
 
 
 def _still_as_they_were(ctx: Any, grad_out: Tensor) -> tuple[Tensor, ...] | None:

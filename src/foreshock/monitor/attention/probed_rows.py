@@ -15,7 +15,7 @@ from foreshock.kernels.flash_attention import AttentionSpec
 from foreshock.kernels.flash_attention.output_check import allowance, distance
 from foreshock.kernels.flash_attention.spec import Numerics, compute_dtype, operand_dtype
 from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_margin, several_in_bf16, several_within
-from foreshock.kernels.flash_attention.visibility import place, seen_keys
+from foreshock.kernels.flash_attention.visibility import place, seen_keys, shared_by_keys
 
 LEAST_ROWS: Final = 16
 """Of an entry of the batch that is measured, where it has as many: fewer would read its keys for little."""
@@ -78,6 +78,8 @@ class Scores(NamedTuple):
     """[e, H, c, k]; -inf where a key is hidden."""
     visible: Tensor
     """How many keys each row sees, [e, H, c]."""
+    shared: Tensor | None = None
+    """What a bias adds to each row as a whole, [e, H or 1, c]; None: nothing."""
 
 
 def measure(
@@ -102,12 +104,13 @@ def measure(
 
 
 def raise_largest(largest: Tensor, call: Call, spec: AttentionSpec) -> None:
-    """Raise `largest`, float32 [H], to the largest score of every row of a call: the work of Q K^T in full, in pieces
-    of HELD_BYTES. NaN where a score is."""
+    """Raise `largest`, float32 [H], to the largest score of every row of a call, less what a bias adds to all keys: the
+    work of Q K^T in full, in pieces of HELD_BYTES. NaN where a score is."""
     batch, _, queries, _ = call.query.shape
     entries, rows = (torch.arange(count, device=call.query.device) for count in (batch, queries))
-    for _, _, (scores, _), _ in pieces(entries, rows.expand(batch, queries), call, spec, None):
-        torch.maximum(largest, scores.amax((0, 2, 3)).to(largest.dtype), out=largest)
+    for _, _, (scores, _, shared), _ in pieces(entries, rows.expand(batch, queries), call, spec, None):
+        row_max = scores.amax(-1) if shared is None else scores.amax(-1) - shared
+        torch.maximum(largest, row_max.amax((0, 2)).to(largest.dtype), out=largest)
 
 
 def pieces(
@@ -208,11 +211,13 @@ def _scores(
         else:
             scores += (bias := mask.to(scores.dtype))
             added = bias if added is None else added + bias
+    shared = None
     if added is not None:
-        visible = seen_keys(added if hidden is None else added.masked_fill(hidden, -math.inf))
+        added = added if hidden is None else added.masked_fill(hidden, -math.inf)
+        visible, shared = seen_keys(added), None if spec.learned_bias else shared_by_keys(added)
     if hidden is not None:
         scores.masked_fill_(hidden, -math.inf)
-    return Scores(scores, visible)
+    return Scores(scores, visible, shared)
 
 
 def of_rows(x: Tensor, entry: Tensor, row: Tensor) -> Tensor:
@@ -222,7 +227,7 @@ def of_rows(x: Tensor, entry: Tensor, row: Tensor) -> Tensor:
 
 def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor, spec: AttentionSpec) -> Rows:
     """What is known of the rows `row` [e, c] of batch entries `entry` [e], of whose keys `values` are."""
-    operand, (scores, visible) = operand_dtype(call.query.dtype), given
+    operand, (scores, visible, shared) = operand_dtype(call.query.dtype), given
     row_max = scores.amax(-1, keepdim=True)
     tied_bf16 = several_in_bf16(scores, row_max).squeeze(-1)
     tied_one = several_within(scores, row_max, one_margin(operand), torch.empty_like(scores)).squeeze(-1)
@@ -232,7 +237,8 @@ def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor,
     known_sum = row_sum.masked_fill(row_sum == 0, 1.0)
     # of the scores less their maximum, so that no offset cancels; entr is -w ln w, and 0 where w is
     entropy = known_sum.log() + torch.special.entr(weights).sum(-1) / known_sum
-    lse = floor.squeeze(-1) + row_sum.log()
+    own_floor = floor.squeeze(-1) if shared is None else floor.squeeze(-1) - shared
+    lse = own_floor + row_sum.log()
     grad = of_rows(call.grad_out, entry, row).to(scores.dtype)  # [e, H, c, D]
     # in 16 bits under every numerics, as our kernels read it
     own = of_rows(call.out, entry, row)
@@ -258,7 +264,7 @@ def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor,
         away, size = norms_of(own - exact, scores.dtype), norms_of(exact, scores.dtype)
         error = distance(away, size, row_max, mean_square, *norms, spec.scale, allowed)
     return Rows(
-        row_max,
+        row_max if shared is None else row_max - shared,
         lse,
         tied_bf16,
         tied_one,

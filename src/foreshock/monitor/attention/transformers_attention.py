@@ -145,7 +145,6 @@ def _described(
         if scores_mask is not None and scores_mask.dtype == torch.bool:
             scores_mask = torch.zeros_like(bias).masked_fill(~scores_mask, torch.finfo(bias.dtype).min)
         scores_mask = bias if scores_mask is None else bias + scores_mask
-        scores_mask = scores_mask.detach()
     return {
         "mask": scores_mask,
         "causal": "bottom_right" if causal else "none",
