@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.server.loopwatch import watched_loop
 
-from foreshock.server import drawing
+from foreshock.server import readings
 from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = pytest.mark.promise("S4")
@@ -126,7 +126,7 @@ def test_few_large_reads_are_at_work_at_once_and_a_crowd_is_told_to_come_back(
         nonlocal most
         rank = FakeRank()
         await service.store(rank, rank.started(), rank.sample(1))
-        merge = vars(drawing)["merge"]
+        merge = vars(readings)["merge"]
 
         def slow(*given: Any) -> Any:
             nonlocal most, inside
@@ -136,7 +136,7 @@ def test_few_large_reads_are_at_work_at_once_and_a_crowd_is_told_to_come_back(
             inside -= 1
             return merge(*given)
 
-        monkeypatch.setattr(drawing, "merge", slow)
+        monkeypatch.setattr(readings, "merge", slow)
         path = "/v1/runs/run-1/curves?line=head.score_max"
         reads = [asyncio.create_task(service.client.get(path)) for _ in range(120)]
         await asyncio.sleep(0.1)

@@ -24,7 +24,7 @@ from tests.server.test_fuzz import fuzzed as fuzzed
 from tests.server.test_fuzz import many as many
 
 from foreshock.contract.wire import Sample
-from foreshock.server.readings import COARSE, build
+from foreshock.server.readings import SPAN, build
 from foreshock.server.testing import FakeRank
 
 HUGE = (10**400, -(10**400), 1e308, -1e308, 2**63 - 1, 2**63, 2**53 + 1, -0.0, 5e-324, math.nan, math.inf, -math.inf)
@@ -32,7 +32,7 @@ HUGE = (10**400, -(10**400), 1e308, -1e308, 2**63 - 1, 2**63, 2**53 + 1, -0.0, 5
 HEALTHY = "run-1"
 """The run that nobody fuzzes: it must be whole at the end."""
 
-MIDDLE = 2 * COARSE
+MIDDLE = 2 * SPAN
 """Where the heads of the others are read; their losses lie on both sides."""
 
 

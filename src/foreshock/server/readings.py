@@ -3,26 +3,24 @@
 Ranks merge in the fixed order (rank, boot, sequence), so the same samples always give the same bits. A head that a rank
 does not hold, or that no rank counted, has no value: it is never taken as zero.
 
-Roll-ups hold every metric over buckets of 128 and of 1024 steps, so that a run of months is drawn in a moment. They are
-built span by span of 1024 steps, and lie by layer: one head's curve does not read the heads of other layers. A roll-up
-is nothing but a memory of its samples. Ingest counts the changes of each span; a span that the run has passed is built
-in the background, and what has changed since is read from the samples themselves.
+Roll-ups hold every metric over buckets of 128 steps, so that a run of months is drawn in a moment. They are built span
+by span of 1024 steps: a row for the heads of each layer, and one for the worst heads of all layers, so a curve reads
+only what it shows. A roll-up can always be built again from its samples. Ingest counts the changes of each span; a span
+that the run has passed is built in the background, and what has changed since is read from the samples themselves.
 """
 
 import asyncio
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, islice
-from operator import itemgetter
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, Row, Select, bindparam, delete, insert, or_, select, text, update
+from sqlalchemy import Connection, Row, Select, delete, insert, or_, select, text, update
 
 from foreshock.contract.metrics.catalog import BY_KEY, METRICS
 from foreshock.contract.metrics.head_metrics import HEAD_METRICS
@@ -33,56 +31,51 @@ from foreshock.server.store.database import ClosingError, Store, give_up_if_canc
 from foreshock.server.store.reading import SCALARS, head_arrays, heads_of_layers, unpack_scalars
 from foreshock.server.store.schema import boots, rollup_spans, rollups, samples, topologies
 
+Columns = slice | Sequence[int] | npt.NDArray[np.intp]
+_ALL: Final = slice(None)
 
-@dataclass
-class Spans:
-    """Values over spans of `width` steps from `first` on, [spans, columns] each; NaN where nothing counted."""
 
-    first: int
-    width: int
+class Values(NamedTuple):
+    """A metric at steps, or over groups of steps, ascending."""
+
     steps: npt.NDArray[np.int64]
-    """[spans]: the last step seen in each; -1 in an empty one."""
-    low: Floats
-    high: Floats
-    last: Floats
-    bad: npt.NDArray[np.bool_]
-    """[spans]: a run-level value was sent and was NaN."""
+    """[rows]: the step, or the last one of the group."""
+    values: npt.NDArray[np.floating[Any]]
+    """[rows, 3, columns]: low, high, last; NaN where nothing counted. [rows, 4, columns] of a metric of the run or of
+    the worst heads: the fourth says whether NaN was sent (1), or which head is the worst."""
 
-    @classmethod
-    def over(cls, first: int, last: int, width: int, columns: int) -> Self:
-        """Empty spans from step `first` to step `last`."""
-        size = (last - first) // width + 1
-        low, high, final = (np.full((size, columns), np.nan) for _ in range(3))
-        return cls(first, width, np.full(size, -1), low, high, final, np.zeros(size, dtype=np.bool_))
 
-    @classmethod
-    def for_points(cls, first: int, last: int, points: int, columns: int) -> Self:
-        """At most `points` empty spans from step `first` to step `last`."""
-        return cls.over(first, last, max(1, math.ceil((last - first + 1) / points)), columns)
+def joined(parts: Sequence[Values]) -> Values:
+    """Values of distinct steps, one part at least, as one."""
+    steps = np.concatenate([part.steps for part in parts])
+    order = np.argsort(steps, kind="stable")
+    return Values(steps[order], np.concatenate([part.values for part in parts])[order])
 
-    def add(
-        self,
-        steps: npt.NDArray[np.int64],
-        low: Floats,
-        high: Floats,
-        last: Floats,
-        bad: npt.NDArray[np.bool_] | None = None,
-    ) -> None:
-        """Take in values at ascending steps, [steps, columns] each; spans may be filled in any order."""
-        spans = (steps - self.first) // self.width
-        edges = np.flatnonzero(np.r_[True, spans[1:] != spans[:-1]]) if len(spans) else np.empty(0, dtype=np.intp)
-        if not len(edges):
-            return
-        at = spans[edges]
-        self.low[at] = np.fmin(self.low[at], np.fmin.reduceat(low, edges, axis=0))
-        self.high[at] = np.fmax(self.high[at], np.fmax.reduceat(high, edges, axis=0))
-        if bad is not None:
-            self.bad[at] |= np.logical_or.reduceat(bad, edges)
-        newer = (steps >= self.steps[spans])[:, None] & ~np.isnan(last)
-        newest = np.maximum.reduceat(np.where(newer, np.arange(len(steps))[:, None], -1), edges, axis=0)
-        found = np.take_along_axis(last, np.maximum(newest, 0), axis=0)
-        self.last[at] = np.where(newest >= 0, found, self.last[at])  # later steps overwrite where they have a value
-        self.steps[at] = np.maximum(self.steps[at], np.maximum.reduceat(steps, edges))
+
+def grouped(metric: Metric, found: Values, width: int, first: int = 0) -> Values:
+    """Over groups of `width` steps from step `first` on."""
+    groups = (found.steps - first) // width
+    begins = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]]) if len(groups) else np.empty(0, dtype=np.intp)
+    if len(begins) == len(groups):
+        return found
+    low, high, last, *mark = np.moveaxis(found.values, 1, 0)
+    parts = [np.fmin.reduceat(low, begins), np.fmax.reduceat(high, begins), _last_of(last, ~np.isnan(last), begins)]
+    if mark:
+        size = mark[0] if metric.head is None else np.fmax(metric.badness(low), metric.badness(high))
+        parts.append(_last_of(mark[0], _are_largest(size, begins), begins))
+    return Values(found.steps[np.r_[begins[1:], len(groups)] - 1], np.stack(parts, axis=1))
+
+
+def _are_largest(size: Any, begins: Sequence[int] | npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+    counts = np.diff([*begins, len(size)])
+    largest: npt.NDArray[np.bool_] = size == np.repeat(np.fmax.reduceat(size, begins), counts, axis=0)
+    return largest
+
+
+def _last_of(values: Any, wanted: npt.NDArray[np.bool_], begins: Sequence[int] | npt.NDArray[np.intp]) -> Any:
+    """In each group of rows and each column the last of the values that are wanted; NaN without one."""
+    at = np.maximum.reduceat(np.where(wanted, np.arange(len(values))[:, None], -1), begins, axis=0)
+    return np.where(at < 0, np.nan, np.take_along_axis(values, at, axis=0))
 
 
 RUN_SCALARS: Final[dict[str, str]] = {m.key: m.sample for m in METRICS if m.sample}
@@ -92,7 +85,8 @@ SERIES_KEYS: Final = tuple(m.key for m in METRICS if m.has_series and not m.head
 _FIELDS: Final[dict[str, Metric]] = {m.head.field: m for m in HEAD_METRICS if m.head is not None and m.head.field}
 _ACROSS_RANKS: Final[dict[str, AcrossRanks]] = {m.sample: m.across_ranks for m in METRICS if m.sample}
 _REDUCE: Final[dict[AcrossRanks, Callable[[Sequence[float]], Any]]] = {"mean": np.mean, "max": np.max, "min": np.min}
-_STEPS_AT_ONCE: Final = 64
+_HEADS_AT_ONCE: Final = 2**18
+"""Heads of all steps that are read at once, some 100 MiB."""
 _NOTHING_SEEN: Final = identity_row()
 ARRAYS_OF_MODES: Final = frozenset({"modes"})
 """For `merge`, where nothing but the heads' modes is wanted."""
@@ -104,14 +98,21 @@ class Axis:
 
     heads: tuple[HeadRef, ...]
     rows: dict[str, npt.NDArray[np.intp]]
-    """For each topology, by its hash: where the array rows of its boots stand on this axis; -1 for those left out."""
+    """For each topology, by its hash: where the array rows of its boots stand on this axis."""
 
     @cached_property
     def columns(self) -> dict[int, slice]:
         """Where the heads of each layer stand, layers ascending."""
-        return _columns(self.heads)
+        layers = np.array([layer for layer, _ in self.heads], dtype=np.int64)
+        found, first, count = np.unique(layers, return_index=True, return_counts=True)
+        return {int(n): slice(int(at), int(at + size)) for n, at, size in zip(found, first, count, strict=True)}
 
-    @property
+    @cached_property
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """The number of each head within its layer."""
+        return np.array([head for _, head in self.heads], dtype=np.int64)
+
+    @cached_property
     def layers(self) -> list[int]:
         """The layers, ascending."""
         return list(self.columns)
@@ -120,19 +121,6 @@ class Axis:
         """Where each head stands."""
         return {ref: i for i, ref in enumerate(self.heads)}
 
-    def only(self, picked: npt.NDArray[np.intp]) -> "Axis":
-        """The axis of some of its heads, given by where they stand, ascending."""
-        place = np.full(len(self.heads), -1, dtype=np.intp)
-        place[picked] = np.arange(len(picked))
-        return Axis(tuple(self.heads[i] for i in picked), {digest: place[where] for digest, where in self.rows.items()})
-
-
-@lru_cache(maxsize=64)
-def _columns(heads: tuple[HeadRef, ...]) -> dict[int, slice]:
-    layers = np.array([layer for layer, _ in heads], dtype=np.int64)
-    found, first, count = np.unique(layers, return_index=True, return_counts=True)
-    return {int(n): slice(int(at), int(at + size)) for n, at, size in zip(found, first, count, strict=True)}
-
 
 def axis_of(connection: Connection, run_id: int) -> Axis:
     """The heads of a run."""
@@ -140,33 +128,22 @@ def axis_of(connection: Connection, run_id: int) -> Axis:
 
 
 def axes_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Axis]:
-    """The heads of each of these runs, in two queries."""
-    query = select(boots.c.run_id, boots.c.topology).distinct()
-    known = connection.execute(query.where(boots.c.run_id.in_(run_ids), boots.c.topology.is_not(None)))
-    by_run: dict[int, set[str]] = {run_id: set() for run_id in run_ids}
-    for row in known:
-        by_run[row.run_id].add(row.topology)
-    hashes = set().union(*by_run.values())
-    found = connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
-    refs = {row.hash: heads_of_layers(row.layers) for row in found}
-    shared: dict[frozenset[str], _Places] = {}  # of a fleet of runs most have the same heads
-    axes = {}
-    for run_id, own in by_run.items():
-        key = frozenset(own)
-        if key not in shared:
-            shared[key] = _places({digest: refs[digest] for digest in key})
-        axes[run_id] = Axis(*shared[key])
-    return axes
+    """The heads of each of these runs."""
+    own = select(boots.c.run_id, boots.c.topology).where(boots.c.run_id.in_(run_ids)).distinct().subquery()
+    query = select(own.c.run_id, topologies).join(topologies, own.c.topology == topologies.c.hash)
+    known: dict[int, dict[str, str]] = {run_id: {} for run_id in run_ids}
+    for row in connection.execute(query):
+        known[row.run_id][row.hash] = row.layers
+    return {run_id: _axis(frozenset(layers.items())) for run_id, layers in known.items()}
 
 
-_Places = tuple[tuple[HeadRef, ...], dict[str, npt.NDArray[np.intp]]]
-"""The heads of some topologies together, and where the rows of each stand."""
-
-
-def _places(refs: dict[str, tuple[HeadRef, ...]]) -> _Places:
+@lru_cache(maxsize=64)
+def _axis(layers: frozenset[tuple[str, str]]) -> Axis:
+    """The heads of some topologies, by hash, together: of a fleet of runs most have the same."""
+    refs = {digest: heads_of_layers(stored) for digest, stored in layers}
     heads = tuple(sorted({ref for known in refs.values() for ref in known}))
     index = {ref: i for i, ref in enumerate(heads)}
-    return heads, {digest: np.array([index[ref] for ref in known], dtype=np.intp) for digest, known in refs.items()}
+    return Axis(heads, {digest: np.array([index[ref] for ref in own], dtype=np.intp) for digest, own in refs.items()})
 
 
 LIVE_SAMPLES: Final[Select[Any]] = (
@@ -195,14 +172,14 @@ class MergedSteps:
     given: dict[str, npt.NDArray[np.bool_]]
     """[steps] each: some rank sent this number; tells a NaN loss from none."""
 
-    def head_values(self, metric: Metric) -> Floats:
+    def head_values(self, metric: Metric, heads: Columns = _ALL) -> Floats:
         """A per-head metric, [steps, heads]. Raises ValueError for another metric."""
         if metric.head is None:
             raise ValueError(f"{metric.key} is not a per-head metric")
         if metric.head.read is None:
-            return self.fields[metric.head.field or ""]
+            return self.fields[metric.head.field or ""][:, heads]
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            return np.where(self.counted, metric.head.read(self.words), np.nan)
+            return np.where(self.counted[:, heads], metric.head.read(self.words[:, heads]), np.nan)
 
     def run_values(self, key: str) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """A run-level metric, [steps], and where it was sent."""
@@ -211,6 +188,23 @@ class MergedSteps:
             return worst, ~np.isnan(worst)
         name = RUN_SCALARS[key]
         return self.scalars[name], self.given[name]
+
+    def values_of(self, metric: Metric, heads: Columns = _ALL) -> Values:
+        """A metric of the run, or of these heads."""
+        if metric.head is not None:
+            return Values(self.steps, np.stack([self.head_values(metric, heads)] * 3, axis=1))
+        values, given = self.run_values(metric.key)
+        return Values(self.steps, np.stack([values] * 3 + [given & np.isnan(values)], axis=1)[:, :, None])
+
+    def worst_of(self, metric: Metric, axis: Axis, layers: Iterable[int]) -> Values:
+        """A metric of the worst head of each of these layers."""
+        heads = [np.arange(len(axis.heads))[axis.columns[layer]] for layer in layers]
+        picked, begins = np.concatenate(heads), np.cumsum([0, *map(len, heads)])[:-1]
+        values = self.head_values(metric, picked).T
+        worst = _are_largest(metric.badness(values), begins)
+        numbers = np.broadcast_to(axis.numbers[picked][:, None], values.shape)
+        low, mark = _last_of(values, worst, begins).T, _last_of(numbers, worst, begins).T
+        return Values(self.steps, np.stack([low, low, low, mark], axis=1))
 
     def latest(self) -> dict[str, float | None]:
         """The run-level metrics of the last step, by catalogue key."""
@@ -229,7 +223,7 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
     counted = np.zeros(shape, dtype=np.bool_)
     of_heads = [name for name in _FIELDS if names is None or name in names]
     fields = dict(zip(of_heads, np.full((len(of_heads), *shape), np.nan), strict=True))
-    places: dict[str, tuple[_Place, _Place]] = {}
+    places: dict[str, Columns] = {}
     scalars = dict(zip(SCALARS, np.full((len(SCALARS), len(by_step)), np.nan), strict=True))
     given = dict(zip(SCALARS, np.zeros((len(SCALARS), len(by_step)), dtype=np.bool_), strict=True))
     for i, (_, group) in enumerate(by_step):
@@ -239,10 +233,10 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
             if where is None or names == frozenset():
                 continue
             if row.topology not in places:
-                places[row.topology] = _places_on(axis, where)
-            own, at = places[row.topology]
+                whole = np.array_equal(where, np.arange(len(axis.heads)))
+                places[row.topology] = _ALL if whole else where  # a slice takes no copies
+            at = places[row.topology]
             for name, values in head_arrays(row, len(where), names).items():
-                values = values[own]
                 if name == "states":
                     if not seen and at is not _ALL:
                         words[i] = _NOTHING_SEEN
@@ -261,19 +255,8 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
         for name, value in merge_scalars([unpack_scalars(row) for row in group]).items():
             if value is not None:
                 scalars[name][i], given[name][i] = value, True
-    return MergedSteps(np.array([step for step, _ in by_step], dtype=np.int64), words, counted, fields, scalars, given)
-
-
-_Place = slice | npt.NDArray[np.intp]
-_ALL: Final = slice(None)
-
-
-def _places_on(axis: Axis, where: npt.NDArray[np.intp]) -> tuple[_Place, _Place]:
-    """Which rows of a boot's arrays are on the axis, and where; all in their order take no copies."""
-    if len(where) == len(axis.heads) and np.array_equal(where, np.arange(len(where))):
-        return _ALL, _ALL
-    own = np.flatnonzero(where >= 0)
-    return own, where[own]
+    steps = np.array([step for step, _ in by_step], dtype=np.int64)
+    return MergedSteps(steps, words, counted, fields, scalars, given)
 
 
 def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
@@ -292,17 +275,22 @@ def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float |
 
 
 @contextmanager
-def stream_chunks(connection: Connection, query: Select[Any]) -> Iterator[Iterator[list[Row[Any]]]]:
-    """Rows of a query in the fixed order, some whole steps at a time: a long run of a wide model fits into memory."""
-    with connection.execute(query.execution_options(yield_per=_STEPS_AT_ONCE)) as rows:
-        yield _chunks(connection, rows)
+def merged_steps(
+    connection: Connection, axis: Axis, query: Select[Any], names: frozenset[str] | None = None
+) -> Iterator[Iterator[MergedSteps]]:
+    """Rows of a query in the fixed order, some steps at a time: a long run of a wide model fits into memory."""
+    at_once = max(1, min(64, _HEADS_AT_ONCE // max(1, len(axis.heads))))
+    with connection.execute(query.execution_options(yield_per=at_once)) as rows:
+        yield _merged(connection, axis, rows, names, at_once)
 
 
-def _chunks(connection: Connection, rows: Iterable[Row[Any]]) -> Iterator[list[Row[Any]]]:
+def _merged(
+    connection: Connection, axis: Axis, rows: Iterable[Row[Any]], names: frozenset[str] | None, at_once: int
+) -> Iterator[MergedSteps]:
     steps = groupby(rows, key=lambda row: row.step)
-    while chunk := [row for _, step in islice(steps, _STEPS_AT_ONCE) for row in step]:
+    while chunk := [row for _, step in islice(steps, at_once) for row in step]:
         give_up_if_cancelled(connection)
-        yield chunk
+        yield merge(axis, chunk, names)
 
 
 def arrays_of(metric: Metric) -> frozenset[str]:
@@ -312,40 +300,21 @@ def arrays_of(metric: Metric) -> frozenset[str]:
     return frozenset({metric.head.field or "states"})
 
 
-COARSE: Final = 1024
-FINE: Final = 128
-_KEYS: Final = (*(metric.key for metric in HEAD_METRICS), *SERIES_KEYS)
+SPAN: Final = 1024
+BUCKET: Final = 128
 _PAUSE_SECONDS: Final = 2.0
 _CHANGED: Final = text(
     "INSERT INTO rollup_spans (run_id, span, changed, built) VALUES (:run_id, :span, 1, 0) "
     "ON CONFLICT (run_id, span) DO UPDATE SET changed = rollup_spans.changed + 1"
 )
-RUN_LEVEL: Final = -1
-"""In the place of a layer, for a metric of the run."""
-
-Levels = dict[tuple[str, int], Spans]
-
-
-class Rolled(NamedTuple):
-    """Some buckets of one layer's metric, ascending."""
-
-    steps: npt.NDArray[np.int64]
-    """[buckets]: the last step sampled in each."""
-    values: Floats
-    """[buckets, 3, heads]: low, high, last."""
-    bad: npt.NDArray[np.bool_]
-    """[buckets]: a run-level value was NaN."""
+WHOLE: Final = -1
+"""In the place of a layer: a metric of the run, or of the worst heads of all layers."""
+_DRAWN: Final = (*HEAD_METRICS, *(BY_KEY[key] for key in SERIES_KEYS))
 
 
-def buckets_of(width: int, heads: int) -> np.dtype[np.void]:
-    """How the buckets of one span lie in a row: steps count from the span's first, -1 where nothing was sampled."""
-    return np.dtype(
-        [
-            ("step", "<i2", (COARSE // width,)),
-            ("bad", "?", (COARSE // width,)),
-            ("values", "<f4", (COARSE // width, 3, heads)),
-        ]
-    )
+def _buckets_of(layer: int, columns: int) -> np.dtype[np.void]:
+    """How the buckets of a span that hold something lie in a row, their steps counted from the span's first."""
+    return np.dtype([("step", "<i2"), ("values", "<f4", (4 if layer == WHOLE else 3, columns))])
 
 
 class Roller:
@@ -387,17 +356,27 @@ def _due(connection: Connection) -> dict[tuple[int, int], int]:
 
 async def build(store: Store, run_id: int, span: int) -> bool:
     """Build the roll-ups of one coarse span. False when it changed meanwhile."""
-    steps = samples.c.step.between(span * COARSE, (span + 1) * COARSE - 1)
+    steps = samples.c.step.between(span * SPAN, (span + 1) * SPAN - 1)
     same = rollup_spans.c.run_id == run_id, rollup_spans.c.span == span
 
     def roll(connection: Connection) -> tuple[int | None, Axis, list[dict[str, Any]]]:
         before = connection.execute(select(rollup_spans.c.changed).where(*same)).scalar()
         axis = axis_of(connection, run_id)
-        levels = _empty_levels(axis, span)
-        with stream_chunks(connection, LIVE_SAMPLES.where(samples.c.run_id == run_id, steps)) as chunks:
-            for chunk in chunks:
-                _roll(axis, chunk, levels)
-        return before, axis, _as_rows(axis, levels, run_id, span)
+        found: dict[tuple[str, bool], list[Values]] = defaultdict(list)
+        with merged_steps(connection, axis, LIVE_SAMPLES.where(samples.c.run_id == run_id, steps)) as readings:
+            for some in readings:
+                for metric in _DRAWN:
+                    found[metric.key, metric.head is None].append(grouped(metric, some.values_of(metric), BUCKET))
+                    if metric.head is not None and axis.heads:
+                        worst = some.worst_of(metric, axis, axis.layers)
+                        found[metric.key, True].append(grouped(metric, worst, BUCKET))
+        rows = []
+        for (key, whole), parts in found.items():
+            own = grouped(BY_KEY[key], joined(parts), BUCKET)
+            for layer, columns in ((WHOLE, slice(None)),) if whole else axis.columns.items():
+                if data := _packed(layer, own, own.values[:, :, columns], span):
+                    rows.append({"run_id": run_id, "metric": key, "layer": layer, "span": span, "data": data})
+        return before, axis, rows
 
     before, axis, built = await store.read(roll)
 
@@ -406,7 +385,9 @@ async def build(store: Store, run_id: int, span: int) -> bool:
         unchanged = update(rollup_spans).where(*same, rollup_spans.c.changed == before).values(built=before)
         if not connection.execute(unchanged).rowcount:
             return False
-        _delete(connection, axis, run_id, span)
+        layers = [*axis.layers, WHOLE]
+        own = rollups.c.run_id == run_id, rollups.c.metric.in_([m.key for m in _DRAWN]), rollups.c.layer.in_(layers)
+        connection.execute(delete(rollups).where(*own, rollups.c.span == span))  # by key, which ends with the span
         if built:
             connection.execute(insert(rollups), built)
         return True
@@ -414,13 +395,14 @@ async def build(store: Store, run_id: int, span: int) -> bool:
     return await store.write(keep)
 
 
-def _delete(connection: Connection, axis: Axis, run_id: int, span: int) -> None:
-    """Take away what an earlier build of the span left, by key: the key ends with the span."""
-    columns = (rollups.c.run_id, rollups.c.width, rollups.c.metric, rollups.c.layer, rollups.c.span)
-    layers = [*axis.layers, RUN_LEVEL]
-    keys = [(run_id, width, key, layer, span) for width in (FINE, COARSE) for key in _KEYS for layer in layers]
-    rows = [{f"own_{column.key}": value for column, value in zip(columns, key, strict=True)} for key in keys]
-    connection.execute(delete(rollups).where(*(c == bindparam(f"own_{c.key}") for c in columns)), rows)
+def _packed(layer: int, found: Values, values: npt.NDArray[np.floating[Any]], span: int) -> bytes:
+    """The buckets in which something was counted, or NaN sent."""
+    held = ~np.isnan(values[:, 2]).all(axis=1) | (values[:, 3:] == 1).any(axis=(1, 2))
+    row = np.zeros(held.sum(), _buckets_of(layer, values.shape[2]))
+    row["step"] = found.steps[held] - span * SPAN
+    with np.errstate(over="ignore"):
+        row["values"] = values[held]
+    return row.tobytes()
 
 
 def changed_spans(connection: Connection, spans: Iterable[tuple[int, int]]) -> None:
@@ -435,99 +417,25 @@ def changed_runs(connection: Connection, run_ids: Collection[int]) -> None:
         connection.execute(own.values(changed=rollup_spans.c.changed + 1))
 
 
-def _empty_levels(axis: Axis, span: int) -> Levels:
-    first = span * COARSE
-    return {
-        (key, width): Spans.over(first, first + COARSE - 1, width, len(axis.heads) if BY_KEY[key].head else 1)
-        for key in _KEYS
-        for width in (FINE, COARSE)
-    }
-
-
-def _roll(axis: Axis, chunk: list[Row[Any]], levels: Levels) -> None:
-    readings = merge(axis, chunk)
-    for key in _KEYS:
-        metric = BY_KEY[key]
-        bad = None
-        if metric.head is not None:
-            values = readings.head_values(metric)
-        else:
-            run_values, given = readings.run_values(key)
-            values, bad = run_values[:, None], given & np.isnan(run_values)
-        for width in (FINE, COARSE):
-            levels[key, width].add(readings.steps, values, values, values, bad)
-
-
-def _as_rows(axis: Axis, levels: Levels, run_id: int, span: int) -> list[dict[str, Any]]:
-    rows = []
-    for (key, width), found in levels.items():
-        if width == FINE and (found.steps >= 0).sum() <= 1:
-            continue  # the coarse bucket says the same
-        for layer, own in axis.columns.items() if BY_KEY[key].head else [(RUN_LEVEL, slice(None))]:
-            parts = found.low[:, own], found.high[:, own], found.last[:, own]
-            if np.isnan(parts[2]).all() and not found.bad.any():
-                continue
-            row = np.zeros((), buckets_of(width, parts[0].shape[1]))
-            row["step"] = np.where(found.steps < 0, -1, found.steps - span * COARSE)
-            row["bad"] = found.bad
-            with np.errstate(over="ignore"):
-                row["values"] = np.stack(parts, axis=1)
-            same = {"run_id": run_id, "width": width, "metric": key, "layer": layer, "span": span}
-            rows.append({**same, "data": row.tobytes()})
-    return rows
-
-
-def whole_spans(first: int, last: int) -> range:
-    """The spans that lie within steps [first, last]."""
-    return range(-(-first // COARSE), (last + 1) // COARSE)
-
-
 def built_spans(connection: Connection, run_id: int, first: int, last: int) -> set[int]:
     """The spans within steps [first, last] whose roll-ups hold."""
-    within = whole_spans(first, last)
     query = select(rollup_spans.c.span).where(
         rollup_spans.c.run_id == run_id,
-        rollup_spans.c.span.between(within.start, within.stop - 1),
+        rollup_spans.c.span.between(-(-first // SPAN), (last + 1) // SPAN - 1),
         rollup_spans.c.changed == rollup_spans.c.built,
     )
     return set(connection.execute(query).scalars())
 
 
-def read(
-    connection: Connection,
-    axis: Axis,
-    run_id: int,
-    width: int,
-    metrics: Collection[str],
-    layers: Collection[int],
-    spans: Collection[int],
-) -> dict[tuple[str, int], Rolled]:
-    """Buckets of `width` (or COARSE, where a span has but one), by metric and layer, of spans that are built."""
-    if not spans or not metrics:
-        return {}
-    found: dict[tuple[str, int], dict[int, tuple[int, bytes]]] = defaultdict(dict)
-    for own in sorted({width, COARSE}, reverse=True):  # finer buckets take the place of the coarse one
-        query = select(rollups.c.metric, rollups.c.layer, rollups.c.span, rollups.c.data).where(
-            rollups.c.run_id == run_id,
-            rollups.c.width == own,
-            rollups.c.metric.in_(metrics),
-            rollups.c.layer.in_(layers),
-            rollups.c.span.between(min(spans), max(spans)),
-        )
-        in_order = query.order_by(rollups.c.metric, rollups.c.layer, rollups.c.span)
-        for place, rows in groupby(connection.execute(in_order), key=itemgetter(0, 1)):
-            found[place] |= {span: (own, data) for _, _, span, data in rows if span in spans}  # others have changed
-    sizes = {layer: own.stop - own.start for layer, own in axis.columns.items()} | {RUN_LEVEL: 1}
-    return {(metric, layer): _rolled(rows, sizes[layer]) for (metric, layer), rows in found.items() if rows}
-
-
-def _rolled(rows: dict[int, tuple[int, bytes]], heads: int) -> Rolled:
-    steps, values, bad = [], [], []
-    for width, own in groupby(sorted(rows), key=lambda span: rows[span][0]):
-        spans = list(own)
-        part = np.frombuffer(b"".join(rows[span][1] for span in spans), buckets_of(width, heads))
-        held = part["step"] >= 0
-        steps.append((part["step"] + np.array(spans, dtype=np.int64)[:, None] * COARSE)[held])
-        values.append(part["values"][held])
-        bad.append(part["bad"][held])
-    return Rolled(np.concatenate(steps), np.concatenate(values), np.concatenate(bad))
+def rolled_up(
+    connection: Connection, run_id: int, metric: str, layer: int, columns: int, spans: Collection[int]
+) -> Values:
+    """The buckets of some spans that are built; `columns`: heads of the layer, or layers of the run, or 1."""
+    kind, own = _buckets_of(layer, columns), rollups.c
+    place = own.run_id == run_id, own.metric == metric, own.layer == layer
+    query = select(own.span, own.data).where(*place, own.span.between(min(spans, default=0), max(spans, default=-1)))
+    found = [row for row in connection.execute(query.order_by(own.span)) if row.span in spans]
+    buckets = np.frombuffer(b"".join(row.data for row in found), kind)
+    first = [SPAN * row.span for row in found]
+    begins = np.repeat(np.array(first, dtype=np.int64), [len(row.data) // kind.itemsize for row in found])
+    return Values(begins + buckets["step"], buckets["values"])

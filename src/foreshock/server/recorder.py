@@ -27,7 +27,7 @@ from foreshock.contract.wire import (
     Verdict,
 )
 from foreshock.server.process_order import Arrival, place, record_shared_ranks, supersede
-from foreshock.server.readings import COARSE, changed_runs, changed_spans
+from foreshock.server.readings import SPAN, changed_runs, changed_spans
 from foreshock.server.runs.eventlog import (
     checkpoint_sentence,
     clipped_sentence,
@@ -322,7 +322,7 @@ def _write_samples(connection: Connection, done: Recorded) -> None:
     if rows:
         _WRITE_SAMPLES.execute(connection, rows)
         done.stepped = {(row["run_id"], row["step"]) for row in rows}
-        changed_spans(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
+        changed_spans(connection, {(run_id, step // SPAN) for run_id, step in done.stepped})
 
 
 def _merge_boots(

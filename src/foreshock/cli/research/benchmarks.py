@@ -76,3 +76,14 @@ def bench_ingest(
     from foreshock.benchmarks import ingest
 
     ingest.main(json, seconds=seconds, database_url=database_url)
+
+
+@bench.command("service")
+def bench_service(
+    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    seconds: Annotated[float, typer.Option(help="Length of the load of 256 ranks in seconds.", min=1.0)] = 10.0,
+) -> None:
+    """Measure curves and /metrics at scale, ingest of 256 ranks, memory, and the size of the database."""
+    from foreshock.benchmarks import service
+
+    service.main(json, seconds=seconds)

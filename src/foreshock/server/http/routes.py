@@ -24,7 +24,7 @@ from foreshock.contract.wire import ModeName
 from foreshock.server import commands, models
 from foreshock.server.auth import COOKIE, Actor, Caller, Deleter, Keyring, Reader, caller_of, cookie_of
 from foreshock.server.commands import plan
-from foreshock.server.drawing import Curves, Matrix, as_json, curve_of, curves, matrix, metric_of
+from foreshock.server.drawing import as_json, curve_of, curves, matrix, metric_of
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.models import (
     Acknowledgement,
@@ -32,6 +32,7 @@ from foreshock.server.models import (
     CommandList,
     CommandRequest,
     CommandStatus,
+    Curves,
     Decision,
     Description,
     EventKind,
@@ -39,6 +40,7 @@ from foreshock.server.models import (
     Health,
     IncidentList,
     Login,
+    Matrix,
     Problem,
     RunDetail,
     RunEvent,

@@ -245,11 +245,10 @@ rollups: Final = Table(
     "rollups",
     metadata,
     Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
-    Column("width", Integer, primary_key=True),
     Column("metric", String(64), primary_key=True),
-    Column("layer", Integer, primary_key=True),  # readings.RUN_LEVEL for a metric of the run
+    Column("layer", Integer, primary_key=True),  # readings.WHOLE for the run or the worst heads
     Column("span", BigInteger, primary_key=True),
-    Column("data", LargeBinary, nullable=False),  # readings.buckets_of
+    Column("data", LargeBinary, nullable=False),  # readings._buckets_of
     sqlite_with_rowid=False,  # the spans of one layer's metric lie side by side
 )
 

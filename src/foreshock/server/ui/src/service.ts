@@ -182,7 +182,7 @@ export interface CommandStatus {
   undone_by: string | null;
 }
 
-/** One curve, without points where the run lacks the head. The four lists have one entry per point; a point spans the steps since the one before, and keeps their minimum and maximum. */
+/** One curve, without points where the run lacks the head. The four lists have one entry per point; a point spans the steps since the one before, and keeps their minimum and maximum. The worst head of a layer is found at each step: the line shows the value of the one that was the worst. */
 export interface CurveLine {
   metric: string;
   unit: string;
@@ -193,7 +193,7 @@ export interface CurveLine {
   low: (number | null)[];
   high: (number | null)[];
   last: (number | null)[];
-  /** for the worst head of a layer: which head it is, the largest in absolute value */
+  /** for the worst head of a layer: which head it was at the point's worst step */
   worst_head: (number | null)[] | null;
 }
 

@@ -1,0 +1,117 @@
+"""What the service costs at scale: a long run of a wide model, many ranks, many runs. `foreshock bench service`.
+
+Cost is processor time of the service's process, which other work on the machine changes little; `wall` is what a reader
+waits. The long run has 1,000,000 steps of 80 layers x 64 heads, eight samples in every 1024 steps. The service rolls up
+its first span, and the rows of that span are copied to the others: 7,800 samples would be 7 GB.
+"""
+
+import json
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+
+from foreshock.benchmarks.ingest import cpu_seconds, here
+from foreshock.benchmarks.ingest_clients import Load, run_load
+from foreshock.contract.metrics.catalog import HEAD_METRICS
+from foreshock.contract.metrics.metric import MORE_CHARTS
+from foreshock.server.store.schema import rollups
+from foreshock.server.testing import FakeRank, LiveService
+from foreshock.server.testing.service import post
+
+_LAST_SPAN: Final = 975
+_SPAN: Final = 1024
+_REPEATS: Final = 5
+_LINE: Final = "head.score_max"
+_CHARTS: Final = [m.key for m in HEAD_METRICS if m.chart is not None and m.chart < MORE_CHARTS]
+_PAGE: Final = ["run.loss", *(f"{key}{place}" for key in _CHARTS for place in (":0:1", ":0", ":1", ":2", ":3"))]
+"""What the page of a run asks for: each first chart with one head and the worst heads of four layers."""
+
+
+def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, Any]:
+    """Measure, print and write JSON; the figures."""
+    # The limit for each run is taken away: what is measured is the service, not its fairness.
+    environment = {"FORESHOCK_RUN_BATCHES_PER_SECOND": "1e9"}
+    report = here("foreshock bench service --json FILE")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LiveService(Path(folder), environment) as service,
+        service.client(timeout=120.0) as client,
+    ):
+        rank = FakeRank(run="wide", layers=80, heads=range(64))
+        spans = (0, _LAST_SPAN, _LAST_SPAN + 1)
+        _send(client, rank, (span * _SPAN + step for span in spans for step in range(64, _SPAN, 128)))
+        report |= _rolled_up(Path(folder) / "foreshock.db")
+        report["memory_before_bytes"] = _memory(service)
+        for name, path in {
+            "curves of 80 layers": f"/v1/runs/wide/curves?max_points=600&line={_LINE}",
+            "curves of the page": f"/v1/runs/wide/curves?max_points=600&line={'&line='.join(_PAGE)}",
+            "matrix": f"/v1/runs/wide/matrix?metric={_LINE}&max_steps=120",
+            "run": "/v1/runs/wide",
+        }.items():
+            report[name] = _cost(service, client, path)
+        report["memory_after_bytes"] = _memory(service)
+        for number in range(200):
+            _send(client, FakeRank(run=f"run-{number}", layers=12, heads=range(12)), (1,))
+        report["/metrics of 201 runs"] = _cost(service, client, "/metrics")
+        before, load = cpu_seconds(service), Load(service.url, 256, 1, seconds, "ranks")
+        result = run_load(load)
+        report["256 ranks of one run"] = {
+            "batches_per_second": round(result.stored_per_second, 1),
+            "cpu_milliseconds_per_batch": round(1e3 * (cpu_seconds(service) - before) / result.statuses[200], 3),
+            "p99_seconds": round(result.quantile(0.99), 3),
+        }
+    text = json.dumps(report, indent=2)
+    print(text)
+    if json_path is not None:
+        json_path.write_text(text + "\n")
+    return report
+
+
+def _send(client: httpx.Client, rank: FakeRank, steps: Iterable[int]) -> None:
+    post(client, rank.batch(rank.started())).raise_for_status()
+    for step in steps:
+        post(client, rank.batch(rank.sample(step))).raise_for_status()
+
+
+def _memory(service: LiveService) -> int:
+    return int(psutil.Process(service.pid).memory_info().rss)
+
+
+def _cost(service: LiveService, client: httpx.Client, path: str) -> dict[str, Any]:
+    """Of one answer: the least processor time, the median time, and the size."""
+    cpu, wall, size = [], [], 0
+    for _ in range(_REPEATS):
+        before, began = cpu_seconds(service), time.perf_counter()
+        size = len(client.get(path).raise_for_status().content)
+        wall.append(time.perf_counter() - began)
+        cpu.append(cpu_seconds(service) - before)
+    return {"cpu_seconds": round(min(cpu), 3), "wall_seconds": round(median(wall), 3), "bytes": size}
+
+
+def _rolled_up(file: Path) -> dict[str, int]:
+    """Wait until the first span is rolled up, and copy it to the others; what a sample and such a span take."""
+    own = {column.name: column.name for column in rollups.columns}
+    copied = ", ".join((own | {"span": "spans.n"}).values())
+    with closing(sqlite3.connect(file, timeout=60.0)) as store:
+        while not store.execute("SELECT 1 FROM rollup_spans WHERE span = 0 AND built = changed").fetchone():
+            time.sleep(0.5)
+        [sample] = store.execute("SELECT max(length(arrays)) FROM samples").fetchone()
+        [span] = store.execute("SELECT sum(length(data)) FROM rollups WHERE span = 0").fetchone()
+        spans = "WITH RECURSIVE spans(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM spans WHERE n < ?) INSERT INTO"
+        store.execute(
+            f"{spans} rollups ({', '.join(own)}) SELECT {copied} FROM rollups JOIN spans "  # noqa: S608
+            "WHERE span = 0 AND (metric IN (?, 'run.loss') OR layer < 4)",
+            (_LAST_SPAN - 1, _LINE),
+        )
+        built = "rollup_spans (run_id, span, changed, built) SELECT 1, n, 1, 1 FROM spans"
+        store.execute(f"{spans} {built}", (_LAST_SPAN - 1,))
+        store.commit()
+    return {"sample_bytes": sample, "rollup_bytes_of_100000_steps": span * 100_000 // _SPAN}

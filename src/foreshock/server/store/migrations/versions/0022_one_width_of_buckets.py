@@ -1,0 +1,33 @@
+"""Roll-ups have buckets of one width, and a row for the worst heads of all layers; all are built again."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0022"
+down_revision = "0021"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    _make_again()
+
+
+def downgrade() -> None:
+    _make_again(sa.Column("width", sa.Integer(), primary_key=True))
+
+
+def _make_again(*width: sa.Column[int]) -> None:
+    number = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+    op.drop_table("rollups")
+    op.create_table(
+        "rollups",
+        sa.Column("run_id", number, sa.ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
+        *width,
+        sa.Column("metric", sa.String(64), primary_key=True),
+        sa.Column("layer", sa.Integer(), primary_key=True),
+        sa.Column("span", sa.BigInteger(), primary_key=True),
+        sa.Column("data", sa.LargeBinary(), nullable=False),
+        sqlite_with_rowid=False,
+    )
+    op.execute("UPDATE rollup_spans SET changed = changed + 1")
