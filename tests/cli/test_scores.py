@@ -41,11 +41,11 @@ def test_the_tables_are_those_of_the_report(tmp_path: Path) -> None:
     console, out = wide()
     scores.score([failing, TRACE], console, report=tmp_path / "report.json")
     report = json.loads((tmp_path / "report.json").read_text())
-    told = {each["file"]: each for each in report["traces"]}
-    for file, each in told.items():
-        line = columns(out.getvalue(), file.removesuffix(".trace.xz"))
+    told = {each["trace"]: each for each in report["traces"]}
+    for name, each in told.items():
+        line = columns(out.getvalue(), name)
         assert line[3] == scores.cell(each["first_warning_step"])
-    assert told[failing.name]["first_warning_step"] is not None
+    assert told["key-bias_fa2_batch32"]["first_warning_step"] is not None
     for monitor in report["table"]:
         name = monitor["monitor"]
         rest = next(line for line in out.getvalue().splitlines() if line.startswith(name))[len(name) :].split()

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from foreshock.lab.recording.trace import read_trace, readings
-from foreshock.lab.scoring.score import score_traces
-from foreshock.lab.scoring.table import lab_score
+from foreshock.lab.scoring.score import lab_score, score_traces
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 
 ROOT = Path(__file__).parents[2]

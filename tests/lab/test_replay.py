@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,14 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from tests.lab.made_up import STEPS, record
 from tests.lab.short_traces import FAILS, TRACES
 
 from foreshock.contract import wire
 from foreshock.lab.recording.replay import judged, replay, verdicts
 from foreshock.lab.recording.trace import read_trace, readings
 from foreshock.lab.recording.trace_writer import TraceWriter
-from foreshock.lab.scoring.score import score_traces
-from foreshock.lab.scoring.table import lab_score
+from foreshock.lab.scoring.score import lab_score, score_traces
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.recorder import Recorder
 from foreshock.lab.training.run import Training, train
@@ -129,7 +130,7 @@ def test_a_replay_reaches_the_service_as_a_run_with_its_warning(tmp_path: Path) 
     said: list[wire.Event] = []
     with ServiceProcess(tmp_path) as service:
         url = service.url
-        run = replay(FAILS, url=url, run="replayed", on_event=said.append)
+        run = replay(read_trace(FAILS), url=url, run="replayed", on_event=said.append)
         assert isinstance(said[0], wire.Started)
         assert isinstance(said[-1], wire.Finished)
         listed = {each["run"]: each for each in httpx.get(f"{url}/v1/runs").json()["runs"]}
@@ -141,4 +142,12 @@ def test_a_replay_reaches_the_service_as_a_run_with_its_warning(tmp_path: Path) 
 
 def test_a_replay_to_a_service_that_is_not_there_says_how_to_start_one() -> None:
     with pytest.raises(ValueError, match="start one: foreshock serve"):
-        replay(FAILS, url="http://127.0.0.1:9")
+        replay(read_trace(FAILS), url="http://127.0.0.1:9")
+
+
+def test_a_replay_at_a_pace_hands_each_event_on_when_its_step_has_come(tmp_path: Path) -> None:
+    trace = read_trace(record(tmp_path / "made-up.jsonl.gz", fails=False))
+    began, heard = time.monotonic(), dict[int, float]()
+    replay(trace, steps_per_second=20_000.0, on_event=lambda event: heard.update({event.step: time.monotonic()}))
+    assert list(heard) == list(range(0, STEPS + 1, 50))
+    assert all(at - began >= step / 20_000 for step, at in heard.items())

@@ -11,8 +11,7 @@ from tests.lab.short_traces import FAILS, sample, started, write
 from foreshock.contract import wire
 from foreshock.contract.metrics import catalog
 from foreshock.contract.slots import SLOT_COUNT, Slot
-from foreshock.lab.recording.packed import read_lines
-from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.recording.trace import read_lines, read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 
 

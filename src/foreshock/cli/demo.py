@@ -14,7 +14,6 @@ from rich.text import Text
 
 from foreshock.contract import wire
 from foreshock.contract.incident import page_of
-from foreshock.lab.recording.pace import Pace
 from foreshock.lab.recording.replay import replay_together
 from foreshock.lab.shown.story import NAMES, Story, opening, recordings
 from foreshock.server.child import ServiceProcess
@@ -30,7 +29,7 @@ def play(console: Console, *, port: int = 8765, steps_per_second: float | None =
 
     Raises OSError when the service does not start.
     """
-    traces, story, pace = recordings(), Story(), Pace(steps_per_second)
+    traces, story = recordings(), Story()
     console.print("[bold]Recorded failures, played back.[/bold] Nothing is trained: foreshock demo --train does that.")
     for name, text in opening(traces):
         console.print(_hanging("", name, text) if name else f"\n{text}\n", highlight=False)
@@ -46,7 +45,7 @@ def play(console: Console, *, port: int = 8765, steps_per_second: float | None =
                     console.print(_hanging(f"step {event.step:>6,}", whose, sentence), highlight=False)
                 bars.reached(run, event.step)
 
-            replay_together(traces, url=url, pace=pace, on_event=hear)
+            replay_together(traces, url=url, steps_per_second=steps_per_second, on_event=hear)
         for sentence in story.ending():
             console.print(f"\n{sentence}", highlight=False)
         if console.is_terminal and sys.stdin.isatty():

@@ -13,7 +13,7 @@ from rich.table import Table
 from foreshock.cli.output import plain
 from foreshock.lab.diagnosis.examination import Head, Source, of_checkpoint, of_factory, of_recording
 from foreshock.lab.diagnosis.verdict import diagnose
-from foreshock.lab.recording.packed import PACKED, RECORDED
+from foreshock.lab.recording.trace import PUBLISHED, RECORDED
 
 _ROWS: Final = {
     "warned": ("warned at step", ""),
@@ -64,7 +64,7 @@ def report(
 
 def _read(source: str, states: Sequence[Path], batches: int) -> Iterator[Source]:
     path = Path(source)
-    if path.name.endswith((RECORDED, PACKED)):
+    if path.name.endswith((RECORDED, PUBLISHED)):
         yield of_recording(path)
     elif path.is_file():
         yield of_checkpoint(path, batches)

@@ -32,7 +32,6 @@ def replay(
     """Play a recorded run through the same detectors, service and page."""
     from foreshock.cli import output
     from foreshock.lab.recording import replay as player
-    from foreshock.lab.recording.pace import Pace
     from foreshock.lab.recording.trace import read_trace
     from foreshock.server.child import ServiceProcess
 
@@ -44,7 +43,7 @@ def replay(
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-replay-"))
             url = stack.enter_context(ServiceProcess(Path(directory), {"FORESHOCK_PORT": str(port)})).url
         if url is not None and not as_json:
-            console.print(f"Live page: {page_of(url, run or player.run_of(trace))}", soft_wrap=True)
+            console.print(f"Live page: {page_of(url, run or player.run_of(played))}", soft_wrap=True)
 
         raised: list[wire.Verdict] = []
 
@@ -61,8 +60,9 @@ def replay(
                 text = f"{heads}: {event.outcome}, {', '.join(sorted(set(event.after)))}"
                 console.print(f"[bold]step {event.step:>6}[/bold]  {text}", highlight=False)
 
-        pace = Pace(steps_per_second)
-        name = player.replay(trace, played, url=url, token=token, run=run, pace=pace, on_event=print_event)
+        name = player.replay(
+            played, url=url, token=token, run=run, steps_per_second=steps_per_second, on_event=print_event
+        )
         if as_json:
             output.print_json_line({"kind": "played", "trace": trace.name, "run": name if url else None, "url": url})
         else:

@@ -64,7 +64,7 @@ ON_CPU: Final = Show(
     "are in BF16. It drifts sooner so; with the rounding of GPU kernels the warning comes thousands of steps later. "
     "no-key-bias rounds the same, and has no bias on its keys.",
 )
-"""Anywhere. lab/traces/demo has it whole, on twenty other seeds."""
+"""Anywhere."""
 ON_GPU: Final = Show(
     recipe=find_recipe("shared-values"),
     seed=2,

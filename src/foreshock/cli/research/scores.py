@@ -9,8 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from foreshock.cli.output import print_whole
-from foreshock.lab.recording.packed import PACKED, RECORDED
-from foreshock.lab.scoring.table import lab_score
+from foreshock.lab.scoring.score import lab_score
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 """Of a bar that shows how far a long command is."""
@@ -29,7 +28,7 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> N
             None if each.forecast_steps is None else round(each.forecast_steps),
             *(each.dangerous_step, each.harm_step),
         )
-        runs.add_row(each.file.removesuffix(RECORDED).removesuffix(PACKED), *map(cell, cells))
+        runs.add_row(each.trace, *map(cell, cells))
     print_whole(runs, console)
     console.print(
         "warned: step of the first warning. forecast: steps from then until the head's largest |score| is 512. at 512: "

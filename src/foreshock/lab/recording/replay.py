@@ -3,21 +3,19 @@
 The verdicts are made anew; recorded switches are passed on as history, and no policy acts.
 """
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from heapq import merge
-from pathlib import Path
 
 import httpx
 
 from foreshock.client import http_client
 from foreshock.contract import wire
 from foreshock.contract.route import unanswered
-from foreshock.lab.recording.pace import Pace
-from foreshock.lab.recording.packed import PACKED, RECORDED
-from foreshock.lab.recording.trace import Trace, read_trace, readings
+from foreshock.lab.recording.trace import Trace, readings
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.levels import Levels, warned_before
 
@@ -46,29 +44,29 @@ def verdicts(trace: Trace, config: DetectorConfig | None = None) -> list[wire.Ve
     return [event for event in judged(trace, config) if isinstance(event, wire.Verdict)]
 
 
-def run_of(path: Path) -> str:
+def run_of(trace: Trace) -> str:
     """The run that a trace becomes which is given no name."""
-    return f"replay-{path.name.removesuffix(RECORDED).removesuffix(PACKED)}"
+    return f"replay-{trace.name}"
 
 
 def replay(
-    path: Path,
-    trace: Trace | None = None,
+    trace: Trace,
     *,
     url: str | None = None,
     token: str | None = None,
     run: str | None = None,
-    pace: Pace | None = None,
+    steps_per_second: float | None = None,
     on_event: Callable[[wire.Event], None] = lambda event: None,
 ) -> str:
-    """Play the trace at `path`, which is `trace` where it has been read; the name of the run it became.
-
-    Without `url` nothing is sent. pace: as fast as possible by default. Raises ValueError for a file that is no trace,
-    and for a service that is not there or refuses.
-    """
-    name = run or run_of(path)
-    played = {name: read_trace(path) if trace is None else trace}
-    replay_together(played, url=url, token=token, pace=pace, on_event=lambda _, event: on_event(event))
+    """Play a trace; the name of the run that it became. See `replay_together`."""
+    name = run or run_of(trace)
+    replay_together(
+        {name: trace},
+        url=url,
+        token=token,
+        steps_per_second=steps_per_second,
+        on_event=lambda _, event: on_event(event),
+    )
     return name
 
 
@@ -77,17 +75,21 @@ def replay_together(
     *,
     url: str | None = None,
     token: str | None = None,
-    pace: Pace | None = None,
+    steps_per_second: float | None = None,
     on_event: Callable[[str, wire.Event], None] = lambda run, event: None,
 ) -> None:
-    """Play traces side by side, step by step, each as the run of its name. See `replay`."""
+    """Play traces side by side, step by step, each as the run of its name.
+
+    Without `url` nothing is sent. steps_per_second: as fast as possible by default. Raises ValueError for a service
+    that is not there or refuses.
+    """
     events = merge(*(_named(run, trace) for run, trace in traces.items()), key=lambda each: each[1].step)
     with ExitStack() as stack:
         senders: dict[str, _Sender] = {}
         if url is not None:
             client = stack.enter_context(http_client(url, token, 30.0))
             senders = {run: _Sender(client, url, run) for run in traces}
-        for part in _due(events, pace or Pace(), on_event):
+        for part in _due(events, steps_per_second or math.inf, on_event):
             for run, sender in senders.items():
                 sender.send(tuple(event for name, event in part if name == run))
 
@@ -97,15 +99,17 @@ def _named(run: str, trace: Trace) -> Iterator[tuple[str, wire.Event]]:
 
 
 def _due(
-    events: Iterable[tuple[str, wire.Event]], pace: Pace, on_event: Callable[[str, wire.Event], None]
+    events: Iterable[tuple[str, wire.Event]], steps_per_second: float, on_event: Callable[[str, wire.Event], None]
 ) -> Iterator[list[tuple[str, wire.Event]]]:
-    """The events in parts, each as soon as its steps have come, with the present time, when the page shall show it."""
+    """The events in parts, each as soon as its steps have come, with the present time."""
     part: list[tuple[str, wire.Event]] = []
+    began = time.monotonic()
     for run, event in events:
-        if part and (len(part) >= _EVENTS_OF_A_BATCH or not pace.due(event.step)):
+        due = began + event.step / steps_per_second
+        if part and (len(part) >= _EVENTS_OF_A_BATCH or due > time.monotonic()):
             yield part
             part = []
-        pace.wait(event.step)
+        time.sleep(max(0.0, due - time.monotonic()))
         if isinstance(event, wire.Started | wire.Sample | wire.Finished):
             event = event.model_copy(update={"unix_seconds": time.time()})
         on_event(run, event)

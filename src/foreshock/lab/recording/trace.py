@@ -3,15 +3,18 @@
 A first line {"foreshock_trace": 1, ...what was run...}, then one line for each of
 - the agent's events as they travel on the wire, each sample with what else the detectors read (`read`), so that a
   replay says what the agent said. In recordings up to commit 09575e2 a sample names its slots one by one (`slots`),
-  rounded to four digits, and is the merger of several samples;
+  rounded to four digits, and is the merger of several samples; the published ones are of this kind;
 - `steps`: loss and gradient norm of every single step since `since_step`, which the baselines and the definition of
   harm need;
-- `probe`: what recorders up to commit ba386e0 measured of weights and activations at a step. It is passed over; `lab
-  score` of commit 96874ca judged rival monitors by it.
+- `probe`: what recorders up to commit ba386e0 measured of weights. It is passed over.
 What a trace did not record stays NaN (or None); it never becomes a zero.
 """
 
+import gzip
+import json
+import lzma
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,9 +27,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOTS, Floats, Slot, Words, identity_row
-from foreshock.lab.recording.packed import read_lines
 from foreshock.monitor.detect.readings import Readings, head_readings
 
+RECORDED: Final = ".jsonl.gz"
+PUBLISHED: Final = ".trace.xz"
+"""How the names of recordings end; the published ones are smaller."""
+_XZ: Final = b"\xfd7zXZ\0"
+"""What every xz file begins with."""
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
 _UNRECORDED: Final = (Slot.SCORE_OFFSET_SUMSQ,)
 """What merged samples leave out: NaN when read back."""
@@ -68,6 +75,11 @@ class Trace:
     """the fields READ of samples, by step"""
 
     @property
+    def name(self) -> str:
+        """The file's name without its ending."""
+        return self.path.name.removesuffix(RECORDED).removesuffix(PUBLISHED)
+
+    @property
     def samples(self) -> list[wire.Sample]:
         """The samples alone."""
         return [event for event in self.events if isinstance(event, wire.Sample)]
@@ -90,24 +102,12 @@ def _numbers(values: Any) -> Floats:
     return np.array(values, dtype=np.float64)
 
 
-_FIRST_NAMES: Final = {
-    "ROWS_TIED_BF16": Slot.TIED_ROWS_BF16,
-    "ROWS_TIED_ONE": Slot.TIED_ROWS_ONE,
-    "ROWS_SHIFTED": Slot.SHIFTED_ROWS,
-    "ROWS_EMPTY": Slot.EMPTY_ROWS,
-    "ROWS_NONFINITE": Slot.NONFINITE_ROWS,
-    "OFFSET_SUM": Slot.SCORE_OFFSET_SUM,
-    "OFFSET_SUMSQ": Slot.SCORE_OFFSET_SUMSQ,
-}
-"""What the first recorded runs call some slots."""
-
-
 def _from_slots(named: dict[str, Any], heads: int) -> Words:
     words = np.tile(identity_row(), (heads, 1))
     floats = words.view(np.float64)
     floats[:, list(_UNRECORDED)] = np.nan
     for name, given in named.items():
-        slot = Slot.__members__.get(name.upper(), _FIRST_NAMES.get(name.upper()))
+        slot = Slot.__members__.get(name.upper())
         if slot is None:  # a newer version's
             continue
         values = named.get(given) if isinstance(given, str) else given  # the same as another slot
@@ -120,6 +120,23 @@ def _from_slots(named: dict[str, Any], heads: int) -> Words:
         else:
             floats[:, slot] = _numbers(values)
     return words
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a recording. Raises ValueError with a sentence for a file that is none, or not whole."""
+    if not path.exists():
+        raise ValueError(f"there is no trace at {path}; the recorded runs are part of the repository, in lab/traces")
+    try:
+        given = path.read_bytes()
+        text = lzma.decompress(given) if given.startswith(_XZ) else gzip.decompress(given)
+        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+        raise ValueError(
+            f"{path} is not a whole trace: {error}; give JSON lines compressed by gzip or xz, written to their end"
+        ) from None
+    if not lines or not all(isinstance(line, dict) for line in lines):
+        raise ValueError(f"{path} holds no lines; give a trace with at least one sample")
+    return lines
 
 
 def read_trace(path: Path) -> Trace:

@@ -1,4 +1,4 @@
-"""Scores detectors and baselines on recorded runs: who was warned about, when and why.
+"""`foreshock lab score`: detectors and baselines on recorded runs: who was warned about, when and why.
 
 Every monitor is a signal that rises with the danger and a threshold. What it says of one run are alarms, at most one in
 2000 steps for as long as the signal is at the threshold. The first alarm before the first harm (harm.py)
@@ -6,19 +6,22 @@ is the warning, and the steps between them its lead; alarms of healthy runs are 
 replay, by the shipped thresholds; a baseline has its published threshold.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from pydantic_core import to_json
 
 from foreshock.contract.slots import Floats
 from foreshock.contract.wire import HeadRef
 from foreshock.lab.recording.harm import first_harm
 from foreshock.lab.recording.replay import verdicts
-from foreshock.lab.recording.trace import Trace, readings
+from foreshock.lab.recording.trace import Trace, read_trace, readings
 from foreshock.lab.scoring.baselines import BASELINES, Signal
-from foreshock.lab.training.recipes import RECIPES, assigned
+from foreshock.lab.training.recipes import RECIPES
 from foreshock.lab.training.variant import CONTROL
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
@@ -33,27 +36,21 @@ QUIET_STEPS: Final = DetectorConfig().quiet_steps
 class Score:
     """One trace as it was seen; None where no warning came or nothing happened."""
 
-    file: str
+    trace: str
     runs_of: str
     """the set: the folder of the trace"""
-    recipe: str
-    variant: str
-    seed: int | None
-    policy: str | None
-    split: str
-    """tuning, held-out or unassigned"""
     truth: str
     """what the run was made to show: healthy, rounding, score growth, other or treated"""
-    nature: str
-    """natural or injected"""
-    rounds: bool
-    """whether attention was computed in a type that rounds"""
+    natural: bool
+    """whether nothing was injected"""
+    tuned: bool
+    """whether detectors were tuned on it"""
+    observed: bool
+    """whether attention was computed in a type that rounds, and no policy acted"""
     steps: int
     cut_short: bool
     """whether it ended before its recipe does"""
     harm_step: int | None
-    harm_by: str | None
-    harm_against: str | None
     dangerous_step: int | None
     """when the largest |score| of any head reached 512"""
     failing_head: HeadRef | None
@@ -73,12 +70,17 @@ class Score:
     @property
     def healthy(self) -> bool:
         """Made to be healthy, and it was: no harm, and no |score| that reached 512."""
-        return self.truth == "healthy" and self.harm_step is None and self.dangerous_step is None
+        return self.truth == "healthy" and self.failed_at is None
 
     @property
     def failing(self) -> bool:
         """Made to fail by rounding, with nothing injected."""
-        return (self.truth, self.nature) == ("rounding", "natural")
+        return self.truth == "rounding" and self.natural
+
+    @property
+    def failed_at(self) -> int | None:
+        """The first step of harm, or of a |score| of 512."""
+        return min((step for step in (self.harm_step, self.dangerous_step) if step is not None), default=None)
 
     def in_time(self, monitor: str) -> bool:
         """Whether a harmed run was warned about early enough."""
@@ -86,18 +88,12 @@ class Score:
         return bool(heard and harm and harm - heard[0] >= min(ASKED_LEAD_STEPS, harm / 2))
 
 
-_OF_THE_WARNING: Final = (
-    *("layer", "head", "cause", "signal"),
-    *("forecast_steps", "forecast_low_steps"),
-)
-
-
 def score_traces(
     traces: Sequence[Trace],
     config: DetectorConfig | None = None,
     on_trace: Callable[[Trace], None] = lambda trace: None,
 ) -> list[Score]:
-    """Score traces beside their controls. `on_trace` hears of each one that is done."""
+    """Score traces, compared with their controls. `on_trace` gets each one that is done."""
     controls = {_run(trace): trace for trace in traces if trace.header.get("arm") == CONTROL.name}
     scores = []
     for trace in traces:
@@ -112,53 +108,33 @@ def _run(trace: Trace) -> tuple[Any, Any]:
 
 
 def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score:
-    said = [each for each in verdicts(trace, config) if each.state == "raised" and each.severity != "info"]
-    first = said[0] if said else None
-    harm = first_harm(trace.steps, None if control is None else control.steps)
-    heard: dict[str, list[int] | None] = {OURS: [verdict.step for verdict in said]}
+    raised = [each for each in verdicts(trace, config) if each.state == "raised" and each.severity != "info"]
+    first = raised[0] if raised else None
+    heard: dict[str, list[int] | None] = {OURS: [verdict.step for verdict in raised]}
     for baseline in BASELINES:
         signal = baseline.signal(trace)
         heard[baseline.name] = None if signal is None else alarms(signal, baseline.threshold)
     dangerous, failing = _first_dangerous(trace)
     header, steps = trace.header, trace.samples[-1].step
     recipe = RECIPES.get(str(header.get("recipe")))
+    of_first = ("layer", "head", "cause", "signal", "forecast_steps", "forecast_low_steps")
     return Score(
-        file=trace.path.name,
+        trace=trace.name,
         runs_of=trace.path.parent.name,
-        recipe=str(header.get("recipe", "")),
-        variant=str(header.get("arm", "")),
-        seed=header.get("seed"),
-        policy=header.get("policy"),
-        split=split(trace),
         truth=truth(trace),
-        nature=str(header.get("nature", "natural")),
-        rounds=trace.rounds,
+        natural=header.get("nature", "natural") == "natural",
+        tuned=header.get("split") != "held-out",
+        observed=trace.rounds and header.get("policy") in (None, "observe"),
         steps=steps,
         cut_short=recipe is not None and steps < recipe.steps,
-        harm_step=harm.step if harm else None,
-        harm_by=harm.by if harm else None,
-        harm_against=harm.against if harm else None,
+        harm_step=first_harm(trace.steps, None if control is None else control.steps),
         dangerous_step=dangerous,
         failing_head=failing,
         first_warning_step=first.step if first else None,
-        **{name: getattr(first, name, None) for name in _OF_THE_WARNING},
-        warnings=len(said),
+        **{name: getattr(first, name, None) for name in of_first},
+        warnings=len(raised),
         alarms=heard,
     )
-
-
-_LOOKED_AT: Final = (("healthy-small-many-heads", None), ("shared-values", 1), ("paper-values", 1))
-"""Recipes that were meant to be held out, and the seed (None: any) whose runs thresholds were changed after."""
-
-
-def split(trace: Trace) -> str:
-    """Which half a run belongs to: as the split of the runs on real text says, or else its recipe, but tuning where
-    thresholds were changed after a look at it."""
-    recipe, seed = trace.header.get("recipe"), trace.header.get("seed")
-    if (half := assigned(str(recipe), seed)) is not None:
-        return half
-    looked_at = any(recipe == name and number in (None, seed) for name, number in _LOOKED_AT)
-    return "tuning" if looked_at else str(trace.header.get("split", "unassigned"))
 
 
 def truth(trace: Trace) -> str:
@@ -196,3 +172,116 @@ def alarms(signal: Signal, threshold: float, spacing_steps: int = QUIET_STEPS) -
         found.append(int(beyond[0]))
         beyond = beyond[np.searchsorted(beyond, found[-1] + spacing_steps) :]
     return found
+
+
+def of_monitor(scores: Sequence[Score], monitor: str, threshold: float | None) -> dict[str, Any]:
+    """One monitor on all runs that recorded what it reads. A failure is a natural one by rounding.
+
+    threshold: as published, None for ours, which has many. dangerous: failures in which a |score| reached 512, harmed
+    or not. warned: of those, before that. Leads: steps to 512, 0 for a run that was not warned about. harmed: failures
+    that came to harm. others: runs that harm or a |score| of 512 came to for another reason; others_warned: of those,
+    before it. possible_alarms: of a monitor that is never quiet, that is healthy runs in windows of QUIET_STEPS.
+    """
+    heard = [(each, alarms) for each in scores if (alarms := each.alarms.get(monitor)) is not None]
+    leads = [_lead(alarms, each.dangerous_step) for each, alarms in heard if each.failing and each.dangerous_step]
+    harmed = [each for each, _ in heard if each.failing and each.harm_step is not None]
+    others = [
+        _lead(alarms, each.failed_at)
+        for each, alarms in heard
+        if not each.failing and each.truth != "treated" and each.failed_at is not None
+    ]
+    healthy = [(each, alarms) for each, alarms in heard if each.healthy]
+    return {
+        "monitor": monitor,
+        "threshold": threshold,
+        "dangerous": len(leads),
+        "warned": sum(lead > 0 for lead in leads),
+        "median_lead": float(np.median(leads)) if leads else None,
+        "least_lead": min(leads, default=None),
+        "most_lead": max(leads, default=None),
+        "harmed": len(harmed),
+        "in_time": sum(each.in_time(monitor) for each in harmed),
+        "others": len(others),
+        "others_warned": sum(lead > 0 for lead in others),
+        "healthy": len(healthy),
+        "healthy_warned": sum(bool(alarms) for _, alarms in healthy),
+        "false_alarms": sum(len(alarms) for _, alarms in healthy),
+        "possible_alarms": sum(math.ceil(each.steps / QUIET_STEPS) for each, _ in healthy),
+    }
+
+
+def _lead(alarms: Sequence[int], step: int | None) -> int:
+    """Steps from the first alarm to `step`; 0 for none, or one that came later."""
+    return max(step - alarms[0], 0) if alarms and step is not None else 0
+
+
+def healthy_steps(scores: Sequence[Score]) -> list[dict[str, Any]]:
+    """Healthy runs and steps of each set, those that detectors were tuned on apart, and of all."""
+    groups: dict[tuple[str, bool | None], list[Score]] = {}
+    for each in scores:
+        if each.healthy:
+            groups.setdefault((each.runs_of, each.tuned), []).append(each)
+            groups.setdefault(("all", None), []).append(each)
+    return [
+        {
+            "set": name,
+            "tuned": tuned,
+            "runs": len(runs),
+            "steps": sum(each.steps for each in runs),
+            "warned": sum(each.first_warning_step is not None for each in runs),
+        }
+        for (name, tuned), runs in sorted(groups.items(), key=lambda group: (group[0][0] == "all", *map(str, group[0])))
+    ]
+
+
+def precision(scores: Sequence[Score]) -> dict[str, int]:
+    """Of observed runs in 16 bits whose first warning named rounding: how many failed, and how many of the others were
+    cut short, so that nobody can say."""
+    named = [each for each in scores if each.observed and each.cause == "rounding"]
+    rest = [each for each in named if each.failed_at is None]
+    return {
+        "warned_as_rounding": len(named),
+        "failed": len(named) - len(rest),
+        "cut_short": sum(each.cut_short for each in rest),
+        "ran_to_the_end": sum(not each.cut_short for each in rest),
+    }
+
+
+def forecasts(scores: Sequence[Score]) -> dict[str, float | None]:
+    """Of the first warnings with a forecast about the head that came to 512 first: how many of these heads came no
+    earlier than it said, and the least and the largest of the steps they took, in parts of the likely ones."""
+    took = [
+        (each.dangerous_step - each.first_warning_step, each.forecast_low_steps, each.forecast_steps)
+        for each in scores
+        if each.dangerous_step is not None and each.first_warning_step is not None and each.forecast_steps
+        if each.failing_head == (each.layer, each.head) and each.first_warning_step < each.dangerous_step
+    ]
+    parts = [steps / likely for steps, _, likely in took]
+    return {
+        "came": len(took),
+        "not_earlier": sum(low is not None and steps >= low for steps, low, _ in took),
+        "least_part": min(parts, default=None),
+        "most_part": max(parts, default=None),
+    }
+
+
+def lab_score(
+    paths: Sequence[Path], *, report: Path | None = None, on_trace: Callable[[Trace], None] = lambda trace: None
+) -> tuple[list[Score], dict[str, Any]]:
+    """Score every trace; the scores, and what `report` gets as JSON: traces, table, healthy steps, precision,
+    forecasts.
+
+    Raises ValueError for a file that is no trace.
+    """
+    scores = score_traces(list(map(read_trace, paths)), on_trace=on_trace)
+    monitors: list[tuple[str, float | None]] = [(OURS, None), *((each.name, each.threshold) for each in BASELINES)]
+    result = {
+        "traces": [asdict(each) for each in scores],
+        "table": [of_monitor(scores, *monitor) for monitor in monitors],
+        "healthy": healthy_steps(scores),
+        "precision": precision(scores),
+        "forecasts": forecasts(scores),
+    }
+    if report is not None:
+        report.write_bytes(to_json(result, indent=1, inf_nan_mode="strings") + b"\n")
+    return scores, result

@@ -32,6 +32,8 @@ _IN_ONE_OF_TEN: Final = math.sqrt(10.0)
 _BASE: Final = 40.0
 _HEADS_OF_A_LAYER: Final = 12
 Truth = Literal["failing", "healthy"]
+Shape = Callable[[np.random.Generator, Floats, int], Floats]
+"""Offsets [T, N] of so many heads at some steps [T, 1]."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -227,7 +229,7 @@ def doubling(every: float) -> Callable[[Floats], Floats]:
 _EACH_THOUSAND: Final = doubling(1000.0)
 
 
-def failing(
+def drifting(
     course: Callable[[Floats], Floats] = _EACH_THOUSAND,
     *,
     onset: int = 2000,
@@ -313,35 +315,8 @@ def exploding(begin: int, set_back: bool = False) -> Callable[[np.random.Generat
     return make
 
 
-def _ou(rng: np.random.Generator, at: npt.NDArray[np.int64], level: Floats, deviation: Floats, tau: Floats) -> Floats:
-    """Offsets that wander about a level, as an Ornstein-Uhlenbeck process does."""
-    decay = np.exp(-(at[1] - at[0]) / tau)
-    now = deviation * rng.standard_normal(len(level))
-    offset = np.empty((len(at), len(level)))
-    for place in range(len(at)):
-        now = decay * now + np.sqrt(1 - decay * decay) * deviation * rng.standard_normal(len(level))
-        offset[place] = now
-    return np.maximum(level + offset, 0.0)
-
-
-def wander(
-    *, deviation: float, push: float, heads: int, steps: int, rate: str = "constant", since: int = 0
-) -> Callable[[np.random.Generator], Course]:
-    """Healthy heads at 5 to 50 nats that wander over 1,000 to 8,000 steps, under a small push that does nothing."""
-
-    def make(rng: np.random.Generator) -> Course:
-        at = since + np.arange(100, steps + 1, 100)
-        run = _blank(rng, at, heads=heads, push=push, rate=rate)
-        tau = np.exp(rng.uniform(math.log(1000), math.log(8000), heads))
-        offset = _ou(rng, at, rng.uniform(5, 50, heads), np.full(heads, deviation), tau)
-        offset *= (1 - np.exp(-at / 800.0))[:, None]
-        return _scored(rng, replace(run, offset=offset), rng.uniform(10, 90, heads))
-
-    return make
-
-
-def healthy(
-    course: Callable[[np.random.Generator, Floats, int], Floats],
+def settling(
+    course: Shape,
     *,
     push: float = 0.0,
     rate: str = "constant",
@@ -350,7 +325,7 @@ def healthy(
     steps: int = 20_000,
     since: int = 0,
 ) -> Callable[[np.random.Generator], Course]:
-    """Runs whose heads all follow a course that does no harm."""
+    """Runs whose heads all follow a course that does no harm, under a push that does nothing."""
 
     def make(rng: np.random.Generator) -> Course:
         at = since + np.arange(every, steps + 1, every)
@@ -361,16 +336,12 @@ def healthy(
     return make
 
 
-def _flat(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
-    return np.zeros_like(at) + rng.uniform(0, 5, heads)
-
-
 def _plateau(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
     tau = np.exp(rng.uniform(math.log(300), math.log(4000), heads))
     return np.asarray(rng.uniform(3, 60, heads) * (1 - np.exp(-at / tau)))
 
 
-def _settling(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
+def _linear(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
     return np.asarray(rng.uniform(3, 60, heads) * np.minimum(at / (rng.uniform(0.05, 0.7, heads) * at[-1]), 1))
 
 
@@ -382,7 +353,7 @@ def _jumping(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
     return np.asarray(offset)
 
 
-def _periodic(shape: Callable[[Floats], Floats]) -> Callable[[np.random.Generator, Floats, int], Floats]:
+def _periodic(shape: Callable[[Floats], Floats]) -> Shape:
     def course(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
         level = rng.uniform(3, 40, heads)
         swing = np.minimum(rng.uniform(1, 10, heads), level - 1)
@@ -390,14 +361,6 @@ def _periodic(shape: Callable[[Floats], Floats]) -> Callable[[np.random.Generato
         return np.asarray(level + swing * shape(np.sin(2 * np.pi * (at / period + rng.random(heads)))))
 
     return course
-
-
-def _logarithm(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
-    return np.asarray(rng.uniform(1, 8, heads) * np.log1p(at / 300))
-
-
-def _root(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
-    return np.asarray(rng.uniform(0.02, 0.2, heads) * np.sqrt(at))
 
 
 def _bursts(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
@@ -409,10 +372,20 @@ def _bursts(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
     return np.asarray(offset)
 
 
-def _wandering(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
-    tau = np.exp(rng.uniform(math.log(500), math.log(8000), heads))
-    offset = _ou(rng, at[:, 0].astype(np.int64), rng.uniform(5, 50, heads), rng.uniform(1, 4, heads), tau)
-    return np.asarray(offset * (1 - np.exp(-at / 800.0)))
+def _wandering(deviations: tuple[float, float], shortest: float) -> Shape:
+    """Offsets of 5 to 50 nats that wander over `shortest` to 8,000 steps, as an Ornstein-Uhlenbeck process does."""
+
+    def course(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
+        tau = np.exp(rng.uniform(math.log(shortest), math.log(8000), heads))
+        level, deviation = rng.uniform(5, 50, heads), rng.uniform(*deviations, heads)
+        decay, now = np.exp(-(at[1] - at[0]) / tau), deviation * rng.standard_normal(heads)
+        offset = np.empty((len(at), heads))
+        for place in range(len(at)):
+            now = decay * now + np.sqrt(1 - decay * decay) * deviation * rng.standard_normal(heads)
+            offset[place] = now
+        return np.asarray(np.maximum(level + offset, 0.0) * (1 - np.exp(-at / 800.0)))
+
+    return course
 
 
 def _changed(rng: np.random.Generator, at: Floats, heads: int) -> Floats:
@@ -436,116 +409,94 @@ def sharpening(peak: float) -> Callable[[np.random.Generator], Course]:
     return make
 
 
+def _fails(name: str, *, runs: int = 10, tuned: bool = True, stride: int = 1, **course: Any) -> Family:
+    """Runs whose head 0 drifts as `drifting` says."""
+    return Family(name=name, truth="failing", make=drifting(**course), runs=runs, tuned=tuned, stride=stride)
+
+
+def _settles(name: str, course: Shape, *, runs: int = 10, tuned: bool = True, stride: int = 1, **rest: Any) -> Family:
+    """Runs whose heads all follow a course that does no harm."""
+    return Family(name=name, truth="healthy", make=settling(course, **rest), runs=runs, tuned=tuned, stride=stride)
+
+
 _LATE: Final = ((2000, 14_000), (20_000, 32_000), (100_000, 112_000), (500_000, 512_000))
-_HEALTHY: Final = {
-    "flat": _flat,
+_HEALTHY: Final[dict[str, Shape]] = {
+    "flat": lambda rng, at, heads: np.zeros_like(at) + rng.uniform(0, 5, heads),
     "plateau": _plateau,
-    "linear, then settles": _settling,
+    "linear, then settles": _linear,
     "jumps": _jumping,
     "periodic, sine": _periodic(lambda wave: wave),
     "periodic, square": _periodic(np.sign),
-    "logarithm of the step": _logarithm,
-    "square root of the step": _root,
+    "logarithm of the step": lambda rng, at, heads: rng.uniform(1, 8, heads) * np.log1p(at / 300),
+    "square root of the step": lambda rng, at, heads: rng.uniform(0.02, 0.2, heads) * np.sqrt(at),
     "bursts of noise": _bursts,
-    "wander of 1 to 4 nats": _wandering,
+    "wander of 1 to 4 nats": _wandering((1, 4), shortest=500),
 }
 FAMILIES: Final = (
     *(
-        Family(name=f"score doubles each 100 steps, begun at {begin:,}", truth="failing", make=exploding(begin), runs=3)
-        for begin in (0, 2000, 8000, 300_000)
-    ),
-    Family(name="score doubles each 100 steps, set back", truth="failing", make=exploding(0, set_back=True), runs=3),
-    *(
-        Family(name=f"doubles each 1,000 steps from {onset:,}", truth="failing", make=failing(onset=onset, last=last))
-        for onset, last in _LATE
-    ),
-    *(
-        Family(
-            name=f"from {onset:,}, a push of -0.1 before",
-            truth="failing",
-            make=failing(onset=onset, last=last, before=-0.1),
-            tuned=False,
+        Family(name=f"score doubles each 100 steps, {name}", truth="failing", make=exploding(begin, set_back), runs=3)
+        for begin, set_back, name in (
+            *((begin, False, f"begun at {begin:,}") for begin in (0, 2000, 8000, 300_000)),
+            (0, True, "set back"),
         )
+    ),
+    *(_fails(f"doubles each 1,000 steps from {onset:,}", onset=onset, last=last) for onset, last in _LATE),
+    *(
+        _fails(f"from {onset:,}, a push of -0.1 before", onset=onset, last=last, before=-0.1, tuned=False)
         for onset, last in _LATE[1:3]
     ),
-    Family(name="one spike of 30 deviations", truth="failing", make=failing(change=_spike(30.0, 1500))),
-    Family(name="one spike of 100 deviations", truth="failing", make=failing(change=_spike(100.0, 6000)), tuned=False),
-    Family(
-        name="gradients fall 30-fold",
-        truth="failing",
-        make=failing(change=_scaled(lambda step: 1 + 29 * np.exp(-step / 600.0))),
-    ),
-    Family(
-        name="batches grow 16-fold at 4,000",
-        truth="failing",
-        make=failing(change=_scaled(lambda step: np.where(step > 4000, 16.0, 1.0), rows=True)),
-    ),
-    Family(
-        name="gradients of eight micro-batches",
-        truth="failing",
-        make=failing(change=_scaled(lambda step: np.full(len(step), 8.0), rows=True)),
-        tuned=False,
+    _fails("one spike of 30 deviations", change=_spike(30.0, 1500)),
+    _fails("one spike of 100 deviations", change=_spike(100.0, 6000), tuned=False),
+    _fails("gradients fall 30-fold", change=_scaled(lambda step: 1 + 29 * np.exp(-step / 600.0))),
+    _fails("batches grow 16-fold at 4,000", change=_scaled(lambda step: np.where(step > 4000, 16.0, 1.0), rows=True)),
+    _fails(
+        "gradients of eight micro-batches", change=_scaled(lambda step: np.full(len(step), 8.0), rows=True), tuned=False
     ),
     *(
-        Family(name=f"learning rate: {kind}", truth="failing", make=failing(rate=kind), tuned=kind != "rises")
+        _fails(f"learning rate: {kind}", rate=kind, tuned=kind != "rises")
         for kind in ("rises", "rises by a trifle", "restart", "cosine")
     ),
-    Family(name="learning rate not given", truth="failing", make=failing(rate=None), tuned=False),
-    Family(
-        name="warm-up of 10,000 steps, drift from 4,000",
-        truth="failing",
-        make=failing(rate="long warm-up", onset=4000, last=16_000),
-        tuned=False,
-    ),
+    _fails("learning rate not given", rate=None, tuned=False),
+    _fails("warm-up of 10,000 steps, drift from 4,000", rate="long warm-up", onset=4000, last=16_000, tuned=False),
+    *(_fails(f"a sample each {every:,} steps", every=every, tuned=every == 500) for every in (500, 1000)),
+    _fails("a sample each 1 step", every=1, heads=24, runs=3, tuned=False),
+    _fails("a sample each 10 steps", every=10, heads=24, runs=3, tuned=False),
+    _fails("one head", heads=1),
+    _fails("twelve heads equal to the bit", heads=12, change=_alike, tuned=False),
+    _fails("80 x 64 heads", heads=5120, runs=3, tuned=False),
+    _fails("offset unknown in one block of three", change=_unknown),
+    _fails("returns by 500 steps each 1,500 without a state", steps=_jumps_back(1500, 500, 14_000), heads=12),
+    _fails("5 nats in 1,000 steps", course=lambda age: 0.005 * age, last=100_000),
+    _fails("30 nats in 1,000 steps", course=lambda age: 0.03 * age, last=20_000),
+    _fails("square of the step", course=lambda age: 512 * (age / 1e4) ** 2, tuned=False),
+    _fails("doubles each 300 steps from 5,000", course=doubling(300.0), onset=5000),
     *(
-        Family(
-            name=f"a sample each {every:,} step{'s'[: every > 1]}",
-            truth="failing",
-            make=failing(every=every, heads=24 if every < 100 else 144),
-            runs=10 if every >= 100 else 3,
-            tuned=every == 500,
-        )
-        for every in (1, 10, 500, 1000)
-    ),
-    Family(name="one head", truth="failing", make=failing(heads=1)),
-    Family(name="twelve heads equal to the bit", truth="failing", make=failing(heads=12, change=_alike), tuned=False),
-    Family(name="80 x 64 heads", truth="failing", make=failing(heads=5120), runs=3, tuned=False),
-    Family(name="offset unknown in one block of three", truth="failing", make=failing(change=_unknown)),
-    Family(
-        name="returns by 500 steps each 1,500 without a state",
-        truth="failing",
-        make=failing(steps=_jumps_back(1500, 500, 14_000), heads=12),
-    ),
-    Family(name="5 nats in 1,000 steps", truth="failing", make=failing(lambda age: 0.005 * age, last=100_000)),
-    Family(name="30 nats in 1,000 steps", truth="failing", make=failing(lambda age: 0.03 * age, last=20_000)),
-    Family(name="square of the step", truth="failing", make=failing(lambda age: 512 * (age / 1e4) ** 2), tuned=False),
-    Family(name="doubles each 300 steps from 5,000", truth="failing", make=failing(doubling(300.0), onset=5000)),
-    *(
-        Family(
-            name=f"doubles each {pace} steps from 5,000, closer samples decide",
-            truth="failing",
-            make=failing(doubling(pace), onset=5000, last=10_000, every=1, heads=24, push=_IN_ONE_OF_TEN * _PUSH),
+        _fails(
+            f"doubles each {pace} steps from 5,000, closer samples decide",
+            course=doubling(pace),
+            onset=5000,
+            last=10_000,
+            every=1,
+            heads=24,
+            push=_IN_ONE_OF_TEN * _PUSH,
             tuned=False,
             stride=10,
         )
         for pace in (300, 500)
     ),
-    Family(name="no bias is measured", truth="failing", make=failing(push=0.0)),
+    _fails("no bias is measured", push=0.0),
     *(
-        Family(
-            name=f"{name}, push {push:g}, {rate}",
-            truth="healthy",
-            make=healthy(course, push=push, rate=rate),
-            tuned=rate == "constant",
-        )
+        _settles(f"{name}, push {push:g}, {rate}", course, push=push, rate=rate, tuned=rate == "constant")
         for name, course in _HEALTHY.items()
         for push, rate in ((0.0, "constant"), (0.1, "constant"), (0.1, "cosine"))
     ),
     *(
-        Family(
-            name=f"{name}, push {push:g}, closer samples decide",
-            truth="healthy",
-            make=healthy(_HEALTHY[name], push=_IN_ONE_OF_TEN * push, heads=24, every=1),
+        _settles(
+            f"{name}, push {push:g}, closer samples decide",
+            _HEALTHY[name],
+            push=_IN_ONE_OF_TEN * push,
+            heads=24,
+            every=1,
             tuned=False,
             stride=10,
         )
@@ -553,25 +504,30 @@ FAMILIES: Final = (
         for push in (0.0, 0.1)
     ),
     *(
-        Family(
-            name=f"wander of 0.75 nats, push {push:g}, 300,000 steps",
-            truth="healthy",
-            make=wander(deviation=0.75, push=push, heads=288, steps=300_000),
+        _settles(
+            f"wander of 0.75 nats, push {push:g}, 300,000 steps",
+            _wandering((0.75, 0.75), shortest=1000),
+            push=push,
+            heads=288,
+            steps=300_000,
             runs=1,
         )
         for push in (0.0, 0.15)
     ),
-    Family(
-        name="wander of 1.5 nats, push 0.35, begun at 300,000",
-        truth="healthy",
-        make=wander(deviation=1.5, push=0.35, heads=144, steps=20_000, since=300_000),
+    _settles(
+        "wander of 1.5 nats, push 0.35, begun at 300,000",
+        _wandering((1.5, 1.5), shortest=1000),
+        push=0.35,
+        since=300_000,
         tuned=False,
     ),
     *(
-        Family(
-            name=f"data or context change, {heads} heads, a sample each {every}",
-            truth="healthy",
-            make=healthy(_changed, heads=heads, every=every, push=0.1),
+        _settles(
+            f"data or context change, {heads} heads, a sample each {every}",
+            _changed,
+            heads=heads,
+            every=every,
+            push=0.1,
             tuned=heads == 144,
         )
         for heads, every in ((144, 100), (1, 10), (16, 1000))
