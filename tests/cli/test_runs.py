@@ -107,7 +107,7 @@ def test_an_order_to_a_run_that_has_ended_is_refused_at_once_and_nobody_waits(se
     done = foreshock("switch", "run-ended", *order, "--url", service.url)
     assert done.exit_code == 1
     assert (
-        "Could not switch layer 0 head 0, layer 0 head 1, layer 0 head 2: all ranks of run run-ended that"
+        "Could not switch layer 0 head 0, layer 0 head 1 and layer 0 head 2: all ranks of run run-ended that"
         in " ".join(done.stderr.split())
     )
 
@@ -129,7 +129,7 @@ def test_who_waits_for_an_answer_is_told_when_the_run_ends_without_one(service: 
     ending.join()
     assert done.exit_code == 4, done.output
     said = " ".join(done.output.split())
-    assert ": refused Could not switch layer 0 head 0, layer 0 head 1, layer 0 head 2:" in said
+    assert ": refused Could not switch layer 0 head 0, layer 0 head 1 and layer 0 head 2:" in said
     assert "Order it again when the run is resumed." in said
 
 

@@ -26,6 +26,7 @@ from foreshock.contract.decision import (
     Act,
     Ask,
     Progress,
+    Text,
     act_on,
     cause_of,
     checkpoint_before,
@@ -95,6 +96,11 @@ class IncidentHead(BaseModel):
     sentence: str
     evidence: dict[str, float]
 
+    @property
+    def ref(self) -> tuple[int | None, int | None]:
+        """Its (layer, head)."""
+        return self.layer, self.head
+
 
 class Incident(BaseModel):
     """All warnings of one cause in a run, or of rounding and score growth where both stood at one time.
@@ -141,11 +147,13 @@ class Incident(BaseModel):
         return self.heads[0]
 
 
-NAMED_HEADS: Final = 3
+_NAMED_HEADS: Final = 3
 """The number of heads that are named one by one; of more, only a count is given."""
+AnyRef = tuple[int | None, int | None]
+"""(layer, head), or the whole run where both are None."""
 
 
-def sentence(
+def _sentence(
     causes: Sequence[IncidentCause],
     heads: Sequence[IncidentHead],
     standing: Sequence[IncidentHead],
@@ -153,77 +161,68 @@ def sentence(
     was: IncidentCause | None,
     corrected: int,
 ) -> str:
+    """The incident in words: since when, which heads, and when the first of them comes to harm."""
     shown = standing or heads
-    parts = [(CAUSES[cause].reads, [head for head in shown if cause in head.causes]) for cause in causes]
-    named = [f"{words} in {in_words(own)}" for words, own in parts if own]
+    named = [
+        f"{CAUSES[cause].reads} in {heads_in_words([head.ref for head in own])}"
+        for cause in causes
+        if (own := [head for head in shown if cause in head.causes])
+    ]
     text = f"{', and '.join([named[0], *(f'{one[0].lower()}{one[1:]}' for one in named[1:])])}, since step {opened:,}."
     if was is not None:
         text += f" Corrected: until step {corrected:,} this was reported as {was}."
     if not standing:
         return f"{text} Quiet since step {max(head.step for head in heads):,}."
     first = shown[0]
-    if (
-        first.layer is None
-        and was is None
-        and (first.signal == "nonfinite" or (first.signal == "level" and len(shown) < 2))
-    ):
+    alone = first.signal == "level" and len(shown) < 2
+    if first.layer is None and was is None and (first.signal == "nonfinite" or alone):
         return first.sentence  # it names place, extent and harm
     if first.layer is not None and len(shown) > 1:
-        text += f" First: {name_of(first)}."
-    return text if first.state == "arrested" else text + harm_in_words(first)
-
-
-def harm_in_words(head: IncidentHead) -> str:
-    """When a head's largest |score| reaches 512, as a sentence after another; empty where nobody can say."""
-    if head.harm_step is None:
+        text += f" First: {_name_of(first.ref)}."
+    if first.state == "arrested":
+        return text
+    if first.harm_step is None:
         slows = " Its growth slows down: on this course its largest |score| stays below 512."
-        return slows if head.harm_in_sight is False else ""
-    if head.harm_step <= head.step:
-        return " Its largest |score| is past 512."
-    between = ""
-    if head.harm_first_step is not None:
-        between = f" (not before {_round(head.harm_first_step)})"
-    return f" Its largest |score| reaches 512 about step {_round(head.harm_step)}{between}."
+        return text + slows * (first.harm_in_sight is False)
+    if first.harm_step <= first.step:
+        return f"{text} Its largest |score| is past 512."
+    early = "" if first.harm_first_step is None else f" (not before {_rounded(first.harm_first_step)})"
+    return f"{text} Its largest |score| reaches 512 about step {_rounded(first.harm_step)}{early}."
 
 
-def _round(step: int) -> str:
+def _rounded(step: int) -> str:
     """A forecast is not known to the step: three digits."""
     unit = 10 ** max(0, len(str(step)) - 3)
     return f"{round(step / unit) * unit:,}"
 
 
-def name_of(head: IncidentHead) -> str:
-    """Layer 0 head 2, in small letters."""
-    if head.layer is None:
-        return "the whole run"
-    return f"layer {head.layer}" + ("" if head.head is None else f" head {head.head}")
+def _name_of(ref: AnyRef) -> str:
+    layer, head = ref
+    return "the whole run" if layer is None else f"layer {layer}" + ("" if head is None else f" head {head}")
 
 
-def counted(heads: Sequence[IncidentHead]) -> str:
+def counted(heads: Sequence[AnyRef]) -> str:
     """How many heads these are; the whole run is none of them."""
-    named = sum(head.layer is not None for head in heads)
+    named = sum(layer is not None for layer, _ in heads)
     whole = ["the whole run"] if named < len(heads) else []
     return " and ".join(whole + [f"{named} head{'s' if named > 1 else ''}"] * (named > 0))
 
 
-def in_words(heads: Sequence[IncidentHead]) -> str:
-    """How many heads of which layers; a few by name."""
-    if len(heads) <= NAMED_HEADS:
-        return " and ".join(filter(None, [", ".join(map(name_of, heads[:-1])), name_of(heads[-1])]))
-    layers = sorted({head.layer for head in heads if head.layer is not None})
-    return f"{counted(heads)} of {'layer' if len(layers) == 1 else 'layers'} {_ranges(layers)}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """0 to 3, 7; at most four parts."""
+def heads_in_words(heads: Sequence[AnyRef] | None) -> str:
+    """A few heads by name, or how many heads of which layers; None: every head."""
+    if not heads:
+        return "every head" if heads is None else "no head"
+    if len(heads) <= _NAMED_HEADS:
+        return " and ".join(filter(None, [", ".join(map(_name_of, heads[:-1])), _name_of(heads[-1])]))
     parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
+    for layer in (layers := sorted({layer for layer, _ in heads if layer is not None})):
+        if parts and layer == parts[-1][-1] + 1:
+            parts[-1].append(layer)
         else:
-            parts.append([number])
-    named = [str(p[0]) if len(p) == 1 else f"{p[0]} to {p[-1]}" for p in parts]
-    return ", ".join(named[:4]) + (f" and {len(numbers) - sum(map(len, parts[:4]))} more" if len(named) > 4 else "")
+            parts.append([layer])
+    named = [str(p[0]) if len(p) == 1 else f"{p[0]} to {p[-1]}" for p in parts[:4]]
+    more = f" and {len(layers) - sum(map(len, parts[:4]))} more" if len(parts) > 4 else ""
+    return f"{counted(heads)} of {'layer' if len(layers) == 1 else 'layers'} {', '.join(named)}{more}"
 
 
 def page_of(url: str, *runs: str) -> str:
@@ -252,58 +251,44 @@ class RunContext(NamedTuple):
     """`Started.qk_clip` as it is now."""
 
 
-class Decision(NamedTuple):
-    """`act` is the machines' part, `done` and `to_do` say it in words; `ask` is the button that `to_do` means."""
-
-    act: Act
-    done: str
-    to_do: str
-    ask: Ask = "none"
-
-
 def _decide(
     episode: Sequence[Warned], standing: Sequence[IncidentHead], known: RunContext, before_step: int
-) -> tuple[Decision, Ordered | None]:
-    """What is done about what stands, and the order that shows how far that is."""
+) -> tuple[Text, Ordered | None]:
+    """What is done about what stands and what is left to people, and the order that shows how far that is."""
     if not standing:
         refs = {(one.verdict.layer, one.verdict.head) for one in episode}
-        applied = (
-            order
-            for heads, order in known.orders or ()
-            if order.state == "applied" and (heads is None or not refs.isdisjoint(heads))
-        )
+        applied = (order for heads, order in known.orders or () if order.state == "applied" and _of(refs, heads))
         order = next(applied, None)
         way = "" if order is None else f" {order.way}."
-        return Decision("none", f"All warnings are quiet.{way}", "Nothing."), order
+        return Text(f"All warnings are quiet.{way}", "Nothing."), order
     order, decided = None, []
     for cause in [one for one in CAUSES if any(one in head.causes for head in standing)]:
         heads = [head for head in standing if cause in head.causes]
-        if curable(cause):
-            order = _order(episode, heads, known, cause)
-        decided.append(_decision(cause, heads, known, before_step, order if curable(cause) else None))
+        own = order = _order(episode, heads, known, cause) if curable(cause) else order
+        decided.append(_text(cause, heads, known, before_step, own if curable(cause) else None))
     what, *more = decided
     broken = any(head.signal == "nonfinite" for head in standing if any(map(curable, head.causes)))
     if not more or broken or known.ended:
         return what, order
     [growth] = more  # rounding drives heads, and scores grow too
     if what.to_do == "Nothing.":
-        return Decision(what.act, f"Rounding: {what.done} Score growth: {growth.done}", growth.to_do), order
+        return Text(f"Rounding: {what.done} Score growth: {growth.done}", growth.to_do), order
     return what._replace(to_do=f"{what.to_do} Scores grow too: {growth.to_do}"), order
 
 
-def _decision(
+def _text(
     cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, before_step: int, order: Ordered | None
-) -> Decision:
-    """What is done about these heads, which are warned about for this cause, and what is left to people."""
-    act, switched = act_on(cause, known.policy), switched_of(heads)
+) -> Text:
+    """The line of `TEXTS` for these heads, which are warned about for this cause, filled in."""
+    switched, all_of_them = switched_of(heads), len(heads)
     text = TEXTS[cause].get(_state(cause, heads, known, order)) or TEXTS[cause][""]
-    count = f"All {len(heads)} heads are" if switched >= len(heads) else f"{switched} of {len(heads)} heads are"
-    given, way = f"{'The head is' if len(heads) < 2 else count} switched", "" if order is None else f" {order.way}."
+    count = f"All {all_of_them}" if switched >= all_of_them else f"{switched} of {all_of_them}"
+    given, way = "The head is" if all_of_them < 2 else f"{count} heads are", "" if order is None else f" {order.way}."
     words = {
         "checkpoint": checkpoint_before(before_step),
-        "given": given,
-        "ended": f"{given}.{way}" if switched else "No head was switched.",
-        "so_far": f" So far {switched} of {len(heads)} are switched." if 0 < switched < len(heads) else "",
+        "given": f"{given} switched",
+        "ended": f"{given} switched.{way}" if switched else "No head was switched.",
+        "so_far": f" So far {switched} of {all_of_them} are switched." if 0 < switched < all_of_them else "",
         "whose": WHOSE.get(known.scope or "head", "every head"),
         "mitigation": known.mitigation,
         "stronger": stronger(known.mitigation) or "",
@@ -311,23 +296,23 @@ def _decision(
         "by": "" if order is None else order.way,
         "way": way,
     }
-    return Decision(act, text.done.format(**words), text.to_do.format(**words), text.ask)
+    return Text(text.done.format(**words), text.to_do.format(**words), text.ask)
 
 
 def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, order: Ordered | None) -> str:
     """The line of `TEXTS`: what was ordered counts more than what the policy would do."""
     progress = progress_of(heads) if curable(cause) else "unswitched"
+    slows = all(head.severity == "info" for head in heads)
+    severe = any(head.severity == "critical" for head in heads)
+    act, undecided = act_on(cause, known.policy), order is None or order.state in UNDONE
     if cause == "not finite" and any(head.severity == "critical" and head.raised_step <= 1 for head in heads):
         return "first step"
     if known.ended and progress != "arrested":
         return "ended, not arrested" if progress == "not arrested" else "ended"
-    slows = all(head.severity == "info" for head in heads)
-    if cause == "score growth" and slows:
-        return "slows"
+    if cause == "score growth":
+        return "slows" if slows else known.clip or ""
     if not curable(cause):
-        warning = all(head.severity != "critical" for head in heads)
-        return known.clip or "" if cause == "score growth" else "warning" if warning else ""
-    act = act_on(cause, known.policy)
+        return "" if severe else "warning"
     if any(head.signal == "nonfinite" for head in heads):
         return f"not finite, {act}"
     if progress == "not arrested" and order is not None and order.state == "proposed":
@@ -336,13 +321,18 @@ def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContex
         return "not arrested, stronger"
     if progress != "unswitched":
         return progress
-    if all(falls(head.evidence) for head in heads) and (order is None or order.state in UNDONE):
+    if undecided and all(falls(head.evidence) for head in heads):
         return "over"
-    if slows and act != "switch" and (order is None or order.state in UNDONE):
+    if undecided and slows and act != "switch":
         return "slows"
     if order is not None:
         return order.state
     return "no proposal" if act == "propose" and known.orders is not None else act
+
+
+def _of(refs: Collection[AnyRef], heads: Collection[HeadRef] | None) -> bool:
+    """Whether an order for these heads, None for every head, speaks of some of `refs`."""
+    return heads is None or not set(heads).isdisjoint(refs)
 
 
 def switched_of(heads: Sequence[IncidentHead]) -> int:
@@ -365,25 +355,22 @@ def _order(
     while it holds for all of them. Of heads that are switched: the newest one that did it, or a proposal of more.
     A proposal that waits goes before newer orders, since it is what people can answer.
     """
-    bare = {(head.layer, head.head) for head in standing if head.state == "unswitched"}
-    own, progress = bare or {(head.layer, head.head) for head in standing}, progress_of(standing)
+    bare = {head.ref for head in standing if head.state == "unswitched"}
+    own, progress = bare or {head.ref for head in standing}, progress_of(standing)
+    rejected = {
+        (one.verdict.layer, one.verdict.head)
+        for one in episode
+        if one.rejected and is_active(one.verdict) and cause_of(one.verdict) == cause
+    }
     for heads, order in sorted(known.orders or (), key=lambda each: each[1].state != "proposed"):
-        if heads is not None and own.isdisjoint(heads):
-            continue
-        cures = is_mode(order.mode) and bool(parse_mode(order.mode) & ROUNDING_ENDS)
+        counts = cures = is_mode(order.mode) and bool(parse_mode(order.mode) & ROUNDING_ENDS)
         if progress != "unswitched":
             counts = cures and order.state in ("applied", "proposed")
         elif order.state == "rejected":
-            counts = own <= {
-                (one.verdict.layer, one.verdict.head)
-                for one in episode
-                if one.rejected and is_active(one.verdict) and cause_of(one.verdict) == cause
-            }
+            counts = own <= rejected
         elif order.state == "applied":
             counts = not cures and own <= set(known.held)
-        else:
-            counts = cures
-        if counts:
+        if counts and _of(own, heads):
             return order
     return None
 
@@ -483,6 +470,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step
     suspect = [head.evidence["suspect_step"] for head in standing if "suspect_step" in head.evidence]
     before = min([opened, *map(int, filter(math.isfinite, suspect))])
     what, order = _decide(episode, standing, known, before)
+    acts = [act_on(one, known.policy) for one in causes if any(one in head.causes for head in standing)]
     driven = [head for head in standing if any(map(curable, head.causes))]
     progress = progress_of(driven)
     if progress == "arrested" and loose:
@@ -511,8 +499,8 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step
         harm_first_step=first.harm_first_step if loose else None,
         heads=heads,
         acknowledged=seen,
-        act=what.act,
-        sentence=sentence(causes, heads, standing, opened, was, started.joined_step),
+        act=next(iter(acts), "none"),
+        sentence=_sentence(causes, heads, standing, opened, was, started.joined_step),
         done=what.done,
         to_do=what.to_do,
         ask=what.ask,

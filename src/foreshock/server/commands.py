@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from sqlalchemy import ColumnElement, Connection, Row, and_, bindparam, delete, desc, func, or_, select, update
 
 from foreshock.contract.causes import curable
+from foreshock.contract.incident import heads_in_words
 from foreshock.contract.modes import is_mode, mode_name, parse_mode
 from foreshock.contract.orders import OPEN, PEOPLE_MAY, Decided, switches
 from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, HeadRef, Switched
@@ -34,7 +35,6 @@ from foreshock.server.models import (
 from foreshock.server.problems import ProblemError
 from foreshock.server.runs.eventlog import (
     ended_before_the_answer,
-    heads_in_words,
     heads_of,
     order_in_words,
     printable,

@@ -24,7 +24,7 @@ from sqlalchemy import Connection, func, select, update
 
 from foreshock.contract.causes import CAUSES
 from foreshock.contract.decision import STEPS_BEFORE
-from foreshock.contract.incident import Incident, counted, in_words, urgency
+from foreshock.contract.incident import Incident, counted, heads_in_words, urgency
 from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
 from foreshock.server.models import RunEvent
 from foreshock.server.outgoing import Outgoing, OutgoingError
@@ -114,7 +114,12 @@ def to_do_of(run: str, incident: Incident) -> str:
 def words_of(run: str, incident: Incident) -> tuple[str, str, str, str]:
     """What an alert says of an incident: its heads, the incident, what was done, what to do."""
     standing = [head for head in incident.heads if head.state != "quiet"]
-    return in_words(standing or incident.heads), incident.sentence, incident.done, to_do_of(run, incident)
+    return (
+        heads_in_words([head.ref for head in standing or incident.heads]),
+        incident.sentence,
+        incident.done,
+        to_do_of(run, incident),
+    )
 
 
 def silent(runs: Sequence[str], minutes: float, page: str) -> str:
@@ -172,7 +177,8 @@ def _head(incident: Incident) -> str:
 
 
 def _brief(incident: Incident) -> str:
-    return f"{' and '.join(incident.causes)}, {counted(incident.heads)} since step {incident.opened_step:,}"
+    heads = counted([head.ref for head in incident.heads])
+    return f"{' and '.join(incident.causes)}, {heads} since step {incident.opened_step:,}"
 
 
 log = structlog.get_logger()

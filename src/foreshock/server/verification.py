@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, select, update
 
+from foreshock.contract.incident import heads_in_words
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.modes import is_mode, parse_mode, stronger
 from foreshock.contract.switch_verdict import POINTS, SIGNALS, SignalGrowth, growth_of
@@ -24,7 +25,7 @@ from foreshock.server.commands import changes_for, propose
 from foreshock.server.drawing import Curve, Window, draw, edges
 from foreshock.server.models import Verification
 from foreshock.server.readings import axis_of
-from foreshock.server.runs.eventlog import heads_in_words, heads_of
+from foreshock.server.runs.eventlog import heads_of
 from foreshock.server.runs.incidents import carried_out, record_incidents, warned_of
 from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, Select, bindparam, desc, func, select, update
 
-from foreshock.contract.incident import Acknowledged
+from foreshock.contract.incident import Acknowledged, heads_in_words
 from foreshock.contract.wire import Checkpoint, Clipped, Finished, HeadRef, Started, Switched, Verdict
 from foreshock.server.models import CommandChange, IncidentChange, RunEvent
 from foreshock.server.store.database import lock_log
@@ -22,14 +22,6 @@ from foreshock.server.store.schema import boots, events, runs
 def printable(text: str) -> str:
     """Text without control characters: one line in the log, and storable (PostgreSQL takes no NUL)."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def heads_in_words(heads: Sequence[HeadRef] | None) -> str:
-    """layer 0 head 2; at most four by name."""
-    if heads is None:
-        return "every head"
-    named = ", ".join(f"layer {layer} head {head}" for layer, head in heads[:4])
-    return named + (f" and {len(heads) - 4} more" if len(heads) > 4 else "") if heads else "no head"
 
 
 def heads_of(row: Any) -> tuple[HeadRef, ...] | None:
