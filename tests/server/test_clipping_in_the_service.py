@@ -87,7 +87,8 @@ async def test_what_qk_clip_did_stands_in_the_log_and_in_the_audit_trail(service
     [event] = (await service.get("/v1/runs/run-1/events", kind="clipped"))["events"]
     assert event["clipped"]["factors"] == [0.9, 0.34]
     assert event["sentence"] == (
-        "Rank 0: QK-Clip scaled layer 0 head 1 and layer 0 head 2, smallest factor 0.34, at most 7 times each. two passed"
+        "Rank 0: QK-Clip scaled layer 0 head 1 and layer 0 head 2, smallest factor 0.34, at most 7 times each. "
+        "two passed"
     )
     [row] = [row for row in (await service.get("/v1/audit"))["rows"] if row["action"] == "qk_clip"]
     assert (row["actor"], row["details"]["heads"]) == ("rank 0", [[0, 1], [0, 2]])

@@ -6,7 +6,7 @@ stand before both. The route below describes it. Nothing is acknowledged before 
 
 import asyncio
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -68,24 +68,15 @@ class Writer:
         self._waiting: dict[str, deque[_Item]] = {}
         """By token what waits, none of them empty; whose turn it is comes first."""
         self._woken = asyncio.Event()
-        self._held: Counter[str] = Counter()
-        self._held_bytes: Counter[str] = Counter()
-        """Batches of each token that wait or are being written, and their bytes."""
         self._closed = False
         self._switched: dict[int, float] = {}
         """Runs in which something was switched just now, and until when that is just now."""
 
     def refuse_when_full(self, token: str, size: int = 0) -> None:
-        """Raises ProblemError 429 when the queue has no room for a batch of `size` bytes.
-
-        A full queue is full for those who hold more than their part of it: nobody fills it for others.
-        """
-        places, most_bytes = self._settings.ingest_queue_batches, self._settings.ingest_queue_bytes
-        held, held_bytes = self._held[token], self._held_bytes[token] + size
-        tokens = len(self._held) + (token not in self._held)
-        taken = max(self._held.total(), self.depth)  # with those being written, and those whose client left
-        full = taken >= places and held >= max(1, places // tokens)
-        if full or (held and self._held_bytes.total() + size > most_bytes and held_bytes > most_bytes // tokens):
+        """Raises ProblemError 429 when the token's queue has no room for a batch of `size` bytes."""
+        own, most_bytes = self._waiting.get(token, ()), self._settings.ingest_queue_bytes
+        too_large = own and sum(item.size for item in own) + size > most_bytes
+        if too_large or len(own) >= self._settings.ingest_queue_batches:
             self._counters.batches["busy"] += 1
             raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
 
@@ -98,17 +89,9 @@ class Writer:
         if self._closed:
             raise ProblemError(503, "The service is going down; try again.", headers=retry_after(1.0))
         item = _Item(batch, size, token, arrival)
-        self._held_bytes[token] += size
-        self._held[token] += 1
         self._waiting.setdefault(token, deque()).append(item)
         self._woken.set()
-        try:
-            return await item.done  # whoever leaves meanwhile cancels the answer, not the writing
-        finally:
-            self._held_bytes[token] -= size
-            self._held[token] -= 1
-            if not self._held[token]:
-                del self._held[token], self._held_bytes[token]
+        return await item.done  # whoever leaves meanwhile cancels the answer, not the writing
 
     @property
     def depth(self) -> int:

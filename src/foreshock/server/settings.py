@@ -96,9 +96,9 @@ class Settings(BaseSettings):
     body_seconds: ClassVar[float] = 60.0
     """In which the body of a request must come: the largest batch over 5 Mbit/s."""
     ingest_queue_batches: ClassVar[int] = 64
-    """Batches taken and not yet committed, then 429: more would be answered after the agents' deadline."""
+    """Batches of a token that wait to be written, then 429: more would be answered after the agents' deadline."""
     ingest_queue_bytes: ClassVar[int] = 128 * 2**20
-    """Bytes of them, then 429: what the process may grow by; four of the largest batches."""
+    """Bytes of them, and of the bodies that a token sends at once, then 429: four of the largest batches."""
     commit_batches: ClassVar[int] = 128
     """Batches written by one commit at most: those who wait for a full group stay within the agents' deadline."""
     stream_clients: ClassVar[int] = 1024
