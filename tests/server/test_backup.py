@@ -15,8 +15,6 @@ from tests.server.senders import Sender
 from typer.testing import CliRunner
 
 from foreshock.cli.main import app
-from foreshock.server.store import backup as store_backup
-from foreshock.server.store.database import StoreError
 from foreshock.server.testing import FakeRank, LiveService, post
 
 ORDER = {"who": "ann", "reason": "a drill", "mode": "plain"}
@@ -122,22 +120,6 @@ def test_a_backup_overwrites_nothing_and_a_restore_neither(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.glob("*.partial*")) == []
 
 
-def test_of_two_backups_into_one_file_at_once_one_is_refused_and_the_other_is_whole(tmp_path: Path) -> None:
-    """By hand while the nightly one runs: the first one done gave its name to what the other was still writing."""
-    file = tmp_path / "nightly.backup"
-    first = store_backup._made_whole(file)
-    first.__enter__()
-    with store_backup._made_whole(file) as second:
-        second.write_text("half of the ")
-        with pytest.raises(StoreError, match="another program began to write"):
-            first.__exit__(None, None, None)
-        assert not file.exists()
-        with second.open("a") as out:
-            out.write("second")
-    assert file.read_text() == "half of the second"
-    assert list(tmp_path.glob("*.partial")) == []
-
-
 def test_a_backup_from_before_an_upgrade_is_restored_and_checked_by_the_newer_build(tmp_path: Path) -> None:
     """Its schema is older: the service brings it up to date at its start, and whoever restores must not be told no."""
     golden_store.store_at(tmp_path / "old.backup")
@@ -148,15 +130,6 @@ def test_a_backup_from_before_an_upgrade_is_restored_and_checked_by_the_newer_bu
     with LiveService(tmp_path):
         pass
     assert cli("store", "check", "--database-url", url) == held
-
-
-def test_a_damaged_file_is_no_backup(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.db"
-    broken.write_bytes(b"SQLite format 3\x00" + b"\xff" * 8000)
-    url = f"sqlite:///{tmp_path}/new.db"
-    said = cli("store", "restore", str(broken), "--database-url", url, fails=True)
-    assert "Traceback" not in said
-    assert not (tmp_path / "new.db").exists()
 
 
 @pytest.mark.parametrize(
@@ -196,12 +169,6 @@ def export(tmp_path: Path) -> Path:
         cli("audit", "export", str(file), "--url", service.url)
         assert "0 rows appended" in cli("audit", "export", str(file), "--url", service.url)
     return file
-
-
-def test_an_export_that_failed_leaves_no_file(tmp_path: Path) -> None:
-    file = tmp_path / "trail.jsonl"
-    cli("audit", "export", str(file), "--url", "http://127.0.0.1:9", fails=True)
-    assert not file.exists()
 
 
 def test_a_row_that_was_not_written_whole_is_told_of_with_what_to_do(export: Path) -> None:

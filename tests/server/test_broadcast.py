@@ -1,52 +1,14 @@
 """What happens is handed to everybody who listens, and nobody who does not read holds up the others."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
 import pytest
 from fastapi import sse
 
 from foreshock.server.runs import broadcast
 from foreshock.server.runs.broadcast import Client
-from foreshock.server.testing import FakeRank, LiveService
-
-
-async def listen(url: str, path: str = "/v1/stream") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A stream that has been let in: its first words are read, and nothing else until the test does."""
-    address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    writer.write(f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".encode())
-    await reader.readuntil(b": listening")
-    return reader, writer
-
-
-@pytest.mark.full
-@pytest.mark.promise("S4")
-def test_clients_that_never_read_do_not_hold_the_streams_of_others(tmp_path: Path) -> None:
-    async def story(service: LiveService) -> None:
-        silent = [await listen(service.url) for _ in range(4)]
-        for _ in range(2):
-            reader, writer = await listen(service.url)
-            rank = FakeRank(boot=f"b{id(writer)}")
-            async with httpx.AsyncClient(base_url=service.url, trust_env=False) as client:
-                body = rank.batch(rank.started()).model_dump_json()
-                await client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
-            async with asyncio.timeout(20):
-                await reader.readuntil(b"event: started")
-            writer.close()
-            await writer.wait_closed()
-        async with asyncio.timeout(20):
-            last = await silent[0][0].readuntil(b"\r\n0\r\n\r\n")  # the oldest was ended for the first newcomer
-        assert b"event: " not in last
-        for _, writer in silent:
-            writer.close()
-            await writer.wait_closed()
-
-    with LiveService(tmp_path, stream_clients=4) as service:
-        asyncio.run(story(service))
+from foreshock.server.testing import FakeRank
 
 
 def clients_of(*owners: str) -> list[Client]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreshock.server.settings import Token
-from foreshock.server.store.database import BusyError, LeftError, Turns
+from foreshock.server.store.database import LeftError, Turns
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("S26")
@@ -79,23 +79,6 @@ def test_whoever_waits_has_a_turn_within_as_many_as_there_are_callers(
     asyncio.run(play())
 
 
-def test_a_caller_with_many_requests_is_asked_to_come_back_and_others_are_not() -> None:
-    async def play() -> None:
-        turns = Turns(1, waiting=2)
-        async with turns.turn("ann"):
-            waiting = [asyncio.create_task(turns.turn("ann").__aenter__()) for _ in range(2)]
-            await settled()
-            with pytest.raises(BusyError):
-                await turns.turn("ann").__aenter__()
-            bob = asyncio.create_task(turns.turn("bob").__aenter__())
-            await settled()
-        for task in (*waiting, bob):
-            task.cancel()
-        await asyncio.gather(*waiting, bob, return_exceptions=True)
-
-    asyncio.run(play())
-
-
 def as_(secret: str) -> dict[str, str]:
     return {"authorization": f"Bearer {secret}"}
 
@@ -159,48 +142,3 @@ async def test_everything_that_is_read_of_the_store_takes_turns(service: Any) ->
         assert [path for path, task in asked.items() if task.done()] == []
     answers = await asyncio.gather(*asked.values())
     assert [answer.status_code for answer in answers] == [200] * len(asked)
-
-
-async def test_a_client_that_left_keeps_no_place(service: Any) -> None:
-    rank = FakeRank(run="b/one")
-    await service.store(rank, rank.started(), rank.sample(1))
-    large = service.app.state.store.large
-    scope = {
-        "type": "http",
-        "method": "GET",
-        "path": "/v1/runs/b/one/curves",
-        "raw_path": b"/v1/runs/b/one/curves",
-        "query_string": b"line=run.loss",
-        "headers": [(b"host", b"127.0.0.1")],
-        "scheme": "http",
-        "http_version": "1.1",
-    }
-    sent: list[Any] = []
-
-    async def ask(left: asyncio.Event) -> None:
-        messages = [{"type": "http.request", "body": b"", "more_body": False}]
-
-        async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        await service.app(dict(scope), receive, send)
-
-    left = asyncio.Event()
-    async with large.turn("x"), large.turn("x"):
-        asked = [asyncio.create_task(ask(left)) for _ in range(64)]
-        await settled()
-        full = await service.client.get(CURVES)
-        assert full.status_code == 429
-        left.set()
-        await asyncio.gather(*asked)
-        again = asyncio.create_task(service.client.get(CURVES))
-        await settled()
-        assert not again.done()
-    assert (await again).status_code == 200
-    assert sent == []

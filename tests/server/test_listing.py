@@ -3,10 +3,7 @@
 from typing import Any
 
 import pytest
-from sqlalchemy import event, select
 
-from foreshock.server.runs.listing import SummaryCache
-from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank
 
 
@@ -41,21 +38,3 @@ async def test_a_run_says_the_key_heads_and_head_dims_that_its_agent_knows_and_n
     await service.store(rank, rank.started())
     layers = (await service.get("/v1/runs/run-1"))["layers"]
     assert [(layer["kv_heads"], layer["head_dim"]) for layer in layers] == [(3, 16), (None, None)]
-
-
-async def test_a_read_is_whole_while_another_empties_the_summaries_that_are_kept(service: Any) -> None:
-    for number in range(4):
-        rank = FakeRank(run=f"run-{number}")
-        await service.store(rank, rank.started(), rank.sample(1))
-    engine, cache = service.app.state.store.reader.engine, SummaryCache(most=3)
-    with engine.begin() as one, engine.begin() as other:
-        rows = one.execute(select(runs).order_by(runs.c.name)).all()
-
-        def read_meanwhile(*_: Any) -> None:
-            while others:
-                assert cache.of(other, others.pop(0), 0)
-
-        others = [rows[2:], rows[3:]]  # the first goes past the most, so the second empties them
-        cache.of(one, rows[:2], 0)
-        event.listen(one, "before_cursor_execute", read_meanwhile)
-        assert [found["run"] for found in cache.of(one, rows[:3], 0)] == ["run-0", "run-1", "run-2"]

@@ -87,20 +87,6 @@ async def test_what_does_not_fit_is_refused_with_a_sentence_and_hurts_nobody(ser
     await service.store(bad, bad.sample(2))
 
 
-async def test_heads_are_counted_against_what_the_boot_says_in_the_same_batch_or_said_before(service: Any) -> None:
-    rank = FakeRank()
-    risk = Array.of(np.ones(5, np.float32))
-    odd = rank.sample(1).model_copy(update={"states": None, "modes": None, "risk": risk})
-    for events in ((rank.started(), odd), (odd, rank.started())):
-        answer = await service.post(FakeRank(boot="b0").batch(*events))
-        assert answer.status_code == 422
-        assert "5 heads" in answer.json()["detail"]
-        assert "6" in answer.json()["detail"]
-    await service.store(rank, rank.started(), rank.sample(2))
-    found = await every_answer(service, "run-1")
-    assert found["/v1/runs/run-1"]["last_step"] == 2
-
-
 @pytest.mark.promise("S3")
 @pytest.mark.parametrize("told", [False, True])
 async def test_a_start_that_would_make_an_acknowledged_sample_unreadable_is_refused(service: Any, told: bool) -> None:

@@ -27,28 +27,6 @@ def postgres_for_replicas(postgres: str) -> str:
     return asyncio.run(new_database(postgres))
 
 
-def test_the_whole_path_works_on_postgresql(postgres: str, player: Any) -> None:
-    async def story(service: Any) -> None:
-        first, second = FakeRank(rank=0), FakeRank(rank=1)
-        for rank in (first, second):
-            await service.store(rank, rank.started(), rank.sample(10, loss=float("nan")))
-        await service.store(first, first.verdict(10, evidence={"ratio": float("inf")}))
-        order = {"who": "ann", "reason": "drift", "heads": [[0, 2]], "mode": "exact_delta"}
-        made = await service.client.post("/v1/runs/run-1/commands", json=order)
-        assert made.status_code == 201
-        for rank in (first, second):
-            [command] = (await service.store(rank, rank.sample(20))).commands
-            await service.store(rank, rank.answer(command, 21))
-        assert (await service.get(f"/v1/commands/{made.json()['id']}"))["state"] == "applied"
-        detail = await service.get("/v1/runs/run-1")
-        assert (detail["last_step"], detail["active_warnings"]) == (20, 1)
-        [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"]
-        assert line["last"] == ["NaN", 3.0]
-        assert 'foreshock_run_step{run="run-1"} 20.0' in (await service.client.get("/metrics")).text
-
-    asyncio.run(player(postgres, story, migrate=True))
-
-
 @pytest.mark.full
 @pytest.mark.promise("S1")
 @pytest.mark.promise("S11")

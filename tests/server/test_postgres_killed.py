@@ -1,7 +1,6 @@
 """PostgreSQL itself killed with kill -9: the service lives on, keeps what it acknowledged, and needs no restart."""
 
 import asyncio
-import gc
 import random
 import subprocess
 import sys
@@ -11,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
 from tests.server.postgresql import PostgresServer, new_database
 from tests.server.senders import Sender
 from tests.server.test_postgres import MIGRATE, stored
 
-from foreshock.server import readings
-from foreshock.server.store import retention as sweeping
-from foreshock.server.store.database import Store, is_away
+from foreshock.server.store.database import Store
 from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = [pytest.mark.servers, pytest.mark.promise("S1")]
@@ -112,47 +108,3 @@ def test_killed_while_replicas_migrate_the_next_start_ends_the_migration(server:
         await store.close()
 
     asyncio.run(look())
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:<psycopg.ServerCursor:ResourceWarning")  # it cannot be closed: its server is gone
-def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_next_try(
-    server: PostgresServer, url: str, player: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweeping, "_SAMPLES_AT_ONCE", 1)  # two hundred commits, so that the kill comes between two
-
-    async def story(service: Any) -> None:
-        store = service.app.state.store
-        old, live = FakeRank(run="old", layers=1), FakeRank(run="live", layers=1)
-        for rank in (old, live):
-            await service.store(rank, rank.started(), *(rank.sample(step) for step in range(1, 200)))
-        before = await service.get("/v1/runs/live/curves", line="head.risk")
-        with store.writer.engine.begin() as connection:
-            connection.execute(text("UPDATE runs SET last_seen = last_seen - 1000 WHERE name = 'old'"))
-            ids = {r.name: r.id for r in connection.execute(text("SELECT id, name FROM runs"))}
-        retention = sweeping.Retention(store, 500.0)
-        assert await retention.sweep(monotonic=0.0) == 0
-        left = text(f"SELECT count(*) FROM samples WHERE run_id = {ids['old']}")
-
-        async def count() -> int:
-            return int(await store.read(lambda connection: connection.execute(left).scalar_one()))
-
-        leaving = asyncio.create_task(retention.sweep(monotonic=51.0))
-        while await count() > 195:
-            await asyncio.sleep(0)
-        rolling = asyncio.create_task(readings.build(store, ids["live"], 0))
-        await asyncio.sleep(0.02)
-        await asyncio.to_thread(server.kill)
-        ended: list[Any] = [*await asyncio.gather(leaving, rolling, return_exceptions=True)]
-        assert is_away(ended[0]), ended
-        assert ended[1] is True or is_away(ended[1]), ended
-        await asyncio.to_thread(server.start)
-        assert await retention.sweep(monotonic=60.0) == 1
-        assert await readings.build(store, ids["live"], 0)
-        del ended, leaving, rolling  # each holds what failed, with its frames
-        gc.collect()  # the cursor that the kill left open, while its warning is left out
-        assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["live"]
-        after = await service.get("/v1/runs/live/curves", line="head.risk")
-        assert after["lines"][0]["steps"] == before["lines"][0]["steps"]
-
-    asyncio.run(player(url, story, migrate=True))

@@ -87,19 +87,6 @@ async def test_a_process_that_speaks_for_itself_after_others_sent_its_spool_is_l
     assert await who_is_ordered(service, old, new) == [BEHIND]
 
 
-@pytest.mark.parametrize("jump_seconds", [91 * 86400.0, -91 * 86400.0])
-async def test_a_service_whose_clock_jumped_for_a_moment_still_knows_who_came_last(
-    service: Any, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(recorder, "time", clock)
-    ranks = [FakeRank(boot=f"180000000{number}000-0-dddd") for number in (3, 2, 1)]
-    for number, rank in enumerate(ranks):
-        clock.ahead = jump_seconds if number == (1 if jump_seconds > 0 else 0) else 0.0
-        await service.store(rank, rank.started(step=number), rank.sample(number + 1), age=1)
-    assert await who_is_ordered(service, *ranks) == [ranks[2].boot]
-
-
 async def test_a_spool_that_is_replayed_after_the_clock_was_ahead_stays_before_its_successor(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

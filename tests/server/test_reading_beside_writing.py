@@ -1,7 +1,6 @@
 """Whoever reads, however much, takes nothing from ingest: not its connection, not the event loop."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,6 @@ import httpx
 import pytest
 from tests.server.loopwatch import watched_loop
 
-from foreshock.server import readings
 from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = pytest.mark.promise("S4")
@@ -62,28 +60,6 @@ def test_large_answers_are_read_and_written_beside_the_event_loop(on_both: Calla
 
 
 @pytest.mark.full
-async def test_readers_of_a_run_of_400_x_128_heads_do_not_stop_ingest(service: Any, sizes: Any) -> None:
-    readers = sizes("readers", quick=4, long=24)
-    wide, other = FakeRank(layers=400, heads=range(128)), FakeRank(run="other")
-    await service.store(wide, wide.started())
-    for step in (1, 2):
-        await service.store(wide, wide.sample(step))
-    path = "/v1/runs/run-1/curves?line=head.score_max"
-    # The framework builds its routes at the first request, once: as long as a reader of this run takes in all.
-    assert (await service.client.get(path.replace("run-1", "nobody"))).status_code == 404
-    with watched_loop() as watch:
-        reads = [asyncio.create_task(service.client.get(path)) for _ in range(readers)]
-        await service.store(other, other.started())
-        for step in range(1, 5):
-            await service.store(other, other.sample(step))
-            assert (await service.client.get("/healthz")).status_code == 200
-        assert not all(read.done() for read in reads), "the readers came first"
-        answers = await asyncio.gather(*reads)
-    assert {answer.status_code for answer in answers} == {200}
-    assert watch.part * readers < PART_HELD
-
-
-@pytest.mark.full
 def test_sigterm_ends_the_service_in_order_while_many_read_and_many_send(tmp_path: Path, sizes: Any) -> None:
     wide, readers = FakeRank(layers=400, heads=range(128)), sizes("readers", quick=24, long=48)
 
@@ -115,36 +91,3 @@ def test_sigterm_ends_the_service_in_order_while_many_read_and_many_send(tmp_pat
     words = (tmp_path / "service.log").read_text()
     assert '"level": "error"' not in words
     assert "Traceback" not in words
-
-
-def test_few_large_reads_are_at_work_at_once_and_a_crowd_is_told_to_come_back(
-    play: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    most, inside = 0, 0
-
-    async def story(service: Any) -> None:
-        nonlocal most
-        rank = FakeRank()
-        await service.store(rank, rank.started(), rank.sample(1))
-        merge = vars(readings)["merge"]
-
-        def slow(*given: Any) -> Any:
-            nonlocal most, inside
-            inside += 1
-            most = max(most, inside)
-            time.sleep(0.05)
-            inside -= 1
-            return merge(*given)
-
-        monkeypatch.setattr(readings, "merge", slow)
-        path = "/v1/runs/run-1/curves?line=head.score_max"
-        reads = [asyncio.create_task(service.client.get(path)) for _ in range(120)]
-        await asyncio.sleep(0.1)
-        await service.store(rank, rank.sample(2))
-        answers = await asyncio.gather(*reads)
-        assert {answer.status_code for answer in answers} == {200, 429}
-        assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
-        assert sum(answer.status_code == 200 for answer in answers) >= 32
-        assert most <= 2
-
-    play(story)

@@ -88,25 +88,6 @@ def test_on_a_disk_that_fills_up_nothing_is_acknowledged_and_when_there_is_room_
     assert set(kept.values()) == {1}
 
 
-async def test_a_store_that_has_become_read_only_is_read_and_refuses_batches_for_now(service: Any) -> None:
-    rank, store = FakeRank(), service.app.state.store
-    await service.store(rank, rank.started(), rank.sample(1))
-
-    def only_reading(on: str) -> None:
-        raw = store.writer.engine.raw_connection()
-        raw.driver_connection.execute(f"PRAGMA query_only = {on}")
-        raw.close()
-
-    only_reading("ON")
-    answer = await service.post(rank.batch(rank.sample(2)))
-    assert (answer.status_code, answer.headers["retry-after"] >= "1") == (503, True)
-    assert (await service.get("/v1/runs/run-1"))["last_step"] == 1
-    order = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta"}
-    assert (await service.client.post("/v1/runs/run-1/commands", json=order)).status_code == 503
-    only_reading("OFF")
-    assert (await service.post(rank.batch(rank.sample(2), sequence=2))).status_code == 200
-
-
 @pytest.mark.full
 def test_after_its_log_was_taken_away_the_store_opens_and_what_is_sent_again_is_kept_once(tmp_path: Path) -> None:
     rank = FakeRank()
@@ -123,45 +104,6 @@ def test_after_its_log_was_taken_away_the_store_opens_and_what_is_sent_again_is_
     with closing(sqlite3.connect(tmp_path / "foreshock.db")) as database:
         assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     assert set(samples_by_batch(tmp_path / "foreshock.db").values()) == {1}
-
-
-def cut_in_half(whole: bytes) -> bytes:
-    return whole[: len(whole) // 8192 * 4096]
-
-
-def first_page_overwritten(whole: bytes) -> bytes:
-    return b"\x07" * 4096 + whole[4096:]
-
-
-@pytest.mark.parametrize("torn", [cut_in_half, first_page_overwritten])
-def test_a_torn_file_is_refused_in_one_sentence(tmp_path: Path, torn: Callable[[bytes], bytes]) -> None:
-    path = tmp_path / "foreshock.db"
-    old.store_at(path)
-    path.write_bytes(torn(path.read_bytes()))
-    with pytest.raises(OSError, match=r"the database cannot be used: .*(malformed|not a database)") as said:
-        LiveService(tmp_path).start()
-    assert "Traceback" not in str(said.value)
-
-
-@pytest.mark.full
-def test_pages_that_decayed_within_the_file_stop_no_batch_of_another_run(tmp_path: Path) -> None:
-    path, rank = tmp_path / "foreshock.db", FakeRank(run="healthy")
-    old.store_at(path)
-    with LiveService(tmp_path) as service, service.client() as client:  # brought up to date
-        assert sent(client, rank, 1) == 200
-    with closing(sqlite3.connect(path)) as database:
-        query = "SELECT pageno FROM dbstat WHERE name = 'samples' AND pagetype = 'overflow' ORDER BY 1"
-        pages = [number for (number,) in database.execute(query)]
-    whole = bytearray(path.read_bytes())
-    for number in pages[:20]:
-        whole[(number - 1) * 4096 : number * 4096] = bytes(4096)
-    path.write_bytes(whole)
-    with LiveService(tmp_path) as service, service.client() as client:
-        for step in (2, 3):
-            assert sent(client, rank, step) == 200
-        assert client.get("/v1/runs/healthy").json()["last_step"] == 3
-        for address in ("/v1/runs", "/metrics", "/healthz", "/readyz"):
-            assert client.get(address).status_code == 200, address
 
 
 @pytest.mark.promise("S17")
