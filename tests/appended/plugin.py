@@ -14,10 +14,6 @@ SLOTS = """    MASS_SUM = 23
     LOOKED_AT_ROWS = 24
     DEPTH_MAX = 25
 """
-INFO = """    Slot.MASS_SUM: SlotInfo("float64", "sum", 0, "A sum."),
-    Slot.LOOKED_AT_ROWS: SlotInfo("int64", "sum", 0, "A count."),
-    Slot.DEPTH_MAX: SlotInfo("float64", "max", -np.inf, "A maximum."),
-"""
 
 
 def _install() -> None:
@@ -28,13 +24,19 @@ def _install() -> None:
     assert found.origin is not None
     text = Path(found.origin).read_text("utf-8")
     last = "    GRADIENT_ERROR_MAX = 22\n"
-    described = "the inputs are finite and the model's attention output is not.\"\n    ),\n"
-    assert text.count(last) == text.count(described) == 1, "the last slot is another by now: append after that"
+    sums, maxima = "    Slot.ENTROPY_SUM,\n)", "Slot.GRADIENT_ERROR_MAX)"
+    places = {
+        last: last + SLOTS,
+        sums: sums.replace(")", "    Slot.MASS_SUM,\n)"),
+        maxima: maxima.replace(")", ", Slot.DEPTH_MAX)"),
+    }
+    assert all(text.count(place) == 1 for place in places), "the last slots are others by now: append after them"
     module = ModuleType(name)
     module.__file__ = found.origin
     sys.modules[name] = module
-    more = text.replace(last, last + SLOTS).replace(described, described + INFO)
-    exec(compile(more, found.origin, "exec"), module.__dict__)
+    for place, appended in places.items():
+        text = text.replace(place, appended)
+    exec(compile(text, found.origin, "exec"), module.__dict__)
     vars(foreshock.contract)["slots"] = module
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.lab.made_up import STEPS, record
 
 from foreshock.contract import wire
-from foreshock.contract.slots import SLOTS, identity_row
+from foreshock.contract.slots import MAX_SLOTS, SUM_SLOTS, identity_row
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.baselines import BASELINES, Signal
@@ -80,7 +80,7 @@ def test_a_run_that_was_treated_from_its_start_is_neither_healthy_nor_a_failure(
 def test_nan_in_every_field_is_a_run_without_a_verdict(tmp_path: Path) -> None:
     path = tmp_path / "nan.jsonl.gz"
     state = np.tile(identity_row(), (2, 1))
-    state.view(np.float64)[:, [slot for slot, info in SLOTS.items() if info.dtype == "float64"]] = math.nan
+    state.view(np.float64)[:, [*SUM_SLOTS, *MAX_SLOTS]] = math.nan
     layer = wire.Layer(layer=0, name="h.0", heads=(0, 1), kv_heads=2, head_dim=8, served_by="reference")
     with TraceWriter(path, {}) as writer:
         writer(wire.Started(step=0, unix_seconds=0.0, layers=(layer,), policy="observe", numerics="kernel"))

@@ -1,7 +1,6 @@
 """`foreshock describe` and `foreshock delete`: what people say of a run, and its end."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -28,7 +27,13 @@ def describe(
 
     if name is None and note is None and not tag and not untag:
         raise CommandError("nothing to change: pass --name, --tag, --untag or --note")
-    detail = _describe(client, run, name=name, tag=tag or (), untag=untag or (), note=note)
+    tags = None
+    if tag or untag:
+        had = client.run(run).get("tags", [])
+        if missing := sorted(set(untag or ()) - set(had)):
+            raise CommandError(f"run {run} has no tag {missing[0]!r}; it has {', '.join(had) or 'none'}")
+        tags = sorted((set(had) | set(tag or ())) - set(untag or ()))
+    detail = client.describe(run, display_name=name, tags=tags, notes=note)
     if as_json:
         print_json(detail)
     else:
@@ -55,16 +60,3 @@ def delete(
         typer.confirm(question, abort=True, err=as_json)
     client.delete(run, reason=reason)
     print_result({"deleted": run, "last_step": step}, f"Run {run} is deleted.", as_json=as_json)
-
-
-def _describe(
-    client: Service, run: str, *, name: str | None, tag: Sequence[str], untag: Sequence[str], note: str | None
-) -> dict[str, Any]:
-    """Say what is given of a run, and return it. Tags are added to those that it has, or taken from them."""
-    tags = None
-    if tag or untag:
-        had = client.run(run).get("tags", [])
-        if missing := sorted(set(untag) - set(had)):
-            raise CommandError(f"run {run} has no tag {missing[0]!r}; it has {', '.join(had) or 'none'}")
-        tags = sorted((set(had) | set(tag)) - set(untag))
-    return client.describe(run, display_name=name, tags=tags, notes=note)

@@ -27,16 +27,10 @@ def approve(
     wait: Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.")] = 30.0,
 ) -> None:
     """Approve the proposed switch, and wait for the agent's answer. Exit codes as for `switch`."""
-    from foreshock.cli import runs as text
-    from foreshock.cli.output import console, print_json
+    from foreshock.cli.runs import finish
 
     done = client.wait(client.approve(_waiting(client, run, command), reason=reason), wait)
-    if as_json:
-        print_json({"commands": [done]})
-    else:
-        text.show_commands([done], console(), wait)
-    if code := text.exit_code([done], cancelled=False):
-        raise typer.Exit(code)
+    finish([done], as_json=as_json, wait_seconds=wait)
 
 
 @asks_service
@@ -48,14 +42,9 @@ def reject(
     command: Proposal = None,
 ) -> None:
     """Reject the proposed switch. It is not proposed again until its heads have a new warning."""
-    from foreshock.cli import runs as text
-    from foreshock.cli.output import console, print_json
+    from foreshock.cli.runs import finish
 
-    done = client.reject(_waiting(client, run, command), reason=reason)
-    if as_json:
-        print_json({"commands": [done]})
-    else:
-        text.show_commands([done], console(), 0.0)
+    finish([client.reject(_waiting(client, run, command), reason=reason)], as_json=as_json, done=("rejected",))
 
 
 def _waiting(client: Service, run: str, command: str | None) -> str:

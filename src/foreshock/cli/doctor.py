@@ -104,23 +104,18 @@ def _service(url: str) -> Finding:
     return Finding("service", "ok", f"{url} answers")
 
 
-def report(url: str, console: Console) -> bool:
-    """Print the findings as a table; True when nothing is wrong."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("what", "state", "detail"):
-        table.add_column(column, overflow="fold")
-    healthy = True
-    for finding in examine(url):
-        table.add_row(escape(finding.what), _MARKS[finding.state], escape(finding.detail))
-        healthy &= finding.state != "wrong"
-    console.print(table)
-    return healthy
-
-
-def report_json(url: str) -> bool:
-    """Print the findings as JSON; True when nothing is wrong."""
+def report(url: str, console: Console, *, as_json: bool) -> bool:
+    """Print the findings as a table or as JSON; True when nothing is wrong."""
     findings = list(examine(url))
-    print_json([asdict(finding) for finding in findings])
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("what", "state", "detail"):
+            table.add_column(column, overflow="fold")
+        for finding in findings:
+            table.add_row(escape(finding.what), _MARKS[finding.state], escape(finding.detail))
+        console.print(table)
     return all(finding.state != "wrong" for finding in findings)
 
 

@@ -136,7 +136,7 @@ def doctor(
 
     if model is not None:
         examination.report_model(model, console())
-    elif not (examination.report_json(url) if as_json else examination.report(url, console())):
+    elif not examination.report(url, console(), as_json=as_json):
         raise typer.Exit(1)
 
 
@@ -183,14 +183,15 @@ def export(
 ) -> None:
     """Print one metric of a run as CSV: step, low, high and last, and worst_head if no --head is given."""
     from foreshock.cli import runs as text
-    from foreshock.cli.output import print_json
+    from foreshock.cli.output import print_csv, print_json
 
     span = client.series(run, metric, layer=layer, head=head, from_step=from_step, to_step=to_step, max_points=points)
+    names, rows = text.points_of(span)
     if as_json:
-        where = {"run": run, "metric": metric, "layer": layer, "head": head}
-        print_json(where | {"points": text.points_of_series(span)})
+        found = [dict(zip(names, point, strict=True)) for point in rows]
+        print_json({"run": run, "metric": metric, "layer": layer, "head": head, "points": found})
     else:
-        text.csv_of_series(span)
+        print_csv(names, rows)
 
 
 @app.command()
@@ -222,7 +223,6 @@ def switch(
     rejected). 1: not ordered.
     """
     from foreshock.cli import runs as text
-    from foreshock.cli.output import console, print_json
 
     order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
     one = [given for given in (mode, undo, cancel) if given is not None]
@@ -236,12 +236,8 @@ def switch(
         commands = text.undo(client, command=undo, **order)
     else:
         commands = [text.cancel(client, run=run, command=str(cancel), reason=reason)]
-    if as_json:
-        print_json({"commands": commands})
-    else:
-        text.show_commands(commands, console(), wait)
-    if code := text.exit_code(commands, cancelled=cancel is not None):
-        raise typer.Exit(code)
+    done = ("applied", "dry_run") if cancel is None else ("cancelled",)
+    text.finish(commands, as_json=as_json, wait_seconds=wait, done=done)
 
 
 @app.command()

@@ -19,8 +19,8 @@ _ORDERS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u20
 """Characters that a terminal acts on, or that turn the order of others; a line break and a tab stay."""
 _BLANKS: Final = re.compile(r" +$", re.MULTILINE)
 
-DONE, FAILED, UNANSWERED, REFUSED = 0, 1, 3, 4
-"""Exit codes: done; an error in a sentence; ordered and not answered yet; answered, and not done (2 is wrong usage)."""
+UNANSWERED, REFUSED = 3, 4
+"""Exit codes: ordered and not answered yet; answered, and not done. 1 is an error in a sentence, 2 wrong usage."""
 
 
 class _Unpadded(StringIO):

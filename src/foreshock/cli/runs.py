@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import typer
@@ -11,16 +11,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from foreshock.cli.errors import CommandError
-from foreshock.cli.output import DONE, REFUSED, UNANSWERED, print_csv
+from foreshock.cli.output import REFUSED, UNANSWERED, console, print_csv, print_json
 from foreshock.client import SETTLED, Series, Service
 from foreshock.contract.modes import parse_mode
 
 
-def list_runs(client: Service, console: Console) -> None:
+def list_runs(client: Service, out: Console) -> None:
     """A table of every run: what needs a person first, and what has ended last."""
     rows = sorted(client.runs(), key=lambda run: -run["urgency"])
     if not rows:
-        console.print('The service has no runs yet. In a training: foreshock.attach(model, run="my-run", url=...)')
+        out.print('The service has no runs yet. In a training: foreshock.attach(model, run="my-run", url=...)')
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, justify in (("run", "left"), ("state", "left"), ("severity", "left"), ("step", "right"),
@@ -40,16 +40,16 @@ def list_runs(client: Service, console: Console) -> None:
             run["policy"] or "-",
             f"{duration(now - run['last_seen_unix_seconds'])} ago",
         )
-    console.print(table)
+    out.print(table)
     for run in rows:
         if shared := run.get("shared_ranks"):
-            console.print(f"{run['run']}: {shared}", style="yellow", markup=False)
+            out.print(f"{run['run']}: {shared}", style="yellow", markup=False)
 
 
-def show_run(client: Service, run: str, console: Console) -> None:
+def show_run(client: Service, run: str, out: Console) -> None:
     """One run: its layers, the modes of its heads, and its active warnings in words."""
     detail = client.run(run)
-    console.print(
+    out.print(
         f"[bold]{detail['run']}[/bold]  {state_of(detail, time.time())}  step {_text(detail['last_step'], '{}')}  "
         f"loss {_text(detail['loss'], '{:.4f}')}  {policy_of(detail)}"
         + (f"  QK-Clip {detail['qk_clip']}" if detail.get("qk_clip") else "")
@@ -69,14 +69,14 @@ def show_run(client: Service, run: str, console: Console) -> None:
             ", ".join(switched) or "-",
             _text(max(risks, default=None), "{:.2f}"),
         )
-    console.print(table)
-    show_description(detail, console)
+    out.print(table)
+    show_description(detail, out)
     if shared := detail.get("shared_ranks"):
-        console.print(shared, style="yellow", markup=False)
+        out.print(shared, style="yellow", markup=False)
     for warning in detail["warnings"]:
-        console.print(f"[yellow]{warning['severity']}[/yellow]  step {warning['step']}: {escape(warning['sentence'])}")
+        out.print(f"[yellow]{warning['severity']}[/yellow]  step {warning['step']}: {escape(warning['sentence'])}")
     if not detail["warnings"]:
-        console.print("No active warning.")
+        out.print("No active warning.")
 
 
 def state_of(run: dict[str, Any], now: float) -> str:
@@ -94,11 +94,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86_400:.0f} days"
 
 
-def show_description(detail: dict[str, Any], console: Console) -> None:
+def show_description(detail: dict[str, Any], out: Console) -> None:
     """Print the name, tags and notes that people gave a run, where it has them."""
     for word, key in (("called", "display_name"), ("tags", "tags"), ("notes", "notes")):
         if value := detail.get(key):
-            console.print(f"{word}: {', '.join(value) if isinstance(value, list) else value}", markup=False)
+            out.print(f"{word}: {', '.join(value) if isinstance(value, list) else value}", markup=False)
 
 
 _SWITCHED = {"head": "its head", "layer": "all heads of its layer", "model": "all heads"}
@@ -140,26 +140,14 @@ def csv_of_runs(client: Service) -> None:
     print_csv(columns, ([run.get(column) for column in columns] for run in rows))
 
 
-def csv_of_series(series: Series) -> None:
-    """One metric against the step as CSV."""
-    names, points = _points(series)
-    print_csv(names, points)
-
-
-def points_of_series(series: Series) -> list[dict[str, Any]]:
-    """One metric against the step, a dictionary for each point."""
-    names, points = _points(series)
-    return [dict(zip(names, point, strict=True)) for point in points]
-
-
-def _points(series: Series) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
-    columns = [series.steps, series.low, series.high, series.last]
+def points_of(series: Series) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
+    """The names of the columns of one metric against the step, and its rows."""
+    columns = [column.tolist() for column in (series.steps, series.low, series.high, series.last)]
     names = ["step", "low", "high", "last"]
     if series.worst_head is not None:
-        names = [*names, "worst_head"]
-        heads = (None if math.isnan(head) else int(head) for head in series.worst_head)
-        return names, zip(*(column.tolist() for column in columns), heads, strict=True)
-    return names, zip(*(column.tolist() for column in columns), strict=True)
+        names.append("worst_head")
+        columns.append([None if math.isnan(head) else int(head) for head in series.worst_head])
+    return names, zip(*columns, strict=True)
 
 
 def switch(
@@ -224,35 +212,46 @@ def cancel(client: Service, *, run: str, command: str, reason: str) -> dict[str,
     return client.cancel(command, reason=reason)
 
 
-def show_commands(commands: list[dict[str, Any]], console: Console, wait_seconds: float) -> None:
+def show_commands(commands: list[dict[str, Any]], out: Console, wait_seconds: float) -> None:
     """Print what became of commands, and what the agents answered."""
     for command in commands:
-        console.print(f"command {command['id']}: {command['state']}")
+        out.print(f"command {command['id']}: {command['state']}")
         if why := command.get("closed_because"):
-            console.print(f"  {why}", markup=False)
+            out.print(f"  {why}", markup=False)
         for answer in command["ranks"]:
             for (at_layer, head), before, after in zip(answer["heads"], answer["before"], answer["after"], strict=True):
-                console.print(f"  step {answer['step']}: layer {at_layer} head {head}: {before} -> {after}")
+                out.print(f"  step {answer['step']}: layer {at_layer} head {head}: {before} -> {after}")
             if command["state"] == "cancelled":
-                console.print(f"  rank {answer['rank']} had it: {answer['outcome'] or 'no answer yet'}")
+                out.print(f"  rank {answer['rank']} had it: {answer['outcome'] or 'no answer yet'}")
             elif answer["outcome"] not in (None, "applied") or (answer["outcome"] and not answer["heads"]):
-                console.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}", markup=False)
+                out.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}", markup=False)
         run = command["run"]
         if command["state"] == "cancelled" and command["ranks"]:
-            console.print(f"`foreshock switch {run} --undo {command['id']}` reverts it.")
+            out.print(f"`foreshock switch {run} --undo {command['id']}` reverts it.")
         if command["state"] not in SETTLED:
-            console.print(
+            out.print(
                 f"No answer within {wait_seconds:g} s. The command stays pending until the run's next batch; "
                 f"see `foreshock runs {run}`."
             )
 
 
-def exit_code(commands: list[dict[str, Any]], *, cancelled: bool) -> int:
-    """The exit status: done, not answered yet, or answered and not done."""
+def finish(
+    commands: list[dict[str, Any]],
+    *,
+    as_json: bool,
+    wait_seconds: float = 0.0,
+    done: Collection[str] = ("applied", "dry_run"),
+) -> None:
+    """Print the state of commands, and end with the exit status: done, not answered yet, or answered and not done."""
+    if as_json:
+        print_json({"commands": commands})
+    else:
+        show_commands(commands, console(), wait_seconds)
     states = {command["state"] for command in commands}
     if not states <= SETTLED:
-        return UNANSWERED
-    return DONE if states <= ({"cancelled"} if cancelled else {"applied", "dry_run"}) else REFUSED
+        raise typer.Exit(UNANSWERED)
+    if not states <= set(done):
+        raise typer.Exit(REFUSED)
 
 
 def _head_refs(client: Service, run: str, layer: int | None, heads: list[int] | None) -> list[tuple[int, int]] | None:

@@ -7,7 +7,7 @@ decision 2): counts and sums add, maxima take the larger one; a ratio or a mean 
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,38 +17,60 @@ Words = npt.NDArray[np.int64]
 
 Floats = npt.NDArray[np.float64]
 
-Merge = Literal["sum", "max"]
-
 
 class Slot(IntEnum):
     """Position of a statistic in a head's state. Positions are part of the wire format: append, never reorder.
 
-    An appended slot may be of any kind: each says how it is merged in SLOTS, and nothing goes by its position.
+    An appended slot may be of any kind, and its position says nothing of it. SUM_SLOTS and MAX_SLOTS name the float64
+    sums and maxima; all others are counts.
     """
 
     ROWS = 0
+    """Query rows with at least one visible key and only finite scores."""
     TIED_ROWS_BF16 = 1
+    """Rows whose scores, rounded to bf16, have more than one maximum (paper, section 3.3.2)."""
     TIED_ROWS_ONE = 2
+    """Rows with more than one P = exp(S - max) that rounds to 1 in the operand's dtype."""
     SHIFTED_ROWS = 3
+    """Rows that paper_softmax shifted."""
     EMPTY_ROWS = 4
+    """Rows with no visible key; kept out of every other slot."""
     NONFINITE_ROWS = 5
+    """Rows with a NaN or infinite score, output or delta; counted in no other slot but its two parts."""
     SCORE_MAX = 6
+    """Largest scaled score."""
     ROW_MAX_ABS = 7
+    """Largest absolute value of a row's maximum score."""
     SCORE_OFFSET_SUM = 8
+    """Sum of lse - log n, n being the visible keys of the row."""
     SCORE_OFFSET_SUMSQ = 9
+    """Sum of squares of lse - log n."""
     DELTA_BIAS_SUM = 10
+    """Sum of delta_lp - delta_hp (paper, section 3.3.1)."""
     DELTA_BIAS_ABS = 11
+    """Sum of |delta_lp - delta_hp|."""
     DELTA_BIAS_SUMSQ = 12
+    """Sum of squares of delta_lp - delta_hp."""
     SKIPPED_ROWS = 13
+    """Rows counted in ROWS whose ties, shift and delta bias an earlier version left out."""
     ENTROPY_ROWS = 14
+    """Rows counted in ROWS whose entropy is known: sampled ones."""
     ENTROPY_SUM = 15
+    """Sum of the entropies of rows, lse - sum P S (nats)."""
     NONFINITE_INPUT_ROWS = 16
+    """Part of NONFINITE_ROWS: attention was given a query, key or value that is not finite."""
     NONFINITE_OUTPUT_ROWS = 17
+    """Part of NONFINITE_ROWS: the inputs are finite and the model's attention output is not."""
     CHECKED_ROWS = 18
+    """Sampled rows whose output was compared with its recomputation: those that have a bound."""
     WRONG_ROWS = 19
+    """Part of CHECKED_ROWS: the output is farther from its recomputation than rounding explains."""
     OUTPUT_ERROR_MAX = 20
+    """Largest distance of an output from its recomputation; 1 is what rounding explains."""
     WRONG_GRADIENT_ROWS = 21
+    """Sampled rows whose gradient of the query is farther off than rounding explains."""
     GRADIENT_ERROR_MAX = 22
+    """Largest distance of a gradient from its recomputation; 1 is what rounding explains."""
 
 
 SLOT_COUNT: Final = len(Slot)
@@ -58,79 +80,23 @@ MOST_SLOTS: Final = 64
 """No version's rows are longer."""
 
 
-class SlotInfo(NamedTuple):
-    """What a slot holds. `identity` is the value that changes nothing when merged."""
-
-    dtype: Literal["int64", "float64"]
-    merge: Merge
-    identity: float
-    help: str
-
-
-SLOTS: Final[dict[Slot, SlotInfo]] = {
-    Slot.ROWS: SlotInfo("int64", "sum", 0, "Query rows with at least one visible key and only finite scores."),
-    Slot.TIED_ROWS_BF16: SlotInfo(
-        "int64", "sum", 0, "Rows whose scores, rounded to bf16, have more than one maximum (paper, section 3.3.2)."
-    ),
-    Slot.TIED_ROWS_ONE: SlotInfo(
-        "int64", "sum", 0, "Rows with more than one P = exp(S - max) that rounds to 1 in the operand's dtype."
-    ),
-    Slot.SHIFTED_ROWS: SlotInfo("int64", "sum", 0, "Rows that paper_softmax shifted."),
-    Slot.EMPTY_ROWS: SlotInfo("int64", "sum", 0, "Rows with no visible key; kept out of every other slot."),
-    Slot.NONFINITE_ROWS: SlotInfo(
-        "int64",
-        "sum",
-        0,
-        "Rows with a NaN or infinite score, output or delta; counted in no other slot but its two parts.",
-    ),
-    Slot.SCORE_MAX: SlotInfo("float64", "max", -np.inf, "Largest scaled score."),
-    Slot.ROW_MAX_ABS: SlotInfo("float64", "max", -np.inf, "Largest absolute value of a row's maximum score."),
-    Slot.SCORE_OFFSET_SUM: SlotInfo("float64", "sum", 0, "Sum of lse - log n, n being the visible keys of the row."),
-    Slot.SCORE_OFFSET_SUMSQ: SlotInfo("float64", "sum", 0, "Sum of squares of lse - log n."),
-    Slot.DELTA_BIAS_SUM: SlotInfo("float64", "sum", 0, "Sum of delta_lp - delta_hp (paper, section 3.3.1)."),
-    Slot.DELTA_BIAS_ABS: SlotInfo("float64", "sum", 0, "Sum of |delta_lp - delta_hp|."),
-    Slot.DELTA_BIAS_SUMSQ: SlotInfo("float64", "sum", 0, "Sum of squares of delta_lp - delta_hp."),
-    Slot.SKIPPED_ROWS: SlotInfo(
-        "int64", "sum", 0, "Rows counted in ROWS whose ties, shift and delta bias an earlier version left out."
-    ),
-    Slot.ENTROPY_ROWS: SlotInfo("int64", "sum", 0, "Rows counted in ROWS whose entropy is known: sampled ones."),
-    Slot.ENTROPY_SUM: SlotInfo("float64", "sum", 0, "Sum of the entropies of rows, lse - sum P S (nats)."),
-    Slot.NONFINITE_INPUT_ROWS: SlotInfo(
-        "int64", "sum", 0, "Part of NONFINITE_ROWS: attention was given a query, key or value that is not finite."
-    ),
-    Slot.NONFINITE_OUTPUT_ROWS: SlotInfo(
-        "int64", "sum", 0, "Part of NONFINITE_ROWS: the inputs are finite and the model's attention output is not."
-    ),
-    Slot.CHECKED_ROWS: SlotInfo(
-        "int64", "sum", 0, "Sampled rows whose output was compared with its recomputation: those that have a bound."
-    ),
-    Slot.WRONG_ROWS: SlotInfo(
-        "int64", "sum", 0, "Part of CHECKED_ROWS: the output is farther from its recomputation than rounding explains."
-    ),
-    Slot.OUTPUT_ERROR_MAX: SlotInfo(
-        "float64", "max", -np.inf, "Largest distance of an output from its recomputation; 1 is what rounding explains."
-    ),
-    Slot.WRONG_GRADIENT_ROWS: SlotInfo(
-        "int64", "sum", 0, "Sampled rows whose gradient of the query is farther off than rounding explains."
-    ),
-    Slot.GRADIENT_ERROR_MAX: SlotInfo(
-        "float64", "max", -np.inf, "Largest distance of a gradient from its recomputation; 1 is what rounding explains."
-    ),
-}
-
-COUNT_SLOTS: Final = tuple(slot for slot, info in SLOTS.items() if info.dtype == "int64")
-SUM_SLOTS: Final = tuple(s for s, info in SLOTS.items() if info.dtype == "float64" and info.merge == "sum")
-MAX_SLOTS: Final = tuple(slot for slot, info in SLOTS.items() if info.merge == "max")
-
-
-_IS_COUNT: Final = tuple(SLOTS[slot].dtype == "int64" for slot in Slot)
+SUM_SLOTS: Final = (
+    Slot.SCORE_OFFSET_SUM,
+    Slot.SCORE_OFFSET_SUMSQ,
+    Slot.DELTA_BIAS_SUM,
+    Slot.DELTA_BIAS_ABS,
+    Slot.DELTA_BIAS_SUMSQ,
+    Slot.ENTROPY_SUM,
+)
+MAX_SLOTS: Final = (Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.OUTPUT_ERROR_MAX, Slot.GRADIENT_ERROR_MAX)
+COUNT_SLOTS: Final = tuple(slot for slot in Slot if slot not in {*SUM_SLOTS, *MAX_SLOTS})
+_IS_COUNT: Final = tuple(slot in COUNT_SLOTS for slot in Slot)
 
 
 def identity_row() -> Words:
     """The state of a head that has seen nothing, [SLOT_COUNT]."""
     row = np.zeros(SLOT_COUNT, dtype=np.int64)
-    floats = [slot for slot, info in SLOTS.items() if info.dtype == "float64"]
-    row.view(np.float64)[floats] = [SLOTS[slot].identity for slot in floats]
+    row.view(np.float64)[list(MAX_SLOTS)] = -np.inf
     return row
 
 

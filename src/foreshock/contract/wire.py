@@ -9,13 +9,20 @@ a field, a slot, a kind of event, the name of a mode, it skips or keeps as text.
 acknowledged can be read by everybody afterwards.
 """
 
+import math
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
+import numpy as np
+import numpy.typing as npt
+import pybase64
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     FailFast,
     Field,
     ValidationError,
@@ -26,10 +33,6 @@ from pydantic import (
 from pydantic_core import from_json
 
 from foreshock.contract.causes import Cause, IncidentCause
-from foreshock.contract.message import MAX_BATCH_BYTES as MAX_BATCH_BYTES
-from foreshock.contract.message import Array as Array
-from foreshock.contract.message import Message as Message
-from foreshock.contract.message import at_most
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODE_PATTERN, mode_name, parse_mode
 from foreshock.contract.slots import MOST_SLOTS, OLDEST_SLOT_COUNT, Words, fitted
 
@@ -42,12 +45,78 @@ MAX_HEADS: Final = 1024
 MAX_EVENTS: Final = 512
 MAX_VALUES: Final = 2**20
 """Most values in a batch, arrays aside: its lists and objects, and what stands in them."""
+MAX_BATCH_BYTES: Final = 32 * 2**20
 MAX_ACK_BYTES: Final = 2**20
 """Most bytes of an acknowledgement: one command may name every head, further ones wait for the next."""
 AGE_HEADER: Final = "foreshock-process-age"
 """Beside a batch: how many seconds ago the process started that the batch is of, by a monotonic clock, when sent."""
 REPLAYED_HEADER: Final = "foreshock-replayed"
 """Beside a batch that a successor sends from the spool of a dead process: `true`."""
+
+
+class Message(BaseModel):
+    """Base of every message: frozen, non-finite scalars as strings. Fields of a newer version are skipped."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
+
+
+def first_error(error: ValidationError) -> str:
+    """Where the first error of a message or of a saved state stands, and what it is, without what was given."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
+def _at_most(entries: int) -> BeforeValidator:
+    """Refuses a longer object before its entries are looked at: each wrong one would be an error of its own."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > entries:
+            raise ValueError(f"has {len(value)} entries, {entries} are the most")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _decoded(data: str) -> bytes:
+    return pybase64.b64decode(data, validate=True)
+
+
+class Array(Message):
+    """A small numeric array, exact to the bit."""
+
+    dtype: Literal["<i8", "<f8", "<f4", "<i4"]
+    shape: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = Field(max_length=4)
+    data: str = Field(max_length=MAX_BATCH_BYTES)
+
+    @model_validator(mode="after")
+    def _size_matches(self) -> Self:
+        want = math.prod(self.shape) * int(self.dtype[2])
+        padding = 2 if self.data.endswith("==") else 1 if self.data.endswith("=") else 0
+        have = len(self.data) // 4 * 3 - padding
+        if len(self.data) % 4 or have != want:
+            raise ValueError(f"array of shape {self.shape} and dtype {self.dtype} needs {want} bytes, got {have}")
+        try:
+            self.__dict__["raw"] = _decoded(self.data)  # once; as `raw` would, without its lock
+        except ValueError as error:
+            raise ValueError(f"array data is not base64: {error}") from None
+        return self
+
+    @cached_property
+    def raw(self) -> bytes:
+        """The values, little-endian and in C order. Raises ValueError for what is not base64."""
+        return _decoded(self.data)
+
+    @classmethod
+    def of(cls, values: npt.NDArray[Any]) -> Self:
+        """Encode an int64, float64, float32 or int32 array."""
+        little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+        dtype: Any = little.dtype.str
+        return cls(dtype=dtype, shape=values.shape, data=pybase64.b64encode_as_string(little.data))
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Decode into a new writable array."""
+        return np.frombuffer(bytearray(self.raw), dtype=self.dtype).reshape(self.shape)
+
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
@@ -130,10 +199,10 @@ class Started(Message):
     qk_clip: str | None = Field(
         default=None, pattern="^[a-z_]{1,16}$", description="QK-Clip: never, warned, on; null: it cannot scale here"
     )
-    labels: Annotated[dict[Identifier, Annotated[str, Field(max_length=256)]], at_most(32)] = Field(
+    labels: Annotated[dict[Identifier, Annotated[str, Field(max_length=256)]], _at_most(32)] = Field(
         default_factory=dict, max_length=32
     )
-    versions: Annotated[dict[Identifier, Annotated[str, Field(max_length=64)]], at_most(32)] = Field(
+    versions: Annotated[dict[Identifier, Annotated[str, Field(max_length=64)]], _at_most(32)] = Field(
         default_factory=dict, max_length=32
     )
 
@@ -223,7 +292,7 @@ class Verdict(Message):
     head: HeadNumber | None = None
     cause: Annotated[Cause, _other_if_newer(get_args(Cause))]
     signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/growth.py names them")
-    evidence: Annotated[dict[Identifier, float], at_most(32)] = Field(default_factory=dict, max_length=32)
+    evidence: Annotated[dict[Identifier, float], _at_most(32)] = Field(default_factory=dict, max_length=32)
     corrected_from: Annotated[IncidentCause, _other_if_newer(get_args(IncidentCause))] | None = Field(
         default=None, description="the cause that this warning was reported under before; null: it is the first one"
     )
@@ -304,10 +373,10 @@ class AgentHealth(Message):
 
     kind: Literal["health"] = "health"
     step: Step
-    dropped: Annotated[dict[Identifier, Count], at_most(256)] = Field(
+    dropped: Annotated[dict[Identifier, Count], _at_most(256)] = Field(
         default_factory=dict, max_length=256, description="events lost, by reason"
     )
-    faults: Annotated[dict[Identifier, Count], at_most(256)] = Field(
+    faults: Annotated[dict[Identifier, Count], _at_most(256)] = Field(
         default_factory=dict, max_length=256, description="contained faults, by component"
     )
     retries: Count = 0

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.contract.incident import page_of
-from foreshock.contract.message import first_error
 from foreshock.contract.metrics.metric import GUARDED
+from foreshock.contract.wire import first_error
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.coverage import CoverageReport, pause_steps
 from foreshock.monitor.checkpoints import KnownCheckpoints, Rounds, SaveRequests, store_of_processes

@@ -16,8 +16,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from foreshock.contract.message import first_error
-from foreshock.contract.wire import MAX_LAYERS, Layer
+from foreshock.contract.wire import MAX_LAYERS, Layer, first_error
 from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings

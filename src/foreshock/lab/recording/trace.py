@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from foreshock.contract import wire
-from foreshock.contract.slots import SLOTS, Floats, Slot, Words, identity_row
+from foreshock.contract.slots import COUNT_SLOTS, Floats, Slot, Words, identity_row
 from foreshock.monitor.detect.readings import Readings, head_readings
 
 RECORDED: Final = ".jsonl.gz"
@@ -115,7 +115,7 @@ def _from_slots(named: dict[str, Any], heads: int) -> Words:
             continue
         if len(values) != heads:
             raise ValueError(f"slot {name} speaks of {len(values)} heads in a trace of {heads}")
-        if SLOTS[slot].dtype == "int64":
+        if slot in COUNT_SLOTS:
             words[:, slot] = values
         else:
             floats[:, slot] = _numbers(values)

@@ -8,8 +8,8 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from foreshock.contract import wire
-from foreshock.contract.message import first_error
 from foreshock.contract.modes import ROUNDING_ENDS
+from foreshock.contract.wire import first_error
 from foreshock.monitor.detect.bias_evidence import BiasEvidence
 from foreshock.monitor.detect.growth import HeadPasts, HeadSignal, SavedFloats, SavedInts
 from foreshock.monitor.detect.non_finite import NonFiniteTracker
