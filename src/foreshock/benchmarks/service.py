@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 
 from foreshock.benchmarks.ingest import cpu_seconds, here
 from foreshock.benchmarks.ingest_clients import Load, run_load
-from foreshock.contract.metrics.catalog import HEAD_METRICS
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import MORE_CHARTS
 from foreshock.server.store.schema import rollups
 from foreshock.server.testing import FakeRank, LiveService
