@@ -17,7 +17,7 @@ OLDER = (
     "tests/server/test_rolling_upgrade.py",
     "tests/kernels/test_attention_properties.py",
     "tests/kernels/test_triton_sampled_rows.py",
-    "tests/monitor/test_sample.py",
+    "tests/monitor/test_samples.py",
     "tests/monitor/test_probe.py",
     "tests/lab/test_replay.py",
     "tests/lab/test_trace_writer.py",

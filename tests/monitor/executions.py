@@ -1,5 +1,6 @@
-"""One training in some mode of execution, with an agent and without: what must be equal to the last bit."""
+"""Models and modes of execution, and one training with an agent and without: what must be equal to the last bit."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,8 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from tests.monitor.doubles import Listener
+from tests.monitor.tiny_models import (
+    CausalSelfAttention,
+    Checkpoint,
+    GroupedQueryAttention,
+    TinyViT,
+    batch,
+    next_token_loss,
+    tiny_gpt,
+)
+from tests.monitor.transformers_models import TRANSFORMERS
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
@@ -92,11 +105,15 @@ Loop = Callable[[nn.Module, Callable[[Tensor], None]], list[Tensor]]
 """Trains a model, calls its second argument with the loss after every optimizer step, and returns the losses."""
 
 
+def unwatched(model: nn.Module, loop: Loop) -> Trained:
+    """Train with the model's own attention and no agent."""
+    return Trained(loop(model, lambda loss: None), _weights(model))
+
+
 def alone(model: nn.Module, loop: Loop, numerics: str = "auto") -> Trained:
     """Train with our operator and no agent."""
     with operator_alone(numerics):
-        losses = loop(model, lambda loss: None)
-    return Trained(losses, _weights(model))
+        return unwatched(model, loop)
 
 
 def watched(
@@ -114,3 +131,112 @@ def watched(
 
         losses = loop(model, stepped)
     return Trained(losses, _weights(model), listener, agent.run, agent.report())
+
+
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a step is run."""
+
+    compile: dict[str, Any] | None = None
+    checkpoint: Checkpoint | None = None
+    micro_batches: int = 1
+    autocast: bool = False
+    dtype: torch.dtype = torch.float32
+    reentrant: bool | None = None
+    """of the checkpoints that a model of transformers makes itself"""
+
+    def loop(self, model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+        """Some optimizer steps."""
+        run: Any = model if self.compile is None else torch.compile(model, **self.compile)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(STEPS):
+            parts = []
+            for ids in torch.split(batch(step, rows=2 * self.micro_batches), 2):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+                    parts.append(next_token_loss(run(ids).float(), ids) / self.micro_batches)
+                torch.autograd.backward(parts[-1])
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(torch.stack(parts).sum().detach())
+            stepped(losses[-1])
+        return losses
+
+
+def saving(*saved: Any) -> Checkpoint:
+    """Selective checkpointing: these operators' results are saved, all else is computed again."""
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return lambda *args: checkpoint(*args, use_reentrant=False, context_fn=contexts)
+
+
+MODES: dict[str, list[Mode]] = {
+    "eager": [Mode()],
+    "torch.compile": [Mode(compile={"backend": "aot_eager", "fullgraph": True})],
+    "inductor": [Mode(compile={"fullgraph": True})],
+    "checkpointing (reentrant)": [Mode(checkpoint=functools.partial(checkpoint, use_reentrant=True), reentrant=True)],
+    "checkpointing (non-reentrant)": [
+        Mode(checkpoint=functools.partial(checkpoint, use_reentrant=False), reentrant=False)
+    ],
+    "selective checkpointing": [
+        Mode(checkpoint=saving(torch.ops.foreshock.attention_forward.default)),
+        Mode(checkpoint=saving(torch.ops.aten.mm.default, torch.ops.aten.addmm.default)),
+    ],
+    "gradient accumulation": [Mode(micro_batches=2)],
+    "autocast bf16": [Mode(autocast=True)],
+    "pure bf16": [Mode(dtype=torch.bfloat16)],
+}
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, batch_first=True, dropout=0.0)
+
+
+def seeded(make: Callable[[Checkpoint | None], nn.Module]) -> Callable[[Mode], nn.Module]:
+    def made(mode: Mode) -> nn.Module:
+        torch.manual_seed(3)
+        return make(mode.checkpoint).to(mode.dtype)
+
+    return made
+
+
+def gpt_of(layer: Callable[[], nn.Module]) -> Callable[[Mode], nn.Module]:
+    return seeded(lambda kept: tiny_gpt(layer(), layer(), seed=3, checkpoint=kept))
+
+
+class Logits(nn.Module):
+    """A model of transformers whose output is its logits; its dropout is off, so that two runs are the same."""
+
+    def __init__(self, name: str, mode: Mode) -> None:
+        super().__init__()
+        made: Any = TRANSFORMERS[name]().train().to(mode.dtype)
+        for module in made.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if isinstance(getattr(module, "attn_dropout", None), float):
+                module.attn_dropout = 0.0
+        if mode.reentrant is not None:
+            old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"  # before transformers 5.20
+            getattr(made, new, getattr(made, old))({"use_reentrant": mode.reentrant})
+            made.enable_input_require_grads()
+        made.config.use_cache = False
+        self.model = made
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids).logits  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, tuple[Callable[[Mode], nn.Module], int, int]] = {
+    # how it is made, query heads in all, rows of a head in a micro-batch
+    "nanoGPT": (gpt_of(lambda: CausalSelfAttention(16, 2)), 4, 24),
+    "plain attention": (gpt_of(lambda: GroupedQueryAttention(16, 4, 2)), 8, 24),
+    "ViT": (seeded(lambda kept: TinyViT(checkpoint=kept)), 4, 2 * 4),
+    "torch TransformerEncoder": (gpt_of(encoder_layer), 4, 24),
+    **{name: (functools.partial(Logits, name), 8, 24) for name in TRANSFORMERS},
+}

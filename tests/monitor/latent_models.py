@@ -93,46 +93,6 @@ class LatentAttention(nn.Module):
         ]
 
 
-class RotaryFirst(LatentAttention):
-    """The rotary part first, of all heads before the others; keys of all heads before the values."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rope, nope = parts(self.wq_b(self.q_norm(self.wq_a(x))), HEADS * ROPE, HEADS * NOPE)
-        latent, of_all = parts(self.wkv_a(x), LATENT, ROPE)
-        own, value = parts(self.wkv_b(self.kv_norm(latent)), HEADS * NOPE, HEADS * VALUE)
-        shared = self.rotary(of_all[:, None]).expand(-1, HEADS, -1, -1)
-        query = torch.cat([self.rotary(heads_of(rope)), heads_of(nope)], -1)
-        return query, torch.cat([shared, heads_of(own)], -1), heads_of(value)
-
-    def rows(self, head: int) -> list[tuple[Any, list[int], str]]:
-        return [
-            (self.wq_b, list(range(HEADS * ROPE + head * NOPE, HEADS * ROPE + (head + 1) * NOPE)), "query"),
-            (self.wq_b, list(range(head * ROPE, (head + 1) * ROPE)), "query alone"),
-            (self.wkv_b, list(range(head * NOPE, (head + 1) * NOPE)), "key"),
-        ]
-
-
-class FeaturesFirst(LatentAttention):
-    """Each feature of all heads next to each other."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        def of(y: Tensor) -> Tensor:
-            return torch.unflatten(y, -1, (-1, HEADS)).permute(0, 3, 1, 2)
-
-        nope, rope = parts(of(self.wq_b(self.q_norm(self.wq_a(x)))), NOPE, ROPE)
-        latent, of_all = parts(self.wkv_a(x), LATENT, ROPE)
-        own, value = parts(of(self.wkv_b(self.kv_norm(latent))), NOPE, VALUE)
-        shared = self.rotary(of_all[:, None]).expand(-1, HEADS, -1, -1)
-        return torch.cat([nope, self.rotary(rope)], -1), torch.cat([own, shared], -1), value
-
-    def rows(self, head: int) -> list[tuple[Any, list[int], str]]:
-        return [
-            (self.wq_b, list(range(head, HEADS * NOPE, HEADS)), "query"),
-            (self.wq_b, list(range(HEADS * NOPE + head, HEADS * HEAD, HEADS)), "query alone"),
-            (self.wkv_b, list(range(head, HEADS * NOPE, HEADS)), "key"),
-        ]
-
-
 class SequenceFirst(LatentAttention):
     """Its projections see [S, B, E], as Megatron's."""
 
@@ -216,20 +176,6 @@ class NormedSharedKeys(LatentAttention):
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = super().heads(x)
         return query, torch.cat([key[..., :NOPE], F.rms_norm(key[..., NOPE:], (ROPE,))], -1), value
-
-
-class KeysAreValues(LatentAttention):
-    """Each head reads its own keys."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, _ = super().heads(x)
-        return query, key, key[..., :NOPE]
-
-
-class OneHead(LatentAttention):
-    """A single head."""
-
-    n_heads = 1
 
 
 class OneKeyHead(LatentAttention):

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tests.monitor.executions import Trained
+from tests.monitor.executions import Mode, Trained, unwatched
 from tests.monitor.probing import OF_SAMPLED_ROWS
 from tests.monitor.stand_ins import attending, flash_attn_2, flash_attn_3, flash_attn_4, xformers_fmha
-from tests.monitor.test_executions import Mode
 from tests.monitor.tiny_models import tiny_gpt
 from torch import Tensor, nn
 
@@ -208,8 +207,7 @@ def model_of(call: Call, layers: int = 2) -> nn.Module:
 
 
 def alone(call: Call, mode: Mode = Mode(), layers: int = 2) -> Trained:  # noqa: B008 - it is frozen
-    model = model_of(call, layers)
-    return Trained(mode.loop(model, lambda loss: None), [p.detach().clone() for p in model.parameters()])
+    return unwatched(model_of(call, layers), mode.loop)
 
 
 def assert_alike(got: Trained, expected: Trained) -> None:

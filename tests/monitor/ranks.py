@@ -18,7 +18,6 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
 
 from tests.monitor.executions import Loop, Trained, alone, watched
-from tests.monitor.test_foreign_models import DECODER, EXPERTS, tiny
 from tests.monitor.tiny_models import (
     VOCABULARY,
     CausalSelfAttention,
@@ -94,26 +93,6 @@ def sharded(model: TinyGPT) -> TinyGPT:
         fully_shard(block)
     fully_shard(model)
     return model
-
-
-class OfTransformers(nn.Module):
-    """A model of transformers that gives its logits, as the others here do."""
-
-    def __init__(self, kind: str, **sizes: Any) -> None:
-        super().__init__()
-        self.model = tiny(kind, **DECODER, **sizes).train()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(ids).logits  # type: ignore[no-any-return]
-
-
-def sharded_of_transformers(kind: str, **sizes: Any) -> nn.Module:
-    """FSDP2 as transformers' Trainer and Accelerate apply it: each decoder layer, then the rest."""
-    whole = OfTransformers(kind, **sizes)
-    for layer in whole.model.model.layers:  # type: ignore[union-attr]
-        fully_shard(layer)
-    fully_shard(whole)
-    return whole
 
 
 def tensor_parallel(model: TinyGPT, world: int) -> TinyGPT:
@@ -215,8 +194,6 @@ def main(world: int, rank: int, folder: Path, url: str) -> None:
         "FSDP2": both(lambda: sharded(nano()), part),
         "FSDP2, separate": both(lambda: sharded(grouped()), part),
         "FSDP2, Conv1D": both(lambda: sharded(conv1d()), part),
-        "FSDP2, Mixtral": both(lambda: sharded_of_transformers("Mixtral", **EXPERTS), part),
-        "FSDP2, Qwen3": both(lambda: sharded_of_transformers("Qwen3"), part),
         "tensor parallel": both(lambda: tensor_parallel(grouped(), world), plain(world=1), url=url, run="parts"),
         "pipeline": both(lambda: (FirstStage, LastStage)[rank](nano()), pipeline(rank), first_layer=rank),
     }

@@ -60,16 +60,6 @@ def intervals(listener: Listener) -> list[tuple[int, int]]:
     return [(s.since_step, s.step) for s in listener.of(wire.Sample)]
 
 
-def test_each_log_is_a_step_and_the_end_closes(tmp_path: Path) -> None:
-    tracker, listener = train(tmp_path, range(1, 4))
-    assert intervals(listener) == [(0, 1), (1, 3)]
-    assert listener.of(wire.Sample)[1].learning_rate == 0.1
-    assert listener.events[-1].kind == "finished"
-    assert tracker.agent is not None
-    assert tracker.agent.current_step == 3
-    assert not ForeshockTracker.main_process_only
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_resumed_loop_repeats_no_step_loses_none_and_keeps_its_modes(late: bool, tmp_path: Path) -> None:
     first, before = train(tmp_path, range(1, 7))

@@ -1,18 +1,18 @@
-"""`assess`: what it reads from a model, against models whose build is known."""
+"""`assess` reads what a model is open to, and names what fails most trainings first."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from tests.lab.patients import adapted, attention_with_weights, eager, left_padded, qwen
 from tests.monitor import tiny_models
-from tests.monitor.test_foreign_models import DECODER, LATENT, tiny
-from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, tiny_gpt
+from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, batch, tiny_gpt
+from tests.monitor.transformers_models import DECODER, LATENT, tiny
 from torch import nn
 
 import foreshock
-from foreshock.cli.doctor import report_model
 from foreshock.monitor.assessment import Assessment, assess
 
 
@@ -155,9 +155,66 @@ def test_the_first_step_says_above_its_table_whether_this_run_is_open_to_roundin
     assert expected not in agent.report()  # who asks for the table has read the sentence
 
 
-def test_the_doctor_assesses_the_model_before_it_lists_its_layers() -> None:
-    console = Console(record=True, width=250)
-    report_model("tests.monitor.tiny_models:tiny_gpt", console)
-    text = console.export_text()
-    assert text.index("Drift by rounding: open to it") < text.index("foreshock watches:")
-    assert text.count("Drift by rounding: open to it") == 1
+def line(seen: Assessment, start: str) -> str:
+    return next((line for line in seen.lines if line.startswith(f"{start}:")), "")
+
+
+def test_rows_that_the_mask_of_a_sample_batch_hides_are_counted_with_the_remedy() -> None:
+    model, loss = left_padded()
+    seen = foreshock.assess(model, loss=loss)
+    assert line(seen, "Mask").startswith("Mask: 24 of 72 rows of the sample batch see no key")
+    assert "  Remedy: let every row see a key, at least its own, or pad on the right." in seen.lines
+    assert line(foreshock.assess(model), "Mask") == ""
+
+
+def test_a_sample_batch_leaves_weights_and_gradients_as_they_were() -> None:
+    model, loss = left_padded()
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    before = copy.deepcopy(model.state_dict())
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    foreshock.assess(model, loss=loss)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(first.grad, torch.ones_like(first))
+    assert all(parameter.grad is None for parameter in list(model.parameters())[1:])
+    assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
+
+
+def test_the_type_of_scores_is_that_of_the_batch_and_eager_float16_is_warned_of() -> None:
+    model, loss = eager()
+    seen = foreshock.assess(model, loss=loss)
+    assert "overflow past 65,504" in line(seen, "Scores")
+    assert "GradScaler" in line(seen, "Loss scale")
+    assert "attention ran in float16" in line(seen, "Types")
+    assert "(float16, causal" in line(seen, "Attention")
+    assert line(foreshock.assess(model), "Scores") == ""  # its parameters are float32
+    assert "rounds them to bfloat16" in line(foreshock.assess(qwen("eager").bfloat16()), "Scores")
+    sound = foreshock.assess(qwen("sdpa").bfloat16())
+    assert (line(sound, "Scores"), line(sound, "Loss scale")) == ("", "")
+
+
+def test_adapters_are_named_with_what_they_keep_from_being_measured() -> None:
+    model, loss = adapted()
+    seen = foreshock.assess(model, loss=loss)
+    assert line(seen, "Adapters").startswith("Adapters: 3 of 3 layers have them on queries or keys.")
+    assert line(foreshock.assess(tiny_gpt()), "Adapters") == ""
+
+
+def test_a_batch_whose_loss_is_not_finite_is_sent_to_diagnose() -> None:
+    model = tiny_gpt()
+    seen = foreshock.assess(model, loss=lambda: next(model.parameters()).sum() * float("nan"))
+    assert "Run foreshock diagnose" in line(seen, "Batch")
+
+
+def test_a_batch_in_float32_is_not_called_open_to_rounding() -> None:
+    model = tiny_gpt()
+    seen = foreshock.assess(model, loss=lambda: model(batch(1)).square().mean())
+    assert "not in this run" in line(seen, "Drift by rounding")
+    assert "open to it" in line(foreshock.assess(model), "Drift by rounding")
+
+
+def test_a_layer_that_the_batch_does_not_measure_is_named_with_the_remedy() -> None:
+    model, loss = attention_with_weights()
+    said = line(foreshock.assess(model, loss=loss), "Batch")
+    assert "native attention, not measured" in said
+    assert "give need_weights=False" in said

@@ -155,6 +155,16 @@ def hessian_times_vector(model: nn.Module) -> list[Tensor]:
     return [functional.hvp(lambda y: model(y).square().sum(), x(), torch.ones_like(x()))[1]]
 
 
+def function_transform(model: nn.Module) -> list[Tensor]:
+    """Which sees the model without us."""
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (x(),)).square().sum()  # type: ignore[no-any-return]
+
+    return list(torch.func.grad(loss)(weights).values())
+
+
 def penalty_on_a_gradient_that_depends_on_no_loss(model: nn.Module) -> list[Tensor]:
     """The gradient of a plain sum: autograd would take the attention's part of it for a constant."""
     first = torch.autograd.grad(model[0](x()).sum(), list(model[0].parameters()), create_graph=True)  # type: ignore[index]
@@ -165,7 +175,10 @@ def penalty_on_a_gradient_that_depends_on_no_loss(model: nn.Module) -> list[Tens
 @pytest.mark.parametrize("attention", WAYS)
 @pytest.mark.parametrize(
     "way",
-    [forward_mode, many_at_once, jacobian, hessian_times_vector, penalty_on_a_gradient_that_depends_on_no_loss],
+    [
+        *(forward_mode, many_at_once, jacobian, hessian_times_vector, function_transform),
+        penalty_on_a_gradient_that_depends_on_no_loss,
+    ],
 )
 def test_a_model_is_differentiated_in_every_way_as_without_us(
     way: Callable[[nn.Module], list[Tensor]], attention: Any

@@ -1,20 +1,35 @@
-"""QK-Clip as an act: on, off, told, saved and resumed; in one process."""
+"""QK-Clip: when it is on, what it scales, what it leaves as it is, and what it tells."""
 
 import json
 import logging
 import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.monitor.doubles import Listener, ScriptedDetectors
-from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, tiny_gpt, train_step
+from tests.monitor.probing import tensors
+from tests.monitor.test_flex import Flex
+from tests.monitor.test_transformers_attention import logits_and_gradients
+from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, batch, tiny_gpt, train_step
+from tests.monitor.transformers_models import DECODER, EXPERTS, LATENT, tiny
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
+from foreshock.kernels.flash_attention import AttentionSpec
+from foreshock.lab.training import model as lab_model
 from foreshock.lab.training.model import Linear
+from foreshock.lab.training.recipes import find_recipe
+from foreshock.lab.training.run import Training
+from foreshock.lab.training.variant import UNTREATED
 from foreshock.monitor import Agent, attach
+from foreshock.monitor.attention import probe
+from foreshock.monitor.attention.probed_rows import Call, raise_largest
 
 TAU = 0.05
 """The scores of a model of random weights pass it."""
@@ -140,22 +155,6 @@ def test_by_hand_it_takes_true_or_false_and_no_word_of_the_setting_switches_it_o
     assert [each.on for each in listener.of(wire.Clipped) if not each.heads] == [True]
 
 
-def test_switched_on_by_hand_it_goes_by_the_steps_that_follow() -> None:
-    model = two_layers()
-    with attach(model, **(EVERY | {"sample_every_steps": 100, "qk_clip_threshold": 20.0})) as agent:
-        assert not changed(agent, model)
-        with torch.no_grad():
-            model.embedding.weight.mul_(30)
-        assert not changed(agent, model)
-        with torch.no_grad():
-            model.embedding.weight.div_(30)
-        agent.set_qk_clip(True, "the scores grew")
-        assert not changed(agent, model)
-        with torch.no_grad():
-            model.embedding.weight.mul_(30)
-        assert changed(agent, model)
-
-
 @pytest.mark.parametrize(
     ("verdict", "on"),
     [
@@ -177,16 +176,6 @@ def test_warned_begins_at_a_standing_warning_of_scores_that_grow_and_at_no_other
         agent.state_dict()  # the verdict of step 1 has come
         assert changed(agent, model) == on
         assert ("QK-Clip is on" in agent.report()) == on
-
-
-def test_while_it_waits_the_report_says_for_what_and_leaves_out_no_layer_that_it_can_scale() -> None:
-    model = two_layers()
-    with attach(model, qk_clip="warned", **EVERY) as agent:
-        assert not changed(agent, model, 2)
-        assert agent.report().splitlines()[-1] == "QK-Clip is off until scores grow at 0.05"
-        agent.set_qk_clip(True, "to look")
-        assert changed(agent, model)
-        assert "left out" not in agent.report()
 
 
 def test_after_a_persons_no_a_warning_that_stands_does_not_switch_it_on_and_a_new_one_does() -> None:
@@ -225,20 +214,6 @@ def test_a_resumed_run_whose_attention_is_kept_goes_on_clipping() -> None:
     with attach(model, **(EVERY | {"attention": "keep", "qk_clip_every_steps": 1})) as agent:
         agent.load_state_dict(saved)
         assert changed(agent, model, 2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"qk_clip_every_steps": 0}, "qk_clip_every_steps: Input should be greater than or equal to 1"),
-        ({"qk_clip": "sometimes"}, "qk_clip: Input should be 'never', 'warned' or 'always'"),
-        ({"qk_clip_threshold": 0.0}, "qk_clip_threshold: Input should be greater than 0"),
-        ({"qk_clip_threshold": math.inf}, "qk_clip_threshold: Input should be a finite number"),
-    ],
-)
-def test_settings_that_cannot_be_kept_are_refused_with_a_sentence(settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        attach(two_layers(), **(EVERY | settings))
 
 
 class Rounding(nn.Linear):
@@ -314,3 +289,265 @@ def test_a_fault_ends_it_and_the_training_goes_on(
         with pytest.raises(ValueError, match="QK-Clip stays off: a fault in scaling"):
             agent.set_qk_clip(True, "again")
     assert "QK-Clip is off from now on: a fault in scaling" in caplog.text
+
+
+@pytest.mark.promise("A26")
+@pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
+def test_no_policy_clips_or_proposes_to(policy: Any) -> None:
+    listener, model = Listener(), two_layers()
+    with attach(model, policy=policy, **EVERY) as agent:
+        agent.subscribe(listener)
+        agent.detectors = ScriptedDetectors(4, {1: [growing(1)], 2: [growing(2, state="updated")]})
+        assert not changed(agent, model, 5)
+    assert listener.of(wire.Switched) == []
+
+
+@pytest.mark.promise("A26")
+def test_an_order_of_an_older_service_is_refused_with_a_sentence_and_scales_nothing() -> None:
+    order = wire.Command(id="c", action="qk_clip", mode="qk_clip_always", reason="scores grow", issued_by="ada")
+    model = two_layers()
+    with attach(model, **EVERY) as agent:
+        changed(agent, model)
+        answer = agent._switchboard.obey(order, step=agent.current_step, unix_seconds=time.time())
+        assert answer is not None
+        assert (answer.outcome, answer.heads) == ("refused", ())
+        assert answer.reason == "this agent does not carry out 'qk_clip' orders"
+        assert not changed(agent, model)
+
+
+def test_the_service_hears_whenever_its_state_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str | None] = []
+    model = two_layers()
+    with attach(model, **EVERY) as agent:
+        monkeypatch.setattr(agent._outbox, "_send", lambda event: told.append(getattr(event, "qk_clip", "other")))
+        changed(agent, model, 2)
+        agent.set_qk_clip(True, "scores grow")
+        changed(agent, model, 2)
+        agent.set_qk_clip(False, "enough")
+        changed(agent, model, 2)
+    assert [each for each in told if each != "other"] == ["never", "on", "never"]
+
+
+KEPT: dict[str, Any] = EVERY | {
+    "attention": "keep", "qk_clip": "always", "qk_clip_every_steps": 1, "probe_rows": 1, "numerics": "float32",
+}  # fmt: skip
+
+
+def looked_at(query: Tensor, key: Tensor, spec: AttentionSpec, mask: Tensor | None = None) -> list[float]:
+    """The largest score of each head, one after the other, in float64."""
+    query, key = query.double(), key.double()
+    group, longer = query.shape[1] // key.shape[1], key.shape[2] - query.shape[2]
+    largest = [-math.inf] * query.shape[1]
+    for entry, head, row, column in torch.cartesian_prod(*map(torch.arange, (*query.shape[:3], key.shape[2]))).tolist():
+        diagonal = row + (longer if spec.causal != "top_left" else 0)
+        hidden = (spec.right >= 0 and column > diagonal + spec.right) or (0 <= spec.window_left < diagonal - column)
+        if hidden or (mask is not None and not mask[entry, 0, row, column]):
+            continue
+        score = float(query[entry, head, row] @ key[entry, head // group, column]) * spec.scale
+        score = spec.softcap * math.tanh(score / spec.softcap) if spec.softcap else score
+        largest[head] = max(largest[head], score)
+    return largest
+
+
+SPECS = [
+    AttentionSpec(0.25),
+    AttentionSpec(0.25, "top_left"),
+    AttentionSpec(0.25, "bottom_right", window_left=3),
+    AttentionSpec(0.25, window_left=2, window_right=1, softcap=5.0),
+]
+
+
+@pytest.mark.parametrize("at_once", [2**24, 2**8])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_largest_of_all_rows_is_that_of_a_float64_loop_in_one_piece_and_in_many(
+    spec: AttentionSpec, masked: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foreshock.monitor.attention.probed_rows.HELD_BYTES", at_once)
+    monkeypatch.setattr("foreshock.monitor.attention.probed_rows.LEAST_ROWS", 3)
+    query, key, value, grad = tensors(torch.bfloat16, length=11)
+    seen = torch.rand(3, 1, 11, 11, generator=torch.Generator().manual_seed(1)) < 0.5 if masked else None
+    if seen is not None:
+        seen[1, :, 4] = False  # a row that sees nothing
+    largest = torch.full((4,), -math.inf)
+    raise_largest(largest, Call(grad, grad, query, key, value, seen), spec)
+    assert largest.tolist() == pytest.approx(looked_at(query, key, spec, seen), rel=1e-6)
+
+
+def weights_after(*attentions: nn.Module, steps: int = 3, **settings: Any) -> list[Tensor]:
+    model = two_layers(*attentions)
+    with attach(model, **settings) as agent:
+        assert changed(agent, model, steps)
+        assert agent.faults == {}
+    return of_queries_and_keys(model)
+
+
+def test_a_kept_attention_is_scaled_as_our_kernels_would_have_it_scaled_though_one_row_is_sampled() -> None:
+    ours = weights_after(**(KEPT | {"attention": "kernels"}))
+    torch.testing.assert_close(weights_after(**KEPT), ours, rtol=1e-6, atol=0)
+
+
+def test_only_steps_that_look_at_all_rows_scale_and_no_sampled_score_does() -> None:
+    model, listener = two_layers(), Listener()
+    with attach(model, **(KEPT | {"qk_clip_every_steps": 3, "probe_rows": 10**6})) as agent:
+        agent.subscribe(listener)
+        assert [changed(agent, model) for _ in range(7)] == [False, False, True, False, False, True, False]
+    sampled = [sample.words() for sample in listener.of(wire.Sample)]
+    assert len(sampled) == 7
+    assert all(slot_values(words, Slot.SCORE_MAX).max() > TAU for words in sampled if words is not None)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_what_the_pass_cannot_look_at_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *operands: None)  # which refuses to train on a CPU
+    model = two_layers(Flex(), CausalSelfAttention(16, 4))
+    with attach(model, **KEPT) as agent:
+        assert changed(agent, model, 2)
+        assert "left out: 1 layers (blocks.0): a function or ALiBi slopes change its scores" in agent.report()
+    model = two_layers()
+    with attach(model, **KEPT) as agent:
+        assert changed(agent, model, 2)
+        monkeypatch.setattr(probe, "_capturing", lambda query: True)
+        assert not changed(agent, model, 2)
+        assert "left out: 2 layers (blocks.0, blocks.1): its step was captured in a CUDA graph" in agent.report()
+
+
+class Adapted(nn.Linear):
+    """A projection with an adapter, as loralib writes it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+        self.lora_A = nn.Parameter(torch.randn(2, base.in_features))
+        self.lora_B = nn.Parameter(torch.randn(base.out_features, 2))
+        self.lora_alpha, self.r = 2, 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight + self.lora_B @ self.lora_A)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "norms of queries and keys": (
+        lambda: tiny("Qwen3", **DECODER),
+        "its scores do not follow from its weights (separate (q_proj, k_proj), norms of the weights only: "
+        "heads are normalised)",
+    ),
+    "sinks": (lambda: tiny("GptOss", **DECODER, **EXPERTS, sliding_window=4), "it passes s_aux, which is not probed"),
+}
+
+
+@pytest.mark.parametrize("attention", ["keep", "kernels"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_scaled_rightly_is_left_as_it_is_and_named_with_the_reason(kind: str, attention: Any) -> None:
+    make, why = REFUSED[kind]
+    model = make()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    settings = EVERY | {"attention": attention, "qk_clip": "always", "qk_clip_threshold": 1e-6}
+    with attach(model, **settings, qk_clip_every_steps=1) as agent:
+        for _ in range(2):
+            logits_and_gradients(model, {})
+            agent.step()
+        assert why in agent.report().partition("left out: ")[2]
+        assert agent.faults == {}
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("norms_every_steps", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "sizes", "projection"),
+    [("Llama", {}, "q_proj"), ("DeepseekV3", LATENT | {"head_dim": LATENT["qk_rope_head_dim"]}, "kv_b_proj")],
+)
+def test_adapters_that_are_put_on_after_a_call_showed_the_layout_end_the_scaling_also_where_no_norms_are_read(
+    kind: str, sizes: dict[str, Any], projection: str, norms_every_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = tiny(kind, **DECODER | sizes)
+    settings = EVERY | {"qk_clip": "always", "qk_clip_threshold": 1e-6, "norms_every_steps": norms_every_steps}
+
+    def scalings(agent: Any) -> int:
+        """How often heads were scaled in all, after a step more."""
+        logits_and_gradients(model, {})
+        agent.step()
+        return sum(times for _, _, times, _ in agent.state_dict()["qk_clip"]["done"])
+
+    with attach(model, **settings) as agent:
+        before = [scalings(agent) for _ in range(3)][-1]
+        assert before > 0
+        for block in model.model.layers:
+            setattr(block.self_attn, projection, Adapted(getattr(block.self_attn, projection)))
+        assert [scalings(agent) for _ in range(2)] == [before] * 2
+        assert f"{projection} is tests's Adapted, which has adapters" in agent.report().partition("left out: ")[2]
+        assert agent.faults == {}
+    assert "QK-Clip leaves out" in caplog.text
+
+
+@pytest.mark.parametrize("attention", ["keep", "kernels"])
+def test_one_module_that_stands_for_two_layers_is_scaled_once_by_the_larger_score_of_both(attention: Any) -> None:
+    shared = CausalSelfAttention(16, 2)
+    model, inputs = two_layers(shared, shared), []
+    hook = shared.register_forward_pre_hook(lambda module, given: inputs.append(given[0].detach().double()))
+    before = shared.c_attn.weight.detach().double()
+    bias = shared.c_attn.bias.detach().double()
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    settings = EVERY | {"attention": attention, "qk_clip": "always", "numerics": "float32"}
+    with attach(model, **settings, qk_clip_every_steps=1) as agent:
+        agent.step(train_step(model, still, 0, batch(0)).detach())
+    hook.remove()
+    largest = [-math.inf] * 2
+    for x in inputs:
+        query, key, _ = (x @ before.T + bias).chunk(3, dim=2)
+        for head, rows in enumerate((slice(0, 8), slice(8, 16))):
+            scores = (query[..., rows] @ key[..., rows].mT / math.sqrt(8)).tril()
+            hidden = torch.ones_like(scores).triu(1).bool()
+            largest[head] = max(largest[head], float(scores.masked_fill(hidden, -math.inf).max()))
+    assert len(inputs) == 2
+    assert max(largest) > TAU
+    root = [min(1.0, TAU / score) ** 0.5 for score in largest]
+    expected = before.clone()
+    for side in (0, 16):
+        for head, factor in enumerate(root):
+            expected[side + 8 * head : side + 8 * head + 8] *= factor
+    torch.testing.assert_close(shared.c_attn.weight.detach().double(), expected, rtol=1e-5, atol=0)
+
+
+THRESHOLD, STEPS = 100.0, 300
+
+
+class WithTorchsLinear(lab_model.CausalSelfAttention):
+    """With a projection of PyTorch's, whose forward is known: QK-Clip scales no other."""
+
+    def __init__(self, config: lab_model.ModelConfig) -> None:
+        super().__init__(config)
+        self.c_attn = nn.Linear(config.width, 3 * config.width, bias=False)  # type: ignore[assignment]
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (
+            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).to(self.operand)
+            for each in self.c_attn(x).chunk(3, -1)
+        )
+        return query, key, value
+
+
+def largest_scores(**settings: Any) -> tuple[list[float], float]:
+    """The largest score of each sample, and the mean loss of the last 50 steps."""
+    small = find_recipe("key-bias-small")
+    recipe = replace(small, model=replace(small.model, qkv_bias=False), learning_rate=0.064, steps=STEPS)
+    training, listener = Training(recipe, UNTREATED, 1, **settings), Listener()
+    training.agent.subscribe(listener)
+    losses: list[Tensor] = [training.advance().detach().clone() for _ in range(STEPS)]
+    training.agent.close()
+    words = [sample.words() for sample in listener.of(wire.Sample)]
+    scores = [float(slot_values(each, Slot.SCORE_MAX).max()) for each in words if each is not None]
+    return scores, sum(map(float, losses[-50:])) / 50
+
+
+@pytest.mark.full
+def test_at_a_rate_that_is_too_high_scores_stay_below_twice_the_threshold_and_pass_a_thousand_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lab_model, "CausalSelfAttention", WithTorchsLinear)
+    without, loss_without = largest_scores()
+    clipped, loss = largest_scores(qk_clip="always", qk_clip_threshold=THRESHOLD)
+    assert max(without) > 1000
+    assert max(clipped) < 2 * THRESHOLD
+    assert loss < loss_without

@@ -1,20 +1,21 @@
-"""What stands on the training's terminal: incidents, never a line for each head."""
+"""What a training prints and logs: each incident once, never a line for each head, and where its page is."""
 
-import ast
 import logging
-import re
-from pathlib import Path
+import time
 from typing import Any
 
 import pytest
-from tests.monitor.doubles import verdict
+from tests.faults.hostile_server import acknowledge, hostile_server
+from tests.monitor.doubles import ScriptedDetectors, verdict
 from tests.monitor.test_switch import run
 from tests.monitor.tiny_models import tiny_gpt
 
-import foreshock
 from foreshock.contract import wire
+from foreshock.contract.incident import page_of
+from foreshock.monitor import attach
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.console import ConsoleReporter
+from foreshock.monitor.outbox import Outbox
 
 
 def told(number: int, **changes: Any) -> wire.Verdict:
@@ -132,16 +133,119 @@ def test_an_incident_stands_once_on_the_terminal_of_a_training_that_set_up_no_lo
     assert [line.split(":")[0] for line in told] == ["foreshock, step 1" if quiet else "foreshock"]
 
 
-def test_nothing_that_is_printed_points_into_a_folder_that_an_installed_foreshock_lacks() -> None:
-    package = Path(foreshock.__file__).parent
-    texts = 0
-    for file in (each for part in ("monitor", "cli", "contract") for each in (package / part).rglob("*.py")):
-        tree = ast.parse(file.read_text())
-        bare = {
-            node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)
-        }  # docstrings are for readers of code
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in bare:
-                texts += 1
-                assert not re.search(r"\bdocs/[\w/-]+\.md", node.value), f"{file}:{node.lineno}"
-    assert texts > 1000
+STARTED = wire.Started(
+    step=0, unix_seconds=1.0, world_size=1, layers=(), policy="observe", numerics="auto", mitigation="exact_delta"
+)
+
+
+class Contained:
+    """Stands for a guard: counts what failed, and raises nothing."""
+
+    def __init__(self) -> None:
+        self.faults = 0
+
+    def run(self, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception:
+            self.faults += 1
+            return None
+
+
+class Queue:
+    """Stands for the sender: takes so many things before it is full."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.room, self.got = room, list[Any]()
+        self.closed_after: float | None = None
+
+    def put(self, event: Any) -> None:
+        self.got.append(event)
+
+    def has_room(self) -> bool:
+        return len(self.got) < self.room
+
+    def close(self, seconds: float) -> None:
+        self.closed_after = seconds
+        time.sleep(0.01)
+
+
+def made(room: int = 1000, *, begun: bool = True) -> tuple[Any, Any, Any]:
+    guards: Any = {name: Contained() for name in ("sinks", "sender", "mirror", "tracker")}
+    box: Any = Outbox(guards)
+    if begun:
+        box.begin(STARTED)
+    box.sender = Queue(room)
+    return box, box.sender, guards
+
+
+def test_of_144_heads_that_one_cause_reaches_the_first_is_a_warning_of_the_log_and_the_others_are_for_who_asks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    box, _, _ = made()
+
+    def levels(*told: wire.Verdict) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("INFO", "foreshock"):
+            for each in told:
+                box.emit(each)
+        return [record.levelname for record in caplog.records]
+
+    heads = [verdict(number // 12, number % 12).model_copy(update={"id": f"w{number}"}) for number in range(144)]
+    assert levels(*heads) == ["WARNING"] + ["INFO"] * 143
+    growth = heads[0].model_copy(update={"id": "g", "cause": "score growth"})
+    assert levels(growth) == ["WARNING"], "another cause is another incident"
+    note = growth.model_copy(update={"id": "n", "severity": "info"})
+    assert levels(note) == ["INFO"]
+    cleared = [head.model_copy(update={"state": "cleared"}) for head in heads]
+    assert levels(*cleared) == []
+    assert levels(heads[7]) == ["WARNING"], "all was quiet again"
+
+
+def test_a_switch_from_before_the_start_waits_for_it_and_is_told_once_with_its_step() -> None:
+    box, queue, _ = made(begun=False)
+    switch = wire.Switched(
+        id="s", step=0, outcome="applied", heads=((0, 0),), before=("plain",), after=("exact_delta",), reason="set"
+    )
+    box.emit(switch)
+    assert queue.got == []
+    box.begin(STARTED.model_copy(update={"step": 400}))
+    box.begin(STARTED.model_copy(update={"step": 500}))
+    box.emit(switch)
+    assert [(event.kind, event.step) for event in queue.got] == [
+        ("started", 400),
+        ("switched", 400),
+        ("started", 500),
+        ("switched", 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "runs", "page"),
+    [
+        ("http://here:8765", ["team/run-1:a"], "http://here:8765/?runs=team/run-1:a"),
+        ("https://here/foreshock/", ["a", "b"], "https://here/foreshock/?runs=a,b"),
+        ("http://here", ["a b&c"], "http://here/?runs=a%20b%26c"),
+    ],
+)
+def test_a_page_is_an_address_of_its_runs(url: str, runs: list[str], page: str) -> None:
+    assert page_of(url, *runs) == page
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [({}, 1), ({"quiet": True}, 0), ({"rank": 1, "world_size": 2}, 0), ({"url": None}, 0)],
+)
+def test_the_first_process_of_a_run_with_a_service_prints_its_page_once(
+    settings: dict[str, Any], lines: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with hostile_server(acknowledge) as server:
+        given = {"url": server.url, "run": "mine", "spool_directory": None, "sample_every_steps": 1, **settings}
+        with attach(tiny_gpt(), **given, sample_every_seconds=0.0) as agent:
+            agent.detectors = ScriptedDetectors(4, {1: [verdict(0, 1)]})
+            for _ in range(4):
+                agent.step(1.0)
+        page = f"{server.url}/?runs=mine"
+    assert capsys.readouterr().err.count(f"foreshock: live page {page}\n") == lines
+    [warning] = [line for line in caplog.messages if "layer 0 head 1" in line]
+    assert warning.endswith(f" ({page})") == (given["url"] is not None)

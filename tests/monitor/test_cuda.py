@@ -7,21 +7,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.monitor.doubles import Listener
 from tests.monitor.executions import Loop, alone, watched
-from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, batch, tiny_gpt
+from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, batch, next_token_loss, tiny_gpt
 from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.contract.slots import COUNT_SLOTS, SUM_SLOTS, Slot, merge_words, slot_values
-from foreshock.monitor import Agent
+from foreshock.monitor import Agent, attach
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
-    # PyTorch's own advice, and what it calls of its own that is on its way out
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),  # torch.compile makes one on purpose
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
 
 STEPS, ROWS, LENGTH = 10, 2, 64
@@ -111,6 +110,7 @@ def switch_after_step_6(agent: Agent) -> None:
         agent.set_mode([(0, 1), (1, 0)], "exact_delta", "a test")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor")
 @pytest.mark.parametrize(
     "loop",
     [
@@ -133,6 +133,7 @@ def test_a_gpu_step_changes_no_bit_and_counts_what_eager_counts(loop: Loop) -> N
         np.testing.assert_allclose(mine.view(np.float64)[:, SUMS], theirs.view(np.float64)[:, SUMS], rtol=1e-12)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor")
 @pytest.mark.execution("nanoGPT", "CUDA graphs")
 @pytest.mark.parametrize("loop", [captured, reduce_overhead])
 def test_a_switch_reaches_a_captured_step_without_a_new_capture(loop: Loop) -> None:
@@ -147,6 +148,7 @@ def test_a_switch_reaches_a_captured_step_without_a_new_capture(loop: Loop) -> N
     assert max(modes) == STEPS
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor")
 def test_torch_compile_really_made_cuda_graphs_of_the_watched_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
     from torch._inductor import cudagraph_trees
@@ -165,6 +167,7 @@ def test_torch_compile_really_made_cuda_graphs_of_the_watched_step(monkeypatch: 
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor")
 @pytest.mark.promise("A14")
 @pytest.mark.parametrize("loop", [eager, captured, reduce_overhead])
 def test_a_step_with_everything_on_never_waits_for_the_device(loop: Loop) -> None:
@@ -192,6 +195,7 @@ def test_a_step_with_everything_on_never_waits_for_the_device(loop: Loop) -> Non
     assert got.listener.of(wire.Started)[0].layers[0].served_by == "kernel"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor")
 @pytest.mark.execution("Llama", "eager")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_padded_batch_of_a_transformers_model_keeps_its_bits_and_is_measured() -> None:
@@ -219,3 +223,120 @@ def test_a_padded_batch_of_a_transformers_model_keeps_its_bits_and_is_measured()
     got = watched(llama(), loop, probe_rows=9)
     assert got.rows == [STEPS * 9] * 8
     assert all(torch.equal(a, b) for a, b in zip(got.losses, loop(llama(), lambda loss: None), strict=True))
+
+
+KEEP: dict[str, Any] = {"attention": "keep", "probe_rows": 8}
+LOOPS = [
+    pytest.param(eager, marks=pytest.mark.execution("nanoGPT", "keep")),
+    pytest.param(captured, marks=pytest.mark.execution("nanoGPT", "keep")),
+    pytest.param(reduce_overhead, marks=pytest.mark.execution("nanoGPT", "keep")),
+]
+
+
+def nothing(loss: Tensor) -> None:
+    """What is done after a step without an agent."""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor")
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_gpu_step_keeps_its_attention_to_the_last_bit(loop: Loop) -> None:
+    plain = model()
+    losses = loop(plain, nothing)
+    got = watched(model(), loop, **KEEP)
+    for a, b in zip(got.losses + got.weights, losses + [p.detach() for p in plain.parameters()], strict=True):
+        assert torch.equal(a, b)
+    assert got.rows == [STEPS * 8] * 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor")
+@pytest.mark.parametrize("loop", [eager, captured, reduce_overhead])
+def test_a_measured_step_never_waits_for_the_device(loop: Loop) -> None:
+    def no_more_waiting(agent: Agent) -> None:
+        if agent.current_step == 5:  # kernels and modules load, and graphs are captured, in the first steps
+            torch.cuda.set_sync_debug_mode("error")
+
+    try:
+        got = watched(model(), loop, during=no_more_waiting, norms_every_steps=1, **KEEP)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert got.rows == [STEPS * 8] * 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor")
+def test_torch_compile_makes_its_graphs_anew_for_a_switch_and_a_capture_by_hand_says_that_it_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def switch(agent: Agent) -> None:
+        if agent.current_step == 6:
+            agent.set_mode([(1, 0)], "exact_delta", "a test")
+
+    got = watched(model(), reduce_overhead, during=switch, **KEEP)
+    assert got.rows == [STEPS * 8] * 2 + [6 * 8 + 4 * ROWS * LENGTH] * 2
+    caplog.clear()
+    assert [each.outcome for each in got.listener.of(wire.Switched)] == ["applied"]
+    got = watched(model(), captured, during=switch, **KEEP)
+    assert got.rows == [STEPS * 8] * 4
+    assert "Capture it again" in caplog.text
+    assert got.listener.of(wire.Switched) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor")
+def test_a_switch_that_a_captured_step_hid_is_applied_once_the_step_is_captured_again() -> None:
+    def switch(agent: Agent) -> None:
+        if agent.current_step == 6:
+            agent.set_mode([(1, 0)], "exact_delta", "a test")
+
+    def twice(trained: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+        return captured(trained, stepped) + captured(trained, stepped)
+
+    got = watched(model(), twice, during=switch, **KEEP)
+    [switched] = got.listener.of(wire.Switched)
+    assert (switched.outcome, switched.step) == ("applied", STEPS)  # the first step that ran uncaptured shows it
+    assert got.rows == [2 * STEPS * 8] * 2 + [STEPS * (8 + ROWS * LENGTH)] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor")
+def test_every_row_sampled_gives_what_our_kernels_count() -> None:
+    kept, served = watched(model(), eager, **{**KEEP, "probe_rows": 10**6}), watched(model(), eager)
+    assert kept.rows == served.rows
+    measured, counted = kept.words[0][:2], served.words[0][:2]  # the first layer's input is the same to the last bit
+    for slot in (Slot.TIED_ROWS_BF16, Slot.SCORE_MAX, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
+        near = slot_values(counted, slot)
+        np.testing.assert_allclose(slot_values(measured, slot), near, rtol=1e-5, atol=2e-3, err_msg=slot.name)
+
+
+class Spread(nn.Module):
+    """A tiny GPT whose second block and head lie on another GPU."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        self.gpt = tiny_gpt().to(first)
+        self.second = second
+        self.gpt.blocks[1].to(second)
+        self.gpt.head.to(second)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.gpt.embedding(ids.to(self.gpt.embedding.weight.device))
+        x = (x + self.gpt.blocks[0](x)).to(self.second)
+        return self.gpt.head(x + self.gpt.blocks[1](x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("first", "second"), [("cuda:1", "cuda:1"), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")])
+def test_losses_and_norms_of_every_gpu_arrive_as_they_were(first: str, second: str) -> None:
+    model, heard, losses = Spread(first, second), Listener(), []
+    with attach(model, sample_every_steps=1, sample_every_seconds=0.0, norms_every_steps=1, quiet=True) as agent:
+        agent.subscribe(heard)
+        for step in range(1, 30):
+            ids = batch(step)
+            loss = next_token_loss(model(ids), ids.to(second))
+            torch.autograd.backward(loss)
+            losses.append(loss.detach())
+            agent.step(loss)
+        faults = dict(agent.faults)
+    samples = heard.of(wire.Sample)
+    assert faults == {}
+    np.testing.assert_allclose([sample.loss for sample in samples], [float(loss) for loss in losses], rtol=1e-6)
+    norms = samples[0].query_norm
+    assert norms is not None
+    assert np.isfinite(norms.numpy()).all()

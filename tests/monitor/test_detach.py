@@ -1,35 +1,40 @@
-"""After detach everything is as it was before attach: every module, and every name of PyTorch and transformers."""
+"""After detach everything is as before attach: modules, copies, exports, other threads, and every name of PyTorch."""
 
 import copy
 import gc
+import io
+import itertools
 import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from tests.monitor.executions import EVERY_STEP
-from tests.monitor.test_executions import MODELS, Mode, encoder_layer
-from tests.monitor.test_huggingface import MODELS as TRANSFORMERS
+from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP, MODELS, Mode, encoder_layer
 from tests.monitor.tiny_models import CausalSelfAttention, batch, next_token_loss, tiny_gpt, train_step
-from torch import nn
+from tests.monitor.transformers_models import DECODER, TRANSFORMERS, X, tiny
+from torch import Tensor, nn
 from torch.nn.attention import varlen
+from torch.optim.swa_utils import AveragedModel
 from transformers import masking_utils, modeling_utils
 
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention import interception
 from foreshock.monitor.model import discovery
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
-    **{name: (lambda make=make: make(Mode())) for name, (make, _, _) in MODELS.items()},  # type: ignore[misc]
-    **TRANSFORMERS,
-}
+    name: (lambda make=make: make(Mode())) for name, (make, _, _) in MODELS.items() if name not in TRANSFORMERS
+} | TRANSFORMERS
 PLACES: list[Any] = [F, varlen, torch.utils.checkpoint, torch.nn.utils, masking_utils, modeling_utils]
 
 
@@ -106,7 +111,7 @@ def test_torchs_fast_path_in_evaluation_is_left_as_it_is_and_training_after_it_c
 
 @pytest.mark.promise("A25")
 @pytest.mark.parametrize("attention", ["kernels", "keep"])
-@pytest.mark.parametrize("name", ["nanoGPT", "llama"])
+@pytest.mark.parametrize("name", ["nanoGPT", "Llama"])
 def test_an_agent_that_was_dropped_is_collected_with_its_model_and_sends_what_it_counted(
     name: str, attention: Any
 ) -> None:
@@ -127,15 +132,6 @@ def test_an_agent_that_was_dropped_is_collected_with_its_model_and_sends_what_it
     assert all(is_collected(each) for each in held)
     assert snapshot(nn.Module())[1:3] == before[1:3]
     assert [(event.kind, event.step) for event in events][-2:] == [("sample", 2), ("finished", 2)]
-
-
-@pytest.mark.promise("A25")
-def test_a_model_whose_agent_was_dropped_trains_on_as_before_attach() -> None:
-    model = tiny_gpt()
-    before = snapshot(model)
-    dropped = weakref.ref(attach(model, **EVERY_STEP))
-    assert is_collected(dropped)
-    assert snapshot(model) == before
 
 
 @pytest.mark.promise("A25")
@@ -198,3 +194,268 @@ def test_no_head_is_switched_by_an_agent_that_was_detached(mode: str) -> None:
     with pytest.raises(ValueError, match="the agent was detached from its model"):
         agent.set_mode([(0, 0)], mode, reason="a drift")
     agent.close()
+
+
+WAYS = ["kernels", "keep"]
+
+
+def llama() -> nn.Module:
+    return tiny("Llama", **DECODER)
+
+
+def logits(model: nn.Module) -> Tensor:
+    out: Any = model(X)
+    return getattr(out, "logits", out)  # type: ignore[no-any-return]
+
+
+def listening(model: nn.Module, **overrides: Any) -> tuple[Agent, Listener]:
+    agent, listener = attach(model, **{**EVERY_STEP, **overrides}), Listener()
+    agent.subscribe(listener)
+    return agent, listener
+
+
+def rows(listener: Listener) -> list[list[int]]:
+    return [slot_values(s.words(), Slot.ROWS).astype(int).tolist() for s in listener.of(wire.Sample)]
+
+
+def through_a_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))  # type: ignore[no-any-return]
+
+
+def through_a_file(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)  # type: ignore[no-any-return]
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": through_a_pickle,
+    "torch.save": through_a_file,
+    "AveragedModel": lambda model: AveragedModel(model).module,
+}
+
+
+def traces(model: nn.Module) -> list[str]:
+    """Names of attributes and hooks of ours in any module."""
+    found = []
+    for name, module in model.named_modules():
+        found += [f"{name}.{key}" for key in vars(module) if "foreshock" in key or key == "__getstate__"]
+        for key, value in vars(module).items():
+            if key.endswith(("_hooks", "_with_kwargs", "_always_called")) and value:
+                found.append(f"{name}.{key}")
+    return found
+
+
+def every_copy() -> Iterator[Any]:
+    """Each way to copy with each model under each attention; the quick tier has a copy of each model by each way."""
+    for way, make, attention in itertools.product(COPIES, (tiny_gpt, llama), WAYS):
+        quick = way == "copy.deepcopy" or attention == "keep"
+        yield pytest.param(way, make, attention, marks=() if quick else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("way", "make", "attention"), [*every_copy()])
+def test_a_copy_is_unwatched_without_a_trace_and_may_be_attached_itself(
+    way: str, make: Callable[[], nn.Module], attention: str
+) -> None:
+    model = make()
+    expected = logits(model)
+    agent, listener = listening(model, attention=attention, probe_rows=10**6)
+    with agent:
+        clone = COPIES[way](model)
+        assert not traces(clone)
+        assert torch.equal(logits(clone), expected)
+        torch.autograd.backward(logits(clone).square().mean())
+        agent.step(1.0)
+        agent.step(1.0)
+        attach(clone, **EVERY_STEP).close()
+        torch.autograd.backward(logits(model).square().mean())
+        agent.step(1.0)
+    assert [sum(sample) for sample in rows(listener)] == [0, 0, len(rows(listener)[0]) * 12]
+    assert not traces(model)
+
+
+def test_an_exported_program_is_the_models_own(tmp_path: Path) -> None:
+    model = tiny_gpt().eval()
+    with attach(model, **EVERY_STEP):
+        program = torch.export.export(model, (batch(0),))
+    assert not [node for node in program.graph.nodes if "foreshock" in str(node.target)]
+    torch.testing.assert_close(program.module()(batch(0)), model(batch(0)))
+
+
+@pytest.mark.parametrize("attention", WAYS)
+def test_an_implementation_that_is_set_in_the_middle_of_a_run_counts_on(attention: str) -> None:
+    model: Any = llama()
+    model.set_attn_implementation("eager")
+    agent, listener = listening(model, attention=attention, probe_rows=10**6)
+    with agent:
+        for implementation in ("eager", "sdpa", "eager"):
+            model.set_attn_implementation(implementation)
+            torch.autograd.backward(logits(model).square().mean())
+            agent.step(1.0)
+    assert rows(listener) == [[12] * 8] * 3
+    assert model.config._attn_implementation == "eager"
+
+
+def test_attention_weights_asked_of_an_eager_model_are_given() -> None:
+    model: Any = llama()
+    model.set_attn_implementation("eager")
+    expected = model(X, output_attentions=True).attentions
+    with attach(model, **EVERY_STEP):
+        got = model(X, output_attentions=True).attentions
+    assert len(got) == 2
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+# ---- transforms, threads, interrupts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", WAYS)
+def test_a_second_thread_with_a_model_of_its_own_miscounts_nothing(attention: str) -> None:
+    models = [tiny_gpt(seed=seed) for seed in range(2)]
+    watched = [listening(m, attention=attention, probe_rows=10**6) for m in models]
+    meeting = threading.Barrier(2)
+    faults: list[BaseException] = []
+
+    def train(model: nn.Module, agent: Agent) -> None:
+        try:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(6):
+                meeting.wait(60)
+                agent.step(train_step(model, optimizer, step))
+        except BaseException as fault:  # told in the test's own thread
+            faults.append(fault)
+            meeting.abort()
+
+    threads = [threading.Thread(target=train, args=(m, agent)) for m, (agent, _) in zip(models, watched, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for agent, _ in watched:
+        agent.close()
+    assert not faults
+    assert [rows(listener) for _, listener in watched] == [[[24] * 4] * 6] * 2
+
+
+@pytest.mark.parametrize("attention", WAYS)
+def test_a_rollout_in_another_thread_beside_the_training_of_the_same_model_changes_no_count_and_no_loss(
+    attention: str,
+) -> None:
+    plain = tiny_gpt()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = [train_step(plain, optimizer, step).detach() for step in range(6)]
+    model = tiny_gpt()
+    agent, listener = listening(model, attention=attention, probe_rows=10**6)
+    over, rolled, faults = threading.Event(), threading.Semaphore(0), []
+
+    def roll_out() -> None:
+        try:
+            with torch.no_grad():
+                while not over.is_set():
+                    model(batch(99, rows=1))
+                    rolled.release()
+        except BaseException as fault:  # told in the test's own thread
+            faults.append(fault)
+            rolled.release(100)
+
+    thread = threading.Thread(target=roll_out)
+    thread.start()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with agent:
+        for step in range(6):
+            rolled.acquire()
+            losses.append(train_step(model, optimizer, step).detach())
+            agent.step(losses[-1])
+        over.set()
+        thread.join()
+    assert not faults
+    assert rows(listener) == [[24] * 4] * 6
+    if attention == "kernels":
+        torch.testing.assert_close(losses, expected)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+
+
+class StopsInside(CausalSelfAttention):
+    """Somebody presses Ctrl+C before the attention function is called."""
+
+    stops = True
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.stops:
+            raise KeyboardInterrupt
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def test_a_forward_that_was_interrupted_leaves_no_layer_running() -> None:
+    model = tiny_gpt(StopsInside(16, 2), CausalSelfAttention(16, 2))
+    agent, listener = listening(model)
+    x = torch.randn(2, 2, 12, 8, requires_grad=True)
+    with agent:
+        with pytest.raises(KeyboardInterrupt):
+            model(batch(0))
+        torch.autograd.backward(F.scaled_dot_product_attention(x, x, x).sum())
+        StopsInside.stops = False
+        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+        StopsInside.stops = True
+    assert rows(listener) == [[24] * 4]
+
+
+def test_what_somebody_bound_while_attached_stays_bound_after_detach_and_is_pytorchs_attention() -> None:
+    original = F.scaled_dot_product_attention
+    x = torch.randn(1, 2, 5, 8)
+    agent, listener = listening(tiny_gpt())
+    taken = F.scaled_dot_product_attention
+
+    def wrapper(*args: Any, **options: Any) -> Tensor:
+        return taken(*args, **options) * 2
+
+    vars(F)["scaled_dot_product_attention"] = wrapper
+    try:
+        agent.close()
+        assert F.scaled_dot_product_attention is wrapper
+        assert torch.equal(F.scaled_dot_product_attention(x, x, x), original(x, x, x) * 2)
+        with attach(tiny_gpt(), **EVERY_STEP):
+            assert torch.equal(taken(x, x, x), original(x, x, x))
+        assert F.scaled_dot_product_attention is wrapper
+    finally:
+        vars(F)["scaled_dot_product_attention"] = original
+    assert not [row for row in rows(listener) if any(row)]
+
+
+class CopiesItsAttributes(CausalSelfAttention):
+    """As code for moving averages does it."""
+
+    deep = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        copied = type(self).__new__(type(self))
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo) if self.deep else dict(self.__dict__)
+        return copied
+
+
+class SharesItsAttributes(CopiesItsAttributes):
+    deep = False
+
+
+@pytest.mark.promise("A25")
+@pytest.mark.parametrize("kind", [CopiesItsAttributes, SharesItsAttributes])
+def test_a_module_that_copies_its_own_dict_leaves_a_copy_that_counts_nothing_and_is_clean_after_close(
+    kind: type[CopiesItsAttributes],
+) -> None:
+    model = tiny_gpt(kind(16, 2))
+    agent, listener = listening(model, attention="keep", probe_rows=999)
+    second = copy.deepcopy(model)
+    for step in range(2):
+        second(batch(step)).sum().backward()
+        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+    third = copy.deepcopy(model)
+    with attach(third, **EVERY_STEP):  # a copy may be attached while the first is watched
+        pass
+    agent.close()
+    assert rows(listener) == [[24, 24]] * 2
+    assert [traces(each) for each in (model, second, third)] == [[], [], []]
+    attach(second, **EVERY_STEP).close()

@@ -1,4 +1,4 @@
-"""FlexAttention, called as people call it, is kept and probed; the truth is computed score by score."""
+"""FlexAttention, as people and transformers call it, is kept and probed; the truth is computed score by score."""
 
 import inspect
 import itertools
@@ -16,17 +16,16 @@ from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
-from foreshock.monitor.attention.probe import _Probed
+from foreshock.monitor.attention import interception as watching
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
-    # PyTorch's own, where it compiles what is no leaf, and what it calls that is on its way out
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -88,21 +87,6 @@ def blocks(mask_mod: Any, **options: Any) -> BlockMask:
     return create_block_mask(mask_mod, **{**wide, **options})
 
 
-def listed() -> BlockMask:
-    """Blocks of four by four that somebody listed: some in part, of which a mask shows a part, some in full."""
-    counts, whole = torch.tensor([[[1, 1, 2]]]), torch.tensor([[[0, 1, 1]]])
-    some = torch.tensor([[[[0, 2, 1], [1, 0, 2], [2, 0, 1]]]])
-    full = torch.tensor([[[[0, 1, 2], [2, 1, 0], [1, 2, 0]]]])
-    counts, some, whole, full = (x.int() for x in (counts, some, whole, full))
-    size: dict[str, Any] = {"BLOCK_SIZE": 4, "seq_lengths": (LENGTH, LENGTH)}
-    return BlockMask.from_kv_blocks(counts, some, whole, full, mask_mod=causal, **size)
-
-
-def listed_pairs(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> bool:
-    block = int(q) // 4, int(k) // 4
-    return block in {(1, 2), (2, 1)} or (block in {(0, 0), (1, 1), (2, 2), (2, 0)} and bool(q >= k))
-
-
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "nothing": (None, None, None),
     "alibi": (alibi, lambda: blocks(causal, B=None, H=None, BLOCK_SIZE=128), causal),
@@ -112,7 +96,6 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "documents": (None, lambda: blocks(document, H=None), document),
     "mask in the scores": (scored_mask, None, causal),
     "rows that see nothing": (alibi, lambda: blocks(padded_rows, H=None), padded_rows),
-    "listed blocks": (None, listed, listed_pairs),
 }
 
 
@@ -322,29 +305,6 @@ def test_what_a_call_gives_beside_its_output_is_handed_on() -> None:
     assert_true(model, samples[-1])
 
 
-def test_grouped_heads_are_measured_each_with_its_key_head() -> None:
-    query = torch.randn(2, 4, LENGTH, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    pair = torch.randn(2, 2, LENGTH, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
-
-    class GroupedAttention(nn.Module):
-        n_head = 4
-
-        def forward(self, key: Tensor) -> Any:
-            return flex_attention(query, key, key, score_mod=capped, enable_gqa=True, scale=0.7)
-
-    listener = Listener()
-    model = GroupedAttention()
-    with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_rows": 10**6}) as agent:
-        agent.subscribe(listener)
-        (loss := model(pair).square().sum()).backward()
-        agent.step(loss)
-    scores = capped((query @ pair.repeat_interleave(2, 1).mT).double() * 0.7, *[torch.zeros(())] * 4)
-    offsets = (scores.logsumexp(-1) - math.log(LENGTH)).sum((0, 2)).detach()
-    (sample,) = listener.of(wire.Sample)
-    np.testing.assert_allclose(counted(sample, Slot.SCORE_OFFSET_SUM), offsets, rtol=1e-5)
-    np.testing.assert_allclose(counted(sample, Slot.SCORE_MAX), scores.detach().amax((0, 2, 3)), rtol=1e-5)
-
-
 def compiled_alone(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         raise ValueError("not in here")
@@ -369,19 +329,6 @@ def test_scores_that_cannot_be_computed_again_leave_the_call_unmeasured_and_name
     assert "ValueError: not in here" in caplog.text
 
 
-def test_what_a_score_mod_holds_is_let_go_in_steps_that_are_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[bool] = []
-    forward = _Probed.forward
-
-    def noted(ctx: Any, *arguments: Any) -> Tensor:
-        held.append(any(isinstance(argument, partial) for argument in arguments))
-        return forward(ctx, *arguments)
-
-    monkeypatch.setattr(_Probed, "forward", staticmethod(noted))
-    trained(gpt(Flex, "alibi"), 5, sample_every_steps=4)
-    assert held == [True] * 4  # two layers in the first step and in the fifth
-
-
 def test_pytorchs_function_looks_as_ever_while_it_is_watched_and_is_itself_afterwards() -> None:
     code, signature = flex_attention.__code__, inspect.signature(flex_attention)
     with attach(gpt(Flex, "alibi"), **EVERY_STEP), attach(gpt(Flex, "alibi"), **EVERY_STEP):
@@ -401,3 +348,47 @@ def test_a_switch_is_refused_with_the_reason_that_our_kernels_have_for_it() -> N
             agent.step(train_step(model, optimizer, step))
         report = agent.report()
     assert "it passes a score_mod or a block_mask to flex_attention; a switch would change nothing" in report
+
+
+class AsksForTheLargest(CausalSelfAttention):
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out, aux = flex_attention(query, key, value, return_aux=AuxRequest(max_scores=True))
+        assert aux.max_scores is not None
+        return out
+
+
+def with_largest(query: Tensor, key: Tensor, value: Tensor, *options: Any, return_aux: AuxRequest) -> Any:
+    """PyTorch gives them on GPUs alone; one row that sees nothing, and a largest score that no other row has."""
+    assert return_aux.max_scores
+    scores = query @ key.mT / query.shape[3] ** 0.5
+    largest = scores.amax(-1).detach()
+    largest[0, 0, 0], largest[0, 1, 0] = -float("inf"), -77.0
+    return scores.softmax(-1) @ value, AuxOutput(lse=None, max_scores=largest)
+
+
+def test_the_largest_score_is_that_of_every_row_of_a_call_that_asks_for_it_and_is_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model, listener, largest, above = tiny_gpt(AsksForTheLargest(16, 2), seed=1), Listener(), [], 1000.0
+
+    def noted(*operands: Any, **options: Any) -> Any:
+        out, aux = with_largest(*operands, **options)
+        largest.append(aux.max_scores + above)
+        return out, aux._replace(max_scores=largest[-1])
+
+    with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_rows": 1}) as agent:
+        agent.subscribe(listener)
+        monkeypatch.setattr(watching._Rebound, "own", staticmethod(noted))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            above = 1000.0
+            model(torch.zeros(1, 12, dtype=torch.int64))  # a forward without a backward tells nothing
+            above = 0.0
+            agent.step(train_step(model, optimizer, step))
+    for sample, rows in zip(listener.of(wire.Sample), largest[1::2], strict=True):
+        words, finite = sample.words(), rows.nan_to_num(neginf=0.0)
+        assert words is not None
+        np.testing.assert_allclose(slot_values(words, Slot.SCORE_MAX), rows.amax((0, 2)), rtol=1e-6)
+        np.testing.assert_allclose(slot_values(words, Slot.ROW_MAX_ABS), finite.abs().amax((0, 2)), rtol=1e-6)
+        assert slot_values(words, Slot.ROWS).tolist() == [1, 1]

@@ -1,11 +1,12 @@
-"""What the first step calls decides what is attention, however the call is reached and whatever else code names."""
+"""What the first step runs decides what is attention, however the call is reached and whatever its names are."""
 
 import functools
 import gc
 import logging
-import sys
+import math
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +16,37 @@ import torch.nn.functional as F
 from tests.monitor import tiny_models
 from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
+from tests.monitor.foreign_attention import Attention, helper
 from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
+from tests.monitor.unusual_attention import (
+    HEADS,
+    WIDTH,
+    Bahdanau,
+    ByHand,
+    Convolutions,
+    Distances,
+    ExpectedClass,
+    Gated,
+    GraphAttention,
+    NobodyTellsHeads,
+    ParameterBank,
+    Pattern,
+    Pooling,
+    PyTorchsOfATuple,
+    ReversedProducts,
+    Router,
+    SoftRouter,
+    TwoStreams,
+    UnevenKeys,
+)
 from tests.monitor.watching import rows_of, watch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach, detach
-
-pytestmark = pytest.mark.promise("A24")
+from foreshock.monitor.model.discovery import find_attention
+from foreshock.monitor.model.executed import BY_HAND, OUT_OF_REACH, attention_in, broken_rows
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -32,31 +56,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 @dataclass
 class Backend:
     flash_attn_func: Callable[..., Tensor]
-
-
-class OfAClass:
-    flash_attn_func = staticmethod(attend)
-
-
-namespace = types.SimpleNamespace(flash_attn_func=attend)
-record = Backend(attend)
-registry = {"flash_attn_func": attend}
-
-
-def through_a_namespace(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return namespace.flash_attn_func(query, key, value)  # type: ignore[no-any-return]
-
-
-def through_a_class(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return OfAClass.flash_attn_func(query, key, value)
-
-
-def through_a_dataclass(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return record.flash_attn_func(query, key, value)
-
-
-def through_a_registry(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return registry["flash_attn_func"](query, key, value)
 
 
 def calls_way(held: Any) -> Callable[..., Tensor]:
@@ -81,12 +80,8 @@ def held_by(holder: str) -> Callable[..., Tensor]:
     return HOLDERS[holder](F.scaled_dot_product_attention)
 
 
-ALL_ATTENTION_FUNCTIONS = {"sdpa": attend}
-WAYS = [through_a_namespace, through_a_class, through_a_dataclass, through_a_registry]
-
-
 class Reached(CausalSelfAttention):
-    """As nanochat's: its code does not show which function it calls."""
+    """Its code does not show which function it calls."""
 
     def __init__(self, way: Callable[..., Tensor]) -> None:
         super().__init__(16, 2)
@@ -99,41 +94,25 @@ class Reached(CausalSelfAttention):
 class Mixing(nn.Module):
     """The same under names that say nothing: `h` heads."""
 
-    def __init__(self, way: Callable[..., Tensor] = attend) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.h, self.way = 2, way
+        self.h = 2
         self.into, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.into(x).unflatten(-1, (3, self.h, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(self.way(query, key, value).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.out(attend(query, key, value).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+@pytest.mark.promise("A24")
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
-@pytest.mark.parametrize("way", WAYS)
-def test_attention_that_is_reached_through_an_object_is_watched(way: Callable[..., Tensor], attention: Any) -> None:
-    agent, listener = watch(tiny_gpt(Reached(way), Reached(way)), steps=1, attention=attention, probe_rows=999)
-    assert rows_of(listener) == [24] * 4
-    assert "watched 2 of 2 attention layers" in agent.report()
-    agent, listener = watch(tiny_gpt(Mixing(way), Mixing(way)), attention=attention, probe_rows=999)
+def test_attention_under_names_that_say_nothing_is_watched(attention: Any) -> None:
+    agent, listener = watch(tiny_gpt(Mixing(), Mixing()), attention=attention, probe_rows=999)
     assert rows_of(listener) == [24] * 4
     assert "watched 2 of 2 attention layers" in agent.report()
 
 
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("way", WAYS)
-def test_attention_that_is_reached_through_an_object_is_watched_in_compiled_code(way: Callable[..., Tensor]) -> None:
-    model = tiny_gpt(Reached(way), Reached(way))
-    listener = Listener()
-    with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_rows": 999}) as agent:
-        agent.subscribe(listener)
-        compiled: Any = torch.compile(model, backend="aot_eager")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            agent.step(train_step(compiled, optimizer, step))
-    assert rows_of(listener) == [48] * 4
-
-
+@pytest.mark.promise("A24")
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -148,39 +127,7 @@ def test_pytorchs_function_in_an_object_from_before_attach_is_watched(holder: st
     assert rows_of(listener) == [48] * 2
 
 
-SAVED = {torch.ops.aten._scaled_dot_product_flash_attention.default, torch.ops.aten.mm.default}
-
-
-class Policy(nn.Module):
-    """As OLMo-core's Transformer: operators of attention stand in a method that no forward reaches."""
-
-    num_heads = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = tiny_gpt(Mixing(), CausalSelfAttention(16, 2))
-
-    def apply_activation_checkpointing(self) -> set[Any]:
-        return SAVED | {F.scaled_dot_product_attention}
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.model(words)  # type: ignore[no-any-return]
-
-
-def test_names_in_code_that_does_not_run_count_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    model = Policy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **EVERY_STEP) as agent:
-        listener = Listener()
-        agent.subscribe(listener)
-        for step in range(3):
-            agent.step(train_step(model, optimizer, step))
-        report = agent.report()
-    assert [layer.name for layer in listener.of(wire.Started)[0].layers] == ["model.blocks.0", "model.blocks.1"]
-    assert "watched 2 of 2 attention layers" in report
-    assert not caplog.records
-
-
+@pytest.mark.promise("A24")
 def test_a_part_that_looks_like_attention_and_computes_none_is_no_layer(caplog: pytest.LogCaptureFixture) -> None:
     class Gate(nn.Module):
         """As a state-space model's: heads and a projection, and no attention."""
@@ -201,6 +148,7 @@ def test_a_part_that_looks_like_attention_and_computes_none_is_no_layer(caplog: 
     assert not caplog.records
 
 
+@pytest.mark.promise("A24")
 def test_what_was_asked_before_the_first_step_holds_for_the_layers_that_it_shows() -> None:
     def saved() -> dict[str, Any]:
         model = tiny_gpt(Mixing(), CausalSelfAttention(16, 2))
@@ -229,60 +177,7 @@ def test_what_was_asked_before_the_first_step_holds_for_the_layers_that_it_shows
         assert [head for head, mode in agent.modes().items() if mode != "plain"] == [(1, 1)]
 
 
-class Kernel(nn.Module):
-    """As OLMo-core's backend: it calls attention for the module round it, and has a number of heads itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_heads, self.head_dim = 2, 8
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-class Projected(nn.Module):
-    """Its projections bear these names."""
-
-    def __init__(self, names: tuple[str, str, str]) -> None:
-        super().__init__()
-        self.n_heads, self.head_dim, self.names = 2, 8, names
-        for name in (*names, "w_out"):
-            setattr(self, name, nn.Linear(16, 16))
-        self.backend = Kernel()
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = (getattr(self, name)(x).unflatten(-1, (2, 8)).transpose(1, 2) for name in self.names)
-        out: Any = self.w_out
-        return out(self.backend(*parts).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("names", [("w_q", "w_k", "w_v"), ("c_q", "c_k", "c_v"), ("ask", "offer", "hand_over")])
-def test_norms_of_projections_round_an_inner_module_are_measured_whatever_their_names_are(
-    names: tuple[str, str, str],
-) -> None:
-    model = tiny_gpt(Projected(names))
-    _, listener = watch(model, steps=1, norms_every_steps=1, attention="keep")
-    layer: Any = model.blocks[0]
-    (sample,) = (sample for sample in listener.of(wire.Sample) if sample.query_norm is not None)
-    assert len(listener.of(wire.Started)[0].layers) == 1
-    for name, measured in zip(names, (sample.query_norm, sample.key_norm), strict=False):
-        rows = getattr(layer, name).weight.detach().double().unflatten(0, (2, 8))
-        assert measured is not None
-        assert torch.as_tensor(measured.numpy()).double() == pytest.approx(torch.linalg.matrix_norm(rows, 2), rel=0.01)
-
-
-def test_a_foreign_table_that_is_named_as_that_of_transformers_needs_no_transformers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As nanotron's."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    agent, listener = watch(tiny_gpt(Reached(lambda *operands: ALL_ATTENTION_FUNCTIONS["sdpa"](*operands))), steps=1)
-    assert rows_of(listener) == [24] * 2
-    assert agent.report().endswith("watched 1 of 1 attention layers")
-
-
+@pytest.mark.promise("A24")
 def test_an_agent_that_found_its_layers_in_the_first_step_leaves_with_the_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -297,6 +192,7 @@ def test_an_agent_that_found_its_layers_in_the_first_step_leaves_with_the_model(
     assert agent.modes() == dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], "plain")
 
 
+@pytest.mark.promise("A24")
 def test_shapes_without_numbers_are_no_calls(caplog: pytest.LogCaptureFixture) -> None:
     """As litgpt, which counts the operations of a copy on the meta device before its first step."""
     with torch.device("meta"):
@@ -310,12 +206,12 @@ def test_shapes_without_numbers_are_no_calls(caplog: pytest.LogCaptureFixture) -
     assert not caplog.records
 
 
+@pytest.mark.promise("A24")
 @pytest.mark.promise("A14")
-@pytest.mark.parametrize("kind", [Mixing, lambda: Reached(through_a_namespace)])
-def test_a_training_whose_layers_the_first_step_shows_is_equal_to_the_bit(kind: Callable[[], nn.Module]) -> None:
+def test_a_training_whose_layers_the_first_step_shows_is_equal_to_the_bit() -> None:
     def course(*, watched: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        model = tiny_gpt(kind(), kind())
+        model = tiny_gpt(Mixing(), Mixing())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         agent = attach(model, **{**EVERY_STEP, "attention": "keep"}) if watched else None
         for step in range(4):
@@ -327,3 +223,188 @@ def test_a_training_whose_layers_the_first_step_shows_is_equal_to_the_bit(kind: 
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(map(torch.equal, course(watched=True), course(watched=False)))
+
+
+def one_step(model: nn.Module, steps: int = 1, **options: Any) -> tuple[wire.Started, list[int], str]:
+    """What the service was told first, the rows of each head, and the report."""
+    listener = Listener()
+    with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_rows": 999, **options}) as agent:
+        agent.subscribe(listener)
+        for _ in range(steps):
+            torch.autograd.backward(model(torch.randn(3, 6, WIDTH)).square().sum())
+            agent.step(1.0)
+    [started] = listener.of(wire.Started)
+    return started, slot_values(listener.of(wire.Sample)[0].words(), Slot.ROWS).astype(int).tolist(), agent.report()
+
+
+@pytest.mark.parametrize("kind", [ParameterBank, TwoStreams, Convolutions, UnevenKeys])
+def test_the_first_call_tells_the_head_dim_that_nothing_else_tells(kind: type[nn.Module]) -> None:
+    started, rows, report = one_step(kind())
+    assert rows == [18] * HEADS
+    assert [layer.head_dim for layer in started.layers] == [WIDTH // HEADS]
+    assert "norms are not measured" in report
+    assert "watched 1 of 1 attention layers" in report
+
+
+@pytest.mark.promise("A24")
+def test_heads_that_only_the_call_tells_are_watched_from_the_second_step_and_from_the_first_if_given() -> None:
+    _, rows, report = one_step(NobodyTellsHeads(), steps=2)
+    assert rows == [18] * HEADS
+    assert report.endswith("watched 1 of 1 attention layers")
+    _, rows, _ = one_step(NobodyTellsHeads(), heads={"": HEADS})
+    assert rows == [18] * HEADS
+
+
+def told_of(kind: type[nn.Module], caplog: pytest.LogCaptureFixture, **options: Any) -> str:
+    """What the log and the report say of a model with an attention that is watched and a module of this kind."""
+    torch.manual_seed(0)
+    model = nn.Sequential(ParameterBank(), kind(), nn.Linear(WIDTH, 1))
+    with attach(model, **{**EVERY_STEP, "heads": {"0": HEADS}, **options}) as agent:
+        for _ in range(4):
+            torch.autograd.backward(model(torch.randn(3, 6, WIDTH)).square().sum())
+            agent.step(1.0)
+    return caplog.text + agent.report()
+
+
+@pytest.mark.promise("A24")
+@pytest.mark.parametrize("kind", [ByHand, Gated, ReversedProducts])
+def test_attention_by_hand_is_named_whatever_its_names_are(
+    kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    told = told_of(kind, caplog)
+    assert told.count("the attention of 1 is not watched: it computes its attention by hand") == 1
+    assert "1 x not monitored: it computes its attention by hand (1)" in told
+    assert told.endswith("watched 1 of 2 attention layers")
+
+
+@pytest.mark.promise("A24")
+def test_pytorchs_function_that_a_tuple_keeps_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    told = told_of(PyTorchsOfATuple, caplog)
+    assert "the attention of 1 is not watched: it calls PyTorch's attention where it cannot be met" in told
+    assert told.endswith("watched 1 of 2 attention layers")
+
+
+def stacked(*modules: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *modules, nn.Linear(WIDTH, 1))
+
+
+def executed(loss: Tensor, model: nn.Module) -> dict[str, str] | None:
+    found = attention_in([loss], model)
+    return None if found is None else {name: each.how for name, each in found.items()}
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.randn(2, 5, WIDTH)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_each_attention_is_found_under_its_module_and_nothing_else_is(autocast: bool) -> None:
+    model = stacked(ByHand(), Pattern(), Gated(), Router(), ReversedProducts(), ParameterBank())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = loss_of(model)
+    assert executed(loss, model) == {**dict.fromkeys("135", BY_HAND), "6": OUT_OF_REACH}
+
+
+def test_additive_attention_is_found_and_no_classification_head_router_or_pooling_is() -> None:
+    attention = [GraphAttention(), GraphAttention(masks=True), GraphAttention(expands=True), Bahdanau(), Distances()]
+    others = [ExpectedClass(), SoftRouter(), Pooling(), Router(), Pattern()]
+    model = stacked(*attention, *others)
+    assert executed(loss_of(model), model) == dict.fromkeys("12345", BY_HAND)
+
+
+def test_an_attention_whose_weights_lie_in_a_layer_of_pytorch_bears_the_name_of_that_layer() -> None:
+    model = stacked(nn.TransformerEncoderLayer(WIDTH, 2, batch_first=True))
+    assert [*(executed(loss_of(model), model) or {})] == ["1.self_attn"]
+
+
+def test_a_backward_through_another_model_tells_nothing() -> None:
+    assert executed(loss_of(stacked(ByHand())), stacked(ByHand())) is None
+
+
+def test_a_loss_without_a_graph_tells_nothing() -> None:
+    assert executed(torch.zeros(()), stacked(ByHand())) is None
+
+
+def masked(model: nn.Module, x: Tensor, mask: Tensor, packs: bool) -> Tensor:
+    """The loss of a model whose attention by hand hides keys with -inf; packs: saved tensors are packed."""
+    context = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x) if packs else nullcontext()
+    with context:
+        query, key, value = model[1].projected(model[0](x))  # type: ignore[index]
+        weights = (query @ key.mT).masked_fill(mask, -math.inf).softmax(-1)
+        return model[2]((weights @ value).transpose(1, 2).flatten(2)).nansum()  # type: ignore[index, no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "broken", "packs", "said"),
+    [
+        (2, False, False, "4 of 10 rows of a head see no key, or hold a score that overflows"),
+        (0, True, False, "10 of 10 rows of a head see no key, or hold a score that is not finite"),
+        (0, False, False, ""),
+        (2, False, True, ""),
+    ],
+)
+def test_rows_that_a_softmax_by_hand_gives_as_nan_are_counted_and_no_gradient_changes(
+    hidden: int, broken: bool, packs: bool, said: str
+) -> None:
+    model, mask = stacked(ByHand()), torch.ones(5, 5, dtype=torch.bool).triu(1)
+    mask[:hidden] = True
+    x = torch.randn(2, 5, WIDTH)
+    x[:, 0] *= math.nan if broken else 1.0
+    plain = torch.autograd.grad(masked(model, x, mask, packs), list(model.parameters()), allow_unused=True)
+    loss = masked(model, x, mask, packs)
+    [found] = (attention_in([loss], model) or {}).values()
+    rows, here = broken_rows(found)
+    assert said == rows.partition(":")[0]
+    assert here == ("overflows" in rows)
+    loss.backward()  # type: ignore[no-untyped-call]
+    for parameter, gradient in zip(model.parameters(), plain, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0, equal_nan=True)
+
+
+class Grouped(Attention):
+    """As litgpt writes it: the configuration tells the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.heads, self.to_q, self.to_k
+        self.config = types.SimpleNamespace(n_head=4, n_query_groups=2, head_size=8)
+        self.qkv = nn.Linear(6, (4 + 2 * 2) * 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(x, x, x)
+
+
+def test_groups_of_queries_that_a_configuration_tells_are_key_heads() -> None:
+    (found,) = find_attention(Grouped(), {})
+    assert (found.heads, found.kv_heads, found.head_dim) == (4, 2, 8)
+    assert found.projection is not None
+    assert len(found.projection.key.starts) == 2
+
+
+class KeysOfTheirOwnWidth(Attention):
+    """Nobody tells how many key heads it has but the width of its key projection."""
+
+    def __init__(self, heads: int, head_dim: int, key_width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_k = nn.Linear(6, heads * head_dim), nn.Linear(6, key_width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "key_width", "kv_heads"),
+    [(6, 5, 10, 2), (6, 5, 5, 1), (4, 7, 28, 4), (6, 5, 12, 0), (6, 5, 20, 0), (6, 5, 60, 0), (6, 5, 3, 0)],
+)
+def test_the_width_of_a_key_projection_tells_its_key_heads_or_nothing_does(
+    heads: int, head_dim: int, key_width: int, kv_heads: int
+) -> None:
+    module = KeysOfTheirOwnWidth(heads, head_dim, key_width)
+    (found,) = find_attention(module, {})
+    assert (found.problem, found.heads, found.kv_heads, found.head_dim) == (None, heads, kv_heads, head_dim)
+    assert (found.projection is None) == (kv_heads == 0)
+    if found.projection is not None:
+        keys = found.projection.key.read().weights
+        assert torch.equal(keys, module.to_k.weight.view(kv_heads, head_dim, -1))

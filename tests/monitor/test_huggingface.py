@@ -10,19 +10,12 @@ import numpy as np
 import pytest
 import torch
 from tests.monitor.doubles import Listener
-from tests.monitor.test_foreign_models import DECODER, EXPERTS, LATENT, tiny
+from tests.monitor.executions import EVERY_STEP
+from tests.monitor.transformers_models import DECODER, EXPERTS, tiny
 from torch import Tensor, nn
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Trainer,
     TrainerControl,
     TrainerState,
@@ -33,27 +26,6 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
 from foreshock.monitor.callbacks.huggingface import ForeshockCallback
-from foreshock.monitor.model.discovery import find_attention
-
-QUICK: dict[str, Any] = {
-    "attention": "kernels",
-    "sample_every_steps": 1,
-    "sample_every_seconds": 0.0,
-    "strict": True,
-    "quiet": True,
-}
-SMALL: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 
 
 def gpt2(**changes: Any) -> Any:
@@ -63,70 +35,14 @@ def gpt2(**changes: Any) -> Any:
     return GPT2LMHeadModel(GPT2Config(**options))
 
 
-MODELS: dict[str, Any] = {
-    "gpt2": gpt2,
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
-    "mistral, sliding window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=5)),
-    "gemma2, softcap": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**SMALL, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=20.0, sliding_window=5)
-    ),
-}
-
-
 def ids(rows: int = 3, length: int = 12) -> Tensor:
     return torch.randint(48, (rows, length), generator=torch.Generator().manual_seed(7))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_each_architecture_computes_the_same_and_counts_every_row(name: str) -> None:
-    torch.manual_seed(0)
-    model = MODELS[name]().eval()
-    implementation = "eager" if "softcap" in name else model.config._attn_implementation
-    model.set_attn_implementation(implementation)
-    expected = model(ids()).logits
-    agent = attach(model, **QUICK, numerics="float32")
-    listener = Listener()
-    agent.subscribe(listener)
-    got = model(ids()).logits
-    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
-    got.square().mean().backward()
-    agent.step()
-    agent.close()
-    words = listener.of(wire.Sample)[0].words()
-    # of eager attention and PyTorch's with a mask a sample is measured: all rows where there are so few
-    assert slot_values(words, Slot.ROWS).tolist() == [3 * 12] * len(words)
-    assert model.config._attn_implementation == implementation
-    assert "not monitored" not in agent.report()
-
-
-@pytest.mark.parametrize("side", ["right", "left", "inside"])
-@pytest.mark.parametrize("name", ["gpt2", "mistral, sliding window"])
-def test_a_padded_batch_keeps_its_own_attention_and_every_row_of_it_can_be_measured(name: str, side: str) -> None:
-    torch.manual_seed(0)
-    model = MODELS[name]().eval()
-    mask = torch.zeros(3, 12, dtype=torch.long)
-    for row, length in enumerate([12, 5, 8]):
-        mask[row, :length] = 1
-    mask = {"left": mask.flip(1), "right": mask, "inside": mask.roll(3, 1)}[side]
-    expected = model(ids(), attention_mask=mask).logits
-    agent = attach(model, **QUICK, probe_rows=1000)
-    listener = Listener()
-    agent.subscribe(listener)
-    got = model(ids(), attention_mask=mask).logits
-    assert torch.equal(got, expected)
-    got[mask.bool()].square().mean().backward()
-    agent.step()
-    agent.close()
-    words = listener.of(wire.Sample)[0].words()
-    seen = slot_values(words, Slot.ROWS) + slot_values(words, Slot.EMPTY_ROWS)
-    assert seen.tolist() == [3 * 12] * len(words)
 
 
 def test_generation_works_while_attached() -> None:
     model = gpt2().eval()
     expected = model.generate(ids(1, 4), max_new_tokens=4, do_sample=False, pad_token_id=0)
-    agent = attach(model, **QUICK, numerics="float32")
+    agent = attach(model, **EVERY_STEP, numerics="float32")
     got = model.generate(ids(1, 4), max_new_tokens=4, do_sample=False, pad_token_id=0)
     agent.close()
     assert torch.equal(got, expected)
@@ -214,7 +130,7 @@ def intervals(callback: Observed) -> list[tuple[int, int]]:
 
 
 def test_one_line_in_the_trainer_watches_every_step_with_the_raw_loss(tmp_path: Path) -> None:
-    callback = Observed(**QUICK)
+    callback = Observed(**EVERY_STEP)
     trainer = train(tmp_path, callback, 4)
     assert intervals(callback) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -236,7 +152,7 @@ def test_a_mixture_of_experts_and_norms_of_queries_train_in_the_trainer_as_witho
         train(tmp_path, callback, 2, model=model, save_strategy="no", optim="sgd")
         return [weight.detach() for weight in model.parameters()]
 
-    callback = Observed(**{**QUICK, "attention": attention, "probe_rows": 10**6})
+    callback = Observed(**{**EVERY_STEP, "attention": attention, "probe_rows": 10**6})
     for got, expected in zip(trained(callback), trained(None), strict=True):
         if attention == "kernels":
             torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
@@ -246,7 +162,7 @@ def test_a_mixture_of_experts_and_norms_of_queries_train_in_the_trainer_as_witho
 
 
 def test_accumulated_micro_batches_give_the_mean_loss_of_the_step(tmp_path: Path) -> None:
-    callback = Observed(**QUICK)
+    callback = Observed(**EVERY_STEP)
     trainer = train(tmp_path, callback, 2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert [s.loss for s in callback.samples()] == pytest.approx(logged, rel=1e-4)
@@ -256,7 +172,7 @@ def test_accumulated_micro_batches_give_the_mean_loss_of_the_step(tmp_path: Path
 @pytest.mark.full
 @pytest.mark.parametrize("restore", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_path: Path, restore: bool) -> None:
-    settings = {**QUICK, "sample_every_steps": 3}
+    settings = {**EVERY_STEP, "sample_every_steps": 3}
     straight = Observed(**settings, switch_at=2)
     train(tmp_path / "a", straight, 9)
     interrupted = Observed(**settings, switch_at=2)
@@ -287,7 +203,7 @@ def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_p
 @pytest.mark.full
 def test_a_training_that_began_without_foreshock_goes_on_with_its_own_step_numbers(tmp_path: Path) -> None:
     train(tmp_path, None, 4)
-    callback = Observed(**QUICK)
+    callback = Observed(**EVERY_STEP)
     train(tmp_path, callback, 8, resume=str(tmp_path / "checkpoint-4"))
     assert callback.listener.of(wire.Started)[0].step == 4
     assert intervals(callback) == [(n, n + 1) for n in range(4, 8)]
@@ -296,7 +212,7 @@ def test_a_training_that_began_without_foreshock_goes_on_with_its_own_step_numbe
 
 
 def test_a_checkpoint_names_no_foreshock_attention_and_holds_no_secret(tmp_path: Path) -> None:
-    train(tmp_path, ForeshockCallback(**QUICK, token="very-secret-token"), 4)
+    train(tmp_path, ForeshockCallback(**EVERY_STEP, token="very-secret-token"), 4)
     text = "".join(p.read_text() for p in (tmp_path / "checkpoint-4").glob("*.json"))
     assert "very-secret-token" not in text
     assert "foreshock" not in (tmp_path / "checkpoint-4" / "config.json").read_text()
@@ -313,7 +229,7 @@ def test_a_training_that_failed_can_be_started_again(tmp_path: Path) -> None:
                 self.loss_seen.append(0.0)
                 raise RuntimeError("another callback's fault")
 
-    callback = FailsOnce(**QUICK)
+    callback = FailsOnce(**EVERY_STEP)
     args = TrainingArguments(
         str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
     )
@@ -327,9 +243,9 @@ def test_a_training_that_failed_can_be_started_again(tmp_path: Path) -> None:
 @pytest.mark.promise("A30")
 def test_a_trainer_whose_model_cannot_be_watched_trains_on(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    lenient = {**QUICK, "strict": False}
+    lenient = {**EVERY_STEP, "strict": False}
     with pytest.raises(ValueError, match="hands its callbacks no model; transformers 5 does"):
-        ForeshockCallback(**QUICK).on_train_begin(args, TrainerState(), TrainerControl())
+        ForeshockCallback(**EVERY_STEP).on_train_begin(args, TrainerState(), TrainerControl())
     args._n_gpu = 2
     with caplog.at_level(logging.WARNING, "foreshock"):
         for given, why in (
@@ -348,9 +264,9 @@ def test_where_the_trainer_restores_callbacks_the_settings_of_the_program_hold_o
     known: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = TrainingArguments("unused", report_to=[], use_cpu=True)
-    before = ForeshockCallback(**QUICK, run="one")
+    before = ForeshockCallback(**EVERY_STEP, run="one")
     stored = before.state()
-    model, program = gpt2(), ForeshockCallback(**QUICK, run="one", policy="auto", mitigation="exact_delta")
+    model, program = gpt2(), ForeshockCallback(**EVERY_STEP, run="one", policy="auto", mitigation="exact_delta")
     if known:
         program.on_init_end(args, TrainerState(), TrainerControl(), model=model)
     restored = ForeshockCallback(**stored["args"])  # as Trainer._load_callback_state makes it
@@ -368,7 +284,7 @@ def test_a_process_beside_the_first_saves_and_takes_up_its_own_state(tmp_path: P
     (tmp_path / "checkpoint-0").mkdir()
     args, state = SimpleNamespace(n_gpu=0, process_index=1, output_dir=str(tmp_path)), TrainerState()
     control: Any = TrainerControl()
-    saving, again = Observed(**QUICK), Observed(**QUICK)
+    saving, again = Observed(**EVERY_STEP), Observed(**EVERY_STEP)
     saving.on_train_begin(args, state, control, model=gpt2())
     assert saving.agent is not None
     saving.agent.set_mode([(0, 1)], "exact_delta", "a test")
@@ -381,14 +297,8 @@ def test_a_process_beside_the_first_saves_and_takes_up_its_own_state(tmp_path: P
     again.on_train_end(args, state, control)
 
 
-def test_a_head_of_two_parts_is_as_wide_as_both() -> None:
-    parts = {"q_lora_rank": None, "qk_nope_head_dim": 12}
-    found = find_attention(tiny("DeepseekV3", **DECODER | LATENT | parts), {})
-    assert {each.head_dim for each in found} == {12 + LATENT["qk_rope_head_dim"]}
-
-
 def test_qk_clip_is_one_argument_and_scales_16_bit_weights_that_the_trainers_optimizer_owns(tmp_path: Path) -> None:
-    quick = {name: value for name, value in QUICK.items() if name != "attention"}
+    quick = {name: value for name, value in EVERY_STEP.items() if name != "attention"}
     callback = Observed(**quick, qk_clip="always", qk_clip_threshold=1e-3)
     train(tmp_path, callback, 3, model=gpt2().to(torch.bfloat16))
     assert callback.agent is not None

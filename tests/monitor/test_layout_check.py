@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.monitor.test_adapters import PeftLinear
+from tests.monitor.test_norms import PeftLinear
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -225,18 +225,6 @@ def test_projections_of_unknown_names_have_norms_behind_positions_norms_and_grou
 
 
 @pytest.mark.promise("A23")
-def test_heads_that_a_function_normalises_say_that_the_norms_are_of_the_weights_alone() -> None:
-    def normed(query: Tensor, key: Tensor, value: Tensor) -> Heads:
-        query, key, value = separate(query, key, value)
-        return F.rms_norm(query, (DIM,)), F.normalize(key, dim=-1), value
-
-    torch.manual_seed(1)
-    samples, (told,), _ = train(Attention(turned(normed), **THREE), 1)
-    assert told == "separate (q_proj, k_proj), norms of the weights only: heads are normalised"
-    assert samples[0].query_norm is not None
-
-
-@pytest.mark.promise("A23")
 def test_a_call_that_tells_nothing_leaves_the_norms_unknown_until_one_does() -> None:
     torch.manual_seed(1)
     module = LAYOUTS["each head its Q, K, V"]()
@@ -303,20 +291,6 @@ def test_layouts_are_shown_by_compiled_and_recomputed_code_without_a_bit_or_a_gr
     ]
     assert samples[0].query_norm is not None
     assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.promise("A23")
-def test_code_that_was_compiled_with_our_kernels_shows_its_layout() -> None:
-    torch._dynamo.reset()
-    model = blocks()
-    samples, told, _ = train(model, 2, torch.compile(model, backend="aot_eager"), attention="kernels")
-    assert told == [
-        *["fused Q, K, V (qkv_proj, Linear), in an order that a call showed"] * 2,
-        "separate (q_proj, k_proj)",
-        "found by a call (one, two)",
-    ]
-    assert samples[-1].query_norm is not None
 
 
 @pytest.mark.promise("A23")

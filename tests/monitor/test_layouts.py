@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreshock.monitor.model.layouts import Call, Corners, InconclusiveCallError, Numbers, Parts, Rows, parts_of
+from foreshock.monitor.model.layouts import Call, Corners, Numbers, Parts, Rows, parts_of
 
 HEADS, KEYS, DIM, SEQUENCES, LENGTH = 4, 2, 8, 3, 5
 FIRST = np.array([True, False, True, False])
@@ -80,19 +80,6 @@ def test_a_fused_projection_is_found_in_any_order_whatever_happens_to_its_heads_
     assert found.query.normalised == ("normalised" in how or "mean" in how)
 
 
-@pytest.mark.parametrize("groups", [1, KEYS])
-def test_key_heads_that_stand_with_their_queries_are_told_from_those_that_stand_apart(groups: int) -> None:
-    rng = np.random.default_rng(3)
-    query, key, value = drawn(rng), drawn(rng, KEYS), drawn(rng, KEYS)
-    parts = [np.split(x, groups, axis=1) for x in (query, key, value)]
-    fused = np.concatenate([part[g] for g in range(groups) for part in parts], axis=1).reshape(4, -1)
-    for given_keys in (key, key.repeat(HEADS // KEYS, 1), np.tile(key, (1, HEADS // KEYS, 1))):
-        found = parts_of(call({"qkv": fused}, query, given_keys, given_keys))
-        np.testing.assert_array_equal(fused[:, found.query.outputs], query)
-        read = fused[:, found.key.outputs]
-        np.testing.assert_array_equal(read.repeat(given_keys.shape[1] // read.shape[1], 1), given_keys)
-
-
 def places(heads: int, widths: list[int], order: str) -> list[Places]:
     """Outputs of each part by head and feature, [H, D] each: heads first, parts first, or features first."""
     starts = np.cumsum([0, *widths])
@@ -141,20 +128,6 @@ def replaced(given_call: Call, side: str, numbers: Numbers) -> Call:
     return given_call._replace(**{side: getattr(given_call, side)._replace(numbers=numbers)})
 
 
-@pytest.mark.parametrize("bits", [52, 7])
-@pytest.mark.parametrize("side", ["query", "key"])
-@pytest.mark.parametrize("over", [(2,), (1, 2)])
-def test_behind_a_norm_a_part_is_never_taken_for_the_outputs_as_they_are(
-    side: str, over: tuple[int, ...], bits: int
-) -> None:
-    given_call, _ = latent(3, bits=bits)
-    whole = getattr(given_call, side).numbers.copy()
-    whole[..., :DIM] = rounded(normed(whole[..., :DIM], over=over), bits)
-    found = parts_of(replaced(given_call, side, whole))
-    assert found.query.normalised == (side == "query")
-    assert found.key.normalised == (side == "key")
-
-
 def test_values_that_are_keys_and_outputs_that_are_both_queries_and_keys_are_named() -> None:
     given_call, (_, of_keys, _) = latent(3)
     outputs = given_call.outputs["up_kv"].numbers
@@ -174,20 +147,6 @@ def test_heads_that_no_projection_gives_are_refused_with_a_sentence() -> None:
             parts_of(replaced(given_call, "query", bent))
 
 
-def test_numbers_that_are_equal_zero_or_not_finite_tell_nothing() -> None:
-    given_call, _ = latent(3)
-    of_query = given_call.outputs["up_q"]
-    zero = of_query._replace(numbers=np.zeros_like(of_query.numbers))
-    for changed in (
-        given_call._replace(outputs={**given_call.outputs, "again": of_query}),
-        given_call._replace(outputs={**given_call.outputs, "up_q": zero}),
-        given_call._replace(outputs={}),
-        replaced(given_call, "key", np.where(given_call.key.numbers > 2, np.inf, given_call.key.numbers)),
-    ):
-        with pytest.raises(InconclusiveCallError):
-            parts_of(changed)
-
-
 def test_a_gain_of_each_feature_of_each_head_is_believed_only_of_a_module_that_has_a_norm() -> None:
     rng = np.random.default_rng(3)
     query, key = drawn(rng), drawn(rng)
@@ -196,32 +155,3 @@ def test_a_gain_of_each_feature_of_each_head_is_believed_only_of_a_module_that_h
     assert parts_of(given_call._replace(normed=True)).query.rows == Rows(tuple(range(0, HEADS * DIM, DIM)))
     with pytest.raises(ValueError, match="give its queries"):
         parts_of(given_call)
-
-
-def test_tokens_of_a_sequence_first_and_tokens_that_attention_had_before_are_allowed_for() -> None:
-    rng = np.random.default_rng(3)
-    query, key = drawn(rng), drawn(rng)
-    outputs = {"q": query.reshape(4, -1), "k": key.reshape(4, -1)}
-    swapped = {name: x[[0, 2, 1, 3]] for name, x in outputs.items()}
-    joined = {name: np.concatenate([rng.normal(size=(3, HEADS * DIM)), x[3:]]) for name, x in outputs.items()}
-    for made, grid, right in (
-        (swapped, (LENGTH, SEQUENCES), True),
-        (swapped, (SEQUENCES, LENGTH), False),
-        (joined, (SEQUENCES, 1), True),
-        (joined, (SEQUENCES, LENGTH), False),
-    ):
-        given_call = call(made, query, key, key)
-        of_grid = {name: corners._replace(grid=grid) for name, corners in given_call.outputs.items()}
-        if right:
-            assert parts_of(given_call._replace(outputs=of_grid)).query.name == "q"
-        else:
-            with pytest.raises(ValueError, match="in no known order"):
-                parts_of(given_call._replace(outputs=of_grid))
-
-
-def test_where_names_show_the_rows_the_same_numbers_elsewhere_are_no_question() -> None:
-    rng = np.random.default_rng(3)
-    query, key = drawn(rng), drawn(rng)
-    outputs = {name: x.reshape(4, -1) for name, x in (("q", query), ("k", key), ("again", query))}
-    rows = Rows(tuple(range(0, HEADS * DIM, DIM)))
-    assert parts_of(call(outputs, query, key, key), ("q", rows), ("k", rows)).query.name == "q"

@@ -3,15 +3,17 @@
 import functools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.monitor.executions import EVERY_STEP, watched
+from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP, STEPS, Mode, Trained, watched
 from tests.monitor.library_calls import (
+    BOUNDS,
     CALLS,
     ENDS,
     FOUR,
@@ -22,6 +24,7 @@ from tests.monitor.library_calls import (
     TWO,
     XFORMERS,
     Call,
+    Grouped,
     alone,
     assert_alike,
     efficient,
@@ -31,16 +34,31 @@ from tests.monitor.library_calls import (
     of_pytorch,
     rows_as_one,
 )
-from tests.monitor.stand_ins import flash_attn_2, flash_attn_3, flash_attn_4, xformers_fmha
+from tests.monitor.stand_ins import (
+    flash_attn_2,
+    flash_attn_3,
+    flash_attn_4,
+    megatron,
+    transformer_engine,
+    xformers_fmha,
+)
 from tests.monitor.stand_ins.flash_attn_2 import flash_attn_func as imported_by_name
-from tests.monitor.test_executions import STEPS, Mode
-from torch import Tensor
+from tests.monitor.stand_ins.megatron import AttnMaskType
+from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
+from tests.monitor.transformers_models import DECODER, TRANSFORMERS, tiny
+from torch import Tensor, nn
+from torch.nn.attention import varlen
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
+from transformers import modeling_flash_attention_utils as flash
 
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
+from foreshock.monitor.attention import interception as watching
 from foreshock.monitor.model.discovery import find_attention
 
-pytestmark = [  # of torch.compile's own doing
+pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
 ]
@@ -221,3 +239,317 @@ def test_two_agents_and_their_end_in_any_order_leave_the_library_as_it_was() -> 
         assert not issubclass(flash_attn_2.FlashAttnFunc, torch.autograd.Function)
         agents[second].close()
         assert issubclass(flash_attn_2.FlashAttnFunc, torch.autograd.Function)
+
+
+ROWS, LENGTH = 2, 12
+BOTH_WAYS: Any = {**DECODER, "sliding_window": 6, "query_pre_attn_scalar": 8, "use_bidirectional_attention": True}
+ENCODER: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MAKERS: Any = TRANSFORMERS | {
+    "gemma3, window to both sides": lambda: tiny("Gemma3Text", "Model", **BOTH_WAYS),
+    "modernbert, window to both sides": lambda: tiny(
+        "ModernBert", "ForMaskedLM", **ENCODER, local_attention=6, cls_token_id=1, sep_token_id=2
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _flash_attn_is_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = flash._lazy_define_process_function(flash_attn_2.flash_attn_varlen_func)
+    for name, value in {
+        "_loaded_implementation": "flash_attention_2",
+        "_flash_fn": flash_attn_2.flash_attn_func,
+        "_flash_varlen_fn": flash_attn_2.flash_attn_varlen_func,
+        "_pad_fn": flash._pad_input,
+        "_unpad_fn": flash._unpad_input,
+        "_process_flash_kwargs_fn": process,
+    }.items():
+        monkeypatch.setattr(flash, name, value)
+
+
+def inputs(kind: str, step: int) -> dict[str, Tensor]:
+    """Whole rows, rows padded at the right, or one row of two sequences told by their positions."""
+    ids = torch.randint(48, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+    if kind == "packed":
+        return {"input_ids": ids.view(1, -1), "position_ids": torch.arange(LENGTH).repeat(1, ROWS)}
+    if kind == "padded":
+        mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+        mask[1, 7:] = 0
+        return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids}
+
+
+def transformers_model(name: str, implementation: str) -> Any:
+    torch.manual_seed(0)
+    model = MAKERS[name]()
+    model.config.use_cache = False
+    model.config._attn_implementation_internal = implementation
+    return model
+
+
+def trained(name: str, kind: str, implementation: str = "flash_attention_2", **settings: Any) -> Trained:
+    def loop(model: Any, stepped: Any) -> list[Tensor]:
+        losses, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            given = inputs(kind, step)
+            logits = model(**given)[0]
+            real = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
+            losses.append(logits[real].logsumexp(-1).square().mean())
+            torch.autograd.backward(losses[-1])
+            optimizer.step()
+            optimizer.zero_grad()
+            stepped(losses[-1].detach())
+        return losses
+
+    model: nn.Module = transformers_model(name, implementation)
+    if settings:
+        return watched(model, loop, **settings)
+    return Trained(loop(model, lambda loss: None), [p.detach().clone() for p in model.parameters()])
+
+
+CASES = [
+    ("Llama", "whole"),
+    ("Llama", "padded"),
+    ("Llama", "packed"),
+    ("Mistral", "packed"),
+    ("gemma3, window to both sides", "whole"),
+    ("modernbert, window to both sides", "whole"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_what_transformers_hands_to_flash_attn_is_kept_and_measured_row_by_row(name: str, kind: str) -> None:
+    got = trained(name, kind, **KEPT)
+    got.assert_same_bits(trained(name, kind))
+    real = ROWS * LENGTH - 5 * (kind == "padded")
+    assert got.rows == [real * STEPS] * 8
+    if kind != "padded":  # padded rows are no rows to flash_attn, and some to PyTorch's
+        assert_alike(got, trained(name, kind, "sdpa", **KEPT))
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_our_kernels_take_the_place_of_flash_attn_for_whole_padded_and_packed_rows(name: str, kind: str) -> None:
+    got, expected = trained(name, kind, attention="kernels"), trained(name, kind)
+    for mine, own in zip(got.losses + got.weights, expected.losses + expected.weights, strict=True):
+        torch.testing.assert_close(mine, own, rtol=1e-4, atol=1e-5)
+    assert "2 x kernels (" in got.report
+    assert_alike(got, trained(name, kind, **KEPT))
+
+
+def test_an_argument_that_is_for_flash_attn_alone_leaves_eager_attention_measured() -> None:
+    name = "modernbert, window to both sides"  # it passes `deterministic` whatever computes its attention
+    got = trained(name, "whole", "eager", **KEPT)
+    assert got.rows == [ROWS * LENGTH * STEPS] * 8
+    assert_alike(got, trained(name, "whole", **KEPT))
+
+
+Engine, Megatron = transformer_engine.DotProductAttention, megatron.DotProductAttention
+CLASSES: tuple[type[nn.Module], ...] = (Engine, Megatron)
+
+
+class WithCore(Grouped):
+    """Leaves its attention to a module of a library, and its shapes to `ask`."""
+
+    def __init__(self, core: nn.Module, ask: Callable[..., Tensor]) -> None:
+        super().__init__(lambda q, k, v: ask(self.core_attention, q, k, v))
+        self.core_attention = core
+
+
+def tokens_first(core: nn.Module, *operands: Tensor, **options: Any) -> Tensor:
+    """Operands [S, B, H, D]."""
+    out: Tensor = core(*(x.transpose(0, 1) for x in operands), **options)
+    return out.transpose(0, 1).reshape(operands[0].shape)
+
+
+def batch_first(core: nn.Module, *operands: Tensor, **options: Any) -> Tensor:
+    out: Tensor = core(*operands, qkv_format="bshd", **options)
+    return out.view(operands[0].shape)
+
+
+def packed(core: nn.Module, *operands: Tensor, **options: Any) -> Tensor:
+    ends = {"cu_seqlens_q": BOUNDS, "cu_seqlens_kv": BOUNDS, "max_seqlen_q": 12, "max_seqlen_kv": 12}
+    out: Tensor = core(*(x.flatten(0, 1) for x in operands), qkv_format="thd", **ends, **options)
+    return out.view(operands[0].shape)
+
+
+def asked(ask: Callable[..., Tensor], *more: Any, **options: Any) -> Callable[..., Tensor]:
+    return lambda core, *operands: ask(core, *operands, *more, **options)
+
+
+def with_mask(core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
+    return tokens_first(core, query, key, value, attention_mask=mask)
+
+
+Case = tuple[Callable[[], nn.Module], Callable[..., Tensor], dict[str, Any]]
+MODULES: dict[str, Case] = {
+    "engine": (lambda: Engine(4, 4, 2), tokens_first, {"causal": True}),
+    "engine, of two processes": (lambda: Engine(8, 4, 4, tp_size=2), tokens_first, {"causal": True}),
+    "engine, batch first": (lambda: Engine(4, 4, 2), asked(batch_first, attn_mask_type="no_mask"), {}),
+    "engine, window": (lambda: Engine(4, 4, 2, window_size=(3, 0)), batch_first, {"causal": True, "window": (3, 0)}),
+    "engine, packed": (
+        lambda: Engine(4, 4, 2),
+        asked(packed, attn_mask_type="padding_causal"),
+        {"causal": True, "ends": BOUNDS},
+    ),
+    "megatron": (lambda: Megatron(4, 2, 4), asked(tokens_first, attention_mask=None), {"causal": True}),
+    "megatron, third layer": (
+        lambda: Megatron(4, 2, 4, layer_number=3),
+        asked(tokens_first, attention_mask=None),
+        {"causal": True},
+    ),
+    "megatron, mask": (lambda: Megatron(4, 2, 4, AttnMaskType.padding), with_mask, {"causal": True}),
+    "megatron, window": (
+        lambda: Megatron(4, 2, 4, window_size=(3, 0)),
+        asked(tokens_first, attention_mask=None),
+        {"window": (3, 0)},
+    ),
+}
+
+
+def model_with(make: Callable[[], nn.Module], ask: Callable[..., Tensor]) -> nn.Module:
+    torch.manual_seed(5)
+    return tiny_gpt(*(WithCore(make(), ask) for _ in range(2)), seed=3)
+
+
+@pytest.fixture(autouse=True)
+def _classes_are_as_they_were() -> Iterator[None]:
+    before = [dict(vars(each)) for each in CLASSES]
+    yield
+    assert [dict(vars(each)) for each in CLASSES] == before
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_of_a_library_is_kept_to_the_last_bit_and_measured_as_pytorchs_own(name: str) -> None:
+    make, ask, rule = MODULES[name]
+    plain = model_with(make, ask)
+    losses = Mode().loop(plain, lambda loss: None)
+    got = watched(model_with(make, ask), Mode().loop, **KEPT)
+    for mine, own in zip(got.losses + got.weights, (*losses, *plain.parameters()), strict=True):
+        assert torch.equal(mine, own)
+    assert got.rows == [2 * 12 * STEPS] * 8
+    assert_alike(got, watched(model_of(of_pytorch(rule)), Mode().loop, **KEPT))
+
+
+def test_our_kernels_serve_a_module_of_a_library() -> None:
+    make, ask, _ = MODULES["engine"]
+    plain = model_with(make, ask)
+    losses = Mode().loop(plain, lambda loss: None)
+    got = watched(model_with(make, ask), Mode().loop, attention="kernels")
+    for mine, own in zip(got.losses + got.weights, (*losses, *plain.parameters()), strict=True):
+        torch.testing.assert_close(mine, own.detach(), rtol=1e-5, atol=1e-6)
+    assert "2 x kernels (" in got.report
+
+
+UNKNOWN_OF_MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "core_attention_bias": (lambda: Engine(4, 4, 2), asked(tokens_first, core_attention_bias=torch.zeros(12, 12))),
+    "attn_mask_type=padding_causal": (lambda: Engine(4, 4, 2), asked(tokens_first, attn_mask_type="padding_causal")),
+    "softmax_type": (lambda: Engine(4, 4, 2, softmax_type="off-by-one"), tokens_first),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN_OF_MODULES)
+def test_what_is_not_known_of_a_module_leaves_its_calls_unmeasured_and_is_named(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    got = watched(model_with(*UNKNOWN_OF_MODULES[what]), Mode().loop, **KEPT)
+    assert got.rows == [0] * 8
+    assert f"it passes {what} to tests.monitor.stand_ins.transformer_engine, which is not probed" in caplog.text
+
+
+class Outer(transformer_engine.DotProductAttention):
+    """As Megatron's TEDotProductAttention."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = super().forward(*args, **kwargs)
+        return out
+
+
+def test_a_subclass_is_found_and_its_own_parts_are_no_layers_of_their_own() -> None:
+    core = Outer(4, 4, 2)
+    core.unfused = WithCore(Engine(4, 4, 2), tokens_first)
+    found = find_attention(nn.Sequential(core), {})
+    assert [(each.name, each.heads, each.kv_heads, each.problem) for each in found] == [("0", 4, 2, None)]
+
+
+def test_of_a_module_that_calls_a_library_inside_the_inner_call_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def through_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, rule: dict[str, Any]) -> Any:
+        return flash_attn_2.flash_attn_func(q, k, v, softmax_scale=scale, causal=rule["causal"])
+
+    monkeypatch.setattr(transformer_engine.Fused, "apply", staticmethod(through_flash))
+    make, ask, rule = MODULES["engine"]
+    got = watched(model_with(make, ask), Mode().loop, **KEPT)
+    assert got.rows == [2 * 12 * STEPS] * 8
+    assert_alike(got, watched(model_of(of_pytorch(rule)), Mode().loop, **KEPT))
+
+
+class Packed(CausalSelfAttention):
+    """Packs its sequences end to end, as torchtitan's models do; the first row holds two of them."""
+
+    window = (-1, 0)
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, length, dim = query.shape
+        q, k, v = (x.transpose(1, 2).reshape(batch * length, heads, dim) for x in (query, key, value))
+        bounds = torch.tensor([0, 5, *range(length, batch * length + 1, length)], dtype=torch.int32)
+        out: Any = varlen_attn(q, k, v, bounds, bounds, length, length, window_size=self.window)
+        served: Tensor = out.view(batch, length, heads, dim).transpose(1, 2)
+        return served
+
+
+class PackedByHand(Packed):
+    """The same with PyTorch's operators alone."""
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length = query.shape[2]
+        mask = torch.ones(query.shape[0], 1, length, length, dtype=torch.bool).tril()
+        mask[0, 0, 5:, :5] = False
+        scores = query @ key.mT * query.shape[-1] ** -0.5
+        out: Tensor = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value
+        return out
+
+
+def own_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any
+) -> Tensor:
+    """PyTorch's own needs a GPU; this is the same in its operators, for causal calls."""
+    assert options["window_size"] == (-1, 0)
+    sequence = torch.searchsorted(cu_q[1:].contiguous(), torch.arange(len(query)), right=True)
+    seen = (sequence[:, None] == sequence).tril()
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+
+
+def rows_of(sample: wire.Sample) -> list[int]:
+    words = sample.words()
+    assert words is not None
+    return slot_values(words, Slot.ROWS).tolist()  # type: ignore[no-any-return]
+
+
+def state_after(model: Any, attention: Any) -> tuple[list[Tensor], list[wire.Sample]]:
+    listener = Listener()
+    with attach(model, **{**EVERY_STEP, "attention": attention, "probe_rows": 10**6}) as agent:
+        agent.subscribe(listener)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            agent.step(train_step(model, optimizer, step))
+    return [p.detach().clone() for p in model.parameters()], listener.of(wire.Sample)
+
+
+@pytest.mark.parametrize("attention", ["keep", "kernels"])
+def test_packed_sequences_of_pytorchs_own_function_are_watched(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_own_varlen", own_varlen)
+    torch.manual_seed(2)
+    expected = tiny_gpt(PackedByHand(16, 2))
+    model = tiny_gpt(Packed(16, 2))
+    model.load_state_dict(expected.state_dict())
+    before = vars(varlen)["varlen_attn"]
+    weights, samples = state_after(model, attention)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(2):
+        train_step(expected, optimizer, step)
+    for a, b in zip(weights, expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b.detach(), atol=1e-6, rtol=1e-5)
+    assert [rows_of(sample) for sample in samples] == [[24, 24]] * 2
+    assert vars(varlen)["varlen_attn"] is before is varlen_attn

@@ -9,20 +9,13 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import batch, tiny_gpt
 from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor.callbacks.lightning import ForeshockCallback
-
-QUICK: dict[str, Any] = {
-    "attention": "kernels",
-    "sample_every_steps": 1,
-    "sample_every_seconds": 0.0,
-    "strict": True,
-    "quiet": True,
-}
 
 # Lightning's own: what it calls in PyTorch that is on its way out, and its advice
 pytestmark = pytest.mark.filterwarnings(
@@ -98,7 +91,7 @@ def fit(
     keep: int = -1,
     **watching: int,
 ) -> tuple[Model, ForeshockCallback, Watcher]:
-    callback = ForeshockCallback(**QUICK)
+    callback = ForeshockCallback(**EVERY_STEP)
     watcher, model = Watcher(callback, **watching), Model()
     saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=4, save_top_k=keep, filename="{step}")
     trainer = Trainer(
@@ -150,11 +143,6 @@ def test_the_gradient_norm_is_the_one_that_lightning_clips_by(tmp_path: Path, mo
     assert torch.nn.utils.clip_grad_norm_ is counting
 
 
-def test_without_clipping_no_norm_is_invented(tmp_path: Path) -> None:
-    _, _, watcher = fit(tmp_path, 2)
-    assert [s.grad_norm for s in watcher.listener.of(wire.Sample)] == [None, None]
-
-
 def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_path: Path) -> None:
     _, first, before = fit(tmp_path, 6, switch_at=2)
     _, again, after = fit(tmp_path, 9, resume=tmp_path / "step=4.ckpt")
@@ -167,7 +155,7 @@ def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_p
 
 
 def test_a_training_that_fails_is_told_so_and_the_model_is_given_back(tmp_path: Path) -> None:
-    callback = ForeshockCallback(**QUICK)
+    callback = ForeshockCallback(**EVERY_STEP)
     watcher = Watcher(callback, fail_at=2)
     trainer = Trainer(
         max_steps=5,
@@ -192,7 +180,7 @@ def test_the_average_of_the_weights_that_lightning_keeps_is_not_watched_and_that
     def weights_after(watches: bool) -> dict[str, Tensor]:
         torch.manual_seed(5)
         averaging, model = EMAWeightAveraging(decay=0.5), Model()
-        callback = ForeshockCallback(**{**QUICK, "attention": "keep"})
+        callback = ForeshockCallback(**{**EVERY_STEP, "attention": "keep"})
         watcher = Watcher(callback)
         others: list[Any] = [callback, watcher] if watches else []
         callbacks = [averaging, *others] if average_first else [*others, averaging]
@@ -222,7 +210,9 @@ def test_the_average_of_the_weights_that_lightning_keeps_is_not_watched_and_that
 
 
 def test_qk_clip_is_shown_the_optimizers_that_16_bit_weights_need(tmp_path: Path) -> None:
-    callback = ForeshockCallback(**QUICK | {"qk_clip": "always", "qk_clip_threshold": 1e-3, "attention": "kernels"})
+    callback = ForeshockCallback(
+        **EVERY_STEP | {"qk_clip": "always", "qk_clip_threshold": 1e-3, "attention": "kernels"}
+    )
     trainer = Trainer(
         max_steps=3, callbacks=[callback], logger=False, enable_progress_bar=False, enable_model_summary=False,
         accelerator="cpu", enable_checkpointing=False,

@@ -1,5 +1,6 @@
-"""A key is hidden by what its bias does to it, whatever number the mask was written with."""
+"""Scores are measured as the attention sees them: under masks of any form, biases, and functions of the scores."""
 
+import copy
 import math
 from typing import Any
 
@@ -7,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from tests.monitor.doubles import Listener
 from tests.monitor.probing import EVERY_ROW, probed, tensors
 from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.contract.slots import MAX_SLOTS, Slot, Words, slot_values
-from foreshock.kernels.flash_attention.visibility import seen_keys
 from foreshock.monitor import attach
 from foreshock.monitor.attention.probe import Sampling
+from foreshock.monitor.attention.probed_rows import UnmeasurableError
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.readings import Readings, head_readings
 
@@ -174,11 +177,6 @@ def test_a_bias_that_is_not_finite_makes_rows_that_are_not_finite(bad: float) ->
     assert slot_values(words, Slot.EMPTY_ROWS).tolist() == [0] * 4
 
 
-def test_windows_of_a_swin_that_are_masked_by_minus_a_hundred_are_hidden() -> None:
-    bias = torch.zeros(2, 8).masked_fill(torch.arange(8) > 4, -100.0)
-    assert seen_keys(bias).tolist() == pytest.approx([5.0, 5.0], rel=1e-5)
-
-
 @promise
 @pytest.mark.parametrize("form", FORMS)
 def test_a_head_whose_scores_grow_is_warned_about_under_a_mask_in_any_form(form: str) -> None:
@@ -225,3 +223,177 @@ def test_a_model_that_masks_by_hand_counts_its_empty_rows_as_empty() -> None:
     words = next(event for event in taken if event.kind == "sample").words()
     assert slot_values(words, Slot.EMPTY_ROWS).tolist() == [3] * 4
     assert slot_values(words, Slot.ROW_MAX_ABS).max() < 10
+
+
+SLOPES = torch.tensor([0.5, 0.1, 2.0, 0.02])
+CAP = 12.0
+
+
+def alibi_of_each(scores: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return scores - SLOPES[head] * (query - key).abs()
+
+
+def capped(scores: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return (scores / CAP).tanh() * CAP
+
+
+def same_words(words: Any, expected: Any, tolerance: float = 0.0) -> None:
+    assert slot_values(expected, Slot.ROWS).min() > 0
+    for slot in Slot:
+        got, wanted = slot_values(words, slot), slot_values(expected, slot)
+        np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance, err_msg=slot.name)
+
+
+@pytest.mark.parametrize("rows", [5, 40, EVERY_ROW])
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+def test_a_function_of_the_scores_counts_as_the_same_bias_in_a_mask(causal: Any, rows: int) -> None:
+    query, key, value, grad = tensors(torch.bfloat16, seed=rows)
+    position = torch.arange(24, dtype=torch.int32)
+    bias = alibi_of_each(torch.zeros(()), position, torch.arange(4).view(-1, 1, 1), position[:, None], position)
+    options: dict[str, Any] = {"causal": causal, "window": (9, -1)}
+    words = probed(query, key, value, grad, grad, Sampling(rows, strict=True), 3, score_mod=alibi_of_each, **options)
+    masked = probed(query, key, value, grad, grad, Sampling(rows, strict=True), 3, mask=bias, **options)
+    same_words(words, masked)
+
+
+@pytest.mark.parametrize("offset", [2.0, 40.0])
+def test_a_function_that_bends_the_scores_counts_as_a_softcap_and_hides_nothing(offset: float) -> None:
+    arguments = tensors(
+        torch.float32, offset=offset
+    )  # scores of 6,400 that a cap of 12 lowers by more than a mask does
+    options: dict[str, Any] = {"causal": "top_left", "numerics": "float32"}
+    words = probed(*arguments, arguments[0], Sampling(EVERY_ROW, strict=True), score_mod=capped, **options)
+    same_words(words, probed(*arguments, arguments[0], Sampling(EVERY_ROW), softcap=CAP, **options))
+    assert slot_values(words, Slot.ROWS).tolist() == [3 * 24] * 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_function_hides_a_key_with_any_number_that_masks_are_written_with(form: str) -> None:
+    query, key, value, grad = tensors(torch.float32)
+    causal, real = padded(24, 3, torch.Generator().manual_seed(1))
+    mask = written(causal & real, "-inf" if form == "bool" else form)
+
+    def masked(scores: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return scores + mask[batch, 0, query, key]
+
+    words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), score_mod=masked, numerics="float32")
+    assert_counts(words, truth(query, key, causal & real), 2e-6)
+
+
+def test_what_a_function_returns_is_never_written_into() -> None:
+    arguments = tensors(torch.float32)
+    held = torch.zeros(())
+
+    def forgets(scores: Tensor, *where: Tensor) -> Tensor:
+        return held.expand_as(scores)
+
+    words = probed(*arguments, arguments[0], Sampling(EVERY_ROW, strict=True), score_mod=forgets, numerics="float32")
+    assert not held
+    np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUM), 0.0, atol=1e-4)
+    assert slot_values(words, Slot.SCORE_MAX).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_function_that_cannot_be_computed_again_counts_nothing_and_the_probe_goes_on(strict: bool) -> None:
+    def fails(scores: Tensor, *where: Tensor) -> Tensor:
+        raise UnmeasurableError
+
+    arguments = tensors(torch.float32)
+    sampling = Sampling(EVERY_ROW, strict=strict)
+    words = probed(*arguments, arguments[0], sampling, score_mod=fails, numerics="float32")
+    assert slot_values(words, Slot.ROWS).tolist() == [0] * 4
+    assert sampling.fault is None
+
+
+def test_nothing_that_a_function_computes_is_recorded_for_a_gradient() -> None:
+    query, key, value, grad = tensors(torch.float32)
+    learned, recorded = torch.nn.Parameter(torch.zeros(4)), []
+
+    def biased(scores: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        recorded.append((scores + learned[head]).requires_grad)
+        return scores + learned[head]
+
+    with torch.enable_grad():
+        probed(query, key, value, grad, grad, Sampling(EVERY_ROW, strict=True), score_mod=biased, numerics="float32")
+    assert set(recorded) == {False}
+
+
+LENGTH = 9
+NO_DROPOUT: dict[str, Any] = dict.fromkeys(
+    ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "conformer_conv_dropout"), 0.0
+)
+CONFORMER: dict[str, Any] = {
+    **NO_DROPOUT,
+    "vocab_size": 11,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 16,
+    "layerdrop": 0.0,
+    "apply_spec_augment": False,
+}
+
+
+def t5() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.T5Config(
+        vocab_size=23, d_model=24, d_kv=8, num_heads=3, num_layers=2, num_decoder_layers=1, d_ff=16, dropout_rate=0.0
+    )
+    words = torch.arange(LENGTH).view(1, -1) * 2 + 3
+    return transformers.T5Model(config), {"input_ids": words, "decoder_input_ids": words[:, :5] + 1}
+
+
+def conformer_of_distances() -> tuple[nn.Module, dict[str, Tensor]]:
+    """The score of a distance is a product with the query."""
+    config = transformers.Wav2Vec2BertConfig(
+        **CONFORMER,
+        position_embeddings_type="relative_key",
+        feature_projection_input_dim=10,
+        left_max_position_embeddings=3,
+        right_max_position_embeddings=2,
+    )
+    return transformers.Wav2Vec2BertModel(config), {"input_features": torch.randn(1, LENGTH, 10)}
+
+
+def true_scores(model: Any, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What the eager attention of each layer takes the softmax of, [H, Sq, Sk], in the order of the layers."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("eager")
+    scores, softmax = [], nn.functional.softmax
+
+    def recording(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        scores.append(x[0].detach().double())
+        return softmax(x, *args, **kwargs)
+
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(nn.functional, "softmax", recording)
+        model(**given)
+    return scores
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("build", [t5, conformer_of_distances])
+def test_a_position_bias_is_part_of_the_scores_that_are_measured(
+    build: Any, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(41)
+    model, given = build()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    scores = true_scores(model, given, monkeypatch)
+    model.set_attn_implementation(implementation)
+    listener = Listener()
+    every_row: dict[str, Any] = {"attention": "keep", "probe_rows": 10**6, "strict": True}
+    with attach(model, url=None, quiet=True, **every_row) as agent:
+        agent.subscribe(listener)
+        torch.autograd.backward(model(**given).last_hidden_state.square().mean())
+        agent.step(1.0)
+        names = [layer.name for layer in agent._attached.layers]
+    assert len(scores) == len(names) > 1
+    words = listener.of(wire.Sample)[0].words().reshape(len(names), 3, -1)
+    for name, measured, true in zip(names, words, scores, strict=True):
+        seen = true > torch.finfo(torch.float32).min / 2  # the decoder's causal mask hides the others
+        offset = true.masked_fill(~seen, -math.inf).logsumexp(-1) - seen.sum(-1).log()
+        np.testing.assert_allclose(
+            slot_values(measured, Slot.SCORE_OFFSET_SUM), offset.sum(1), rtol=1e-4, atol=1e-5, err_msg=name
+        )
+    assert "native attention, sampled" in agent.report()

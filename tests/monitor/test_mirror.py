@@ -1,8 +1,11 @@
-"""What the agent mirrors into an experiment tracker: real TensorBoard, stand-ins for the others and for faults."""
+"""What the agent mirrors into an experiment tracker: real ones, stand-ins, and faults."""
 
 import contextvars
 import gzip
 import importlib.machinery
+import json
+import os
+import subprocess
 import sys
 import threading
 import types
@@ -107,23 +110,6 @@ def test_wandb_s_own_step_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [numbers["foreshock/step"] for numbers, _ in logged] == [1, 2, 3, 4]
     assert all(numbers.keys() == NAMES | {"foreshock/step"} for numbers, _ in logged)
     assert all(options == {"commit": False} for _, options in logged)
-
-
-def test_mlflow_is_told_by_the_name_of_the_open_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[tuple[int, str, set[str]]] = []
-    tags: list[tuple[str, str, str]] = []
-    run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="run-77"))
-    stand_in(
-        monkeypatch,
-        "mlflow",
-        MlflowClient=lambda: types.SimpleNamespace(set_tag=lambda *tag: tags.append(tag)),
-        active_run=lambda: run if threading.current_thread() is threading.main_thread() else None,
-        log_metrics=lambda numbers, step, run_id: logged.append((step, run_id, set(numbers))),
-    )
-    assert not trained(3, mirror="mlflow").faults
-    assert logged == [(1, "run-77", NAMES), (2, "run-77", NAMES), (3, "run-77", NAMES)]
-    ((run_id, name, text),) = tags
-    assert (run_id, name, text[:30]) == ("run-77", "foreshock.warning", "step 3: layer 0 head 1 drifts"[:30])
 
 
 def trackio(monkeypatch: pytest.MonkeyPatch, log: Any, **members: Any) -> None:
@@ -306,3 +292,46 @@ def test_a_collector_that_is_not_there_costs_the_training_nothing(monkeypatch: p
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(AgentConfig, "close_seconds", 0.1)
     assert trained(4, mirror="otlp").current_step == 4
+
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("tracked_run.py")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_a_real_tracker_holds_each_sample_beside_what_the_program_logs_itself(tracker: str, tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    found = subprocess.run(
+        [sys.executable, "-P", str(PROGRAM), tracker, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": paths},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=570,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout.splitlines()[-1])
+    assert told["faults"] == {}
+    stored = {name: dict(map(tuple, points)) for name, points in told["stored"].items()}
+    assert set(stored) == {
+        "loss",
+        "foreshock/max_attention_logit",
+        "foreshock/attention_entropy",
+        "foreshock/worst_score_offset",
+        "foreshock/largest_score",
+        "foreshock/active_warnings",
+        "foreshock/switched_heads",
+    }
+    assert sorted(stored["loss"]) == list(range(6)), "the program's own steps are its own"
+    steps = sorted(stored["foreshock/largest_score"])
+    # wandb takes the newest numbers along with the program's next log; MLflow keeps every sample
+    assert steps == list(range(1, 7)) if tracker == "mlflow" else set(steps) <= set(range(1, 7))
+    assert steps[-1] == 6
+    assert all(value > 0 for value in stored["foreshock/largest_score"].values())
+    assert stored["foreshock/active_warnings"][6] == 0.0
+    assert set(stored["foreshock/switched_heads"].values()) == {0.0}
+    if tracker == "mlflow":
+        assert list(stored["foreshock/active_warnings"].values()).count(1.0) >= 1

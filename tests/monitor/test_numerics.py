@@ -1,5 +1,7 @@
-"""Precision is never lowered unasked: under numerics "auto" each call is rounded as the model itself asks."""
+"""Measurements use the types that the attention used, whatever the training loop has switched on."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -8,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from tests.monitor import tiny_models
 from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP
 from tests.monitor.probing import EVERY_ROW, probed, tensors
-from tests.monitor.tiny_models import CausalSelfAttention, batch, tiny_gpt
+from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, batch, tiny_gpt
+from tests.monitor.watching import rows_of, watch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -19,14 +23,6 @@ from foreshock.monitor import AgentConfig, attach
 from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.attention.probe import Sampling
 from foreshock.monitor.model.discovery import SDPA
-
-QUICK: dict[str, Any] = {
-    "attention": "kernels",
-    "sample_every_steps": 1,
-    "sample_every_seconds": 0.0,
-    "strict": True,
-    "quiet": True,
-}
 
 
 @pytest.fixture
@@ -45,7 +41,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def attached(dtype: torch.dtype, *, autocast: bool = False, **settings: Any) -> list[Tensor]:
     """Loss and gradients of a model with an agent; its weights are always the same."""
     model = tiny_gpt().to(dtype)
-    with attach(model, **QUICK, **settings):
+    with attach(model, **EVERY_STEP, **settings):
         return loss_and_gradients(model, autocast=autocast)
 
 
@@ -89,18 +85,9 @@ def test_a_16_bit_model_is_served_by_kernel_numerics(autocast: bool, served: lis
     assert all(torch.equal(a, b) for a, b in zip(got, named, strict=True))
 
 
-def test_half_precision_and_autocast_in_a_wide_model_follow_the_operands() -> None:
-    half, wide = torch.empty(0, dtype=torch.float16), torch.empty(0, dtype=torch.float64)
-    assert watched_layer.numerics_for(half, "auto") == "kernel"
-    assert watched_layer.numerics_for(half, "paper") == "paper"
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert watched_layer.numerics_for(wide, "auto") == "float64"  # autocast leaves float64 alone
-        assert watched_layer.numerics_for(torch.empty(0), "float32") == "float32"
-
-
 def test_the_table_and_the_first_event_say_auto(capsys: pytest.CaptureFixture[str]) -> None:
     assert AgentConfig().numerics == "auto"
-    agent = attach(tiny_gpt(), **{**QUICK, "quiet": False})
+    agent = attach(tiny_gpt(), **{**EVERY_STEP, "quiet": False})
     listener = Listener()
     agent.subscribe(listener)
     agent.step(1.0)
@@ -169,3 +156,137 @@ def test_under_fp16_autocast_a_model_that_widens_its_queries_has_the_delta_bias_
     narrow = delta_bias()
     Widening.widens = True
     np.testing.assert_allclose(delta_bias(), narrow, rtol=1e-6)
+
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "bf16 autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "fp16 autocast": lambda: torch.autocast("cpu", torch.float16),
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "bf16 by default": lambda: default_dtype(torch.bfloat16),
+    "float64 by default": lambda: default_dtype(torch.float64),
+    "another device by default": lambda: torch.device("meta"),
+}
+
+
+def samples(around: Callable[[], AbstractContextManager[Any]]) -> list[wire.Sample]:
+    """Of three steps, of which the second one's boundary and the last words are `around` something."""
+    torch.manual_seed(0)
+    model, listener = tiny_gpt(CausalSelfAttention(16, 4), GroupedQueryAttention(16, 4, 2)), Listener()
+    agent = attach(model, run="apart", norms_every_steps=1, sample_every_seconds=0.0, sample_every_steps=1, quiet=True)
+    agent.subscribe(listener)
+    for step in range(3):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        with around() if step == 1 else nullcontext():
+            agent.step(loss.detach(), grad_norm=1.0)
+    with around():
+        agent.state_dict()
+        agent.close()
+    assert agent.faults == {}
+    return listener.of(wire.Sample)
+
+
+@pytest.mark.promise("A21")
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_a_sample_is_the_same_whatever_stands_round_the_boundary(name: str) -> None:
+    plain, got = samples(nullcontext), samples(SURROUNDINGS[name])
+    assert [sample.step for sample in got] == [1, 2, 3]
+    for one, other in zip(got, plain, strict=True):
+        assert one.loss == other.loss
+        np.testing.assert_array_equal(one.words(), other.words())
+        for norm in ("query_norm", "key_norm", "query_key_norm"):
+            here, there = getattr(one, norm), getattr(other, norm)
+            assert here is not None
+            assert np.isfinite(here.numpy()).all()
+            np.testing.assert_array_equal(here.numpy(), there.numpy())
+
+
+@pytest.mark.promise("A21")
+@pytest.mark.parametrize("attention", ["keep", "kernels"])
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_what_stands_round_attach_and_orders_changes_nothing_later(name: str, attention: Any) -> None:
+    model, listener = tiny_gpt(CausalSelfAttention(16, 4)), Listener()
+    settings: dict[str, Any] = {"attention": attention, "sample_every_seconds": 0.0, "quiet": True, "strict": True}
+    with SURROUNDINGS[name]():
+        agent = attach(model, run="apart", qk_clip_threshold=0.05, qk_clip_every_steps=1, **settings)
+        agent.subscribe(listener)
+        agent.set_mode([(0, 1)], "row_corrected", reason="tried")
+        agent.set_qk_clip(True, reason="tried")
+    for step in range(3):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        agent.step(loss.detach(), grad_norm=1.0)
+    agent.close()
+    assert agent.faults == {}
+    assert [event.outcome for event in listener.of(wire.Switched)] == ["applied"]
+    assert any(event.heads for event in listener.of(wire.Clipped))
+
+
+def test_statistics_equal_brute_force_on_the_tensors_that_were_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[tuple[Tensor, Tensor]] = []
+
+    def record(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        received.append((query.detach().clone(), key.detach().clone()))
+        return flash_attention(query, key, value, **options)
+
+    monkeypatch.setattr(watched_layer, "flash_attention", record)
+    _, listener = watch(tiny_gpt(), steps=1, numerics="kernel")
+    words = listener.of(wire.Sample)[0].words()
+    for layer, (query, key) in enumerate(received):
+        for head in range(2):
+            counted = words[2 * layer + head]
+            scores = [
+                [float(q @ k) * query.shape[-1] ** -0.5 for k in key[b, head].bfloat16().double()[: i + 1]]
+                for b in range(query.shape[0])
+                for i, q in enumerate(query[b, head].bfloat16().double())
+            ]
+            offsets = [float(np.logaddexp.reduce(row) - np.log(len(row))) for row in scores]
+            assert counted[Slot.ROWS] == len(scores)
+            assert slot_values(counted, Slot.SCORE_MAX) == pytest.approx(max(map(max, scores)), rel=1e-5)
+            assert slot_values(counted, Slot.ROW_MAX_ABS) == pytest.approx(max(abs(max(r)) for r in scores), rel=1e-5)
+            assert slot_values(counted, Slot.SCORE_OFFSET_SUM) == pytest.approx(sum(offsets), abs=1e-4)
+            assert slot_values(counted, Slot.SCORE_OFFSET_SUMSQ) == pytest.approx(sum(o * o for o in offsets), rel=1e-4)
+
+
+def test_evaluation_counts_nothing_and_accumulated_micro_batches_add_up() -> None:
+    model = tiny_gpt()
+    agent = attach(model, **EVERY_STEP)
+    listener = Listener()
+    agent.subscribe(listener)
+    with torch.no_grad():
+        model(tiny_models.batch(0))
+    for step in range(2):
+        ids = tiny_models.batch(step)
+        torch.autograd.backward(F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()))
+    agent.step()
+    agent.close()
+    assert rows_of(listener) == [2 * 24] * 4
+
+
+@pytest.mark.parametrize("head_dim", [12, 264])
+def test_a_head_dim_that_no_kernel_serves_is_named_and_its_layer_is_kept(head_dim: int) -> None:
+    """ "meta" stands in for the accelerator."""
+    query = torch.empty(1, 2, 4, head_dim, device="meta", dtype=torch.bfloat16)
+    layer = watched_layer.WatchedLayer(
+        "h.0",
+        torch.empty(2, SLOT_COUNT, dtype=torch.int64, device="meta"),
+        torch.empty(2, dtype=torch.int32, device="meta"),
+        "auto",
+    )
+    expected = f"its head dim is {head_dim}; the kernels support multiples of 8 up to 256"
+    assert layer.problem(query, query, query) == expected
+    attach(tiny_gpt(CausalSelfAttention(2 * head_dim, 2)), **EVERY_STEP).close()  # the reference serves any

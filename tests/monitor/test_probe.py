@@ -1,17 +1,26 @@
-"""The probe against brute force and against our own kernels: what it counts, and how its rows are drawn."""
+"""The probe against brute force and our own kernels: what it counts, how its rows are drawn, and what it costs."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.monitor.probing import EVERY_ROW, OF_SAMPLED_ROWS, probed, tensors
+from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, tiny_gpt
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from foreshock.contract.slots import COUNT_SLOTS, SUM_SLOTS, Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
-from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
-from foreshock.monitor.attention.probed_rows import sizes
+from foreshock.monitor import AgentConfig, attach
+from foreshock.monitor.attention import probe
+from foreshock.monitor.attention.backend_selector import GRADIENTS_EVERY
+from foreshock.monitor.attention.probe import Sampling, new_ticks, probe_rows, start_sampling, stop_sampling
+from foreshock.monitor.attention.probed_rows import HELD_BYTES, chosen_rows, drawn, sizes
 
 OF_EVERY_ROW = [slot for slot in COUNT_SLOTS if slot not in OF_SAMPLED_ROWS]
 """What our own kernels count."""
@@ -175,3 +184,169 @@ def test_the_operator_declares_what_it_does(bounds: Any) -> None:
         )
     finally:
         stop_sampling(number)
+
+
+@pytest.mark.parametrize(("count", "batch", "queries"), [(20, 3, 24), (70, 3, 24), (33, 7, 5), (40, 5, 30)])
+def test_every_row_has_an_equal_chance_and_each_stretch_of_a_sequence_gives_one(
+    count: int, batch: int, queries: int
+) -> None:
+    entries, of_each = sizes(count, batch, queries)
+    ticks, seen = 3000, np.zeros((batch, queries))
+    tick = new_ticks(3, torch.device("cpu"))[2]
+    for _ in range(ticks):
+        entry, row = (x.numpy() for x in chosen_rows(tick, count, batch, queries))
+        assert len(set(entry)) == entries
+        stretch = np.arange(of_each) * queries / of_each
+        assert (row >= np.floor(stretch)).all()
+        assert (row < np.ceil(stretch + queries / of_each)).all()
+        np.add.at(seen, (entry[:, None], row), 1)
+        tick += 1
+    expected = ticks * entries * of_each / (batch * queries)
+    spread = np.abs(seen - expected) / np.sqrt(expected)
+    assert spread.max() < 4.5
+    assert (seen.sum(1) - expected * queries).max() <= 6 * np.sqrt(ticks) * of_each
+
+
+def test_all_rows_are_all_rows_once() -> None:
+    entry, row = chosen_rows(torch.tensor([7]), 60, 3, 20)
+    assert entry.tolist() == [0, 1, 2]
+    assert row.tolist() == [list(range(20))] * 3
+
+
+def test_no_two_layers_and_no_two_steps_draw_the_same_numbers() -> None:
+    index = torch.arange(64)
+    draws = [drawn(tick * 64 + index) for first in new_ticks(2, torch.device("cpu")) for tick in (first, first + 1)]
+    numbers = torch.cat(draws).tolist()
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("rows", [20, 40, EVERY_ROW])
+@pytest.mark.parametrize("held", [4 * 24 * 4 * 7, 4 * 24 * 4 * 40, 1])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options"),
+    [
+        (4, 4, {"causal": "top_left"}),
+        (6, 2, {"window": (7, 3)}),
+        (3, 1, {"causal": "bottom_right", "scale": 0.3, "softcap": 12.0}),
+    ],
+)
+def test_rows_are_measured_a_part_at_a_time_to_the_same_counts(
+    monkeypatch: pytest.MonkeyPatch, held: int, rows: int, heads: int, kv_heads: int, options: dict[str, Any]
+) -> None:
+    arguments = tensors(torch.float64, heads=heads, kv_heads=kv_heads, seed=rows, offset=0.0)
+    sampling = Sampling(rows, strict=True)
+    whole = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
+    monkeypatch.setattr("foreshock.monitor.attention.probed_rows.HELD_BYTES", held)
+    parts = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
+    assert slot_values(whole, Slot.ROWS).min() > 0
+    for slot in Slot:
+        np.testing.assert_allclose(
+            slot_values(parts, slot), slot_values(whole, slot), rtol=1e-11, atol=1e-11, err_msg=slot.name
+        )
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the largest tensor that an operation gave."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if isinstance(given, Tensor) and not func.is_view:
+            self.nbytes = max(self.nbytes, given.nbytes)
+        return given
+
+
+@pytest.mark.parametrize(("dtype", "numerics"), [(torch.bfloat16, "kernel"), (torch.float32, "float32")])
+def test_what_is_held_is_bounded_however_many_rows_are_asked_for(dtype: torch.dtype, numerics: Any) -> None:
+    query, key, value, grad = (x[:2].repeat(1, 1, 90, 1) for x in tensors(dtype, heads=4, kv_heads=2))  # 2160 tokens
+    state, tick = new_state(4), new_ticks(1, query.device)[0]
+    number = start_sampling(Sampling(EVERY_ROW, strict=True))
+    spec = AttentionSpec(0.25, "top_left", numerics=numerics).text
+    try:
+        with Largest() as largest:  # type: ignore[no-untyped-call]
+            probe_rows(grad, grad, query, key, value, None, None, None, state, tick, None, number, spec)
+    finally:
+        stop_sampling(number)
+    assert slot_values(state.numpy(), Slot.ROWS).tolist() == [2 * 2160] * 4
+    assert largest.nbytes <= HELD_BYTES
+
+
+SHARE = 0.05
+"""Of a step's products at most, in the mean of all steps."""
+PASSES = 20
+"""Numbers that are written for each score and each feature of a measured row, at most."""
+
+
+class Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Numbers that operations wrote."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            outputs = given if isinstance(given, tuple | list) else (given,)
+            self.numbers += sum(out.numel() for out in outputs if isinstance(out, Tensor))
+        return given
+
+
+def step(model: TinyGPT, ids: Tensor) -> tuple[int, int]:
+    """Floating-point operations of a forward and backward's matrix products, and numbers written."""
+    with FlopCounterMode(display=False) as flops, Written() as written:  # type: ignore[no-untyped-call]
+        loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+    return flops.get_total_flops(), written.numbers
+
+
+@pytest.mark.parametrize(("width", "heads", "rows", "length"), [(192, 6, 4, 63), (256, 4, 32, 256), (128, 2, 2, 512)])
+def test_at_the_defaults_a_probe_takes_a_twentieth_of_the_products_of_a_step_at_most_and_few_passes_over_its_scores(
+    monkeypatch: pytest.MonkeyPatch, width: int, heads: int, rows: int, length: int
+) -> None:
+    monkeypatch.setattr(probe, "_operator", probe.probe_rows)  # what happens inside an operator is not seen
+    ids = torch.randint(48, (rows, length), generator=torch.Generator().manual_seed(0))
+
+    class Block(torch.nn.Module):
+        """Attention and the layers that follow it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = CausalSelfAttention(width, heads)
+            self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+            self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attention(self.norms[0](x))
+            out: Tensor = self.down(torch.nn.functional.gelu(self.up(self.norms[1](x))))
+            return out
+
+    model = tiny_gpt(Block(), width=width)
+    plain_flops, plain_written = step(model, ids)
+    every = AgentConfig().sample_every_steps
+    with attach(model, run="cost", attention="keep", quiet=True, strict=True) as agent:
+        compared_flops, compared_written = step(model, ids)  # the first step is measured, and its gradients compared
+        agent.step()
+        model.zero_grad()
+        other_flops, other_written = step(model, ids)
+    with attach(model, run="cost", attention="keep", quiet=True, strict=True) as agent:
+        agent._attached.selector._sampling.gradients = False
+        flops, written = step(model, ids)
+    assert (other_flops, other_written - plain_written) == (plain_flops, 1)  # of its one layer
+    mean_flops = flops - plain_flops + (compared_flops - flops) / GRADIENTS_EVERY
+    assert 0 < mean_flops <= SHARE * every * plain_flops
+    measured = min(rows * length, AgentConfig().probe_rows)
+    most = PASSES * measured * (heads * length + width)
+    assert 0 < written - plain_written <= most
+    assert 0 < (compared_written - written) / GRADIENTS_EVERY <= most / 10
+
+
+ROOT = Path(__file__).parents[2]
+FIGURES: dict[str, Any] = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "power.json").read_text())
+
+
+def test_at_the_defaults_a_failing_head_is_told_as_rounding_within_500_steps_of_a_count_of_every_row() -> None:
+    defaults = AgentConfig.model_fields["probe_rows"].default, AgentConfig.model_fields["sample_every_steps"].default
+    rows = defaults[0] / defaults[1]
+    [row] = [row for row in FIGURES["rows"] if row["rows"] == rows]
+    assert row["named"] == row["failures"]
+    assert row["in_time"] >= 0.9 * row["failures"]

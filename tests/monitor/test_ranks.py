@@ -80,16 +80,6 @@ def test_loss_and_weights_are_those_of_the_operator_alone_to_the_last_bit(way: s
     assert all(torch.isfinite(loss) for rank in range(WORLD) for loss in told[rank][way]["losses"])
 
 
-@pytest.mark.parametrize("way", ["FSDP2, Mixtral", "FSDP2, Qwen3"])
-def test_experts_and_norms_of_queries_under_fsdp2_train_as_with_the_operator_alone_and_count_every_row(
-    way: str, told: Any
-) -> None:
-    for rank in range(WORLD):
-        assert told[rank][way]["same_bits"]
-        counted = [words[:, Slot.ROWS].tolist() for words in told[rank][way]["words"]]
-        assert counted == [[ranks.ROWS * ranks.LENGTH] * 8] * ranks.STEPS
-
-
 @pytest.mark.parametrize(("way", "single"), [("DDP", "nano"), ("FSDP2", "nano"), ("FSDP2, separate", "grouped")])
 def test_ranks_that_share_the_rows_add_up_to_one_process(
     way: str, single: str, told: Any, one_process: dict[str, Trained]

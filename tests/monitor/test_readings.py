@@ -1,13 +1,20 @@
 """What a sample's words say of each head, as the detectors read them."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from tests.contract.counted_words import states
 from tests.monitor.courses import EVERY, reading
+from tests.monitor.doubles import ScriptedDetectors
+from tests.monitor.tiny_models import tiny_gpt, train_step
 
 from foreshock.contract.metrics import catalog
 from foreshock.contract.slots import SLOT_COUNT, Slot, Words, identity_row, slot_values
+from foreshock.monitor import attach
+from foreshock.monitor.config import Numerics
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.readings import Readings, head_readings
 
@@ -52,3 +59,22 @@ def test_in_the_sum_of_delta_bias_each_row_that_a_cadence_looked_at_weighs_the_s
 def test_readings_of_other_heads_are_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"\(16,\) were given to 2 heads"):
         Detectors([(0, 0), (0, 1)]).update(reading(EVERY))
+
+
+@pytest.mark.parametrize(
+    ("numerics", "autocast", "rounds"),
+    [("auto", False, False), ("auto", True, True), ("float32", True, False), ("kernel", False, True)],
+)
+def test_detectors_hear_whether_attention_rounds(numerics: Numerics, autocast: bool, rounds: bool) -> None:
+    model = tiny_gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(
+        model, numerics=numerics, sample_every_steps=1, sample_every_seconds=0.0, strict=True, quiet=True
+    ) as agent:
+        heard = agent.detectors = ScriptedDetectors(4)
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                loss = train_step(model, optimizer, step)
+            agent.step(loss)
+    assert heard.readings
+    assert {reading.rounds for reading in heard.readings} == {rounds}

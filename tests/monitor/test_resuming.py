@@ -1,4 +1,4 @@
-"""A saved state that cannot be used stops no training: one line says why, and nothing of it is taken up by half."""
+"""A saved state resumes a run; one that cannot be used stops no training, and nothing of it is taken up by half."""
 
 import functools
 import json
@@ -11,14 +11,13 @@ from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt
 
 from foreshock.contract import wire
 from foreshock.monitor import Agent, AgentConfig, attach
-from foreshock.monitor.callbacks.shared import read_state, take_up
+from foreshock.monitor.callbacks.shared import read_state, take_up, write_state
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.detect.run_state import LAYOUT
 
 QUICK: dict[str, Any] = {
     "sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None, "policy": "auto",
 }  # fmt: skip
-pytestmark = pytest.mark.promise("A15")
 
 
 @functools.cache
@@ -78,6 +77,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.promise("A15")
 @pytest.mark.parametrize(("path", "value", "why"), WRONG)
 def test_a_state_that_is_damaged_or_of_another_model_leaves_everything_as_it_was(
     path: tuple[str, ...], value: Any, why: str, caplog: pytest.LogCaptureFixture
@@ -93,6 +93,7 @@ def test_a_state_that_is_damaged_or_of_another_model_leaves_everything_as_it_was
     assert (sample.since_step, sample.step) == (5, 6)
 
 
+@pytest.mark.promise("A15")
 @pytest.mark.parametrize(
     ("path", "value"),
     [
@@ -122,6 +123,7 @@ def test_detectors_that_cannot_be_read_begin_anew_and_the_modes_of_the_heads_are
     assert goes_on(agent).since_step == 5
 
 
+@pytest.mark.promise("A15")
 def test_a_state_whose_detectors_an_earlier_version_saved_gives_back_its_modes_and_its_detectors_begin_anew(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -142,6 +144,7 @@ def test_a_state_whose_detectors_an_earlier_version_saved_gives_back_its_modes_a
     strict.close()
 
 
+@pytest.mark.promise("A15")
 def test_another_window_and_another_model_resume_too(caplog: pytest.LogCaptureFixture) -> None:
     state = saved_state()
     for model, config in (
@@ -154,6 +157,7 @@ def test_another_window_and_another_model_resume_too(caplog: pytest.LogCaptureFi
     assert len(refusals(caplog)) == 2
 
 
+@pytest.mark.promise("A15")
 def test_a_state_that_comes_after_a_step_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     state = saved_state()
     agent = attach(tiny_gpt(), **QUICK)
@@ -164,6 +168,7 @@ def test_a_state_that_comes_after_a_step_changes_nothing(caplog: pytest.LogCaptu
     agent.close()
 
 
+@pytest.mark.promise("A15")
 @pytest.mark.parametrize("content", [b"", b'{"version": 1,', b"\xff\xfe", b"[1]", b"[" * 100_000, None])
 def test_a_damaged_file_is_named_and_the_next_one_is_read(
     tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
@@ -175,3 +180,17 @@ def test_a_damaged_file_is_named_and_the_next_one_is_read(
     assert read_state(own, first) == {"version": 1}
     assert read_state(own) is None
     assert (str(own) in caplog.text) == (content not in (None, b"[1]"))
+
+
+@pytest.mark.promise("A17")
+def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(tmp_path: Path) -> None:
+    precious, path = tmp_path / "checkpoint.pt", tmp_path / "foreshock_0.json"
+    precious.write_text("precious")
+    (tmp_path / "foreshock_0.json.unfinished").symlink_to(precious)
+    with attach(tiny_gpt(), quiet=True) as agent:
+        write_state(agent, path)
+        saved = read_state(path)
+        assert saved is not None
+        assert saved["run"] == agent.run
+    assert precious.read_text() == "precious"
+    assert not path.is_symlink()

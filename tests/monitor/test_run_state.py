@@ -81,18 +81,6 @@ def test_a_damaged_state_is_refused_with_a_sentence_and_the_detectors_go_on_as_t
     assert detectors.state_dict() == before
 
 
-def test_a_run_set_back_keeps_the_blocks_before_that_step_and_its_verdicts() -> None:
-    detectors, told = play(line, until=5000, bias=0.6)
-    state = detectors.run
-    alarms, ends = dict(state.alarms), state.past.ends[state.past.ends <= 4000].copy()
-    assert told
-    assert alarms
-    state.set_back(4000)
-    assert state.alarms == alarms
-    assert state.past.held == 4000
-    np.testing.assert_array_equal(state.past.ends[: state.past.closed], np.sort(ends))
-
-
 @pytest.mark.parametrize("mode", [Mode.EXACT_DELTA, Mode.ROW_CORRECTED])
 def test_the_evidence_of_a_head_begins_anew_with_its_mode_in_the_middle_of_a_block_too(mode: Mode) -> None:
     state = after(*range(EVERY, 1001, EVERY), bias=3.0)

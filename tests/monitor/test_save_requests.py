@@ -127,17 +127,11 @@ class Warned(test_huggingface.Observed):
         warn(self.agent, self.warns_at)
 
 
-def test_transformers_trainer_saves_nothing_at_a_warning_where_the_program_saves_nothing(tmp_path: Path) -> None:
-    callback = Warned(**test_huggingface.QUICK)
-    test_huggingface.train(tmp_path, callback, 5, save_strategy="no")
-    assert reported(callback.listener) == []
-
-
 @pytest.mark.parametrize(("limit", "steps"), [(None, {4, 8}), (1, {4, 8})])
 def test_transformers_trainer_saves_at_the_warning_unless_that_would_replace_the_only_checkpoint(
     limit: int | None, steps: set[int], tmp_path: Path
 ) -> None:
-    callback = Warned(**test_huggingface.QUICK)
+    callback = Warned(**EVERY_STEP)
     test_huggingface.train(tmp_path, callback, 8, save_total_limit=limit)
     told = {one.step: one for one in reported(callback.listener)}
     extra = set(told) - steps
@@ -230,7 +224,7 @@ def test_the_last_checkpoint_from_before_the_warning_outlives_the_rule_that_dele
 ) -> None:
     """Checkpoints come every 4 steps, the warning at step 9; 24 steps later the one of step 8 is long deleted."""
     if trainer == "transformers":
-        callback = Warned(**test_huggingface.QUICK)
+        callback = Warned(**EVERY_STEP)
         callback.warns_at = 9
         test_huggingface.train(tmp_path, callback, 32, save_total_limit=2)
         listener = callback.listener

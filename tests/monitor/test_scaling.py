@@ -91,21 +91,6 @@ def test_in_every_layout_heads_past_the_threshold_come_to_it_and_the_others_keep
     assert heads == scalings == int((before > TAU).sum())
 
 
-def test_biases_are_scaled_with_their_rows() -> None:
-    module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
-    for name in ("q_proj", "k_proj"):
-        module.get_submodule(name).bias = nn.Parameter(torch.ones(HEADS * DIM))
-    projection = find_projection(module, HEADS, HEADS, DIM)
-    state = fresh_state()
-    clip = QKClip([layer(0, HEADS)], [projection], state, threshold=TAU)
-    seen(state, [4 * TAU] + [1.0] * (HEADS - 1))
-    clip.after_step()
-    for name in ("q_proj", "k_proj"):
-        bias = module.get_submodule(name).bias
-        assert isinstance(bias, Tensor)
-        assert bias.tolist() == [0.5] * DIM + [1.0] * DIM * (HEADS - 1)
-
-
 @given(st.lists(st.sampled_from([-math.inf, -500.0, 0.0, TAU, math.inf, math.nan]), min_size=HEADS, max_size=HEADS))
 def test_maxima_that_are_negative_zero_at_the_threshold_or_not_finite_scale_nothing(scores: list[float]) -> None:
     module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
@@ -159,12 +144,6 @@ def test_layers_that_cannot_be_scaled_are_refused_with_a_sentence() -> None:
     assert taken(clip) == (1.0, 0, 0)
 
 
-@pytest.mark.parametrize("threshold", [0.0, -1.0, math.inf, math.nan])
-def test_a_threshold_that_is_no_positive_number_is_refused(threshold: float) -> None:
-    with pytest.raises(ValueError, match="give a largest score above 0, for example 100"):
-        QKClip([], [], fresh_state(), threshold=threshold)
-
-
 def test_rows_that_lie_apart_are_scaled_and_key_heads_that_are_read_in_turn_are_left_alone() -> None:
     # features before heads: feature d of head h is output d * HEADS + h; keys of two heads, read as 0, 1, 0, 1
     module = separate(torch.ones(HEADS, DIM, WIDTH), torch.ones(2, DIM, WIDTH))
@@ -190,15 +169,6 @@ def test_a_parameter_that_was_replaced_is_noticed() -> None:
     clip = QKClip([layer(0, HEADS)], [find_projection(module, HEADS, HEADS, DIM)], fresh_state(), threshold=TAU)
     assert not clip.stale
     module.get_submodule("q_proj").weight = nn.Parameter(torch.randn(HEADS * DIM, WIDTH))
-    assert clip.stale
-
-
-def test_numbers_of_a_parameter_that_moved_are_noticed() -> None:
-    module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
-    clip = QKClip([layer(0, HEADS)], [find_projection(module, HEADS, HEADS, DIM)], fresh_state(), threshold=TAU)
-    weight = module.get_submodule("q_proj").weight
-    assert isinstance(weight, nn.Parameter)
-    weight.data = weight.data.clone()
     assert clip.stale
 
 

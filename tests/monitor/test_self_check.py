@@ -57,16 +57,6 @@ def test_our_kernels_compute_what_pytorchs_attention_does_in_calls_of_every_kind
         assert difference(Kind(device, dtype, numerics, head_dim, group, **call)) is None
 
 
-@pytest.mark.parametrize("scale", [0.5, 1.0, -8.0])
-def test_scores_of_a_large_scale_are_compared_at_the_size_that_the_usual_scale_gives(scale: float) -> None:
-    def largest(given: float | None) -> Any:
-        query, key, *_ = self_check._drawn(Kind("cpu", "float64", "float64", 64, 1, scale=given), torch.float64)
-        return float((query @ key.mT).abs().max()) * abs(given or 64**-0.5)
-
-    assert largest(scale) == pytest.approx(largest(None))
-    assert largest(0.01) < largest(None)
-
-
 def test_each_version_of_the_kernels_that_may_serve_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[tuple[int, int]] = []
 

@@ -1,6 +1,8 @@
 """Policies, switches and commands: who changes a head's mode, when, and that each command is answered once."""
 
 import json
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from foreshock.contract.modes import DEFAULT_MITIGATION, Mode, parse_mode
 from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.console import ConsoleReporter
-from foreshock.monitor.switching import MAX_ANSWERED, Switchboard, decide
+from foreshock.monitor.switching import AT_ONCE, MAX_ANSWERED, MAX_WAITING, Switchboard, Switching, decide
 
 QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -113,14 +115,6 @@ def test_the_log_counts_each_head_that_is_proposed_once_however_often_it_is() ->
 # ---- policy ---------------------------------------------------------------------------------------------------------
 
 
-def test_observe_only_warns() -> None:
-    agent, listener = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="observe")
-    agent.close()
-    assert len(listener.of(wire.Verdict)) == 1
-    assert listener.of(wire.Switched) == []
-    assert set(agent.modes().values()) == {"plain"}
-
-
 def test_approve_proposes_and_changes_nothing() -> None:
     agent, listener = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="approve", switch_scope="head")
     agent.close()
@@ -156,13 +150,6 @@ def test_a_policy_gives_a_head_that_was_switched_back_its_mitigation_only_after_
     assert switched[1].step > switched[0].step
 
 
-def test_after_a_warning_every_step_is_sampled_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AgentConfig, "close_watch_steps", 3)
-    agent, listener = run(tiny_gpt(), {4: [verdict(0, 0)]}, 16, sample_every_steps=4)
-    agent.close()
-    assert [s.step for s in listener.of(wire.Sample)] == [1, 4, 6, 7, 8, 12, 16]
-
-
 def test_every_step_is_sampled_while_the_cause_of_a_drift_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AgentConfig, "close_watch_steps", 3)
     model = tiny_gpt()
@@ -187,13 +174,6 @@ def test_every_step_is_sampled_while_the_cause_of_a_drift_is_undecided(monkeypat
 )
 def test_a_verdict_that_no_rounding_mode_helps_leads_to_no_switch(unfit: wire.Verdict) -> None:
     assert list(decide([unfit], "exact_delta", dict.fromkeys(HEADS, 0), "head")) == []
-
-
-def test_a_head_that_has_the_mitigation_is_left_alone() -> None:
-    modes = {**dict.fromkeys(HEADS, 0), (1, 0): int(Mode.EXACT_DELTA)}
-    assert list(decide([verdict(1, 0)], "exact_delta", modes, "head")) == []
-    ((_, _, mode),) = decide([verdict(1, 0)], "exact_delta+paper_softmax", modes, "head")
-    assert mode == Mode.EXACT_DELTA | Mode.PAPER_SOFTMAX
 
 
 def test_one_warning_may_switch_the_head_its_layer_or_every_head_that_lacks_the_mitigation() -> None:
@@ -382,21 +362,6 @@ def test_a_run_that_resumes_leaves_heads_alone_that_were_switched_or_are_held_by
     assert agent.modes() == before
 
 
-def test_a_head_that_a_person_switched_before_the_state_was_loaded_keeps_that_mode() -> None:
-    first, _ = run(tiny_gpt(), {}, 1)
-    saved = first.state_dict() | {"switch": {"modes": [[1, 0, "exact_delta"], [0, 0, "exact_delta"]], "answered": []}}
-    first.close()
-    agent = attach(tiny_gpt(), **{**QUICK, "attention": "kernels"})
-    agent.detectors = ScriptedDetectors(4)
-    agent.set_mode([(1, 0)], "row_corrected", "a person")
-    agent.set_mode([(0, 1)], "row_corrected", "a person")
-    agent.load_state_dict(saved)
-    modes = {(0, 0): "exact_delta", (0, 1): "row_corrected", (1, 0): "row_corrected", (1, 1): "plain"}
-    assert agent.modes() == modes
-    steps(agent)
-    assert agent.modes() == modes
-
-
 def resumed(saved: dict[str, Any], standing: list[wire.Verdict], *, policy: str) -> tuple[Agent, Listener]:
     settings = {"policy": policy, "switch_scope": "head", "mitigation": "exact_delta", "attention": "kernels"}
     agent = attach(tiny_gpt(), **{**QUICK, **settings})
@@ -412,3 +377,62 @@ def steps(agent: Agent) -> None:
     for _ in range(2):
         agent.step(1.0)
     agent.close()
+
+
+def order(number: int, **changes: Any) -> wire.Command:
+    fields: dict[str, Any] = {"id": f"c{number}", "mode": "exact_delta", "reason": "a test", "issued_by": "ada"}
+    return wire.Command(**{**fields, **changes})
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    settings: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None}
+    with attach(tiny_gpt(), attention="kernels", **settings) as made:
+        yield made
+
+
+def steps_of(agent: Agent, monkeypatch: pytest.MonkeyPatch, *answers: list[wire.Command]) -> list[list[wire.Switched]]:
+    """What the agent does at each boundary, of which each brings one of `answers`, until it has done everything."""
+    heard = Listener()
+    agent.subscribe(heard)
+    steps: list[list[wire.Switched]] = []
+    waiting = list(answers)
+    while waiting or len(steps) < len(answers) or steps[-1]:
+        arrived = waiting.pop(0) if waiting else []
+        monkeypatch.setattr(agent._outbox, "commands", lambda arrived=arrived: arrived)
+        heard.events.clear()
+        agent.step(1.0)
+        steps.append(heard.of(wire.Switched))
+    return steps
+
+
+def test_a_boundary_carries_out_a_few_orders_and_the_next_ones_the_rest_in_their_order(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flood = [order(number) for number in range(256)]
+    steps = steps_of(agent, monkeypatch, flood, flood, flood)  # sent again with every answer until it is answered
+    assert max(map(len, steps)) == AT_ONCE
+    assert [done.command for step in steps for done in step] == [command.id for command in flood]
+    assert len(steps) == 256 // AT_ONCE + 1
+
+
+def test_an_order_that_expires_while_it_waits_is_not_carried_out(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    flood = [order(number) for number in range(AT_ONCE)]
+    late = [order(100, expires_step=1), order(101, expires_unix_seconds=time.time() - 1), order(102)]
+    steps = steps_of(agent, monkeypatch, flood + late)
+    assert [done.outcome for done in steps[1]] == ["expired", "expired", "applied"]
+
+
+def test_no_more_orders_wait_than_have_room_and_the_oldest_stay() -> None:
+    class Answered:
+        """Stands for the heads' modes: it carried out one order before."""
+
+        def answered(self, name: str) -> bool:
+            return name == "c3"
+
+    board: Any = Answered()
+    orders = Switching(AgentConfig(url=None), board, lambda _: None, lambda _: None)
+    first = orders.due([order(number) for number in range(2 * MAX_WAITING)])
+    assert [command.id for command in first] == ["c0", "c1", "c2", "c4"]
+    rest = [command.id for _ in range(MAX_WAITING) for command in orders.due([])]
+    assert (len(rest), rest[-1]) == (MAX_WAITING - AT_ONCE, f"c{MAX_WAITING}")

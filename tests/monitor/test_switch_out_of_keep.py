@@ -18,10 +18,10 @@ from tests.monitor import ranks
 from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.probing import counted_rows
-from tests.monitor.test_foreign_models import DECODER, tiny
 from tests.monitor.test_switch import command
 from tests.monitor.tiny_models import CausalSelfAttention, batch, tiny_gpt, train_step
 from tests.monitor.torchrun import trained
+from tests.monitor.transformers_models import DECODER, tiny
 
 from foreshock.contract import wire
 from foreshock.monitor import Agent, attach
@@ -145,23 +145,6 @@ def test_a_model_of_transformers_is_switched_and_switched_back_however_it_is_com
         return of_transformers(model, step, compile=COMPILERS[way])
 
     assert_the_switch_ran(ordered(FAMILIES[family](), step_of), sampled=5, every=24)
-
-
-@pytest.mark.full
-def test_a_model_compiled_whole_whose_sequences_are_packed_refuses_a_switch_once_a_step_has_shown_it() -> None:
-    packed = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
-    model, listener = FAMILIES["Llama"](), Listener()
-    with attach(model, **KEEP) as agent:
-        agent.subscribe(listener)
-        for step in range(4):
-            compile = COMPILERS["compiled whole"]
-            agent.step(of_transformers(model, step, compile=compile, position_ids=packed))
-            if step == 1:
-                assert order(agent) is None
-        [refused] = listener.of(wire.Switched)
-        assert (refused.outcome, refused.step) == ("refused", 3)
-        assert "it passes a mask in compiled code; a switch would change nothing" in refused.reason
-        assert "native attention, sampled" in agent.report()
 
 
 @pytest.mark.full

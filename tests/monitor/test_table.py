@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
-from tests.monitor.test_modes_without_effect import half_masked
+from tests.monitor.test_refused_modes import half_masked
 from tests.monitor.tiny_models import (
     AttentionWithMask,
     CausalSelfAttention,
@@ -20,15 +20,6 @@ from torch import Tensor, nn
 from foreshock.contract import wire
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.outbox import Outbox
-
-
-def test_the_table_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_gpt()
-    with attach(model, **{**EVERY_STEP, "quiet": False}) as agent:
-        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
-    table = capsys.readouterr().err
-    assert "blocks.1" in table
-    assert "fused Q, K, V (c_attn, Linear)" in table
 
 
 def test_like_layers_share_a_line_of_the_table_and_unlike_ones_do_not() -> None:

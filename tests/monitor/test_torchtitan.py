@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.monitor import titan_shape as titan
 from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -16,19 +17,11 @@ from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import Agent
 from foreshock.monitor.callbacks.torchtitan import watch
 
-QUICK: dict[str, Any] = {
-    "attention": "kernels",
-    "sample_every_steps": 1,
-    "sample_every_seconds": 0.0,
-    "strict": True,
-    "quiet": True,
-}
-
 
 def train(
     trainer: Any, *, after: Callable[[Agent], None] | None = None, **overrides: Any
 ) -> tuple[Agent, Listener, list[Tensor]]:
-    agent, listener = watch(trainer, **{**QUICK, **overrides}), Listener()
+    agent, listener = watch(trainer, **{**EVERY_STEP, **overrides}), Listener()
     agent.subscribe(listener)
     losses: list[Tensor] = []
     inner = trainer.forward_backward_step
@@ -107,7 +100,7 @@ def test_a_stage_of_a_pipeline_keeps_torchtitans_layer_numbers(tmp_path: Path) -
         nn.ModuleDict({"layers": nn.ModuleDict({n: titan.TransformerBlock(64)})}) for n in ("2", "6")
     ]
     trainer.model_parts = stages  # as an interleaved schedule gives one rank
-    agent = watch(trainer, **QUICK)
+    agent = watch(trainer, **EVERY_STEP)
     assert sorted({layer for layer, _ in agent.modes()}) == [2, 6]
     agent.close()
 

@@ -1,23 +1,24 @@
-"""Models of transformers in modes of execution: bits of the operator alone, and the counts of eager mode."""
+"""Models of transformers compute what they compute without us: padded, packed, compiled, with any implementation."""
 
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.monitor.executions import EVERY_STEP, Trained, watched
-from tests.monitor.test_executions import MODES, STEPS, Mode
-from tests.monitor.test_huggingface import MODELS as MAKERS
+import torch.nn.functional as F
+from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP, Logits, Mode, Trained, watched
+from tests.monitor.test_detach import listening, rows
 from tests.monitor.tiny_models import batch
+from tests.monitor.transformers_models import DECODER, EXPERTS, LATENT, TRANSFORMERS, X, tiny
 from torch import Tensor, nn
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from foreshock.contract.slots import COUNT_SLOTS, Slot
-from foreshock.kernels.flash_attention import flash_attention
+from foreshock.contract import wire
+from foreshock.contract.slots import COUNT_SLOTS, Slot, slot_values
 from foreshock.monitor import attach
-from foreshock.monitor.attention.watched_layer import numerics_for
 
 pytestmark = [  # of torch.compile's own doing
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning"),
@@ -25,114 +26,90 @@ pytestmark = [  # of torch.compile's own doing
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
-NAMES = {
-    "GPT-2": "gpt2",
-    "Llama": "llama",
-    "Qwen2": "qwen2",
-    "Mistral": "mistral, sliding window",
-    "Gemma2": "gemma2, softcap",
-}
-KEPT = ("Mistral", "Gemma2")
-"""Their windows are a mask to PyTorch's attention, and Gemma's softcap is computed by its own eager attention."""
-QUICK = ("GPT-2", "Llama")
-"""In every mode in the quick tier: fused and separate projections. The others, but for eager mode, in the full one."""
-EVERY_ROW: dict[str, Any] = {"probe_rows": 10**6}
-CASES = [
-    pytest.param(
-        model,
-        name,
-        MODES[name][0],
-        id=f"{model}, {name}",
-        marks=[pytest.mark.execution(model, name), *[pytest.mark.full] * (model not in QUICK and name != "eager")],
-    )
-    for model in NAMES
-    for name in MODES
-    if name not in ("inductor", "selective checkpointing")
-]
-
-
-class Logits(nn.Module):
-    """A model whose output is its logits; its dropout is off, so that two runs are the same."""
-
-    def __init__(self, name: str, mode: Mode, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = MAKERS[NAMES[name]]().to(mode.dtype)
-        for module in self.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if isinstance(getattr(module, "attn_dropout", None), float):
-                module.attn_dropout = 0.0
-        if kind.startswith("checkpointing"):
-            reentrant = kind == "checkpointing (reentrant)"
-            old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"  # before transformers 5.20
-            getattr(self.model, new, getattr(self.model, old))({"use_reentrant": reentrant})
-            self.model.enable_input_require_grads()
-        self.model.config.use_cache = False
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids).logits  # type: ignore[no-any-return]
-
-
-def operator_alone(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Our operator as transformers would call it, with no agent, no state and no modes."""
-    numerics: Any = numerics_for(query, "auto")
-    out = flash_attention(
-        query,
-        key,
-        value,
-        causal="top_left",
-        scale=scaling,
-        softcap=softcap or 0.0,
-        window=(sliding_window - 1, -1) if sliding_window else (-1, -1),
-        numerics=numerics,
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def alone(model: Logits, loop: Callable[[nn.Module, Callable[[Tensor], None]], list[Tensor]]) -> Trained:
-    AttentionInterface.register("operator_alone", operator_alone)
-    model.model.set_attn_implementation("operator_alone")
-    return Trained(loop(model, lambda loss: None), [p.detach().clone() for p in model.parameters()])
+QUIET: dict[str, Any] = {"quiet": True, "url": None, "strict": True}
 
 
 @pytest.fixture(autouse=True)
-def _compiled_code_is_forgotten() -> Iterator[None]:
+def _the_compiler_starts_anew() -> Iterator[None]:
+    torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "kind", "mode"), CASES)
-def test_a_transformers_model_in_a_mode_of_execution_changes_no_bit_and_no_count(
-    name: str, kind: str, mode: Mode
-) -> None:
-    # these compile to the bits of eager mode, which spares the other half of the compiler's time
-    loop = replace(mode, compile=None).loop
-    if name in KEPT:
-        model = Logits(name, mode, kind)
-        expected = Trained(loop(model, lambda loss: None), [p.detach().clone() for p in model.parameters()])
-    else:
-        expected = alone(Logits(name, mode, kind), loop)
-    got = watched(Logits(name, mode, kind), mode.loop, **EVERY_ROW)
-    got.assert_same_bits(expected)
-    heads = 2 * (2 if name == "GPT-2" else 4)
-    assert got.rows == [2 * 12 * mode.micro_batches * STEPS] * heads
-    if kind.startswith("checkpointing"):
-        plain = watched(Logits(name, Mode(), "eager"), Mode().loop, **EVERY_ROW)
-        forward = [*COUNT_SLOTS, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ]
-        np.testing.assert_array_equal(got.words[0][:, forward], plain.words[0][:, forward])
+FIRST_HALF = (torch.arange(12) < 6).long()[None]
+
+
+def encoder_decoder(**more: Any) -> dict[str, Any]:
+    return {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": None,
+        **more,
+    }
+
+
+ACROSS: dict[str, Any] = {"attention_mask": FIRST_HALF, "decoder_input_ids": X}
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "M2M100 over a padded source": (lambda: tiny("M2M100", "ForConditionalGeneration", **encoder_decoder()), ACROSS),
+    "PegasusX over a padded source": (
+        lambda: tiny("PegasusX", "ForConditionalGeneration", **encoder_decoder(block_size=4, num_global_tokens=2)),
+        ACROSS,
+    ),
+    "NllbMoe, causal by its mask": (
+        lambda: tiny("NllbMoe", "ForConditionalGeneration", **encoder_decoder(num_experts=2, expert_capacity=12)),
+        ACROSS,
+    ),
+    "DeepSeek-V4, sinks": (lambda: tiny("DeepseekV4", **DECODER | LATENT), {}),
+    "Granite with windows, sinks": (lambda: tiny("GraniteSWA", **DECODER, sliding_window=4), {}),
+    "MiMo-V2-Flash, sinks": (lambda: tiny("MiMoV2Flash", **DECODER, **EXPERTS, sliding_window=4), {}),
+    "DeepSeek-V3.2, sparse indices": (lambda: tiny("DeepseekV32", **DECODER | LATENT), {}),
+    "GLM-MoE-DSA, sparse indices": (lambda: tiny("GlmMoeDsa", **DECODER | LATENT), {}),
+    "Mistral, padding inside, a window": (
+        lambda: tiny("Mistral", **DECODER, sliding_window=4),
+        {"attention_mask": ((torch.arange(12) < 4) | (torch.arange(12) >= 8)).long()[None]},
+    ),
+    "Llama, padding on the left": (lambda: tiny("Llama", **DECODER), {"attention_mask": FIRST_HALF.flip(1)}),
+}
+
+
+def logits_and_gradients(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    model.zero_grad()
+    logits = model(X, **inputs).logits
+    weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+    torch.autograd.backward((logits * weights).sum())
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_the_same(got: list[Tensor], expected: list[Tensor], *, to_the_bit: bool) -> None:
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        if to_the_bit:
+            assert torch.equal(a, b), float((a - b).abs().max())
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * max(1.0, float(b.abs().max())))
+
+
+@pytest.mark.parametrize("attention", ["kernels", "keep"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_computes_what_it_computes_without_us(name: str, attention: Any) -> None:
+    make, inputs = CASES[name]
+    model = make()
+    expected = logits_and_gradients(model, inputs)
+    with attach(model, **QUIET, attention=attention):
+        got = logits_and_gradients(model, inputs)
+    assert_the_same(got, expected, to_the_bit=attention != "kernels")
+    assert_the_same(logits_and_gradients(model, inputs), expected, to_the_bit=True)
 
 
 @pytest.mark.full
@@ -151,9 +128,9 @@ def test_a_compiled_model_measures_a_padded_batch_as_an_eager_one_does(name: str
         return [loss.detach()]
 
     compiled = False
-    plain = watched(Logits(name, Mode(), "eager"), loop, **EVERY_ROW)
+    plain = watched(Logits(name, Mode()), loop, probe_rows=10**6)
     compiled = True
-    got = watched(Logits(name, Mode(), "eager"), loop, **EVERY_ROW)
+    got = watched(Logits(name, Mode()), loop, probe_rows=10**6)
     assert {int(words[0, [Slot.ROWS, Slot.EMPTY_ROWS]].sum()) for words in got.words} == {2 * 12}
     np.testing.assert_array_equal(counts(got), counts(plain))
     torch.testing.assert_close(got.losses, plain.losses, rtol=1e-6, atol=0)
@@ -162,8 +139,8 @@ def test_a_compiled_model_measures_a_padded_batch_as_an_eager_one_does(name: str
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_sequences_packed_by_position_numbers_are_never_taken_for_one(compiled: bool) -> None:
     positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
-    expected = Logits("Llama", Mode(), "eager").model(input_ids=batch(0), position_ids=positions).logits
-    model: Any = Logits("Llama", Mode(), "eager")
+    expected = Logits("Llama", Mode()).model(input_ids=batch(0), position_ids=positions).logits
+    model: Any = Logits("Llama", Mode())
     agent = attach(model, **EVERY_STEP)
     run: Any = torch.compile(model.model, backend="aot_eager") if compiled else model.model
     run(input_ids=batch(0))  # one that is not packed comes before
@@ -179,10 +156,9 @@ def counts(trained: Trained) -> Any:
     return np.stack(trained.words)[..., list(COUNT_SLOTS)]
 
 
-@pytest.mark.parametrize(("name", "advised"), [("llama", True), ("gemma2, softcap", False)])
+@pytest.mark.parametrize(("name", "advised"), [("Llama", True), ("Gemma2", False)])
 def test_an_implementation_is_advised_only_where_it_computes_the_same_attention(name: str, advised: bool) -> None:
-    torch.manual_seed(0)
-    model: Any = MAKERS[name]()
+    model: Any = TRANSFORMERS[name]()
     model.set_attn_implementation("eager")
     with attach(model, **EVERY_STEP) as agent:
         model(batch(0), labels=batch(0)).loss.backward()
@@ -191,3 +167,156 @@ def test_an_implementation_is_advised_only_where_it_computes_the_same_attention(
         report = agent.report()
     assert "its attention is eager, which stays" in report
     assert ("set_attn_implementation('sdpa') lets kernels serve" in report) == advised
+
+
+def test_any_kernel_that_transformers_knows_by_name_is_measured(caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    def somebodys_kernel(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> Any:
+        calls.append(type(mask))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS["somebodys"] = somebodys_kernel
+    try:
+        model: Any = TRANSFORMERS["GPT-2"]()
+        model.set_attn_implementation("somebodys")
+        agent, listener = listening(model, attention="keep", probe_rows=10**6)
+        with agent:
+            model(X).logits.square().mean().backward()
+            agent.step()
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["somebodys"]
+    assert calls == [type(None)] * 2
+    assert rows(listener) == [[12] * 8]
+    assert "outside" not in caplog.text
+
+
+def test_padding_inside_a_sequence_stays_with_its_own_attention_under_kernels_and_is_measured() -> None:
+    mask = torch.ones(1, 12, dtype=torch.long)
+    mask[0, 4:8] = 0
+    model: Any = tiny("Mistral", **DECODER, sliding_window=4)
+    expected = model(X, attention_mask=mask).logits
+    agent, listener = listening(model, probe_rows=10**6)
+    with agent:
+        got = model(X, attention_mask=mask).logits
+        torch.autograd.backward(got.square().mean())
+        agent.step(1.0)
+    assert "2 x kernels, but native and sampled in calls where it passes a mask" in agent.report()
+    assert torch.equal(got, expected)
+    counted = [slot_values(listener.of(wire.Sample)[0].words(), slot) for slot in (Slot.ROWS, Slot.EMPTY_ROWS)]
+    assert (counted[0] + counted[1]).tolist() == [12] * 8
+    assert counted[0].min() >= 8
+
+
+PACKED = torch.cat([torch.arange(5), torch.arange(7)])[None]
+
+
+def models() -> tuple[Any, Any]:
+    """Without a cache, beside which nobody looks for packed sequences."""
+    return tiny("Llama", **DECODER, use_cache=False), tiny("Llama", **DECODER, use_cache=False)
+
+
+def while_it_runs(model: nn.Module, action: Callable[[], object]) -> None:
+    """Lets `model` do `action` in its forward, before its first layer and before its mask is asked for again."""
+    first: nn.Module = model.model.layers[0]  # type: ignore[union-attr, index, assignment]
+
+    def hook(*_: object) -> None:
+        action()
+
+    first.register_forward_pre_hook(hook)
+
+
+def in_another_thread(action: Callable[[], object]) -> None:
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("both_watched", [False, True])
+@pytest.mark.parametrize("around", [lambda action: action(), in_another_thread], ids=["inside it", "in another thread"])
+def test_sequences_packed_for_another_model_while_one_runs_stay_apart(around: Any, both_watched: bool) -> None:
+    student, teacher = models()
+    expected = teacher(X, position_ids=PACKED).logits
+    torch.testing.assert_close(expected[:, 5:], teacher(X[:, 5:]).logits, rtol=1e-4, atol=1e-5)
+    seen: list[Tensor] = []
+    run = teacher.model.forward if both_watched else teacher.forward  # without the hooks of the whole model
+
+    def teach() -> None:
+        out = run(X, position_ids=PACKED)
+        seen.append(teacher.lm_head(out.last_hidden_state) if both_watched else out.logits)
+
+    while_it_runs(student, lambda: around(teach))
+    with attach(student, attention="kernels", **QUIET), torch.no_grad():
+        if both_watched:
+            with attach(teacher, attention="kernels", **QUIET):
+                student(X)
+        else:
+            student(X)
+    torch.testing.assert_close(seen, [expected], rtol=1e-4, atol=1e-5)
+
+
+class InterruptedError(BaseException):
+    """As KeyboardInterrupt, which leaves a forward without its hooks."""
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_sequences_packed_after_a_forward_was_interrupted_stay_apart(compiled: bool) -> None:
+    student, teacher = models()
+    expected = teacher(X, position_ids=PACKED).logits
+
+    def interrupt() -> None:
+        raise InterruptedError
+
+    while_it_runs(student, interrupt)
+    with attach(student, attention="kernels", **QUIET), torch.no_grad():
+        with pytest.raises(InterruptedError):
+            student(X)
+        run: Any = torch.compile(teacher, backend="aot_eager") if compiled else teacher
+        torch.testing.assert_close(run(X, position_ids=PACKED).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+def test_a_model_that_is_compiled_whole_and_counts_its_own_positions_is_served_by_kernels() -> None:
+    student, _ = models()
+    listener = Listener()
+    often: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "probe_rows": 5}
+    with attach(student, attention="kernels", **QUIET, **often) as agent:
+        agent.subscribe(listener)
+        run: Any = torch.compile(student, backend="aot_eager", fullgraph=True)
+        torch.autograd.backward(run(X).logits.square().mean())
+        agent.step(1.0)
+    counted = [slot_values(sample.words(), Slot.ROWS).tolist() for sample in listener.of(wire.Sample)]
+    assert counted == [[12] * 8]  # a probe counts five
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        pytest.param((), {"input_ids": X}, id="by name"),
+        pytest.param((), {"input_ids": X, "position_ids": PACKED}, id="packed, by name", marks=pytest.mark.full),
+        pytest.param((X, None, PACKED), {}, id="packed, by place", marks=pytest.mark.full),
+    ],
+)
+def test_a_model_compiled_whole_for_lengths_that_change_has_the_graphs_and_positions_it_has_without_us(
+    args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    # Hooks of the outermost model are traced one by one, and a number in them would be a symbol, in a graph of its own.
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    student = tiny("Llama", **DECODER | {"num_hidden_layers": 1}, use_cache=False)
+    run: Any = torch.compile(student, backend=backend, dynamic=True)
+    with torch.no_grad():
+        expected, without_us = run(*args, **named).logits, len(graphs)
+        graphs.clear()
+        torch._dynamo.reset()
+        with attach(student, attention="kernels", **QUIET):
+            torch.testing.assert_close(run(*args, **named).logits, expected, rtol=1e-4, atol=1e-5)
+    assert len(graphs) == without_us

@@ -1,6 +1,5 @@
 """What a verdict says: why a head is warned about, how long it stands, and never more than people can read."""
 
-import numpy as np
 from tests.monitor.courses import (
     EVERY,
     HEADS,
@@ -17,9 +16,8 @@ from tests.monitor.courses import (
 )
 
 from foreshock.contract.modes import Mode
-from foreshock.contract.slots import Floats, Slot, identity_row
+from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.detect.readings import Readings, head_readings
 
 
 def test_where_nothing_rounds_no_head_fails_by_rounding() -> None:
@@ -80,13 +78,3 @@ def test_a_verdict_is_latched_until_the_head_was_quiet_and_the_head_may_warn_aga
     assert updates
     assert all(v.sentence.endswith(since) for v in updates), "a reader can join what drifts and what is quiet"
     assert detectors.risk[SICK] == 1.0
-
-
-def test_a_nan_in_every_head_is_one_verdict_that_says_how_many() -> None:
-    heads = [(layer, head) for layer in range(20) for head in range(20)]
-    words = np.tile(identity_row(), (len(heads), 1))
-    words[:, Slot.NONFINITE_ROWS] = 7
-    sample = Readings(step=1, since_step=0, modes=np.zeros(len(heads), dtype=np.int32), **head_readings(words))
-    told = Detectors(heads).update(sample)
-    assert [verdict.layer for verdict in told] == [None]
-    assert "400 of 400 heads" in told[0].sentence

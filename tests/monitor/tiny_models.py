@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention as sdpa_by_name
 
 VOCABULARY = 48
 
@@ -36,13 +35,6 @@ class CausalSelfAttention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=True)
 
 
-class AttentionByName(CausalSelfAttention):
-    """Imported the function under a name of its own."""
-
-    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return sdpa_by_name(query, key, value, is_causal=True)
-
-
 class AttentionWithMask(CausalSelfAttention):
     """Passes an additive mask, which no kernel serves."""
 
@@ -69,24 +61,6 @@ class GroupedQueryAttention(nn.Module):
         )
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.wo(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class InnerAttention(nn.Module):
-    """Only calls the function; heads and weights belong to the module round it (as in torchtitan)."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-class OuterAttention(CausalSelfAttention):
-    """Leaves the call to an inner module."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__(width, heads)
-        self.inner = InnerAttention()
-
-    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.inner(query, key, value)  # type: ignore[no-any-return]
 
 
 class TinyGPT(nn.Module):

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from tests.monitor.resumed_courses import LENGTH, OURS, REFERENCES, ROWS, STEPS, STOP, Course
-from tests.monitor.test_foreign_models import DECODER, tiny
+from tests.monitor.transformers_models import DECODER, tiny
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 

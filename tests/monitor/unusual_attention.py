@@ -1,7 +1,6 @@
 """Attention whose parts bear no name that one could expect."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,12 +88,6 @@ class ByHand(_Projected):
         return (F.dropout(weights, 0.1) @ value).transpose(1, 2).flatten(2)
 
 
-class NonLocalBlock(ByHand):
-    """As in Wang et al. 2018."""
-
-    names = ("theta", "phi", "g")
-
-
 class Gated(_Projected):
     """As timm's GPSA: two kinds of weights are mixed, and normalised again."""
 
@@ -122,38 +115,7 @@ class ReversedProducts(_Projected):
         return out.transpose(1, 2).flatten(2)
 
 
-class Registry:
-    """Hands functions out by name."""
-
-    def __init__(self) -> None:
-        self.functions: dict[str, Any] = {}
-
-    def register(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        self.functions[function.__name__] = function
-        return function
-
-    def get(self, name: str) -> Callable[..., Tensor]:
-        return self.functions[name]  # type: ignore[no-any-return]
-
-
-REGISTRY = Registry()
 OF_PYTORCH: tuple[Callable[..., Tensor]] = (F.scaled_dot_product_attention,)
-
-
-@REGISTRY.register
-def registered(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Calls PyTorch's."""
-    return F.scaled_dot_product_attention(query, key, value)
-
-
-class OfARegistry(_Projected):
-    """Its code names no attention."""
-
-    num_heads = HEADS
-
-    def forward(self, x: Tensor) -> Tensor:
-        attend = REGISTRY.get("registered")
-        return attend(*self.projected(x)).transpose(1, 2).flatten(2)
 
 
 class PyTorchsOfATuple(_Projected):
@@ -162,13 +124,6 @@ class PyTorchsOfATuple(_Projected):
     def forward(self, x: Tensor) -> Tensor:
         [attend] = OF_PYTORCH
         return attend(*self.projected(x)).transpose(1, 2).flatten(2)
-
-
-class Scaled(ParameterBank):
-    """Calls the forward of its base by the name of its class."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ParameterBank.forward(self, x) * 0.5
 
 
 class GraphAttention(nn.Module):

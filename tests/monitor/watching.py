@@ -7,10 +7,9 @@ import torch
 from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import (
-    CausalSelfAttention,
     train_step,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
@@ -32,19 +31,3 @@ def watch(model: nn.Module, steps: int = 2, **overrides: Any) -> tuple[Agent, Li
 def rows_of(listener: Listener) -> list[int]:
     """Rows counted per head over all samples."""
     return np.sum([slot_values(s.words(), Slot.ROWS) for s in listener.of(wire.Sample)], axis=0).astype(int).tolist()  # type: ignore[no-any-return]
-
-
-class SilentAttention(CausalSelfAttention):
-    """Tells nobody how many heads it has."""
-
-    def __init__(self) -> None:
-        super().__init__(16, 2)
-        self.parts = self.n_head
-        del self.n_head
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.__dict__["n_head"] = self.parts
-        try:
-            return super().forward(x)
-        finally:
-            del self.__dict__["n_head"]

@@ -1,16 +1,27 @@
-"""A layer that counts nothing says why, in words that tell what to do."""
+"""Attention that is not watched or counts nothing is named once, with the reason and what to do."""
 
+import copy
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.monitor.tiny_models import CausalSelfAttention
+from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP
+from tests.monitor.tiny_models import (
+    CausalSelfAttention,
+    batch,
+    tiny_gpt,
+    train_step,
+)
+from tests.monitor.unusual_attention import ByHand
 from torch import Tensor, nn
 
-from foreshock.monitor import assess, attach
-from foreshock.monitor.model.discovery import find_attention
+from foreshock.contract import wire
+from foreshock.monitor import attach
+from foreshock.monitor.attention import coverage as module_of_lookouts
 
 WIDTH, HEADS = 16, 2
 QUIET: dict[str, Any] = {"url": None, "quiet": True, "strict": True, "sample_every_seconds": 0.0}
@@ -50,7 +61,7 @@ class OneHead(nn.Module):
         return F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True)
 
 
-class ByHand(OneHead):
+class OneHeadByHand(OneHead):
     """The same without PyTorch's function."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,25 +159,8 @@ def test_attention_in_a_function_that_torchscript_compiled_does_not_go_unseen(ca
     assert "watched 1 of 2 attention layers" in told
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is:DeprecationWarning")
-def test_a_module_that_torchscript_compiled_stands_in_no_ones_way(caplog: pytest.LogCaptureFixture) -> None:
-    parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH)
-    model = nn.Sequential(*map(torch.jit.script, parts), CausalSelfAttention(WIDTH, HEADS))
-    told = told_of(model, caplog)
-    assert "the attention of 1.self_attn is not watched: it computes its attention by hand" in told
-    assert "watched 1 of 2 attention layers" in told
-    assert assess(model).watched == 1
-
-
-def test_heads_of_which_only_calls_tell_are_watched_each_as_a_layer(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(Heads(OneHead(), OneHead()))
-    assert "watched 2 of 2 attention layers" in told_of(model, caplog, steps=3)
-    told = told_of(model, caplog, heads={"0.heads.0": 1, "0.heads.1": 1})
-    assert "watched 2 of 2 attention layers" in told
-
-
 def test_many_layers_of_one_problem_are_told_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
-    by_hand = [Heads(*(ByHand() for _ in range(HEADS))) for _ in range(3)]
+    by_hand = [Heads(*(OneHeadByHand() for _ in range(HEADS))) for _ in range(3)]
     told = told_of(nn.Sequential(*by_hand, CausalSelfAttention(WIDTH, HEADS)), caplog)
     assert told.count("is not watched: it computes its attention by hand") == 1
     assert all(f"{layer}.heads.{head}" in told for layer in range(3) for head in range(HEADS))
@@ -199,23 +193,6 @@ def test_gradients_that_are_differentiated_again_are_named_where_our_kernels_do_
     (line,) = [record.message for record in caplog.records if "counted nothing" in record.message]
     why = "no backward ran through it, or only backwards that are differentiated again, which are not counted"
     assert line == f"foreshock: layer 0 (0) counted nothing in step 1: {why}"
-
-
-def test_a_head_dim_that_only_the_width_of_a_key_tells_is_known() -> None:
-    class OfOneKey(nn.Module):
-        """As timm's attention of several queries and one key: its projections are convolutions in containers."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.num_heads, self.key_dim = HEADS, 8
-            self.query = nn.Sequential(nn.Conv2d(WIDTH, HEADS * 8, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            query = self.query(x).flatten(2).mT.unflatten(2, (HEADS, 8)).transpose(1, 2)
-            return F.scaled_dot_product_attention(query, query[:, :1], query[:, :1])
-
-    (found,) = find_attention(OfOneKey(), {})
-    assert (found.problem, found.heads, found.head_dim) == (None, HEADS, 8)
 
 
 def test_more_heads_than_were_announced_are_told_with_the_way_to_announce_them(
@@ -251,3 +228,199 @@ def test_calls_under_torch_func_are_told_as_such_and_not_as_calls_outside(caplog
     assert f"layer 0 (0) counted nothing in step 1: {why}" in caplog.text
     assert f"native attention, not measured: {why} (0)" in report
     assert "outside every watched module" not in caplog.text
+
+
+def test_calls_outside_every_watched_module_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_gpt()
+    agent = attach(model, **EVERY_STEP)
+    x = torch.randn(1, 2, 4, 8)
+    F.scaled_dot_product_attention(x, x, x)
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+    agent.close()
+    assert any("outside every watched module" in r.message for r in caplog.records)
+
+
+def test_calls_outside_that_train_nothing_or_came_before_attach_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    other, model = tiny_gpt(), tiny_gpt(seed=1)
+    x = torch.randn(1, 2, 4, 8)
+    with attach(other, **EVERY_STEP):
+        F.scaled_dot_product_attention(x, x, x)
+        with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **EVERY_STEP) as agent:
+            average = copy.deepcopy(model)
+            with torch.no_grad():
+                average(batch(0))
+            with torch.inference_mode():
+                average(batch(0))
+            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+    assert "outside every watched module" not in caplog.text
+
+
+PYTORCHS = torch.autograd.backward
+
+
+def trained(model: nn.Module, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    return [train_step(model, optimizer, step).item() for step in range(steps)]
+
+
+def with_by_hand() -> Any:
+    torch.manual_seed(0)
+    return tiny_gpt(CausalSelfAttention(16, 2), ByHand())
+
+
+def test_pytorchs_backward_is_its_own_again_after_two_steps_and_after_detach() -> None:
+    model = with_by_hand()
+    with attach(model, **EVERY_STEP):
+        assert torch.autograd.backward is not PYTORCHS
+        trained(model, 2)
+        assert torch.autograd.backward is PYTORCHS
+        model.blocks.append(ByHand())
+    attach(model, **EVERY_STEP).close()
+    assert torch.autograd.backward is PYTORCHS
+
+
+@pytest.mark.promise("A14")
+def test_looking_changes_no_bit_of_a_training() -> None:
+    alone = trained(with_by_hand())
+    model = with_by_hand()
+    with attach(model, **{**EVERY_STEP, "attention": "keep"}):
+        assert trained(model) == alone
+
+
+def test_a_graph_that_cannot_be_read_stops_the_lookout_and_not_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(module_of_lookouts, "attention_in", fails)
+    model = with_by_hand()
+    with attach(model, **EVERY_STEP):
+        trained(model)
+        assert torch.autograd.backward is PYTORCHS
+
+
+class Inner(nn.Module):
+    """As in torchtitan: attention without a weight of its own."""
+
+    num_heads = 2
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class WithProjections(nn.Module):
+    """Holds W_Q and W_K beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ModuleDict({name: nn.Linear(16, 16) for name in "qkv"})
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (w(x).unflatten(-1, (2, 8)).transpose(1, 2) for w in self.w.values())
+        out: Tensor = self.inner(query, key, value)
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.promise("A24")
+@pytest.mark.parametrize("attention", ["keep", "kernels"])
+def test_attention_that_is_met_apart_from_its_projections_is_named_once(attention: Any) -> None:
+    model = tiny_gpt(WithProjections(), WithProjections())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model, **{**EVERY_STEP, "attention": attention}) as agent:
+        for step in range(3):
+            agent.step(train_step(model, optimizer, step))
+        assert "not monitored" not in agent.report()
+        *_, watched, weights = agent.report().splitlines()
+    assert watched == "watched 2 of 2 attention layers"
+    assert weights == "2 x W_Q and W_K (blocks.0.inner, blocks.1.inner): found by a call (w.q, w.k)"
+
+
+STEPS = 24
+
+
+def report_and_log(model: Any, inputs: Tensor, steps: int = STEPS) -> tuple[str, list[str]]:
+    """The report after some steps, and each line of the log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("foreshock").addHandler(handler)
+    try:
+        with attach(model, **EVERY_STEP) as agent:
+            for _ in range(steps):
+                out = model(inputs)
+                loss = (out if isinstance(out, Tensor) else out.last_hidden_state).square().mean()
+                torch.autograd.backward(loss)
+                agent.step(loss)
+            return agent.report(), lines
+    finally:
+        logging.getLogger("foreshock").removeHandler(handler)
+
+
+@pytest.mark.promise("A24")
+def test_a_wav2vec2_that_drops_half_its_layers_ends_with_all_of_them_watched_and_few_words() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, layerdrop=0.5,
+        conv_dim=(8,), conv_stride=(4,),
+        conv_kernel=(4,), num_feat_extract_layers=1, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        mask_time_prob=0.0,
+    )  # fmt: skip
+    report, lines = report_and_log(transformers.Wav2Vec2Model(config).train(), torch.randn(2, 64))
+    assert "watched 3 of 3 attention layers" in report
+    assert len([line for line in lines if "counted nothing" in line]) <= 8
+
+
+@pytest.mark.promise("A24")
+def test_attention_that_is_unfrozen_in_the_middle_stands_in_a_new_table(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_gpt()
+    model.embedding.requires_grad_(False)
+    model.blocks.requires_grad_(False)
+    with attach(model, **{**EVERY_STEP, "quiet": False}) as agent:
+        for step in range(4):
+            if step == 2:
+                model.blocks.requires_grad_(True)
+            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("watched ")]
+    assert told == ["watched 0 of 2 attention layers", "watched 2 of 2 attention layers"]
+
+
+@pytest.mark.promise("A24")
+@pytest.mark.parametrize("replaced", [False, True])
+def test_attention_that_is_added_or_replaced_after_attach_is_named_and_counted_among_what_is_not_watched(
+    replaced: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_gpt()
+    with attach(model, **EVERY_STEP) as agent:
+        for step in range(8):
+            if step == 3 and replaced:
+                model.blocks[1] = CausalSelfAttention(16, 2)
+            elif step == 3:
+                model.blocks.append(CausalSelfAttention(16, 2))
+            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+    name = "blocks.1" if replaced else "blocks.2"
+    told = [r.getMessage() for r in caplog.records if "is not watched" in r.getMessage()]
+    assert told == [
+        f"foreshock: the attention of {name} is not watched: it was added after attach; close the agent and attach "
+        "again to watch it"
+    ]
+    assert f"watched {1 if replaced else 2} of {2 if replaced else 3} attention layers" in agent.report().splitlines()
+
+
+@pytest.mark.promise("A23")
+def test_the_norms_of_a_layer_are_unknown_while_another_module_stands_in_its_place() -> None:
+    model, listener = tiny_gpt(), Listener()
+    own = model.blocks[1]
+    with attach(model, **EVERY_STEP, norms_every_steps=1) as agent:
+        agent.subscribe(listener)
+        for step, there in enumerate([own, CausalSelfAttention(16, 2), torch.nn.Identity(), own, own]):
+            if there is not model.blocks[1]:
+                model.blocks[1] = there
+            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+            if there is not own:
+                assert "1 x W_Q and W_K (blocks.1): norms unknown: its module was taken out" in agent.report()
+    norms = [sample.query_norm.numpy() for sample in listener.of(wire.Sample)]
+    known = [np.isfinite(each).reshape(2, 2).all(axis=1).tolist() for each in norms]
+    assert known == [[True, True], [True, False], [True, False], [True, True], [True, True]]

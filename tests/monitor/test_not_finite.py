@@ -1,14 +1,85 @@
-"""Which parameters are not finite, and where in the model that points to."""
+"""Numbers that are not finite: where they were born, since which step, and that a loss scaler's search is none."""
 
 import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP
+from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from foreshock.contract import wire
+from foreshock.contract.incident import RunContext, Warned, incidents
+from foreshock.monitor import AgentConfig, attach
 from foreshock.monitor.crisis import BrokenParameters, Crisis, broken_parameters, look_at, sentence
+from foreshock.monitor.detect.non_finite import NonFiniteTracker, Origin, place_of
+
+LAYERS, HEADS = 4, 3
+REFS = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+
+
+def rows(*, into: int = LAYERS, out: tuple[int, ...] = (), out_layer: int = LAYERS, backward: int = -1) -> str:
+    """What is said if the inputs of layers `into` on, the outputs of heads `out` of `out_layer`, and the gradients of
+    layers up to `backward` are not finite."""
+    layers = np.array([layer for layer, _ in REFS])
+    by_input = np.where(layers >= into, 8.0, 0.0)
+    by_output = np.array([5.0 if (layer, head) in {(out_layer, h) for h in out} else 0.0 for layer, head in REFS])
+    broken = np.maximum(by_input + by_output, np.where(layers <= backward, 8.0, 0.0))
+    return place_of(REFS, broken, by_input, by_output)
+
+
+def test_a_finite_sample_has_no_place_of() -> None:
+    assert rows() == ""
+
+
+@given(st.integers(1, LAYERS - 1))
+def test_a_forward_that_breaks_between_two_layers_names_them(layer: int) -> None:
+    said = rows(into=layer, backward=LAYERS - 1)  # a NaN loss makes every gradient NaN
+    assert said == f"first in the forward, between the attention of layer {layer - 1} and the inputs of layer {layer}"
+
+
+@given(st.integers(0, LAYERS - 2))
+def test_a_backward_that_breaks_between_two_layers_names_them_and_no_other(layer: int) -> None:
+    assert re.findall(r"layer (\d)", rows(backward=layer)) == [str(layer), str(layer + 1)]
+    assert "backward" in rows(backward=layer)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_an_attention_that_breaks_itself_names_its_head(layer: int) -> None:
+    said = rows(into=layer + 1, out_layer=layer, out=(1,), backward=LAYERS - 1)
+    assert said == f"first in the forward, in the attention output of layer {layer} head 1; its inputs are finite"
+
+
+def test_the_ends_of_the_model_are_places_too() -> None:
+    assert "at or before the inputs of layer 0" in rows(into=0, backward=LAYERS - 1)
+    assert "after the attention of layer 3" in rows(backward=LAYERS - 1)
+
+
+def test_one_broken_projection_names_its_head() -> None:
+    by_input = np.array([8.0 if ref == (2, 1) or ref[0] > 2 else 0.0 for ref in REFS])
+    said = place_of(REFS, np.full(len(REFS), 8.0), by_input, np.zeros(len(REFS)))
+    assert said.endswith("between the attention of layer 1 and the inputs of layer 2 head 1")
+
+
+@pytest.mark.parametrize("length", [10, 200, 400])
+def test_long_names_leave_out_whole_sentences_and_no_place(length: int) -> None:
+    names = (
+        f"1 of 9 gradients is not finite: the last one is that of {'deep.' * (length // 5)}weight. Nor is its weight."
+    )
+    found = Origin(3, "first in the forward, between layer 1 and layer 2", 0, "6 of 72 rows see no key.", names)
+    said = NonFiniteTracker(harm="weights", origin=found).sentence(5, len(REFS))
+    assert len(said) <= 500
+    assert said.startswith("Numbers are not finite since step 3, first in the forward, between layer 1 and layer 2. ")
+    assert "6 of 72 rows see no key." in said
+    assert ("deep." in said) == (length < 400)
+    assert said.endswith(".")
 
 
 class Block(nn.Module):
@@ -176,7 +247,7 @@ def test_the_device_is_waited_for_once_whatever_the_number_of_tensors(blocks: in
 
 
 def looks(losses: dict[int, float], norms: dict[int, float], end: int, weights_break: int = 10**9) -> list[int]:
-    """The steps up to `end`, after the first, at which a crisis of 50 steps looks at the parameters."""
+    """The steps up to `end`, after the first, at which a crisis of 5 steps looks at the parameters."""
     model, seen = Block(), []
 
     def give() -> nn.Module:
@@ -185,7 +256,7 @@ def looks(losses: dict[int, float], norms: dict[int, float], end: int, weights_b
             torch.nn.init.constant_(model.first.weight, math.nan)
         return model
 
-    crisis = Crisis(give, list, 50, lambda _: None)
+    crisis = Crisis(give, list, 5, lambda _: None)
     for step in range(1, end):
         crisis.look(step, losses.get(step, 1.0), norms.get(step, 1.0))
     assert seen[0] == 1
@@ -194,12 +265,12 @@ def looks(losses: dict[int, float], norms: dict[int, float], end: int, weights_b
 
 def test_a_crisis_looks_once_at_gradients_at_each_broken_loss_and_never_at_a_healthy_step() -> None:
     nan = math.nan
-    every = dict.fromkeys(range(10, 200), nan)
-    assert looks({}, {}, 200) == []
-    assert looks({}, every, 200) == [10, 60, 110, 160]
-    assert looks({20: nan, 22: nan}, every, 40) == [10, 20, 22]
-    assert looks(every, every, 200) == [*range(10, 61), 110, 160]
-    assert looks(every, every, 200, weights_break=12) == [10, 11, 12]
+    every = dict.fromkeys(range(10, 30), nan)
+    assert looks({}, {}, 30) == []
+    assert looks({}, every, 30) == [10, 15, 20, 25]
+    assert looks({12: nan, 14: nan}, every, 15) == [10, 12, 14]
+    assert looks(every, every, 30) == [*range(10, 16), 20, 25]
+    assert looks(every, every, 30, weights_break=12) == [10, 11, 12]
 
 
 @pytest.mark.parametrize(
@@ -220,3 +291,61 @@ def test_a_gradient_that_breaks_alone_is_traced_to_the_operation_that_uses_its_p
     assert model.second.bias.grad is not None
     model.second.bias.grad[0] = math.nan
     assert "It alone is broken, so look at the operation that uses it" in said_of(model)
+
+
+@pytest.mark.parametrize("told", ["loss", "loss and gradient norm"])
+@pytest.mark.parametrize("attention", ["kernels", "keep"])
+def test_a_gradscaler_that_starts_high_skips_steps_and_raises_no_warning(attention: Any, told: str) -> None:
+    model, listener = tiny_gpt(), Listener()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    with attach(model, **{**EVERY_STEP, "attention": attention}) as agent:
+        agent.subscribe(listener)
+        for step in range(26):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = next_token_loss(model(batch(step)), batch(step))
+            torch.autograd.backward(scaler.scale(loss))
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            agent.step(loss, norm if "norm" in told else None)
+    samples = listener.of(wire.Sample)
+    skipped = [sample for sample in samples if sample.grad_norm_nonfinite_steps]
+    assert ("norm" in told) == (len(skipped) > 5)
+    assert not samples[-1].grad_norm_nonfinite_steps
+    assert scaler.get_scale() < 2.0**20
+    assert not listener.of(wire.Verdict)
+
+
+@pytest.mark.parametrize("poisoned", [13, 20, 21])
+@pytest.mark.parametrize("norms", [True, False])
+def test_the_newest_checkpoint_that_is_advised_was_written_before_the_update_that_broke_the_weights(
+    poisoned: int, norms: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples come every ten steps, and the loss shows a bad update one step later."""
+    model, listener = tiny_gpt(), Listener()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sound = [0]
+    monkeypatch.setattr(AgentConfig, "close_watch_steps", 0)
+    with attach(model, **{**EVERY_STEP, "sample_every_steps": 10}) as agent:
+        agent.subscribe(listener)
+        for step in range(1, 41):
+            optimizer.zero_grad()
+            loss = next_token_loss(model(batch(step)), batch(step))
+            torch.autograd.backward(loss)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) if norms else None
+            gradient = next(model.parameters()).grad
+            if step == poisoned and gradient is not None:
+                gradient.fill_(math.nan)  # what the backward of a broken kernel would leave
+            optimizer.step()
+            agent.step(loss, norm)
+            if all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
+                sound.append(step)
+    told = [verdict for verdict in listener.of(wire.Verdict) if verdict.layer is None]
+    assert told
+    for verdict in told:
+        assert verdict.evidence["suspect_step"] == sound[-1] + 1 == poisoned
+        [incident] = incidents([Warned(0, verdict.step, verdict)], RunContext("row_corrected"))
+        assert f"a checkpoint before step {poisoned}" in incident.to_do

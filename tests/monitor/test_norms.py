@@ -1,0 +1,465 @@
+"""Norms of W_Q and W_K: the true ones in every layout, or unknown with the reason."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tests.monitor.layouts import (
+    DIM,
+    HEADS,
+    LAYOUTS,
+    WIDTH,
+    Holder,
+    conv1d_with,
+    fused_conv1d,
+    known,
+    layer_of,
+    linear_with,
+    separate,
+    torchtitan_separate,
+)
+from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.utils import parametrizations, parametrize
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from foreshock.contract.wire import Layer
+from foreshock.monitor import attach
+from foreshock.monitor.assessment import key_bias_of
+from foreshock.monitor.model.discovery import Found, find_attention
+from foreshock.monitor.model.layers import (
+    base_of,
+    find_projection,
+    part_of,
+    query_width,
+    tensor_parallel_dims,
+    why_unmeasured,
+)
+from foreshock.monitor.sampling.norms import ModelNorms
+
+
+@pytest.mark.parametrize(("layout", "kv_heads"), LAYOUTS)
+def test_every_layout_gives_the_matrix_of_each_head_and_its_true_norm(
+    layout: Callable[[Tensor, Tensor], nn.Module], kv_heads: int
+) -> None:
+    torch.manual_seed(kv_heads)
+    query, key = torch.randn(HEADS, DIM, WIDTH), torch.randn(kv_heads, DIM, WIDTH)
+    query *= torch.arange(1, HEADS + 1).view(-1, 1, 1)  # every head has a norm of its own
+    projection = find_projection(layout(query, key), HEADS, kv_heads, DIM)
+    assert projection is not None
+    for rows, true in zip((projection.query, projection.key), (query, key), strict=True):
+        assert torch.equal(rows.read().weights, true)
+    layer = Layer(layer=0, name="x", heads=range(HEADS), kv_heads=kv_heads, head_dim=DIM, served_by="reference")  # type: ignore[arg-type]
+    norms = ModelNorms([layer], [known(projection)])
+    for _ in range(40):
+        measured = norms.measure()
+    of_head = key.repeat_interleave(HEADS // kv_heads, 0).double()
+    svd = {
+        "query_norm": torch.linalg.matrix_norm(query.double(), 2),
+        "key_norm": torch.linalg.matrix_norm(of_head, 2),
+        "query_key_norm": torch.linalg.matrix_norm(query.double().mT @ of_head, 2),
+    }
+    for name, true in svd.items():
+        torch.testing.assert_close(measured[name].double(), true, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "normalised"),
+    [
+        ("q_norm", nn.RMSNorm(DIM), True),
+        ("query_ln", nn.LayerNorm(DIM), True),
+        ("ln_k", nn.LayerNorm(DIM), True),
+        ("qk_norm", True, True),
+        ("query_ln", nn.Identity(), False),
+        ("q_norm", None, False),
+        ("qk_norm", False, False),
+        ("ln_inner", nn.LayerNorm(DIM), False),
+    ],
+)
+def test_a_module_that_normalises_its_heads_says_that_the_norms_are_of_the_weights_alone(
+    name: str, value: Any, normalised: bool
+) -> None:
+    module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
+    if value is None:
+        module.register_module(name, None)
+    else:
+        setattr(module, name, value)
+    projection = find_projection(module, HEADS, HEADS, DIM)
+    assert projection is not None
+    told = ", norms of the weights only: heads are normalised" if normalised else ""
+    assert projection.layout == f"separate (q_proj, k_proj){told}"
+
+
+def test_layers_of_different_shapes_are_measured_together() -> None:
+    torch.manual_seed(0)
+    projections, layers, true = [], [], []
+    for index, (heads, width) in enumerate(itertools.product((1, 2), (16, 24))):
+        query, key = torch.randn(heads, DIM, width), torch.randn(heads, DIM, width)
+        found = find_projection(separate(query, key), heads, heads, DIM)
+        projections.append(known(found))
+        layers.append(
+            Layer(
+                layer=index,
+                name=str(index),
+                heads=tuple(range(heads)),
+                kv_heads=heads,
+                head_dim=DIM,
+                served_by="reference",
+            )
+        )
+        true.append(torch.linalg.matrix_norm(query, 2))
+    norms = ModelNorms(layers, projections)
+    for _ in range(40):
+        measured = norms.measure()
+    torch.testing.assert_close(measured["query_norm"], torch.cat(true), rtol=1e-3, atol=0)
+
+
+class PeftLinear(nn.Module):
+    """The attributes of peft's lora.Linear, and its forward."""
+
+    def __init__(self, base: nn.Module, out: int, inputs: int) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.out_features = out
+        self.lora_A = nn.ModuleDict({"first": nn.Linear(inputs, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"first": nn.Linear(2, out, bias=False)})
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.lora_B["first"](self.lora_A["first"](x))
+        return self.base_layer(x) + added  # type: ignore[no-any-return]
+
+
+class ByHand(nn.Linear):
+    """Parameters beside the weight, as in loralib."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__(rows.shape[1], rows.shape[0])
+        self.lora_A = nn.Parameter(torch.randn(2, rows.shape[1]))
+        self.lora_B = nn.Parameter(torch.randn(rows.shape[0], 2))
+
+
+class Wrapped(nn.Module):
+    """Linear layers round a linear layer, with torchtune's names."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.linear = linear_with(rows)
+        self.lora_a = nn.Linear(rows.shape[1], 2, bias=False)
+        self.lora_b = nn.Linear(2, rows.shape[0], bias=False)
+
+
+ADAPTERS: dict[str, Callable[[Tensor], Any]] = {
+    "peft": lambda rows: PeftLinear(linear_with(rows), *rows.shape),
+    "peft round Conv1D": lambda rows: PeftLinear(conv1d_with(rows), *rows.shape),
+    "parameters": ByHand,
+    "torchtune's names": Wrapped,
+}
+
+
+@pytest.mark.promise("A23")
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_norms_under_adapters_are_unknown_and_the_reason_is_told(kind: str) -> None:
+    query, key = (ADAPTERS[kind](torch.randn(HEADS * DIM, WIDTH)) for _ in range(2))
+    module = Holder(q_proj=query, k_proj=key)
+    assert find_projection(module, HEADS, HEADS, DIM) is None
+    assert why_unmeasured(module) == f"q_proj is tests's {type(query).__name__}, which has adapters"
+    assert query_width(module, HEADS, HEADS) == HEADS * DIM
+
+
+def test_norms_under_pefts_own_adapters_are_unknown_and_the_reason_is_told() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed; its layout is tested on a stand-in")
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    plain = (linear_with(torch.randn(HEADS * DIM, WIDTH)) for _ in range(2))
+    module: Any = peft.inject_adapter_in_model(config, Holder(**dict(zip(("q_proj", "k_proj"), plain, strict=True))))
+    assert find_projection(module, HEADS, HEADS, DIM) is None
+    assert why_unmeasured(module) == "q_proj is peft's Linear, which has adapters"
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("bias", ["trained", "frozen", "none"])
+def test_the_bias_of_keys_under_adapters_is_that_of_their_base_layer(kind: str, bias: str) -> None:
+    query, key = (ADAPTERS[kind](torch.randn(HEADS * DIM, WIDTH)) for _ in range(2))
+    base: Any = base_of(key)
+    base.bias = None if bias == "none" else nn.Parameter(torch.zeros(HEADS * DIM), requires_grad=bias == "trained")
+    module = Holder(q_proj=query, k_proj=key)
+    assert key_bias_of([Found("", module, HEADS, HEADS, DIM)]) == bias
+
+
+class Attention(nn.Module):
+    """One layer of causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads = HEADS
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            projection(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for projection in (self.wq, self.wk, self.wv)
+        )
+        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def attention() -> Attention:
+    torch.manual_seed(17)
+    module = Attention()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+class Noisy(nn.Module):
+    """A weight that is drawn anew at every reading, as quantisation-aware training does."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 0.01 * torch.randn_like(weight)
+
+
+def three_steps(module: nn.Module, agent: Any = None) -> dict[str, Tensor]:
+    torch.manual_seed(23)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    for _ in range(3):
+        loss = module(torch.randn(2, 7, WIDTH)).square().mean()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        if agent is not None:
+            agent.step(loss.detach())
+    return {**module.state_dict(), "next number": torch.randn(1)}
+
+
+def observed(projection: nn.Linear) -> None:
+    """As quantisation-aware training does: a module that remembers the largest weight it was ever shown."""
+    parametrize.register_parametrization(projection, "weight", FakeQuantize(MovingAverageMinMaxObserver))  # type: ignore[no-untyped-call]
+
+
+CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
+    "spectral norm": parametrizations.spectral_norm,
+    "the older spectral norm": torch.nn.utils.spectral_norm,
+    "noise": lambda projection: parametrize.register_parametrization(projection, "weight", Noisy()),
+    "an observer": observed,
+}
+
+
+def changed(module: Attention, how: str) -> None:
+    torch.manual_seed(29)
+    for projection in (module.wq, module.wk):
+        CHANGES[how](projection)
+
+
+@pytest.mark.promise("A22")
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_weight_that_begins_to_change_by_being_read_while_attached_is_never_read(how: str) -> None:
+    module = attention()
+    other = copy.deepcopy(module)
+    changed(other, how)
+    alone = three_steps(other)
+    with attach(module, url=None, quiet=True, norms_every_steps=1, strict=True) as agent:
+        changed(module, how)
+        watched = three_steps(module, agent)
+    assert alone.keys() == watched.keys()
+    assert all(torch.equal(alone[name], watched[name]) for name in alone)
+
+
+@pytest.mark.promise("A22")
+def test_a_weight_that_the_model_keeps_for_a_while_is_the_one_it_computed() -> None:
+    module = attention()
+    parametrizations.weight_norm(module.wq)
+    (found,) = find_attention(module, {})
+    assert found.projection is not None
+    with parametrize.cached():
+        with torch.no_grad():
+            found.projection.query.read()
+        assert module.wq.weight.requires_grad
+
+
+@pytest.mark.promise("A22")
+@pytest.mark.parametrize("how", ["spectral norm", "noise"])
+def test_a_weight_that_changes_by_being_read_is_never_read(how: str) -> None:
+    module = attention()
+    changed(module, how)
+    alone = three_steps(copy.deepcopy(module))
+    with attach(module, url=None, quiet=True, norms_every_steps=1, strict=True) as agent:
+        watched = three_steps(module, agent)
+        report = agent.report()
+    assert alone.keys() == watched.keys()
+    assert all(torch.equal(alone[name], watched[name]) for name in alone)
+    assert (
+        "norms are not measured: wq is torch's ParametrizedLinear, whose weight is computed again at every reading"
+        in report
+    )
+    assert "watched 1 of 1" in report
+
+
+@pytest.mark.parametrize("computed", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_a_weight_that_pytorch_computes_without_a_trace_is_measured(computed: Any) -> None:
+    module = attention()
+    computed(module.wq)
+    (found,) = find_attention(module, {})
+    assert found.projection is not None
+    assert torch.equal(found.projection.query.read().weights.flatten(0, 1), module.wq.weight)
+
+
+def test_adapters_of_an_unknown_kind_are_told_and_the_weight_under_them_is_not_taken_for_the_sum() -> None:
+    class Rotated(nn.Module):
+        """As peft's tuners: the weight of the layer under it as its own, computed with otherwise."""
+
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer, self.turn = base, nn.Linear(WIDTH, WIDTH)
+
+        @property
+        def weight(self) -> Tensor:
+            return self.base_layer.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base_layer(self.turn(x))  # type: ignore[no-any-return]
+
+    module = attention()
+    module.wk = Rotated(module.wk)  # type: ignore[assignment]
+    (found,) = find_attention(module, {})
+    assert found.problem is None
+    assert found.head_dim == WIDTH // HEADS
+    assert found.projection is None
+    assert (
+        found.unmeasured
+        == f"wk is {__name__.partition('.')[0]}'s Rotated, whose weight is computed again at every reading"
+    )
+
+
+def test_a_parametrized_multihead_attention_is_watched_without_norms() -> None:
+    module = nn.MultiheadAttention(WIDTH, HEADS)
+    parametrize.register_parametrization(module, "in_proj_weight", Noisy())
+    (found,) = find_attention(module, {})
+    assert found.problem is None
+    assert found.projection is None
+
+
+def test_a_weight_that_only_stands_for_numbers_kept_otherwise_is_not_read() -> None:
+    class Quantised(Tensor):
+        """As torchao's: whole numbers and a scale, which say that they are floats."""
+
+        @staticmethod
+        def __new__(cls, weight: Tensor) -> Any:
+            return Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+        def __init__(self, weight: Tensor) -> None:
+            self.numbers = weight.mul(127).to(torch.int8)
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            if function is torch.ops.aten.detach.default:
+                return args[0]
+            raise NotImplementedError(f"{function} of quantised numbers")
+
+    module = attention()
+    module.wk.weight = nn.Parameter(Quantised(module.wk.weight.detach()), requires_grad=False)
+    (found,) = find_attention(module, {})
+    assert found.problem is None
+    assert found.projection is None
+    assert found.unmeasured == "the weight of wk is stored as Quantised"
+
+
+@contextmanager
+def process(rank: int, world: int) -> Iterator[DeviceMesh]:
+    """As if this were one process of several: a mesh over which nothing can be sent."""
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (world,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make every weight a DTensor of which this process holds its part, as fully_shard and parallelize_module do."""
+    for owner in module.modules():
+        for name, weight in list(owner.named_parameters(recurse=False)):
+            if weight.dim() == 2:
+                shape, offset = compute_local_shape_and_global_offset(weight.shape, mesh, [placement])
+                local = weight.detach()[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))].clone()
+                parted = DTensor.from_local(
+                    local, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride()
+                )
+                setattr(owner, name, nn.Parameter(parted))
+
+
+@pytest.mark.promise("A13")
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize(
+    ("layout", "kv_heads"), [case for case in LAYOUTS if case[0] not in (fused_conv1d, torchtitan_separate)]
+)
+def test_ranks_measure_together_every_head_whose_rows_one_of_them_holds_whole(
+    layout: Callable[[Tensor, Tensor], nn.Module], kv_heads: int, world: int
+) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(HEADS, DIM, WIDTH), torch.randn(kv_heads, DIM, WIDTH)
+    whole = layout(query, key)
+    seen, straddling = [], []
+    for rank in range(world):
+        module = copy.deepcopy(whole)
+        with process(rank, world) as mesh:
+            shard(module, mesh, Shard(0))
+            projection = find_projection(module, HEADS, kv_heads, DIM)
+            assert projection is not None
+            norms = ModelNorms([layer_of(kv_heads)], [known(projection)])
+            measured = [norms.measure() for _ in range(40)][-1]
+            straddling.append(projection.unmeasured)
+        if measured:
+            seen.append(torch.stack([measured["query_norm"], measured["key_norm"]]))
+    of_head = key.repeat_interleave(HEADS // kv_heads, 0)
+    true = torch.stack([torch.linalg.matrix_norm(w, 2) for w in (query, of_head)])
+    together = torch.stack(seen)
+    measured_by = together.isfinite().sum(0)
+    torch.testing.assert_close(together.nan_to_num(0).amax(0), true * (measured_by > 0), rtol=1e-3, atol=0)
+    assert measured_by.max() == 1
+    lost = (measured_by == 0).any(0).nonzero().flatten().tolist()
+    assert straddling == [lost] * world  # every rank knows, without asking the others
+
+
+@pytest.mark.promise("A13")
+@pytest.mark.parametrize("world", [2, 3, 12])
+def test_norms_of_spread_inputs_are_told_as_unmeasured_and_nothing_of_them_is_measured(world: int) -> None:
+    torch.manual_seed(0)
+    whole = fused_conv1d(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
+    for rank in range(world):
+        module = copy.deepcopy(whole)
+        with process(rank, world) as mesh:
+            shard(module, mesh, Shard(0))
+            found = find_projection(module, HEADS, HEADS, DIM)
+            assert found is not None
+            assert found.unmeasured == []
+            assert found.gaps() == ", norms not measured: the inputs of W_Q or W_K are spread over processes"
+            assert ModelNorms([layer_of(HEADS)], [known(found)]).measure() == {}
+
+
+def test_a_weight_cut_over_two_dimensions_of_the_mesh_is_told_apart_into_storage_and_computation() -> None:
+    torch.distributed.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        layer = nn.Linear(WIDTH, WIDTH)
+        parallelize_module(layer, mesh["tp"], ColwiseParallel(), src_data_rank=None)
+        fully_shard(layer, mesh=mesh["dp"])
+        dims = tensor_parallel_dims(layer.weight, under_fsdp=True)
+        assert dims == [1]
+        assert part_of(layer.weight).rows == (24, 32)
+        assert part_of(layer.weight, dims).rows == (16, 32)
+        for dp, tp in itertools.product(range(2), repeat=2):
+            assert part_of(layer.weight, dims, (dp, tp)).rows == (16 * tp, 16 * tp + 16)
+            assert part_of(layer.weight, None, (dp, tp)).rows == (16 * tp + 8 * dp, 16 * tp + 8 * dp + 8)
+        assert layer.weight.to_local().shape == (8, WIDTH)  # type: ignore[attr-defined]
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,562 @@
+"""Samples: when they are taken, what each holds, and that all of it leaves the device once."""
+
+import itertools
+import logging
+import math
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tqdm  # type: ignore[import-untyped]
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.faults.hostile_server import acknowledge, hostile_server
+from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP
+from tests.monitor.tiny_models import batch, tiny_gpt, train_step
+from tests.monitor.watching import rows_of, watch
+from torch import Tensor
+
+from foreshock.contract import wire
+from foreshock.contract.slots import SLOT_COUNT, Slot, Words, identity_row, merge_words, slot_values
+from foreshock.monitor import attach
+from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.sampler import SamplingSchedule
+from foreshock.monitor.sampling import collector
+from foreshock.monitor.sampling.collector import (
+    MAX_FLIGHTS,
+    MAX_NOTES,
+    Collector,
+    Counted,
+    SampleDraft,
+    Transfer,
+    ungathered,
+)
+
+
+def sampled_steps(monkeypatch: pytest.MonkeyPatch, step_seconds: list[float], **settings: Any) -> list[int]:
+    """The steps at which samples end, for steps that take so long."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with attach(tiny_gpt(), quiet=True, strict=True, url=None, norms_every_steps=0, **settings) as agent:
+        listener = Listener()
+        agent.subscribe(listener)
+        for seconds in step_seconds:
+            clock[0] += seconds
+            agent.step(1.0)
+    monkeypatch.undo()
+    return [sample.step for sample in listener.of(wire.Sample)]
+
+
+def test_slow_steps_are_sampled_at_multiples_of_the_steps_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sampled_steps(monkeypatch, [0.5] * 35) == [1, 10, 20, 30, 35]
+    assert sampled_steps(monkeypatch, [1e-3] * 7, sample_every_steps=3, sample_every_seconds=0.0) == [1, 3, 6, 7]
+
+
+def test_quick_steps_are_sampled_no_more_often_than_the_seconds_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = sampled_steps(monkeypatch, [0.009] * 500)  # 111 steps a second
+    assert steps == [1, 160, 320, 480, 500]
+
+
+@pytest.mark.parametrize("skew", [1.0, 1.02, 0.98])
+def test_ranks_whose_clocks_differ_sample_the_same_steps(skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    jitter = itertools.cycle([0.9, 1.0, 1.2, 1.0, 0.9])
+    one = [0.009 * next(jitter) for _ in range(700)]
+    other = [seconds * skew for seconds in reversed(one)]
+    first, second = sampled_steps(monkeypatch, one), sampled_steps(monkeypatch, other)
+    assert first == second
+    near_the_edge = [1 / 160] * 700  # where one rank may come to half the other's stride
+    many, few = (sampled_steps(monkeypatch, [s * f for s in near_the_edge]) for f in (1.001, 0.999))
+    assert set(few) <= set(many)
+
+
+def test_a_long_first_step_does_not_slow_the_cadence_down_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sampled_steps(monkeypatch, [60.0] + [0.2] * 40) == [1, 10, 20, 30, 40, 41]
+
+
+def numbered(numbers: list[int | None], every: int = 10, watch_from: int | None = None) -> list[tuple[int, int]]:
+    """The samples (since_step, step) of a training that numbers its steps so, as a schedule alone takes them."""
+    schedule = SamplingSchedule(AgentConfig(sample_every_steps=every, sample_every_seconds=0.0, url=None))
+    first = numbers[0]
+    schedule.begin_at(since := max(first - 1, 0) if first is not None else 0)
+    samples = []
+    for number in numbers:
+        schedule.step_done(number)
+        if watch_from is not None and schedule.step == watch_from:
+            schedule.watch_closely(schedule.step)
+        if schedule.due(since, crowded=False):
+            samples.append((since, schedule.step))
+            since = schedule.step
+            schedule.sampled()
+    return samples
+
+
+@pytest.mark.promise("A31")
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 40), min_size=1, max_size=300), st.integers(1, 25))
+@settings(max_examples=60, deadline=None)
+def test_every_multiple_that_the_numbers_pass_is_sampled_once_whatever_numbers_they_are(
+    start: int, gaps: list[int], every: int
+) -> None:
+    numbers = list(itertools.accumulate(gaps, initial=start + 1))
+    ends = [step for _, step in numbered([*numbers], every)]
+    assert ends[0] == start + 1
+    assert len(set(ends)) == len(ends)
+    passed = {number // every for number in numbers} - {ends[0] // every}
+    assert sorted(end // every for end in ends[1:]) == sorted(passed)
+    again = [step for _, step in numbered([number + 7 * every for number in numbers], every)]
+    assert again == [step + 7 * every for step in ends]  # wherever they begin
+
+
+@pytest.mark.promise("A31")
+@pytest.mark.parametrize(
+    ("numbers", "samples"),
+    [
+        (list(range(3, 1603, 4)), 160),  # the number of the micro-batch, where four make a step
+        (list(range(1, 801, 2)), 80),
+        (list(range(9, 2000, 10)), 200),  # a loop that calls the agent at every tenth step
+        (list(range(400)), 40),
+        ([n // 4 for n in range(1600)], 40),  # once for each of four micro-batches
+        (list(range(100)) * 4, 40),  # anew in each epoch
+        ([*range(1, 201), *range(101, 301)], 41),  # a training that goes back by itself
+        ([None] * 400, 41),
+        ([*range(1, 101), *[None] * 300], 41),
+    ],
+)
+def test_no_numbering_of_the_steps_ends_the_sampling(numbers: list[int | None], samples: int) -> None:
+    found = numbered(numbers)
+    assert len(found) == samples
+    assert all(before[1] == after[0] < after[1] for before, after in itertools.pairwise(found))
+
+
+def test_a_number_that_never_changes_is_counted_on_before_its_notes_take_more_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert [step for _, step in numbered([5] * (3 * MAX_NOTES + 1), every=1)] == [5, 6, 7, 8]
+    (line,) = {record.message for record in caplog.records}
+    assert "was given step 5 after step 5; its steps are counted on from 6" in line
+
+
+def test_where_samples_are_rare_what_is_noted_of_the_steps_is_sampled_before_it_has_no_room() -> None:
+    listener = Listener()
+    with attach(tiny_gpt(), quiet=True, strict=True, url=None, norms_every_steps=0, sample_every_steps=1000) as agent:
+        agent.subscribe(listener)
+        for call in range(2 * MAX_NOTES - 100):  # two micro-batches a step
+            agent.step(1.0, step=1 + call // 2)
+    assert [s.step for s in listener.of(wire.Sample)] == [1, MAX_NOTES // 2 + 1, MAX_NOTES - 50]
+
+
+def test_a_sample_holds_what_the_agent_took_of_its_own_steps_alone() -> None:
+    schedule = SamplingSchedule(AgentConfig(url=None))
+    for taken, mean in ((3.0, 1.5), (0.5, 0.25)):
+        schedule.agent_took(taken)
+        schedule.step_done(None)
+        schedule.step_done(None)
+        assert schedule.seconds_per_step()[1] == mean
+        schedule.sampled()
+
+
+def test_after_a_warning_every_step_is_sampled_to_the_last_of_the_close_watch() -> None:
+    numbers: list[int | None] = [*range(1, 1001)]
+    ends = [step for _, step in numbered(numbers, every=7, watch_from=300)]
+    last = 300 + AgentConfig.close_watch_steps
+    assert last % 7
+    assert [step for step in ends if 300 <= step <= last + 7] == [*range(300, last + 1), last + 7 - last % 7]
+
+
+@pytest.mark.promise("A31")
+@pytest.mark.parametrize(("first", "begun", "start"), [(101, None, 100), (1, None, 0), (0, None, 0), (601, 500, 500)])
+def test_the_start_of_a_run_bears_the_step_that_its_training_is_at(first: int, begun: int | None, start: int) -> None:
+    listener = Listener()
+    with attach(tiny_gpt(), quiet=True, strict=True, url=None, sample_every_seconds=0.0) as agent:
+        if begun is not None:
+            agent.begin_at(begun)
+        agent.subscribe(listener)
+        agent.set_mode([(0, 0)], "exact_delta", "a test")
+        for step in range(first, first + 30):
+            agent.step(1.0, step=step)
+    assert [started.step for started in listener.of(wire.Started)] == [start]
+    assert listener.of(wire.Sample)[0].since_step == start
+    assert agent.current_step == first + 29
+
+
+class ThroughData:
+    """An optimizer that writes weights where PyTorch does not count it."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.parameters, self.lr = list(parameters), lr
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.data.add_(parameter.grad, alpha=-self.lr)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    ("every", "optimizer", "numbered", "warned"),
+    [
+        (4, torch.optim.SGD, False, True),
+        (2, torch.optim.AdamW, False, True),
+        (4, torch.optim.SGD, True, False),
+        (1, torch.optim.AdamW, False, False),
+        (4, ThroughData, False, False),
+    ],
+)
+def test_an_agent_that_is_called_for_every_micro_batch_says_so_once(
+    every: int, optimizer: Any, numbered: bool, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_gpt()
+    updates = optimizer(model.parameters(), lr=0.1)
+    with attach(model, quiet=True, strict=True, url=None) as agent:
+        for call in range(12 * every):
+            loss = model(batch(call)).square().mean()
+            loss.backward()
+            if call % every == every - 1:
+                updates.step()
+                updates.zero_grad()
+            agent.step(loss, step=call // every + 1 if numbered else None)
+    said = [record.message for record in caplog.records if "every micro-batch" in record.message]
+    assert len(said) == warned
+
+
+def test_the_table_of_step_1_is_on_lines_of_its_own_under_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_gpt()
+    with tqdm.tqdm(total=3, file=sys.stderr) as bar, attach(model, url=None, norms_every_steps=0) as agent:
+        for step in range(3):
+            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+            bar.update()
+            bar.refresh()
+    lines = re.split(r"[\r\n]+", capsys.readouterr().err)
+    assert "foreshock, from step 1 on:" in lines
+    assert any(line.startswith("watched 2 of 2") for line in lines)
+
+
+def test_every_row_of_every_head_is_counted_and_samples_tile_the_steps() -> None:
+    _, listener = watch(tiny_gpt(), steps=3)
+    samples = listener.of(wire.Sample)
+    assert [(s.since_step, s.step) for s in samples] == [(0, 1), (1, 2), (2, 3)]
+    assert rows_of(listener) == [3 * 2 * 12] * 4
+    assert [type(e) for e in listener.events[:1] + listener.events[-1:]] == [wire.Started, wire.Finished]
+
+
+def test_a_layer_that_stops_counting_is_named_when_it_does_and_again_when_it_does_it_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_gpt()
+    agent = attach(model, **EVERY_STEP)
+    with agent, caplog.at_level(logging.WARNING, "foreshock"):
+        for step, frozen in enumerate([False, False, True, True, False, True, False]):
+            second: Any = model.blocks[1]
+            second.core = (lambda q, k, v: v) if frozen else type(second).core.__get__(second)
+            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+    told = [r.message for r in caplog.records if "counted nothing" in r.message]
+    assert [t.split(" in ")[1].split(":")[0] for t in told] == ["step 3", "step 6"]
+    assert all("layer 1 (blocks.1)" in t for t in told)
+
+
+HEADS = 3
+PLAIN = np.zeros(HEADS, dtype=np.int32)
+
+
+def fresh_state() -> torch.Tensor:
+    return torch.from_numpy(identity_row()).repeat(HEADS, 1)
+
+
+def counted_rows(words: Words) -> list[int]:
+    return [int(row) for row in words[:, Slot.ROWS]]
+
+
+@given(counts=st.lists(st.integers(0, 2**40), min_size=1, max_size=6))
+def test_each_count_is_in_exactly_one_sample_whatever_is_counted_between_them(counts: list[int]) -> None:
+    state = fresh_state()
+    collector = Collector(state)
+    samples = []
+    for step, count in enumerate(counts, start=1):
+        state[:, Slot.ROWS] += count
+        assert collector.snapshot(step, PLAIN)
+        samples += collector.landed()
+    assert [counted_rows(sample.words) for sample in samples] == [[count] * HEADS for count in counts]
+    assert [(sample.since_step, sample.step) for sample in samples] == [(n, n + 1) for n in range(len(counts))]
+    assert counted_rows(merge_words([sample.words for sample in samples])) == [sum(counts)] * HEADS
+    assert torch.equal(state, fresh_state())
+
+
+def test_a_sample_holds_the_losses_of_its_own_steps_and_the_last_learning_rate() -> None:
+    collector = Collector(fresh_state())
+    collector.since_step = 100
+    collector.note(2.5, None, 1e-3)
+    collector.note(torch.tensor([[math.nan]]), torch.tensor(7.0), None)
+    assert collector.snapshot(102, PLAIN, step_seconds=0.5, agent_seconds=0.001)
+    collector.note(1.5, 3, 5e-4)
+    assert collector.snapshot(103, PLAIN)
+    first, second = collector.landed()
+    assert (first.since_step, first.step, second.since_step) == (100, 102, 102)
+    np.testing.assert_array_equal(first.losses, [2.5, math.nan])
+    assert (first.grad_norms.tolist(), first.learning_rate, first.step_seconds) == ([7.0], 1e-3, 0.5)
+    assert (second.losses.tolist(), second.grad_norms.tolist(), second.learning_rate) == ([1.5], [3.0], 5e-4)
+    assert second.step_seconds is None
+
+
+def test_a_loss_that_the_training_overwrites_later_is_kept_as_it_was() -> None:
+    loss = torch.tensor(4.0)
+    collector = Collector(fresh_state())
+    collector.note(loss, loss, None)
+    loss.fill_(9.0)
+    collector.snapshot(1, PLAIN)
+    [sample] = collector.landed()
+    assert (sample.losses.tolist(), sample.grad_norms.tolist()) == ([4.0], [4.0])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        (("low", None, None), r"^loss is 'low'; give one number$"),
+        ((None, torch.zeros(2), None), r"grad_norm has shape \[2\]; give one number, for example its mean"),
+        ((1.0, None, [1e-3]), r"^learning_rate is \[0.001\]; give one number, as scheduler.get_last_lr\(\)\[0\]$"),
+    ],
+)
+def test_what_is_no_number_is_refused_with_what_it_is_and_what_to_give(numbers: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Collector(fresh_state()).note(*numbers)
+
+
+def test_while_too_many_copies_are_under_way_counting_goes_on_and_nothing_is_lost() -> None:
+    state = fresh_state()
+    collector = Collector(state)
+    for step in range(1, MAX_FLIGHTS + 1):
+        state[:, Slot.ROWS] += 1
+        assert collector.snapshot(step, PLAIN)
+    state[:, Slot.ROWS] += 5
+    collector.note(0.25, None, None)
+    assert not collector.snapshot(MAX_FLIGHTS + 1, PLAIN)
+    assert collector.since_step == MAX_FLIGHTS
+    assert len(collector.landed(wait=True)) == MAX_FLIGHTS
+    state[:, Slot.ROWS] += 2
+    assert collector.snapshot(MAX_FLIGHTS + 2, PLAIN)
+    [sample] = collector.landed()
+    assert (sample.since_step, counted_rows(sample.words)) == (MAX_FLIGHTS, [7] * HEADS)
+    assert sample.losses.tolist() == [0.25]
+
+
+def counted(losses: list[float], norms: list[float], *, steps: int, since: int = 40) -> Counted:
+    collector = Collector(fresh_state())
+    collector.since_step = since
+    for place in range(max(len(losses), len(norms))):
+        loss, norm = (told[place] if place < len(told) else None for told in (losses, norms))
+        collector.note(loss, norm, None)
+    assert collector.snapshot(since + steps, PLAIN)
+    [found] = collector.landed()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "expected"),
+    [
+        ([2.0, 2.0, 2.0, math.nan, math.nan], [], 43),  # step 44 was computed with the weights of step 43
+        ([2.0, 2.0, 2.0, math.inf, math.nan], [math.inf, 1.0, math.inf, 1.0, 1.0], 43),  # a GradScaler skipped 41, 43
+        ([math.nan] * 5, [math.nan] * 5, 40),
+        ([], [1.0, 1.0, math.nan, math.nan, math.nan], 43),
+        ([2.0] * 5, [1.0, math.inf, 1.0, 1.0, 1.0], None),
+        ([2.0] * 5, [], None),
+        ([], [], None),
+        ([2.0, math.nan], [], 41),  # which steps told no loss is not known: step 42 at the earliest
+        ([2.0] * 6 + [math.nan], [], 40),  # more losses than steps
+    ],
+)
+def test_the_first_step_that_may_have_broken_the_weights_lies_before_the_first_loss_that_shows_it(
+    losses: list[float], norms: list[float], expected: int | None
+) -> None:
+    assert counted(losses, norms, steps=5).suspect_step == expected
+
+
+STALE = -7.0
+TWO_PLAIN = np.zeros(2, dtype=np.int32)
+
+
+class OnDevice(Tensor):
+    """A tensor that says it lies on `place`; what is computed of it lies there too."""
+
+    place = torch.device("cuda:0")
+    is_cuda = True
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        moved = torch.tensor(self.tolist()).to(*args, **kwargs)
+        return moved if "cpu" in args else moved.as_subclass(type(self))
+
+
+class OnSecondDevice(OnDevice):
+    place = torch.device("cuda:1")
+
+
+class Devices:
+    """Two devices that copy when they are told to run; the host reads what is stale until then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queued: dict[torch.device, list[Callable[[], object]]] = {}
+        self.recorded: list[torch.device] = []
+        monkeypatch.setattr(collector, "_copied", self.copied)
+        monkeypatch.setattr(collector, "_recorded", self.event)
+
+    def copied(self, source: OnDevice) -> Tensor:
+        now = torch.tensor(source.tolist(), dtype=source.dtype)
+        host = torch.full_like(now, STALE)
+        self.queued.setdefault(source.device, []).append(lambda: host.copy_(now))
+        return host
+
+    def event(self, device: torch.device) -> Any:
+        self.recorded.append(device)
+        devices = self
+
+        class Event:
+            def query(self) -> bool:
+                return not devices.queued.get(device)
+
+            def synchronize(self) -> None:
+                devices.run(device)
+
+        return Event()
+
+    def run(self, device: torch.device) -> None:
+        for copy in self.queued.pop(device, []):
+            copy()
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
+    return Devices(monkeypatch)
+
+
+def on(kind: type[OnDevice], value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(value, dtype=dtype).as_subclass(kind)
+
+
+def host_state() -> Tensor:
+    return torch.from_numpy(identity_row()).repeat(2, 1)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_sample_is_read_when_every_device_has_copied_and_not_before(devices: Devices, first: int) -> None:
+    collector = Collector(host_state())
+    collector.note(on(OnDevice, 1.0), on(OnSecondDevice, 5.0), None)
+    collector.note(on(OnSecondDevice, 2.0), 6.0, None)
+    collector.note(3.0, torch.tensor(7.0), None)
+    collector.snapshot(3, TWO_PLAIN)
+    assert sorted(map(str, devices.recorded)) == ["cuda:0", "cuda:1"]
+    devices.run(torch.device("cuda", first))
+    assert collector.landed() == []
+    devices.run(torch.device("cuda", 1 - first))
+    [sample] = collector.landed()
+    assert (sample.losses.tolist(), sample.grad_norms.tolist()) == ([1.0, 2.0, 3.0], [5.0, 6.0, 7.0])
+
+
+def test_a_loss_on_a_device_beside_a_state_on_the_host_is_waited_for(devices: Devices) -> None:
+    """As where the model was moved after attach, or its weights are offloaded."""
+    collector = Collector(host_state())
+    collector.note(on(OnDevice, math.nan), None, None)
+    collector.snapshot(1, TWO_PLAIN)
+    assert collector.landed() == []
+    [sample] = collector.landed(wait=True)
+    assert math.isnan(sample.losses[0])
+
+
+@given(
+    drawn=st.lists(
+        st.tuples(st.floats(width=16), st.sampled_from([float, torch.float32, torch.bfloat16, torch.float64])),
+        max_size=9,
+    )
+)
+def test_numbers_of_all_types_come_back_in_their_order(drawn: list[tuple[float, Any]]) -> None:
+    given = [value if kind is float else torch.tensor(value, dtype=kind) for value, kind in drawn]
+    moved = Transfer()
+    groups = moved.gather(given)
+    moved.seal()
+    np.testing.assert_array_equal(ungathered(groups), np.array([float(value) for value in given], dtype=np.float64))
+
+
+QUICK: dict[str, Any] = {"run": "a-run", "sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True}
+
+
+def draft(**changes: Any) -> SampleDraft:
+    norm = np.array([1.5, math.nan, 2.5, math.inf], dtype=np.float32)
+    fields: dict[str, Any] = {
+        "step": 5,
+        "since_step": 2,
+        "words": np.arange(4 * SLOT_COUNT, dtype=np.int64).reshape(4, SLOT_COUNT) - 7,
+        "modes": np.array([0, 1, 2, 0], dtype=np.int32),
+        "losses": np.array([1.0, math.inf, 3.0]),
+        "grad_norms": np.array([0.5, math.nan]),
+        "norms": {"query_norm": norm, "key_norm": norm, "query_key_norm": norm},
+        "learning_rate": 1e-3,
+        "step_seconds": 0.1,
+        "agent_seconds": 1e-5,
+    }
+    return SampleDraft(Counted(**{**fields, **changes}), np.array([0.0, 0.25, 1.0, 0.5]))
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_a_message_built_without_validation_passes_it_and_is_exact_to_the_bit(norms: bool) -> None:
+    given = draft() if norms else draft(norms={})
+    received = wire.Sample.model_validate_json(given.build().model_dump_json())
+    words = received.words()
+    assert words is not None
+    np.testing.assert_array_equal(words, given.counted.words)
+    assert received.modes == wire.Array.of(given.counted.modes)
+    assert received.risk == wire.Array.of(np.array([0.0, 0.25, 1.0, 0.5], dtype=np.float32))
+    for name in ("query_norm", "key_norm", "query_key_norm"):
+        expected = wire.Array.of(given.counted.norms[name]) if norms else None
+        assert getattr(received, name) == expected
+    assert (received.loss, received.loss_max, received.loss_nonfinite_steps) == (math.inf, math.inf, 1)
+    assert received.grad_norm is not None
+    assert math.isnan(received.grad_norm)
+
+
+def test_a_run_of_a_moment_is_sent_whole(tmp_path: Path) -> None:
+    for attempt in range(5):
+        with hostile_server(acknowledge) as server:
+            agent = attach(tiny_gpt(), **QUICK, url=server.url, spool_directory=tmp_path)
+            agent.step(float(attempt))
+            agent.close()
+            assert [event["loss"] for event in server.events("sample")] == [float(attempt)]
+
+
+@pytest.mark.promise("A15")
+def test_a_sample_that_cannot_be_built_is_counted_and_costs_no_other_event(tmp_path: Path) -> None:
+    with hostile_server(acknowledge) as server:
+        agent = attach(tiny_gpt(), **QUICK, url=server.url, spool_directory=tmp_path)
+        agent.step(1.0)
+        assert agent._outbox.sender is not None
+        agent._outbox.sender.put(draft(modes=np.zeros(3, dtype=np.int32)))
+        agent.step(2.0)
+        agent.close()
+        assert [event["step"] for event in server.events("sample")] == [1, 2]
+        assert server.events("finished")
+        assert agent._outbox.sender.dropped == {"unbuilt": 1}
+
+
+@pytest.mark.parametrize("numbers", [range(1, 41), range(3, 100, 4), range(1, 40, 2), range(1001, 1041)])
+def test_a_sample_holds_rows_of_the_step_that_it_ends_with(numbers: range) -> None:
+    """A batch of step n has n + 2 words."""
+    model = tiny_gpt()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    listener = Listener()
+    settings = {**EVERY_STEP, "attention": "keep", "probe_rows": 10**6, "sample_every_steps": 10}
+    with attach(model, **settings) as agent:
+        agent.subscribe(listener)
+        for number in numbers:
+            agent.step(train_step(model, optimizer, number, torch.randint(16, (2, number + 2))), step=number)
+    whole = [s for s in listener.of(wire.Sample) if s.step < numbers[-1]]  # close takes the rest without a plan
+    assert len(whole) >= 4
+    for sample in whole:
+        assert set(slot_values(sample.words(), Slot.ROWS)) == {2 * (sample.step + 2)}
