@@ -50,16 +50,6 @@ from foreshock.monitor import Agent, attach
 FAST_BACKENDS: Final = ("flash", "cudnn", "efficient")
 WATCHED: Final = ("kernels", "kernels_agent", "keep_agent")
 PEER: Final = "anomaly"
-_ATTENTION: Final = (
-    "flash",
-    "fmha",
-    "sdpa",
-    "forward_kernel",
-    "grad_query_kernel",
-    "grad_key_kernel",
-    "row_statistics",
-)
-"""Parts of the names of attention kernels."""
 _LEAST_ADDED: Final = 0.001
 """Milliseconds a step from which on a kernel is listed that a watched variant adds."""
 
@@ -212,8 +202,7 @@ def measure(
         for name in variants:
             bench.variant(name, *added[name])
         bench.run(rounds, steps)
-        result = _figures(bench, rounds, steps)
-    return result
+        return _figures(bench, rounds, steps)
 
 
 _PAIRS: Final = (
@@ -250,10 +239,6 @@ def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
         "blocks": {
             name: [round(1e3 * value, 3) for value in variant.seconds] for name, variant in bench.variants.items()
         },
-        "attention_kernels": {
-            name: sorted(kernel for kernel in found if any(mark in kernel for mark in _ATTENTION))
-            for name, found in times.items()
-        },
         "added_kernel_times": {name: _added(times[name], times[best]) for name in times if name in WATCHED},
     }
 
@@ -286,39 +271,7 @@ def main(
             shapes.append(measured)
             print(json.dumps({k: v for k, v in measured.items() if k not in ("blocks", "shape")}, indent=1))
             if json_path is not None:
-                _write(json_path, shapes)
+                unit = "milliseconds a training step, median over rounds of a block's mean"
+                json_path.write_text(json.dumps({**machine.gpu(), "unit": unit, "shapes": shapes}, indent=1) + "\n")
             gc.collect()
             torch.cuda.empty_cache()
-
-
-def _write(path: Path, shapes: list[dict[str, Any]]) -> None:
-    """Write the figures; those of other shapes that stand in the file stay, if the same machine made them."""
-    here = {**machine.gpu(), "unit": "milliseconds a training step, median over rounds of a block's mean"}
-    known = json.loads(path.read_text()) if path.exists() else {}
-    fresh = {measured["shape"]["name"] for measured in shapes}
-    same = all(known.get(name) == here[name] for name in ("device", "versions", "unit"))
-    others = [m for m in known.get("shapes", ()) if same and m["shape"]["name"] not in fresh]
-    path.write_text(json.dumps({**here, "shapes": others + shapes}, indent=1) + "\n")
-
-
-def markdown(figures: dict[str, Any]) -> str:
-    """The table of docs/overhead.md from what `main` wrote: milliseconds a step, and ratios as median (mean)."""
-    pairs, variants = tuple(f"{a} / {b}" for a, b in _PAIRS), ("none", *WATCHED)
-    lines = [
-        f"| {' | '.join(('model', 'S, batch', 'best backend', *variants, *pairs))} |",
-        "|---" * (3 + len(variants + pairs)) + "|",
-    ]
-    for measured in figures["shapes"]:
-        shape = measured["shape"]
-        cells = [shape["name"], f"{shape['length']}, {shape['batch']}", measured["best_backend"]]
-        cells += [f"{measured[variant]:.2f}" if measured.get(variant) else "-" for variant in variants]
-        cells += [
-            f"{measured['ratios'][pair]:.3f} ({measured['ratios_of_means'][pair]:.3f})"
-            if measured["ratios"].get(pair)
-            else "-"
-            for pair in pairs
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    commands = "; ".join(f"`{m['command']}` ({m['date']})" for m in figures["shapes"])
-    versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
-    return "\n".join([*lines, "", f"{commands}, on one {figures['device']} ({versions})."])

@@ -1,8 +1,8 @@
-"""Speed of attention beside its peers, all in one process and interleaved: `foreshock bench attention --json FILE`.
-With `--modes`: what each mode costs if every head has it, beside plain heads and cuDNN.
+"""Speed of attention compared with its peers, in one process and in turn: `foreshock bench attention --json FILE`.
+With `--modes`: what each mode costs if every head has it, compared with plain heads and cuDNN.
 
 Every contender's call is timed with device events after the cache was flushed, in turn with the others; a figure is the
-median of its calls. Forward counts 4 B H Sq Sk D operations, half of it when causal; backward 2.5 times as many.
+median of its calls.
 """
 
 import inspect
@@ -36,12 +36,10 @@ LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 WIDTHS = ((64, 32), (128, 16))
 """Head dims, each with the heads of a width of 2048."""
 MODE_LENGTHS = ((1024, True), (2048, True), (8192, True), (4096, False))
-_OPERATIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-_PEERS = {"sdpa_flash": "flash", "sdpa_cudnn": "cuDNN", "flex": "flex"}
-"""How the tables call the peers, by the names of their cells."""
 _OWN, _PLAIN_HEADS = "foreshock", "plain"
 _MODES = {mode.name: mode.flag for mode in MODES}
-_BESIDE_PLAIN = {**{name: name for name in _MODES}, "sdpa_cudnn": "cuDNN"}
+Cell = dict[str, Any]
+"""One shape and pass: its fields, and under `milliseconds` the median of each contender, None for one that refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +51,6 @@ class Shape:
     kv_heads: int
     seq_len: int
     causal: bool
-
-    @property
-    def flops(self) -> float:
-        """Operations of one forward."""
-        pairs = TOKENS * self.seq_len * (0.5 if self.causal else 1.0)
-        return 4 * self.heads * pairs * self.head_dim
 
 
 def grid(lengths: Iterable[int] = LENGTHS) -> list[Shape]:
@@ -151,7 +143,7 @@ def timed(
     found: Mapping[str, Contender],
     which_passes: Iterable[str] = PASSES,
     device: str = "cuda",
-) -> list[dict[str, Any]]:
+) -> list[Cell]:
     """The cells of one shape, one per pass. A contender that refuses the shape has None and its words on stderr."""
     generator = torch.Generator(device).manual_seed(0)
     batch = max(1, TOKENS // shape.seq_len)
@@ -172,11 +164,11 @@ def timed(
     cells = []
     for which in which_passes:
         medians = stopwatch.medians({name: run[which] for name, run in runs.items()})
-        cells.append(asdict(shape) | {"pass": which} | {name: medians.get(name) for name in found})
+        cells.append(asdict(shape) | {"pass": which, "milliseconds": {name: medians.get(name) for name in found}})
     return cells
 
 
-def measure_varlen(head_dim: int, heads: int, stopwatch: Stopwatch) -> list[dict[str, Any]]:
+def measure_varlen(head_dim: int, heads: int, stopwatch: Stopwatch) -> list[Cell]:
     """Packed causal sequences of mixed lengths, against torch's own varlen attention, on [tokens, heads, head_dim]."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -208,69 +200,39 @@ def measure_varlen(head_dim: int, heads: int, stopwatch: Stopwatch) -> list[dict
     def theirs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return varlen_attn(query, key, value, cumulative, cumulative, longest, longest, **causal)  # type: ignore
 
-    runs = {"foreshock": passes(ours, tensors, grad), "torch_varlen": passes(theirs, tensors, grad)}
+    runs = {_OWN: passes(ours, tensors, grad), "torch_varlen": passes(theirs, tensors, grad)}
+    kind = asdict(Shape(head_dim, heads, heads, longest, causal=True)) | {"lengths": lengths}
     return [
-        {"head_dim": head_dim, "heads": heads, "lengths": lengths, "causal": True, "pass": which}
-        | stopwatch.medians({name: run[which] for name, run in runs.items()})
+        kind | {"pass": which, "milliseconds": stopwatch.medians({name: run[which] for name, run in runs.items()})}
         for which in PASSES
     ]
 
 
-def _ratio(cell: dict[str, Any], peer: str, own: str) -> str:
-    return f"{cell[peer] / cell[own]:.2f}" if cell.get(peer) else "-"
+def line(cell: Cell, own: str) -> str:
+    """One cell for people: milliseconds of each contender, and how many times as long as `own` it takes."""
+    taken = cell["milliseconds"]
+    shape = f"D {cell['head_dim']}, {cell['heads']}/{cell['kv_heads']} heads, S {cell['seq_len']}"
+    mask = "packed" if "lengths" in cell else "causal" if cell["causal"] else "full"
+    found = (
+        f"{name} -" if ms is None else f"{name} {ms:.3f}" + (f" ({ms / taken[own]:.2f})" if name != own else "")
+        for name, ms in taken.items()
+    )
+    return f"{shape}, {mask}, {cell['pass']}: {', '.join(found)}"
 
 
-def markdown(cells: list[dict[str, Any]]) -> str:
-    """A table of lab/NOTEBOOK.md: milliseconds (TFLOP/s) of foreshock or of plain heads, then how
-    many times as long each peer or mode takes."""
-    own, named = (_OWN, _PEERS) if _OWN in cells[0] else (_PLAIN_HEADS, _BESIDE_PLAIN)
-    timed_passes = [which for which in PASSES if any(cell["pass"] == which for cell in cells)]
-    peers = [name for name in named if any(name in cell for cell in cells)]
-    ratios = "/ " + " / ".join(named[name] for name in peers)
-    columns = ["D, heads", "mask", "S", *(column for which in timed_passes for column in (which, ratios))]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for start in range(0, len(cells), len(timed_passes)):
-        first = cells[start]
-        shape = Shape(*(first[key] for key in ("head_dim", "heads", "kv_heads", "seq_len", "causal")))
-        columns = [f"{shape.head_dim}, {shape.heads}/{shape.kv_heads}", "causal" if shape.causal else "full"]
-        columns.append(str(shape.seq_len))
-        for cell in cells[start : start + len(timed_passes)]:
-            rate = _OPERATIONS[cell["pass"]] * shape.flops / cell[own] / 1e9
-            columns.append(f"{cell[own]:.3f} ({rate:.0f})")
-            columns.append(" / ".join(_ratio(cell, peer, own) for peer in peers))
-        lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines)
-
-
-def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
-    """Geometric means over `both` from S = 2048, and the least and mean ratio to each peer over every cell."""
-    both = [c for c in cells if c["pass"] == PASSES[-1] and c["seq_len"] >= 2048 and c["kv_heads"] == c["heads"]]
-    result = {}
-    if ratios := [c["foreshock"] / c["foreshock_plain"] for c in both if c.get("foreshock_plain")]:
-        result = {
-            "statistics_cost": statistics.geometric_mean(ratios) - 1,
-            "statistics_cost_worst_cell": max(ratios) - 1,
-        }
-    for which in PASSES:
-        for peer in _PEERS:
-            ratios = [c[peer] / c["foreshock"] for c in cells if c["pass"] == which and c.get(peer)]
-            if ratios:
-                result[f"{which}_least_ratio_to_{peer}"] = min(ratios)
-                result[f"{which}_mean_ratio_to_{peer}"] = statistics.geometric_mean(ratios)
-    return result
-
-
-def mode_costs(cells: list[dict[str, Any]]) -> dict[str, float]:
-    """The mean and the largest ratio of each mode and of cuDNN to plain heads from S = 2048 on, for each head dim and
-    pass. A cell that was refused is left out."""
+def ratios(cells: Sequence[Cell], own: str) -> dict[str, dict[str, float]]:
+    """How many times as long as `own` each contender takes from S = 2048 on, for each head dim and pass: the geometric
+    mean, the least and the largest. A cell that was refused is left out."""
     found: dict[str, list[float]] = {}
     for cell in cells:
-        for name in _BESIDE_PLAIN:
-            if cell["seq_len"] >= 2048 and cell.get(name):
-                key = f"D {cell['head_dim']} {cell['pass']} {name}"
-                found.setdefault(key, []).append(cell[name] / cell[_PLAIN_HEADS])
-    means = {f"{key} mean": statistics.geometric_mean(ratios) for key, ratios in found.items()}
-    return means | {f"{key} worst": max(ratios) for key, ratios in found.items()}
+        for name, ms in cell["milliseconds"].items():
+            if cell["seq_len"] >= 2048 and ms and name != own:
+                key = f"D {cell['head_dim']} {cell['pass']} {name}{' packed' * ('lengths' in cell)}"
+                found.setdefault(key, []).append(ms / cell["milliseconds"][own])
+    return {
+        key: {"mean": statistics.geometric_mean(each), "least": min(each), "most": max(each)}
+        for key, each in found.items()
+    }
 
 
 def main(file: Path | None = None, repeats: int = 15, *, modes: bool = False, lengths: Sequence[int] = LENGTHS) -> None:
@@ -292,34 +254,22 @@ def run(
     modes: bool,
     device: str = "cuda",
 ) -> None:
-    """Time every shape in turn, print its line, and write all that is known to `file`."""
-    began = time.monotonic()
-    cells: list[dict[str, Any]] = []
-    varlen: list[dict[str, Any]] = []
-    summed = mode_costs if modes else summary
+    """Time every shape in turn, print its lines, and write all that is known to `file`."""
+    began, own = time.monotonic(), _PLAIN_HEADS if modes else _OWN
+    cells: list[Cell] = []
 
-    def keep() -> None:
+    def add(found: list[Cell]) -> None:
+        cells.extend(found)
+        print("\n".join(line(cell, own) for cell in found), flush=True)
         if file is not None:
             result = {"unit": "milliseconds, median", "seconds": round(time.monotonic() - began)}
-            result |= {"summary": summed(cells), "cells": cells} | ({} if modes else {"varlen_cells": varlen})
+            result |= {f"ratios to {own}": ratios(cells, own), "cells": cells}
             file.write_text(json.dumps(header | result, indent=1) + "\n")
 
     for shape in shapes:
-        if modes:
-            found = timed(shape, stopwatch, modes_beside_plain(shape, device), PASSES[1:], device)
-        else:
-            found = timed(shape, stopwatch, contenders(shape), device=device)
-        *head, line = markdown(found).splitlines()
-        print("\n".join([line] if cells else [*head, line]), flush=True)
-        cells += found
-        keep()
+        given = modes_beside_plain(shape, device) if modes else contenders(shape)
+        add(timed(shape, stopwatch, given, PASSES[1:] if modes else PASSES, device))
     for head_dim, heads in () if modes else WIDTHS:
-        varlen += measure_varlen(head_dim, heads, stopwatch)
-        keep()
-    for cell in varlen:
-        print(
-            f"varlen D {cell['head_dim']} {cell['pass']:<8} foreshock {cell['foreshock']:.3f} ms, "
-            f"torch varlen {cell['torch_varlen']:.3f} ms, ratio {_ratio(cell, 'torch_varlen', _OWN)}"
-        )
-    for name, value in summed(cells).items():
-        print(f"{name}: {value:.3f}")
+        add(measure_varlen(head_dim, heads, stopwatch))
+    for name, each in ratios(cells, own).items():
+        print(f"{name}: {each['mean']:.3f} ({each['least']:.3f} to {each['most']:.3f}) times as long as {own}")

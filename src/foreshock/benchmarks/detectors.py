@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words, identity_row
@@ -62,18 +60,14 @@ def judged(played: Course, every: int = 10) -> Iterator[tuple[float, list[wire.V
 
 
 def main(report: Path | None = None, passes: int = 12) -> dict[str, Any]:
-    """Measure both courses, print a table, and write JSON. Call it with OMP_NUM_THREADS=1 on a quiet core."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title=f"{LAYERS} x {HEADS} heads, us a sample")
+    """Measure both courses, print and write JSON. Call it with OMP_NUM_THREADS=1 on a quiet core."""
     result: dict[str, Any] = {"layers": LAYERS, "heads": HEADS, "passes": passes, "cores": len(os.sched_getaffinity(0))}
-    for name in ("course", "mean", "median", "99 %", "largest"):
-        table.add_column(name, justify="left" if name == "course" else "right")
     for name, drifting in (("healthy", False), ("a layer drifts", True)):
         played = course(drifting=drifting)
         least = np.min([[taken for taken, _ in judged(played)] for _ in range(passes)], axis=0)
         median, high, largest = np.percentile(least, [50, 99, 100]).tolist()
         result[name] = {"mean": float(least.mean()), "median": median, "99 %": high, "largest": largest}
-        table.add_row(name, *(f"{value:.0f}" for value in result[name].values()))
-    Console().print(table)
+        print(f"{name}, us a sample:", ", ".join(f"{key} {value:.0f}" for key, value in result[name].items()))
     if report is not None:
         report.write_text(json.dumps(result, indent=2) + "\n")
     return result

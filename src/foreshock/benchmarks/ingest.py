@@ -19,9 +19,6 @@ from typing import Any, Final, Self
 
 import httpx
 import psutil  # type: ignore[import-untyped]
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import foreshock
 from foreshock.benchmarks.ingest_clients import HEADS, LAYERS, Load, Result, run_load, template
@@ -68,7 +65,7 @@ def main(
     overload_seconds: float = 60.0,
     database_url: str | None = None,
 ) -> dict[str, Any]:
-    """Measure, print a table, write JSON; the figures. The run takes about `seconds` and a minute more.
+    """Measure, print and write JSON; the figures. The run takes about `seconds` and a minute more.
 
     `database_url` names a PostgreSQL database that may be written to; without one a new SQLite file is used.
     """
@@ -85,9 +82,8 @@ def main(
         report = device(database_url)
         report["sustained"] = _sustained(service, Load(service.url, CLIENTS, CLIENTS, seconds, f"{name}-a"))
         report["overload"] = _overload(service, Load(service.url, 10 * CLIENTS, CLIENTS, overload_seconds, f"{name}-b"))
-    _show(report)
+    print(json.dumps(report, indent=2))
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(report, indent=2) + "\n")
     return report
 
@@ -161,30 +157,3 @@ def _overload(service: LiveService, load: Load) -> dict[str, Any]:
         "rss_before_bytes": start,
         "rss_largest_bytes": watch.rss_bytes,
     }
-
-
-def _show(report: dict[str, Any]) -> None:
-    device = report["device"]
-    title = f"Ingest: {device['cpu']}, {device['cores']} cores, {report['store']}, load {device['load_at_start']}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    columns = ("clients", "batches/s", "p50 ms", "p99 ms", "CPU ms/batch", "2xx", "429", "5xx")
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for phase in ("sustained", "overload"):
-        figures = report[phase]
-        table.add_row(
-            phase,
-            str(figures["clients"]),
-            f"{figures['batches_per_second']:.0f}",
-            f"{1e3 * figures['p50_seconds']:.0f}",
-            f"{1e3 * figures['p99_seconds']:.0f}",
-            f"{figures['cpu_milliseconds_per_batch']:.2f}",
-            *(f"{100 * figures[share]:.1f} %" for share in ("share_2xx", "share_429", "share_5xx")),
-        )
-    over = report["overload"]
-    console = Console(width=max(100, Console().width))
-    console.print(table)
-    console.print(f"under overload: looks {over['looks']}, slowest {over['slowest_look_seconds']} s")
-    grown = f"{over['rss_before_bytes'] / 2**20:.0f} to {over['rss_largest_bytes'] / 2**20:.0f} MiB"
-    console.print(f"memory {grown}")
