@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.server.orders import local
+from tests.server.test_webhooks import alert, delivery
 
 from foreshock.contract.wire import Batch
 from foreshock.server.testing import FakeRank
@@ -163,6 +164,33 @@ async def test_metrics_show_one_series_for_a_run_and_cause(service: Any) -> None
     [rounding] = [line for line in words if 'cause="rounding"' in line]
     assert 'heads="36 heads of layers 0 to 2"' in rounding
     assert "Type: foreshock switch run-1 --mode exact_delta" in rounding  # no proposal waits yet
+
+
+async def test_what_a_later_sample_shows_of_a_mode_counts_more_than_an_order_before_it(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5))
+    await service.store(rank, local("applied", step=5))
+    assert [one["state"] for one in await incidents(service)] == ["switched"]
+    await service.store(rank, rank.sample(6, mode=0))
+    assert [one["state"] for one in await incidents(service)] == ["open"]
+
+
+async def test_an_incident_that_turns_milder_is_no_news(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5, severity="critical"))
+    await service.store(rank, rank.verdict(6, state="updated", severity="warning"))
+    assert [one["severity"] for one in await incidents(service)] == ["warning"]
+    said = (await service.get(f"{RUN}/events", kind="incident"))["events"]
+    assert [event["incident"]["severity"] for event in said] == ["critical"]
+
+
+async def test_a_mitigation_that_the_training_took_away_itself_may_be_given_again(service: Any) -> None:
+    """Unlike one that a person took away by an order."""
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="auto"), rank.sample(5), rank.verdict(5))
+    back = local("applied", "local-2", 6, after="plain", verdict=None)
+    await service.store(rank, back.model_copy(update={"before": ("exact_delta",)}))
+    assert await alert(service, delivery()) == "ordered"
 
 
 async def test_a_local_switch_of_a_rank_moves_the_incident_on(service: Any) -> None:
