@@ -18,6 +18,7 @@ FORECASTS = [
 ]
 
 
+NOT_FINITE = 'cause="not finite",signal="nonfinite",severity="critical"'
 WORDS = {
     "heads": "layer 3 head 7 and layer 2 head 5",
     "sentence": "Scores drift in two heads, since step 1,234,567.",
@@ -73,21 +74,6 @@ def test_an_alert_whose_words_the_series_budget_left_out_leads_to_the_page(tmp_p
 
 
 @pytest.mark.servers
-def test_the_link_of_an_incident_without_a_forecast_names_one_of_its_heads(tmp_path: Path) -> None:
-    labels = {"cause": "not finite", "act": "none"}
-    signal = 'cause="not finite",signal="nonfinite",severity="critical"'
-    series = {
-        warned("critical", **labels): "1x5",
-        f'foreshock_warning_active{{run="a",layer="",head="",{signal}}}': "1x5",
-        f'foreshock_warning_active{{run="a",layer="11",head="4",{signal}}}': "1x5",
-        f'foreshock_warning_active{{run="b",layer="9",head="9",{signal}}}': "1x5",
-    }
-    result = promtool(tmp_path, [annotation_test(series, {}, **labels)])
-    said = result.stdout + result.stderr
-    assert "/?runs=a&head=11.4&metric=run.loss" in said.replace("\\u0026", "&")
-
-
-@pytest.mark.servers
 @pytest.mark.parametrize(
     ("alert", "series", "labels", "place"),
     [
@@ -114,9 +100,21 @@ def test_the_link_of_an_incident_without_a_forecast_names_one_of_its_heads(tmp_p
             {"run": "a", "severity": "critical"},
             "",
         ),
+        (
+            "ForeshockHeadFailing",
+            {
+                warned("critical", cause="not finite"): "1x5",
+                f'foreshock_warning_active{{run="a",layer="",head="",{NOT_FINITE}}}': "1x5",
+                f'foreshock_warning_active{{run="a",layer="11",head="4",{NOT_FINITE}}}': "1x5",
+                f'foreshock_warning_active{{run="b",layer="9",head="9",{NOT_FINITE}}}': "1x5",
+                'foreshock_incident_opened_step{run="a",cause="not finite"}': "31000x5",
+            },
+            {"run": "a", "severity": "critical", "cause": "not finite"},
+            "&head=11.4&metric=run.loss",
+        ),
     ],
 )
-def test_the_link_of_every_alert_of_a_run_begins_a_thousand_steps_before_it(
+def test_the_link_of_an_alert_names_a_head_that_shows_it_and_begins_a_thousand_steps_before_it(
     tmp_path: Path, alert: str, series: dict[str, str], labels: dict[str, str], place: str
 ) -> None:
     known = {'foreshock_run_step{run="a"}': "31000x5", 'foreshock_run_step{run="b"}': "9x5"}

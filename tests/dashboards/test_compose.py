@@ -50,17 +50,24 @@ RECEIVERS = {
 """What the script takes for each receiver becomes this secret."""
 
 
-# Promise S8
-
-
 @pytest.mark.promise("S8")
 @every_service
-def test_a_container_has_no_more_rights_than_it_needs(service: dict[str, Any]) -> None:
+def test_a_container_has_no_more_rights_than_it_needs_and_a_pinned_image_without_known_holes(
+    service: dict[str, Any],
+) -> None:
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "devices", "pid", "network_mode", "ipc", "userns_mode"} & set(service)
     assert "docker.sock" not in str(service)
+    assert service["healthcheck"]["test"][0] == "CMD"
+    for port in service.get("ports", []):
+        assert re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port), "published on loopback"
+    if "build" not in service:
+        image, _, tag = service["image"].partition(":")
+        version = tuple(int(part) for part in tag.removeprefix("v").split("."))
+        assert len(version) >= len(SAFE_FROM[image]), "the whole version is named"
+        assert version >= SAFE_FROM[image]
 
 
 @pytest.mark.promise("S8")
@@ -78,20 +85,6 @@ def test_no_container_takes_the_memory_of_the_machine_and_the_service_has_the_sa
 
 
 @pytest.mark.promise("S8")
-@every_service
-def test_a_port_is_published_on_loopback_alone(service: dict[str, Any]) -> None:
-    for port in service.get("ports", []):
-        assert re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port)
-
-
-@pytest.mark.promise("S8")
-def test_the_database_is_published_nowhere_and_sees_no_outside() -> None:
-    assert "ports" not in SERVICES["postgres"]
-    assert SERVICES["postgres"]["networks"] == ["back"]
-    assert COMPOSE["networks"]["back"] == {"internal": True}
-
-
-@pytest.mark.promise("S8")
 def test_a_secret_is_a_file_from_a_folder_that_must_be_named() -> None:
     for name, secret in COMPOSE["secrets"].items():
         assert secret["file"] == f"${{FORESHOCK_SECRETS:?run scripts/compose-secrets first}}/{name}"
@@ -104,13 +97,12 @@ def test_a_secret_is_a_file_from_a_folder_that_must_be_named() -> None:
 
 
 @pytest.mark.promise("S8")
-def test_prometheus_offers_no_way_in() -> None:
+def test_database_prometheus_and_grafana_offer_no_way_in() -> None:
+    assert "ports" not in SERVICES["postgres"]
+    assert SERVICES["postgres"]["networks"] == ["back"]
+    assert COMPOSE["networks"]["back"] == {"internal": True}
     for flag in ("enable-admin-api", "enable-lifecycle", "enable-remote-write-receiver", "enable-otlp-receiver"):
         assert flag not in TEXT
-
-
-@pytest.mark.promise("S8")
-def test_grafana_keeps_to_itself() -> None:
     environment = SERVICES["grafana"]["environment"]
     for off in (
         "USERS_ALLOW_SIGN_UP",
@@ -124,25 +116,6 @@ def test_grafana_keeps_to_itself() -> None:
         assert environment[f"GF_{off}"] == "false"
     assert environment["GF_SECURITY_DISABLE_GRAVATAR"] == "true"
     assert environment["GF_SECURITY_ADMIN_USER"] != "admin"
-
-
-@pytest.mark.promise("S8")
-@every_service
-def test_an_image_is_pinned_above_the_holes_that_are_known(service: dict[str, Any]) -> None:
-    if "build" in service:
-        return
-    image, _, tag = service["image"].partition(":")
-    version = tuple(int(part) for part in tag.removeprefix("v").split("."))
-    assert len(version) >= len(SAFE_FROM[image]), "the whole version is named"
-    assert version >= SAFE_FROM[image]
-
-
-# It hangs together
-
-
-@every_service
-def test_a_service_says_when_it_is_healthy(service: dict[str, Any]) -> None:
-    assert service["healthcheck"]["test"][0] == "CMD"
 
 
 @pytest.mark.promise("A27")
@@ -172,37 +145,24 @@ def mounts(services: dict[str, Any]) -> list[tuple[str, str]]:
     return [(part[1], part[2]) for part in parts if part]
 
 
-def test_what_is_mounted_exists_and_what_holds_data_is_a_volume() -> None:
+def test_what_is_mounted_exists_where_each_program_looks_for_it_and_its_secrets_belong_to_it() -> None:
     for source, _ in mounts(SERVICES):
         if source.startswith("./"):
             assert (REPOSITORY / source).exists(), source
         elif not source.startswith(("/dev/null", "${FORESHOCK_SECRETS")):
             assert source in COMPOSE["volumes"]
-
-
-def test_each_program_finds_its_configuration_where_its_command_says() -> None:
     targets = [target for _, target in mounts(SERVICES)]
-    prometheus = yaml.safe_load((REPOSITORY / "src/foreshock/dashboards/provisioning/prometheus.yml").read_text())
-    assert prometheus["rule_files"][0] in targets
+    provisioning = REPOSITORY / "src/foreshock/dashboards/provisioning"
+    assert yaml.safe_load((provisioning / "prometheus.yml").read_text())["rule_files"][0] in targets
     assert "/etc/alertmanager/alertmanager.yml" in targets
-    provider = yaml.safe_load(
-        (REPOSITORY / "src/foreshock/dashboards/provisioning/grafana/dashboards/boards.yml").read_text()
-    )
-    assert provider["providers"][0]["options"]["path"] in targets
-
-
-def test_a_file_that_reads_a_secret_belongs_to_a_service_that_has_it() -> None:
+    [provider] = yaml.safe_load((provisioning / "grafana/dashboards/boards.yml").read_text())["providers"]
+    assert provider["options"]["path"] in targets
     for service, files in {
         "prometheus": ["prometheus.yml", "prometheus-victoriametrics.yml"],
         "alertmanager": ["alertmanager.yml", "receivers/*.yml"],
     }.items():
-        found = [path for file in files for path in (REPOSITORY / "src/foreshock/dashboards/provisioning").glob(file)]
-        assert set(re.findall(r"/run/secrets/(\w+)", "".join(path.read_text() for path in found))) == set(
-            SERVICES[service]["secrets"]
-        )
-
-
-# Its secrets
+        text = "".join(path.read_text() for file in files for path in provisioning.glob(file))
+        assert set(re.findall(r"/run/secrets/(\w+)", text)) == set(SERVICES[service]["secrets"])
 
 
 def test_the_secrets_that_the_script_makes_are_those_that_are_asked_for(tmp_path: Path) -> None:
@@ -214,6 +174,9 @@ def test_the_secrets_that_the_script_makes_are_those_that_are_asked_for(tmp_path
     values = [(folder / name).read_text() for name in COMPOSE["secrets"] if name not in RECEIVERS.values()]
     assert len(set(values)) == len(values)
     assert all(len(value) >= 24 for value in values)
+    again = subprocess.run([REPOSITORY / "scripts/compose-secrets", folder], capture_output=True, text=True)
+    assert (again.returncode, "exists" in again.stderr) == (1, True)
+    assert (folder / "foreshock_token").read_text() in values, "no secret is made twice"
 
 
 @pytest.mark.parametrize("options", [[], ["--postgres"]], ids=["sqlite", "postgres"])
@@ -230,17 +193,6 @@ def test_the_service_accepts_its_secrets(tmp_path: Path, monkeypatch: pytest.Mon
     assert scopes == {"prometheus": ("read",), "alertmanager": ("act",)}
     if options:
         assert (folder / "postgres_password").read_text() in settings.database_url
-
-
-def test_the_script_makes_no_secret_twice(tmp_path: Path) -> None:
-    secrets_folder(tmp_path / "secrets")
-    before = (tmp_path / "secrets/foreshock_token").read_text()
-    again = subprocess.run(
-        [REPOSITORY / "scripts/compose-secrets", tmp_path / "secrets"], capture_output=True, text=True
-    )
-    assert again.returncode == 1
-    assert "exists" in again.stderr
-    assert (tmp_path / "secrets/foreshock_token").read_text() == before
 
 
 SAID = {
@@ -309,20 +261,10 @@ def test_a_receiver_without_its_secret_is_refused_before_anything_is_made(
     assert not (tmp_path / "secrets").exists()
 
 
-def test_profiles_choose_their_configuration(tmp_path: Path) -> None:
-    folder = secrets_folder(tmp_path / "secrets", "--postgres", "--victoriametrics")
-    lines = dict(line.split("=", 1) for line in (folder / "compose.env").read_text().splitlines())
-    assert lines["COMPOSE_PROFILES"].split(",") == ["postgres", "victoriametrics"]
-    assert f"/etc/prometheus/{lines['FORESHOCK_PROMETHEUS_CONFIG']}" in [target for _, target in mounts(SERVICES)]
-
-
 @pytest.mark.parametrize("script", ["compose-secrets", "compose-smoke"])
 def test_a_script_is_sound_shell(script: str) -> None:
     subprocess.run(["bash", "-n", REPOSITORY / "scripts" / script], check=True)
     assert os.access(REPOSITORY / "scripts" / script, os.X_OK)
-
-
-# Its image
 
 
 def test_the_image_holds_the_service_and_nothing_of_training(tmp_path: Path) -> None:
@@ -363,9 +305,6 @@ def test_the_image_asks_for_no_torch_and_runs_as_nobody_special() -> None:
     assert user == [("10001", "10001")]
 
 
-# Read by docker compose itself; no engine is needed for that
-
-
 def compose_tool() -> list[str]:
     """`docker compose`, or a `docker-compose` of its own. Skips where there is neither."""
     for tool in (["docker", "compose"], ["docker-compose"]):
@@ -402,6 +341,9 @@ def test_docker_compose_reads_it(tmp_path: Path) -> None:
     command = [*base, "--env-file", str(folder / "compose.env"), "config"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    lines = dict(line.split("=", 1) for line in (folder / "compose.env").read_text().splitlines())
+    assert lines["COMPOSE_PROFILES"].split(",") == ["postgres", "victoriametrics"]
+    assert f"/etc/prometheus/{lines['FORESHOCK_PROMETHEUS_CONFIG']}" in [target for _, target in mounts(SERVICES)]
     read = yaml.safe_load(result.stdout)
     assert set(SERVICES) - set(read["services"]) <= {"postgres", "victoriametrics"}
     assert all(str(folder) in secret["file"] for secret in read["secrets"].values())

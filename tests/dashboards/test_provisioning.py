@@ -1,4 +1,4 @@
-"""Configuration of Prometheus, Alertmanager and Grafana: accepted by their own programs, and without a secret."""
+"""Rules and configuration of Prometheus, Alertmanager and Grafana: up to date, accepted by them, without a secret."""
 
 import re
 import subprocess
@@ -9,9 +9,9 @@ import pytest
 import yaml
 from tests.dashboards.shipped import PROVISIONING, alertmanager_config, prometheus_config
 
-from foreshock.contract.metrics.catalog import SERVICE_DOWN, WATCHDOG
-from foreshock.dashboards.generate import GENERATED, generate
-from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, JOB, SCRAPE_INTERVAL_SECONDS, Links, rules
+from foreshock.contract.metrics.catalog import BY_KEY, SERVICE_DOWN, WATCHDOG
+from foreshock.dashboards.generate import GENERATED, check, generate
+from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, JOB, SCRAPE_INTERVAL_SECONDS, Links, _place, rules
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -89,3 +89,34 @@ def test_the_files_name_alerts_and_places_that_there_are() -> None:
     assert {**shipped("prometheus.yml"), "remote_write": shipped("prometheus-victoriametrics.yml")["remote_write"]} == (
         shipped("prometheus-victoriametrics.yml")
     )
+
+
+def test_the_watchdog_travels_oftener_than_the_rule_on_its_absence_allows() -> None:
+    late = next(rule for rule in rules(Links()) if rule["alert"] == "ForeshockAlertPathBroken")
+    assert late["expr"].endswith("> 300")
+    for route in shipped("alertmanager.yml")["route"]["routes"][:2]:
+        assert WATCHDOG.name in str(route["matchers"])
+        assert route["group_interval"] == route["repeat_interval"] == "30s"
+
+
+@pytest.mark.parametrize(
+    ("key", "first"), [("head.entropy", "bottomk(1, foreshock_head_entropy"), ("head.score_max", "topk(1, ")]
+)
+def test_the_link_of_an_alert_leads_to_the_lowest_head_where_low_is_bad(key: str, first: str) -> None:
+    assert first in _place(BY_KEY[key])
+
+
+def test_the_committed_files_are_what_the_catalogue_says() -> None:
+    assert check(REPOSITORY) == [], "run `foreshock dashboards generate` and commit the result"
+
+
+def test_check_finds_what_was_edited_what_is_missing_and_what_is_left_over(tmp_path: Path) -> None:
+    generate(tmp_path)
+    assert check(tmp_path) == []
+    edited, missing, left = (
+        GENERATED / name for name in ("boards/run.json", "prometheus-rules.yml", "boards/old.json")
+    )
+    (tmp_path / edited).write_text("edited")
+    (tmp_path / missing).unlink()
+    (tmp_path / left).write_text("{}")
+    assert check(tmp_path) == sorted([edited, missing, left])

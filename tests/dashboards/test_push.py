@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+from collections.abc import Iterator
 
 import pytest
 from tests.dashboards.fake_grafana import PROMETHEUS, TOKEN, FakeGrafana, Reply
@@ -11,65 +13,55 @@ from foreshock.dashboards.push import GrafanaError, push
 from foreshock.dashboards.rules import Links
 
 
-def test_push_makes_folder_data_source_and_boards(grafana: FakeGrafana) -> None:
-    said = list(push(grafana.url, TOKEN, Links(), prometheus_url=PROMETHEUS))
-    assert said[0] == f"Grafana 13.2.0 at {grafana.url}"
+@pytest.fixture
+def grafana() -> Iterator[FakeGrafana]:
+    with FakeGrafana() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def pushed(grafana: FakeGrafana, **options: str) -> list[str]:
+    return list(push(grafana.url, TOKEN, Links(), **options))
+
+
+def test_push_makes_folder_data_source_and_boards_and_again_changes_only_the_version(grafana: FakeGrafana) -> None:
+    assert pushed(grafana, prometheus_url=PROMETHEUS)[0] == f"Grafana 13.2.0 at {grafana.url}"
     assert grafana.folders["foreshock"]["title"] == "foreshock"
     assert grafana.datasources["foreshock-prometheus"]["url"] == PROMETHEUS
     assert set(grafana.dashboards) == {board["uid"] for board in boards(Links()).values()}
     assert {board["folderUid"] for board in grafana.dashboards.values()} == {"foreshock"}
-
-
-def test_push_again_changes_nothing_but_the_version(grafana: FakeGrafana) -> None:
-    list(push(grafana.url, TOKEN, Links(), prometheus_url=PROMETHEUS))
     first = json.loads(json.dumps(grafana.dashboards))
-    list(push(grafana.url, TOKEN, Links(), prometheus_url=PROMETHEUS))
-    for uid, board in grafana.dashboards.items():
-        assert board == {**first[uid], "version": 2}
+    pushed(grafana, prometheus_url=PROMETHEUS)
+    assert grafana.dashboards == {uid: {**board, "version": 2} for uid, board in first.items()}
     assert len(grafana.folders) == len(grafana.datasources) == 1
-
-
-def test_push_wins_over_a_board_that_someone_has_changed_since(grafana: FakeGrafana) -> None:
-    list(push(grafana.url, TOKEN, Links()))
-    grafana.dashboards["foreshock-run"].update(version=41, panels=[])
-    list(push(grafana.url, TOKEN, Links()))
-    assert grafana.dashboards["foreshock-run"]["version"] == 42
-    assert grafana.dashboards["foreshock-run"]["panels"]
-
-
-def test_a_renamed_folder_gets_its_name_back_whatever_its_version(grafana: FakeGrafana) -> None:
-    grafana.folders["foreshock"] = {"uid": "foreshock", "title": "renamed", "version": 7}
-    list(push(grafana.url, TOKEN, Links()))
-    assert grafana.folders["foreshock"] == {"uid": "foreshock", "title": "foreshock", "version": 8}
-
-
-def test_a_data_source_provisioned_by_file_is_left_alone(grafana: FakeGrafana) -> None:
-    grafana.datasources["foreshock-prometheus"] = {"name": "foreshock", "url": "http://other:9090", "readOnly": True}
-    said = list(push(grafana.url, TOKEN, Links(), prometheus_url=PROMETHEUS))
-    assert "data source foreshock-prometheus is provisioned by file; left as it is" in said
-    assert grafana.datasources["foreshock-prometheus"]["url"] == "http://other:9090"
-
-
-def test_push_never_uses_a_numeric_id(grafana: FakeGrafana) -> None:
-    for _ in range(2):
-        list(push(grafana.url, TOKEN, Links(), prometheus_url=PROMETHEUS))
-    assert not [path for _, path in grafana.calls if re.search(r"/\d+(/|$)|/id/|/name/", path)]
+    numeric = re.compile(r"/\d+(/|$)|/id/|/name/")
+    assert not [path for _, path in grafana.calls if numeric.search(path)], "numbers differ between installations"
     assert all(board["id"] is None for board in grafana.dashboards.values())
 
 
-def test_a_board_provisioned_by_file_is_refused_in_grafanas_words(grafana: FakeGrafana) -> None:
+def test_push_wins_over_what_people_changed_since_and_leaves_what_a_file_provisions(grafana: FakeGrafana) -> None:
+    pushed(grafana)
+    grafana.dashboards["foreshock-run"].update(version=41, panels=[])
+    grafana.folders["foreshock"] = {"uid": "foreshock", "title": "renamed", "version": 7}
+    grafana.datasources["foreshock-prometheus"] = {"name": "foreshock", "url": "http://other:9090", "readOnly": True}
+    said = pushed(grafana, prometheus_url=PROMETHEUS)
+    assert grafana.dashboards["foreshock-run"]["version"] == 42
+    assert grafana.dashboards["foreshock-run"]["panels"]
+    assert grafana.folders["foreshock"] == {"uid": "foreshock", "title": "foreshock", "version": 8}
+    assert "data source foreshock-prometheus is provisioned by file; left as it is" in said
+    assert grafana.datasources["foreshock-prometheus"]["url"] == "http://other:9090"
     grafana.dashboards["foreshock-overview"] = {"provisioned": True, "version": 1}
     with pytest.raises(GrafanaError, match="Cannot save provisioned dashboard"):
-        list(push(grafana.url, TOKEN, Links()))
+        pushed(grafana)
 
 
-def test_a_grafana_behind_a_path_is_reached(grafana: FakeGrafana) -> None:
+def test_a_grafana_behind_a_path_is_reached_and_a_wrong_token_is_a_sentence(grafana: FakeGrafana) -> None:
     with pytest.raises(GrafanaError):
         list(push(f"{grafana.url}/some/prefix/", TOKEN, Links()))
     assert grafana.calls == [("GET", "/some/prefix/api/health")]
-
-
-def test_a_wrong_token_is_a_sentence(grafana: FakeGrafana) -> None:
     with pytest.raises(GrafanaError, match="refused: Unauthorized"):
         list(push(grafana.url, "wrong", Links()))
     assert not grafana.folders
@@ -90,10 +82,7 @@ def test_an_answer_that_is_not_grafanas_is_a_sentence(
 ) -> None:
     monkeypatch.setattr(grafana, "answer", lambda *_: answer)
     with pytest.raises(GrafanaError, match=sentence):
-        list(push(grafana.url, TOKEN, Links()))
-
-
-def test_a_grafana_that_is_down_is_a_sentence() -> None:
+        pushed(grafana)
     with pytest.raises(GrafanaError, match="cannot be reached"):
         list(push("http://127.0.0.1:1", TOKEN, Links()))
 
@@ -102,9 +91,6 @@ def test_a_grafana_that_is_down_is_a_sentence() -> None:
 def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="is not the address of a Grafana"):
         list(push(url, TOKEN, Links()))
-
-
-def test_an_empty_token_is_refused() -> None:
     with pytest.raises(ValueError, match="no token was given"):
         list(push("http://grafana", "", Links()))
 
@@ -125,7 +111,7 @@ def test_a_grafana_on_this_machine_is_reached_whatever_the_environment_holds(
     name: str, value: str, grafana: FakeGrafana, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert list(push(grafana.url, TOKEN, Links()))
+    assert pushed(grafana)
     if name != "NO_PROXY":
         with pytest.raises(GrafanaError, match=name):
             list(push(f"http{'s' * (not name.endswith('PROXY'))}://grafana.example", TOKEN, Links()))

@@ -20,14 +20,10 @@ every_alert = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.n
 
 
 @every_alert
-def test_an_alert_has_a_page_that_begins_with_what_to_do(alert: Alert) -> None:
+def test_an_alert_has_a_page_that_begins_with_what_to_do_and_says_what_it_means_and_how_to_look(alert: Alert) -> None:
     title, first, *_ = (RUNBOOKS / f"{alert.name}.md").read_text().split("\n\n")
     assert title == f"# {alert.name}"
     assert first == alert.action
-
-
-@every_alert
-def test_a_page_says_what_it_means_how_to_look_and_what_to_do(alert: Alert) -> None:
     text = (RUNBOOKS / f"{alert.name}.md").read_text()
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["What it means", "Look", "Do"]
 
