@@ -1,0 +1,390 @@
+"""Orders of people: made once, carried to each rank that holds a head, answered, and ended in a clear state."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+from tests.server.orders import local, order, start, state_of
+
+from foreshock.contract.wire import MAX_ACK_BYTES, Ack, Command, Finished
+from foreshock.server import commands
+from foreshock.server.commands import expire
+from foreshock.server.store import schema
+from foreshock.server.testing import FakeRank
+from foreshock.server.verification import verify
+
+pytestmark = pytest.mark.promise("S11")
+WHO = {"who": "bob", "reason": "the wrong run"}
+RUN = "/v1/runs/run-1"
+
+
+async def act(service: Any, command: str, word: str) -> Any:
+    return await service.client.post(f"/v1/commands/{command}/{word}", json=WHO)
+
+
+async def deeds(service: Any, command: str) -> list[tuple[str, str]]:
+    """(actor, state or outcome) of every row of the audit trail about the command, oldest first."""
+    rows = (await service.get("/v1/audit", limit=500))["rows"]
+    own = [row for row in reversed(rows) if row["command"] == command]
+    return [(row["actor"], row["details"].get("state") or row["details"]["outcome"]) for row in own]
+
+
+async def newest(service: Any) -> str:
+    event: str = (await service.get(f"{RUN}/events", kind="command"))["events"][0]["sentence"]
+    return event
+
+
+async def shown(service: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await service.get(f"{RUN}/commands"))["commands"]
+    return found
+
+
+async def end(service: Any, *ranks: FakeRank, status: Any = "completed") -> None:
+    for rank in ranks:
+        await service.store(rank, Finished(step=30, unix_seconds=30.0, status=status))
+
+
+# ---- made ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"mode": "faster"}, 422),
+        ({"expect": "slower"}, 422),
+        ({"heads": []}, 422),
+        ({"heads": [[7, 7]]}, 422),
+        ({"heads": [[0]]}, 422),
+        ({"reason": ""}, 422),
+        ({"expires_in_seconds": -1}, 422),
+        ({"extra": 1}, 422),
+    ],
+)
+async def test_a_wrong_order_is_refused_and_nothing_goes_out(service: Any, changes: Any, status: int) -> None:
+    rank = FakeRank()
+    unknown = await order(service)
+    assert (unknown.status_code, "no run" in unknown.json()["detail"]) == (404, True)
+    await start(service, rank)
+    assert (await order(service, **changes)).status_code == status
+    assert (await service.store(rank, rank.sample(1))).commands == ()
+
+
+async def test_an_idempotency_key_orders_once_also_after_the_end_and_refuses_another_order(service: Any) -> None:
+    rank = FakeRank(boot="b1")
+    await start(service, rank)
+    first, second = await order(service, "k1"), await order(service, "k1")
+    assert (first.status_code, second.status_code) == (201, 200)
+    assert (await order(service, "k1", mode="paper_softmax")).status_code == 409
+    await end(service, rank)
+    again = await order(service, "k1")
+    assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
+    assert [one["id"] for one in await shown(service)] == [first.json()["id"]]
+
+
+@pytest.mark.parametrize("approved", [True, False])
+async def test_what_the_agents_propose_waits_for_one_decision(service: Any, approved: bool) -> None:
+    first, second = FakeRank(rank=0), FakeRank(rank=1)
+    await start(service, first, second, policy="approve")
+    await service.store(first, local("proposed"))
+    await service.store(second, local("proposed"))
+    [proposal] = await shown(service)
+    assert (proposal["state"], proposal["source"]) == ("proposed", "agent")
+    assert (await act(service, proposal["id"], "cancel")).status_code == 409
+    assert (await service.store(first, first.sample(21))).commands == ()
+    word = "approve" if approved else "reject"
+    assert (await act(service, proposal["id"], word)).json()["state"] == ("pending" if approved else "rejected")
+    sent = (await service.store(first, first.sample(22))).commands
+    assert [type(command) for command in sent] == ([Command] if approved else [])
+    assert (await act(service, proposal["id"], word)).status_code == 409
+
+
+# ---- carried out -----------------------------------------------------------------------------------------------------
+
+
+async def test_an_order_goes_to_every_rank_with_the_head_until_each_has_answered_and_every_step_is_audited(
+    service: Any,
+) -> None:
+    first, second, other = FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2, heads=(3, 4))
+    await start(service, first, second, other)
+    command = (await order(service)).json()
+    assert command["state"] == "pending"
+    [sent] = (await service.store(first, first.sample(10))).commands
+    assert (sent.id, sent.mode, sent.heads) == (command["id"], "exact_delta", ((0, 2),))
+    assert (await service.store(other, other.sample(10))).commands == ()
+    assert await state_of(service, sent.id) == "delivered"
+    [again] = (await service.store(first, first.sample(11))).commands
+    assert again == sent
+    assert (await service.store(first, first.answer(sent, 12))).commands == ()
+    assert await state_of(service, sent.id) == "delivered"
+    [late] = (await service.store(second, second.sample(10))).commands
+    await service.store(second, second.answer(late, 14))
+    known = await service.get(f"/v1/commands/{sent.id}")
+    assert known["state"] == "applied"
+    assert [(a["rank"], a["outcome"], a["step"], a["deliveries"]) for a in known["ranks"]] == [
+        (0, "applied", 12, 2),
+        (1, "applied", 14, 1),
+    ]
+    assert await deeds(service, sent.id) == [
+        ("ann (local)", "pending"),
+        ("service", "delivered"),
+        ("rank 0", "applied"),
+        ("service", "delivered"),
+        ("rank 1", "applied"),
+        ("service", "applied"),
+    ]
+    answer = next(row for row in (await service.get("/v1/audit"))["rows"] if row["action"] == "answer")["details"]
+    assert (answer["before"], answer["after"]) == (["plain"], ["exact_delta"])
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "state"),
+    [
+        (("applied", "refused"), "refused"),
+        (("expired", "applied"), "expired"),
+        (("dry_run", "dry_run"), "dry_run"),
+    ],
+)
+async def test_an_order_ends_as_its_ranks_say(service: Any, outcomes: Any, state: str) -> None:
+    ranks = FakeRank(rank=0), FakeRank(rank=1)
+    await start(service, *ranks)
+    await order(service)
+    for rank, outcome in zip(ranks, outcomes, strict=True):
+        [command] = (await service.store(rank, rank.sample(10))).commands
+        await service.store(rank, rank.answer(command, 11, outcome))
+    assert [one["state"] for one in await shown(service)] == [state]
+
+
+@pytest.mark.full
+async def test_orders_that_fill_more_than_one_acknowledgement_go_out_one_after_another(service: Any) -> None:
+    rank = FakeRank(layers=40, heads=range(100))
+    await start(service, rank)
+    heads = [[layer, head] for layer in range(40) for head in range(100)]
+    wanted = [(await order(service, heads=heads, reason="é" * 400)).json()["id"] for _ in range(40)]
+    obeyed: list[str] = []
+    for step in range(20):
+        answer = await service.post(rank.batch(rank.sample(step + 10)))
+        assert len(answer.content) <= MAX_ACK_BYTES
+        orders = Ack.model_validate_json(answer.content).commands
+        for sent in orders:
+            await service.store(rank, rank.answer(sent, step + 10))
+        obeyed += [sent.id for sent in orders]
+        if not orders:
+            break
+    assert obeyed == wanted
+
+
+async def test_an_order_goes_to_who_has_not_said_what_it_holds_and_not_to_who_ended_or_was_replaced(
+    service: Any,
+) -> None:
+    old, new, gone, unknown = FakeRank(boot="b1"), FakeRank(boot="b2"), FakeRank(rank=1), FakeRank(rank=2)
+    await start(service, old, new, gone)
+    await service.store(unknown, unknown.sample(1))
+    await end(service, gone)
+    await order(service, heads=None)
+    assert (await service.store(old, old.sample(3))).commands == ()
+    assert (await service.store(gone, gone.sample(3))).commands == ()
+    for rank in (new, unknown):
+        [command] = (await service.store(rank, rank.sample(3))).commands
+        await service.store(rank, rank.answer(command, 4))
+    assert await state_of(service, command.id) == "applied"
+
+
+async def test_the_answer_of_a_process_that_is_gone_does_not_close_the_order_of_its_successor(service: Any) -> None:
+    """It applied the order and was killed, its answer in its spool; the successor resumed from before the switch."""
+    dead, living = FakeRank(boot="b2"), FakeRank(boot="b1")
+    await service.store(dead, dead.started(), dead.sample(1), age=100)
+    command = (await order(service)).json()["id"]
+    [sent] = (await service.store(dead, dead.sample(2), age=101)).commands
+    await service.store(living, living.started(), age=1)
+    await service.store(dead, dead.answer(sent, 3), age=102, replayed=True)
+    assert await state_of(service, command) == "delivered"
+    assert ("rank 0, a former process", "applied") in await deeds(service, command)
+    [again] = (await service.store(living, living.sample(1), age=2)).commands
+    assert again == sent
+    await service.store(living, living.answer(again, 2), age=3)
+    known = await service.get(f"/v1/commands/{command}")
+    assert (known["state"], [a["step"] for a in known["ranks"]]) == ("applied", [2])
+
+
+# ---- stopped and expired ---------------------------------------------------------------------------------------------
+
+
+async def test_a_cancelled_order_goes_to_nobody_new_and_what_ranks_did_before_can_be_undone(service: Any) -> None:
+    quick, slow, late = FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2)
+    await start(service, quick, slow, late)
+    command = (await order(service)).json()["id"]
+    [sent] = (await service.store(quick, quick.sample(1))).commands
+    await service.store(slow, slow.sample(1))
+    await service.store(quick, quick.answer(sent, 2))
+    answer = await act(service, command, "cancel")
+    assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+    assert (await deeds(service, command))[-1] == ("bob (local)", "cancelled")
+    assert "is cancelled (bob (local))" in await newest(service)
+    again = await act(service, command, "cancel")
+    assert (again.status_code, again.json()["title"]) == (409, "Conflict")
+    assert "is cancelled, so you cannot cancel it; you can undo it." in again.json()["detail"]
+    assert (await service.store(late, late.sample(1))).commands == ()
+    await service.store(slow, slow.answer(sent, 3))  # it was under way
+    known = await service.get(f"/v1/commands/{command}")
+    assert known["state"] == "cancelled"
+    assert [(a["rank"], a["outcome"]) for a in known["ranks"]] == [(0, "applied"), (1, "applied")]
+    [back] = (await act(service, command, "undo")).json()["commands"]
+    assert (back["mode"], back["heads"], back["undoes"]) == ("plain", [[0, 2]], command)
+    assert (await act(service, "cmd-nope", "cancel")).status_code == 404
+
+
+async def test_an_order_past_its_expiry_goes_to_nobody_new_and_waits_for_the_answer_that_is_under_way(
+    service: Any,
+) -> None:
+    rank, late = FakeRank(rank=0), FakeRank(rank=1)
+    await start(service, rank, late)
+    await order(service)
+    [command] = (await service.store(rank, rank.sample(10))).commands
+    with service.app.state.store.writer.engine.begin() as connection:
+        connection.execute(update(schema.commands).values(expires=time.time() - 1))
+    assert (await service.store(late, late.sample(10))).commands == ()
+    assert await state_of(service, command.id) == "delivered"
+    for _ in range(2):  # an answer that comes again is the same one
+        await service.store(rank, rank.answer(command, 12))
+    assert await state_of(service, command.id) == "expired"
+    assert [actor for actor, outcome in await deeds(service, command.id) if outcome == "applied"] == ["rank 0"]
+
+
+async def test_an_order_that_nobody_answers_any_more_says_who_was_silent_and_a_late_answer_still_counts(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [FakeRank(rank=number) for number in range(3)]
+    await start(service, *ranks)
+    command = (await order(service, expires_in_seconds=5.0)).json()["id"]
+    for rank in ranks[:2]:
+        [sent] = (await service.store(rank, rank.sample(1))).commands
+    await service.store(ranks[0], ranks[0].answer(sent, 2))
+    now = time.time()
+    monkeypatch.setattr(commands, "time", SimpleNamespace(time=lambda: now + 5 + 61))
+    with service.app.state.store.writer.engine.begin() as connection:
+        expire(connection)
+    assert await state_of(service, command) == "expired"
+    assert "is expired; no answer from ranks 1, 2" in await newest(service)
+    await service.store(ranks[1], ranks[1].answer(sent, 12))
+    known = await service.get(f"/v1/commands/{command}")
+    assert [(a["rank"], a["outcome"]) for a in known["ranks"]] == [(0, "applied"), (1, "applied")]
+
+
+# ---- at the end of a run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "heads", "named"), [("completed", [[0, 2]], "layer 0 head 2"), ("failed", None, "every head")]
+)
+async def test_nothing_is_ordered_approved_or_undone_where_nobody_is_left_and_a_resumed_run_takes_orders(
+    service: Any, status: Any, heads: Any, named: str
+) -> None:
+    ranks, resumed = [FakeRank(), FakeRank(rank=1)], FakeRank(boot="b2")
+    await start(service, *ranks, policy="approve")
+    applied = (await order(service, heads=heads)).json()["id"]
+    for rank in ranks:
+        [sent] = (await service.store(rank, rank.sample(1))).commands
+        await service.store(rank, rank.answer(sent, 2))
+    await service.store(ranks[0], ranks[0].verdict(10), local("proposed"))
+    proposed = (await shown(service))[0]["id"]
+    await end(service, ranks[0], status=status)
+    assert (await order(service, heads=heads)).status_code == 201, "rank 1 may be alive"
+    await end(service, ranks[1], status=status)
+    refused = await order(service, heads=heads)
+    told = f"Could not switch {named}: all ranks of run run-1 that have them ended."
+    assert (refused.status_code, refused.json()["detail"]) == (409, f"{told} Order it again when the run is resumed.")
+    for command, word in ((proposed, "approve"), (applied, "undo")):
+        answer = await act(service, command, word)
+        assert (answer.status_code, answer.json()["detail"].startswith("Could not switch ")) == (409, True)
+    assert (await act(service, proposed, "reject")).json()["state"] == "rejected"
+    await start(service, resumed)
+    assert (await order(service, heads=heads)).status_code == 201
+
+
+async def test_an_order_to_ranks_that_have_ended_is_refused_while_others_train(service: Any) -> None:
+    gone, lives = FakeRank(layers=1), FakeRank(rank=1, layers=2)
+    lives.layers = lives.layers[1:]
+    await start(service, gone, lives)
+    await end(service, gone)
+    assert (await order(service, heads=[[0, 2]])).status_code == 409
+    assert (await order(service, heads=[[0, 2], [1, 0]])).status_code == 201, "somebody holds one of them"
+
+
+@pytest.mark.parametrize(
+    ("status", "delivered", "heads", "named"),
+    [("completed", False, [[0, 2]], "layer 0 head 2"), ("stopped", True, None, "every head")],
+)
+async def test_an_order_under_way_is_refused_with_the_reason_when_the_last_rank_ends(
+    service: Any, status: Any, delivered: bool, heads: Any, named: str
+) -> None:
+    ranks = FakeRank(), FakeRank(rank=1)
+    await start(service, *ranks)
+    command = (await order(service, heads=heads)).json()["id"]
+    sent = (await service.store(ranks[0], ranks[0].sample(1))).commands if delivered else ()
+    await end(service, ranks[0], status=status)
+    assert await state_of(service, command) == ("delivered" if delivered else "pending"), "rank 1 may answer"
+    await end(service, ranks[1], status=status)
+    known = await service.get(f"/v1/commands/{command}")
+    why = f"Could not switch {named}: all ranks that have them ended before they answered."
+    assert known["state"] == "refused"
+    assert known["closed_because"] == f"{why} Order it again when the run is resumed."
+    assert await newest(service) == f"Command to switch {named} to exact_delta is refused: {known['closed_because']}"
+    assert (await deeds(service, command))[-1] == ("service", "refused")
+    for late in sent:  # an answer that comes after the end tells the truth
+        await service.store(ranks[0], ranks[0].answer(late, 2))
+        known = await service.get(f"/v1/commands/{command}")
+        assert (known["state"], known["closed_because"]) == ("applied", None)
+
+
+async def test_the_end_of_a_former_process_that_comes_late_closes_no_order_of_who_goes_on(service: Any) -> None:
+    ended, resumed = FakeRank(boot="b1"), FakeRank(boot="b2")
+    await service.store(ended, ended.started(), age=100)
+    command = (await order(service)).json()["id"]
+    await service.store(resumed, resumed.started(), age=1)
+    await service.store(ended, Finished(step=9, unix_seconds=9.0, status="stopped"), age=102, replayed=True)
+    assert await state_of(service, command) == "delivered"
+    await service.store(resumed, Finished(step=9, unix_seconds=9.0, status="completed"), age=100, replayed=True)
+    assert await state_of(service, command) == "refused", "its own end does, also from a spool"
+
+
+async def test_an_order_waits_for_heads_that_no_rank_holds_for_the_moment(service: Any) -> None:
+    """A run is resumed in another shape: the process that takes over the head has not started yet."""
+    killed, first, second = FakeRank(boot="b1"), FakeRank(boot="b2"), FakeRank(boot="b2", rank=1)
+    first.layers = first.layers[1:]
+    await start(service, killed)
+    command = (await order(service)).json()["id"]
+    await start(service, first)
+    assert await state_of(service, command) == "pending"
+    await start(service, second)
+    assert [sent.id for sent in (await service.store(second, second.sample(1))).commands] == [command]
+
+
+@pytest.mark.promise("S27")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.settings(verify_steps=100)
+async def test_a_switch_after_the_step_from_which_a_run_resumes_is_neither_shown_nor_judged(
+    service: Any, ranks: int
+) -> None:
+    async def plan() -> Any:
+        found = await service.get(f"{RUN}/switches", mode="paper_softmax")  # adds that to what heads have
+        return [change["mode"] for change in found["changes"]]
+
+    former = [FakeRank(rank=rank, boot="b1") for rank in range(2)]
+    for rank in former:
+        await service.store(rank, rank.started(world_size=2), rank.sample(899, since=0), age=100)
+    command = (await order(service, heads=None)).json()["id"]
+    for rank in former:
+        [sent] = (await service.store(rank, rank.verdict(899), rank.sample(900), age=101)).commands
+        await service.store(rank, rank.answer(sent, 901), age=102)
+    assert (await state_of(service, command), await plan()) == ("applied", ["exact_delta+paper_softmax"])
+    for rank in (FakeRank(rank=rank, boot="b2") for rank in range(ranks)):
+        steps = range(510, 1101, 10)
+        await service.store(rank, rank.started(step=500, world_size=ranks), rank.verdict(900, name="again"), age=2)
+        await service.store(rank, rank.sample(510, since=500), age=2)
+        assert await plan() == ["paper_softmax"] or rank.rank < ranks - 1
+        await service.store(rank, *(rank.sample(step, since=step - 10) for step in steps[1:]), age=3)
+    state = service.app.state
+    await verify(state.store, state.settings)
+    assert (await service.get(f"/v1/commands/{command}"))["verification"] is None

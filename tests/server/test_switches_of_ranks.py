@@ -1,0 +1,186 @@
+"""What a rank says that it switched is passed on where the run's own policy and warnings bear it out, else proposed."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.server.orders import local, start
+
+from foreshock.contract.wire import HeadRef, Policy, Switched
+from foreshock.server import commands
+from foreshock.server.runs import incidents
+from foreshock.server.store import audit
+from foreshock.server.testing import FakeRank
+
+pytestmark = pytest.mark.promise("S11")
+WHO = {"who": "ann", "reason": "agreed"}
+
+
+async def three_ranks(service: Any, policy: Policy) -> list[FakeRank]:
+    ranks = [FakeRank(rank=number) for number in range(3)]
+    for rank in ranks:
+        await service.store(rank, rank.started(policy=policy), rank.sample(19))
+    return ranks
+
+
+async def delivered(service: Any, *ranks: FakeRank) -> list[str]:
+    return [command.mode for rank in ranks for command in (await service.store(rank, rank.sample(30))).commands]
+
+
+async def known(service: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await service.get("/v1/runs/run-1/commands", limit=500))["commands"]
+    return found
+
+
+async def states(service: Any) -> list[str]:
+    return [command["state"] for command in await known(service)]
+
+
+async def test_a_switch_that_a_warning_calls_for_under_auto_is_one_order_to_the_others_that_hold_the_head(
+    service: Any,
+) -> None:
+    first, second, third, other = (
+        FakeRank(rank=number, heads=(0, 1, 2) if number < 3 else (3, 4)) for number in range(4)
+    )
+    await start(service, first, second, third, other)
+    batch = first.batch(first.verdict(20), local("applied"))
+    for _ in range(2):
+        assert (await service.post(batch)).json()["commands"] == []
+    for rank in (second, third):
+        [command] = (await service.store(rank, rank.sample(21))).commands
+        assert (command.heads, command.mode) == (((0, 2),), "exact_delta")
+        await service.store(rank, rank.answer(command, 22))
+    assert await delivered(service, first, other) == []
+    [shown] = await known(service)
+    assert (shown["state"], shown["source"], shown["issued_by"]) == ("applied", "rank", "rank 0")
+
+
+@pytest.mark.parametrize("policy", ["observe", "approve"])
+@pytest.mark.parametrize(("rank", "boot"), [(0, "b2"), (9, "b1")])
+async def test_a_process_that_says_auto_orders_nothing_where_the_others_do_not(
+    service: Any, policy: Policy, rank: int, boot: str
+) -> None:
+    ranks = await three_ranks(service, policy)
+    forged = FakeRank(rank=rank, boot=boot)
+    await service.store(forged, forged.started(policy="auto"), forged.verdict(20), local())
+    assert await delivered(service, *ranks) == []
+    assert await states(service) == ["proposed"]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "switched"),
+    [
+        (None, local()),
+        ({}, local(verdict=None)),
+        ({}, local(verdict="another")),
+        ({"state": "cleared"}, local()),
+        ({"cause": "score growth"}, local()),
+        ({"severity": "info"}, local()),
+        ({}, local(after="plain")),
+        ({}, local(after="paper_softmax")),
+        ({}, local(heads=((7, 7),))),
+    ],
+)
+@pytest.mark.parametrize("other", [False, True])
+async def test_what_no_standing_warning_of_the_rank_calls_for_is_at_most_proposed(
+    service: Any, verdict: dict[str, Any] | None, switched: Switched, other: bool
+) -> None:
+    ranks = await three_ranks(service, "auto")
+    said = [] if verdict is None else [ranks[int(other)].verdict(20, **verdict)]
+    await service.store(ranks[int(other)], *said, ranks[int(other)].sample(20))
+    await service.store(ranks[0], switched)
+    assert await delivered(service, *ranks) == []
+    assert set(await states(service)) <= {"proposed", "applied"}
+
+
+async def test_hundreds_of_switches_in_one_batch_are_one_order_and_read_the_run_once(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[HeadRef] = [(layer, head) for layer in range(2) for head in range(3)]
+    names = [f"w-{layer}-{head}" for layer, head in heads]
+    ranks = await three_ranks(service, "auto")
+    one = ranks[0]
+    await service.store(one, *(one.verdict(19, *ref, name=name) for ref, name in zip(heads, names, strict=True)))
+    read: Counter[str] = Counter()
+
+    def count_calls(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def count(*given: Any, **named: Any) -> Any:
+            read[name] += 1
+            return real(*given, **named)
+
+        monkeypatch.setattr(module, name, count)
+
+    for module, name in (
+        (incidents, "read_back"),
+        (commands, "described"),
+        (commands, "heads_by_rank"),
+        (audit, "append"),
+    ):
+        count_calls(module, name)
+    many = [local(name=f"s-{n}", heads=(heads[n % 6],), verdict=names[n % 6]) for n in range(300)]
+    await service.store(one, *many)
+    assert read["read_back"] <= 3 * len(heads)  # of the warnings that are named, not of each switch
+    assert (read["described"], read["heads_by_rank"] <= 2, read["append"] < 10) == (len(ranks), True, True)
+    [command] = await known(service)
+    assert (command["source"], sorted(map(tuple, command["heads"]))) == ("rank", heads)
+    assert command["reason"] == "offset grows (300 switches)"
+    forged = [local(name=f"f-{number}") for number in range(2)]
+    await service.store(one, *forged, local(name="f-2", verdict="nobody-said-so"))
+    assert await delivered(service, *ranks[1:]) == ["exact_delta"] * 2, "where one names no warning, none is an order"
+
+
+async def test_proposals_that_nobody_decides_are_few(service: Any) -> None:
+    ranks = [FakeRank(rank=number, layers=4, heads=range(32)) for number in range(2)]
+    await start(service, *ranks, policy="observe")
+    for number in range(70):
+        await service.store(ranks[0], local("proposed", f"s-{number}", heads=((number // 32, number % 32),)))
+    assert len(await known(service)) == 64
+
+
+async def test_what_a_former_process_did_is_noted_and_is_no_order(service: Any) -> None:
+    ranks = await three_ranks(service, "auto")
+    newer = FakeRank(rank=0, boot="b2")
+    await service.store(newer, newer.started(policy="auto"), newer.sample(21))
+    await service.store(ranks[0], ranks[0].verdict(20), local())
+    assert await delivered(service, newer, *ranks[1:]) == []
+    assert await states(service) == []
+
+
+async def test_a_switch_that_was_rejected_is_not_proposed_again_for_other_heads_of_the_same_warning(
+    service: Any,
+) -> None:
+    ranks = await three_ranks(service, "approve")
+    both: tuple[HeadRef, ...] = ((0, 1), (0, 2))
+    await service.store(ranks[0], ranks[0].verdict(20), local("proposed", heads=both))
+    [proposal] = await known(service)
+    await service.client.post(f"/v1/commands/{proposal['id']}/reject", json=WHO)
+    await service.store(ranks[0], local("proposed", "local-2", heads=both))
+    assert await states(service) == ["rejected"]
+
+
+async def test_a_mode_of_a_newer_agent_is_kept_in_the_history_and_ordered_of_nobody(service: Any) -> None:
+    first, second = FakeRank(rank=0), FakeRank(rank=1)
+    await start(service, first, second)
+    await service.store(first, local("applied").model_copy(update={"after": ("of_tomorrow",)}))
+    assert (await delivered(service, second), await known(service)) == ([], [])
+    [told] = (await service.get("/v1/runs/run-1/events", kind="switched"))["events"]
+    assert told["switched"]["after"] == ["of_tomorrow"]
+    await service.store(first, local("applied", "local-2", 25).model_copy(update={"before": ("of_tomorrow",)}))
+    [proposal] = await known(service)
+    assert proposal["state"] == "proposed"  # nobody knows whether the warning called for that
+    await service.client.post(f"/v1/commands/{proposal['id']}/approve", json=WHO)
+    [sent] = (await service.store(second, second.sample(26))).commands
+    await service.store(second, second.answer(sent, 27))
+    undone = await service.client.post(f"/v1/commands/{proposal['id']}/undo", json=WHO)
+    assert (undone.status_code, "which this service cannot order" in undone.json()["detail"]) == (409, True)
+
+
+@pytest.mark.parametrize("name", ["no such mode", "x" * 65, "<b>", "plain\n"])
+async def test_a_report_of_what_cannot_be_a_mode_is_refused_with_a_sentence(service: Any, name: str) -> None:
+    rank = FakeRank()
+    started = rank.started().model_copy(update={"mitigation": name})
+    for event in (started, local("applied").model_copy(update={"after": (name,)})):
+        refused = await service.post(rank.batch(event))
+        assert (refused.status_code, "String should" in refused.json()["errors"][0]["message"]) == (422, True)
