@@ -31,7 +31,7 @@ def reading(run: str, layers: int, heads: int, random: np.random.Generator) -> R
         for metric in HEAD_METRICS
         if metric.head is not None and metric.head.field
     }
-    return run, axis, MergedSteps(np.array([7]), words[np.newaxis], counted, fields, {}, {})
+    return run, axis, MergedSteps(np.array([7]), words[np.newaxis], counted, fields, [])
 
 
 def tables_of(reading: Reading, worst: int) -> tuple[set[Line], list[Line]]:

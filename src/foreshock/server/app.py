@@ -6,6 +6,7 @@ import gc
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
@@ -31,11 +32,11 @@ from foreshock.server.http.routes import Readiness
 from foreshock.server.limits import BodyLimit, Buckets, ConcurrencyLimit, bounded
 from foreshock.server.logs import Counters, configure_logs
 from foreshock.server.notifier import Notifier
-from foreshock.server.readings import Roller
+from foreshock.server.readings import ROLLING_SECONDS, Roller
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.listing import SummaryCache
 from foreshock.server.settings import Settings
-from foreshock.server.store.database import ClosingError, Store, log_store_error, pause, sole_service, unusable
+from foreshock.server.store.database import Store, repeat, sole_service, unusable
 from foreshock.server.store.retention import Retention
 from foreshock.server.verification import verify
 
@@ -69,8 +70,14 @@ def create_app(settings: Settings) -> Service:
         await _make_ready(store, settings)
         writing = asyncio.create_task(writer.run())
         closing = asyncio.Event()
-        chores = (broadcaster.run(), Roller(store).run(closing), _chores(settings, store, broadcaster, closing))
-        others = [asyncio.create_task(chore) for chore in chores]
+        chores = partial(_chores, settings, store, broadcaster, Retention(store, settings.retention_seconds))
+        rolling = partial(Roller(store).build_due, closing)
+        running = (
+            broadcaster.run(),
+            repeat(rolling, "roll-ups could not be built", ROLLING_SECONDS, closing),
+            repeat(chores, "a chore failed", _CHORES_SECONDS, closing),
+        )
+        others = [asyncio.create_task(one) for one in running]
         if notifier is not None:
             others.append(asyncio.create_task(notifier.run(closing)))
         try:
@@ -133,21 +140,13 @@ def _serve_page(app: FastAPI) -> None:
         app.mount("/assets", StaticFiles(directory=dist / "assets"))
 
 
-async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster, closing: asyncio.Event) -> None:
-    """Expire and verify commands and delete old runs, until the service goes down."""
-    retention = Retention(store, settings.retention_seconds)
-    while not closing.is_set():
-        await pause(closing, _CHORES_SECONDS)
-        try:
-            await store.write(expire)
-            await verify(store, settings)
-            await retention.sweep()
-            await store.give_back()
-            broadcaster.wake()
-        except ClosingError:
-            return
-        except Exception as error:
-            log_store_error("a chore failed; it is tried again", error)
+async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster, retention: Retention) -> None:
+    """Expire and verify commands and delete old runs."""
+    await store.write(expire)
+    await verify(store, settings)
+    await retention.sweep()
+    await store.give_back()
+    broadcaster.wake()
 
 
 async def _open_once(settings: Settings) -> None:

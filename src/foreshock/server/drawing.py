@@ -149,16 +149,15 @@ def draw(connection: Connection, axis: Axis, curves: Sequence[Curve], window: Wi
     if not names:
         wanted = wanted.with_only_columns(*(c for c in wanted.selected_columns if c.key != "arrays"))
     for begin, end in _gaps(window.first, window.last, rolled):
-        with merged_steps(connection, axis, wanted.where(samples.c.step.between(begin, end)), names) as readings:
-            for some in readings:
-                for (key, layer), columns in picked.items():
-                    if layer == WHOLE and BY_KEY[key].head is not None:
-                        layers = [axis.layers[column] for column in columns]
-                        values = some.worst_of(BY_KEY[key], axis, layers)
-                    else:
-                        first = 0 if layer == WHOLE else axis.columns[layer].start
-                        values = some.values_of(BY_KEY[key], [first + column for column in columns])
-                    parts[key, layer].append(window.points_of(key, values))
+        for some in merged_steps(connection, axis, wanted.where(samples.c.step.between(begin, end)), names):
+            for (key, layer), columns in picked.items():
+                if layer == WHOLE and BY_KEY[key].head is not None:
+                    layers = [axis.layers[column] for column in columns]
+                    values = some.worst_of(BY_KEY[key], axis, layers)
+                else:
+                    first = 0 if layer == WHOLE else axis.columns[layer].start
+                    values = some.values_of(BY_KEY[key], [first + column for column in columns])
+                parts[key, layer].append(window.points_of(key, values))
     drawn = {place: window.points_of(place[0], joined(own)) for place, own in parts.items()}
     lines = []
     for curve in curves:

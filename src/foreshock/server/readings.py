@@ -12,7 +12,6 @@ that the run has passed is built in the background, and what has changed since i
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, islice
@@ -27,7 +26,7 @@ from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import AcrossRanks, Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats, identity_row, merge_words
 from foreshock.contract.wire import HeadRef
-from foreshock.server.store.database import ClosingError, Store, give_up_if_cancelled, lock_runs, log_store_error, pause
+from foreshock.server.store.database import Store, give_up_if_cancelled, lock_runs
 from foreshock.server.store.reading import SCALARS, head_arrays, heads_of_layers, unpack_scalars
 from foreshock.server.store.schema import boots, rollup_spans, rollups, samples, topologies
 
@@ -167,10 +166,8 @@ class MergedSteps:
     """[steps, heads]: some rank sent this head's words."""
     fields: dict[str, Floats]
     """[steps, heads] each: modes, spectral norms, risk."""
-    scalars: dict[str, Floats]
-    """[steps] each: run-level numbers."""
-    given: dict[str, npt.NDArray[np.bool_]]
-    """[steps] each: some rank sent this number; tells a NaN loss from none."""
+    scalars: list[dict[str, float | None]]
+    """[steps]: run-level numbers; None where no rank sent one, which may send NaN."""
 
     def head_values(self, metric: Metric, heads: Columns = _ALL) -> Floats:
         """A per-head metric, [steps, heads]. Raises ValueError for another metric."""
@@ -186,8 +183,8 @@ class MergedSteps:
         if of := BY_KEY[key].worst_of:
             worst = np.fmax.reduce(BY_KEY[of].badness(self.head_values(BY_KEY[of])), axis=1, initial=np.nan)
             return worst, ~np.isnan(worst)
-        name = RUN_SCALARS[key]
-        return self.scalars[name], self.given[name]
+        found = [numbers[RUN_SCALARS[key]] for numbers in self.scalars]
+        return np.array(found, dtype=np.float64), np.array([value is not None for value in found])
 
     def values_of(self, metric: Metric, heads: Columns = _ALL) -> Values:
         """A metric of the run, or of these heads."""
@@ -224,8 +221,7 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
     of_heads = [name for name in _FIELDS if names is None or name in names]
     fields = dict(zip(of_heads, np.full((len(of_heads), *shape), np.nan), strict=True))
     places: dict[str, Columns] = {}
-    scalars = dict(zip(SCALARS, np.full((len(SCALARS), len(by_step)), np.nan), strict=True))
-    given = dict(zip(SCALARS, np.zeros((len(SCALARS), len(by_step)), dtype=np.bool_), strict=True))
+    scalars = [merge_scalars([unpack_scalars(row) for row in group]) for _, group in by_step]
     for i, (_, group) in enumerate(by_step):
         seen = False
         for row in group:
@@ -252,11 +248,8 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
                     fields[name][i, at] = pick(old, values.astype(np.float64))
         if not seen and words.size:
             words[i] = _NOTHING_SEEN
-        for name, value in merge_scalars([unpack_scalars(row) for row in group]).items():
-            if value is not None:
-                scalars[name][i], given[name][i] = value, True
     steps = np.array([step for step, _ in by_step], dtype=np.int64)
-    return MergedSteps(steps, words, counted, fields, scalars, given)
+    return MergedSteps(steps, words, counted, fields, scalars)
 
 
 def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
@@ -274,23 +267,16 @@ def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float |
     return merged
 
 
-@contextmanager
 def merged_steps(
     connection: Connection, axis: Axis, query: Select[Any], names: frozenset[str] | None = None
-) -> Iterator[Iterator[MergedSteps]]:
+) -> Iterator[MergedSteps]:
     """Rows of a query in the fixed order, some steps at a time: a long run of a wide model fits into memory."""
     at_once = max(1, min(64, _HEADS_AT_ONCE // max(1, len(axis.heads))))
     with connection.execute(query.execution_options(yield_per=at_once)) as rows:
-        yield _merged(connection, axis, rows, names, at_once)
-
-
-def _merged(
-    connection: Connection, axis: Axis, rows: Iterable[Row[Any]], names: frozenset[str] | None, at_once: int
-) -> Iterator[MergedSteps]:
-    steps = groupby(rows, key=lambda row: row.step)
-    while chunk := [row for _, step in islice(steps, at_once) for row in step]:
-        give_up_if_cancelled(connection)
-        yield merge(axis, chunk, names)
+        steps = groupby(rows, key=lambda row: row.step)
+        while chunk := [row for _, step in islice(steps, at_once) for row in step]:
+            give_up_if_cancelled(connection)
+            yield merge(axis, chunk, names)
 
 
 def arrays_of(metric: Metric) -> frozenset[str]:
@@ -302,7 +288,7 @@ def arrays_of(metric: Metric) -> frozenset[str]:
 
 SPAN: Final = 1024
 BUCKET: Final = 128
-_PAUSE_SECONDS: Final = 2.0
+ROLLING_SECONDS: Final = 2.0
 _CHANGED: Final = text(
     "INSERT INTO rollup_spans (run_id, span, changed, built) VALUES (:run_id, :span, 1, 0) "
     "ON CONFLICT (run_id, span) DO UPDATE SET changed = rollup_spans.changed + 1"
@@ -324,17 +310,6 @@ class Roller:
         self._store = store
         self._seen: dict[tuple[int, int], int] = {}
         """Changes of the spans that were due at the last look."""
-
-    async def run(self, closing: asyncio.Event) -> None:
-        """Build until `closing` is set."""
-        while not closing.is_set():
-            await pause(closing, _PAUSE_SECONDS)
-            try:
-                await self.build_due(closing)
-            except ClosingError:
-                return
-            except Exception as error:
-                log_store_error("roll-ups could not be built; it is tried again", error)
 
     async def build_due(self, closing: asyncio.Event) -> None:
         """Build every span that has not changed since the last look: ranks that lag behind may still send of it."""
@@ -363,13 +338,12 @@ async def build(store: Store, run_id: int, span: int) -> bool:
         before = connection.execute(select(rollup_spans.c.changed).where(*same)).scalar()
         axis = axis_of(connection, run_id)
         found: dict[tuple[str, bool], list[Values]] = defaultdict(list)
-        with merged_steps(connection, axis, LIVE_SAMPLES.where(samples.c.run_id == run_id, steps)) as readings:
-            for some in readings:
-                for metric in _DRAWN:
-                    found[metric.key, metric.head is None].append(grouped(metric, some.values_of(metric), BUCKET))
-                    if metric.head is not None and axis.heads:
-                        worst = some.worst_of(metric, axis, axis.layers)
-                        found[metric.key, True].append(grouped(metric, worst, BUCKET))
+        for some in merged_steps(connection, axis, LIVE_SAMPLES.where(samples.c.run_id == run_id, steps)):
+            for metric in _DRAWN:
+                found[metric.key, metric.head is None].append(grouped(metric, some.values_of(metric), BUCKET))
+                if metric.head is not None and axis.heads:
+                    worst = some.worst_of(metric, axis, axis.layers)
+                    found[metric.key, True].append(grouped(metric, worst, BUCKET))
         rows = []
         for (key, whole), parts in found.items():
             own = grouped(BY_KEY[key], joined(parts), BUCKET)

@@ -171,8 +171,7 @@ def _values(readings: Sequence[MergedSteps]) -> Floats:
         np.concatenate([reading.words[-1:] for reading in readings], axis=1),
         np.concatenate([reading.counted[-1:] for reading in readings], axis=1),
         {name: np.concatenate([r.fields[name][-1:] for r in readings], axis=1) for name in readings[0].fields},
-        {},
-        {},
+        [],
     )
     return np.stack([last.head_values(metric)[0] for metric in HEAD_METRICS], axis=1)
 

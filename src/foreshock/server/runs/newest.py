@@ -256,7 +256,7 @@ def carry(axis: Axis, reading: MergedSteps, earlier: Earlier) -> int | None:
                 norms_step = int(known.steps[at])
         if _STATES in names:
             _carry_states(reading, known.words[at], known.counted[at])
-        for name, given in known.given.items():
-            if given[at] and not reading.given[name][-1]:
-                reading.scalars[name][-1], reading.given[name][-1] = known.scalars[name][at], True
+        for name, value in known.scalars[at].items():
+            if reading.scalars[-1][name] is None:
+                reading.scalars[-1][name] = value
     return norms_step

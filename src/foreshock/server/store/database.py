@@ -9,7 +9,7 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
@@ -136,13 +136,6 @@ class Turns:
             self._waiting[caller] = own  # behind the others
 
 
-async def pause(closing: asyncio.Event, seconds: float) -> None:
-    """Wait `seconds`, or until `closing` is set."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await closing.wait()
-
-
 T = TypeVar("T")
 Work = Callable[[Connection], T]
 """Work on a connection, in one transaction."""
@@ -186,6 +179,25 @@ def give_up_if_cancelled(connection: Connection) -> None:
     """Called again and again where much is read. Raises ClosingError when the executor was cancelled."""
     if connection.get_execution_options()[_CANCELLED].is_set():
         raise ClosingError
+
+
+async def pause(closing: asyncio.Event, seconds: float) -> None:
+    """Wait `seconds`, or until `closing` is set."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await closing.wait()
+
+
+async def repeat(work: Callable[[], Awaitable[None]], sentence: str, seconds: float, closing: asyncio.Event) -> None:
+    """Work after every pause until `closing` is set; log this sentence when it fails, and go on."""
+    while not closing.is_set():
+        await pause(closing, seconds)
+        try:
+            await work()
+        except ClosingError:
+            return
+        except Exception as error:
+            log_store_error(f"{sentence}; it is tried again", error)
 
 
 _EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
