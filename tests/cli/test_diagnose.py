@@ -40,5 +40,5 @@ def test_a_module_and_a_head_that_do_not_exist_are_sentences(tmp_path: Path) -> 
 
 def test_no_line_ends_in_blanks_where_the_output_is_a_file() -> None:
     lines = foreshock("diagnose", str(TRACE)).stdout.splitlines()
-    assert len(lines) > 8
+    assert len(lines) > 5
     assert [line for line in lines if line.endswith(" ")] == []

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foreshock.lab.diagnosis.capture import AttentionCall, Capture
+from foreshock.lab.diagnosis.calls import AttentionCall, Capture
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.monitor import attach

@@ -12,8 +12,8 @@ from tests.lab.planted import Attention, called
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.kernels.flash_attention.statistics import new_state
+from foreshock.lab.diagnosis.calls import measured
 from foreshock.lab.diagnosis.examination import examine, of_factory
-from foreshock.lab.diagnosis.measuring import measured
 from foreshock.monitor import attach
 
 _ATTENTION = "first in the forward: the output of the attention of layer"
@@ -73,7 +73,7 @@ def test_a_diagnosis_changes_neither_weights_nor_buffers() -> None:
 def test_what_is_measured_of_a_call_is_what_the_agent_counts() -> None:
     call, _ = called(Attention())
     state = new_state(2)
-    query, key, value = (x.detach().requires_grad_() for x in (call.query, call.key, call.value))
+    query, key, value = (x.detach().requires_grad_() for x in call.given[2:5])
     out = flash_attention(query, key, value, causal="top_left", numerics="kernel", state=state)
     out.sum().backward()  # type: ignore[no-untyped-call]
     sums, rows = state.view(torch.float64), state[:, Slot.ROWS]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tests.lab.planted import TINY, Attention, Model
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from foreshock.cli.main import app
-from foreshock.lab.diagnosis.examination import Head, Source, of_checkpoint, of_factory, one_sided
+from foreshock.lab.diagnosis.examination import Head, Source, of_checkpoint, of_factory
 from foreshock.lab.diagnosis.verdict import diagnose
 from foreshock.lab.training.checkpoints import Checkpoints
 from foreshock.lab.training.long_run import LongRun
@@ -99,17 +98,6 @@ def test_a_healthy_trace_gets_no_advice_but_to_keep_watching() -> None:
     assert "no head was warned about" in said.output
     assert "keep watching" in said.output
     assert "foreshock switch" not in said.output
-
-
-def test_a_one_signed_error_is_called_so_and_noise_is_not_and_each_step_weighs_the_same() -> None:
-    steps, noise = np.linspace(25.0, 5000.0, 200), np.random.default_rng(0).normal(0, 0.02, 200)
-    assert one_sided(steps, noise + 0.02)["delta z"] > 3
-    assert abs(one_sided(steps, noise)["delta z"]) < 3
-    near_a_warning = np.concatenate(
-        [np.arange(100.0, 1001, 100), np.arange(1001.0, 1101), np.arange(1200.0, 2001, 100)]
-    )
-    error = np.where((near_a_warning > 1000) & (near_a_warning <= 1100), 1.0, 0.0)
-    assert one_sided(near_a_warning, error)["delta"] == pytest.approx(100 / 2000)
 
 
 def test_a_head_far_from_zero_is_a_finding_without_any_warning() -> None:

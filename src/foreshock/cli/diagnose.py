@@ -21,8 +21,6 @@ _ROWS: Final = {
     "shift": ("shift of all scores together, nats", "+.1f"),
     "largest": ("largest |score|", ".0f"),
     "entropy": ("entropy of attention, nats", ".2f"),
-    "delta": ("error of delta, one-sided", "+.3f"),
-    "delta z": ("the same in standard errors", "+.1f"),
     "ties": ("rows with several P = 1", ".1%"),
     "output error": ("output off float64", ".2%"),
     "empty": ("rows that see no key", ".1%"),

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from foreshock.contract.metrics.catalog import read as read_metric
 from foreshock.contract.slots import Floats
-from foreshock.lab.diagnosis.capture import Capture
-from foreshock.lab.diagnosis.measuring import broken_part, measured
+from foreshock.lab.diagnosis.calls import Capture, broken_part, measured
 from foreshock.lab.diagnosis.own_code import explained, made_by
 from foreshock.lab.diagnosis.weights import load_weights, not_finite, read, some
 from foreshock.lab.recording.replay import verdicts
@@ -30,10 +29,8 @@ _RECORDED: Final = {
     "offset": "head.score_offset",
     "largest": "head.row_max_abs",
     "ties": "head.tied_rows_one",
-    "delta": "head.delta_bias",
 }
 """What a recording tells of a head: metrics of the catalogue by the names of cells."""
-_BLOCKS: Final = 100
 _LAST_POINTS: Final = 8
 _ONE_SIGN: Final = 0.75
 """Least mean over RMS of what the scores of a row share. Drifting heads of fast-biases had 0.70 to 0.97, heads that a
@@ -204,41 +201,19 @@ def _cells(head: int, calls: Sequence[dict[str, Floats]]) -> dict[str, float | s
 def of_recording(path: Path) -> Source:
     """Every head of a recorded run, with what today's detectors say. Raises ValueError for a file that is no trace."""
     trace = read_trace(path)
-    counted = [(sample.step, words) for sample in trace.samples if (words := sample.words()) is not None]
-    steps = np.array([step for step, _ in counted], dtype=np.float64)
-    found = {cell: [read_metric(key, words) for _, words in counted] for cell, key in _RECORDED.items()}
-    courses = {cell: np.reshape(rows, (len(counted), len(trace.heads))) for cell, rows in found.items()}
+    counted = [words for sample in trace.samples if (words := sample.words()) is not None]
+    found = {cell: np.array([read_metric(key, words) for words in counted]) for cell, key in _RECORDED.items()}
     warned: dict[tuple[int | None, int | None], tuple[int, str]] = {}
     for verdict in verdicts(trace):  # a later one may correct the cause
         first = warned.get((verdict.layer, verdict.head), (verdict.step, ""))[0]
         warned[verdict.layer, verdict.head] = first, verdict.cause
     source = Source(path.name)
-    for number, (layer, head) in enumerate(trace.heads):
-        cells = {cell: _last(course[:, number]) for cell, course in courses.items() if cell != "delta"}
-        cells |= one_sided(steps, courses["delta"][:, number])
-        shown: dict[str, float | str] = {name: value for name, value in cells.items() if math.isfinite(value)}
-        if (layer, head) in warned:
-            shown["warned"] = ", ".join(map(str, warned[layer, head]))
-        source.heads.append(Head(path.name, layer, head, shown))
+    for number, place in enumerate(trace.heads):
+        known = {cell: column[np.isfinite(column)] for cell, column in ((c, f[:, number]) for c, f in found.items())}
+        cells: dict[str, float | str] = {
+            c: float(each[-_LAST_POINTS:].mean()) for c, each in known.items() if len(each)
+        }
+        if place in warned:
+            cells["warned"] = ", ".join(map(str, warned[place]))
+        source.heads.append(Head(path.name, *place, cells))
     return source
-
-
-def one_sided(steps: Floats, bias: Floats) -> dict[str, float]:
-    """The one-sidedness of delta's error, a mean over steps, and the same in standard errors of blocks of steps.
-
-    Near a warning an agent samples every step: a step weighs the same, however many of its neighbours were sampled.
-    """
-    spans = np.diff(steps, prepend=0.0)
-    known = np.isfinite(bias) & (spans > 0)
-    _, block = np.unique(steps[known] // max(steps[-1:].sum() / _BLOCKS, 1.0), return_inverse=True)
-    lengths = np.bincount(block, spans[known])
-    means = np.bincount(block, spans[known] * bias[known]) / lengths
-    error = float(means.std()) / math.sqrt(len(means)) if len(means) > 1 else 0.0
-    mean = float(np.average(means, weights=lengths)) if error > 0 else 0.0
-    return {"delta": mean, "delta z": mean / error} if error > 0 else {}
-
-
-def _last(values: Floats) -> float:
-    """Mean of the last points that were recorded; NaN where there are none."""
-    known = values[np.isfinite(values)][-_LAST_POINTS:]
-    return float(known.mean()) if len(known) else math.nan

@@ -49,13 +49,7 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
     if missing := [name for name in left_out if name in parameters and wanted[name].data_ptr() not in held]:
         raise ValueError(f"{path} lacks {some(missing)}, which {type(model).__name__} has; give the whole model")
     extra = [name for name in given if name not in names]
-    narrow = sorted({str(x.dtype).removeprefix("torch.") for x in found.values() if _is_narrow(x)})
-    notes = [f"{path.name}: {some(extra)} belong to no part of the model and were left out."] if extra else []
-    if narrow:
-        notes.append(
-            f"{path.name} keeps weights as {', '.join(narrow)}: they are examined as they stand there, without scales."
-        )
-    return notes
+    return [f"{path.name}: {some(extra)} belong to no part of the model and were left out."] if extra else []
 
 
 def not_finite(model: nn.Module) -> list[str]:
@@ -137,7 +131,3 @@ def _named_alike(given: list[str], wanted: list[str]) -> dict[str, str]:
     put = {name.removesuffix(longest_given) for name in plain if name.endswith(f".{longest_given}")}
     choices = [("", ""), *((prefix, "") for prefix in sorted(taken)), *(("", prefix) for prefix in sorted(put))]
     return max((fitting(*choice) for choice in choices), key=len)  # the first of equals: as it is
-
-
-def _is_narrow(tensor: Tensor) -> bool:
-    return tensor.element_size() == 1 and tensor.dtype != torch.bool
