@@ -5,7 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,14 +15,12 @@ import httpx
 import pytest
 import yaml
 from tests.dashboards.shipped import SWITCHING, TEMPLATES, Receivers, alertmanager_config, prometheus_config
-from tests.dashboards.test_live_queries import alerting, free_port, wait_for
+from tests.e2e.running import alertmanager, eventually, prometheus, starter
 
 from foreshock.dashboards.rules import Links, prometheus_rules
 from foreshock.server.http.webhooks import SWITCHING_ALERTS
 
 pytestmark = pytest.mark.servers
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass
@@ -85,37 +83,32 @@ def outside(world: World) -> Iterator[str]:
 @contextmanager
 def told(folder: Path, world: World) -> Iterator[str]:
     """Prometheus with the shipped rules, a minute of which is 250 ms here, and Alertmanager; the latter's address."""
-    address, prometheus = (f"127.0.0.1:{free_port()}" for _ in range(2))
     rules = prometheus_rules(Links())
     for rule in rules["groups"][0]["rules"]:
         for key in ("for", "keep_firing_for"):
             if key in rule:
                 rule[key] = re.sub(r"(\d+)m", lambda minutes: f"{250 * int(minutes[1])}ms", rule[key])
     (folder / "rules.yml").write_text(yaml.safe_dump(rules))
-    with ExitStack() as running:
-        here = running.enter_context(outside(world))
-        (folder / "prometheus.yml").write_text(
-            prometheus_config(here, folder / "rules.yml", address, scrape_interval="500ms", evaluation_interval="500ms")
+    with outside(world) as here, starter(folder) as start:
+        config = alertmanager_config(
+            f"http://{here}/service",
+            None,
+            templates=TEMPLATES,
+            receivers=Receivers(
+                slack=f"http://{here}/slack",
+                webhook=f"http://{here}/people",
+                dead_mans_switch=f"http://{here}/dead-mans-switch",
+            ),
+            group_wait="1s",
+            group_interval="2s",
+            watchdog_interval="1s",
+            fleet_wait="4s",
+            fleet_interval="8s",
         )
-        (folder / "alertmanager.yml").write_text(
-            alertmanager_config(
-                f"http://{here}/service",
-                None,
-                templates=TEMPLATES,
-                receivers=Receivers(
-                    slack=f"http://{here}/slack",
-                    webhook=f"http://{here}/people",
-                    dead_mans_switch=f"http://{here}/dead-mans-switch",
-                ),
-                group_wait="1s",
-                group_interval="2s",
-                watchdog_interval="1s",
-                fleet_wait="4s",
-                fleet_interval="8s",
-            )
-        )
-        running.enter_context(alerting(folder, address, prometheus))
-        yield f"http://{address}"
+        called = alertmanager(start, folder, config)
+        pace: dict[str, Any] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
+        prometheus(start, folder, prometheus_config(here, folder / "rules.yml", called.address, **pace))
+        yield called.url
 
 
 def silent_runs(count: int) -> str:
@@ -134,10 +127,10 @@ def test_two_hundred_runs_that_fall_silent_make_two_messages_at_most_and_two_whe
     world = World(lambda: "foreshock_run_active 0\n" if back.is_set() else silent_runs(200))
     with told(tmp_path, world):
         silent = {("ForeshockRunUnreachable", f"sweep-{number}") for number in range(200)}
-        wait_for("every silent run in a message of the service's", lambda: world.alerts("/service") >= silent)
-        wait_for("a message to people", lambda: bool(world.to("/slack")))
+        eventually("every silent run in a message of the service's", lambda: world.alerts("/service") >= silent)
+        eventually("a message to people", lambda: bool(world.to("/slack")))
         back.set()
-        wait_for("the word that it is over", lambda: "Resolved" in json.dumps(world.to("/slack")))
+        eventually("the word that it is over", lambda: "Resolved" in json.dumps(world.to("/slack")))
         messages = [body["attachments"][0] for body in world.to("/slack")]
     fired = [message for message in messages if "Resolved" not in message["title"]]
     assert len(fired) <= 2
@@ -151,19 +144,19 @@ def test_a_dead_service_is_told_to_people_and_not_to_itself_and_holds_back_what_
 ) -> None:
     dead = threading.Event()
     world = World(lambda: None if dead.is_set() else silent_runs(1))
-    with told(tmp_path, world) as alertmanager:
-        wait_for("the watchdog outside", lambda: len(world.to("/dead-mans-switch")) > 1)
-        wait_for("the silent run", lambda: ("ForeshockRunUnreachable", "sweep-0") in world.alerts("/people"))
+    with told(tmp_path, world) as address:
+        eventually("the watchdog outside", lambda: len(world.to("/dead-mans-switch")) > 1)
+        eventually("the silent run", lambda: ("ForeshockRunUnreachable", "sweep-0") in world.alerts("/people"))
         dead.set()
-        wait_for("the dead service", lambda: ("ForeshockServiceDown", "") in world.alerts("/people"))
+        eventually("the dead service", lambda: ("ForeshockServiceDown", "") in world.alerts("/people"))
         late = {"alertname": "ForeshockRunHung", "run": "late", "severity": "warning"}
-        httpx.post(f"{alertmanager}/api/v2/alerts", json=[{"labels": late}], trust_env=False).raise_for_status()
+        httpx.post(f"{address}/api/v2/alerts", json=[{"labels": late}], trust_env=False).raise_for_status()
 
         def state() -> str:
-            found = httpx.get(f"{alertmanager}/api/v2/alerts", trust_env=False).json()
+            found = httpx.get(f"{address}/api/v2/alerts", trust_env=False).json()
             return str(next(a["status"]["state"] for a in found if a["labels"] == late))
 
-        wait_for("an alert of a run held back", lambda: state() == "suppressed")
+        eventually("an alert of a run held back", lambda: state() == "suppressed")
     assert ("ForeshockServiceDown", "") not in world.alerts("/service")
     assert ("ForeshockRunHung", "late") not in world.alerts("/people")
 
@@ -177,8 +170,8 @@ def test_a_run_s_alerts_are_one_message_and_a_critical_one_holds_its_warnings_ba
     def alert(name: str, run: str, severity: str, **labels: str) -> dict[str, Any]:
         return {"labels": {"alertname": name, "run": run, "severity": severity, **labels}, "annotations": {}}
 
-    with told(tmp_path, world) as alertmanager:
-        wait_for("the watchdog", lambda: bool(world.to("/service")) or bool(world.to("/dead-mans-switch")))
+    with told(tmp_path, world) as address:
+        eventually("the watchdog", lambda: bool(world.to("/service")) or bool(world.to("/dead-mans-switch")))
         given = [
             alert("ForeshockLossJumped", "a", "critical"),
             alert("ForeshockSwitchNotArrested", "a", "critical"),
@@ -186,10 +179,10 @@ def test_a_run_s_alerts_are_one_message_and_a_critical_one_holds_its_warnings_ba
             alert(SWITCHING, "a", "warning", layer="0", head="1"),
             alert("ForeshockAgentFault", "b", "warning"),
         ]
-        httpx.post(f"{alertmanager}/api/v2/alerts", json=given, trust_env=False).raise_for_status()
-        wait_for("run b", lambda: ("ForeshockAgentFault", "b") in world.alerts("/people"))
-        wait_for("run a", lambda: ("ForeshockLossJumped", "a") in world.alerts("/people"))
-        wait_for("the switch", lambda: (SWITCHING, "a") in world.alerts("/service"))
+        httpx.post(f"{address}/api/v2/alerts", json=given, trust_env=False).raise_for_status()
+        eventually("run b", lambda: ("ForeshockAgentFault", "b") in world.alerts("/people"))
+        eventually("run a", lambda: ("ForeshockLossJumped", "a") in world.alerts("/people"))
+        eventually("the switch", lambda: (SWITCHING, "a") in world.alerts("/service"))
     [of_a] = [body for body in world.to("/people") if body["groupLabels"] == {"run": "a"}]
     told_of_a = {alert["labels"]["alertname"] for alert in of_a["alerts"]}
     assert told_of_a == {"ForeshockLossJumped", "ForeshockSwitchNotArrested", SWITCHING}
@@ -215,9 +208,9 @@ def test_people_are_told_heads_mode_and_command_and_it_is_over_when_the_run_has_
     world = World(metrics)
     with told(tmp_path, world):
         both = {(SWITCHING, "a"), ("ForeshockLossNotFinite", "a")}
-        wait_for("both alerts", lambda: both <= world.alerts("/people"))
+        eventually("both alerts", lambda: both <= world.alerts("/people"))
         ended.set()
-        wait_for("the word that both are over", lambda: both <= world.alerts("/people", "resolved"))
+        eventually("the word that both are over", lambda: both <= world.alerts("/people", "resolved"))
         texts = [body["attachments"][0]["text"] for body in world.to("/slack")]
     assert any(
         "Run a: attention becomes unstable in layer 4 head 2 (rounding)." in text and f"To do: {command}" in text

@@ -6,15 +6,9 @@ a real training run.
 """
 
 import json
-import os
-import socket
-import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +17,7 @@ import pytest
 import yaml
 from tests.dashboards.live import ask, queries
 from tests.dashboards.shipped import alertmanager_config, prometheus_config
+from tests.e2e.running import alertmanager, eventually, prometheus, starter
 
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Ack, AgentHealth, Array, Clipped, Event
@@ -35,7 +30,6 @@ pytestmark = pytest.mark.servers
 RUN = "a.b/c-1"  # a dot and a slash: both mean something in patterns and addresses
 TOKENS = {"agent": "agent-of-the-test", "prometheus": "scraper-of-the-test", "alertmanager": "alerts-of-the-test"}
 SCOPES: dict[str, Any] = {"agent": ("ingest",), "prometheus": ("read",), "alertmanager": ("act",)}
-PATIENCE_SECONDS = 120.0
 
 
 class Training(threading.Thread):
@@ -86,66 +80,6 @@ class Training(threading.Thread):
         return [measured, clipped, AgentHealth(step=step, dropped={"queue_full": 1}, faults={"collector": 1})]
 
 
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextmanager
-def process(log: Path, *command: str) -> Iterator[None]:
-    """A server that is stopped at the end; what it said is shown when a test fails."""
-    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as running:
-        try:
-            yield
-        finally:
-            running.terminate()
-            running.wait(timeout=10)
-            print(log.read_text())
-
-
-@contextmanager
-def alerting(folder: Path, alertmanager: str, prometheus: str, *before: str) -> Iterator[None]:
-    """Alertmanager and Prometheus at these addresses, configured in `folder`; `before` begins their commands."""
-    with (
-        process(
-            folder / "alertmanager.log",
-            *before,
-            "prometheus-alertmanager",
-            f"--config.file={folder}/alertmanager.yml",
-            f"--storage.path={folder}/alertmanager-data",
-            f"--web.listen-address={alertmanager}",
-            "--cluster.listen-address=",
-        ),
-        process(
-            folder / "prometheus.log",
-            *before,
-            "prometheus",
-            f"--config.file={folder}/prometheus.yml",
-            f"--storage.tsdb.path={folder}/prometheus-data",
-            f"--web.listen-address={prometheus}",
-            # What fires before Prometheus has found Alertmanager is lost, and sent again after this (default 1m).
-            "--rules.alert.resend-delay=1s",
-        ),
-    ):
-        yield
-
-
-def wait_for(what: str, condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds; a server that is not up yet counts as not yet."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            if condition():
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise AssertionError(f"{what}: not within {PATIENCE_SECONDS:.0f} s")
-
-
 @dataclass(frozen=True)
 class Stack:
     """What runs, and questions to it."""
@@ -161,51 +95,43 @@ class Stack:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
-    prometheus, alertmanager = (f"127.0.0.1:{free_port()}" for _ in range(2))
     tokens = [Token.of(name, TOKENS[name], SCOPES[name]).model_dump() for name in TOKENS]
+    (secrets := folder / "secrets").mkdir()
     for name, token in TOKENS.items():
-        (folder / name).write_text(token)
-    nice = ("nice", "-n", str(max(0, 10 - os.nice(0))))
-    with ExitStack() as running:
-        service = running.enter_context(LiveService(folder, {"FORESHOCK_TOKENS": json.dumps(tokens)}))
+        (secrets / name).write_text(token)
+    with LiveService(folder, {"FORESHOCK_TOKENS": json.dumps(tokens)}) as service, starter(folder) as start:
         training = Training(service)
         training.start()
-        running.callback(training.join)
-        running.callback(training.over.set)
-        (folder / "rules.yml").write_text(yaml.safe_dump(prometheus_rules(Links())))
-        (folder / "prometheus.yml").write_text(
-            prometheus_config(
+        try:
+            (folder / "rules.yml").write_text(yaml.safe_dump(prometheus_rules(Links())))
+            hook = f"{service.url}/v1/webhooks/alertmanager"
+            waits: dict[str, Any] = {"group_wait": "100ms", "group_interval": "1s"}
+            config = alertmanager_config(hook, secrets / "alertmanager", watchdog_interval="1s", **waits)
+            called = alertmanager(start, folder, config)
+            config = prometheus_config(
                 service.url.removeprefix("http://"),
                 folder / "rules.yml",
-                alertmanager,
+                called.address,
                 scrape_interval="500ms",
                 evaluation_interval="500ms",
-                token_file=folder / "prometheus",
+                token_file=secrets / "prometheus",
             )
-        )
-        (folder / "alertmanager.yml").write_text(
-            alertmanager_config(
-                f"{service.url}/v1/webhooks/alertmanager",
-                folder / "alertmanager",
-                group_wait="100ms",
-                group_interval="1s",
-                watchdog_interval="1s",
-            )
-        )
-        running.enter_context(alerting(folder, alertmanager, prometheus, *nice))
-        found = Stack(f"http://{prometheus}")
-        wait_for("Prometheus", lambda: found.value('up{job="foreshock"}') == 1)
-        yield found
+            found = Stack(prometheus(start, folder, config).url)
+            eventually("a scrape", lambda: found.value('up{job="foreshock"}') == 1)
+            yield found
+        finally:
+            training.over.set()
+            training.join()
 
 
 def test_a_warning_comes_back_to_the_run_as_an_order_and_the_watchdog_again_and_again(stack: Stack) -> None:
     mode = f'foreshock_head_mode{{run="{RUN}", layer="0", head="2"}}'
-    wait_for("the switched head", lambda: stack.value(mode) == 1)
+    eventually("the switched head", lambda: stack.value(mode) == 1)
     assert stack.value(f"count_over_time(({mode} == 0)[1m:500ms])") > 0, "it was plain before"
     assert stack.value('foreshock_service_webhooks_total{sender="alertmanager", result="ordered"}') == 1
-    wait_for("the watchdog", lambda: stack.value('foreshock_service_webhooks_total{result="watchdog"}') >= 2)
+    eventually("the watchdog", lambda: stack.value('foreshock_service_webhooks_total{result="watchdog"}') >= 2)
     applied = f'foreshock_switch_outcomes_total{{run="{RUN}", mode="exact_delta", outcome="applied"}}'
-    wait_for("the confirmed switch", lambda: stack.value(applied) == 1)
+    eventually("the confirmed switch", lambda: stack.value(applied) == 1)
 
 
 def test_every_query_of_every_board_and_rule_finds_something(stack: Stack) -> None:
@@ -223,7 +149,7 @@ def test_every_query_of_every_board_and_rule_finds_something(stack: Stack) -> No
         return not missing
 
     try:
-        wait_for("an answer to every query", none_missing)
+        eventually("an answer to every query", none_missing)
     except AssertionError:
         assert missing == {}
 
@@ -233,7 +159,7 @@ def test_prometheus_loads_every_rule_and_finds_no_fault_in_evaluating_it(stack: 
         groups = httpx.get(f"{stack.prometheus}/api/v1/rules").json()["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
-    wait_for("every rule evaluated", lambda: all(rule["health"] != "unknown" for rule in evaluated()))
+    eventually("every rule evaluated", lambda: all(rule["health"] != "unknown" for rule in evaluated()))
     assert {rule["name"]: rule["health"] for rule in evaluated()} == {alert.name: "ok" for _, alert in alerts()}
     firing = {rule["name"] for rule in evaluated() if rule["state"] == "firing"}
     assert firing == {

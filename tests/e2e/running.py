@@ -25,7 +25,7 @@ def free_port() -> int:
         return port
 
 
-def eventually(what: str, look: Callable[[], T | None], seconds: float = 30.0, every: float = 0.1) -> T:
+def eventually(what: str, look: Callable[[], T | None], seconds: float = 120.0, every: float = 0.1) -> T:
     """The first truthy answer of `look`; fails with `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from tests.dashboards.shipped import TEMPLATES, Receivers, alertmanager_config, prometheus_config
 from tests.dashboards.test_alertmanager import World, outside
-from tests.dashboards.test_live_queries import alerting, free_port, wait_for
+from tests.e2e.running import alertmanager, eventually, prometheus, starter
 from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import text, wait
 from tests.server.ui.test_when_it_matters import warn_about
@@ -34,7 +34,6 @@ DRIFTS, DIVES = "team/sweep:7", "team/dives.2"
 def links(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, str]]]:
     """Title and link of the alert about each run, as a receiver of people got them."""
     folder = tmp_path_factory.mktemp("links")
-    prometheus, alertmanager = (f"127.0.0.1:{free_port()}" for _ in range(2))
     world = World()
     with ExitStack() as running:
         service = Service(folder)
@@ -52,20 +51,19 @@ def links(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
             feeder.train(3, every=100)
         here = running.enter_context(outside(world))
         (folder / "rules.yml").write_text(yaml.safe_dump(prometheus_rules(Links(service=service.url))))
-        scraped = service.url.removeprefix("http://")
-        (folder / "prometheus.yml").write_text(
-            prometheus_config(
-                scraped, folder / "rules.yml", alertmanager, scrape_interval="500ms", evaluation_interval="500ms"
-            )
-        )
         receivers = Receivers(webhook=f"http://{here}/people", slack=f"http://{here}/slack")
-        templates = TEMPLATES
-        (folder / "alertmanager.yml").write_text(
-            alertmanager_config(f"{service.url}/v1/webhooks/alertmanager", None, templates=templates,
-                                receivers=receivers, group_wait="500ms", group_interval="1s")
-        )  # fmt: skip
-        running.enter_context(alerting(folder, alertmanager, prometheus))
-        wait_for("both alerts", lambda: len(world.alerts("/people")) == 2 and len(world.to("/slack")) == 2)
+        start = running.enter_context(starter(folder))
+        hook = f"{service.url}/v1/webhooks/alertmanager"
+        pace: dict[str, Any] = {"group_wait": "500ms", "group_interval": "1s"}
+        config = alertmanager_config(hook, None, templates=TEMPLATES, receivers=receivers, **pace)
+        called = alertmanager(start, folder, config).address
+        scraped, often = service.url.removeprefix("http://"), "500ms"
+        prometheus(
+            start,
+            folder,
+            prometheus_config(scraped, folder / "rules.yml", called, scrape_interval=often, evaluation_interval=often),
+        )
+        eventually("both alerts", lambda: len(world.alerts("/people")) == 2 and len(world.to("/slack")) == 2)
         told = [alert for body in world.to("/people") for alert in body["alerts"]]
         found = {a["labels"]["run"]: (a["annotations"]["summary"], a["annotations"]["page_url"]) for a in told}
         for message in (body["attachments"][0]["text"] for body in world.to("/slack")):
