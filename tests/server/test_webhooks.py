@@ -1,3 +1,5 @@
+"""An alert may ask for a switch, within the run's policy and bounds, once; it never does more."""
+
 import time
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +9,8 @@ from tests.server.orders import order
 
 from foreshock.contract.wire import Finished, Policy
 from foreshock.server.testing import FakeRank
+
+pytestmark = pytest.mark.promise("S9")
 
 
 def delivery(status: str = "firing", **changes: str) -> dict[str, Any]:
@@ -23,11 +27,21 @@ def delivery(status: str = "firing", **changes: str) -> dict[str, Any]:
     return {"version": "4", "receiver": "foreshock", "status": status, "alerts": [alert], "truncatedAlerts": 0}
 
 
-async def alert(service: Any, body: dict[str, Any]) -> str:
+async def results(service: Any, body: dict[str, Any]) -> list[str]:
     answer = await service.client.post("/v1/webhooks/alertmanager", json=body)
     assert answer.status_code == 200, answer.text
-    [result] = answer.json()["results"]
-    return str(result).split(":")[0]
+    found: list[str] = answer.json()["results"]
+    return found
+
+
+async def alert(service: Any, body: dict[str, Any]) -> str:
+    [result] = await results(service, body)
+    return result.split(":")[0]
+
+
+async def ordered(service: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+    return found
 
 
 async def start(service: Any, policy: Policy) -> FakeRank:
@@ -37,53 +51,35 @@ async def start(service: Any, policy: Policy) -> FakeRank:
     return rank
 
 
-@pytest.mark.promise("S9")
 @pytest.mark.parametrize(
     ("policy", "result", "states"),
     [("auto", "ordered", ["pending"]), ("approve", "proposed", ["proposed"]), ("observe", "observed", [])],
 )
-async def test_an_alert_does_what_the_runs_policy_lets_it(
+async def test_an_alert_does_what_the_runs_policy_lets_it_and_nothing_once_the_run_has_ended(
     service: Any, policy: Policy, result: str, states: list[str]
 ) -> None:
     rank = await start(service, policy)
     assert await alert(service, delivery()) == result
-    commands = (await service.get("/v1/runs/run-1/commands"))["commands"]
-    assert [(c["state"], c["source"], c["heads"], c["mode"]) for c in commands] == [
-        (state, "alertmanager", [[0, 0], [0, 1], [0, 2]], "exact_delta") for state in states
-    ]
-    assert len((await service.store(rank, rank.sample(2))).commands) == (policy == "auto")
+    assert [command["state"] for command in await ordered(service)] == states
     assert (await service.get("/v1/audit"))["rows"][-1]["actor"] == "alertmanager"
+    if states:
+        await service.store(rank, Finished(step=2, unix_seconds=2.0, status="failed"))
+        again = delivery()
+        again["alerts"][0]["startsAt"] += "later"
+        assert await results(service, again) == ["refused: every rank that holds these heads has ended"]
 
 
-@pytest.mark.promise("S9")
-@pytest.mark.parametrize("policy", ["auto", "approve"])
-async def test_no_alert_orders_a_switch_of_a_run_that_has_ended(service: Any, policy: Policy) -> None:
-    rank = await start(service, policy)
-    await service.store(rank, Finished(step=2, unix_seconds=2.0, status="failed"))
-    body = delivery()
-    answer = await service.client.post("/v1/webhooks/alertmanager", json=body)
-    assert answer.json()["results"] == ["refused: every rank that holds these heads has ended"]
-    assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
-
-
-@pytest.mark.promise("S9")
-@pytest.mark.parametrize("policy", ["auto", "approve"])
 @pytest.mark.parametrize(
     ("cause", "signal", "told"),
     [("other", "nonfinite", "not finite"), ("other", "score", "other"), ("score growth", "score", "score growth")],
 )
-async def test_no_alert_orders_a_switch_that_cannot_help(
-    service: Any, policy: Policy, cause: str, signal: str, told: str
-) -> None:
+async def test_no_alert_orders_a_switch_that_cannot_help(service: Any, cause: str, signal: str, told: str) -> None:
     rank = FakeRank()
     verdict = rank.verdict(1, cause=cause, signal=signal, severity="critical")
-    await service.store(rank, rank.started(policy=policy), rank.sample(1), verdict)
+    await service.store(rank, rank.started(policy="auto"), rank.sample(1), verdict)
     assert await alert(service, delivery(cause=told, signal=signal)) == "observed"
     assert await alert(service, delivery(cause="rounding")) == "refused"  # an alert that the store does not bear out
-    assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
-    [incident] = (await service.get("/v1/runs/run-1/incidents"))["incidents"]
-    assert incident["act"] == "none"
-    assert incident["done"].startswith("No head was switched")
+    assert await ordered(service) == []
 
 
 @pytest.mark.full
@@ -95,12 +91,10 @@ async def test_an_alert_about_an_incident_switches_what_the_run_would_switch_by_
     started = rank.started(policy="auto").model_copy(update={"switch_scope": scope})
     warned = [rank.verdict(1, layer=1, head=head, name=f"w{head}") for head in (0, 1)]
     await service.store(rank, started, rank.sample(1), *warned)
-    labels = {"state": "open", "act": "switch", "severity": "warning"}
-    assert await alert(service, delivery(**labels)) == "ordered"
-    [command] = (await service.get("/v1/runs/run-1/commands"))["commands"]
-    assert len(command["heads"]) == heads
+    assert await alert(service, delivery(state="open", act="switch", severity="warning")) == "ordered"
+    assert [len(command["heads"]) for command in await ordered(service)] == [heads]
     assert (await service.store(rank, rank.sample(2, mode=1))).commands
-    assert await alert(service, delivery(**labels | {"state": "switched"})) in ("observed", "duplicate")
+    assert await alert(service, delivery(state="switched")) in ("observed", "duplicate")
 
 
 async def alerts_of_three_heads(service: Any, after_each: Callable[[], None] = lambda: None) -> list[str]:
@@ -118,48 +112,44 @@ async def alerts_of_three_heads(service: Any, after_each: Callable[[], None] = l
     return found
 
 
-def test_webhook_switches_have_a_cool_down(play: Any) -> None:
-    async def quiet(service: Any) -> None:
-        assert await alerts_of_three_heads(service) == ["ordered", "refused", "refused"]
-        assert (await service.get("/v1/audit"))["rows"][0]["action"] == "webhook refused"
-
-    async def busy(service: Any) -> None:
-        assert await alerts_of_three_heads(service) == ["ordered", "ordered", "ordered"]
-
-    play(quiet)
-    play(busy, name="busy", webhook_cooldown_seconds=0)
-
-
-async def test_a_switch_ordered_by_a_clock_that_was_ahead_holds_up_no_other_once_it_is_right(
-    service: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("seconds", "ahead", "found"),
+    [
+        (300.0, 0.0, ["ordered", "refused", "refused"]),
+        (0.0, 0.0, ["ordered"] * 3),
+        (300.0, 86_400.0, ["ordered", "ordered", "refused"]),
+    ],
+    ids=["a cool-down", "none", "ordered by a clock that was ahead and is set right"],
+)
+def test_switches_that_webhooks_order_have_a_cool_down(
+    play: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, ahead: float, found: list[str]
 ) -> None:
-    right, ahead = time.time, [86_400.0]
-    monkeypatch.setattr(time, "time", lambda: right() + ahead[0])
+    right, clock = time.time, [ahead]
+    monkeypatch.setattr(time, "time", lambda: right() + clock[0])
 
-    def set_right() -> None:
-        ahead[0] = 0.0
+    async def story(service: Any) -> None:
+        assert await alerts_of_three_heads(service, lambda: clock.__setitem__(0, 0.0)) == found
 
-    found = await alerts_of_three_heads(service, set_right)
-    assert found == ["ordered", "ordered", "refused"]
+    play(story, webhook_cooldown_seconds=seconds)
 
 
-async def test_an_alert_that_was_refused_for_a_passing_reason_acts_when_it_is_repeated(service: Any) -> None:
+async def test_an_alert_that_was_refused_for_a_passing_reason_acts_when_it_is_repeated_and_then_no_more(
+    service: Any,
+) -> None:
     await start(service, "auto")
-    other = {"who": "ann", "reason": "to look", "heads": [[0, 0]], "mode": "exact_delta"}
-    under_way = (await service.client.post("/v1/runs/run-1/commands", json=other)).json()["id"]
+    under_way = (await order(service, heads=[[0, 0]])).json()["id"]
     assert await alert(service, delivery()) == "refused"
     await service.client.post(f"/v1/commands/{under_way}/cancel", json={"who": "ann", "reason": "seen"})
     assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
 
 
-@pytest.mark.promise("S9")
 @pytest.mark.settings(webhook_cooldown_seconds=0)
 async def test_an_alert_acts_once_for_the_same_heads_and_again_for_a_head_that_joined_its_incident(
     service: Any,
 ) -> None:
     rank = FakeRank()
     await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1, head=0))
-    assert [await alert(service, delivery()) for _ in range(3)] == ["ordered", "duplicate", "duplicate"]
+    assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
     assert await alert(service, delivery("resolved")) == "ignored"
     [sent] = (await service.store(rank, rank.sample(2))).commands
     await service.store(rank, rank.answer(sent, 2), rank.verdict(3, head=1, name="joined"))
@@ -175,63 +165,53 @@ async def test_a_head_that_another_mode_has_cured_is_not_switched_again(service:
     assert await alert(service, delivery()) == "observed"
 
 
+async def test_a_proposal_that_was_rejected_holds_up_none_for_another_head(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="approve"), rank.sample(1), rank.verdict(1, head=0))
+    assert await alert(service, delivery()) == "proposed"
+    [proposal] = await ordered(service)
+    await service.client.post(f"/v1/commands/{proposal['id']}/reject", json={"who": "ann", "reason": "noise"})
+    await service.store(rank, rank.verdict(3, head=1, name="joined"))
+    assert await alert(service, delivery()) == "proposed"
+    assert [command["heads"] for command in await ordered(service)] == [[[0, 1]], [[0, 0]]]
+
+
 async def test_one_odd_alert_holds_up_no_other_of_its_delivery(service: Any) -> None:
     """An Alertmanager does not repeat a delivery that was refused whole."""
     await start(service, "auto")
     [good], [watchdog] = delivery()["alerts"], delivery(alertname="ForeshockWatchdog")["alerts"]
     odd = [good | {"fingerprint": None}, good | {"labels": {"run": "x" * 1025}}, "text", {}]
     unknown = [delivery(alertname="Other")["alerts"][0]] * 1000
-    body = delivery() | {"alerts": [*odd, *unknown, watchdog, good]}
-    answer = await service.client.post("/v1/webhooks/alertmanager", json=body)
-    assert answer.status_code == 200, answer.text
-    results = answer.json()["results"]
-    assert len(results) == len(body["alerts"])
-    assert all(one.startswith("refused: ") for one in results[:4])
-    assert results[0] == "refused: fingerprint: Input should be a valid string"
-    assert set(results[4:-2]) == {"ignored: no action is tied to this alert"}
-    assert results[-2:] == ["watchdog", "ordered"]
-
-
-async def test_an_alert_of_an_incident_that_is_closed_switches_nothing(service: Any) -> None:
-    rank = await start(service, "auto")
-    quiet = [rank.verdict(2, head=head, name=f"warn-{head}", state="cleared") for head in rank.layers[0].heads]
-    await service.store(rank, *quiet)
-    told = await service.client.post("/v1/webhooks/alertmanager", json=delivery())
-    assert told.json()["results"] == ["refused: the run has no open incident of this cause"]
+    found = await results(service, delivery() | {"alerts": [*odd, *unknown, watchdog, good]})
+    assert len(found) == 1006
+    assert all(one.startswith("refused: ") for one in found[:4])
+    assert found[0] == "refused: fingerprint: Input should be a valid string"
+    assert set(found[4:-2]) == {"ignored: no action is tied to this alert"}
+    assert found[-2:] == ["watchdog", "ordered"]
+    [line] = [
+        line
+        for line in (await service.client.get("/metrics")).text.splitlines()
+        if line.startswith("foreshock_service_watchdog_timestamp_seconds ")
+    ]
+    assert abs(float(line.split()[1]) - time.time()) < 30
 
 
 @pytest.mark.parametrize(
     ("changes", "result"),
     [
-        ({"alertname": "SomethingElse"}, "ignored"),
-        ({"run": "nobody"}, "refused"),
-        ({"run": "<img src=x>"}, "refused"),
-        ({"cause": ""}, "refused"),
-        ({"cause": "score growth"}, "refused"),
+        ({"alertname": "SomethingElse"}, "ignored: no action is tied to this alert"),
+        ({"run": "<img src=x>"}, "refused: no run has this name"),
+        ({"cause": ""}, "refused: the run has no open incident of this cause"),
+        ({}, "refused: the run has no open incident of this cause"),
     ],
+    ids=["another alert", "another run", "no cause", "an incident that is closed"],
 )
-async def test_an_alert_about_nothing_we_know_switches_nothing(
+async def test_an_alert_about_nothing_that_is_open_switches_nothing(
     service: Any, changes: dict[str, str], result: str
 ) -> None:
-    await start(service, "auto")
-    assert await alert(service, delivery(**changes)) == result
-    assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
-
-
-async def test_the_watchdog_is_seen_on_metrics(service: Any) -> None:
-    assert await alert(service, delivery(alertname="ForeshockWatchdog")) == "watchdog"
-    text = (await service.client.get("/metrics")).text
-    [line] = [x for x in text.splitlines() if x.startswith("foreshock_service_watchdog_timestamp_seconds ")]
-    assert abs(float(line.split()[1]) - time.time()) < 30
-
-
-async def test_a_proposal_that_was_rejected_holds_up_none_for_another_head(service: Any) -> None:
-    rank = FakeRank()
-    await service.store(rank, rank.started(policy="approve"), rank.sample(1), rank.verdict(1, head=0))
-    assert await alert(service, delivery()) == "proposed"
-    [proposal] = (await service.get("/v1/runs/run-1/commands"))["commands"]
-    await service.client.post(f"/v1/commands/{proposal['id']}/reject", json={"who": "ann", "reason": "noise"})
-    await service.store(rank, rank.verdict(3, head=1, name="joined"))
-    assert await alert(service, delivery()) == "proposed"
-    heads = [command["heads"] for command in (await service.get("/v1/runs/run-1/commands"))["commands"]]
-    assert heads == [[[0, 1]], [[0, 0]]]
+    rank = await start(service, "auto")
+    if not changes:
+        heads = rank.layers[0].heads
+        await service.store(rank, *(rank.verdict(2, head=h, name=f"warn-{h}", state="cleared") for h in heads))
+    assert await results(service, delivery(**changes)) == [result]
+    assert await ordered(service) == []
