@@ -1,4 +1,5 @@
 import asyncio
+import json
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -154,49 +155,34 @@ def test_settings_refuse_a_url_that_may_not_be_used_and_show_none() -> None:
     assert Notifier.of(object(), Settings()) is None  # type: ignore[arg-type]
 
 
-def test_a_warning_a_switch_and_a_waiting_command_are_told_in_words(play: Any, caplog: Any) -> None:
+def test_news_go_to_slack_and_to_a_webhook_in_the_same_words_and_what_is_older_than_the_service_is_not_sent(
+    play: Any, caplog: Any
+) -> None:
     hook = Hook()
 
     async def story(service: Any) -> None:
         async with hook.open() as url:
-            settings = settings_with(
-                Settings,
-                notify_slack_url=SecretStr(url),
-                notify_webhook_url=SecretStr(url),
-                notify_hosts=(HOST,),
-                token=SecretStr("a-secret-of-sixteen-or-more"),
-                public_url="https://foreshock.example.org",
-                notify_gather_seconds=0.0,
-            )
+            given: dict[str, Any] = {
+                "notify_slack_url": SecretStr(url),
+                "notify_webhook_url": SecretStr(url),
+                "notify_hosts": (HOST,),
+            }
+            given |= {"token": SecretStr("a-secret-of-sixteen-or-more"), "public_url": "https://foreshock.example.org"}
+            settings = settings_with(Settings, **given, notify_gather_seconds=0.0)
             notifier = Notifier(service.app.state.store, settings, hook.out())
-            first, second = FakeRank(rank=0), FakeRank(rank=1)
-            await service.store(first, first.started(policy="approve"), first.verdict(3, name="old", cause="other"))
+            rank = FakeRank()
+            await service.store(rank, rank.started(policy="approve"), rank.verdict(3, name="old", cause="other"))
             await notifier.turn()
-            assert hook.requests == []  # what happened before the first start is not told
-            new: dict[str, Any] = {"name": "new", "cause": "score growth"}
-            await service.store(first, first.verdict(10, **new))
-            await service.store(second, second.verdict(10, **new))
-            await service.store(first, first.verdict(11, **new, state="updated"))
-            await notifier.turn()
-            slack, webhook = (request[1].decode() for request in hook.requests)
-            for words in (
-                "Warning: Run run-1: Attention scores grow",
-                " in layer 0 head 2, since step 10",
-                "about step 2,110",
-            ):
-                assert words in slack
-                assert words in webhook
-            assert "Done: No head was switched: rounding is not known" in slack
-            assert "https://foreshock.example.org/?runs=run-1" in slack
-            await notifier.turn()
-            assert len(hook.requests) == 2
-            order = {"who": "ann", "reason": "drift", "heads": [[0, 2]], "mode": "exact_delta"}
-            await service.client.post("/v1/runs/run-1/commands", json=order)
-            [command] = (await service.store(first, first.sample(13))).commands
-            await service.store(first, first.answer(command, 14))
-            await notifier.turn()
-            assert "Switch of layer 0 head 2 to exact_delta: applied" in hook.requests[-1][1].decode()
-            assert len(hook.requests) == 4
+            assert hook.requests == []
+            await service.store(rank, rank.verdict(10, name="new", cause="score growth"))
+            for _ in range(2):
+                await notifier.turn()
+            slack, webhook = (json.loads(request[1]) for request in hook.requests)
+            assert "Attention scores grow" in slack["text"]
+            assert "&amp;head=0.2" in slack["text"]  # as Slack escapes
+            assert slack["text"].replace("&amp;", "&") == webhook["message"]
+            [incident] = webhook["incidents"][rank.run]
+            assert (incident["cause"], "heads" in incident) == ("score growth", False)
 
     play(story)
     assert "secret-path" not in caplog.text
