@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from rich.console import Console
+from tests.cli.typed import foreshock
 from tests.lab.looking import Looking
 
 from foreshock.cli import demo
@@ -63,17 +64,10 @@ def test_training_needs_pytorch_and_says_how_to_get_it() -> None:
     assert "is not installed" in done.stderr
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("given", "sentence"),
-    [
-        (["--seed", "3"], "give --train as well"),
-        (["--train", "--steps-per-second", "9"], "leave out --train"),
-    ],
+    [(["--seed", "3"], "give --train as well"), (["--train", "--steps-per-second", "9"], "leave out --train")],
 )
 def test_an_option_of_the_other_half_is_refused(given: list[str], sentence: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "foreshock", "demo", *given], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert sentence in done.stderr
+    done = foreshock("demo", *given)
+    assert (done.exit_code, sentence in done.stderr) == (1, True)

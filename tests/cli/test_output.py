@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -44,3 +46,29 @@ def test_a_table_s_cells_stand_whole_in_a_terminal_of_any_width(width: int) -> N
     output.print_whole(table, Console(file=stream, width=width, force_terminal=False))
     for cell in ("first column", "second column", "0.123456789", "a sentence of five words"):
         assert cell in stream.getvalue()
+
+
+PROGRAM = """
+import typer
+from foreshock.cli.errors import Commands
+app = typer.Typer(cls=Commands)
+@app.command()
+def lines() -> None:
+    for number in range({lines}):
+        print(number)
+@app.command()
+def other() -> None:
+    pass
+app(["lines"])
+"""
+
+
+@pytest.mark.parametrize("lines", [2, 100_000])
+def test_a_reader_that_has_read_enough_is_no_error(lines: int) -> None:
+    program = PROGRAM.format(lines=lines)
+    reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    assert reader.stdin is not None
+    reader.wait()
+    done = subprocess.run([sys.executable, "-P", "-c", program], stdout=reader.stdin, stderr=subprocess.PIPE, text=True)
+    reader.stdin.close()
+    assert (done.returncode, done.stderr) == (0, "")

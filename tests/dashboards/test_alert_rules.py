@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.dashboards.promtool import RUN, WARNED, Labels, firing_series, promtool, warned
+from tests.dashboards.promtool import RUN, Labels, firing_series, promtool
 
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 
@@ -20,6 +20,23 @@ class Case:
     story: str
     series: dict[str, str]
     firing: dict[int, list[Labels]]
+
+    @classmethod
+    def told(cls, text: str) -> "Case":
+        """A case as STORIES tells it."""
+        title, *lines = text.splitlines()
+        series: dict[str, str] = {}
+        firing: dict[int, list[Labels]] = {}
+        for line in map(str.strip, lines):
+            if not line.startswith("at "):
+                name, values = re.fullmatch(r"(\w+(?:\{.*?\})?) (.*)", line).groups()  # type: ignore[union-attr]
+                series[name] = re.sub(r"(\w+)\*(\d+)", lambda many: " ".join([many[1]] * int(many[2])), values)
+                continue
+            for minutes, what in re.findall(r"at ([\d ]+?) (nothing|\{.*?\})(?=, at|$)", line):
+                labels = [dict(re.findall(r'(\w+)="([^"]*)"', one)) for one in re.findall(r"\{.*?\}", what)]
+                firing |= dict.fromkeys(map(int, minutes.split()), labels)
+        alert, story = title.split(" ", 1)
+        return cls(alert, story, series, firing)
 
 
 def counter_cases(alert: str, series: str, labels: Labels) -> list[Case]:
@@ -39,259 +56,189 @@ def counter_cases(alert: str, series: str, labels: Labels) -> list[Case]:
     ]
 
 
-CASES = [
-    Case(
-        "ForeshockNonFiniteRows",
-        "fires while a layer has non-finite rows",
-        {'foreshock_layer_nonfinite_rows{run="a",layer="3"}': "0 0 12 12 0x9"},
-        {1: [], 2: [RUN | {"layer": "3"}], 8: []},
-    ),
-    Case(
-        "ForeshockNonFiniteRows",
-        "is silent on zero rows and on a layer that has no sample",
-        {
-            'foreshock_layer_nonfinite_rows{run="a",layer="3"}': "0x5",
-            'foreshock_layer_nonfinite_rows{run="a",layer="4"}': "NaN NaN NaN NaN NaN NaN",
-        },
-        {5: []},
-    ),
-    Case(
-        "ForeshockRunHung",
-        "fires when heartbeats come and no step does, resolves with the next step",
-        {
-            'foreshock_run_last_heard_timestamp_seconds{run="a"}': "0+60x40",
-            'foreshock_run_last_step_timestamp_seconds{run="a"}': "0+60x5 300x14 1200+60x20",
-            'foreshock_run_step_time_seconds{run="a"}': "0.5x40",
-            'foreshock_run_active{run="a"}': "1x40",
-        },
-        {5: [], 9: [], 13: [RUN], 18: [RUN], 25: []},
-    ),
-    Case(
-        "ForeshockRunHung",
-        "waits for twenty steps of a run whose steps take a minute",
-        {
-            'foreshock_run_last_heard_timestamp_seconds{run="a"}': "0+60x60",
-            'foreshock_run_last_step_timestamp_seconds{run="a"}': "0x45 2700+60x9",
-            'foreshock_run_step_time_seconds{run="a"}': "60x60",
-            'foreshock_run_active{run="a"}': "1x60",
-        },
-        {15: [], 20: [], 23: [RUN], 50: []},
-    ),
-    Case(
-        "ForeshockRunHung",
-        "gives a run that has shown no step time half an hour for its first step",
-        {
-            'foreshock_run_last_heard_timestamp_seconds{run="a"}': "0+60x60",
-            'foreshock_run_last_step_timestamp_seconds{run="a"}': "0x60",
-            'foreshock_run_active{run="a"}': "1x35 0x9",
-        },
-        {29: [], 33: [RUN], 41: []},
-    ),
-    Case(
-        "ForeshockRunHung",
-        "is silent about runs that step, have finished, or are not heard of at all",
-        {
-            'foreshock_run_last_heard_timestamp_seconds{run="a"}': "0+60x40",
-            'foreshock_run_last_step_timestamp_seconds{run="a"}': "0+60x40",
-            'foreshock_run_active{run="a"}': "1x40",
-            'foreshock_run_last_heard_timestamp_seconds{run="b"}': "0x40",
-            'foreshock_run_last_step_timestamp_seconds{run="b"}': "0x40",
-            'foreshock_run_step_time_seconds{run="b"}': "0.5x40",
-            'foreshock_run_active{run="b"}': "1x40",
-            'foreshock_run_last_heard_timestamp_seconds{run="c"}': "0+60x40",
-            'foreshock_run_last_step_timestamp_seconds{run="c"}': "0x40",
-            'foreshock_run_step_time_seconds{run="c"}': "0.5x40",
-            'foreshock_run_active{run="c"}': "0x40",
-        },
-        {4: [], 10: [], 35: []},
-    ),
-    Case(
-        "ForeshockRunUnreachable",
-        "fires when nothing is heard of an active run for six minutes, resolves three minutes after its next word",
-        {
-            'foreshock_run_last_heard_timestamp_seconds{run="a"}': "0+60x5 300x10 960+60x9",
-            'foreshock_run_active{run="a"}': "1x30",
-        },
-        {5: [], 10: [], 13: [RUN], 20: []},
-    ),
-    Case(
-        "ForeshockRunUnreachable",
-        "is silent when the run has finished, and about runs that still send",
-        {
-            'foreshock_run_last_heard_timestamp_seconds{run="a"}': "0x30",
-            'foreshock_run_active{run="a"}': "0x30",
-            'foreshock_run_last_heard_timestamp_seconds{run="b"}': "0+60x30",
-            'foreshock_run_active{run="b"}': "1x30",
-        },
-        {30: []},
-    ),
-    Case(
-        "ForeshockLossJumped",
-        "fires when the loss goes from 1.0 to 3.1, and resolves when it is back",
-        {'foreshock_run_loss{run="a"}': "1.0x30 3.1x20 1.02x20"},
-        {29: [], 36: [RUN], 50: [RUN], 60: []},
-    ),
-    Case(
-        "ForeshockLossJumped",
-        "is silent on a loss that falls, on one that wavers, on small, zero and negative ones, and on those that are "
-        "not finite",
-        {
-            'foreshock_run_loss{run="falls"}': "11-0.1x90",
-            'foreshock_run_loss{run="wavers"}': "2.0 2.9 1.9 2.7 2.2 2.0 2.9 1.9 2.7 2.2 2.0 2.9 1.9 2.7 2.2 2.0x60",
-            'foreshock_run_loss{run="small"}': "0.01x30 0.2x60",
-            'foreshock_run_loss{run="zero"}': "0x30 1x60",
-            'foreshock_run_loss{run="negative"}': "-8x30 -2x60",
-            'foreshock_run_loss{run="nan"}': "2.5x30" + " NaN" * 60,
-        },
-        {12: [], 34: [], 40: [], 60: []},
-    ),
-    Case(
-        "ForeshockSwitchNotArrested",
-        "fires while a switch stands that did not stop its heads, resolves when it is undone or replaced",
-        {'foreshock_switch_not_arrested{run="a"}': "0x3 2x5 0x9"},
-        {3: [], 5: [RUN], 13: []},
-    ),
-    Case(
-        "ForeshockSwitchNotArrested",
-        "is silent where none does",
-        {'foreshock_switch_not_arrested{run="a"}': "0x9"},
-        {9: []},
-    ),
-    *(
-        Case(
-            "ForeshockLossNotFinite",
-            f"fires on a loss of {value} and resolves when it is finite again",
-            {'foreshock_run_loss{run="a"}': f"2.5x3 {value} {value} 2.4x9"},
-            {3: [], 4: [RUN], 10: []},
-        )
-        for value in ("NaN", "Inf", "-Inf")
-    ),
-    Case(
-        "ForeshockLossNotFinite",
-        "is silent on a large, a zero and a negative loss, and on a run that ends",
-        {
-            'foreshock_run_loss{run="a"}': "1e38 0 -3 stale",
-            'foreshock_run_loss{run="b"}': "2 stale",
-        },
-        {0: [], 1: [], 2: [], 4: []},
-    ),
-    *counter_cases("ForeshockNonFiniteSteps", 'foreshock_run_nonfinite_steps_total{run="a"}', RUN),
-    *counter_cases(
+STORIES = """
+ForeshockNonFiniteRows fires while a layer has non-finite rows
+    foreshock_layer_nonfinite_rows{run="a",layer="3"} 0 0 12 12 0x9
+    at 1 nothing, at 2 {run="a", layer="3"}, at 8 nothing
+
+ForeshockNonFiniteRows is silent on zero rows and on a layer that has no sample
+    foreshock_layer_nonfinite_rows{run="a",layer="3"} 0x5
+    foreshock_layer_nonfinite_rows{run="a",layer="4"} NaN NaN NaN NaN NaN NaN
+    at 5 nothing
+
+ForeshockRunHung fires when heartbeats come and no step does, resolves with the next step
+    foreshock_run_last_heard_timestamp_seconds{run="a"} 0+60x40
+    foreshock_run_last_step_timestamp_seconds{run="a"} 0+60x5 300x14 1200+60x20
+    foreshock_run_step_time_seconds{run="a"} 0.5x40
+    foreshock_run_active{run="a"} 1x40
+    at 5 9 nothing, at 13 18 {run="a"}, at 25 nothing
+
+ForeshockRunHung waits for twenty steps of a run whose steps take a minute
+    foreshock_run_last_heard_timestamp_seconds{run="a"} 0+60x60
+    foreshock_run_last_step_timestamp_seconds{run="a"} 0x45 2700+60x9
+    foreshock_run_step_time_seconds{run="a"} 60x60
+    foreshock_run_active{run="a"} 1x60
+    at 15 20 nothing, at 23 {run="a"}, at 50 nothing
+
+ForeshockRunHung gives a run that has shown no step time half an hour for its first step
+    foreshock_run_last_heard_timestamp_seconds{run="a"} 0+60x60
+    foreshock_run_last_step_timestamp_seconds{run="a"} 0x60
+    foreshock_run_active{run="a"} 1x35 0x9
+    at 29 nothing, at 33 {run="a"}, at 41 nothing
+
+ForeshockRunHung is silent about runs that step, have finished, or are not heard of at all
+    foreshock_run_last_heard_timestamp_seconds{run="a"} 0+60x40
+    foreshock_run_last_step_timestamp_seconds{run="a"} 0+60x40
+    foreshock_run_active{run="a"} 1x40
+    foreshock_run_last_heard_timestamp_seconds{run="b"} 0x40
+    foreshock_run_last_step_timestamp_seconds{run="b"} 0x40
+    foreshock_run_step_time_seconds{run="b"} 0.5x40
+    foreshock_run_active{run="b"} 1x40
+    foreshock_run_last_heard_timestamp_seconds{run="c"} 0+60x40
+    foreshock_run_last_step_timestamp_seconds{run="c"} 0x40
+    foreshock_run_step_time_seconds{run="c"} 0.5x40
+    foreshock_run_active{run="c"} 0x40
+    at 4 10 35 nothing
+
+ForeshockRunUnreachable fires when nothing is heard of an active run for six minutes, resolves after its next word
+    foreshock_run_last_heard_timestamp_seconds{run="a"} 0+60x5 300x10 960+60x9
+    foreshock_run_active{run="a"} 1x30
+    at 5 10 nothing, at 13 {run="a"}, at 20 nothing
+
+ForeshockRunUnreachable is silent when the run has finished, and about runs that still send
+    foreshock_run_last_heard_timestamp_seconds{run="a"} 0x30
+    foreshock_run_active{run="a"} 0x30
+    foreshock_run_last_heard_timestamp_seconds{run="b"} 0+60x30
+    foreshock_run_active{run="b"} 1x30
+    at 30 nothing
+
+ForeshockLossJumped fires when the loss goes from 1.0 to 3.1, and resolves when it is back
+    foreshock_run_loss{run="a"} 1.0x30 3.1x20 1.02x20
+    at 29 nothing, at 36 50 {run="a"}, at 60 nothing
+
+ForeshockLossJumped is silent on a loss that falls or wavers, is small, zero, negative or not finite
+    foreshock_run_loss{run="falls"} 11-0.1x90
+    foreshock_run_loss{run="wavers"} 2.0 2.9 1.9 2.7 2.2 2.0 2.9 1.9 2.7 2.2 2.0 2.9 1.9 2.7 2.2 2.0x60
+    foreshock_run_loss{run="small"} 0.01x30 0.2x60
+    foreshock_run_loss{run="zero"} 0x30 1x60
+    foreshock_run_loss{run="negative"} -8x30 -2x60
+    foreshock_run_loss{run="nan"} 2.5x30 NaN*60
+    at 12 34 40 60 nothing
+
+ForeshockSwitchNotArrested fires while an applied switch has not stopped its heads, resolves when it is undone
+    foreshock_switch_not_arrested{run="a"} 0x3 2x5 0x9
+    at 3 nothing, at 5 {run="a"}, at 13 nothing
+
+ForeshockSwitchNotArrested is silent where none does
+    foreshock_switch_not_arrested{run="a"} 0x9
+    at 9 nothing
+
+ForeshockLossNotFinite fires on a loss of NaN and resolves when it is finite again
+    foreshock_run_loss{run="a"} 2.5x3 NaN NaN 2.4x9
+    at 3 nothing, at 4 {run="a"}, at 10 nothing
+
+ForeshockLossNotFinite fires on a loss of Inf and resolves when it is finite again
+    foreshock_run_loss{run="a"} 2.5x3 Inf Inf 2.4x9
+    at 3 nothing, at 4 {run="a"}, at 10 nothing
+
+ForeshockLossNotFinite fires on a loss of -Inf and resolves when it is finite again
+    foreshock_run_loss{run="a"} 2.5x3 -Inf -Inf 2.4x9
+    at 3 nothing, at 4 {run="a"}, at 10 nothing
+
+ForeshockLossNotFinite is silent on a large, a zero and a negative loss, and on a run that ends
+    foreshock_run_loss{run="a"} 1e38 0 -3 stale
+    foreshock_run_loss{run="b"} 2 stale
+    at 0 1 2 4 nothing
+
+ForeshockBatchesRefused is silent about stored and repeated batches
+    foreshock_service_batches_total{result="stored"} 0+60x30
+    foreshock_service_batches_total{result="duplicate"} 0+5x30
+    at 30 nothing
+
+ForeshockHeadFailing fires at once with the incident's own severity, for each cause, and resolves when it is closed
+    foreshock_incident_active{run="a",cause="rounding",state="open",act="none",severity="warning"} 0 1x5 0x9
+    foreshock_incident_active{run="a",cause="not finite",state="open",act="none",severity="critical"} 0 0 1x12
+    at 0 nothing, at 1 {run="a", cause="rounding", severity="warning"}
+    at 4 {run="a", cause="rounding", severity="warning"} {run="a", cause="not finite", severity="critical"}
+    at 10 {run="a", cause="not finite", severity="critical"}
+
+ForeshockHeadFailing resolves when the warning's series disappears with its run
+    foreshock_incident_active{run="a",cause="rounding",state="open",act="none",severity="warning"} 1x3 stale
+    at 3 {run="a", cause="rounding", severity="warning"}, at 7 nothing
+
+ForeshockHeadFailing is one alert through an approval and its undo, which change the state of the incident
+    foreshock_incident_active{run="a",cause="rounding",state="open",act="none",severity="warning"} 1x3 0x2 1x6
+    foreshock_incident_active{run="a",cause="rounding",state="switched",act="none",severity="warning"} 0x3 1x1 0x6
+    at 3 5 9 {run="a", cause="rounding", severity="warning"}
+
+ForeshockHeadFailing does not wake people for what was arrested
+    foreshock_incident_active{run="a",cause="rounding",state="arrested",act="none",severity="info"} 1x10
+    at 10 nothing
+
+ForeshockCommandUnanswered fires when a command waits for five minutes on an active run, resolves when it is answered
+    foreshock_service_commands_pending{run="a"} 0 1x8 0x9
+    foreshock_run_active{run="a"} 1x20
+    at 4 nothing, at 7 {run="a"}, at 14 nothing
+
+ForeshockCommandUnanswered is silent when answers come soon, and on a run that has finished
+    foreshock_service_commands_pending{run="a"} 0 1 0 1 0 1 0 1 0x5
+    foreshock_run_active{run="a"} 1x20
+    foreshock_service_commands_pending{run="b"} 1x20
+    foreshock_run_active{run="b"} 0x20
+    at 7 12 20 nothing
+
+ForeshockAlertPathBroken fires when the watchdog stops arriving, resolves when it is back
+    foreshock_service_watchdog_timestamp_seconds 60+60x5 360x10 1000+60x9
+    at 5 nothing, at 14 {}, at 21 nothing
+
+ForeshockAlertPathBroken is silent while watchdogs arrive, and where no Alertmanager was ever set up
+    foreshock_service_watchdog_timestamp_seconds{job="one"} 60+60x30
+    foreshock_service_watchdog_timestamp_seconds{job="two"} 0x30
+    at 30 nothing
+
+ForeshockSeriesDropped fires when series have been left out for ten minutes, resolves when they fit
+    foreshock_service_series_dropped 0 500x15 0x9
+    at 5 nothing, at 12 {}, at 21 nothing
+
+ForeshockSeriesDropped is silent on a short excess
+    foreshock_service_series_dropped 0 9x5 0x9
+    at 9 nothing
+
+ForeshockWatchdog fires always
+    unrelated 1x5
+    at 0 5 {}
+
+ForeshockServiceDown fires when a scrape has failed for two minutes, resolves with the next good one
+    up{job="foreshock",instance="i"} 1 1 0x5 1x5
+    at 1 3 nothing, at 5 {job="foreshock", instance="i"}, at 8 nothing
+
+ForeshockServiceDown fires when nothing scrapes the service at all
+    up{job="other"} 1x9
+    at 1 nothing, at 5 {job="foreshock"}
+
+ForeshockServiceDown is silent while scrapes succeed
+    up{job="foreshock"} 1x9
+    at 9 nothing
+"""
+"""An alert and its story, the series by the minute, and what fires at some minutes."""
+
+COUNTERS: list[tuple[str, str, Labels]] = [
+    ("ForeshockNonFiniteSteps", 'foreshock_run_nonfinite_steps_total{run="a"}', RUN),
+    (
         "ForeshockAgentDropping",
         'foreshock_agent_dropped_total{run="a",reason="spool_full"}',
         RUN | {"reason": "spool_full"},
     ),
-    *counter_cases(
+    (
         "ForeshockAgentFault",
         'foreshock_agent_faults_total{run="a",component="collector"}',
         RUN | {"component": "collector"},
     ),
-    *counter_cases(
-        "ForeshockBatchesRefused", 'foreshock_service_batches_total{result="refused"}', {"result": "refused"}
-    ),
-    Case(
-        "ForeshockBatchesRefused",
-        "is silent about stored and repeated batches",
-        {
-            'foreshock_service_batches_total{result="stored"}': "0+60x30",
-            'foreshock_service_batches_total{result="duplicate"}': "0+5x30",
-        },
-        {30: []},
-    ),
-    Case(
-        "ForeshockHeadFailing",
-        "fires at once with the incident's own severity, for each cause, and resolves when it is closed",
-        {warned("warning"): "0 1x5 0x9", warned("critical", cause="not finite"): "0 0 1x12"},
-        {
-            0: [],
-            1: [WARNED | {"severity": "warning"}],
-            4: [WARNED | {"severity": "warning"}, WARNED | {"severity": "critical", "cause": "not finite"}],
-            10: [WARNED | {"severity": "critical", "cause": "not finite"}],
-        },
-    ),
-    Case(
-        "ForeshockHeadFailing",
-        "resolves when the warning's series disappears with its run",
-        {warned("warning"): "1x3 stale"},
-        {3: [WARNED | {"severity": "warning"}], 7: []},
-    ),
-    Case(
-        "ForeshockHeadFailing",
-        "is one alert through an approval and its undo, which change the state of the incident",
-        {
-            warned("warning"): "1x3 0x2 1x6",
-            warned("warning", state="switched"): "0x3 1x1 0x6",
-        },
-        {
-            3: [WARNED | {"severity": "warning"}],
-            5: [WARNED | {"severity": "warning"}],
-            9: [WARNED | {"severity": "warning"}],
-        },
-    ),
-    Case(
-        "ForeshockHeadFailing",
-        "does not wake people for what was arrested",
-        {warned("info", state="arrested"): "1x10"},
-        {10: []},
-    ),
-    Case(
-        "ForeshockCommandUnanswered",
-        "fires when a command waits for five minutes on an active run, resolves when it is answered",
-        {'foreshock_service_commands_pending{run="a"}': "0 1x8 0x9", 'foreshock_run_active{run="a"}': "1x20"},
-        {4: [], 7: [RUN], 14: []},
-    ),
-    Case(
-        "ForeshockCommandUnanswered",
-        "is silent when answers come soon, and on a run that has finished",
-        {
-            'foreshock_service_commands_pending{run="a"}': "0 1 0 1 0 1 0 1 0x5",
-            'foreshock_run_active{run="a"}': "1x20",
-            'foreshock_service_commands_pending{run="b"}': "1x20",
-            'foreshock_run_active{run="b"}': "0x20",
-        },
-        {7: [], 12: [], 20: []},
-    ),
-    Case(
-        "ForeshockAlertPathBroken",
-        "fires when the watchdog stops arriving, resolves when it is back",
-        {"foreshock_service_watchdog_timestamp_seconds": "60+60x5 360x10 1000+60x9"},
-        {5: [], 14: [{}], 21: []},
-    ),
-    Case(
-        "ForeshockAlertPathBroken",
-        "is silent while watchdogs arrive, and where no Alertmanager was ever set up",
-        {
-            'foreshock_service_watchdog_timestamp_seconds{job="one"}': "60+60x30",
-            'foreshock_service_watchdog_timestamp_seconds{job="two"}': "0x30",
-        },
-        {30: []},
-    ),
-    Case(
-        "ForeshockSeriesDropped",
-        "fires when series have been left out for ten minutes, resolves when they fit",
-        {"foreshock_service_series_dropped": "0 500x15 0x9"},
-        {5: [], 12: [{}], 21: []},
-    ),
-    Case(
-        "ForeshockSeriesDropped",
-        "is silent on a short excess",
-        {"foreshock_service_series_dropped": "0 9x5 0x9"},
-        {9: []},
-    ),
-    Case("ForeshockWatchdog", "fires always", {"unrelated": "1x5"}, {0: [{}], 5: [{}]}),
-    Case(
-        "ForeshockServiceDown",
-        "fires when a scrape has failed for two minutes, resolves with the next good one",
-        {'up{job="foreshock",instance="i"}': "1 1 0x5 1x5"},
-        {1: [], 3: [], 5: [{"job": "foreshock", "instance": "i"}], 8: []},
-    ),
-    Case(
-        "ForeshockServiceDown",
-        "fires when nothing scrapes the service at all",
-        {'up{job="other"}': "1x9"},
-        {1: [], 5: [{"job": "foreshock"}]},
-    ),
-    Case("ForeshockServiceDown", "is silent while scrapes succeed", {'up{job="foreshock"}': "1x9"}, {9: []}),
+    ("ForeshockBatchesRefused", 'foreshock_service_batches_total{result="refused"}', {"result": "refused"}),
+]
+CASES = [
+    *(Case.told(story) for story in STORIES.strip().split("\n\n")),
+    *(case for counter in COUNTERS for case in counter_cases(*counter)),
 ]
 
 
