@@ -83,7 +83,7 @@ def fails_on(own: int) -> Callable[[Agent, int], None]:
 
     def fail(agent: Agent, step: int) -> None:
         if step == 2 and agent.config.rank == own:
-            agent._clipping._look_again = lambda clip: [][0]  # type: ignore[method-assign]
+            agent._clipping._look_again = lambda: [][0]  # type: ignore[method-assign]
 
     return fail
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from foreshock.contract.wire import Layer
-from foreshock.monitor.model.layers import Projection
+from foreshock.monitor.model.layers import Projection, find_projection
 
 HEADS, DIM, WIDTH = 4, 8, 32
 
@@ -92,3 +92,10 @@ def layer_of(kv_heads: int) -> Layer:
 def known(projection: Projection | None) -> Callable[[], Projection | None]:
     """As `LayoutCheck.current`, of a layer whose layout is known."""
     return lambda: projection
+
+
+def located(module: nn.Module, kv_heads: int = HEADS) -> Projection:
+    """Where its W_Q and W_K are, by their names."""
+    projection = find_projection(module, HEADS, kv_heads, DIM)
+    assert projection is not None
+    return projection

@@ -44,7 +44,7 @@ from foreshock.monitor.model.layers import (
     tensor_parallel_dims,
     why_unmeasured,
 )
-from foreshock.monitor.sampling.norms import ModelNorms
+from foreshock.monitor.sampler import ModelNorms
 
 
 @pytest.mark.parametrize(("layout", "kv_heads"), LAYOUTS)

@@ -329,7 +329,7 @@ def test_at_the_defaults_a_probe_takes_a_twentieth_of_the_products_of_a_step_at_
         model.zero_grad()
         other_flops, other_written = step(model, ids)
     with attach(model, run="cost", attention="keep", quiet=True, strict=True) as agent:
-        agent._attached.selector._sampling.gradients = False
+        agent._attached.selector.sampling.gradients = False
         flops, written = step(model, ids)
     assert (other_flops, other_written - plain_written) == (plain_flops, 1)  # of its one layer
     mean_flops = flops - plain_flops + (compared_flops - flops) / GRADIENTS_EVERY

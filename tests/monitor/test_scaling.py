@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.monitor.layouts import DIM, HEADS, LAYOUTS, WIDTH, separate
+from tests.monitor.layouts import DIM, HEADS, LAYOUTS, WIDTH, located, separate
 from torch import Tensor, nn
 
 from foreshock.contract.slots import Slot, identity_row
 from foreshock.contract.wire import Layer
-from foreshock.monitor.model.layers import HeadRows, Projection, find_projection
+from foreshock.monitor.model.layers import HeadRows, Projection
 from foreshock.monitor.qk_clip import QKClip
 
 TAU = 100.0
@@ -56,8 +56,7 @@ def test_in_every_layout_heads_past_the_threshold_come_to_it_and_the_others_keep
     query, key = torch.randn(HEADS, DIM, WIDTH), torch.randn(kv_heads, DIM, WIDTH)
     query *= torch.tensor([400.0, 1.0, 30.0, 90.0]).repeat(HEADS)[:HEADS].view(-1, 1, 1)
     module = layout(query, key)
-    projection = find_projection(module, HEADS, kv_heads, DIM)
-    assert projection is not None
+    projection = located(module, kv_heads)
     tokens = torch.randn(9, WIDTH) / 4
     before = largest_scores(projection, tokens)
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
@@ -96,7 +95,7 @@ def test_maxima_that_are_negative_zero_at_the_threshold_or_not_finite_scale_noth
     module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
     weights = [parameter.detach().clone() for parameter in module.parameters()]
     state = fresh_state()
-    clip = QKClip([layer(0, HEADS)], [find_projection(module, HEADS, HEADS, DIM)], state, threshold=TAU)
+    clip = QKClip([layer(0, HEADS)], [located(module)], state, threshold=TAU)
     seen(state, scores)
     clip.after_step()
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), weights, strict=True))
@@ -106,7 +105,7 @@ def test_maxima_that_are_negative_zero_at_the_threshold_or_not_finite_scale_noth
 def test_each_step_is_judged_by_its_own_scores_and_a_sample_still_holds_those_since_the_last() -> None:
     module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
     state = fresh_state()
-    clip = QKClip([layer(0, HEADS)], [find_projection(module, HEADS, HEADS, DIM)], state, threshold=TAU)
+    clip = QKClip([layer(0, HEADS)], [located(module)], state, threshold=TAU)
     seen(state, [2 * TAU] * HEADS)
     clip.after_step()
     once = [parameter.detach().clone() for parameter in module.parameters()]
@@ -124,10 +123,10 @@ def test_layers_that_cannot_be_scaled_are_refused_with_a_sentence() -> None:
     normalised.q_norm = nn.LayerNorm(DIM)
     elsewhere = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH)).to("meta")
     modules = (shared, frozen, normalised, elsewhere)
-    found = [find_projection(module, HEADS, HEADS, DIM) for module in (shared, *modules)]
+    found = [located(module) for module in (shared, *modules)]
     weights = [p.detach().clone() for module in modules[:3] for p in module.parameters()]
     state = fresh_state(6)
-    clip = QKClip([layer(n, HEADS) for n in range(6)], [*found, None], state, threshold=TAU)
+    clip = QKClip([layer(n, HEADS) for n in range(6)], [*found, "W_Q and W_K were not found"], state, threshold=TAU)
     assert clip.refused == {
         0: "it shares W_Q or W_K with layer 1, which would be scaled with it",
         1: "it shares W_Q or W_K with layer 0, which would be scaled with it",
@@ -135,7 +134,7 @@ def test_layers_that_cannot_be_scaled_are_refused_with_a_sentence() -> None:
         3: "its scores do not follow from its weights (separate (q_proj, k_proj), norms of the weights only: "
         "heads are normalised)",
         4: "its weight is on meta but its statistics are on cpu",
-        5: "its W_Q and W_K were not found",
+        5: "W_Q and W_K were not found",
     }
     seen(state, [4 * TAU] * 6 * HEADS)
     clip.after_step()
@@ -166,7 +165,7 @@ def test_rows_that_lie_apart_are_scaled_and_key_heads_that_are_read_in_turn_are_
 
 def test_a_parameter_that_was_replaced_is_noticed() -> None:
     module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
-    clip = QKClip([layer(0, HEADS)], [find_projection(module, HEADS, HEADS, DIM)], fresh_state(), threshold=TAU)
+    clip = QKClip([layer(0, HEADS)], [located(module)], fresh_state(), threshold=TAU)
     assert not clip.stale
     module.get_submodule("q_proj").weight = nn.Parameter(torch.randn(HEADS * DIM, WIDTH))
     assert clip.stale
@@ -176,7 +175,7 @@ def test_a_parameter_that_was_replaced_is_noticed() -> None:
 def test_in_a_captured_step_it_follows_the_scores_of_each_replay() -> None:
     module = separate(torch.ones(HEADS, DIM, WIDTH), torch.ones(HEADS, DIM, WIDTH)).cuda()
     state = fresh_state().cuda()
-    clip = QKClip([layer(0, HEADS)], [find_projection(module, HEADS, HEADS, DIM)], state, threshold=TAU)
+    clip = QKClip([layer(0, HEADS)], [located(module)], state, threshold=TAU)
     clip.after_step()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -112,7 +112,7 @@ class Agent:
     counted (`faults`), unless the configuration says strict. In a forked child every method does nothing.
     """
 
-    def __init__(self, config: AgentConfig, attached: AttachedModel, undo: Callable[[], None]) -> None:
+    def __init__(self, config: AgentConfig, attached: AttachedModel) -> None:
         self.config: Final = config
         """The settings, complete."""
         self.run = config.run or new_run_name(config.world_size)
@@ -132,7 +132,7 @@ class Agent:
         """Whether the first step has shown what is attention, and whether other layers were put into the model for it,
         which have seen no step yet."""
         self._empty_steps, self._nothing = 0, ""
-        self._watch(attached, undo)
+        self._watch(attached)
         self._outbox = Outbox(self._guards, console_prints=self._console.prints)
         # a save that not all processes join never ends
         several = config.world_size > 1
@@ -145,11 +145,11 @@ class Agent:
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
 
-    def _watch(self, attached: AttachedModel, undo: Callable[[], None]) -> None:
-        """Take up what was put into the model, and `undo`, which takes it out."""
+    def _watch(self, attached: AttachedModel) -> None:
+        """Take up what was put into the model."""
         config = self.config
         self._attached = attached
-        self._undo: Callable[[], None] | None = undo
+        self._undo: Callable[[], None] | None = attached.leave
         self._heads = wire.head_refs(attached.layers)
         self._switchboard = Switchboard(self._heads, attached.modes, self._new_id)
         self._switchboard.on_change = attached.selector.follow
@@ -170,16 +170,18 @@ class Agent:
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], self._new_id, emit)
         self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
         self._schedule = self._sampler.schedule
-        optimizers = self._clipping.optimizers
-        self._crisis = Crisis(attached.model, optimizers, config.close_watch_steps, self._schedule.watch_closely)
+        clipping = self._clipping
+        self._crisis = Crisis(
+            attached.model, lambda: clipping.optimizers, config.close_watch_steps, self._schedule.watch_closely
+        )
 
     def _look_at_the_first_step(self) -> None:
         """Watch what the first step showed to be attention."""
         self._known = True
-        attached, undo = self._attached, self._undo
-        corrected = None if undo is None or attached.unfit else attached.corrected(undo)
+        attached = self._attached
+        corrected = None if self._undo is None or attached.unfit else attached.corrected(attached)
         if corrected is not None:
-            self._watch_instead(*corrected)
+            self._watch_instead(corrected)
         if self._saved is not None and self._attached.layers:
             self.load_state_dict(self._saved)
         why = self._attached.unfit or _NOTHING
@@ -197,7 +199,7 @@ class Agent:
         if self.config.shows and self._attached.layers:
             say(f"{self._attached.danger()}\n{self._attached.report}")
 
-    def _watch_instead(self, attached: AttachedModel, undo: Callable[[], None]) -> None:
+    def _watch_instead(self, attached: AttachedModel) -> None:
         """Go on with other layers, before anything was announced: what was given to layers of both stays theirs."""
         names = {layer.layer: layer.name for layer in self._attached.layers}
         numbers = {layer.name: layer.layer for layer in attached.layers}
@@ -206,7 +208,7 @@ class Agent:
         if lost := sorted({names[n] for n, *_ in board["modes"]} - numbers.keys()):
             why = "the first step showed that none of its calls can be met"
             logger.warning("foreshock: the switch of heads of %s is refused: %s", ", ".join(lost), why)
-        self._watch(attached, undo)
+        self._watch(attached)
         self._fresh = any(layer.late for layer in attached.selector.layers)
         self.begin_at(step)
         self._switchboard.load_state_dict(board | {"modes": modes})

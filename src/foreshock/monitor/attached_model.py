@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -37,8 +38,10 @@ class AttachedModel:
     lookout: Lookout
     """Looks out for attention that is not watched."""
     model: "weakref.ref[nn.Module]"
-    corrected: "Callable[[Callable[[], None]], tuple[AttachedModel, Callable[[], None]] | None]"
-    """The model watched as its first step showed, with the undoing, after the given undoing of this; None: as it is."""
+    leave: Callable[[], None]
+    """Takes everything out of the model again."""
+    corrected: "Callable[[AttachedModel], AttachedModel | None]"
+    """Of this, the model watched as its first step showed, after `leave`; None: as it is."""
     weights: tuple["weakref.ref[Tensor]", ...] = ()
     """Some of the parameters, which change when an optimizer steps."""
     unfit: str = ""
@@ -48,7 +51,7 @@ class AttachedModel:
 
     def announced(self) -> tuple[wire.Layer, ...]:
         """`layers` as they stand now: who serves each, and the head dim that calls showed where nothing else did."""
-        ours = served_by(self.state, self.numerics)
+        ours = name_of_kernels(self.state.device, self.numerics)
         return tuple(
             layer.model_copy(
                 update={
@@ -129,6 +132,6 @@ class AttachedModel:
         return place_by_outputs(outputs, loss=counted.broken_loss, every_gradient=every_gradient)
 
 
-def served_by(state: Tensor, numerics: str) -> str:
-    """What of ours serves a layer with this state, as `Started` calls it."""
-    return "kernel" if state.is_cuda and numerics in ("auto", "kernel") else "reference"
+def name_of_kernels(device: torch.device, numerics: str) -> str:
+    """Which of our kernels compute attention there, as `Started` calls them."""
+    return "kernel" if device.type == "cuda" and numerics in ("auto", "kernel") else "reference"

@@ -20,8 +20,8 @@ from foreshock.contract.wire import MAX_LAYERS, Layer, first_error
 from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
-from foreshock.monitor.assessment import KeyBias, openness, rounding
-from foreshock.monitor.attached_model import AttachedModel, served_by
+from foreshock.monitor.assessment import openness, rounding
+from foreshock.monitor.attached_model import AttachedModel, name_of_kernels
 from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.coverage import Lookout, lies_in
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
@@ -64,11 +64,11 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
         raise ValueError(unfit)
     if unfit:
         logger.warning("foreshock: no attention is watched, training continues: %s", unfit)
-    attached, undo = _put_under(model, settings, found, unfit=unfit)
+    attached = _put_under(model, settings, found, unfit=unfit)
     try:
-        agent = Agent(settings, attached, undo)
+        agent = Agent(settings, attached)
     except BaseException:
-        undo()
+        attached.leave()
         raise
     _agents.update(dict.fromkeys((attached.selector, *attached.selector.layers), weakref.ref(agent)))
     return agent
@@ -78,87 +78,72 @@ def _put_under(
     model: nn.Module,
     settings: AgentConfig,
     found: list[Found],
-    before: Mapping[str, WatchedLayer] | None = None,
+    before: Mapping[str, tuple[WatchedLayer, LayoutCheck]] | None = None,
     unfit: str = "",
-) -> tuple[AttachedModel, Callable[[], None]]:
-    """Watch what was found, and the undoing. `before`: layers that go on, by name."""
+) -> AttachedModel:
+    """Watch what was found. `before`: layers that go on, by name."""
     watched = [f for f in found if f.problem is None]
     device = device_of(*(f.module for f in watched[:1]), model) if not unfit else torch.device("cpu")
+    ours = name_of_kernels(device, settings.numerics)
+    described = _described(watched, settings, ours)
     with apart(device):
-        heads = sum(f.heads for f in watched)
-        state = new_state(max(heads, 1), device)[:heads]
+        sizes = [f.heads for f in watched]
+        state = new_state(max(sum(sizes), 1), device)[: sum(sizes)]
         modes = torch.zeros(len(state), dtype=torch.int32, device=device)
-        layers = _layers_of(watched, state, modes, settings)
-        for layer in layers:
-            if before is not None and layer.name in before:
-                layer.go_on(before[layer.name])
-            layer.late = before is not None and layer.name not in before
+        layers: list[WatchedLayer] = []
+        checks: list[LayoutCheck] = []
+        for f, own_state, own_modes in zip(watched, state.split(sizes), modes.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+            layer = WatchedLayer(f.name or "model", own_state, own_modes, settings.numerics, strict=settings.strict)
+            former, check = (before or {}).get(layer.name, (None, None))
+            layer.late = before is not None and former is None
+            if former is not None:
+                layer.go_on(former)
+            layer.layout = check = check or LayoutCheck(f.owner, f.heads, f.projection or f.unmeasured)
+            layers.append(layer)
+            checks.append(check)
         selector = BackendSelector(layers, state, settings)
-    of_modules = [
-        (f.module, layer.layout)
-        for f, layer in zip(watched, layers, strict=True)
-        if isinstance(layer.layout, LayoutCheck)
-    ]
+    open_to = openness(model, watched)
+    of_modules = [(f.module, check) for f, check in zip(watched, checks, strict=True)]
     lookout = Lookout(model, [f.name for f in found], settings.heads, of_modules)
-    undo = _install(model, watched, layers, selector, lookout)
-    try:
-        ours = served_by(state, settings.numerics)
-        attached = AttachedModel(
-            state=state,
-            modes=modes,
-            layers=_described(watched, settings, ours),
-            layouts=tuple(layout for _, layout in of_modules),
-            numerics=settings.numerics,
-            weights=_some_weights(watched),
-            report=_report(settings, found, selector, ours),
-            danger=functools.partial(_danger, openness(model, watched), selector),
-            unfit=unfit,
-            selector=selector,
-            lookout=lookout,
-            model=weakref.ref(model),
-            unwatched=len(found) - len(watched),
-            corrected=functools.partial(_corrected, weakref.ref(model), settings, found, selector, lookout),
-        )
-    except BaseException:
-        undo()
-        raise
-    return attached, undo
-
-
-def _danger(open_to: tuple[KeyBias, bool, bool], selector: BackendSelector) -> str:
-    return rounding(*open_to, rounds=any(layer.rounds for layer in selector.layers))[0]
-
-
-def _corrected(
-    model: "weakref.ref[nn.Module]",
-    settings: AgentConfig,
-    found: list[Found],
-    selector: BackendSelector,
-    lookout: Lookout,
-    leave: Callable[[], None],
-) -> tuple[AttachedModel, Callable[[], None]] | None:
-    """The model watched as the first step showed, after `leave` took out what was put in; None where that was right."""
-    if (own := model()) is None or selector.captured or sdpa_rebinding.follow_imports():
-        return None  # calls of a library that the first step imported are met from now on
-    if (ran := _as_it_ran(own, found, selector.layers, lookout)) is None:
-        return None
-    before = {layer.name: layer for layer in selector.layers}
-    known = _agents.get(selector)
-    leave()
-    unfit = (
-        ""
-        if any(f.problem is None for f in ran)
-        else "; ".join(f"{names} cannot be watched: {why}" for names, why in _problems(ran))
+    return AttachedModel(
+        state=state,
+        modes=modes,
+        layers=described,
+        layouts=tuple(checks),
+        numerics=settings.numerics,
+        weights=_some_weights(watched),
+        report=_report(settings, found, selector, ours),
+        danger=lambda: rounding(*open_to, rounds=any(layer.rounds for layer in layers))[0],
+        unfit=unfit,
+        selector=selector,
+        lookout=lookout,
+        model=weakref.ref(model),
+        unwatched=len(found) - len(watched),
+        corrected=functools.partial(_corrected, settings, found),
+        leave=_install(model, of_modules, selector, lookout),
     )
-    attached, undo = _put_under(own, settings, ran, before, unfit)
-    attached.lookout.scouted()
-    attached.lookout.broken_softmax = lookout.broken_softmax
-    for layer in attached.selector.layers:
+
+
+def _corrected(settings: AgentConfig, found: list[Found], attached: AttachedModel) -> AttachedModel | None:
+    """The model watched as the first step showed, in the place of `attached`; None where that was right."""
+    model, selector, lookout = attached.model(), attached.selector, attached.lookout
+    if model is None or selector.sampling.captured or sdpa_rebinding.follow_imports():
+        return None  # calls of a library that the first step imported are met from now on
+    if (ran := _as_it_ran(model, found, selector.layers, lookout)) is None:
+        return None
+    before = {layer.name: (layer, check) for layer, check in zip(selector.layers, attached.layouts, strict=True)}
+    known = _agents.get(selector)
+    attached.leave()
+    unfit = "; ".join(f"{names} cannot be watched: {why}" for names, why in _problems(ran))
+    now = _put_under(model, settings, ran, before, "" if any(f.problem is None for f in ran) else unfit)
+    now.lookout.scouted()
+    now.lookout.broken_softmax = lookout.broken_softmax
+    for layer in now.selector.layers:
         if layer.late and settings.numerics == "auto":
             layer.rounds = lookout.called[layer.name if layer.name in lookout.called else ""].rounds
     if known is not None:
-        _agents.update(dict.fromkeys((attached.selector, *attached.selector.layers), known))
-    return attached, undo
+        _agents.update(dict.fromkeys((now.selector, *now.selector.layers), known))
+    return now
 
 
 def _as_it_ran(
@@ -262,48 +247,31 @@ def _refuse_unknown_names(model: nn.Module, settings: AgentConfig) -> None:
             raise ValueError(f"{setting} names {unknown[:100]!r}, which is no module of the model{hint}")
 
 
-def _layers_of(watched: list[Found], state: Tensor, modes: Tensor, settings: AgentConfig) -> list[WatchedLayer]:
-    """Each with its views into the packed buffers, and the check of where its weights are."""
-    sizes = [f.heads for f in watched]
-    layers = []
-    for f, own_state, own_modes in zip(watched, state.split(sizes), modes.split(sizes), strict=True):  # type: ignore[no-untyped-call]
-        layer = WatchedLayer(f.name or "model", own_state, own_modes, settings.numerics, strict=settings.strict)
-        layer.layout = LayoutCheck(f.owner, f.heads, f.projection or f.unmeasured)
-        layers.append(layer)
-    return layers
-
-
 _installing: Final = threading.RLock()
 """A dropped agent leaves in a thread of its own, perhaps while another one is attached."""
 
 
 def _install(
-    model: nn.Module,
-    watched: list[Found],
-    layers: list[WatchedLayer],
-    selector: BackendSelector,
-    lookout: Lookout,
+    model: nn.Module, watched: list[tuple[nn.Module, LayoutCheck]], selector: BackendSelector, lookout: Lookout
 ) -> Callable[[], None]:
     with _installing, ExitStack() as undo:  # each undoing is done, whatever becomes of the others
         for one in (selector.stop, lookout.stop, leave_no_copies):
             undo.callback(one)
-        for found, layer in zip(watched, layers, strict=True):
-            undo.callback(watch_module(found.module, layer))
-            if isinstance(layer.layout, LayoutCheck):
-                undo.callback(layer.layout.stop)
-                layer.layout.start()
+        for (module, check), layer in zip(watched, selector.layers, strict=True):
+            undo.callback(watch_module(module, layer))
+            undo.callback(check.stop)
+            check.start()
         if "transformers.modeling_utils" in sys.modules:
-            from foreshock.monitor.attention.transformers_attention import (
-                models_inside,
-                watch_dispatch,
-                watch_positions,
-            )
+            from foreshock.monitor.attention import transformers_attention
 
-            undo.callback(watch_dispatch())
-            of_transformers = models_inside(model)
-            inside = {id(module) for one in of_transformers for module in one.modules()}
-            mask_makers = [layer for found, layer in zip(watched, layers, strict=True) if id(found.module) in inside]
-            selector.masks_can_be_left_out(mask_makers, functools.partial(watch_positions, of_transformers))
+            undo.callback(transformers_attention.watch_dispatch())
+            models = transformers_attention.models_inside(model)
+            inside = {id(module) for one in models for module in one.modules()}
+            mask_makers = [
+                one for (module, _), one in zip(watched, selector.layers, strict=True) if id(module) in inside
+            ]
+            leave_out = functools.partial(transformers_attention.watch_positions, models)
+            selector.masks_can_be_left_out(mask_makers, leave_out)
         sdpa_rebinding.acquire()
         undo.callback(sdpa_rebinding.release)
         installed = undo.pop_all()

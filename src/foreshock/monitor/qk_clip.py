@@ -93,14 +93,12 @@ class QKClip:
     def __init__(
         self,
         layers: Sequence[wire.Layer],
-        projections: Sequence[Projection | str | None],
+        projections: Sequence[Projection | str],
         state: Tensor,
         *,
         threshold: float,
         largest: Tensor | None = None,
     ) -> None:
-        if not (math.isfinite(threshold) and threshold > 0):
-            raise ValueError(f"the threshold of QK-Clip is {threshold}; give a largest score above 0, for example 100")
         self.refused: dict[int, str] = {}
         """Why a layer is not scaled, by its number."""
         self.group: torch.distributed.ProcessGroup | None = None
@@ -129,29 +127,18 @@ class QKClip:
         self.forget()
         self.find(projections)
 
-    def find(self, projections: Sequence[Projection | str | None], kept: Sequence[bool] = ()) -> None:
+    def find(self, projections: Sequence[Projection | str], kept: Sequence[bool] = ()) -> None:
         """Look where W_Q and W_K lie now, and which layers' own attention is kept."""
         heads_kept = [own for layer, own in zip(self._layers, kept, strict=False) for _ in layer.heads]
         self._any_kept = any(heads_kept)
         if self._any_kept:
             self._kept.copy_(torch.tensor(heads_kept))
-        self.refused, self._sources = {}, []
-        whys = [_why_refused(projection, self._scores.device) for projection in projections]
-        owners: dict[int, set[int]] = {}
-        for place, projection in enumerate(projections):
-            for parameter in parameters_of(projection) if isinstance(projection, Projection) else ():
-                owners.setdefault(id(parameter), set()).add(place)
-        for sharing in owners.values():
-            for place in sharing if len(sharing) > 1 else ():
-                others = ", ".join(str(self._layers[other].layer) for other in sorted(sharing - {place}))
-                whys[place] = whys[place] or f"it shares W_Q or W_K with layer {others}, which would be scaled with it"
+        self.refused, self._sources = refusals(self._layers, projections, self._scores.device), []
         unfit = np.ones(self._total)
         parts: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}
         start = 0
-        for layer, projection, why in zip(self._layers, projections, whys, strict=True):
-            if why is not None:
-                self.refused[layer.layer] = why
-            elif isinstance(projection, Projection):
+        for layer, projection in zip(self._layers, projections, strict=True):
+            if layer.layer not in self.refused and isinstance(projection, Projection):
                 unfit[start : start + len(layer.heads)] = 0.0
                 for side, role in _roles(projection, len(layer.heads)):
                     self._add(side, role * self._total + start, parts)
@@ -260,10 +247,24 @@ def _roles(projection: Projection, heads: int) -> Iterator[tuple[HeadRows, int]]
         yield projection.query_of_shared, _QUERY_ALONE
 
 
-def _why_refused(projection: Projection | str | None, device: torch.device) -> str | None:
+def refusals(
+    layers: Sequence[wire.Layer], projections: Sequence[Projection | str], device: torch.device
+) -> dict[int, str]:
+    """Why layers are not scaled, by their numbers."""
+    whys = [_why_refused(projection, device) for projection in projections]
+    owners: dict[int, set[int]] = {}
+    for place, projection in enumerate(projections):
+        for parameter in parameters_of(projection) if isinstance(projection, Projection) else ():
+            owners.setdefault(id(parameter), set()).add(place)
+    for sharing in owners.values():
+        for place in sharing if len(sharing) > 1 else ():
+            others = ", ".join(str(layers[other].layer) for other in sorted(sharing - {place}))
+            whys[place] = whys[place] or f"it shares W_Q or W_K with layer {others}, which would be scaled with it"
+    return {layer.layer: why for layer, why in zip(layers, whys, strict=True) if why is not None}
+
+
+def _why_refused(projection: Projection | str, device: torch.device) -> str | None:
     """Why the heads of a layer cannot be scaled; None where they can."""
-    if projection is None:
-        return "its W_Q and W_K were not found"
     if isinstance(projection, str):
         return projection
     if "norms of the weights only" in projection.layout:
@@ -327,8 +328,8 @@ def projection_of(
     """Where the weights of a layer lie, or why it is not scaled."""
     if layer.sampled and (why := selector.why_not_in_full(layer)) is not None:
         return why
-    if layer.unserved:
-        return f"some of its calls are not watched ({next(iter(layer.unserved))})"
+    if layer.unmeasured:
+        return f"some of its calls are not watched ({next(iter(layer.unmeasured))})"
     found = layout.scalable()
     if isinstance(found, str):
         return found
@@ -353,10 +354,6 @@ def _why_not_owned(parameter: nn.Parameter, optimizers: Sequence[Any]) -> str | 
     return None if owned and not masters else "the optimizer trains a copy of its weights, which would undo it"
 
 
-_BEGIN_TOGETHER: Final = (
-    "several processes can only begin to clip in the same step: start them with qk_clip='warned' or 'always', or call "
-    "agent.set_qk_clip in all of them at the same step"
-)
 _REPORT_EVERY_STEPS: Final = 100
 """An event reports all scalings of this many steps: a run may scale in each of a million."""
 _OTHER_HEADS: Final = (
@@ -388,11 +385,11 @@ class Clipping:
         self._held = False
         self._over = ""
         """Why nothing is scaled any more."""
-        self._clip: QKClip | None = None
         self._ready = False
         """Whether the processes that are to agree have found each other."""
         self._found: list[tuple[object, ...]] = []
-        self._optimizers: Sequence[Any] = ()
+        self.optimizers: Sequence[Any] = ()
+        """Those that were given."""
         self._group: torch.distributed.ProcessGroup | None = None
         self._unreported: dict[wire.HeadRef, tuple[int, float]] = {}
         """As `_done`, since the last event that reported scalings."""
@@ -401,15 +398,15 @@ class Clipping:
         """The step of the newest sample that showed scalings."""
         self._done: dict[wire.HeadRef, tuple[int, float]] = {}
         """Heads that were ever scaled: how often, and by what factor the scores were scaled altogether at most."""
-        self._looked: tuple[list[tuple[object, ...]], dict[int, str]] | None = None
-        """The state of the layers when the last search found which can be scaled, and why others cannot."""
+        self._looked: tuple[list[tuple[object, ...]], bool] | None = None
+        """The state of the layers at the last search, and whether it found any that can be scaled."""
+        unknown, largest = ["no call has shown it yet"] * len(attached.layers), attached.selector.largest
+        with apart(attached.state.device):
+            tau = config.qk_clip_threshold
+            self._clip: Final = QKClip(attached.layers, unknown, attached.state, threshold=tau, largest=largest)
         self._ask_for_all_rows(0, 1)
 
     # ---- people and policy ----------------------------------------------------------------------------------------
-
-    def optimizers(self) -> Sequence[Any]:
-        """Those that were given."""
-        return self._optimizers
 
     def given(self, optimizer: object, group: "torch.distributed.ProcessGroup | None") -> None:
         """Which optimizer owns the weights, and which processes hold the same heads; None leaves it as it was."""
@@ -421,35 +418,27 @@ class Clipping:
                 raise ValueError(
                     f"optimizer is {optimizer!r:.100}; give the optimizer of the training, or a list of several"
                 )
-            self._optimizers = several
+            self.optimizers = several
         self._group = group if group is not None else self._group
         self._found, self._looked = [], None
 
     def take_over(self, other: "Clipping") -> None:
         """Begin where another stands, of the same model with other layers."""
-        self._optimizers, self._group = other._optimizers, other._group
+        self.optimizers, self._group = other.optimizers, other._group
         self.on, self._asked, self._held = other.on, other._asked, other._held
-
-    def why_not(self) -> str | None:
-        """Why it cannot be switched on now, in a sentence; None where it can."""
-        if self._over:
-            return f"QK-Clip stays off: {self._over}"
-        if not self._ready and group_of_replicas(self._group) is not None:
-            return _BEGIN_TOGETHER
-        now = self._fingerprint()
-        if self._looked is None or self._looked[0] != now:
-            self._looked = now, self._trial().refused
-        refused = self._looked[1]
-        if len(refused) < len(self._watched):
-            return None
-        return f"QK-Clip can scale none of the layers: {'; '.join(self._refusals(refused))}"
 
     @property
     def state(self) -> wire.ClipState | None:
-        """As `Started` gives it."""
+        """As `Started` gives it: None while it cannot be switched on."""
         if self.on:
             return "on"
-        return None if self.why_not() else "warned" if self._config.qk_clip == "warned" else "never"
+        # several processes can only begin in the same step
+        if self._over or (not self._ready and group_of_replicas(self._group) is not None):
+            return None
+        now = self._fingerprint()
+        if self._looked is None or self._looked[0] != now:
+            self._looked = now, len(self._refused_now()) < len(self._watched)
+        return None if not self._looked[1] else "warned" if self._config.qk_clip == "warned" else "never"
 
     def set(self, on: bool, *, step: int, reason: str) -> wire.Clipped:
         """Switch it on or off, as a person asked. Raises ValueError where it cannot be on."""
@@ -464,7 +453,6 @@ class Clipping:
         after = "" if on else "; weights that were scaled stay so: training has gone on from them"
         event = wire.Clipped(id=self._new_id(), step=step, on=on, total=self._total, reason=f"{reason}{after}"[:500])
         if on and not self.on:
-            self._clip = self._clip or self._new_clip()
             self._clip.begin()
         self.on, self._asked = on, self._asked or on
         self._ask_for_all_rows(step, step + 1)
@@ -483,19 +471,21 @@ class Clipping:
                 self._switched(True, step, f"qk_clip warned: {verdict.sentence}")
                 return
 
-    def _trial(self) -> QKClip:
-        layers, tau = self._attached.layers, self._config.qk_clip_threshold
-        return QKClip(layers, self._projections(), self._attached.state, threshold=tau)
+    def _refused_now(self) -> dict[int, str]:
+        return refusals(self._attached.layers, self._projections(), self._attached.state.device)
 
     def _projections(self) -> list[Projection | str]:
         both, selector = zip(self._watched, self._attached.layouts, strict=True), self._attached.selector
-        return [projection_of(*each, selector, self._optimizers) for each in both]
+        return [projection_of(*each, selector, self.optimizers) for each in both]
 
     def _fingerprint(self) -> list[tuple[object, ...]]:
         """What shows, where it changes, that weights are to be looked for anew."""
         both = zip(self._watched, self._attached.layouts, strict=True)
         why_not_in_full = self._attached.selector.why_not_in_full
-        return [(layer.sampled, why_not_in_full(layer), len(layer.unserved), layout.proved) for layer, layout in both]
+        return [
+            (layer.sampled, why_not_in_full(layer), len(layer.unmeasured), layout.proved or layout.describe())
+            for layer, layout in both
+        ]
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -510,20 +500,20 @@ class Clipping:
         if not self._ready:
             self._guard.run(self._start)
         clip = self._clip
-        if clip is None or not self._ready or (clip.group is None and (self._over or not self.on)):
+        if not self._ready or (clip.group is None and (self._over or not self.on)):
             return
-        if not self._over and self._guard.run(self._look_again, clip) is None:
+        if not self._over and self._guard.run(self._look_again) is None:
             self._end("a fault in finding the weights")
-        if self._guard.run(self._scale, clip) is None and not self._over:
+        if self._guard.run(self._scale) is None and not self._over:
             self._end("a fault in scaling")
 
     def _ask_for_all_rows(self, step: int, next_step: int) -> None:
         """While it is on, some steps look at every row of what is kept; at the same numbers on every process."""
         due = self.on and not self._over and passes(step, next_step, self._config.qk_clip_every_steps)
-        self._attached.selector.compute_in_full(due)
+        self._attached.selector.sampling.in_full = due
 
-    def _scale(self, clip: QKClip) -> bool:
-        clip.after_step(on=self.on, broken=bool(self._over))
+    def _scale(self) -> bool:
+        self._clip.after_step(on=self.on, broken=bool(self._over))
         return True
 
     def _end(self, why: str) -> None:
@@ -539,24 +529,18 @@ class Clipping:
             self._asked = False
             self._end(_OTHER_HEADS)
             return
-        self._clip = self._clip or self._new_clip()
         self._clip.group, self._ready = group, True
 
-    def _new_clip(self) -> QKClip:
-        layers, selector = self._attached.layers, self._attached.selector
-        unknown = ["no call has shown it yet"] * len(layers)
-        tau = self._config.qk_clip_threshold
-        with apart(self._attached.state.device):
-            return QKClip(layers, unknown, self._attached.state, threshold=tau, largest=selector.largest)
-
-    def _look_again(self, clip: QKClip) -> bool:
+    def _look_again(self) -> bool:
         """Find the weights anew where a call has shown them, or they or those who serve them have changed."""
-        layouts, now = self._attached.layouts, self._fingerprint()
-        if now == self._found and not clip.stale and not any(layout.waits for layout in layouts):
+        for layout in self._attached.layouts:
+            layout.locate()
+        now, clip = self._fingerprint(), self._clip
+        if now == self._found and not clip.stale:
             return True
         before = clip.refused
         clip.find(self._projections(), [layer.sampled for layer in self._watched])
-        self._found = [(*each[:3], layout.proved) for each, layout in zip(now, layouts, strict=True)]
+        self._found = now
         if clip.refused and clip.refused != before and (self.on or clip.group is not None):
             logger.warning("foreshock: QK-Clip leaves out %s", "; ".join(self._refusals(clip.refused)))
         return True
@@ -566,7 +550,7 @@ class Clipping:
     def before_sample(self) -> dict[str, Tensor]:
         """A sample is taken now: it gets the largest scores of all steps since the last, and what was done in them."""
         clip = self._clip
-        if clip is None:
+        if not self._ready and not self.on:
             return {}
         clip.before_sample()
         done = {
@@ -600,8 +584,7 @@ class Clipping:
     @property
     def _reports(self) -> bool:
         """Whether this process reports what was scaled: of those that scale alike, the first."""
-        group = None if self._clip is None else self._clip.group
-        return group is None or torch.distributed.get_rank(group) == 0
+        return self._clip.group is None or torch.distributed.get_rank(self._clip.group) == 0
 
     @property
     def _total(self) -> int:
@@ -641,13 +624,8 @@ class Clipping:
         """Whether it is on and what it did, in a line; "" where it was never asked for."""
         if not self._asked and not self._over and not self._done:
             return ""
-        now = (
-            "on"
-            if self.on
-            else "off until scores grow"
-            if self._config.qk_clip == "warned" and not self._over
-            else "off"
-        )
+        waits = self._config.qk_clip == "warned" and not self._over
+        now = "on" if self.on else "off until scores grow" if waits else "off"
         line = f"QK-Clip is {now} at {self._config.qk_clip_threshold:g}"
         if self._over:
             line += f", {self._over}"
@@ -655,8 +633,9 @@ class Clipping:
             scalings = sum(times for times, _ in self._done.values())
             least = min(least for _, least in self._done.values())
             line += f"; {len(self._done)} heads were scaled, {scalings} times in all, smallest factor {least:.3g}"
-        clip = self._clip if self._clip is None or self.on or self._over else self._trial()  # while off, nobody looks
-        refused = [] if clip is None else self._refusals(clip.refused)
+        refused: list[str] = []
+        if self._ready:  # it looks at the weights only while it is on
+            refused = self._refusals(self._clip.refused if self.on or self._over else self._refused_now())
         return line + (f"; left out: {'; '.join(refused)}" if refused else "")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------

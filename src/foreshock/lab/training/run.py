@@ -169,7 +169,7 @@ class Training:
 
     def _keeping(self) -> list[bool]:
         """Which layers keep PyTorch's own attention."""
-        return [layer.keeps for layer in self._layers]
+        return [layer.backend == "native" for layer in self._layers]
 
     @property
     def _steady(self) -> bool:

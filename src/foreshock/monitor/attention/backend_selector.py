@@ -33,7 +33,8 @@ class BackendSelector:
     def __init__(self, layers: Sequence[WatchedLayer], state: Tensor, settings: AgentConfig) -> None:
         self.layers: Final = tuple(layers)
         self._every_steps = settings.sample_every_steps
-        self._sampling = Sampling(settings.probe_rows, settings.sample_every_steps, strict=settings.strict)
+        self.sampling: Final = Sampling(settings.probe_rows, settings.sample_every_steps, strict=settings.strict)
+        """What is measured of the running step, and what became of it."""
         self._measured = self._samples = 0
         self._kernels: Final = settings.attention == "kernels"
         self._mitigation: Final = settings.mitigation
@@ -42,8 +43,8 @@ class BackendSelector:
         self._masks_back: Callable[[], None] | None = None
         self.faults: Counter[str] = Counter()
         """Where a contained fault of the probe is counted; the agent puts its own counter here."""
-        self._outputs = self._sampling.outputs = OutputSums([layer.state for layer in self.layers])
-        self._key = start_sampling(self._sampling)
+        self._outputs = self.sampling.outputs = OutputSums([layer.state for layer in self.layers])
+        self._key = start_sampling(self.sampling)
         self.largest: Final = torch.full((len(state),), -math.inf, device=state.device)
         """Of each head in a step that is computed in full: the largest score of all rows of a native attention."""
         of_layers = torch.split(self.largest, [len(layer.state) for layer in self.layers])
@@ -52,7 +53,7 @@ class BackendSelector:
             layer.tick, layer.largest = tick.data, largest.data
             for buffer in (layer.tick, layer.largest):
                 torch._dynamo.mark_static_address(buffer, guard=False)
-            layer.sampling, layer.keeps = self._key, not self._kernels
+            layer.sampling, layer.backend = self._key, "kernels" if self._kernels else "native"
 
     def step_done(self, step: int) -> None:
         """Optimizer step `step` has ended. Called before its sample is read."""
@@ -60,22 +61,17 @@ class BackendSelector:
 
     def plan(self, step: int, next_step: int, watch_until: int) -> None:
         """After optimizer step `step`: whether the next one is measured, which will probably be `next_step`."""
-        if self._sampling.fault and not self.faults["probe"]:
+        if self.sampling.fault and not self.faults["probe"]:
             self.faults["probe"] = 1
-        if self._sampling.due:
+        if self.sampling.due:
             self._measured = step
             self._samples += 1
         # The step that a sample ends with; where numbers jump over it unforeseen, the next one after as many steps.
         due = passes(step, next_step, self._every_steps) or next_step - self._measured >= self._every_steps
         due = due or step < watch_until
-        self._sampling.due = due and not self._sampling.fault
-        self._sampling.gradients = self._samples % GRADIENTS_EVERY == 0
+        self.sampling.due = due and not self.sampling.fault
+        self.sampling.gradients = self._samples % GRADIENTS_EVERY == 0
         self._name_what_a_captured_step_hides(step)
-
-    @property
-    def captured(self) -> bool:
-        """Whether a CUDA graph holds the layers as they are."""
-        return self._sampling.captured
 
     def measured_since(self, step: int) -> bool:
         """Whether the probe measured a step after `step`."""
@@ -86,31 +82,27 @@ class BackendSelector:
 
         Empty if it is not known, as in a CUDA graph, whose replays all count for one step.
         """
-        return [] if self._sampling.captured else self._outputs.broken_at(step)
-
-    def compute_in_full(self, wanted: bool) -> None:
-        """Whether the next step computes the scores of all rows of native attention, for `largest`."""
-        self._sampling.in_full = wanted
+        return [] if self.sampling.captured else self._outputs.broken_at(step)
 
     def why_not_in_full(self, layer: WatchedLayer) -> str | None:
         """Why the largest score of all rows of a layer's own attention cannot be had; None where it can."""
-        if self._sampling.fault:
-            return f"the probe is off ({self._sampling.fault})"
-        if self._sampling.captured:
+        if self.sampling.fault:
+            return f"the probe is off ({self.sampling.fault})"
+        if self.sampling.captured:
             return (
                 "its step was captured in a CUDA graph, so QK-Clip cannot scan all rows of native attention; use "
                 "attention='kernels'"
             )
         if layer.bent:
             return "a function or ALiBi slopes change its scores, which the pass over all rows of it does not know"
-        return self._sampling.refused.get(layer.state.data_ptr())
+        return self.sampling.refused.get(layer.state.data_ptr())
 
     def _name_what_a_captured_step_hides(self, step: int) -> None:
-        if all(layer.keeps or layer.served or layer.cannot_serve for layer in self.layers) or self._kernels:
+        if self._kernels or all(layer.sampled or layer.ran_on_kernels for layer in self.layers):
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since = step
-        elif self._sampling.captured and step == self._waits_since + 1:
+        elif self.sampling.captured and step == self._waits_since + 1:
             logger.warning(
                 "foreshock: a switch waits: the step was captured in a CUDA graph, which keeps the attention that it "
                 "was captured with. Capture it again, after a step that runs uncaptured; the switch takes effect then"
@@ -121,7 +113,7 @@ class BackendSelector:
         first = 0
         for layer in self.layers:
             heads = layer.state.shape[0]
-            layer.ask(keeps=not (self._kernels or modes[first : first + heads].any()))
+            layer.ask("kernels" if self._kernels or modes[first : first + heads].any() else "native")
             first += heads
         self._leave_masks_out()
 
@@ -138,7 +130,7 @@ class BackendSelector:
         self._leave_masks_out()
 
     def _leave_masks_out(self) -> None:
-        serving = not all(layer.keeps for layer in self.layers)
+        serving = any(layer.backend == "kernels" for layer in self.layers)
         if serving and self._leave_out is not None and self._masks_back is None:
             self._masks_back = self._leave_out()
         elif not serving:
@@ -152,7 +144,7 @@ class BackendSelector:
     def serves(self, row: int) -> bool:
         """Whether our kernels compute head `row` of all, as far as what ran shows."""
         layer = self._layer_of(row)
-        return self._kernels or layer is None or layer.served
+        return self._kernels or layer is None or layer.ran_on_kernels
 
     def refusal(self, row: int, mode: int) -> str | None:
         """Why head `row` of all cannot be given a mode, as its layer's calls are; None where it can."""
@@ -164,7 +156,7 @@ class BackendSelector:
         return next((layer for layer, end in zip(self.layers, ends, strict=True) if row < end), None)
 
     def _refusal(self, layer: WatchedLayer, mode: int) -> str | None:
-        never = self._sampling.refused.get(layer.state.data_ptr()) if mode and layer.keeps else None
+        never = self.sampling.refused.get(layer.state.data_ptr()) if mode and layer.backend == "native" else None
         return layer.refusal(mode) if never is None else f"its own attention stays: {never}"
 
     def what_a_switch_meets(self) -> list[str]:
@@ -176,7 +168,7 @@ class BackendSelector:
             for why, count in Counter(whys).items()
             if why is not None
         ]
-        if drops := sum(layer.keeps and layer.dropout_p > 0 for layer in self.layers):
+        if drops := sum(layer.backend == "native" and layer.dropout_p > 0 for layer in self.layers):
             lines.append(
                 f"{drops} of {len(whys)} layers use dropout. Their masks stay the model's own until a switch. A "
                 "switched layer draws other masks, with the same probability."
@@ -185,17 +177,17 @@ class BackendSelector:
 
     def describe(self) -> str:
         """Who serves the attention, in a line."""
-        measured = f"every {self._every_steps} steps {self._sampling.rows} rows of every head are measured"
+        measured = f"every {self._every_steps} steps {self.sampling.rows} rows of every head are measured"
         if self._kernels:
             return f"foreshock's kernels compute the attention; in calls that they do not support {measured}"
         return f"the model's own attention runs unchanged; {measured}"
 
-    def how_served(self, index: int) -> str:
+    def how_computed(self, index: int) -> str:
         """What serves layer `index` now, in words."""
         layer = self.layers[index]
-        if layer.keeps:
+        if layer.backend == "native":
             return "native attention, sampled"
-        return "kernels" + (f", but native and sampled in calls where {next(iter(layer.kept))}" if layer.kept else "")
+        return "kernels" + (f", but native and sampled in calls where {layer.reason}" if layer.reason else "")
 
     def stop(self) -> None:
         """Measure nothing any more."""

@@ -370,7 +370,7 @@ class CoverageReport:
             layer, watched = self._layers[number], self._watched(number)
             self._silent.add(int(number))
             counted = self._last[number] >= 0  # then what it met before shows nothing of now
-            why = "; ".join(watched.unserved) or NOT_RUN if counted else watched.why_not_counted
+            why = "; ".join(watched.unmeasured) or NOT_RUN if counted else watched.why_not_counted
             groups.setdefault(why, []).append(f"layer {layer.layer} ({layer.name})")
         steps = f"step {step}" if step - since_step <= 1 else f"steps {since_step + 1} to {step}"
         for why, names in groups.items():
@@ -397,7 +397,7 @@ class CoverageReport:
         groups: dict[str, list[str]] = {}
         states = self._states()
         for number, layer in enumerate(self._layers):
-            how = self._selector.how_served(number)
+            how = self._selector.how_computed(number)
             if states[number] == "replaced":
                 continue
             if states[number] == "never":

@@ -133,13 +133,8 @@ class LayoutCheck:
 
     @property
     def proved(self) -> Projection | None:
-        """What `scalable` gave last, but for sentences."""
+        """What `locate` gave last."""
         return None if self.gone else self._proved
-
-    @property
-    def waits(self) -> bool:
-        """Whether a call may have shown what was not looked at, or projections have changed since."""
-        return not self.gone and ((self._unproved and self._given is not None) or self._now() != self._state)
 
     # ---- in the forward -------------------------------------------------------------------------------------------
 
@@ -166,12 +161,12 @@ class LayoutCheck:
 
     def current(self) -> Projection | None:
         """Where the weights lie now; None while that is unknown, and where keys have a part that all heads share."""
-        found = self._look()
+        found = self.locate()
         return found if found is not None and found.query_of_shared is None else None
 
     def scalable(self) -> Projection | str:
         """What QK-Clip may scale now, or why it may not."""
-        found = self._look()
+        found = self.locate()
         return self._unscalable or found or self.describe().removeprefix("norms unknown: ")
 
     def describe(self) -> str:
@@ -183,7 +178,8 @@ class LayoutCheck:
         shared = self._proved.query_of_shared is not None
         return "norms unknown: a part of its keys is the same in all heads" if shared else self._proved.layout
 
-    def _look(self) -> Projection | None:
+    def locate(self) -> Projection | None:
+        """Where the weights lie now, by what calls have shown."""
         if self.gone:
             return None
         if self._owner is not None and self._now() != self._state:

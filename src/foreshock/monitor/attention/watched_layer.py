@@ -15,11 +15,10 @@ import operator
 import sys
 import threading
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 from weakref import WeakSet
 
 import torch
@@ -38,6 +37,7 @@ logger: Final = logging.getLogger("foreshock")
 LAYER_ATTRIBUTE: Final = "_foreshock_layer"
 MASKED: Final = "it passes a mask"
 _MASKED_IN_A_GRAPH: Final = "it passes a mask in compiled code"
+Backend = Literal["native", "kernels"]
 NOT_RUN: Final = "its forward or backward did not run through the watched attention"
 _EXACT: Final = ("float32", "float64")
 """Numerics in which no operand and no result of attention is rounded to 16 bits."""
@@ -98,15 +98,7 @@ class WatchedLayer:
     is served by our kernels or by the model's own attention, of which a sample is measured.
     """
 
-    def __init__(
-        self,
-        name: str,
-        state: Tensor,
-        modes: Tensor,
-        numerics: str,
-        *,
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, name: str, state: Tensor, modes: Tensor, numerics: str, *, strict: bool = False) -> None:
         self.name = name
         # .data: a version of its own. Views of one buffer share theirs, so that one layer's backward would make
         # autograd refuse what the graph of another layer, compiled by itself, has saved.
@@ -124,30 +116,28 @@ class WatchedLayer:
         """A call gave its scores to a function, which the pass over all rows does not know."""
         self.sampling = ""
         """Key of the agent's sampling, for the probe."""
-        self.keeps = False
-        """The model's own attention serves the calls, and a sample of them is measured."""
+        self.backend: Backend = "kernels"
+        """What is asked to compute its calls; "native": the model's own attention, of which a sample is measured."""
+        self.reason: str | None = None
+        """Why the last call of training that our kernels could not compute stayed native, since they were asked to."""
         self.layout: Layout | None = None
         """Shows where W_Q and W_K of its heads lie."""
         self.dropout_p = 0.0
         """The dropout probability of the last call that trained."""
         self.computed_by = ""
         """The function that computed its last sampled call, by its full name."""
-        self.served = False
-        """Our kernels computed a call that trained since they were asked to: what really ran."""
-        self.ever_served = False
-        """Our kernels computed a call that trained at any time."""
-        self.could_serve = False
-        """Our kernels could compute a call, as far as is known without a comparison."""
+        # What calls showed, in attributes that compiled code only writes: what it reads would compile it once more.
+        self.ran_on_kernels = self.once_on_kernels = self.could_run_on_kernels = False
+        """Our kernels computed a call that trained, since they were asked to or at any time; or could have, as far as
+        is known without a comparison."""
         self.differs: str | None = None
         """How our kernels differ from PyTorch's attention, where they were compared in calls of this layer and do."""
-        self.cannot_serve: str | None = None
-        """Why our kernels could not serve the last call of training that they could not, since they were asked to."""
         self.may_lose_masks = False
-        """Masks of compiled code may be left out once our kernels are asked to serve it."""
-        self.kept: Counter[str] = Counter()
-        """Why calls stayed with the model's own attention while our kernels served the layer."""
-        self.unserved: Counter[str] = Counter()
-        """Why calls were neither served nor measured."""
+        """Masks of compiled code may be left out once our kernels are asked to compute it."""
+        self.stayed_native: set[str] = set()
+        """Why calls stayed native, as far as it was said."""
+        self.unmeasured: dict[str, None] = {}
+        """Why calls were neither computed by our kernels nor measured, in the order in which they came."""
         self.home: Callable[[], nn.Module | None] = lambda: None
         """The module that it watches, as a weak reference."""
         self.head_dim = 0
@@ -170,11 +160,11 @@ class WatchedLayer:
     @property
     def why_not_counted(self) -> str:
         """Why the layer counted nothing, as far as it is known."""
-        if self.unserved:
-            return "; ".join(self.unserved)
+        if self.unmeasured:
+            return "; ".join(self.unmeasured)
         if self.met:
             again = ", or only backwards that are differentiated again, which are not counted"
-            return "no backward ran through it" + ("" if self.keeps else again)
+            return "no backward ran through it" + ("" if self.backend == "native" else again)
         if self.ran and isinstance(self.home(), nn.MultiheadAttention):
             return "it computes its probabilities itself under need_weights=True, its default; give need_weights=False"
         if self.ran:
@@ -188,37 +178,31 @@ class WatchedLayer:
     def go_on(self, before: "WatchedLayer") -> None:
         """Take up what another layer, of the same module, counted and saw."""
         self.state.copy_(before.state)
-        self.layout, self.rounds, self.head_dim, self.dropout_p = (
-            before.layout,
-            before.rounds,
-            before.head_dim,
-            before.dropout_p,
-        )
-        self.ran, self.met, self.unserved, self.kept = before.ran, before.met, before.unserved, before.kept
+        for name in ("rounds", "head_dim", "dropout_p", "ran", "met", "unmeasured", "stayed_native"):
+            setattr(self, name, getattr(before, name))
 
     @property
     def idle(self) -> bool:
         """Its module's forward ran uncompiled, and nothing of it was met or counted. It may wait for the device."""
         rows = self.state[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]]
-        return self.ran and not self.met and not self.unserved and not bool(rows.any())
+        return self.ran and not self.met and not self.unmeasured and not bool(rows.any())
 
-    def ask(self, *, keeps: bool) -> None:
-        """From now on its own attention serves its calls, or our kernels do; what comes of it only calls show."""
-        if keeps != self.keeps:
-            self.keeps, self.served, self.cannot_serve = keeps, False, None
+    def ask(self, backend: Backend) -> None:
+        """From now on this is to compute its calls; what comes of it only calls show."""
+        if backend != self.backend:
+            self.backend, self.ran_on_kernels, self.reason = backend, False, None
 
     def leave_alone(self, reason: str) -> None:
-        """Count a call that is neither served nor measured, and say so once."""
-        if torch.compiler.is_compiling():
+        """Take note of a call that is neither computed by our kernels nor measured, and say so once."""
+        if torch.compiler.is_compiling() or reason in self.unmeasured:
             return  # the check of each sample finds the layer that was not hit
-        self.unserved[reason] += 1
-        if self.unserved[reason] == 1:
-            logger.warning("foreshock: %s is not watched in this call: %s", self.name, reason)
+        self.unmeasured[reason] = None
+        logger.warning("foreshock: %s is not watched in this call: %s", self.name, reason)
 
     @property
     def sampled(self) -> bool:
-        """Whether calls of it stay with its own attention, of which a sample is measured in some steps alone."""
-        return self.keeps or self.cannot_serve is not None
+        """Whether calls of it stay native, and a sample of them is measured in some steps."""
+        return self.backend == "native" or self.reason is not None
 
     def call(self, own: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
         """The output [..., H, Sq, D] of a call: by our kernels where they serve it, else by `own`, the model's own
@@ -247,7 +231,7 @@ class WatchedLayer:
             why = _MASKED_IN_A_GRAPH if torch.compiler.is_compiling() else MASKED
         elif why is None and (why := self.problem(query, key, value)) is not None and torch.compiler.is_compiling():
             why = "our kernels do not take its operands"  # a sentence of sizes has no place in a graph
-        if why is None and not self.keeps:
+        if why is None and self.backend == "kernels":
             why = self._why_not_proven(query, key, packed, **scores)
             if why is None:
                 return self.attend(query, key, value, packed, **scores)
@@ -255,17 +239,15 @@ class WatchedLayer:
         if why is not None:
             self.keep_call(why)
         elif torch.is_grad_enabled():
-            self.could_serve = True
+            self.could_run_on_kernels = True
         return None
 
     def keep_call(self, reason: str) -> None:
-        """Count a call that our kernels do not serve, and say so once."""
+        """Take note of a call that our kernels cannot compute, and say so once."""
         if torch.is_grad_enabled():
-            self.cannot_serve = reason
-        if torch.compiler.is_compiling():
-            return
-        self.kept[reason] += 1
-        if self.kept[reason] == 1:
+            self.reason = reason
+        if not torch.compiler.is_compiling() and reason not in self.stayed_native:
+            self.stayed_native.add(reason)
             logger.info("foreshock: %s keeps its own attention in this call: %s", self.name, reason)
 
     def problem(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -350,7 +332,7 @@ class WatchedLayer:
 
     def _ran(self) -> None:
         if torch.is_grad_enabled():
-            self.served = self.ever_served = True
+            self.ran_on_kernels = self.once_on_kernels = True
 
     def _meets(self, query: Tensor, out: Tensor) -> bool:
         """Take note of a call and its output; whether a backward will run through it."""
@@ -369,9 +351,9 @@ class WatchedLayer:
         """Why this layer's heads cannot be given a mode, as its calls have been; None where they can."""
         if mode and self.silent and not self.met:
             return f"none of its calls is met: {self.why_not_counted}"
-        could = self.ever_served or (self.could_serve and self.differs is None)
-        could |= self.keeps and self.may_lose_masks and self.cannot_serve == _MASKED_IN_A_GRAPH
-        stays = self.cannot_serve or self.differs
+        could = self.once_on_kernels or (self.could_run_on_kernels and self.differs is None)
+        could |= self.backend == "native" and self.may_lose_masks and self.reason == _MASKED_IN_A_GRAPH
+        stays = self.reason or self.differs
         if not mode or stays is None or could:
             return None
         return f"its own attention stays in every call: {stays}; a switch would change nothing"
@@ -640,7 +622,7 @@ def note_call_outside(query: Tensor, key: Tensor) -> None:
     # Inside a backward and in no watched module: something recomputes an attention call, and lost its layer on the way.
     # PyTorch's own attention computes it: it is counted nowhere, and rounded otherwise than in its first pass.
     recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not outside.calls
-    if recomputed and any(not layer.keeps for layer in list(outside.layers)):
+    if recomputed and any(layer.backend == "kernels" for layer in list(outside.layers)):
         logger.warning(
             "foreshock: attention is recomputed in a backward, and its layer is not known: the checkpointing in use is "
             "not PyTorch's. Its rows are not counted. Training continues. Use torch.utils.checkpoint, or checkpoint "
