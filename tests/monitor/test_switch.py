@@ -274,6 +274,25 @@ def test_a_command_naming_heads_of_other_ranks_is_applied_to_those_that_are_here
     assert modes.tolist() == [0, 0, 1, 0]
 
 
+def test_an_order_that_waits_keeps_the_heads_that_a_later_one_does_not_take() -> None:
+    switchboard, modes = board()
+    served = False
+    switchboard.serves = lambda row: served
+    assert switchboard.obey(command(heads=((1, 0), (1, 1))), step=1, unix_seconds=0) is None
+    assert switchboard.obey(command(id="c2", mode="row_corrected"), step=1, unix_seconds=0) is None
+    served = True
+    told = {each.command: (each.outcome, each.heads) for each in switchboard.settle(1, 2, 0)}
+    assert told == {"c1": ("applied", ((1, 1),)), "c2": ("applied", ((1, 0),))}
+    assert modes.tolist() == [0, 0, int(Mode.ROW_CORRECTED), int(Mode.EXACT_DELTA)]
+
+
+def test_a_head_that_was_switched_before_a_state_is_loaded_keeps_its_mode() -> None:
+    switchboard, modes = board()
+    switchboard.switch([(1, 0)], "row_corrected", step=0, reason="a person")
+    switchboard.load_state_dict({"modes": [[1, 0, "exact_delta"], [0, 0, "exact_delta"]], "answered": []})
+    assert modes.tolist() == [int(Mode.EXACT_DELTA), 0, int(Mode.ROW_CORRECTED), 0]
+
+
 def test_the_memory_of_answered_commands_is_bounded() -> None:
     switchboard, _ = board()
     for number in range(MAX_ANSWERED + 10):
