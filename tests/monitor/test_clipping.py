@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,11 +21,6 @@ from torch.nn.attention import flex_attention
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec
-from foreshock.lab.training import model as lab_model
-from foreshock.lab.training.model import Linear
-from foreshock.lab.training.recipes import find_recipe
-from foreshock.lab.training.run import Training
-from foreshock.lab.training.variant import UNTREATED
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention import probe
 from foreshock.monitor.attention.probed_rows import Call, raise_largest
@@ -191,53 +185,24 @@ def test_after_a_persons_no_a_warning_that_stands_does_not_switch_it_on_and_a_ne
             assert f"QK-Clip is {expected}" in agent.report()
 
 
-def test_a_resumed_run_goes_on_clipping_and_remembers_what_was_scaled() -> None:
+@pytest.mark.parametrize("attention", ["kernels", "keep"])
+def test_a_resumed_run_goes_on_clipping_and_remembers_what_was_scaled(attention: str) -> None:
     model = two_layers()
     with attach(model, **EVERY) as agent:
         agent.set_qk_clip(True, "the scores grow")
         changed(agent, model)
         saved = json.loads(json.dumps(agent.state_dict()))
     model = two_layers()
-    with attach(model, **EVERY) as agent:
+    with attach(model, **(EVERY | {"attention": attention, "qk_clip_every_steps": 1})) as agent:
         agent.load_state_dict(saved)
-        assert changed(agent, model)
+        assert changed(agent, model, 2)
         again = agent.state_dict()["qk_clip"]
     assert [done[:2] for done in again["done"]] == [done[:2] for done in saved["qk_clip"]["done"]]
     assert sum(done[2] for done in again["done"]) > sum(done[2] for done in saved["qk_clip"]["done"])
 
 
-def test_a_resumed_run_whose_attention_is_kept_goes_on_clipping() -> None:
-    model = two_layers()
-    with attach(model, **EVERY) as agent:
-        agent.set_qk_clip(True, "the scores grow")
-        saved = agent.state_dict()
-    with attach(model, **(EVERY | {"attention": "keep", "qk_clip_every_steps": 1})) as agent:
-        agent.load_state_dict(saved)
-        assert changed(agent, model, 2)
-
-
-class Rounding(nn.Linear):
-    """Its weight is rounded in every forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, (8 * self.weight).round() / 8, self.bias)
-
-
-def test_a_projection_with_a_forward_of_its_own_is_scaled_where_its_outputs_follow_from_its_weights() -> None:
-    for kind, scaled in ((Linear, True), (Rounding, False)):
-        model = two_layers()
-        for block in model.blocks:
-            other = Linear(16, 48, torch.float32, bias=True) if kind is Linear else Rounding(16, 48)
-            nn.init.normal_(other.weight, std=0.3)
-            block.c_attn = other
-        with attach(model, qk_clip="always", **EVERY) as agent:
-            assert changed(agent, model, 2) == scaled
-            told = "norms of the weights only: Rounding has a forward of its own" in agent.report()
-            assert told != scaled
-
-
 def test_16_bit_weights_are_scaled_only_where_the_optimizer_trains_them_themselves() -> None:
-    def run(own: bool | None, master: bool = False) -> bool:
+    def run(own: bool | None, master: bool = False, several: bool = False) -> bool:
         model = two_layers().to(torch.bfloat16)
         with attach(model, qk_clip="always", **EVERY) as agent:
             trained = model if own else two_layers()
@@ -246,27 +211,20 @@ def test_16_bit_weights_are_scaled_only_where_the_optimizer_trains_them_themselv
                 for parameter in model.parameters():
                     optimizer.state[parameter]["master_param"] = parameter.detach().float()
             if own is not None:
-                agent.qk_clip_with(optimizer=optimizer)
+                for wrong in (model, [], [None]):
+                    with pytest.raises(ValueError, match="give the optimizer of the training, or a list of several"):
+                        agent.qk_clip_with(optimizer=wrong)  # type: ignore[arg-type]
+                agent.qk_clip_with(optimizer=[optimizer] if several else optimizer)
             did = changed(agent, model)
             reason = {None: "are bfloat16 and may be copies", False: "trains a copy of its weights"}
             assert did or reason[False if master else own] in agent.report()
             return did
 
     assert run(True)
+    assert run(True, several=True)
     assert not run(True, master=True)
     assert not run(False)
     assert not run(None)
-
-
-def test_several_optimizers_may_own_the_weights_and_what_is_no_optimizer_is_refused_with_a_sentence() -> None:
-    model = two_layers().to(torch.bfloat16)
-    each = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model.children()]
-    with attach(model, qk_clip="always", **EVERY) as agent:
-        for wrong in (model, [], [None]):
-            with pytest.raises(ValueError, match="give the optimizer of the training, or a list of several"):
-                agent.qk_clip_with(optimizer=wrong)  # type: ignore[arg-type]
-        agent.qk_clip_with(optimizer=each)
-        assert changed(agent, model)
 
 
 def test_a_fault_ends_it_and_the_training_goes_on(
@@ -508,46 +466,3 @@ def test_one_module_that_stands_for_two_layers_is_scaled_once_by_the_larger_scor
         for head, factor in enumerate(root):
             expected[side + 8 * head : side + 8 * head + 8] *= factor
     torch.testing.assert_close(shared.c_attn.weight.detach().double(), expected, rtol=1e-5, atol=0)
-
-
-THRESHOLD, STEPS = 100.0, 300
-
-
-class WithTorchsLinear(lab_model.CausalSelfAttention):
-    """With a projection of PyTorch's, whose forward is known: QK-Clip scales no other."""
-
-    def __init__(self, config: lab_model.ModelConfig) -> None:
-        super().__init__(config)
-        self.c_attn = nn.Linear(config.width, 3 * config.width, bias=False)  # type: ignore[assignment]
-
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = (
-            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).to(self.operand)
-            for each in self.c_attn(x).chunk(3, -1)
-        )
-        return query, key, value
-
-
-def largest_scores(**settings: Any) -> tuple[list[float], float]:
-    """The largest score of each sample, and the mean loss of the last 50 steps."""
-    small = find_recipe("key-bias-small")
-    recipe = replace(small, model=replace(small.model, qkv_bias=False), learning_rate=0.064, steps=STEPS)
-    training, listener = Training(recipe, UNTREATED, 1, **settings), Listener()
-    training.agent.subscribe(listener)
-    losses: list[Tensor] = [training.advance().detach().clone() for _ in range(STEPS)]
-    training.agent.close()
-    words = [sample.words() for sample in listener.of(wire.Sample)]
-    scores = [float(slot_values(each, Slot.SCORE_MAX).max()) for each in words if each is not None]
-    return scores, sum(map(float, losses[-50:])) / 50
-
-
-@pytest.mark.full
-def test_at_a_rate_that_is_too_high_scores_stay_below_twice_the_threshold_and_pass_a_thousand_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lab_model, "CausalSelfAttention", WithTorchsLinear)
-    without, loss_without = largest_scores()
-    clipped, loss = largest_scores(qk_clip="always", qk_clip_threshold=THRESHOLD)
-    assert max(without) > 1000
-    assert max(clipped) < 2 * THRESHOLD
-    assert loss < loss_without

@@ -362,20 +362,6 @@ def test_a_fault_that_is_to_be_raised_is_raised_at_the_boundary_and_the_thread_l
     assert steps(detectors.take()) == [2]
 
 
-def test_without_a_thread_to_be_had_a_sample_is_read_where_it_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    detectors = DetectorThread(lambda sample: DetectorResult(sample, [], None))
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    detectors.put(counted(1))
-    assert (steps(detectors.take()), detectors.idle) == ([1], True)
-    monkeypatch.undo()
-    detectors.put(counted(2))
-    assert steps(detectors.take()) == [2]
-    detectors.close()
-
-
 class SlowDetectors(ScriptedDetectors):
     """Take their time for the second sample, and remember which thread they worked in."""
 

@@ -200,17 +200,6 @@ def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_p
     assert trainer.state.global_step == 9
 
 
-@pytest.mark.full
-def test_a_training_that_began_without_foreshock_goes_on_with_its_own_step_numbers(tmp_path: Path) -> None:
-    train(tmp_path, None, 4)
-    callback = Observed(**EVERY_STEP)
-    train(tmp_path, callback, 8, resume=str(tmp_path / "checkpoint-4"))
-    assert callback.listener.of(wire.Started)[0].step == 4
-    assert intervals(callback) == [(n, n + 1) for n in range(4, 8)]
-    state = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
-    assert state["stateful_callbacks"]["Observed"]["attributes"]["saved"]["step"] == 8
-
-
 def test_a_checkpoint_names_no_foreshock_attention_and_holds_no_secret(tmp_path: Path) -> None:
     train(tmp_path, ForeshockCallback(**EVERY_STEP, token="very-secret-token"), 4)
     text = "".join(p.read_text() for p in (tmp_path / "checkpoint-4").glob("*.json"))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreshock.monitor.model.layouts import Call, Corners, Numbers, Parts, Rows, parts_of
+from foreshock.monitor.model.layouts import Call, Corners, Numbers, Parts, parts_of
 
 HEADS, KEYS, DIM, SEQUENCES, LENGTH = 4, 2, 8, 3, 5
 FIRST = np.array([True, False, True, False])
@@ -145,13 +145,3 @@ def test_heads_that_no_projection_gives_are_refused_with_a_sentence() -> None:
     for bent in (np.tanh(query), mixed):
         with pytest.raises(ValueError, match=r"projections \(down, up_q, up_kv\) give its queries, 4 heads of 8"):
             parts_of(replaced(given_call, "query", bent))
-
-
-def test_a_gain_of_each_feature_of_each_head_is_believed_only_of_a_module_that_has_a_norm() -> None:
-    rng = np.random.default_rng(3)
-    query, key = drawn(rng), drawn(rng)
-    whole = turned(normed(query, rng.uniform(0.5, 2, (HEADS, DIM)), over=(1, 2)), rng, "halves")
-    given_call = call({"q": query.reshape(4, -1), "k": key.reshape(4, -1)}, whole, key, key)
-    assert parts_of(given_call._replace(normed=True)).query.rows == Rows(tuple(range(0, HEADS * DIM, DIM)))
-    with pytest.raises(ValueError, match="give its queries"):
-        parts_of(given_call)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import batch, tiny_gpt
@@ -171,42 +171,6 @@ def test_a_training_that_fails_is_told_so_and_the_model_is_given_back(tmp_path: 
         trainer.fit(model, data())
     assert watcher.endings() == ["failed"]
     assert "_foreshock_layer" not in vars(model.gpt.blocks[0])
-
-
-@pytest.mark.parametrize("average_first", [False, True])
-def test_the_average_of_the_weights_that_lightning_keeps_is_not_watched_and_that_of_the_model_alone(
-    average_first: bool,
-) -> None:
-    def weights_after(watches: bool) -> dict[str, Tensor]:
-        torch.manual_seed(5)
-        averaging, model = EMAWeightAveraging(decay=0.5), Model()
-        callback = ForeshockCallback(**{**EVERY_STEP, "attention": "keep"})
-        watcher = Watcher(callback)
-        others: list[Any] = [callback, watcher] if watches else []
-        callbacks = [averaging, *others] if average_first else [*others, averaging]
-        trainer = Trainer(
-            max_steps=4,
-            callbacks=callbacks,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            accelerator="cpu",
-        )
-        trainer.fit(model, data())
-        copy_of_it = averaging._average_model
-        assert copy_of_it is not None
-        for module in (*copy_of_it.modules(), *model.modules()):
-            assert not [name for name in vars(module) if "foreshock" in name]
-            assert not module._forward_hooks
-        if watches:
-            assert len(watcher.intervals()) == 4
-        weights: dict[str, Tensor] = model.state_dict()
-        return weights
-
-    alone, watched = weights_after(False), weights_after(True)
-    assert alone.keys() == watched.keys()
-    assert all(torch.equal(alone[name], watched[name]) for name in alone)
 
 
 def test_qk_clip_is_shown_the_optimizers_that_16_bit_weights_need(tmp_path: Path) -> None:

@@ -140,25 +140,6 @@ def test_a_multihead_attention_that_is_asked_for_its_weights_is_told_how_to_be_c
     assert "its default; give need_weights=False" in told
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is:DeprecationWarning")
-def test_attention_in_a_function_that_torchscript_compiled_does_not_go_unseen(caplog: pytest.LogCaptureFixture) -> None:
-    class Scripted(CausalSelfAttention):
-        def __init__(self, scripted: Any) -> None:
-            super().__init__(WIDTH, HEADS)
-            self.scripted = scripted
-
-        def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self.scripted(query, key, value)  # type: ignore[no-any-return]
-
-    told = told_of(nn.Sequential(Scripted(torch.jit.script(attend)), CausalSelfAttention(WIDTH, HEADS)), caplog)
-    assert "attention of 0 is not watched: it calls PyTorch's attention where it cannot be met" in told
-    assert "watched 1 of 2 attention layers" in told
-
-
 def test_many_layers_of_one_problem_are_told_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
     by_hand = [Heads(*(OneHeadByHand() for _ in range(HEADS))) for _ in range(3)]
     told = told_of(nn.Sequential(*by_hand, CausalSelfAttention(WIDTH, HEADS)), caplog)

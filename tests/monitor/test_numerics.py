@@ -13,13 +13,13 @@ from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.probing import EVERY_ROW, probed, tensors
 from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, batch, tiny_gpt
-from tests.monitor.watching import rows_of, watch
+from tests.monitor.watching import watch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT, Slot, slot_values
 from foreshock.kernels.flash_attention import flash_attention
-from foreshock.monitor import AgentConfig, attach
+from foreshock.monitor import attach
 from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.attention.probe import Sampling
 from foreshock.monitor.model.discovery import SDPA
@@ -67,33 +67,6 @@ def test_a_wide_model_trains_as_with_pytorchs_own_attention(
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a, b, atol=atol, rtol=10 * atol)
-
-
-def test_kernel_numerics_named_for_a_wide_model_do_round_and_so_are_no_default(served: list[str]) -> None:
-    expected = loss_and_gradients(tiny_gpt())
-    got = attached(torch.float32, numerics="kernel")
-    assert served == ["kernel"] * 2
-    assert max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True)) > 1e-5
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_16_bit_model_is_served_by_kernel_numerics(autocast: bool, served: list[str]) -> None:
-    dtype = torch.float32 if autocast else torch.bfloat16
-    got = attached(dtype, autocast=autocast)
-    named = attached(dtype, autocast=autocast, numerics="kernel")
-    assert served == ["kernel"] * 4
-    assert all(torch.equal(a, b) for a, b in zip(got, named, strict=True))
-
-
-def test_the_table_and_the_first_event_say_auto(capsys: pytest.CaptureFixture[str]) -> None:
-    assert AgentConfig().numerics == "auto"
-    agent = attach(tiny_gpt(), **{**EVERY_STEP, "quiet": False})
-    listener = Listener()
-    agent.subscribe(listener)
-    agent.step(1.0)
-    agent.close()
-    assert listener.of(wire.Started)[0].numerics == "auto"
-    assert "numerics: auto (kernel for 16-bit operands" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("dtype", "served"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
@@ -260,21 +233,6 @@ def test_statistics_equal_brute_force_on_the_tensors_that_were_received(monkeypa
             assert slot_values(counted, Slot.ROW_MAX_ABS) == pytest.approx(max(abs(max(r)) for r in scores), rel=1e-5)
             assert slot_values(counted, Slot.SCORE_OFFSET_SUM) == pytest.approx(sum(offsets), abs=1e-4)
             assert slot_values(counted, Slot.SCORE_OFFSET_SUMSQ) == pytest.approx(sum(o * o for o in offsets), rel=1e-4)
-
-
-def test_evaluation_counts_nothing_and_accumulated_micro_batches_add_up() -> None:
-    model = tiny_gpt()
-    agent = attach(model, **EVERY_STEP)
-    listener = Listener()
-    agent.subscribe(listener)
-    with torch.no_grad():
-        model(tiny_models.batch(0))
-    for step in range(2):
-        ids = tiny_models.batch(step)
-        torch.autograd.backward(F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()))
-    agent.step()
-    agent.close()
-    assert rows_of(listener) == [2 * 24] * 4
 
 
 @pytest.mark.parametrize("head_dim", [12, 264])

@@ -152,12 +152,6 @@ def test_the_training_draws_the_same_random_numbers_with_the_probe_as_without() 
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_step_that_is_not_due_counts_nothing() -> None:
-    query, key, value, grad = tensors(torch.float32)
-    words = probed(query, key, value, grad, grad, Sampling(5, due=False), numerics="float32")
-    assert not slot_values(words, Slot.ROWS).any()
-
-
 @pytest.mark.parametrize("bounds", [(None, None), (torch.tensor([0, 3, 8], dtype=torch.int32),) * 2])
 def test_the_operator_declares_what_it_does(bounds: Any) -> None:
     query, key, value, grad = tensors(torch.float32, length=8)

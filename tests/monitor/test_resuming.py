@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from tests.monitor.doubles import Listener
-from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt
+from tests.monitor.tiny_models import tiny_gpt
 
 from foreshock.contract import wire
-from foreshock.monitor import Agent, AgentConfig, attach
+from foreshock.monitor import Agent, attach
 from foreshock.monitor.callbacks.shared import read_state, take_up, write_state
-from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.detect.run_state import LAYOUT
 
 QUICK: dict[str, Any] = {
@@ -142,19 +141,6 @@ def test_a_state_whose_detectors_an_earlier_version_saved_gives_back_its_modes_a
     with pytest.raises(ValueError, match="layout 1"):
         strict.load_state_dict(state)
     strict.close()
-
-
-@pytest.mark.promise("A15")
-def test_another_window_and_another_model_resume_too(caplog: pytest.LogCaptureFixture) -> None:
-    state = saved_state()
-    for model, config in (
-        (tiny_gpt(), AgentConfig(detectors=DetectorConfig(window_steps=9000))),
-        (tiny_gpt(*(CausalSelfAttention(16, 4) for _ in range(2))), None),
-    ):
-        agent = attach(model, config, **QUICK)
-        agent.load_state_dict(state)
-        assert goes_on(agent).since_step == 5
-    assert len(refusals(caplog)) == 2
 
 
 @pytest.mark.promise("A15")

@@ -173,7 +173,8 @@ def test_after_a_warning_every_step_is_sampled_to_the_last_of_the_close_watch() 
 @pytest.mark.parametrize(("first", "begun", "start"), [(101, None, 100), (1, None, 0), (0, None, 0), (601, 500, 500)])
 def test_the_start_of_a_run_bears_the_step_that_its_training_is_at(first: int, begun: int | None, start: int) -> None:
     listener = Listener()
-    with attach(tiny_gpt(), quiet=True, strict=True, url=None, sample_every_seconds=0.0) as agent:
+    settings: dict[str, Any] = {"attention": "kernels", "quiet": True, "strict": True, "sample_every_seconds": 0.0}
+    with attach(tiny_gpt(), url=None, **settings) as agent:
         if begun is not None:
             agent.begin_at(begun)
         agent.subscribe(listener)
@@ -181,6 +182,7 @@ def test_the_start_of_a_run_bears_the_step_that_its_training_is_at(first: int, b
         for step in range(first, first + 30):
             agent.step(1.0, step=step)
     assert [started.step for started in listener.of(wire.Started)] == [start]
+    assert [switched.step for switched in listener.of(wire.Switched)] == [start]
     assert listener.of(wire.Sample)[0].since_step == start
     assert agent.current_step == first + 29
 

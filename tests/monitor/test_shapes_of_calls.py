@@ -135,20 +135,3 @@ def test_a_single_head_without_a_dimension_of_its_own_counts_as_one(masked: bool
     expected, _ = counted(attention(1, mask if mask is None else mask.unsqueeze(1)), lambda m: m(x))
     assert rows(expected) > 0
     alike(state, expected)
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings(
-    "ignore:.*Function'> should not be instantiated:DeprecationWarning"
-)  # of PyTorch's own doing
-def test_windows_are_counted_in_one_compiled_graph_too() -> None:
-    x = words(2, 3, TOKENS)
-
-    def compiled(module: nn.Module) -> Tensor:
-        torch._dynamo.reset()
-        return torch.compile(module, backend="aot_eager", fullgraph=True)(x)  # type: ignore[no-any-return]
-
-    state, _ = counted(attention(4), compiled)
-    expected, _ = counted(attention(4), lambda m: m(x))
-    assert rows(expected) == 2 * 3 * TOKENS * 4
-    alike(state, expected)

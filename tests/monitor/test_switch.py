@@ -115,15 +115,6 @@ def test_the_log_counts_each_head_that_is_proposed_once_however_often_it_is() ->
 # ---- policy ---------------------------------------------------------------------------------------------------------
 
 
-def test_approve_proposes_and_changes_nothing() -> None:
-    agent, listener = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="approve", switch_scope="head")
-    agent.close()
-    (switched,) = listener.of(wire.Switched)
-    assert (switched.outcome, switched.before, switched.after) == ("proposed", ("plain",), (DEFAULT_MITIGATION,))
-    assert switched.verdict == "verdict-1-0"
-    assert set(agent.modes().values()) == {"plain"}
-
-
 def test_auto_switches_the_named_head_at_the_next_boundary_and_the_kernel_sees_it() -> None:
     model = tiny_gpt()
     agent, listener = run(model, {2: [verdict(1, 0)]}, 4, policy="auto", switch_scope="head", mitigation="exact_delta")
