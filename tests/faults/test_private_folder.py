@@ -49,7 +49,7 @@ def test_a_link_or_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, 
 def test_a_folder_is_made_for_this_user_alone_whatever_the_umask_and_those_above_it_too(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
-        PrivateFolder(Path("within"), within=PrivateFolder(tmp_path / "a" / "b"))
+        PrivateFolder(tmp_path / "a" / "b" / "c")
     finally:
         os.umask(umask)
     assert modes(tmp_path / "a") == [0o700] * 3
@@ -69,14 +69,14 @@ def test_files_are_reached_through_the_folder_that_was_looked_at_wherever_its_pa
     assert list((tmp_path / "away").iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["a fifo", "a link", "a file of another user"])
+@pytest.mark.parametrize("kind", ["a fifo", "a link that leads nowhere", "a file of another user"])
 def test_what_is_no_regular_file_of_this_user_is_not_opened(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, path = PrivateFolder(tmp_path), tmp_path / "x.spool"
     if kind == "a fifo":
         os.mkfifo(path, 0o600)
-    elif kind == "a link":
+    elif kind == "a link that leads nowhere":
         path.symlink_to(tmp_path / "made by the open")
     else:
         path.touch(0o600)

@@ -1,6 +1,7 @@
 """The spool: torn, flipped, full, read-only, vanished. Nothing before a torn tail is lost; training never notices."""
 
 import errno
+import hashlib
 import json
 import os
 import subprocess
@@ -17,15 +18,20 @@ from hypothesis import strategies as st
 from foreshock.monitor.transport import private_folder
 from foreshock.monitor.transport import spool as spooling
 from foreshock.monitor.transport.private_folder import PrivateFolder
-from foreshock.monitor.transport.spool import Spool, frame, leftovers, run_folder
+from foreshock.monitor.transport.spool import Spool, frame, leftovers
 
 BATCHES = [(1, b'{"first":1}'), (2, b"second"), (3, b'{"third":"' + b"x" * 40 + b'"}')]
+LATER = (9, b"later")
 WHOLE = b"".join(frame(sequence, payload) for sequence, payload in BATCHES)
 
 
-def spool_at(path: Path, max_bytes: int = 2**20) -> closing[Spool]:
-    """The spool of a living boot in this file."""
-    return closing(Spool(PrivateFolder(path.parent), path.stem, max_bytes))
+def file_of(folder: Path, boot: str = "a", run: str = "mine") -> Path:
+    return folder / f"{hashlib.sha256(run.encode()).hexdigest()[:32]}-{boot}.spool"
+
+
+def spool_in(folder: Path, boot: str = "a", max_bytes: int = 2**20, run: str = "mine") -> closing[Spool]:
+    """The spool of a living boot."""
+    return closing(Spool(PrivateFolder(folder), run, boot, max_bytes))
 
 
 def batch_of(boot: str, sequence: int = 1, *, run: str = "mine", padding: int = 0) -> bytes:
@@ -34,7 +40,7 @@ def batch_of(boot: str, sequence: int = 1, *, run: str = "mine", padding: int = 
 
 def left_behind(directory: Path, run: str, boot: str, *payloads: bytes) -> Path:
     """What a process of this boot leaves that dies with batches unsent."""
-    with closing(Spool(run_folder(directory, run), boot, 2**20)) as dead:
+    with spool_in(directory, boot, run=run) as dead:
         for sequence, payload in enumerate(payloads, 1):
             dead.append(sequence, payload)
         return dead.path
@@ -54,18 +60,22 @@ def append_all(spool: Spool, kept: list[tuple[int, bytes]]) -> None:
         kept.append(batch)
 
 
-def reread(path: Path, content: bytes) -> list[tuple[int, bytes]]:
-    path.write_bytes(content)
-    with spool_at(path) as spool:
-        return drain(spool)
+def reread(folder: Path, content: bytes) -> list[tuple[int, bytes]]:
+    """What a spool of this content gives back, a batch that is appended to it included."""
+    file_of(folder).write_bytes(content)
+    with spool_in(folder) as spool:
+        spool.append(*LATER)
+        *found, last = drain(spool)
+        assert last == LATER
+        return found
 
 
 def test_batches_come_back_in_order_and_an_emptied_spool_leaves_no_file(tmp_path: Path) -> None:
-    with spool_at(tmp_path / "a.spool") as spool:
+    with spool_in(tmp_path) as spool:
         for sequence, payload in BATCHES:
             assert spool.append(sequence, payload)
         assert (spool.boot, spool.highest, len(spool)) == ("a", 3, 3)
-        assert (tmp_path / "a.spool").read_bytes() == WHOLE
+        assert file_of(tmp_path).read_bytes() == WHOLE
         assert drain(spool) == BATCHES
         assert spool.size_bytes == 0
     assert list(tmp_path.iterdir()) == []
@@ -76,16 +86,7 @@ def test_a_file_torn_at_every_byte_gives_back_every_batch_before_the_tear(tmp_pa
     ends = [len(b"".join(frame(*batch) for batch in BATCHES[: n + 1])) for n in range(len(BATCHES))]
     for cut in range(len(WHOLE) + 1):
         survivors = sum(end <= cut for end in ends)
-        assert reread(tmp_path / "t.spool", WHOLE[:cut]) == BATCHES[:survivors]
-
-
-@pytest.mark.promise("A5")
-def test_after_a_torn_tail_is_cut_new_batches_are_readable(tmp_path: Path) -> None:
-    path = tmp_path / "t.spool"
-    path.write_bytes(WHOLE[:-3])
-    with spool_at(path) as spool:
-        spool.append(9, b"later")
-        assert drain(spool) == [*BATCHES[:2], (9, b"later")]
+        assert reread(tmp_path, WHOLE[:cut]) == BATCHES[:survivors]
 
 
 @pytest.mark.promise("A5")
@@ -100,7 +101,7 @@ def test_any_changed_byte_costs_one_batch_at_most(
     def case(position: int, flip: int) -> None:
         damaged = bytearray(WHOLE)
         damaged[position] ^= flip
-        found = reread(tmp_path / "f.spool", bytes(damaged))
+        found = reread(tmp_path, bytes(damaged))
         missing = [batch for batch in BATCHES if batch not in found]
         assert len(missing) <= 1
         assert found == [batch for batch in BATCHES if batch in found]
@@ -118,7 +119,7 @@ def test_any_file_at_all_is_read_without_an_exception(
     @settings(max_examples=cases, deadline=None, database=None, derandomize=not sizes.long)
     @given(junk=st.binary(max_size=300))
     def case(junk: bytes) -> None:
-        assert reread(tmp_path / "j.spool", junk + WHOLE)[-3:] == BATCHES
+        assert reread(tmp_path, junk + WHOLE)[-3:] == BATCHES
 
     case()
 
@@ -126,7 +127,6 @@ def test_any_file_at_all_is_read_without_an_exception(
 @pytest.mark.promise("A5")
 def test_a_disk_that_fills_at_every_byte_keeps_what_was_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for room in range(len(WHOLE)):
-        path = tmp_path / f"{room}.spool"
         left = [room]
 
         def write(fd: int, data: bytes, offset: int, left: list[int] = left) -> int:
@@ -138,10 +138,10 @@ def test_a_disk_that_fills_at_every_byte_keeps_what_was_whole(tmp_path: Path, mo
 
         monkeypatch.setattr(spooling, "_pwrite", write)
         kept: list[tuple[int, bytes]] = []
-        with spool_at(path) as spool:
+        with spool_in(tmp_path, str(room)) as spool:
             with pytest.raises(OSError, match="No space left"):
                 append_all(spool, kept)
-            assert path.read_bytes() == b"".join(frame(*batch) for batch in kept)
+            assert spool.path.read_bytes() == b"".join(frame(*batch) for batch in kept)
             assert drain(spool) == kept
         assert len(kept) < len(BATCHES)
 
@@ -149,10 +149,9 @@ def test_a_disk_that_fills_at_every_byte_keeps_what_was_whole(tmp_path: Path, mo
 @pytest.mark.promise("A5")
 @pytest.mark.parametrize("position", range(len(frame(*BATCHES[1]))))
 def test_a_batch_that_decays_on_disk_while_its_process_lives_is_skipped(tmp_path: Path, position: int) -> None:
-    path = tmp_path / "a.spool"
-    with spool_at(path) as spool:
+    with spool_in(tmp_path) as spool:
         append_all(spool, [])
-        with path.open("r+b") as file:
+        with spool.path.open("r+b") as file:
             file.seek(len(frame(*BATCHES[0])) + position)
             [byte] = file.read(1)
             file.seek(-1, os.SEEK_CUR)
@@ -160,19 +159,8 @@ def test_a_batch_that_decays_on_disk_while_its_process_lives_is_skipped(tmp_path
         assert drain(spool) == [BATCHES[0], BATCHES[2]]
 
 
-def test_a_spool_that_is_filled_and_drained_in_turn_takes_every_batch(tmp_path: Path) -> None:
-    payload, max_bytes = b"x" * 100, 1000
-    with spool_at(tmp_path / "a.spool", max_bytes) as spool:
-        assert spool.append(1, payload)
-        for sequence in range(2, 100):
-            assert spool.append(sequence, payload)
-            assert spool.peek() == (sequence - 1, payload)
-            spool.pop()
-            assert spool.size_bytes <= max_bytes
-
-
 def test_a_full_spool_says_no_and_takes_words_all_the_same(tmp_path: Path) -> None:
-    with spool_at(tmp_path / "a.spool", 100) as spool:
+    with spool_in(tmp_path, max_bytes=100) as spool:
         assert spool.append(1, b"x" * 60)
         assert not spool.append(2, b"x" * 60)
         assert spool.append(2, b"x" * 60, force=True)
@@ -180,7 +168,7 @@ def test_a_full_spool_says_no_and_takes_words_all_the_same(tmp_path: Path) -> No
 
 
 def test_room_of_sent_batches_is_used_again_without_losing_the_others(tmp_path: Path) -> None:
-    with spool_at(tmp_path / "a.spool", 1000) as spool:
+    with spool_in(tmp_path, max_bytes=1000) as spool:
         sent, sequence = [], 0
         for _ in range(200):
             while spool.append(sequence + 1, bytes(f"{sequence + 1:050d}", "ascii")):
@@ -189,6 +177,7 @@ def test_room_of_sent_batches_is_used_again_without_losing_the_others(tmp_path: 
             assert waiting is not None
             sent.append(waiting)
             spool.pop()
+            assert spool.size_bytes <= 1000
         sent += drain(spool)
     assert sent == [(n, bytes(f"{n:050d}", "ascii")) for n in range(1, sequence + 1)]
 
@@ -197,8 +186,8 @@ def test_room_of_sent_batches_is_used_again_without_losing_the_others(tmp_path: 
 def test_only_spools_of_dead_processes_of_the_same_run_are_taken_up(tmp_path: Path) -> None:
     for run, boot in (("mine", "0001"), ("mine", "0002"), ("other", "0003")):
         left_behind(tmp_path, run, boot, batch_of(boot, run=run))
-    folder = run_folder(tmp_path, "mine")
-    with closing(Spool(folder, "0004", 2**20)) as living:
+    folder = PrivateFolder(tmp_path)
+    with spool_in(tmp_path, "0004") as living:
         living.append(1, batch_of("0004"))
         found, removed = leftovers(folder, "mine", 2**20)
         assert ([s.boot for s in found], removed) == (["0001", "0002"], 0)
@@ -219,9 +208,9 @@ directory, name = Path(sys.argv[1]), sys.argv[2]
 held, kept = [], []
 sys.stdin.readline()
 for n in range(int(sys.argv[3])):
-    folder = spool.run_folder(directory, "mine")
+    folder = spool.PrivateFolder(directory)
     kept += spool.leftovers(folder, "mine", 2**20)[0]
-    held.append(spool.Spool(folder, f"{n:04}-{name}", 2**20))
+    held.append(spool.Spool(folder, "mine", f"{n:04}-{name}", 2**20))
 there = [s.path.exists() and os.path.samestat(s.path.stat(), os.fstat(s._fd)) for s in held]
 print(there.count(False), flush=True)
 sys.stdin.readline()
@@ -258,7 +247,7 @@ def test_processes_that_start_at_once_neither_unlink_nor_block_the_spools_of_one
 def test_a_spool_that_another_process_removes_between_opening_and_locking_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, opened = tmp_path / "late.spool", os.open
+    path, opened = file_of(tmp_path), os.open
     open_once = [True]
 
     def open_and_lose(name: Any, *rest: Any, **place: Any) -> int:
@@ -269,7 +258,7 @@ def test_a_spool_that_another_process_removes_between_opening_and_locking_is_mad
         return fd
 
     monkeypatch.setattr(os, "open", open_and_lose)
-    with spool_at(path) as spool:
+    with spool_in(tmp_path) as spool:
         spool.append(7, b"kept")
         with path.open("rb") as file:
             assert file.read() == frame(7, b"kept")
@@ -278,7 +267,7 @@ def test_a_spool_that_another_process_removes_between_opening_and_locking_is_mad
 def test_leftovers_are_bounded_and_the_newest_are_kept(tmp_path: Path) -> None:
     for boot in ("0001", "0002", "0003"):
         size = left_behind(tmp_path, "mine", boot, batch_of(boot)).stat().st_size
-    found, removed = leftovers(run_folder(tmp_path, "mine"), "mine", 2 * size + 10)
+    found, removed = leftovers(PrivateFolder(tmp_path), "mine", 2 * size + 10)
     assert ([s.boot for s in found], removed) == (["0002", "0003"], 1)
     for old in found:
         old.close()
@@ -294,7 +283,7 @@ def test_a_run_name_never_becomes_a_path_and_the_files_are_for_this_user_alone(t
     assert path.resolve().is_relative_to(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o600
     made = [above for above in path.parents if above.is_relative_to(tmp_path) and above != tmp_path]
-    assert [above.stat().st_mode & 0o777 for above in made] == [0o700] * 3
+    assert [above.stat().st_mode & 0o777 for above in made] == [0o700] * 2
 
 
 @pytest.mark.promise("A17")
@@ -311,20 +300,20 @@ def test_a_run_name_never_becomes_a_path_and_the_files_are_for_this_user_alone(t
 )
 def test_a_batch_of_another_run_or_process_is_not_sent_with_this_ones_token(tmp_path: Path, batch: bytes) -> None:
     left_behind(tmp_path, "mine", "0001", batch, batch_of("0001", 2))
-    [found], _ = leftovers(run_folder(tmp_path, "mine"), "mine", 2**20)
+    [found], _ = leftovers(PrivateFolder(tmp_path), "mine", 2**20)
     with closing(found):
         assert drain(found) == [(2, batch_of("0001", 2))]
 
 
 def planted(folder: Path, kind: str) -> tuple[Path, bytes]:
     """Something in the place of a spool, and what it is about to lose."""
-    path, precious = folder / "0001.spool", b"precious" * 1000
+    path, precious = file_of(folder, "0001"), b"precious" * 1000
     if kind == "a link to a file":
-        target = folder.parent.parent / "checkpoint.pt"
+        target = folder.parent / "checkpoint.pt"
         target.write_bytes(precious)
         path.symlink_to(target)
     elif kind == "a second name of a file":
-        target = folder.parent.parent / "checkpoint.pt"
+        target = folder.parent / "checkpoint.pt"
         target.write_bytes(precious)
         path.hardlink_to(target)
     elif kind == "another file":
@@ -355,19 +344,12 @@ def test_what_is_no_spool_is_named_and_left_as_it_is(
 ) -> None:
     directory = tmp_path / "spool"
     left_behind(directory, "mine", "0002", batch_of("0002"))
-    path, precious = planted(run_folder(directory, "mine").path, kind)
-    [found], removed = leftovers(run_folder(directory, "mine"), "mine", 2**20)
+    path, precious = planted(directory, kind)
+    [found], removed = leftovers(PrivateFolder(directory), "mine", 2**20)
     assert (found.boot, removed) == ("0002", 0)
     found.close()
+    with pytest.raises(PermissionError, match=why):
+        spool_in(directory, "0001")
     assert [why in record.getMessage() and str(path) in record.getMessage() for record in caplog.records] == [True]
     with path.open("rb") as file:
         assert file.read(len(precious)) == precious
-
-
-@pytest.mark.promise("A17")
-def test_a_living_boot_takes_no_file_that_is_no_spool(tmp_path: Path) -> None:
-    path = tmp_path / "0001.spool"
-    path.write_bytes(b"precious")
-    with pytest.raises(PermissionError, match="holds no batches"):
-        spool_at(path)
-    assert path.read_bytes() == b"precious"

@@ -28,16 +28,12 @@ class PrivateFolder:
 
     _fd = -1
 
-    def __init__(self, path: Path, *, within: "PrivateFolder | None" = None) -> None:
-        self.path: Final[Path] = path if within is None else within.path / path
-        if within is None:
-            for missing in [above for above in reversed(path.parents) if not above.exists()]:
-                with suppress(FileExistsError):
-                    missing.mkdir(mode=0o700)  # `parents=True` would leave these to the umask
-        place = None if within is None else within._fd
-        with suppress(FileExistsError):
-            os.mkdir(path, 0o700, dir_fd=place)
-        self._fd = _opened(path, self.path, _FOLDER, place)
+    def __init__(self, path: Path) -> None:
+        self.path: Final = path
+        for missing in [each for each in (*reversed(path.parents), path) if not each.exists()]:
+            with suppress(FileExistsError):
+                missing.mkdir(mode=0o700)  # `parents=True` would leave these to the umask
+        self._fd = _opened(path, path, _FOLDER)
 
     def open_locked(self, name: str, seconds: float, create: int = 0) -> int:
         """Open and lock a regular file of this user, trying for `seconds`: meanwhile another process may remove it.
@@ -80,7 +76,7 @@ def refused(path: Path, why: str) -> PermissionError:
     return PermissionError(errno.EPERM, f"{path} {why}", str(path))
 
 
-def _opened(name: Path | str, path: Path, flags: int, place: int | None) -> int:
+def _opened(name: Path | str, path: Path, flags: int, place: int | None = None) -> int:
     """A descriptor of what is there under `name`, proven to be this user's own; `path` is what errors call it."""
     try:
         fd = os.open(name, flags, 0o600, dir_fd=place)

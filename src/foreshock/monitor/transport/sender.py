@@ -33,7 +33,8 @@ from foreshock.monitor.transport.posting import (
     speaks_of_the_batch,
     without_samples,
 )
-from foreshock.monitor.transport.spool import MemoryStore, Spool, Store, leftovers, run_folder
+from foreshock.monitor.transport.private_folder import PrivateFolder
+from foreshock.monitor.transport.spool import MemoryStore, Spool, Store, leftovers
 
 logger: Final = logging.getLogger("foreshock")
 
@@ -169,9 +170,9 @@ class Sender:
         if directory is None:
             return
         try:
-            folder = run_folder(Path(directory), self._run)
+            folder = PrivateFolder(Path(directory))
             old, removed = leftovers(folder, self._run, self._config.spool_bytes)
-            self._spool = Spool(folder, self._boot, self._config.spool_bytes)
+            self._spool = Spool(folder, self._run, self._boot, self._config.spool_bytes)
         except OSError as error:
             self._spool_off(error)
             return

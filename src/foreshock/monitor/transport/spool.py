@@ -14,7 +14,6 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from foreshock.monitor.transport.private_folder import PrivateFolder, refused
@@ -52,15 +51,15 @@ class Spool:
     """The unsent batches of one process start, first in first out. Every method may raise OSError.
 
     The file is locked while a process holds it, so that only the batches of dead processes are replayed by others.
-    left_by: the run of a dead process whose spool is taken up; of its records only those are taken that name it too.
+    left: taken up from a dead process; of its records only those are taken that name the run and the process too.
     """
 
-    def __init__(self, folder: PrivateFolder, boot: str, max_bytes: int, *, left_by: str | None = None) -> None:
+    def __init__(self, folder: PrivateFolder, run: str, boot: str, max_bytes: int, *, left: bool = False) -> None:
         self.boot: Final = boot
         """The process start whose batches these are."""
-        self.path: Final = folder.path / f"{boot}{_SUFFIX}"
-        self._folder, self._max_bytes, self._left_by = folder, max_bytes, left_by
-        waits, create = (_LOCK_SECONDS, os.O_CREAT) if left_by is None else (0.0, 0)
+        self.path: Final = folder.path / f"{_prefix(run)}{boot}{_SUFFIX}"
+        self._folder, self._run, self._max_bytes, self._left = folder, run, max_bytes, left
+        waits, create = (0.0, 0) if left else (_LOCK_SECONDS, os.O_CREAT)
         self._fd = folder.open_locked(self.path.name, waits, create)
         try:
             self._records = self._recognised()
@@ -119,18 +118,18 @@ class Spool:
             payload = _read(self._fd, record.offset + _HEADER.size, record.size)
             header = _read(self._fd, record.offset, _HEADER.size)
             whole = header + payload == frame(record.sequence, payload) and len(payload) == record.size
-            if whole and (self._left_by is None or self._is_own(record.sequence, payload)):
+            if whole and not (self._left and self._is_foreign(record.sequence, payload)):
                 return record.sequence, payload
             self.pop()
         return None
 
-    def _is_own(self, sequence: int, payload: bytes) -> bool:
-        """Whether a dead process's batch names the same run and process; it is sent with the token of this process."""
+    def _is_foreign(self, sequence: int, payload: bytes) -> bool:
+        """Whether a dead process's batch names another run or process: it would be sent with this process's token."""
         try:
             batch = json.loads(payload)
-            return [batch[key] for key in ("run", "boot", "sequence")] == [self._left_by, self.boot, sequence]
+            return [batch[key] for key in ("run", "boot", "sequence")] != [self._run, self.boot, sequence]
         except (ValueError, LookupError, TypeError, RecursionError):
-            return False
+            return True
 
     def pop(self) -> None:
         """Forget the oldest batch, which is stored elsewhere now."""
@@ -162,19 +161,19 @@ class Spool:
         self._fd = -1
 
 
-def run_folder(directory: Path, run: str) -> PrivateFolder:
-    """The folder where the processes of a run keep their batches; made where it is missing, for this user alone."""
-    name = hashlib.sha256(run.encode()).hexdigest()[:32]  # what people give never becomes a path
-    return PrivateFolder(Path(name), within=PrivateFolder(directory))
+def _prefix(run: str) -> str:
+    """How the names of a run's files begin: a name that people give never becomes a path."""
+    return hashlib.sha256(run.encode()).hexdigest()[:32] + "-"
 
 
 def leftovers(folder: PrivateFolder, run: str, max_bytes: int) -> tuple[list[Spool], int]:
     """Spools of dead processes of this run, oldest first, and how many files were removed to hold `max_bytes`."""
     kept: list[Spool] = []
     total = removed = 0
-    for name in reversed([name for name in folder.names() if name.endswith(_SUFFIX)]):
+    prefix = _prefix(run)
+    for name in reversed([name for name in folder.names() if name.startswith(prefix) and name.endswith(_SUFFIX)]):
         try:
-            spool = Spool(folder, name.removesuffix(_SUFFIX), max_bytes, left_by=run)
+            spool = Spool(folder, run, name.removeprefix(prefix).removesuffix(_SUFFIX), max_bytes, left=True)
         except PermissionError as error:
             logger.warning("foreshock: not sent and not touched: %s", error.strerror)
             continue
