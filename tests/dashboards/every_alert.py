@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import yaml
 from tests.dashboards.shipped import TEMPLATES
-from tests.server.every_message import example
+from tests.server.incident_examples import example
 
 from foreshock.contract.causes import CAUSES, IncidentCause, curable
 from foreshock.contract.incident import SwitchOutcome
