@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import ValidationError
-from sqlalchemy import ColumnElement, Connection, Row, and_, bindparam, delete, desc, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, bindparam, desc, func, select, update
 
 from foreshock.contract.causes import curable
 from foreshock.contract.incident import heads_in_words
@@ -40,21 +40,19 @@ from foreshock.server.runs.eventlog import (
     printable,
     write_events,
 )
-from foreshock.server.runs.incidents import present, reject_evidence, rejected_heads
+from foreshock.server.runs.incidents import carried_out, present, reject_evidence, rejected_heads
 from foreshock.server.runs.listing import active_warnings, find_run
 from foreshock.server.runs.newest import Ranks, all_ended, concerned, described, heads_by_rank, nobody_left
+from foreshock.server.settings import Settings
 from foreshock.server.store import audit, process_starts
-from foreshock.server.store.database import insert_or_ignore, lock_runs
+from foreshock.server.store.database import lock_runs
 from foreshock.server.store.reading import passed_over, read_back
-from foreshock.server.store.schema import command_ranks, commands, runs, webhook_alerts
+from foreshock.server.store.schema import command_ranks, commands, runs
 
 WITH_RUN: Final = select(commands, runs.c.name.label("run")).join(runs)
 """Commands, each with the name of its run."""
-_EXPIRY_SECONDS: Final = 3600.0
-"""For orders of ranks and proposals of agents."""
 _OUTSIDE: Final = ("alertmanager", "service")
 """Sources of orders outside of the training: it may have ended, and they share the cool-down."""
-_REMEMBERED_SECONDS: Final = 7 * 86_400.0
 _MOST_WAITING: Final = 64
 """Orders and proposals of machines that wait in one run: nobody reads more."""
 _ANSWER_GRACE_SECONDS: Final = 60.0
@@ -231,12 +229,10 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
         raise ProblemError(409, f"Command {command_id} is undone by {other} already.")
     own = heads_of(row)
     former: dict[HeadRef, str] = {}
-    for _, track in sorted(tracks_of(connection, [command_id]).get(command_id, {}).items()):
-        switched = answer_of(track)
-        if switched is not None and switched.outcome == "applied":
-            for ref, before, after in zip(switched.heads, switched.before, switched.after, strict=True):
-                if before != after == row.mode and (own is None or ref in own):
-                    former.setdefault(ref, before)
+    for _, switched in carried_out(connection, commands.c.id == command_id):
+        for ref, before, after in zip(switched.heads, switched.before, switched.after, strict=True):
+            if before != after == row.mode and (own is None or ref in own):
+                former.setdefault(ref, before)
     if not former:
         raise ProblemError(409, f"Command {command_id} changed no mode; there is nothing to undo.")
     if strange := [before for before in former.values() if not is_mode(before)]:
@@ -313,7 +309,7 @@ def _undone(connection: Connection, ids: Sequence[str]) -> dict[str, str]:
     return {row.undoes: row.id for row in connection.execute(query)}
 
 
-def tracks_of(connection: Connection, ids: Sequence[str]) -> dict[str, dict[int, Row[Any]]]:
+def _tracks_of(connection: Connection, ids: Sequence[str]) -> dict[str, dict[int, Row[Any]]]:
     """For each command, where it stands with each rank that it went to."""
     tracks: dict[str, dict[int, Row[Any]]] = defaultdict(dict)
     for row in connection.execute(select(command_ranks).where(command_ranks.c.command_id.in_(ids))):
@@ -321,7 +317,7 @@ def tracks_of(connection: Connection, ids: Sequence[str]) -> dict[str, dict[int,
     return tracks
 
 
-def answer_of(track: Row[Any]) -> Switched | None:
+def _answer_of(track: Row[Any]) -> Switched | None:
     """How a rank answered a command; None before it has."""
     if not track.switched:
         return None
@@ -334,7 +330,7 @@ def status(connection: Connection, run_id: int | None, command_id: str | None, l
     query = query.where(commands.c.id == command_id) if command_id else query.where(commands.c.run_id == run_id)
     rows = connection.execute(query).all()
     ids = [row.id for row in rows]
-    tracks, undone = tracks_of(connection, ids), _undone(connection, ids)
+    tracks, undone = _tracks_of(connection, ids), _undone(connection, ids)
     return [_status(row, tracks.get(row.id, {}), undone.get(row.id)) for row in rows]
 
 
@@ -342,7 +338,7 @@ def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) ->
     same = CommandStatus.model_fields.keys() & row._fields
     answers = []
     for rank, state in sorted(track.items()):
-        switched = answer_of(state)
+        switched = _answer_of(state)
         words = switched.model_dump(include={"step", "heads", "before", "after", "reason"}) if switched else {}
         answers.append(RankAnswer(rank=rank, deliveries=state.deliveries, outcome=state.outcome, **words))
     ended = row.state == "refused" and not any(answer.outcome == "refused" for answer in answers)
@@ -360,7 +356,7 @@ def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) ->
 
 def pending_by_run(connection: Connection) -> dict[int, int]:
     """How many commands of each run wait for an answer."""
-    query = select(commands.c.run_id, func.count()).where(or_(*(commands.c.state == s for s in OPEN)))
+    query = select(commands.c.run_id, func.count()).where(commands.c.state.in_(OPEN))
     return {row.run_id: row[1] for row in connection.execute(query.group_by(commands.c.run_id))}
 
 
@@ -374,14 +370,11 @@ def not_arrested_by_run(connection: Connection) -> dict[int, int]:
     found: Counter[int] = Counter()
     for row in failed:
         since = [other for other in rows if other.run_id == row.run_id and other.number > row.number]
-        if not any(other.undoes == row.id or _share_heads(other.heads, row.heads) for other in since):
+        every = [other.undoes == row.id or None in (other.heads, row.heads) for other in since]
+        shared = (any(ref in row.heads for ref in other.heads or ()) for other in since)
+        if not any(every) and not any(shared):
             found[row.run_id] += 1
     return found
-
-
-def _share_heads(one: list[list[int]] | None, other: list[list[int]] | None) -> bool:
-    """None stands for every head."""
-    return one is None or other is None or any(ref in other for ref in one)
 
 
 # ---- what machines ask for -------------------------------------------------------------------------------------------
@@ -390,7 +383,7 @@ def _share_heads(one: list[list[int]] | None, other: list[list[int]] | None) -> 
 class Gate(NamedTuple):
     """What became of the wish of a machine for a switch: ordered, proposed, or why not."""
 
-    result: Literal["ordered", "proposed", "observed", "refused", "duplicate"]
+    result: Literal["ordered", "proposed", "observed", "refused"]
     why: str = ""
     heads: tuple[HeadRef, ...] = ()
 
@@ -412,15 +405,12 @@ def propose(
     order: Order,
     called_for: Collection[tuple[int | None, int | None]],
     changes: Mapping[str, Sequence[HeadRef]],
-    *,
     cooldown_seconds: float = 0.0,
-    once: str = "",
 ) -> Gate:
     """Order or propose, as `order` says, for the heads that warnings call for, to give `changes` their modes.
 
     The caller holds the run. What a person rejected or took back holds against every machine until a new warning.
-    cooldown_seconds: how long after an order of the service or of a webhook none follows. once: names who asks, who is
-    heard once a week about the same heads.
+    cooldown_seconds: how long after an order of the service or of a webhook none follows.
     """
     until = "which holds until one of these heads has a new warning"
     follows = order.source == "rank" and order.state == "pending"
@@ -434,28 +424,11 @@ def propose(
         return Gate("observed", taken)
     if order.source in _OUTSIDE and nobody_left(heads, _ranks(connection, order.run_id)):
         return Gate("refused", "every rank that holds these heads has ended", heads)
-    key = hashlib.sha256(f"{once}:{heads}".encode()).hexdigest()
-    if once and _has_acted(connection, key):
-        return Gate("duplicate", "this alert has acted before", heads)
     if not follows and (why := _in_the_way(connection, order.run_id, set(heads), cooldown_seconds)):
         return Gate("refused", why, heads)
     for mode, own in changes.items():
         create(connection, replace(order, mode=mode, heads=own))
-    if once:
-        _remember(connection, key)
     return Gate("ordered" if order.state == "pending" else "proposed", heads=heads)
-
-
-def _has_acted(connection: Connection, key: str) -> bool:
-    """Whether an alert of this key has ordered or proposed something within a week."""
-    known = webhook_alerts.c.key == key, webhook_alerts.c.unix_seconds >= time.time() - _REMEMBERED_SECONDS
-    return connection.execute(select(webhook_alerts.c.key).where(*known)).first() is not None
-
-
-def _remember(connection: Connection, key: str) -> None:
-    now = time.time()
-    connection.execute(delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < now - _REMEMBERED_SECONDS))
-    connection.execute(insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=now))
 
 
 def _in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldown: float) -> str | None:
@@ -480,10 +453,6 @@ def _in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldo
             return "a command for these heads is under way"
     machines = sum(row.source != "api" for row in rows)
     return f"{machines} orders of machines wait already" if machines >= _MOST_WAITING else None
-
-
-Describe = Callable[[int], Sequence[Mapping[str, Any]]]
-"""What each living process start of a run says of itself."""
 
 
 def _as_one(reported: Sequence[tuple[Batch, Switched]]) -> list[tuple[Batch, Switched, frozenset[str | None]]]:
@@ -512,14 +481,15 @@ def _pass_on(
     connection: Connection,
     run_id: int,
     ranks: Ranks,
-    describe: Describe,
+    describe: Callable[[int], Sequence[Mapping[str, Any]]],
     batch: Batch,
     switched: Switched,
     verdicts: frozenset[str | None],
 ) -> None:
     """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads.
 
-    ranks: who holds which heads of the run. verdicts: the warnings that are named for it.
+    ranks: who holds which heads of the run. describe: what each living process of a run says of itself. verdicts: the
+    warnings that are named for it.
     """
     actor, own = f"rank {batch.rank}", ranks.get(batch.rank)
     audit.append(connection, actor=actor, action="local switch", run=batch.run, details=_details_of(switched))
@@ -543,7 +513,7 @@ def _pass_on(
         heads=None,
         mode="",
         state="pending" if justified else "proposed",
-        expires=time.time() + _EXPIRY_SECONDS,
+        expires=time.time() + Settings.command_expiry_seconds,
         answered=(batch, switched) if applied else None,
     )
     others = concerned(switched.heads, ranks) - {batch.rank}
@@ -606,7 +576,7 @@ def exchange(
     if not rows:
         return {}
     held |= heads_by_rank(connection, {row.run_id for row in rows} - switched_runs)
-    tracks = tracks_of(connection, [row.id for row in rows])
+    tracks = _tracks_of(connection, [row.id for row in rows])
     orders: dict[tuple[str, int, str], list[Command]] = defaultdict(list)
     sizes: Counter[tuple[str, int, str]] = Counter()
     now = time.time()
@@ -634,7 +604,7 @@ def exchange(
 
 def _as_wire(row: Row[Any]) -> Command | None:
     try:
-        same = {name: getattr(row, name) for name in Command.model_fields if name in row._fields}
+        same = {name: getattr(row, name) for name in Command.model_fields.keys() & row._fields}
         return Command.model_validate(same | {"heads": heads_of(row), "expires_unix_seconds": row.expires})
     except ValidationError as error:
         passed_over("command", row.id, error.errors(include_url=False, include_input=False)[0]["msg"])
@@ -643,8 +613,8 @@ def _as_wire(row: Row[Any]) -> Command | None:
 
 def _delivered(connection: Connection, row: Row[Any], rank: int, track: Row[Any] | None) -> None:
     if track is not None:
-        again = update(command_ranks).where(_track(row.id, rank)).values(deliveries=track.deliveries + 1)
-        connection.execute(again)
+        again = update(command_ranks).where(_track(row.id, rank))
+        connection.execute(again.values(deliveries=track.deliveries + 1))
         return
     connection.execute(command_ranks.insert().values(command_id=row.id, rank=rank, deliveries=1))
     if row.state != "pending" or not move(connection, row, "delivered", "service", {"rank": rank}):
@@ -676,7 +646,7 @@ def _answer(connection: Connection, run_id: int, ranks: Ranks, batch: Batch, swi
         return
     audit.append(connection, actor=actor, action="answer", run=row.run, command=row.id, details=details)
     if row.state not in (*OPEN, "cancelled"):
-        _settle(connection, row, ranks, tracks_of(connection, [row.id]).get(row.id, {}))
+        _settle(connection, row, ranks, _tracks_of(connection, [row.id]).get(row.id, {}))
 
 
 def _details_of(switched: Switched) -> dict[str, Any]:
@@ -701,7 +671,7 @@ def _settle(connection: Connection, row: Row[Any], ranks: Ranks, track: Mapping[
     if outcomes and not silent:
         worst: tuple[CommandState, ...] = ("refused", "expired", "dry_run")
         state = next((one for one in worst if one in outcomes.values()), "applied")
-        answers = [answer_of(t) for t in track.values()] if state == "applied" else []
+        answers = [_answer_of(t) for t in track.values()] if state == "applied" else []
         if steps := [one.step for one in answers if one is not None and one.outcome == "applied"]:
             ends = f" at step {max(steps):,}."
     elif row.expires is not None and now > row.expires and not under_way:
@@ -724,6 +694,6 @@ def expire(connection: Connection) -> None:
     lock_runs(connection, owners)
     rows = connection.execute(WITH_RUN.where(*overdue, commands.c.run_id.in_(owners))).all()
     held = heads_by_rank(connection, {row.run_id for row in rows})
-    tracks = tracks_of(connection, [row.id for row in rows])
+    tracks = _tracks_of(connection, [row.id for row in rows])
     for row in rows:
         _settle(connection, row, held.get(row.run_id, {}), tracks.get(row.id, {}))

@@ -114,10 +114,8 @@ class ConcurrencyLimit:
         try:
             yield
         finally:
-            for counted, number in ((self._requests, 1), (self._bytes, size)):
-                counted[who] -= number
-                if not counted[who]:
-                    del counted[who]
+            self._requests[who] -= 1
+            self._bytes[who] -= size
 
 
 class BodyLimit:

@@ -188,7 +188,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
         return
     order = commands.Order(row.run_id, row.run, "service", "service", sentence, None, next_mode, "proposed")
     changes = changes_for(connection, row.run_id, loose, next_mode)
-    propose(connection, order, loose, changes, cooldown_seconds=settings.webhook_cooldown_seconds)
+    propose(connection, order, loose, changes, settings.webhook_cooldown_seconds)
 
 
 def _growths(

@@ -8,13 +8,14 @@ It must speak of an incident that the service knows of itself: what may be done 
 command, or a command, bounded by a cool-down.
 """
 
+import hashlib
 import time
 from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, ValidationError
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, delete, select, update
 
 from foreshock.contract.causes import curable
 from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
@@ -27,12 +28,13 @@ from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import insert_or_ignore, lock_runs
-from foreshock.server.store.schema import runs, service_state
+from foreshock.server.store.schema import runs, service_state, webhook_alerts
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
 
 SWITCHING_ALERTS: Final = frozenset(alert.name for alert in BY_KEY["incident.active"].alerts)
 SENDER: Final = "alertmanager"
+_REMEMBERED_SECONDS: Final = 7 * 86_400.0
 
 Text = Annotated[Storable, Field(max_length=1024)]
 
@@ -128,10 +130,12 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
     )
     bare = [head for head in meant.heads if head.state == "unswitched" and any(map(curable, head.causes))]
     asked = {(head.layer, head.head) for head in bare if head.layer is not None and head.head is not None}
-    once = f"alert:{alert.fingerprint}:{alert.startsAt}:{run}"
-    cooldown = settings.webhook_cooldown_seconds
     changes = changes_for(connection, row.id, asked, mitigation, scope)
-    gate = propose(connection, order, asked, changes, cooldown_seconds=cooldown, once=once)
+    heads = sorted(ref for own in changes.values() for ref in own)
+    key = hashlib.sha256(f"alert:{alert.fingerprint}:{alert.startsAt}:{run}:{heads}".encode()).hexdigest()
+    if _has_acted(connection, key):
+        return "duplicate: this alert has acted before"
+    gate = propose(connection, order, asked, changes, settings.webhook_cooldown_seconds)
     if gate.result in ("observed", "refused"):
         details: dict[str, Any] = {
             "reason": order.reason[:500],
@@ -140,7 +144,16 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         }
         details |= {"heads": [list(ref) for ref in gate.heads[:64]], "mode": mitigation, "why": gate.why}
         audit.append(connection, actor=SENDER, action=f"webhook {gate.result}", run=run, details=details)
+    else:
+        remembered = insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=time.time())
+        connection.execute(remembered)
     return f"{gate.result}: {gate.why}" if gate.why else gate.result
+
+
+def _has_acted(connection: Connection, key: str) -> bool:
+    """Whether an alert of this key has ordered or proposed a switch of the same heads within a week."""
+    connection.execute(delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < time.time() - _REMEMBERED_SECONDS))
+    return connection.execute(select(webhook_alerts.c.key).where(webhook_alerts.c.key == key)).first() is not None
 
 
 def _seen(connection: Connection) -> None:
