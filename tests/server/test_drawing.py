@@ -217,17 +217,6 @@ def test_a_span_that_changed_is_rolled_up_again_after_a_restart_once_it_rests(pl
     play(after)
 
 
-async def test_a_late_sample_throws_its_roll_up_away(service: Any) -> None:
-    rank = await store_run(service, range(1, 2200))
-    for span in (0, 1):
-        assert await build(service.app.state.store, 1, span)
-    late = FakeRank(rank=1)
-    await service.store(late, late.started(), late.sample(500, loss=-500.0))
-    lines = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=4))["lines"]
-    assert min(lines[0]["low"]) == (-500.0 + 500 % 97) / 2
-    assert rank.sequence > 1
-
-
 @pytest.mark.parametrize(
     ("meanwhile", "kept"),
     [

@@ -73,25 +73,6 @@ async def test_what_was_measured_once_is_in_every_scrape_from_then_on(service: A
     assert all(again[name] != measured[name] for name in new & rare_of(again).keys())
 
 
-def test_the_last_known_norms_survive_a_restart_of_the_service_and_a_resume_of_the_run(play: Any) -> None:
-    async def before(service: Any) -> None:
-        rank = FakeRank(boot="1700000000000-a")
-        await service.store(rank, rank.started(), sample(rank, 1, *RARE))
-        await service.store(rank, *(sample(rank, step) for step in range(2, 300)))
-
-    async def after(service: Any) -> None:
-        expected = rare_of(await shown(service))
-        assert expected["foreshock_head_query_norm"] == {1.0} == expected["foreshock_run_norms_step"]
-        rank = FakeRank(boot="1700000009000-b")
-        await service.store(rank, rank.started(step=200))
-        assert rare_of(await shown(service)) == expected
-        await service.store(rank, sample(rank, 201))
-        assert rare_of(await shown(service)) == expected
-
-    play(before)
-    play(after)
-
-
 @given(st.lists(st.sets(st.sampled_from(RARE)), min_size=1, max_size=5))
 def test_which_samples_measured_what_does_not_depend_on_their_order_of_arrival(measured: list[set[str]]) -> None:
     rank = FakeRank(layers=1, heads=(0,))

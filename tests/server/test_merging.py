@@ -40,15 +40,6 @@ def test_a_run_s_number_is_the_mean_or_the_extreme_of_the_ranks_that_sent_it(
             assert found == (min(sent) if RULES.get(name) == "min" else max(sent))
 
 
-@given(parts=st.lists(one_ranks_numbers, min_size=2, max_size=6), data=st.data())
-def test_the_order_in_which_ranks_are_heard_changes_no_number(
-    parts: list[dict[str, float | None]], data: st.DataObject
-) -> None:
-    again = merge_scalars(data.draw(st.permutations(parts)))
-    for name, value in merge_scalars(parts).items():
-        assert again[name] == (None if value is None else pytest.approx(value, rel=1e-9, abs=1e-6, nan_ok=True))
-
-
 async def test_ranks_merge_exactly_as_the_contract_says_and_absent_heads_are_not_zero(service: Any) -> None:
     first, second, other = FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2, heads=(3, 4))
     for rank in (other, second, first):

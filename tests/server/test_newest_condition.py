@@ -65,17 +65,6 @@ def test_a_run_is_what_its_status_and_its_silence_and_its_numbers_make_it(
     assert (found["condition"], found["severity"]) == (condition, severity)
 
 
-def test_what_needs_a_person_comes_first_and_what_has_ended_last() -> None:
-    order = [
-        run(incidents=[incident("critical")]),
-        run(last_seen_unix_seconds=0.0),
-        run(),
-        run(status="failed", incidents=[incident("critical")]),
-        run(status="completed"),
-    ]
-    assert [one["urgency"] for one in order] == sorted({one["urgency"] for one in order}, reverse=True)
-
-
 def test_list_and_detail_and_command_line_say_the_same_of_a_run_whose_loss_is_not_finite(
     live_service: LiveService,
 ) -> None:

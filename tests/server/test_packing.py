@@ -1,7 +1,6 @@
 """What the store keeps of a sample comes back to the bit, and a blob that is torn or of another boot hurts nobody."""
 
 import math
-import struct
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,13 +77,3 @@ def test_a_blob_that_is_cut_anywhere_gives_no_array_that_was_not_sent(sample: Sa
     found = head_arrays(torn, HEADS)
     for name, values in found.items():
         assert values.tobytes() == getattr(sample, name).raw
-
-
-@given(sample=samples, heads=st.integers(1, 2 * HEADS).filter(lambda heads: heads != HEADS))
-def test_arrays_of_a_boot_with_other_heads_are_passed_over(sample: Sample, heads: int) -> None:
-    assert head_arrays(SimpleNamespace(id=1, arrays=pack_arrays(sample)), heads) == {}
-
-
-def test_a_name_that_nobody_gave_a_place_is_passed_over() -> None:
-    unknown = struct.pack("<BBB1I", len(ALL) + 5, 0, 1, 1) + b"\0" * 8
-    assert head_arrays(SimpleNamespace(id=1, arrays=unknown), 1) == {}

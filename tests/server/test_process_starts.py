@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from foreshock.contract.wire import AGE_HEADER
+from foreshock.contract.wire import AGE_HEADER, Finished
 from foreshock.server import recorder
 from foreshock.server.process_order import Arrival, arrival_of
+from foreshock.server.runs.eventlog import shared_sentence
 from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank
 
@@ -16,13 +17,19 @@ AHEAD, BEHIND = "1800000060000-0-aaaa", "1800000000000-0-bbbb"
 ORDER = {"who": "ann", "reason": "drift", "heads": [[0, 1]], "mode": "exact_delta"}
 
 
-class Clock:
-    """The service's clock, which may be wrong for a moment."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The service's clock, which a story may put forward."""
 
-    ahead = 0.0
+    class Clock:
+        ahead = 0.0
 
-    def time(self) -> float:
-        return time.time() + self.ahead
+        def time(self) -> float:
+            return time.time() + self.ahead
+
+    made = Clock()
+    monkeypatch.setattr(recorder, "time", made)
+    return made
 
 
 async def losses(service: Any) -> tuple[list[int], list[float]]:
@@ -88,10 +95,8 @@ async def test_a_process_that_speaks_for_itself_after_others_sent_its_spool_is_l
 
 
 async def test_a_spool_that_is_replayed_after_the_clock_was_ahead_stays_before_its_successor(
-    service: Any, monkeypatch: pytest.MonkeyPatch
+    service: Any, clock: Any
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(recorder, "time", clock)
     dead, next_one, living = (FakeRank(boot=f"180000000{number}000-0-dddd") for number in (3, 2, 1))
     await service.store(next_one, next_one.started(step=10), next_one.sample(30, since=10, loss=2.0), age=500)
     clock.ahead = 3600.0
@@ -123,12 +128,6 @@ async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any, age
     assert await who_is_ordered(service, rank) == ["b1"]
 
 
-# ---- a run that is resumed with fewer ranks -------------------------------------------------------------------------
-
-
-# ---- a run that the service has forgotten ---------------------------------------------------------------------------
-
-
 @pytest.mark.promise("S16")
 def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(on_both: Any) -> None:
     async def story(service: Any) -> None:
@@ -147,3 +146,54 @@ def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(o
         assert len(told) == 1, "it is told once, however often it is said"
 
     on_both(story)
+
+
+async def told(service: Any) -> list[str]:
+    events = (await service.get("/v1/runs/run-1/events", kind="started"))["events"]
+    return [event["sentence"] for event in events if "living processes" in event["sentence"]]
+
+
+async def shown(service: Any) -> list[str | None]:
+    [listed] = (await service.get("/v1/runs"))["runs"]
+    return [listed["shared_ranks"], (await service.get("/v1/runs/run-1"))["shared_ranks"]]
+
+
+async def both_start(service: Any, *ranks: FakeRank) -> None:
+    for second, rank in enumerate(ranks):
+        await service.store(rank, rank.started(), age=len(ranks) - second)
+
+
+@pytest.mark.promise("A18")
+async def test_processes_that_share_a_rank_are_named_once_in_the_log_and_in_every_answer(
+    service: Any, clock: Any
+) -> None:
+    ranks = [FakeRank(rank=rank, boot=boot) for rank in (0, 3) for boot in ("a", "b")]
+    await both_start(service, *ranks, FakeRank(rank=1, boot="c"))
+    assert await shown(service) == [None] * 2
+    for number in range(1, 4):
+        clock.ahead = 40.0 * number
+        for rank in ranks:
+            await service.store(rank, rank.sample(number), age=clock.ahead + 5)
+    assert await shown(service) == [shared_sentence([0, 3])] * 2
+    assert sorted(await told(service)) == [shared_sentence([0]), shared_sentence([3])]
+
+
+@pytest.mark.parametrize("end", ["dies", "finishes", "is sent from its spool", "says its last words late"])
+@pytest.mark.promise("A18")
+async def test_a_process_that_was_restarted_shares_its_rank_with_nobody(service: Any, clock: Any, end: str) -> None:
+    old, new = FakeRank(boot="a"), FakeRank(boot="b")
+    await service.store(old, old.started(), old.sample(1), age=1000)
+    await service.store(new, new.started(step=1), age=1)
+    if end == "says its last words late":
+        clock.ahead = 20.0
+        await service.store(old, old.sample(2), age=1022)
+    if end == "finishes":
+        clock.ahead = 40.0
+        await service.store(old, old.sample(2), Finished(step=2, unix_seconds=1.0, status="stopped"), age=1042)
+    for number in range(1, 4):
+        clock.ahead = 40.0 * number
+        await service.store(new, new.sample(number + 1), age=clock.ahead + 1)
+        if end == "is sent from its spool":
+            await service.store(old, old.sample(number + 5), age=1000 + clock.ahead, replayed=True)
+    assert await shown(service) == [None] * 2
+    assert await told(service) == []

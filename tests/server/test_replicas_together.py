@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select
-from tests.server.orders import order
 from tests.server.postgresql import deadlocks, new_database
 
 from foreshock.contract.wire import Ack
-from foreshock.server.store.database import lock_runs
 from foreshock.server.store.schema import events
 from foreshock.server.testing import FakeRank
 
@@ -119,26 +117,5 @@ def test_orders_answers_repeats_and_decisions_at_once_deadlock_nobody_and_no_two
         url = await new_database(postgres)
         await with_replicas(url, player, 2, story)
         assert await deadlocks(url) == 0
-
-    asyncio.run(look())
-
-
-@pytest.mark.promise("S11")
-def test_orders_of_one_key_through_two_replicas_wait_for_the_run_and_are_one_order(postgres: str, player: Any) -> None:
-    rank = FakeRank()
-
-    async def story(replicas: Sequence[Any]) -> None:
-        await until_stored(replicas[0], rank.batch(rank.started()))
-        with replicas[0].app.state.store.reader.engine.begin() as other:  # as another replica that writes this run
-            lock_runs(other, [1])
-            made = [asyncio.create_task(order(replica, "k1")) for replica in replicas]
-            done, _ = await asyncio.wait(made, timeout=1.0)
-            assert not done
-        answers = await asyncio.gather(*made)
-        assert sorted(answer.status_code for answer in answers) == [200, 201]
-        assert len({answer.json()["id"] for answer in answers}) == 1
-
-    async def look() -> None:
-        await with_replicas(await new_database(postgres), player, 2, story)
 
     asyncio.run(look())

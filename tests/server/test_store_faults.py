@@ -88,24 +88,6 @@ def test_on_a_disk_that_fills_up_nothing_is_acknowledged_and_when_there_is_room_
     assert set(kept.values()) == {1}
 
 
-@pytest.mark.full
-def test_after_its_log_was_taken_away_the_store_opens_and_what_is_sent_again_is_kept_once(tmp_path: Path) -> None:
-    rank = FakeRank()
-    with LiveService(tmp_path) as service, service.client() as client:
-        for step in range(1, 20):
-            assert sent(client, rank, step) == 200
-        service.kill()
-    for name in ("foreshock.db-wal", "foreshock.db-shm"):
-        (tmp_path / name).unlink(missing_ok=True)
-    with LiveService(tmp_path) as service, service.client() as client:
-        for step in range(1, 20):
-            assert sent(client, rank, step) == 200
-        assert client.get("/v1/runs/run-1").json()["last_step"] == 19
-    with closing(sqlite3.connect(tmp_path / "foreshock.db")) as database:
-        assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    assert set(samples_by_batch(tmp_path / "foreshock.db").values()) == {1}
-
-
 @pytest.mark.promise("S17")
 async def test_a_clock_that_goes_back_an_hour_takes_nothing_back(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rank, now = FakeRank(), time.time()

@@ -45,10 +45,14 @@ def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, A
         LiveService(Path(folder), environment) as service,
         service.client(timeout=120.0) as client,
     ):
+        narrow = FakeRank(run="narrow", layers=12, heads=range(12))
+        _send(client, narrow, range(10, 10 * _SPAN + 1, 10))
+        file = Path(folder) / "foreshock.db"
+        report["database_bytes_of_100000_steps"] = _size_rolled_up(file) * 100_000 // (10 * _SPAN)
         rank = FakeRank(run="wide", layers=80, heads=range(64))
         spans = (0, _LAST_SPAN, _LAST_SPAN + 1)
         _send(client, rank, (span * _SPAN + step for span in spans for step in range(64, _SPAN, 128)))
-        report |= _rolled_up(Path(folder) / "foreshock.db")
+        _copy_first_span(file)
         report["memory_before_bytes"] = _memory(service)
         for name, path in {
             "curves of 80 layers": f"/v1/runs/wide/curves?max_points=600&line={_LINE}",
@@ -60,7 +64,7 @@ def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, A
         report["memory_after_bytes"] = _memory(service)
         for number in range(200):
             _send(client, FakeRank(run=f"run-{number}", layers=12, heads=range(12)), (1,))
-        report["/metrics of 201 runs"] = _cost(service, client, "/metrics")
+        report["/metrics of 202 runs"] = _cost(service, client, "/metrics")
         before, load = cpu_seconds(service), Load(service.url, 256, 1, seconds, "ranks")
         result = run_load(load)
         report["256 ranks of one run"] = {
@@ -96,22 +100,28 @@ def _cost(service: LiveService, client: httpx.Client, path: str) -> dict[str, An
     return {"cpu_seconds": round(min(cpu), 3), "wall_seconds": round(median(wall), 3), "bytes": size}
 
 
-def _rolled_up(file: Path) -> dict[str, int]:
-    """Wait until the first span is rolled up, and copy it to the others; what a sample and such a span take."""
+def _size_rolled_up(file: Path) -> int:
+    """Wait until all spans but the newest are rolled up; the bytes of the store."""
+    due = "SELECT 1 FROM rollup_spans s WHERE built != changed AND span < (SELECT max(span) FROM rollup_spans"
+    with closing(sqlite3.connect(file, timeout=60.0)) as store:
+        while store.execute(f"{due} WHERE run_id = s.run_id)").fetchone():
+            time.sleep(0.5)
+        [size] = store.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size").fetchone()
+    return int(size)
+
+
+def _copy_first_span(file: Path) -> None:
+    """Wait until the wide run's first span is rolled up, and copy what is drawn of it to the others."""
+    _size_rolled_up(file)
     own = {column.name: column.name for column in rollups.columns}
     copied = ", ".join((own | {"span": "spans.n"}).values())
+    spans = "WITH RECURSIVE spans(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM spans WHERE n < ?) INSERT INTO"
     with closing(sqlite3.connect(file, timeout=60.0)) as store:
-        while not store.execute("SELECT 1 FROM rollup_spans WHERE span = 0 AND built = changed").fetchone():
-            time.sleep(0.5)
-        [sample] = store.execute("SELECT max(length(arrays)) FROM samples").fetchone()
-        [span] = store.execute("SELECT sum(length(data)) FROM rollups WHERE span = 0").fetchone()
-        spans = "WITH RECURSIVE spans(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM spans WHERE n < ?) INSERT INTO"
         store.execute(
             f"{spans} rollups ({', '.join(own)}) SELECT {copied} FROM rollups JOIN spans "  # noqa: S608
-            "WHERE span = 0 AND (metric IN (?, 'run.loss') OR layer < 4)",
+            "WHERE run_id = 2 AND span = 0 AND (metric IN (?, 'run.loss') OR layer < 4)",
             (_LAST_SPAN - 1, _LINE),
         )
-        built = "rollup_spans (run_id, span, changed, built) SELECT 1, n, 1, 1 FROM spans"
+        built = "rollup_spans (run_id, span, changed, built) SELECT 2, n, 1, 1 FROM spans"
         store.execute(f"{spans} {built}", (_LAST_SPAN - 1,))
         store.commit()
-    return {"sample_bytes": sample, "rollup_bytes_of_100000_steps": span * 100_000 // _SPAN}

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from sqlalchemy import Connection, func, select
 from sqlalchemy.engine import URL
@@ -60,22 +59,13 @@ def restore(file: Path, url: str) -> None:
 @contextmanager
 def _made_whole(file: Path) -> Iterator[Path]:
     """Where to write it: the file has its name when that succeeded, and nothing of it is left when it did not."""
-    partial = file.with_name(file.name + ".partial")
-    partial.unlink(missing_ok=True)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")  # another backup into this file has its own
     make_private(partial)
-    with partial.open("rb") as own:
-        try:
-            yield partial
-            if _is_gone(own):  # what lies there by now is the other's, and not whole
-                raise StoreError(f"another program began to write {file} meanwhile; wait for it, or give another name")
-            partial.rename(file)
-        finally:
-            if not _is_gone(own):
-                partial.unlink(missing_ok=True)
-
-
-def _is_gone(file: BinaryIO) -> bool:
-    return os.fstat(file.fileno()).st_nlink == 0
+    try:
+        yield partial
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,6 @@ rollups: Final = Table(
     Column("layer", Integer, primary_key=True),  # readings.WHOLE for the run or the worst heads
     Column("span", BigInteger, primary_key=True),
     Column("data", LargeBinary, nullable=False),  # readings._buckets_of
-    sqlite_with_rowid=False,  # the spans of one layer's metric lie side by side
 )
 
 rollup_spans: Final = Table(

@@ -10,14 +10,14 @@ depends_on = None
 
 
 def upgrade() -> None:
-    _make_again()
+    _make_again()  # with row ids: a row is larger than a key may be without a page of its own
 
 
 def downgrade() -> None:
-    _make_again(sa.Column("width", sa.Integer(), primary_key=True))
+    _make_again(sa.Column("width", sa.Integer(), primary_key=True), with_rowid=False)
 
 
-def _make_again(*width: sa.Column[int]) -> None:
+def _make_again(*width: sa.Column[int], with_rowid: bool = True) -> None:
     number = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
     op.drop_table("rollups")
     op.create_table(
@@ -28,6 +28,6 @@ def _make_again(*width: sa.Column[int]) -> None:
         sa.Column("layer", sa.Integer(), primary_key=True),
         sa.Column("span", sa.BigInteger(), primary_key=True),
         sa.Column("data", sa.LargeBinary(), nullable=False),
-        sqlite_with_rowid=False,
+        sqlite_with_rowid=with_rowid,
     )
     op.execute("UPDATE rollup_spans SET changed = changed + 1")
