@@ -10,9 +10,9 @@ from types import ModuleType
 
 import foreshock.contract
 
-SLOTS = """    MASS_SUM = 23
-    LOOKED_AT_ROWS = 24
-    DEPTH_MAX = 25
+SLOTS = """    MASS_SUM = 24
+    LOOKED_AT_ROWS = 25
+    DEPTH_MAX = 26
 """
 
 
@@ -23,8 +23,8 @@ def _install() -> None:
     assert found is not None
     assert found.origin is not None
     text = Path(found.origin).read_text("utf-8")
-    last = "    GRADIENT_ERROR_MAX = 22\n"
-    sums, maxima = "    Slot.ENTROPY_SUM,\n)", "Slot.GRADIENT_ERROR_MAX)"
+    last = "    MOST_ENTROPY_SUM = 23\n"
+    sums, maxima = "    Slot.MOST_ENTROPY_SUM,\n)", "Slot.GRADIENT_ERROR_MAX)"
     places = {
         last: last + SLOTS,
         sums: sums.replace(")", "    Slot.MASS_SUM,\n)"),

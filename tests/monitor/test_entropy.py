@@ -82,6 +82,9 @@ def test_entropies_are_those_of_a_float64_loop(
     query, key, value, grad = (x[:1] for x in tensors(dtype, length=12))
     words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), numerics=numerics, **options)
     assert_entropies(words, truth(query, key, options), rtol)
+    alike = probed(torch.zeros_like(query), key, value, grad, grad, Sampling(EVERY_ROW), numerics=numerics, **options)
+    most = slot_values(alike, Slot.ENTROPY_SUM)  # scores that are all 0 look at every key alike
+    np.testing.assert_allclose(slot_values(words, Slot.MOST_ENTROPY_SUM), most, rtol=3e-6)
 
 
 @pytest.mark.parametrize("kind", ["bool", "-inf", "-1e9"])
@@ -94,6 +97,8 @@ def test_a_row_that_a_mask_hides_from_every_key_has_no_entropy_and_is_not_counte
     words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), mask=mask, numerics="float64")
     assert slot_values(words, Slot.ENTROPY_ROWS).tolist() == [3 * 10 - 1] * 4
     assert_entropies(words, truth(query, key, {}, seen), 1e-12)
+    most = np.log([int(row.sum()) for row in seen.flatten(0, -2) if row.any()]).sum()
+    np.testing.assert_allclose(slot_values(words, Slot.MOST_ENTROPY_SUM), most, rtol=1e-12)
 
 
 def entropies(query: Tensor, key: Tensor, **options: Any) -> Floats:

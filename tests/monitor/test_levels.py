@@ -1,6 +1,7 @@
 """Levels that no healthy recorded run reached are warnings in the first sample that passes them."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +33,16 @@ LAYERS = [
 ]
 
 
-def sample(score: float = 12.0, offset: float = 0.1, entropy: float = 2.0, row: int = 1) -> Words:
-    """A sample of four heads, one of which has these values; all have the entropy."""
+def sample(
+    score: float = 12.0, offset: float = 0.1, entropy: float = 2.0, row: int = 1, keys: float | None = 1024.0
+) -> Words:
+    """A sample of four heads, one of which has these values; all have the entropy. keys: None if unknown."""
     words = np.tile(identity_row(), (4, 1))
     floats = words.view(np.float64)
     words[:, Slot.ROWS] = words[:, Slot.ENTROPY_ROWS] = 10
     floats[:, [Slot.SCORE_MAX, Slot.ROW_MAX_ABS]] = 12.0
     floats[:, Slot.ENTROPY_SUM] = 10 * entropy
+    floats[:, Slot.MOST_ENTROPY_SUM] = 0.0 if keys is None else 10 * math.log(keys)
     floats[row, Slot.SCORE_MAX], floats[row, Slot.ROW_MAX_ABS] = score, abs(score)
     floats[row, Slot.SCORE_OFFSET_SUM] = 10 * offset
     return words
@@ -55,7 +59,8 @@ def raised(words: Words, *, step: int = 1) -> list[wire.Verdict]:
         (sample(score=SCORE), "Layer 0 head 1: its largest |score| is 1,024"),
         (sample(score=-22539.0), "its largest |score| is 22,539"),
         (sample(offset=-120.0), "its scores are shifted by 120 nats"),
-        (sample(entropy=0.9 * ENTROPY), "All 4 measured heads look at about one key each"),
+        (sample(entropy=0.15 * math.log(1024)), "All 4 measured heads look at about one key each"),
+        (sample(entropy=0.9 * ENTROPY, keys=None), "All 4 measured heads look at about one key each"),
     ],
 )
 def test_a_level_is_a_warning_in_the_first_sample_by_size_and_not_by_sign(step: int, words: Words, said: str) -> None:
@@ -126,6 +131,8 @@ def test_few_keys_are_no_collapse_of_the_entropy() -> None:
     words = sample(entropy=0.1)
     words.view(np.float64)[:, [Slot.SCORE_MAX, Slot.ROW_MAX_ABS]] = 1.0
     assert not raised(words)
+    for entropy, keys in ((0.0, 1.0), (0.0, None), (0.35, 2.0), (0.3, 3.0)):
+        assert not raised(sample(entropy=entropy, keys=keys)), (entropy, keys)
 
 
 def _quiet(path: Path) -> float:

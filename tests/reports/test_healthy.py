@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.reports.settings import adapted, attention_of, changed
-from tests.reports.training import BATCH, HEAD_DIM, HEADS, LENGTH, WIDTH, Attention, Model, Outcome, train
+from tests.reports.training import BATCH, HEAD_DIM, HEADS, LAYERS, LENGTH, WIDTH, Attention, Model, Outcome, train
 from torch import Tensor, nn
 
 PADDED = 3
@@ -90,6 +90,48 @@ class Experts(Model):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
+class Cross(Attention):
+    """Looks at what the encoder gave, by keys of more rows than there are queries."""
+
+    memory: Tensor
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        query, key, value = (
+            each(given).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+            for each, given in ((self.q_proj, x), (self.k_proj, self.memory), (self.v_proj, self.memory))
+        )
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class EncoderDecoder(Model):
+    """Two blocks encode a longer and padded sequence, two decode, each with a look at what was encoded. Every third
+    sequence that is encoded has a single token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross = nn.ModuleList(Cross() for _ in range(2))
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        memory, x = self.embed(torch.cat([tokens, tokens.flip(1)], 1)), self.embed(tokens)
+        lengths = torch.tensor([2 * LENGTH, LENGTH, 1]).repeat(BATCH // 3)
+        real = (torch.arange(2 * LENGTH) < lengths[:, None])[:, None, None]
+        for block in self.blocks[:2]:
+            memory = block(memory, real.expand(-1, -1, 2 * LENGTH, -1))
+        for block, cross in zip(self.blocks[2:], self.cross, strict=True):
+            cross.memory = memory
+            x = block(x, mask)
+            x = x + cross(x, real)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def packed(*lengths: int) -> Tensor:
+    """A causal mask of documents of these lengths in one row, again and again."""
+    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    document = torch.cat([document + len(lengths) * i for i in range(LENGTH // sum(lengths))])
+    return ~FUTURE & (document[:, None] == document)
+
+
 def with_attention(kind: type[Attention]) -> Callable[[], Model]:
     def replaced(model: Model) -> None:
         for block in model.blocks:
@@ -98,9 +140,9 @@ def with_attention(kind: type[Attention]) -> Callable[[], Model]:
     return changed(replaced)
 
 
-def large(factor: float) -> Callable[[], Model]:
-    """Weights that were loaded, in two of whose layers scores are this many times as large."""
-    return changed(lambda model: [attention_of(model, block).q_proj.weight.mul_(factor) for block in range(2)])
+def large(factor: float, layers: int = 2) -> Callable[[], Model]:
+    """Weights that were loaded, in some of whose layers scores are this many times as large."""
+    return changed(lambda model: [attention_of(model, block).q_proj.weight.mul_(factor) for block in range(layers)])
 
 
 def frozen(model: Model) -> None:
@@ -135,6 +177,15 @@ def accumulated(model: Model, step: int) -> Any:
             for lowest in (-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf)
         ),
         pytest.param(lambda: train(30, make=with_attention(Cosine)), False, id="cosine"),
+        *(
+            pytest.param(
+                lambda given=given: train(30, lr=1e-4, mask=packed(*given[1:]), make=large(given[0], LAYERS)),
+                False,
+                id=f"packed, scores times {given[0]}: {given[1:]}",
+            )
+            for given in ((1, 5, 4, 3), (25, 2, 1), (25, 1))
+        ),
+        pytest.param(lambda: train(30, lr=1e-3, make=EncoderDecoder), False, id="encoder and decoder"),
         pytest.param(lambda: train(30, make=with_attention(Narrow)), False, id="head dim 2"),
         pytest.param(lambda: train(30, make=with_attention(Sink)), False, id="sink"),
         pytest.param(lambda: train(30, make=Experts), False, id="experts"),

@@ -69,8 +69,24 @@ def test_a_forward_that_breaks_between_two_layers_names_them(block: int) -> None
 
     found = train(before=broken)
     between = f"between the attention of layer {block} and the inputs of layer {block + 1}"
-    assert f"first in the forward, {between}." in first_words(found)
+    assert f"first in the forward, {between}, or in its mask." in first_words(found)
     assert found.raised[0].step == BROKEN_AT == found.harmed
+
+
+def test_a_mask_of_plus_infinity_is_among_the_places() -> None:
+    """A mask of the wrong sign in one layer of several, and a mask that all layers are given."""
+
+    def broken(model: Model, step: int) -> Any:
+        def hide(_: Any, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            return given[0], given[1].masked_fill(given[1] < 0, math.inf)
+
+        return [block_of(model, 2).attn.register_forward_pre_hook(hide)] if step == BROKEN_AT else []
+
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    mask = torch.zeros(LENGTH, LENGTH).masked_fill(hidden, -math.inf)
+    said = first_words(train(BROKEN_AT + 1, before=broken, mask=mask))
+    assert "between the attention of layer 1 and the inputs of layer 2, or in its mask." in said
+    assert "the weights, the mask, or the batch" in first_words(train(2, mask=-mask))
 
 
 def test_skipped_updates_are_a_warning_with_their_share_and_no_alarm() -> None:

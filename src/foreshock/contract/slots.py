@@ -71,6 +71,8 @@ class Slot(IntEnum):
     """Sampled rows whose gradient of the query is farther off than rounding explains."""
     GRADIENT_ERROR_MAX = 22
     """Largest distance of a gradient from its recomputation; 1 is what rounding explains."""
+    MOST_ENTROPY_SUM = 23
+    """Sum of log n over ENTROPY_ROWS: the most entropy that these rows can have (nats)."""
 
 
 SLOT_COUNT: Final = len(Slot)
@@ -87,6 +89,7 @@ SUM_SLOTS: Final = (
     Slot.DELTA_BIAS_ABS,
     Slot.DELTA_BIAS_SUMSQ,
     Slot.ENTROPY_SUM,
+    Slot.MOST_ENTROPY_SUM,
 )
 MAX_SLOTS: Final = (Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.OUTPUT_ERROR_MAX, Slot.GRADIENT_ERROR_MAX)
 COUNT_SLOTS: Final = tuple(slot for slot in Slot if slot not in {*SUM_SLOTS, *MAX_SLOTS})

@@ -136,7 +136,8 @@ def accumulate(state: Tensor, rows: Rows) -> None:
         floats[:, own] = torch.maximum(floats[:, own], largest[:, given])
 
     values = torch.stack([rows.lse, rows.delta_bias]).to(torch.float64)
-    values[0] -= rows.visible_keys.to(torch.float64).log()
+    most_entropy = rows.visible_keys.to(torch.float64).log()
+    values[0] -= most_entropy
     values.masked_fill_(ignored, 0.0)
     offset, bias = values
     sums = torch.stack([offset, offset.square(), bias, bias.abs(), bias.square()]).sum((1, 3)).T
@@ -146,6 +147,8 @@ def accumulate(state: Tensor, rows: Rows) -> None:
         state[:, Slot.ENTROPY_ROWS] += added[:, 0]
         entropy = rows.entropy.to(torch.float64).masked_fill(ignored, 0.0)
         floats[:, Slot.ENTROPY_SUM] += entropy.sum((0, 2))
+        most_entropy = most_entropy.expand_as(entropy).masked_fill(ignored, 0.0)
+        floats[:, Slot.MOST_ENTROPY_SUM] += most_entropy.sum((0, 2))
     if rows.output_error is not None:
         checked = counted & ~rows.output_error.isnan()
         compared = torch.stack([checked, checked & (rows.output_error > 1)]).sum((1, 3)).T

@@ -231,7 +231,7 @@ def place_of(heads: Sequence[HeadRef], broken: Floats, by_input: Floats, by_outp
             return f"first in the forward, in the attention output of {named}; its inputs are finite"
         into = f"the inputs of {f'layer {first}' if forward[own].all() else _named(heads, own & forward)}"
         if (before := layers[layers < first]).size:
-            return f"first in the forward, between the attention of layer {before.max()} and {into}"
+            return f"first in the forward, between the attention of layer {before.max()} and {into}, or in its mask"
         return f"in the forward, at or before {into}: the weights, the mask, or the batch"
     if not (broken > 0).any():
         return ""
