@@ -37,10 +37,8 @@ from foreshock.server.store.database import Store, insert_or_ignore, log_store_e
 from foreshock.server.store.schema import events, runs, service_state
 
 LONGEST: Final = 1500
-_IN_FULL: Final = 2
 _RUNS_ALONE: Final = 3
 _NAMES: Final = 6
-_SENTENCES: Final = 4
 _LETTERS: Final = 80
 _ORDERED: Final = re.compile(r"\b[Ss]witch (?:every head|on) to (\w+)")
 """How contract.decision asks people for a switch, and to which mode."""
@@ -65,21 +63,15 @@ def messages_of(
 
 
 def of_run(run: str, changed: Sequence[Incident], other: Sequence[str], page: str, *, ended: bool = False) -> str:
-    """The incidents of one run that changed, the most urgent in full, and what else people should know of the run."""
+    """The incidents of one run that changed, the most urgent first, and what else people should know of the run."""
     lines = []
     ranked = sorted(changed, key=urgency)
-    for incident in ranked[:_IN_FULL]:
+    for incident in ranked:
         lines.append(f"{_head(incident)}: Run {run}: {incident.sentence}")
         if incident.state != "closed":
             to_do = incident.to_do if ended else to_do_of(run, incident)
             lines += ["The run has ended."] * ended + [f"Done: {incident.done}", f"To do: {to_do}"]
-    if len(ranked) > _IN_FULL:
-        more = ", ".join(f"{' and '.join(one.causes)} ({_head(one).lower()})" for one in ranked[_IN_FULL:])
-        lines.append(f"In the same run: {more}.")
-    sentences = list(dict.fromkeys(other))
-    lines += [f"Run {run}: {sentence}" for sentence in sentences[:_SENTENCES]]
-    if len(sentences) > _SENTENCES:
-        lines.append(f"... and {len(sentences) - _SENTENCES} more switches; the page lists them.")
+    lines += [f"Run {run}: {sentence}" for sentence in dict.fromkeys(other)]
     return fitted(lines, [f"Evidence and switch: {_place(run, ranked, page)}"] if page else [])
 
 
@@ -124,20 +116,19 @@ def words_of(run: str, incident: Incident) -> tuple[str, str, str, str]:
 
 def silent(runs: Sequence[str], minutes: float, page: str) -> str:
     """Runs that nothing is heard of any more, together."""
-    one = len(runs) == 1
-    names = ", ".join(shortened(run) for run in sorted(runs)[:_NAMES])
-    more = f" and {len(runs) - _NAMES} more" if len(runs) > _NAMES else ""
-    what = "Run" if one else f"{len(runs)} runs"
-    lines = [
-        f"Warning: {what} {names if one else ''}{' has' if one else 'have'} sent nothing for {minutes:.0f} minutes"
-        + ("." if one else f": {names}{more}."),
-        "Done: Nothing.",
-        "To do: Look whether the training lives; if it does, run `foreshock doctor` on its machine."
-        if one
-        else "To do: First check the cluster, its network and this service's address.",
-    ]
-    link = f"Last steps: {_place(runs[0], (), page)}" if one else f"All runs: {page.rstrip('/')}/"
-    return fitted(lines, [link] if page else [])
+    for_minutes = f"sent nothing for {minutes:.0f} minutes"
+    if len(runs) == 1:
+        what = f"Run {shortened(runs[0])} has {for_minutes}."
+        to_do = "Look whether the training lives; if it does, run `foreshock doctor` on its machine."
+        link = f"Last steps: {_place(runs[0], (), page)}"
+    else:
+        more = f" and {len(runs) - _NAMES} more" if len(runs) > _NAMES else ""
+        what = f"{len(runs)} runs have {for_minutes}: {', '.join(map(shortened, sorted(runs)[:_NAMES]))}{more}."
+        to_do, link = (
+            "First check the cluster, its network and this service's address.",
+            f"All runs: {page.rstrip('/')}/",
+        )
+    return fitted([f"Warning: {what}", "Done: Nothing.", f"To do: {to_do}"], [link] if page else [])
 
 
 def fitted(lines: Sequence[str], last: Sequence[str]) -> str:
