@@ -6,6 +6,7 @@ import pytest
 from tests.server.orders import local, order
 from tests.server.test_webhooks import alert, delivery
 
+from foreshock.contract.wire import Finished
 from foreshock.server.testing import FakeRank
 
 RUN = "/v1/runs/run-1"
@@ -32,12 +33,32 @@ async def decide(service: Any, command: str, word: str) -> None:
     assert answer.status_code in (200, 201), answer.text
 
 
+async def metric(service: Any, name: str) -> str:
+    """The line of this metric about the run's incident."""
+    lines = (await service.client.get("/metrics")).text.splitlines()
+    return next(line for line in lines if line.startswith(f"foreshock_incident_{name}{{"))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_an_acknowledgement_is_on_the_next_scrape_also_of_a_run_that_sends_nothing_more(
+    service: Any, ended: bool
+) -> None:
+    rank = FakeRank()
+    last = [Finished(step=1, unix_seconds=2.0, status="completed")] * ended
+    await service.store(rank, rank.started(policy="approve"), rank.sample(1), rank.verdict(1), *last)
+    assert (await metric(service, "acknowledged")).endswith(" 0.0")
+    await service.client.post(f"{RUN}/acknowledge", json=BY_ADA | {"incident": "rounding"})
+    assert (await metric(service, "acknowledged")).endswith(" 1.0")
+
+
 async def test_an_incident_follows_the_order_that_was_approved_on_its_whole_way(service: Any) -> None:
     rank, proposal = await proposed(service)
     waits = await incident(service)
-    assert "waits for your approval" in waits["done"]
+    for said in (waits["done"], await metric(service, "words")):
+        assert "waits for your approval" in said
     assert (waits["ask"], waits["order"]["id"]) == ("approve", proposal["id"])
     await decide(service, proposal["id"], "approve")
+    assert "Approved by Ada" in await metric(service, "words")
     told = [await incident(service)]
     [command] = (await service.store(rank, rank.sample(21))).commands
     told.append(await incident(service))
@@ -50,8 +71,10 @@ async def test_an_incident_follows_the_order_that_was_approved_on_its_whole_way(
         assert "Approved by Ada" in one["done"]
         assert one["to_do"].startswith("Wait for")
         assert one["ask"] == "none"
-    [listed] = (await service.get(RUN))["incidents"]
-    assert listed["state"] == "switched"
+    detail = await service.get(RUN)
+    assert [one["state"] for one in detail["incidents"]] == ["switched"]
+    [layer] = [one for one in detail["layers"] if one["layer"] == 0]
+    assert dict(zip(layer["heads"], layer["modes"], strict=True))[2] == "exact_delta"
 
 
 async def test_an_approved_order_that_expires_or_is_stopped_asks_for_a_new_one_and_says_why(service: Any) -> None:
@@ -62,6 +85,9 @@ async def test_an_approved_order_that_expires_or_is_stopped_asks_for_a_new_one_a
     assert found["done"].startswith("No head was switched. Approved by Ada")
     assert found["done"].endswith("stopped.")
     assert found["ask"] == "switch"
+    assert "stopped" in await metric(service, "words")
+    await order(service)
+    assert "Ordered by ann" in await metric(service, "words")
 
 
 async def test_a_rejection_holds_against_agent_and_webhook_until_the_warning_is_raised_anew(service: Any) -> None:
