@@ -214,9 +214,11 @@ def curves(connection: Connection, run: Row[Any], wanted: Sequence[Curve], ends:
     return Curves(run=run.name, lines=lines, unknown=unknown)
 
 
-def edges(connection: Connection, run_id: int) -> Ends:
-    """The first and the last step of a run that count. Either is near an end of the index."""
+def edges(connection: Connection, run_id: int, until: int | None = None) -> Ends:
+    """The first and the last step of a run that count, up to one. Either is near an end of the index."""
     own = LIVE_SAMPLES.with_only_columns(samples.c.step).where(samples.c.run_id == run_id).order_by(None).limit(1)
+    if until is not None:
+        own = own.where(samples.c.step <= until)
     first = connection.execute(own.order_by(samples.c.step)).scalar()
     return first, connection.execute(own.order_by(samples.c.step.desc())).scalar()
 
@@ -261,10 +263,7 @@ def matrix(
 ) -> Matrix:
     """One per-head metric of every head at the newest step that is not after `step`; see answers.Matrix."""
     axis = axis_of(connection, run_id)
-    query = LIVE_SAMPLES.with_only_columns(samples.c.step).where(samples.c.run_id == run_id).order_by(None)
-    if step is not None:
-        query = query.where(samples.c.step <= step)
-    found: int | None = connection.execute(query.order_by(samples.c.step.desc()).limit(1)).scalar()
+    _, found = edges(connection, run_id, step)
     heads = sorted({head for layer, head in axis.heads if layer >= from_layer})
     asked = [layer for layer in axis.layers if layer >= from_layer]
     fit = max(1, _CELLS // max(1, len(heads)))

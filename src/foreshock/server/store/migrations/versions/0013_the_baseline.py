@@ -2,8 +2,6 @@
 
 revision = "0013"
 down_revision = None
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

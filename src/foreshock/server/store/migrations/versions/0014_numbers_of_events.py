@@ -5,8 +5,6 @@ from alembic import op
 
 revision = "0014"
 down_revision = "0013"
-branch_labels = None
-depends_on = None
 
 _NUMBER = """
 UPDATE events SET number = counted.number
@@ -20,9 +18,3 @@ def upgrade() -> None:
     op.execute(_NUMBER)
     op.drop_index("events_of_run", "events")
     op.create_index("events_of_run", "events", ["run_id", "number"], unique=True)
-
-
-def downgrade() -> None:
-    op.drop_index("events_of_run", "events")
-    op.drop_column("events", "number")
-    op.create_index("events_of_run", "events", ["run_id", "id"])

@@ -5,13 +5,7 @@ from alembic import op
 
 revision = "0015"
 down_revision = "0014"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
     op.add_column("runs", sa.Column("reshaped", sa.BigInteger(), nullable=False, server_default="0"))
-
-
-def downgrade() -> None:
-    op.drop_column("runs", "reshaped")

@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0018"
 down_revision = "0017"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -21,9 +19,3 @@ def upgrade() -> None:
         world_size = json.loads(row.description).get("world_size", 1)
         if world_size > row.rank:
             op.execute(boots.update().where(boots.c.id == row.id).values(world_size=world_size))
-
-
-def downgrade() -> None:
-    op.drop_index("boots_by_until_step", "boots")
-    op.drop_index("boots_by_world_size", "boots")
-    op.drop_column("boots", "world_size")

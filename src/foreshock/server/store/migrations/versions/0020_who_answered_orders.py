@@ -5,13 +5,7 @@ from alembic import op
 
 revision = "0020"
 down_revision = "0019"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
     op.add_column("command_ranks", sa.Column("boot", sa.String(128)))
-
-
-def downgrade() -> None:
-    op.drop_column("command_ranks", "boot")

@@ -5,8 +5,6 @@ from alembic import op
 
 revision = "0021"
 down_revision = "0020"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -19,11 +17,3 @@ def upgrade() -> None:
     due = sa.text("changed != built")
     op.create_index("rollup_spans_due", "rollup_spans", ["run_id", "span"], sqlite_where=due, postgresql_where=due)
     op.drop_column("runs", "reshaped")
-
-
-def downgrade() -> None:
-    op.add_column("runs", sa.Column("reshaped", sa.BigInteger(), nullable=False, server_default="0"))
-    op.execute("DELETE FROM rollup_spans WHERE changed != built")
-    op.drop_index("rollup_spans_due", "rollup_spans")
-    for name in ("changed", "built"):
-        op.drop_column("rollup_spans", name)

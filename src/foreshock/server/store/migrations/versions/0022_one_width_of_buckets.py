@@ -5,29 +5,17 @@ from alembic import op
 
 revision = "0022"
 down_revision = "0021"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    _make_again()  # with row ids: a row is larger than a key may be without a page of its own
-
-
-def downgrade() -> None:
-    _make_again(sa.Column("width", sa.Integer(), primary_key=True), with_rowid=False)
-
-
-def _make_again(*width: sa.Column[int], with_rowid: bool = True) -> None:
     number = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
     op.drop_table("rollups")
-    op.create_table(
+    op.create_table(  # with row ids: a row is larger than a key may be without a page of its own
         "rollups",
         sa.Column("run_id", number, sa.ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
-        *width,
         sa.Column("metric", sa.String(64), primary_key=True),
         sa.Column("layer", sa.Integer(), primary_key=True),
         sa.Column("span", sa.BigInteger(), primary_key=True),
         sa.Column("data", sa.LargeBinary(), nullable=False),
-        sqlite_with_rowid=with_rowid,
     )
     op.execute("UPDATE rollup_spans SET changed = changed + 1")
