@@ -19,28 +19,27 @@ from foreshock.server.testing import FakeRank
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "verdict"),
+    ("before", "after", "size", "verdict"),
     [
-        (1.0, -0.2, "verified"),
-        (1.0, 0.3, "verified"),
-        (1.0, 0.5, "not arrested"),
-        (1.0, 1.0, "not arrested"),
-        (0.0, 0.0, "verified"),
-        (0.0, 0.5, "not arrested"),
+        (1.0, -0.2, 4.0, "verified"),
+        (1.0, 0.3, 4.0, "verified"),
+        (1.0, 0.5, 4.0, "not arrested"),
+        (1.0, 1.0, 4.0, "not arrested"),
+        (0.0, 0.0, 4.0, "verified"),
+        (0.0, 0.5, 4.0, "not arrested"),
+        # its offset may be five times what it was, a few tenths of a nat; its scores grow as it learns
+        (0.1, 1.6, 0.3, "verified"),
+        (0.1, 1.6, 4.0, "not arrested"),
     ],
 )
-async def test_a_switch_is_verified_by_the_growth_on_both_sides_of_it(
-    service: Any, before: float, after: float, verdict: str
+async def test_a_switch_is_verified_by_the_growth_on_both_sides_of_it_above_the_level_of_the_detectors(
+    service: Any, before: float, after: float, size: float, verdict: str
 ) -> None:
-    command = await switched(service, before=before, after=after)
+    command = await switched(service, before=before, after=after, size=size)
     await judge(service)
-    shown = await service.get(f"/v1/commands/{command}")
-    assert shown["verification"] == verdict
-    [event] = [
-        e
-        for e in (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
-        if e["command"]["verification"]
-    ]
+    assert (await service.get(f"/v1/commands/{command}"))["verification"] == verdict
+    events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
+    [event] = [event for event in events if event["command"]["verification"]]
     assert event["command"]["verification"] == verdict
     assert event["sentence"].startswith("Layer 0 head 2 after the switch to exact_delta at step 2,000: ")
     rows = (await service.get("/v1/audit"))["rows"]
@@ -50,14 +49,6 @@ async def test_a_switch_is_verified_by_the_growth_on_both_sides_of_it(
     assert signals["largest score"] == pytest.approx([before * 2 / 3, after * 2 / 3], abs=0.05)
     await judge(service)  # once and for all
     assert len((await service.get("/v1/audit"))["rows"]) == len(rows)
-
-
-@pytest.mark.parametrize(("size", "verdict"), [(0.05, "verified"), (0.3, "verified"), (4.0, "not arrested")])
-async def test_growth_below_the_level_of_the_detectors_is_none(service: Any, size: float, verdict: str) -> None:
-    """Its offset may be five times what it was, a few hundredths of a nat; its scores grow as it learns."""
-    command = await switched(service, before=0.1, after=1.6, size=size)
-    await judge(service)
-    assert (await service.get(f"/v1/commands/{command}"))["verification"] == verdict
 
 
 def of_heads(rank: FakeRank, step: int, sizes: dict[int, float], mode: Mode = Mode.PLAIN) -> Sample:
@@ -93,56 +84,51 @@ async def two_heads(service: Any, *later: Any, warned: tuple[int, ...] = (2,), c
     return {"verification": shown["verification"], "sentence": events[0]["sentence"], "events": events}
 
 
-def test_a_head_without_a_warning_says_nothing_of_a_switch_until_one_is_raised_afterwards(play: Any) -> None:
+async def test_a_head_without_a_warning_says_nothing_of_a_switch(service: Any) -> None:
     """A switch of all heads that stopped the warned one was called a failure by the growth of a healthy one."""
-
-    async def held(service: Any) -> None:
-        told = await two_heads(service)
-        assert told["verification"] == "verified"
-        assert told["sentence"].startswith("Layer 0 head 2 after the switch to row_corrected at step 2,000: verified")
-
-    async def warned_later(service: Any) -> None:
-        told = await two_heads(service, FakeRank().verdict(2500, head=1, name="later", cause="score growth"))
-        assert told["verification"] == "not arrested"
-        assert told["sentence"].startswith("Layer 0 head 1 after the switch")
-
-    play(held)
-    play(warned_later, "later")
+    told = await two_heads(service)
+    assert told["verification"] == "verified"
+    assert told["sentence"].startswith("Layer 0 head 2 after the switch to row_corrected at step 2,000: verified")
 
 
-async def test_the_numbers_of_a_verdict_are_those_of_the_head_that_it_names(service: Any) -> None:
-    told = await two_heads(service, warned=(1, 2))
+async def test_a_warning_that_is_raised_after_the_switch_speaks_of_it(service: Any) -> None:
+    told = await two_heads(service, FakeRank().verdict(2500, head=1, name="later", cause="score growth"))
+    assert told["verification"] == "not arrested"
+    assert told["sentence"].startswith("Layer 0 head 1 after the switch")
+
+
+@pytest.mark.parametrize(
+    ("cleared", "advice"),
+    [
+        (False, "There is no stronger mode: resume from a checkpoint."),
+        (True, "It has no active warning: watch the growth."),
+    ],
+)
+async def test_a_verdict_gives_the_numbers_of_the_head_that_it_names_and_advises_by_its_warnings(
+    service: Any, cleared: bool, advice: str
+) -> None:
+    told = await two_heads(service, warned=(1, 2), cleared=cleared)
     offset = "score offset +0 % in the 1,000 steps before, +100 % in those after"
     assert told["sentence"] == (
         f"Layer 0 head 1 after the switch to row_corrected at step 2,000: not arrested, it grows on ({offset}). "
-        "There is no stronger mode: resume from a checkpoint."
+        f"{advice}"
     )
 
 
-async def test_a_checkpoint_is_advised_only_while_a_warning_is_active(service: Any) -> None:
-    told = await two_heads(service, warned=(1, 2), cleared=True)
-    assert told["verification"] == "not arrested"
-    assert told["sentence"].endswith("It has no active warning: watch the growth.")
-
-
-async def test_a_switch_of_heads_without_a_warning_is_not_judged_and_no_news(service: Any) -> None:
-    command = await switched(service, warned=False)
-    await judge(service)
-    assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
-    event = (await service.get("/v1/runs/run-1/events", kind="command"))["events"][0]
-    assert event["sentence"].startswith("The switch to exact_delta at step 2,000 is not judged")
-    assert event["command"]["verification"] is None
-
-
-async def test_a_head_that_left_its_mode_before_it_was_judged_is_no_failure_of_the_switch(service: Any) -> None:
-    """It grows on, since another order or a resume made it plain."""
-    command = await switched(service, plain_from=2500)
+@pytest.mark.parametrize(
+    "story", [{"warned": False}, {"plain_from": 2500}], ids=["no warning", "another order or a resume made it plain"]
+)
+async def test_a_switch_of_no_warned_head_that_kept_its_mode_is_not_judged_and_no_news(
+    service: Any, story: dict[str, Any]
+) -> None:
+    command = await switched(service, **story)
     await judge(service)
     assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
     event = (await service.get("/v1/runs/run-1/events", kind="command"))["events"][0]
     assert event["sentence"] == (
         "The switch to exact_delta at step 2,000 is not judged: no head with a warning kept it for 1,000 steps."
     )
+    assert event["command"]["verification"] is None
     assert [one["source"] for one in await commands_of(service)] == ["api"]
 
 
@@ -164,29 +150,23 @@ async def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a
     assert len(await commands_of(service)) == 2
 
 
-async def test_an_escalation_keeps_to_the_bounds_of_machines(service: Any) -> None:
-    await switched(service, mode="paper_softmax")
-    store = service.app.state.store
-    with store.writer.engine.begin() as connection:
-        run_id = connection.execute(select(runs.c.id)).scalar_one()
-        order = Order(run_id, "run-1", "alertmanager", "alertmanager", "it drifts", [(1, 0)], "exact_delta")
-        create(connection, order)
-    await judge(service)
-    assert sorted(c["source"] for c in await commands_of(service)) == ["alertmanager", "api"]
-
-
 @pytest.mark.promise("S22")
-@pytest.mark.settings(webhook_cooldown_seconds=0)
-async def test_a_rejection_holds_against_an_escalation_too(service: Any) -> None:
-    await switched(service, mode="paper_softmax")
-    with service.app.state.store.writer.engine.begin() as connection:
-        run_id = connection.execute(select(runs.c.id)).scalar_one()
-        asked = Order(run_id, "run-1", "agent", "rank 0", "it drifts", [(0, 2)], "exact_delta", "proposed")
-        proposal = create(connection, asked)
-    no = await service.client.post(f"/v1/commands/{proposal}/reject", json={"who": "ann", "reason": "bad data"})
-    assert no.json()["state"] == "rejected"
-    await judge(service)
-    assert [c["source"] for c in await commands_of(service)] == ["agent", "api"]
+@pytest.mark.parametrize("rejected", [False, True])
+def test_an_escalation_keeps_to_the_bounds_of_machines_and_to_what_a_person_rejected(play: Any, rejected: bool) -> None:
+    async def story(service: Any) -> None:
+        await switched(service, mode="paper_softmax")
+        with service.app.state.store.writer.engine.begin() as connection:
+            run_id = connection.execute(select(runs.c.id)).scalar_one()
+            source, heads = ("agent", [(0, 2)]) if rejected else ("alertmanager", [(1, 0)])
+            state: Any = "proposed" if rejected else "pending"
+            proposal = create(connection, Order(run_id, "run-1", source, "x", "it drifts", heads, "exact_delta", state))
+        if rejected:
+            no = {"who": "ann", "reason": "bad data"}
+            await service.client.post(f"/v1/commands/{proposal}/reject", json=no)
+        await judge(service)
+        assert sorted(c["source"] for c in await commands_of(service)) == sorted([source, "api"])
+
+    play(story, webhook_cooldown_seconds=0 if rejected else 300)
 
 
 async def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fresh_one_waits(service: Any) -> None:
