@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from foreshock.monitor.transport import private_folder
 from foreshock.monitor.transport import spool as spooling
 from foreshock.monitor.transport.private_folder import PrivateFolder
-from foreshock.monitor.transport.spool import Spool, frame, leftovers
+from foreshock.monitor.transport.spool import MemoryStore, Spool, Store, frame, leftovers
 
 BATCHES = [(1, b'{"first":1}'), (2, b"second"), (3, b'{"third":"' + b"x" * 40 + b'"}')]
 LATER = (9, b"later")
@@ -46,7 +46,7 @@ def left_behind(directory: Path, run: str, boot: str, *payloads: bytes) -> Path:
         return dead.path
 
 
-def drain(spool: Spool) -> list[tuple[int, bytes]]:
+def drain(spool: Store) -> list[tuple[int, bytes]]:
     found = []
     while (waiting := spool.peek()) is not None:
         found.append(waiting)
@@ -64,6 +64,7 @@ def reread(folder: Path, content: bytes) -> list[tuple[int, bytes]]:
     """What a spool of this content gives back, a batch that is appended to it included."""
     file_of(folder).write_bytes(content)
     with spool_in(folder) as spool:
+        assert spool.path.stat().st_size == spool.size_bytes, "a torn tail is cut"
         spool.append(*LATER)
         *found, last = drain(spool)
         assert last == LATER
@@ -125,6 +126,12 @@ def test_any_file_at_all_is_read_without_an_exception(
 
 
 @pytest.mark.promise("A5")
+def test_batches_are_found_behind_damage_of_any_length(tmp_path: Path) -> None:
+    for length in range(spooling._CHUNK - 8, spooling._CHUNK + 8):
+        assert reread(tmp_path, bytes(length) + WHOLE) == BATCHES
+
+
+@pytest.mark.promise("A5")
 def test_a_disk_that_fills_at_every_byte_keeps_what_was_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for room in range(len(WHOLE)):
         left = [room]
@@ -159,12 +166,24 @@ def test_a_batch_that_decays_on_disk_while_its_process_lives_is_skipped(tmp_path
         assert drain(spool) == [BATCHES[0], BATCHES[2]]
 
 
-def test_a_full_spool_says_no_and_takes_words_all_the_same(tmp_path: Path) -> None:
+def test_a_spool_that_never_empties_takes_every_batch_for_which_it_has_room(tmp_path: Path) -> None:
+    payload = b"x" * 100
+    with spool_in(tmp_path, max_bytes=1000) as spool:
+        assert spool.append(1, payload)
+        for sequence in range(2, 100):
+            assert spool.append(sequence, payload)
+            assert spool.peek() == (sequence - 1, payload)
+            spool.pop()
+
+
+def test_a_full_store_says_no_and_takes_words_all_the_same_up_to_a_bound(tmp_path: Path) -> None:
     with spool_in(tmp_path, max_bytes=100) as spool:
-        assert spool.append(1, b"x" * 60)
-        assert not spool.append(2, b"x" * 60)
-        assert spool.append(2, b"x" * 60, force=True)
-        assert [sequence for sequence, _ in drain(spool)] == [1, 2]
+        for store in (spool, MemoryStore("a", 100)):
+            assert store.append(1, b"x" * 60)
+            assert not store.append(2, b"x" * 60)
+            assert store.append(2, b"x" * 60, force=True)
+            assert not store.append(3, b"x" * 60, force=True)
+            assert [sequence for sequence, _ in drain(store)] == [1, 2]
 
 
 def test_room_of_sent_batches_is_used_again_without_losing_the_others(tmp_path: Path) -> None:

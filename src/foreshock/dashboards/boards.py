@@ -220,22 +220,17 @@ def _annotations(run: Filters) -> list[Any]:
     warning, outcomes = BY_KEY["warning.active"], BY_KEY["switch.outcomes"]
     counter = _select(outcomes, run)
     grown = f"increase({counter}[1m]) > 0 or ({counter} > 0 unless {counter} offset 1m)"
-    warned = make.AnnotationQuery().name("Warnings").icon_color("orange").tag_keys("severity,cause")
-    switched = make.AnnotationQuery().name("Switches").icon_color("blue").tag_keys("mode,outcome")
-    return [
-        warned.datasource(_SOURCE)
-        .enable(True)
-        .step("15s")
-        .expr(f"max by ({', '.join(warning.labels)}) ({_select(warning, run)} == 1)")
-        .title_format("{{run}}: layer {{layer}} head {{head}} warned")
-        .text_format("{{signal}} tripped, cause: {{cause}}"),
-        switched.datasource(_SOURCE)
-        .enable(True)
-        .step("15s")
-        .expr(f"sum by ({', '.join(outcomes.labels)}) ({grown})")
-        .title_format("{{run}}: switch to {{mode}} {{outcome}}")
-        .text_format("The run's page has who, why, before and after."),
-    ]
+    warned, switched = (
+        make.AnnotationQuery().name(name).icon_color(colour).datasource(_SOURCE).enable(True).step("15s")
+        for name, colour in (("Warnings", "orange"), ("Switches", "blue"))
+    )
+    warned.expr(f"max by ({', '.join(warning.labels)}) ({_select(warning, run)} == 1)").tag_keys("severity,cause")
+    warned.title_format("{{run}}: layer {{layer}} head {{head}} warned")
+    warned.text_format("{{signal}} tripped, cause: {{cause}}")
+    switched.expr(f"sum by ({', '.join(outcomes.labels)}) ({grown})").tag_keys("mode,outcome")
+    switched.title_format("{{run}}: switch to {{mode}} {{outcome}}")
+    switched.text_format("The run's page has who, why, before and after.")
+    return [warned, switched]
 
 
 def _unit(metric: Metric) -> str:

@@ -1,4 +1,4 @@
-"""Writes every generated file of the dashboards, and compares the committed ones with what the catalogue says now."""
+"""Writes every generated file of the dashboards and docs/metrics.md, and compares the committed ones with them."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,11 @@ from typing import Final
 
 import yaml
 
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
+from foreshock.contract.metrics.run_metrics import RUN_METRICS
+from foreshock.contract.metrics.service_metrics import SERVICE_METRICS
 from foreshock.dashboards.boards import boards
-from foreshock.dashboards.metrics_table import metrics_page
-from foreshock.dashboards.rules import Links, prometheus_rules
+from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 
 GENERATED: Final = Path("src/foreshock/dashboards/generated")
 """In a checkout, below its root."""
@@ -51,3 +53,36 @@ def check(root: Path) -> list[Path]:
     ]
     on_disk = {path.relative_to(root) for path in (root / GENERATED).rglob("*") if path.is_file()}
     return sorted({*changed, *(on_disk - set(expected))})
+
+
+_SECTIONS: Final = (
+    (
+        "Per head",
+        "The service stores every head of every sample. Prometheus gets the worst heads of each run, under a series "
+        "budget (labels run, layer, head), and the worst head's value of every layer (`foreshock_layer_*` instead of "
+        "`foreshock_head_*`, labels run, layer). Names that end in `_total` are counters; all others are gauges.",
+        HEAD_METRICS,
+    ),
+    ("Per run", "Each has the label run, and those in brackets.", RUN_METRICS),
+    ("Service", "The service's own state. Labels are in brackets.", SERVICE_METRICS),
+)
+
+
+def metrics_page() -> str:
+    """docs/metrics.md as text."""
+    parts = ["# Metrics and alerts\n"]
+    for title, text, metrics in _SECTIONS:
+        parts += [f"\n## {title}\n\n{text}\n\n", _row("Metric", "Meaning", "Bad"), _row(*["---"] * 3)]
+        for metric in metrics:
+            labels = [] if metric.head else [label for label in metric.labels if label != "run"]
+            name = f"`{metric.name}`" + (f" ({', '.join(labels)})" if labels else "")
+            parts.append(_row(name, metric.help, metric.bad))
+    parts.append("\n## Alerts\n\nEach runbook begins with what to do. Rules: `generated/prometheus-rules.yml`.\n\n")
+    for watched, alert in alerts():
+        severity = "the warning's own severity" if watched and "severity" in watched.labels else alert.severity
+        parts.append(f"- [{alert.name}](runbooks/{alert.name}.md): {severity}\n")
+    return "".join(parts)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
