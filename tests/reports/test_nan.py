@@ -2,6 +2,7 @@
 
 import math
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.reports.training import (
     poison,
     train,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreshock.monitor.attention.probe import OutputSums
 
@@ -158,6 +160,35 @@ def test_an_output_shows_a_step_if_it_broke_in_any_call_of_it_and_not_before() -
     for number in range(7, 1040):
         assert step(number, sound) == [(0, False)]
     assert not outputs.broken_at(5)
+
+
+class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refers weakly to each tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and "out" not in (kwargs or {}):
+            self.tensors.append(weakref.ref(made))
+        return made
+
+
+def test_of_what_a_step_makes_outputs_keep_nothing_for_a_cuda_graph_pool_permits_none() -> None:
+    # "Detected 1 tensor(s) in the cudagraph pool not tracked as outputs", by torch.compile(mode="reduce-overhead").
+    states = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    outputs, out = OutputSums(states), torch.ones(2, 3, 4)
+    for number in range(3):  # more calls than there is room for at first
+        with Made() as made:
+            for _ in range(20):
+                outputs.add(states[1], out)
+            outputs.add(states[0], out * math.nan)
+        assert made.tensors
+        assert all(tensor() is None for tensor in made.tensors)
+        outputs.end(number)
+    assert outputs.broken_at(2) == [(1, False)]  # the other broke before as well
 
 
 def left_padding(columns: int) -> torch.Tensor:

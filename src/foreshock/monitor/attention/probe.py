@@ -71,22 +71,33 @@ class OutputSums:
 
     def __init__(self, states: Sequence[Tensor]) -> None:
         self._places: Final = {state.data_ptr(): place for place, state in enumerate(states)}
-        self._running: list[tuple[int, Tensor]] = []
+        self._device: Final = states[0].device if states else torch.device("cpu")
+        self._running: list[int] = []
         self._of_steps: Final[dict[int, tuple[list[int], Tensor]]] = {}
+        self._make_room(_CALLS_AT_FIRST * len(states))
+
+    def _make_room(self, calls: int) -> None:
+        # Made outside the step: what is made inside it belongs to the pool of torch.compile's CUDA graphs, which
+        # permits no tensor there to be kept.
+        self._sums = torch.zeros(min(calls, _MOST_CALLS), device=self._device)
+        self._each = self._sums.unbind()
 
     def add(self, state: Tensor, out: Tensor) -> None:
         """A layer gave `out` [..., S, D] in the running step."""
-        place = self._places.get(state.data_ptr())
-        if place is not None and type(out) is Tensor and len(self._running) < _MOST_CALLS:
-            rows = out[..., (out.shape[-2] - 1) % 4 :: 4, 0]
-            self._running.append((place, rows.sum(dtype=torch.float32)))
+        place, count = self._places.get(state.data_ptr()), len(self._running)
+        if place is not None and type(out) is Tensor and count < _MOST_CALLS:
+            self._running.append(place)
+            if count < len(self._each):
+                rows = out[..., (out.shape[-2] - 1) % 4 :: 4, 0]
+                torch.sum(rows, dim=tuple(range(rows.dim())), dtype=torch.float32, out=self._each[count])
 
     def end(self, step: int) -> None:
         """The running step is over, and was `step`."""
-        if self._running:
-            places, sums = zip(*self._running, strict=True)
-            self._of_steps[step] = list(places), torch.stack(sums)
-            self._running = []
+        places, self._running = self._running, []
+        if places:
+            self._of_steps[step] = places[: len(self._each)], self._sums[: len(places)].clone()
+            if len(self._each) < min(len(places), _MOST_CALLS):
+                self._make_room(len(places))
         if len(self._of_steps) > _MOST_STEPS:
             del self._of_steps[next(iter(self._of_steps))]
 
@@ -107,6 +118,8 @@ class OutputSums:
         return broken
 
 
+_CALLS_AT_FIRST: Final = 4
+"""Of each layer in a step whose output is seen. Steps after one with more have room for as many."""
 _MOST_CALLS: Final = 4096
 """Of one step whose output is seen: a model may run for long without a step."""
 _MOST_STEPS: Final = 1024
