@@ -1,13 +1,16 @@
-"""What the ingest benchmark makes of a load: shares of its answers and time of the processor."""
+"""The ingest benchmark: batches that the service takes, and what is made of its answers."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foreshock.benchmarks import ingest
-from foreshock.benchmarks.ingest_clients import HEADS, LAYERS, Result, template
+from foreshock.benchmarks.ingest_clients import HEADS, LAYERS, Load, Result, _body, run_load, template
+from foreshock.contract.wire import Batch, Sample
+from foreshock.server.testing import LiveService
 
 
 @given(statuses=st.dictionaries(st.sampled_from([200, 400, 429, 500, 503]), st.integers(1, 500), min_size=1))
@@ -23,11 +26,29 @@ def test_shares_are_of_all_answers_and_costs_of_those_that_were_stored(statuses:
     assert (figures["p50_seconds"], figures["p99_seconds"]) == (0.1, 0.1)
 
 
-def test_a_report_says_where_with_what_and_on_which_store_it_was_measured() -> None:
-    report = ingest.device(None)
-    assert report["command"].startswith("foreshock bench ingest")
-    assert report["store"].startswith("SQLite")
-    assert ingest.device("postgresql://host/db")["store"] == "PostgreSQL"
-    assert report["batch"] == {"layers": LAYERS, "heads": HEADS, "bytes": len(template())}
-    assert report["device"]["cpu"]
-    assert {"python", "sqlite", "foreshock", "fastapi"} <= set(report["versions"])
+@pytest.mark.full
+def test_clients_of_the_ingest_benchmark_are_answered(tmp_path: Path) -> None:
+    with LiveService(tmp_path) as service:
+        result = run_load(Load(service.url, clients=2, runs=2, seconds=1.0, name="bench"), processes=1)
+    assert set(result.statuses) == {200}
+    assert result.stored_per_second > 0
+    assert len(result.latencies) == result.statuses[200]
+
+
+def test_each_body_is_one_sample_of_every_head_that_goes_on_where_the_one_before_ended() -> None:
+    shape = template()
+    batches = [Batch.model_validate_json(_body(shape, number)) for number in (1, 2, 3, 10**6)]
+    assert [batch.sequence for batch in batches] == [1, 2, 3, 10**6]
+    samples = [event for batch in batches for event in batch.events]
+    assert all(isinstance(sample, Sample) for sample in samples)
+    assert [(s.since_step, s.step) for s in samples if isinstance(s, Sample)] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (10**6 - 1, 10**6),
+    ]
+    for sample in samples:
+        assert isinstance(sample, Sample)
+        words = sample.words()
+        assert words is not None
+        assert len(words) == LAYERS * HEADS

@@ -15,7 +15,7 @@ def test_score_writes_what_it_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"), [(["nothing"], "recipe 'nothing'"), (["key-bias", "--variant", "none"], "variant 'none'")]
+    ("words", "sentence"), [(["nothing"], "recipe 'nothing'"), (["kb256", "--variant", "none"], "variant 'none'")]
 )
 def test_an_unknown_recipe_or_variant_names_the_known_ones(words: list[str], sentence: str) -> None:
     done = foreshock("lab", "run", *words)

@@ -20,8 +20,7 @@ from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.ranks import Ranks, launched
 from foreshock.lab.training.recipes import Recipe, find_recipe
-from foreshock.lab.training.recorder import Recorder
-from foreshock.lab.training.run import Training, train
+from foreshock.lab.training.run import Recorder, Training, train
 from foreshock.lab.training.variant import find_variant
 
 TINY = replace(

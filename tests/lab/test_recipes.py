@@ -19,7 +19,7 @@ from foreshock.lab.training.run import Training
 from foreshock.lab.training.variant import UNTREATED, VARIANTS, Variant, find_variant
 
 SHAPE = ModelConfig(layers=2, heads=4, width=32, context=16)
-KEY_BIAS = find_recipe("key-bias")
+KEY_BIAS = find_recipe("kb256")
 TINY = replace(find_recipe("key-bias-small"), model=SHAPE, batch=4, sample_every_steps=5)
 
 
@@ -173,8 +173,8 @@ def test_only_a_variant_that_rounds_as_the_baseline_does_is_expected_to_fail_by_
 
 def test_a_header_tells_what_a_run_is_and_what_it_switches_to_only_where_it_may_switch() -> None:
     plain = KEY_BIAS.header(UNTREATED, 7, "a-run")
-    assert (plain["recipe"], plain["arm"], plain["seed"], plain["run"]) == ("key-bias", "untreated", 7, "a-run")
-    assert (plain["nature"], plain["policy"]) == ("natural", "observe")
+    assert (plain["recipe"], plain["arm"], plain["seed"], plain["run"]) == ("kb256", "untreated", 7, "a-run")
+    assert (plain["nature"], plain["policy"], plain["steps"]) == ("natural", "observe", 14_000)
     assert not {"mitigation", "switch_scope"} & set(plain)
     rescued = KEY_BIAS.header(find_variant("rescued-paper-softmax"), 7, "a-run")
     assert (rescued["policy"], rescued["mitigation"]) == ("auto", "paper_softmax")

@@ -20,8 +20,7 @@ from foreshock.lab.recording.trace import read_trace, readings
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.score import lab_score, score_traces
 from foreshock.lab.training.recipes import find_recipe
-from foreshock.lab.training.recorder import Recorder
-from foreshock.lab.training.run import Training, train
+from foreshock.lab.training.run import Recorder, Training, train
 from foreshock.lab.training.variant import find_variant
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.server.child import ServiceProcess

@@ -8,13 +8,12 @@ that `MADE_FROM` gives. Machines with other packages train on another text, or a
 
 import hashlib
 import importlib.metadata
-import json
 import lzma
 import os
 import platform
 import random
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -37,8 +36,6 @@ CHARACTERS: Final = 150_000_000
 """Of the text of packages, at most; three to four of them make a token."""
 FOLDER_VOCABULARY: Final = 50_257
 """As many as GPT-2's has."""
-HELD_OUT_EVERY: Final = 100
-"""One file of folders in so many is not trained on."""
 _WRITTEN: Final = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
 _SOURCE: Final = (*_WRITTEN, ".c", ".cc", ".cpp", ".cu", ".inl", ".pyx", ".pxd", ".js", ".go", ".rs", ".java", ".pl")
 _LENGTHS: Final = range(400, 400_001)
@@ -58,8 +55,6 @@ class Corpus:
     sha256: str
     source: str
     """what it is, in words"""
-    held_out: Tensor | None = None
-    """tokens that are not trained on"""
 
     def windows(self, size: int, length: int, generator: torch.Generator) -> Tensor:
         """`size` windows of `length` tokens and the one that follows, drawn uniformly: [size, length + 1]."""
@@ -107,33 +102,24 @@ def folder_text_file() -> Path:
 def byte_pairs() -> Corpus:
     """The text of packages, tokens below VOCABULARY. Raises FileNotFoundError where none was made."""
     command = "foreshock lab corpus byte-pairs`, which takes two minutes and needs the packages of foreshock[dev]"
-    made_from, data = _read(byte_pairs_file(), command)
-    tokens = np.frombuffer(data, dtype="<u2").astype(np.int16)  # below 2^15, and torch indexes int16
-    return Corpus(torch.from_numpy(tokens), hashlib.sha256(data).hexdigest(), f"byte pairs of {made_from.decode()}")
+    return _read(byte_pairs_file(), command, np.int16)  # below 2^15, and torch indexes int16
 
 
 def folder_text() -> Corpus:
     """The text of folders, tokens below FOLDER_VOCABULARY. Raises FileNotFoundError where none was made."""
     command = "foreshock lab corpus folders --folder DIR --characters N`, which takes minutes"
-    head, data = _read(folder_text_file(), command)
-    made: dict[str, Any] = json.loads(head)
-    tokens = torch.from_numpy(np.frombuffer(data, dtype="<u2").astype(np.int32))
-    source = (
-        f"byte pairs of {made['files']:,} files with {made['characters']:,} characters, and of "
-        f"{made['held_out_files']:,} held-out files with {made['held_out_characters']:,}"
-    )
-    trained = int(made["tokens"])
-    return Corpus(tokens[:trained], hashlib.sha256(data).hexdigest(), source, held_out=tokens[trained:])
+    return _read(folder_text_file(), command, np.int32)
 
 
-def _read(path: Path, command: str) -> tuple[bytes, bytes]:
-    """The first line and the tokens of a text that was made."""
+def _read(path: Path, command: str, dtype: type[np.integer[Any]]) -> Corpus:
+    """A text that was made: a line that says of what, and the tokens."""
     try:
         kept = path.read_bytes()
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no text at {path}; make it with `{command}") from None
     head, _, data = (lzma.decompress(kept) if path.suffix == ".xz" else kept).partition(b"\n")
-    return head, data
+    tokens = torch.from_numpy(np.frombuffer(data, dtype="<u2").astype(dtype))
+    return Corpus(tokens, hashlib.sha256(data).hexdigest(), f"byte pairs of {head.decode()}")
 
 
 def make_byte_pairs(packages: Sequence[str] = PACKAGES, characters: int = CHARACTERS) -> Corpus:
@@ -157,7 +143,7 @@ def make_byte_pairs(packages: Sequence[str] = PACKAGES, characters: int = CHARAC
         for file in importlib.metadata.files(package) or ():
             if file.suffix in _WRITTEN:
                 named[f"{package}/{file.as_posix()}"] = Path(str(file.locate()))
-    [data] = _encoded(VOCABULARY, list(_texts_of(named, characters)))
+    data = _encoded(VOCABULARY, list(_texts_of(named, characters)))
     with whole_file(byte_pairs_file()) as part:
         part.write_bytes(lzma.compress(", ".join(versions).encode() + b"\n" + data, preset=6))
     return byte_pairs()
@@ -181,18 +167,9 @@ def make_folder_text(folders: Sequence[Path], characters: int) -> Corpus:
             f"{len(texts)} files of source of a usual length were found within {characters} characters; name folders "
             f"with files that end with {', '.join(_SOURCE)}, and allow more --characters"
         )
-    held_out = texts[::HELD_OUT_EVERY]
-    trained = [text for number, text in enumerate(texts) if number % HELD_OUT_EVERY]
-    parts = _encoded(FOLDER_VOCABULARY, trained, held_out)
-    made = {
-        "files": len(trained),
-        "characters": sum(map(len, trained)),
-        "tokens": len(parts[0]) // 2,
-        "held_out_files": len(held_out),
-        "held_out_characters": sum(map(len, held_out)),
-    }
+    head = f"{len(texts):,} files with {sum(map(len, texts)):,} characters"
     with whole_file(folder_text_file()) as part:
-        part.write_bytes(json.dumps(made).encode() + b"\n" + b"".join(parts))
+        part.write_bytes(head.encode() + b"\n" + _encoded(FOLDER_VOCABULARY, texts))
     return folder_text()
 
 
@@ -220,19 +197,16 @@ def _texts_of(named: Mapping[Any, Path], most: int) -> Iterator[str]:
         yield text
 
 
-def _encoded(vocabulary: int, trained: Sequence[str], *others: Iterable[str]) -> list[bytes]:
-    """The tokens of each list of texts, little-endian uint16, by byte pairs that some texts of the first list give."""
+def _encoded(vocabulary: int, texts: Sequence[str]) -> bytes:
+    """The tokens of the texts, little-endian uint16, by byte pairs that some of them give."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(trained[::_TRAINING_SHARE], trainer)
-    parts = []
-    for texts in (trained, *others):
-        every = list(texts)
-        batches = (every[start : start + _FILES_AT_ONCE] for start in range(0, len(every), _FILES_AT_ONCE))
-        tokens = [np.asarray(one.ids, dtype="<u2") for batch in batches for one in tokenizer.encode_batch(batch)]
-        parts.append(np.concatenate(tokens).tobytes())
-    return parts
+    tokenizer.train_from_iterator(texts[::_TRAINING_SHARE], trainer)
+    batches = (texts[start : start + _FILES_AT_ONCE] for start in range(0, len(texts), _FILES_AT_ONCE))
+    tokens = [np.asarray(one.ids, dtype="<u2") for batch in batches for one in tokenizer.encode_batch(batch)]
+    data: bytes = np.concatenate(tokens).tobytes()
+    return data

@@ -129,10 +129,9 @@ def lab_corpus(
         raise ValueError(f"--folder is for the text of folders: foreshock lab corpus folders, not {text}")
     if text == "folders":
         corpus = texts.make_folder_text(folder, characters) if folder else texts.folder_text()
-        held_out = f", {0 if corpus.held_out is None else len(corpus.held_out):,} held out"
     else:
-        corpus, held_out = texts.standard_library() if text == "bytes" else texts.make_byte_pairs(), ""
-    lines = [f"{corpus.source}: {len(corpus.tokens):,} tokens{held_out}, SHA-256 {corpus.sha256}"]
+        corpus = texts.standard_library() if text == "bytes" else texts.make_byte_pairs()
+    lines = [f"{corpus.source}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256}"]
     if text != "bytes":
         lines.append(f"It is at {texts.folder_text_file() if text == 'folders' else texts.byte_pairs_file()}")
     if text == "byte-pairs" and corpus.sha256 != texts.SHA256:

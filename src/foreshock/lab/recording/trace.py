@@ -51,10 +51,6 @@ class Steps:
     span: npt.NDArray[np.int64]
     """steps behind a value: 1, or more where only samples were recorded"""
 
-    def only(self, kept: npt.NDArray[np.bool_]) -> "Steps":
-        """Those of `kept` [M]."""
-        return Steps(self.step[kept], self.loss[kept], self.grad_norm[kept], self.span[kept])
-
 
 @dataclass(frozen=True, slots=True)
 class Trace:

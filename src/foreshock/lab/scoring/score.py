@@ -21,8 +21,6 @@ from foreshock.lab.recording.harm import first_harm
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import Trace, read_trace, readings
 from foreshock.lab.scoring.baselines import BASELINES, Signal
-from foreshock.lab.training.recipes import RECIPES
-from foreshock.lab.training.variant import CONTROL
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 
@@ -94,7 +92,7 @@ def score_traces(
     on_trace: Callable[[Trace], None] = lambda trace: None,
 ) -> list[Score]:
     """Score traces, compared with their controls. `on_trace` gets each one that is done."""
-    controls = {_run(trace): trace for trace in traces if trace.header.get("arm") == CONTROL.name}
+    controls = {_run(trace): trace for trace in traces if trace.header.get("arm") == "control"}
     scores = []
     for trace in traces:
         control = controls.get(_run(trace))
@@ -116,7 +114,6 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
         heard[baseline.name] = None if signal is None else alarms(signal, baseline.threshold)
     dangerous, failing = _first_dangerous(trace)
     header, steps = trace.header, trace.samples[-1].step
-    recipe = RECIPES.get(str(header.get("recipe")))
     of_first = ("layer", "head", "cause", "signal", "forecast_steps", "forecast_low_steps")
     return Score(
         trace=trace.name,
@@ -126,7 +123,7 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
         tuned=header.get("split") != "held-out",
         observed=trace.rounds and header.get("policy") in (None, "observe"),
         steps=steps,
-        cut_short=recipe is not None and steps < recipe.steps,
+        cut_short=steps < header.get("steps", 0),
         harm_step=first_harm(trace.steps, None if control is None else control.steps),
         dangerous_step=dangerous,
         failing_head=failing,

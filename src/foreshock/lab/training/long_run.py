@@ -23,8 +23,7 @@ from foreshock.lab.texts import Corpus
 from foreshock.lab.training.checkpoints import EVERY_STEPS, Checkpoints
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import Recipe
-from foreshock.lab.training.recorder import HISTORY_STEPS, Recorder
-from foreshock.lab.training.run import Training, train
+from foreshock.lab.training.run import HISTORY_STEPS, Recorder, Training, train
 from foreshock.lab.training.variant import Variant, shown_name
 
 

@@ -3,10 +3,8 @@
 They are read from recipes.toml: adding one needs no code.
 """
 
-import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,12 +14,6 @@ from pydantic import TypeAdapter
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.variant import Variant
 
-Split = Literal["tuning", "held-out"]
-Half = Literal["tuning", "spent", "held-out"]
-_SPLIT_FILE: Final = Path(__file__).with_name("real_text_split.json")
-"""By recipe and seed: which runs on real text detectors may be tuned on, and which are held out. Each seed was in this
-file before its run. Held-out runs that were scored are "spent": from then on they are for tuning."""
-_SPLIT: Final[Mapping[str, Mapping[Half, Sequence[int]]]] = json.loads(_SPLIT_FILE.read_text())
 Text = Literal["bytes", "byte pairs", "folders"]
 """The source of the standard library as bytes, what is installed as byte pairs, or the source files of folders as byte
 pairs of a larger vocabulary (texts.py)."""
@@ -63,8 +55,7 @@ class Recipe:
     truth: Truth = "rounding"
     """What its untreated variant was made to show."""
     split: Literal["tuning", "held-out"] = "held-out"
-    """Detectors may be tuned on the runs of a tuning recipe, and are scored on the others; real_text_split.json goes
-    before it, by seed."""
+    """Detectors may be tuned on the runs of a tuning recipe, and are scored on the others."""
     on_gpu: bool = False
     """Made for a GPU; it runs anywhere."""
     compiled: bool = False
@@ -96,7 +87,8 @@ class Recipe:
             "arm": variant.name,
             "seed": seed,
             "run": run,
-            "split": assigned(self.name, seed) or self.split,
+            "steps": self.steps,
+            "split": self.split,
             "truth": self.truth_of(variant),
             "nature": "natural",
             "policy": variant.policy,
@@ -104,22 +96,10 @@ class Recipe:
             **({} if variant.backend is None else {"backend": variant.backend, "rows": variant.rows}),
         }
 
-    def shaped(self, variant: Variant) -> ModelConfig:
-        """The model of one variant: the control's attention is given float32 operands."""
-        dtype = "float32" if variant.numerics == "float32" else "bfloat16"
-        return replace(self.model, **{"attention_dtype": dtype, **variant.model})
-
     def under(self, variant: Variant) -> "Recipe":
-        """The recipe as a variant of it trains."""
-        return replace(self, model=self.shaped(variant))
-
-
-def assigned(recipe: str, seed: Any) -> Split | None:
-    """The half that the runs of a recipe and seed belong to; None for one that the file does not name."""
-    for half, seeds in _SPLIT.get(recipe, {}).items():
-        if seed in seeds:
-            return "held-out" if half == "held-out" else "tuning"
-    return None
+        """The recipe as a variant of it trains: the control's attention is given float32 operands."""
+        dtype = "float32" if variant.numerics == "float32" else "bfloat16"
+        return replace(self, model=replace(self.model, **{"attention_dtype": dtype, **variant.model}))
 
 
 FILE: Final = Path(__file__).with_name("recipes.toml")

@@ -12,18 +12,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.texts import Corpus, byte_pairs, folder_text, standard_library
 from foreshock.lab.training.model import GPT
 from foreshock.lab.training.optimizers import optimizers
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import Recipe, Text
-from foreshock.lab.training.recorder import HISTORY_STEPS
 from foreshock.lab.training.variant import Backend, Variant, shown_name
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 
 _EAGER_STEPS = 3
 """Before a step is captured: kernels are compiled and tuned, and optimizers make their state."""
+HISTORY_STEPS = 100
+"""Steps whose loss and gradient norm wait on the device."""
 Sink = Callable[[wire.Event], None]
 _RECIPE, _VARIANT = TypeAdapter(Recipe), TypeAdapter(Variant)
 _FAST_FLOAT32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -178,7 +180,7 @@ class Training:
 
     def _set_rate(self) -> float:
         recipe = self.recipe
-        share = self._rate_share(self.step + 1)
+        share = recipe.rate_share(self.step + 1)
         rising = self.step <= recipe.warmup_steps
         moving = rising or recipe.schedule == "cosine" or self._eager_steps == 0 or not self._steady
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
@@ -187,9 +189,6 @@ class Training:
             elif moving:
                 group["lr"].fill_(group["initial_lr"] * share)
         return recipe.learning_rate * share
-
-    def _rate_share(self, step: int) -> float:
-        return self.recipe.rate_share(step)
 
     def _next_windows(self) -> Tensor:
         return self.corpus.windows(self.recipe.batch, self.recipe.model.context, self._batches)[self._rows]
@@ -320,3 +319,25 @@ def train(
         if training.ends:
             training.agent.close("stopped")
     return finished[0]
+
+
+class Recorder:
+    """Hands a run to a trace: the agent's events, and loss and gradient norm of every step."""
+
+    def __init__(self, training: Training, writer: TraceWriter) -> None:
+        self._training, self._writer = training, writer
+        self._since = training.step
+        training.agent.subscribe(lambda event: writer(event, training.agent.readings))
+
+    def step(self) -> None:
+        """Call it after every step."""
+        if self._training.step - self._since == HISTORY_STEPS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the steps that wait."""
+        training, count = self._training, self._training.step - self._since
+        if count:
+            losses, norms = training.history(count)
+            self._writer.steps(self._since, losses, norms)
+            self._since = training.step
