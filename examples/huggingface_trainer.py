@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from foreshock.monitor.callbacks.huggingface import ForeshockCallback
+from foreshock.callbacks import TransformersCallback
 
 
 class Text(torch.utils.data.Dataset[dict[str, Any]]):
@@ -45,7 +45,7 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
-    callback = ForeshockCallback(run="trainer", url=chosen.url, policy="auto")  # the one line
+    callback = TransformersCallback(run="trainer", url=chosen.url, policy="auto")  # the one line
     Trainer(model, arguments, train_dataset=Text(), callbacks=[callback]).train()
 
 

@@ -58,16 +58,11 @@ def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
     return Finding(f"extra [{extra}]", "ok", ", ".join(versions))
 
 
-def _pytorchs_choice(device: str) -> str:
-    from foreshock.monitor.assessment import costs, pytorchs_choice
-
-    return f"{pytorchs_choice(device)}; {costs(device)}"
-
-
 def _attention() -> Iterator[Finding]:
     import torch
 
     from foreshock.kernels import self_check
+    from foreshock.monitor.assessment import costs, pytorchs_choice
 
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
@@ -81,7 +76,8 @@ def _attention() -> Iterator[Finding]:
         )
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         yield _guarded(f"attention on {device}", lambda device=device: self_check.run(device))  # type: ignore[misc]
-    yield _guarded("PyTorch's attention", lambda: _pytorchs_choice("cuda" if torch.cuda.is_available() else "cpu"))
+    own = "cuda" if torch.cuda.is_available() else "cpu"
+    yield _guarded("PyTorch's attention", lambda: f"{pytorchs_choice(own)}; {costs(own)}")
 
 
 def _guarded(what: str, check: Callable[[], str]) -> Finding:
