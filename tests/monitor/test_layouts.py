@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreshock.monitor.model.layouts import Call, Corners, Numbers, Parts, parts_of
+from foreshock.monitor.attention.layout_check import Call, Corners, Numbers, Parts, parts_of
 
 HEADS, KEYS, DIM, SEQUENCES, LENGTH = 4, 2, 8, 3, 5
 FIRST = np.array([True, False, True, False])
@@ -75,8 +75,8 @@ def test_a_fused_projection_is_found_in_any_order_whatever_happens_to_its_heads_
     fused = np.einsum(f"kthd->t{axes}", np.stack([parts[kind] for kind in kinds])).reshape(4, -1)
     query, key = (ON_THE_WAY[how](parts[kind], rng) for kind in "qk")
     found = parts_of(call({"qkv": fused}, query, key, parts["v"], bits))
-    np.testing.assert_array_equal(fused[:, found.query.outputs], parts["q"])
-    np.testing.assert_array_equal(fused[:, found.key.outputs], parts["k"])
+    np.testing.assert_array_equal(fused[:, found.query.rows.outputs], parts["q"])
+    np.testing.assert_array_equal(fused[:, found.key.rows.outputs], parts["k"])
     assert found.query.normalised == ("normalised" in how or "mean" in how)
 
 
@@ -114,7 +114,7 @@ ORDERS = st.sampled_from(["heads first", "parts first", "features first"])
 def assert_found(found: Parts, true: list[Places]) -> None:
     for part, expected in zip(found[:3], true, strict=True):
         assert part is not None
-        np.testing.assert_array_equal(np.sort(part.outputs, 1), np.sort(expected, 1))
+        np.testing.assert_array_equal(np.sort(part.rows.outputs, 1), np.sort(expected, 1))
 
 
 @settings(max_examples=60, deadline=None)

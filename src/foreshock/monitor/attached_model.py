@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -29,7 +28,8 @@ class AttachedModel:
     layers: tuple[wire.Layer, ...]
     layouts: tuple[LayoutCheck, ...]
     """Where W_Q and W_K of each layer lie, once its calls showed it."""
-    numerics: str
+    kernels: str
+    """Which of our kernels compute attention here, as `Started` calls them."""
     report: str
     danger: Callable[[], str]
     """Says in a line whether this run is open to the drift by rounding."""
@@ -51,13 +51,12 @@ class AttachedModel:
 
     def announced(self) -> tuple[wire.Layer, ...]:
         """`layers` as they stand now: who serves each, and the head dim that calls showed where nothing else did."""
-        ours = name_of_kernels(self.state.device, self.numerics)
         return tuple(
             layer.model_copy(
                 update={
                     "head_dim": layer.head_dim or watched.head_dim,
                     "sampled": watched.sampled,
-                    "served_by": "probe" if watched.sampled else ours,
+                    "served_by": "probe" if watched.sampled else self.kernels,
                 }
             )
             for layer, watched in zip(self.layers, self.selector.layers, strict=True)
@@ -130,8 +129,3 @@ class AttachedModel:
         # after a later step all gradients are broken
         every_gradient = looked is not None and looked.every_gradient and counted.step == counted.broken_step
         return place_by_outputs(outputs, loss=counted.broken_loss, every_gradient=every_gradient)
-
-
-def name_of_kernels(device: torch.device, numerics: str) -> str:
-    """Which of our kernels compute attention there, as `Started` calls them."""
-    return "kernel" if device.type == "cuda" and numerics in ("auto", "kernel") else "reference"

@@ -21,7 +21,7 @@ from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.assessment import openness, rounding
-from foreshock.monitor.attached_model import AttachedModel, name_of_kernels
+from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.coverage import Lookout, lies_in
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
@@ -84,7 +84,7 @@ def _put_under(
     """Watch what was found. `before`: layers that go on, by name."""
     watched = [f for f in found if f.problem is None]
     device = device_of(*(f.module for f in watched[:1]), model) if not unfit else torch.device("cpu")
-    ours = name_of_kernels(device, settings.numerics)
+    ours = "kernel" if device.type == "cuda" and settings.numerics in ("auto", "kernel") else "reference"
     described = _described(watched, settings, ours)
     with apart(device):
         sizes = [f.heads for f in watched]
@@ -110,7 +110,7 @@ def _put_under(
         modes=modes,
         layers=described,
         layouts=tuple(checks),
-        numerics=settings.numerics,
+        kernels=ours,
         weights=_some_weights(watched),
         report=_report(settings, found, selector, ours),
         danger=lambda: rounding(*open_to, rounds=any(layer.rounds for layer in layers))[0],
