@@ -56,12 +56,12 @@ class Switchboard:
         self._new_id = new_id
         self.host: npt.NDArray[np.int32] = np.zeros(len(heads), dtype=np.int32)
         """The modes that have been applied, on the host, whose only writer is this class."""
-        self.on_change: Callable[[npt.NDArray[np.int32]], None] | None = None
+        self.on_change: Callable[[npt.NDArray[np.int32]], None] = lambda modes: None
         """Is called with the modes that are wanted [N], whenever they may have changed."""
-        self.why_refused: Callable[[int, int], str | None] | None = None
+        self.why_refused: Callable[[int, int], str | None] = lambda row, mode: None
         """Why the head in a row cannot be given a mode; None where it can."""
-        self.serves: Callable[[int], bool] | None = None
-        """Whether our kernels compute the head in a row, and read its mode; None: all of them."""
+        self.serves: Callable[[int], bool] = lambda row: True
+        """Whether our kernels compute the head in a row, and read its mode."""
         self._orders: list[_Order] = []
         self._late: list[wire.Switched] = []
         """Answers to orders that others replaced while they waited."""
@@ -136,14 +136,11 @@ class Switchboard:
             elif other.command is not None:
                 self._late.append(self._answer(other, "refused", other.heads, step, "another order took its place"))
         self._given.update(self._rows[head] for head in order.heads)
-        if order.mode and not all(self._is_served(head) for head in order.heads):
+        if order.mode and not all(self.serves(self._rows[head]) for head in order.heads):
             self._orders.append(order)
             self._write()
             return None
         return self._answer(order, "applied", order.heads, step, order.reason)
-
-    def _is_served(self, head: tuple[int, int]) -> bool:
-        return self.serves is None or self.serves(self._rows[head])
 
     def settle(self, since_step: int, step: int, unix_seconds: float) -> list[wire.Switched]:
         """What the training from `since_step` to `step` shows of the orders that waited: applied at `since_step` where
@@ -151,7 +148,7 @@ class Switchboard:
         answers, self._late = self._late, []
         for order in list(self._orders):
             refused = self._refused(order.heads, order.mode)
-            takers = tuple(head for head in order.heads if head not in refused and self._is_served(head))
+            takers = tuple(head for head in order.heads if head not in refused and self.serves(self._rows[head]))
             waiting = tuple(head for head in order.heads if head not in refused and head not in takers)
             expired = None if order.command is None else _expired(order.command, step, unix_seconds)
             if takers:
@@ -211,8 +208,8 @@ class Switchboard:
 
     def _refused(self, heads: Iterable[tuple[int, int]], mode: int) -> dict[tuple[int, int], str]:
         """The heads that cannot be given `mode`, each with a sentence."""
-        why = self.why_refused
-        return {} if why is None else _sentences({head: why(self._rows[head], mode) for head in heads})
+        whys = ((head, self.why_refused(self._rows[head], mode)) for head in heads)
+        return {head: f"layer {head[0]} head {head[1]}: {why}" for head, why in whys if why is not None}
 
     def _takers(self, heads: list[tuple[int, int]], mode: int) -> tuple[list[tuple[int, int]], str]:
         """The heads that an order switches, and the answer's words about others. An order for every head leaves those
@@ -271,8 +268,7 @@ class Switchboard:
         if self._device_modes.is_cuda:
             source = source.pin_memory()
         self._device_modes.copy_(source, non_blocking=True)
-        if self.on_change is not None:
-            self.on_change(wanted)
+        self.on_change(wanted)
 
     def state_dict(self) -> dict[str, Any]:
         """Modes by head, with those that are waited for, and the ids of the commands that were answered, JSON-able."""
@@ -312,12 +308,6 @@ def _expired(command: wire.Command, step: int, unix_seconds: float) -> str | Non
 
 def _left_out(refused: Mapping[tuple[int, int], str]) -> str:
     return f" ({len(refused)} heads are left out: {next(iter(refused.values()))})" if refused else ""
-
-
-def _sentences(reasons: Mapping[tuple[int, int], str | None]) -> dict[tuple[int, int], str]:
-    return {
-        (layer, head): f"layer {layer} head {head}: {why}" for (layer, head), why in reasons.items() if why is not None
-    }
 
 
 class Switching:

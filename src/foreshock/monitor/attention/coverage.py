@@ -50,7 +50,6 @@ class Lookout:
         self._given_heads: Final = given_heads
         self._layouts: Final = layouts
         self._modules = {id(module) for module in model.modules()}
-        self._looks, self._tries = _LOOKS, _TRIES
         self._executed: dict[str, str] = {}
         self._changed = False
         self.called: dict[str, Called] = {}
@@ -61,8 +60,14 @@ class Lookout:
         """Watched modules that called attention themselves in the first step, and not a module within them."""
         outside.scouts.add(self)
         self._registration: Final = register_module_module_registration_hook(self._registered)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Look at the next backwards."""
+        self._looks, self._tries = _LOOKS, _TRIES
         _looking.add(self)
-        _follow_backwards()
+        if torch.autograd.backward is _original:
+            torch.autograd.backward = _backward
 
     def note_call(self, module: nn.Module, query: Tensor, key: Tensor) -> bool:
         """A module calls attention; whether it is of the model and not watched, and can be watched from now on."""
@@ -130,9 +135,7 @@ class Lookout:
         self._known = {name: module for name, module in self._known.items() if now.get(name) is module}
         for module, layout in self._layouts:
             layout.gone = id(module) not in self._modules
-        self._looks, self._tries = _LOOKS, _TRIES
-        _looking.add(self)
-        _follow_backwards()
+        self._begin()
         again = "it was added after attach; close the agent and attach again to watch it"
         return {
             each.name: again if each.problem is None else each.problem
@@ -161,8 +164,8 @@ class Lookout:
 
     def _done(self) -> None:
         _looking.discard(self)
-        if not _looking:
-            _leave_backwards()
+        if not _looking and torch.autograd.backward is _backward:
+            torch.autograd.backward = _original
 
 
 def lies_in(name: str, outer: str) -> bool:
@@ -184,16 +187,6 @@ def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
                 logger.debug("foreshock: a backward could not be read: %r", error)
                 each.stop()
     return _original(tensors, *args, **kwargs)  # type: ignore[no-any-return]
-
-
-def _follow_backwards() -> None:
-    if torch.autograd.backward is _original:
-        torch.autograd.backward = _backward
-
-
-def _leave_backwards() -> None:
-    if torch.autograd.backward is _backward:
-        torch.autograd.backward = _original
 
 
 _SILENT_SAMPLES: Final = 3

@@ -92,7 +92,9 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if (callback := program()) is not None:
             callback.agent = self.agent
         self.agent.qk_clip_with(optimizer=kwargs.get("optimizer"))
-        saved = _own_state(args, state) or _saved_in(state, type(self).__name__) or self.saved
+        file = _checkpoint(args, state) / _FILE.format(args.process_index)  # the Trainer saves only the first one's
+        own_state = read_state(file) if args.process_index > 0 else None
+        saved = own_state or _saved_in(state, type(self).__name__) or self.saved
         take_up(self.agent, saved, state.global_step)
         if state.stateful_callbacks is not None:
             # resumed from a checkpoint without foreshock, the Trainer would miss its entry at the next save
@@ -126,7 +128,9 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         loss = None
         if self._micro_losses:
             total = torch.stack(self._micro_losses)
-            loss = total.sum() * self._shares(args) if self._summed else total.mean()
+            # the Trainer divides a rank's part by the tokens of all ranks
+            shares = args.world_size if args.average_tokens_across_devices else 1
+            loss = total.sum() * shares if self._summed else total.mean()
         self._micro_losses = []
         norm = self._norm.take()
         self.agent.step(loss, self._logged_norm if norm is None else norm, self._learning_rate, step=state.global_step)
@@ -134,10 +138,6 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         # with a limit of 1 it would take the clean one's place; a program that saves nothing may not be able to
         if args.save_strategy != "no" and args.save_total_limit != 1 and self.agent.should_save:
             control.should_save = True
-
-    def _shares(self, args: TrainingArguments) -> int:
-        """By how much a rank's part of the loss falls short of its mean: the Trainer divides by all ranks' tokens."""
-        return args.world_size if args.average_tokens_across_devices else 1
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the gradient norm for the next step, where nothing else shows it (clipping by DeepSpeed, or FSDP)."""
@@ -181,11 +181,6 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
-
-
-def _own_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
-    """What a process other than the first saved at this step; None for the first, and where there is nothing."""
-    return read_state(_checkpoint(args, state) / _FILE.format(args.process_index)) if args.process_index > 0 else None
 
 
 def _saved_in(state: TrainerState, name: str) -> dict[str, Any] | None:
