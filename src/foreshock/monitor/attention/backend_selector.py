@@ -93,7 +93,7 @@ class BackendSelector:
                 "its step was captured in a CUDA graph, so QK-Clip cannot scan all rows of native attention; use "
                 "attention='kernels'"
             )
-        if layer.bent:
+        if layer.has_score_mod:
             return "a function or ALiBi slopes change its scores, which the pass over all rows of it does not know"
         return self.sampling.refused.get(layer.state.data_ptr())
 

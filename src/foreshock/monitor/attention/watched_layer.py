@@ -112,7 +112,7 @@ class WatchedLayer:
         """The probe's counter, int64 [1]; None before and after a BackendSelector looks after the layer."""
         self.largest: Tensor | None = None
         """The largest score of all rows of each head in a step that is computed in full, float32 [H], else -inf."""
-        self.bent = False
+        self.has_score_mod = False
         """A call gave its scores to a function, which the pass over all rows does not know."""
         self.sampling = ""
         """Key of the agent's sampling, for the probe."""
@@ -388,7 +388,7 @@ class WatchedLayer:
         if options.get("score_mod") is None:
             options["largest"] = self.largest
         else:
-            self.bent = True
+            self.has_score_mod = True
         return probe(out, query, key, value, *where, numerics=numerics, cu_seqlens=ends, **options)
 
 
