@@ -161,10 +161,12 @@ def varlen_attn(
     note_interception(query.transpose(0, 1), key.transpose(0, 1))
     asked = [name for name, option in more.items() if option is not None and name not in _HARMLESS]
     if asked or cu_seq_k is None:
-        layer.leave_alone(f"it passes {', '.join(asked) or 'no cu_seq_k'} to varlen_attn, which is not supported")
+        layer.count_unmeasured_call(
+            f"it passes {', '.join(asked) or 'no cu_seq_k'} to varlen_attn, which is not supported"
+        )
         return own()
     if not enable_gqa and query.shape[1] != key.shape[1]:
-        layer.leave_alone("query and key differ in heads without enable_gqa")
+        layer.count_unmeasured_call("query and key differ in heads without enable_gqa")
         return own()
     left, right = window_size
     operands = [x.transpose(0, 1)[None] for x in (query, key, value)]  # [1, H, T, D]
@@ -235,7 +237,7 @@ def _named_where_it_fails(score_mod: Any, block_mask: Any, layer: WatchedLayer, 
         return modified_scores(score_mod, block_mask, layer, *scores)
     except Exception as error:
         problem = f"{type(error).__name__}: {str(error)[:200]}"
-        layer.leave_alone(f"its score_mod or mask_mod cannot be computed on single rows: {problem}")
+        layer.count_unmeasured_call(f"its score_mod or mask_mod cannot be computed on single rows: {problem}")
         raise UnmeasurableError from error
 
 

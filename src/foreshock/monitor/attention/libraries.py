@@ -84,7 +84,7 @@ def _watched(own: Callable[[], Any], describe: Callable[[], _Call | str], name: 
         result = own()
         if not was_intercepted():
             note_interception()
-            layer.leave_alone(call)
+            layer.count_unmeasured_call(call)
         return result
     operands = [call.heads_first(x) for x in call.operands]
     served = layer.serve(*operands, why=call.why, packed=call.packed, **call.scores)

@@ -104,7 +104,7 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
         out, *rest = result
         rounds = "operands" if name.startswith("flash_attention") else "scores" if name == "eager" else "unknown"
         if isinstance(options, str):
-            layer.leave_alone(options)
+            layer.count_unmeasured_call(options)
             return result
         return (
             layer.probed(

@@ -192,7 +192,7 @@ class WatchedLayer:
         if backend != self.backend:
             self.backend, self.ran_on_kernels, self.reason = backend, False, None
 
-    def leave_alone(self, reason: str) -> None:
+    def count_unmeasured_call(self, reason: str) -> None:
         """Take note of a call that is neither computed by our kernels nor measured, and say so once."""
         if torch.compiler.is_compiling() or reason in self.unmeasured:
             return  # the check of each sample finds the layer that was not hit
@@ -340,7 +340,7 @@ class WatchedLayer:
             return out.requires_grad
         self.met, self.head_dim = True, query.shape[-1]
         if torch.is_grad_enabled() and not out.requires_grad:
-            self.leave_alone("nothing that it depends on is trained, so no backward runs through it")
+            self.count_unmeasured_call("nothing that it depends on is trained, so no backward runs through it")
         return out.requires_grad
 
     def _note(self, *, dropout_p: float = 0.0, **_: Any) -> None:
@@ -376,7 +376,7 @@ class WatchedLayer:
         if self.tick is None or not self._meets(query, out):
             return out
         if (reason := self._misfit(query, key, value)) is not None:
-            self.leave_alone(reason)
+            self.count_unmeasured_call(reason)
             return out
         self._note(**options)
         self.computed_by = by
@@ -617,7 +617,9 @@ def note_call_outside(query: Tensor, key: Tensor) -> None:
     if torch.compiler.is_compiling() or query.is_meta:  # shapes without numbers, as of somebody who counts operations
         return
     if _mine.layer is not None:
-        _mine.layer.leave_alone("torch.func, forward mode or a tracer runs it, and sees the model without foreshock")
+        _mine.layer.count_unmeasured_call(
+            "torch.func, forward mode or a tracer runs it, and sees the model without foreshock"
+        )
         return
     # Inside a backward and in no watched module: something recomputes an attention call, and lost its layer on the way.
     # PyTorch's own attention computes it: it is counted nowhere, and rounded otherwise than in its first pass.
@@ -648,7 +650,9 @@ def _caller() -> nn.Module | None:
     running = list(_running_modules())
     for module in running:
         if isinstance(layer := vars(module).get(LAYER_ATTRIBUTE), WatchedLayer):
-            layer.leave_alone("its code is called past the hooks of PyTorch, as by .forward(x); call the module itself")
+            layer.count_unmeasured_call(
+                "its code is called past the hooks of PyTorch, as by .forward(x); call the module itself"
+            )
             return None
     return next(iter(running), None)
 
