@@ -50,8 +50,8 @@ class BackendSelector:
         of_layers = torch.split(self.largest, [len(layer.state) for layer in self.layers])
         for layer, tick, largest in zip(self.layers, new_ticks(len(self.layers), state.device), of_layers, strict=True):
             # .data: a version of its own, as the layer's state; CUDA graphs must not count into a copy of it
-            layer.tick, layer.largest = tick.data, largest.data
-            for buffer in (layer.tick, layer.largest):
+            layer.sample_counter, layer.largest = tick.data, largest.data
+            for buffer in (layer.sample_counter, layer.largest):
                 torch._dynamo.mark_static_address(buffer, guard=False)
             layer.sampling, layer.backend = self._key, "kernels" if self._kernels else "native"
 
@@ -194,4 +194,4 @@ class BackendSelector:
         self._put_masks_back()
         stop_sampling(self._key)
         for layer in self.layers:
-            layer.tick = None
+            layer.sample_counter = None

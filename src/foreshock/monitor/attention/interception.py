@@ -224,7 +224,7 @@ def end(
 
 def _raise_largest(layer: WatchedLayer, largest: Tensor, grad: Tensor) -> None:
     """Count the largest score of every row, [B, H, Sq], where the call was asked for them."""
-    if layer.tick is None or largest.shape[1] != len(layer.state):
+    if layer.sample_counter is None or largest.shape[1] != len(layer.state):
         return
     floats, unseen = layer.state.view(torch.float64), ~largest.isfinite()
     for slot, values in ((Slot.SCORE_MAX, largest), (Slot.ROW_MAX_ABS, largest.abs())):

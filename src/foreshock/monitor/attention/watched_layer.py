@@ -108,7 +108,7 @@ class WatchedLayer:
         self.strict = strict
         self.rounds = numerics not in _EXACT
         """Whether its attention is computed in a type that rounds; under "auto" taken from the last eager call."""
-        self.tick: Tensor | None = None
+        self.sample_counter: Tensor | None = None
         """The probe's counter, int64 [1]; None before and after a BackendSelector looks after the layer."""
         self.largest: Tensor | None = None
         """The largest score of all rows of each head in a step that is computed in full, float32 [H], else -inf."""
@@ -373,7 +373,7 @@ class WatchedLayer:
         sample where asked."""
         if self.layout is not None:
             self.layout.meet(query, key, value)
-        if self.tick is None or not self._meets(query, out):
+        if self.sample_counter is None or not self._meets(query, out):
             return out
         if (reason := self._misfit(query, key, value)) is not None:
             self.count_unmeasured_call(reason)
@@ -384,7 +384,7 @@ class WatchedLayer:
         if not torch.compiler.is_compiling():
             self.rounds = numerics not in _EXACT
         ends = None if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
-        where = self.state, self.tick, self.sampling
+        where = self.state, self.sample_counter, self.sampling
         if options.get("score_mod") is None:
             options["largest"] = self.largest
         else:
