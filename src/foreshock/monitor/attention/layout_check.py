@@ -390,7 +390,7 @@ class LayoutCheck:
 
     # ---- in the forward -------------------------------------------------------------------------------------------
 
-    def meet(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def observe_call(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Attention is given query [..., H, S, D], key and value [..., Hkv, S, D]: keep a few of their tokens."""
         if torch.compiler.is_compiling():
             if self._noted and query.dim() > 3 and query.shape[-3] == self._heads and not _in_nested_checkpoints():

@@ -87,7 +87,7 @@ def _why_not_third_last(query: Tensor, heads: int) -> str | None:
 class Layout(Protocol):
     """Shows where W_Q and W_K of a layer's heads lie (layout_check.py)."""
 
-    def meet(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def observe_call(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Attention is given these operands."""
 
 
@@ -309,7 +309,7 @@ class WatchedLayer:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed | None, **options: Any) -> Tensor | None:
         """The output of our operator, [B, H, Sq, D], or None when it refuses this call."""
         if self.layout is not None:
-            self.layout.meet(query, key, value)
+            self.layout.observe_call(query, key, value)
         self._note(**options)
         numerics = numerics_for(query, self.numerics)
         options |= {"numerics": numerics, "state": self.state, "modes": self.modes}
@@ -372,7 +372,7 @@ class WatchedLayer:
         """`out` [..., H, Sq, D] of the model's own attention, the function `by`, of which the backward measures a
         sample where asked."""
         if self.layout is not None:
-            self.layout.meet(query, key, value)
+            self.layout.observe_call(query, key, value)
         if self.sample_counter is None or not self._meets(query, out):
             return out
         if (reason := self._misfit(query, key, value)) is not None:
