@@ -32,7 +32,7 @@ from foreshock.monitor.crisis import Crisis
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.levels import Levels, PassedLevels, warned_before
 from foreshock.monitor.detect.readings import Readings
-from foreshock.monitor.guard import Guard, apart, logger, say
+from foreshock.monitor.guard import Guard, default_torch_modes, logger, say
 from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.qk_clip import Clipping
 from foreshock.monitor.sampler import Sampler
@@ -244,7 +244,7 @@ class Agent:
         began = time.perf_counter()
         self._busy = True
         try:
-            with apart(self._attached.state.device):
+            with default_torch_modes(self._attached.state.device):
                 if not self._known:
                     self._guards["agent"].run(self._look_at_the_first_step)
                 counted = self._guards["agent"].run(self._count, step)
@@ -301,7 +301,7 @@ class Agent:
 
     def _collect_the_rest(self) -> bool:
         """Sample what was counted since the last sample and have it read; False where the detectors take too long."""
-        with apart(self._attached.state.device):
+        with default_torch_modes(self._attached.state.device):
             behind = self.current_step > self._sampler.collector.since_step
             rest = self._sampler.collect(self._switchboard.host, sample=behind, wait=True)
         self._settle(rest)

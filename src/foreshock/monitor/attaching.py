@@ -28,7 +28,7 @@ from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebin
 from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, is_watched, logger
 from foreshock.monitor.config import AgentConfig, make_config
-from foreshock.monitor.guard import apart
+from foreshock.monitor.guard import default_torch_modes
 from foreshock.monitor.model.discovery import Found, find_attention, is_called_attention, table_of
 from foreshock.monitor.model.layers import device_of
 
@@ -86,7 +86,7 @@ def _put_under(
     device = device_of(*(f.module for f in watched[:1]), model) if not unfit else torch.device("cpu")
     ours = "kernel" if device.type == "cuda" and settings.numerics in ("auto", "kernel") else "reference"
     described = _described(watched, settings, ours)
-    with apart(device):
+    with default_torch_modes(device):
         sizes = [f.heads for f in watched]
         state = new_state(max(sum(sizes), 1), device)[: sum(sizes)]
         modes = torch.zeros(len(state), dtype=torch.int32, device=device)

@@ -93,7 +93,7 @@ class Guard:
 
 
 @contextmanager
-def apart(device: torch.device) -> Iterator[None]:
+def default_torch_modes(device: torch.device) -> Iterator[None]:
     """No gradients, no inference mode and no autocast, on a CPU or on `device`, for what is computed inside.
 
     A loop may stand under one autocast as a whole: norms of weights would be taken in 16 bits there. A tensor that is

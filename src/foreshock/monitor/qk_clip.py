@@ -29,7 +29,7 @@ from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.guard import Guard, apart, logger
+from foreshock.monitor.guard import Guard, default_torch_modes, logger
 from foreshock.monitor.model.discovery import listed
 from foreshock.monitor.model.layers import (
     HeadRows,
@@ -401,7 +401,7 @@ class Clipping:
         self._looked: tuple[list[tuple[object, ...]], bool] | None = None
         """The state of the layers at the last search, and whether it found any that can be scaled."""
         unknown, largest = ["no call has shown it yet"] * len(attached.layers), attached.selector.largest
-        with apart(attached.state.device):
+        with default_torch_modes(attached.state.device):
             tau = config.qk_clip_threshold
             self._clip: Final = QKClip(attached.layers, unknown, attached.state, threshold=tau, largest=largest)
         self._ask_for_all_rows(0, 1)
