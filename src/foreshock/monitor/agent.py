@@ -187,7 +187,7 @@ class Agent:
         why = self._attached.unfit or _NOTHING
         if not self._attached.layers and not attached.unfit:
             self._empty_steps += 1
-            shown = corrected is not None or self._attached.lookout.has_read
+            shown = corrected is not None or self._attached.finder.has_read
             if not shown and self._empty_steps < _STEPS_WITHOUT_TRAINING:
                 self._known = False
                 return
@@ -195,7 +195,7 @@ class Agent:
                 self._nothing = why
             else:
                 logger.warning("foreshock: no attention is watched, training continues: %s", why)
-        self._attached.lookout.scouted()
+        self._attached.finder.scouted()
         if self.config.shows and self._attached.layers:
             say(f"{self._attached.danger()}\n{self._attached.report}")
 
@@ -286,7 +286,7 @@ class Agent:
         self._guards["crisis"].run(self._look_for_a_crisis, loss, grad_norm)
         if not self._known:
             return
-        if found := self._attached.lookout.news():
+        if found := self._attached.finder.take_findings():
             self._coverage.add_unwatched(found)
         # before the sample, whose modes are those that ran
         self._guards["answers"].run(self._switching.settle, self._schedule.before, self.current_step)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.monitor.attention.backend_selector import BackendSelector
-from foreshock.monitor.attention.coverage import Lookout
+from foreshock.monitor.attention.coverage import UnwatchedAttentionFinder
 from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.config import AgentConfig, versions
 from foreshock.monitor.detect.non_finite import FIRST_UPDATE, place_by_outputs
@@ -35,7 +35,7 @@ class AttachedModel:
     """Says in a line whether this run is open to the drift by rounding."""
     selector: BackendSelector
     """What serves each layer."""
-    lookout: Lookout
+    finder: UnwatchedAttentionFinder
     """Looks out for attention that is not watched."""
     model: "weakref.ref[nn.Module]"
     leave: Callable[[], None]
@@ -97,7 +97,7 @@ class AttachedModel:
     def readings(self, counted: Counted) -> Readings:
         """What was counted, as the detectors read it."""
         if counted.broken_step is None and (counted.parameters is None or not counted.parameters.weights):
-            self.lookout.broken_softmax = ""  # such rows do no harm, as where the model replaces NaN
+            self.finder.broken_softmax = ""  # such rows do no harm, as where the model replaces NaN
         return Readings(
             step=counted.step,
             since_step=counted.since_step,
@@ -111,7 +111,7 @@ class AttachedModel:
             words=counted.words,
             broken_step=counted.broken_step,
             place=self._place(counted),
-            softmax=self.lookout.broken_softmax,
+            softmax=self.finder.broken_softmax,
             lost_steps=max(0, nonfinite(counted.grad_norms) - nonfinite(counted.losses)),
             parameters=counted.parameters.sentence if counted.parameters else "",
             weights_broken=counted.parameters is not None and counted.parameters.weights,

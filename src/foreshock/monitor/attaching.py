@@ -23,7 +23,7 @@ from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.assessment import openness, rounding
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.backend_selector import BackendSelector
-from foreshock.monitor.attention.coverage import Lookout, lies_in
+from foreshock.monitor.attention.coverage import UnwatchedAttentionFinder, lies_in
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
 from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, is_watched, logger
@@ -104,7 +104,7 @@ def _put_under(
         selector = BackendSelector(layers, state, settings)
     open_to = openness(model, watched)
     of_modules = [(f.module, check) for f, check in zip(watched, checks, strict=True)]
-    lookout = Lookout(model, [f.name for f in found], settings.heads, of_modules)
+    finder = UnwatchedAttentionFinder(model, [f.name for f in found], settings.heads, of_modules)
     return AttachedModel(
         state=state,
         modes=modes,
@@ -116,54 +116,54 @@ def _put_under(
         danger=lambda: rounding(*open_to, rounds=any(layer.rounds for layer in layers))[0],
         unfit=unfit,
         selector=selector,
-        lookout=lookout,
+        finder=finder,
         model=weakref.ref(model),
         unwatched=len(found) - len(watched),
         corrected=functools.partial(_corrected, settings, found),
-        leave=_install(model, of_modules, selector, lookout),
+        leave=_install(model, of_modules, selector, finder),
     )
 
 
 def _corrected(settings: AgentConfig, found: list[Found], attached: AttachedModel) -> AttachedModel | None:
     """The model watched as the first step showed, in the place of `attached`; None where that was right."""
-    model, selector, lookout = attached.model(), attached.selector, attached.lookout
+    model, selector, finder = attached.model(), attached.selector, attached.finder
     if model is None or selector.sampling.captured or sdpa_rebinding.follow_imports():
         return None  # calls of a library that the first step imported are met from now on
-    if (ran := _as_it_ran(model, found, selector.layers, lookout)) is None:
+    if (ran := _as_it_ran(model, found, selector.layers, finder)) is None:
         return None
     before = {layer.name: (layer, check) for layer, check in zip(selector.layers, attached.layouts, strict=True)}
     known = _agents.get(selector)
     attached.leave()
     unfit = "; ".join(f"{names} cannot be watched: {why}" for names, why in _problems(ran))
     now = _put_under(model, settings, ran, before, "" if any(f.problem is None for f in ran) else unfit)
-    now.lookout.scouted()
-    now.lookout.broken_softmax = lookout.broken_softmax
+    now.finder.scouted()
+    now.finder.broken_softmax = finder.broken_softmax
     for layer in now.selector.layers:
         if layer.late and settings.numerics == "auto":
-            layer.rounds = lookout.called[layer.name if layer.name in lookout.called else ""].rounds
+            layer.rounds = finder.called[layer.name if layer.name in finder.called else ""].rounds
     if known is not None:
         _agents.update(dict.fromkeys((now.selector, *now.selector.layers), known))
     return now
 
 
 def _as_it_ran(
-    model: nn.Module, found: list[Found], layers: Sequence[WatchedLayer], lookout: Lookout
+    model: nn.Module, found: list[Found], layers: Sequence[WatchedLayer], finder: UnwatchedAttentionFinder
 ) -> list[Found] | None:
     """What computes attention, as the first step showed; None where it is what was found."""
     sure = [f.name for f in found if f.certain]
-    called = {n: call for n, call in lookout.called.items() if not any(lies_in(n, outer) for outer in sure)}
+    called = {n: call for n, call in finder.called.items() if not any(lies_in(n, outer) for outer in sure)}
     ran: list[Found] = []
     watched = iter(layers)
     for f in found:
         layer = None if f.problem is not None else next(watched)
-        within = any(lies_in(name, f.name) for name in called) and f.name not in lookout.direct
+        within = any(lies_in(name, f.name) for name in called) and f.name not in finder.direct
         if within and not f.certain:
             continue  # modules within it call attention, each for itself
         if layer is None or f.certain or not layer.idle:
             ran.append(f)
-        elif why := lookout.why_unmet(f.name):
+        elif why := finder.why_unmet(f.name):
             ran.append(replace(f, problem=f"it {why}; have it call scaled_dot_product_attention"))
-        elif not lookout.has_read:
+        elif not finder.has_read:
             ran.append(f)  # no backward was read that would show it
         elif is_called_attention(f.module):
             ran.append(replace(f, problem=layer.why_not_counted))
@@ -252,10 +252,13 @@ _installing: Final = threading.RLock()
 
 
 def _install(
-    model: nn.Module, watched: list[tuple[nn.Module, LayoutCheck]], selector: BackendSelector, lookout: Lookout
+    model: nn.Module,
+    watched: list[tuple[nn.Module, LayoutCheck]],
+    selector: BackendSelector,
+    finder: UnwatchedAttentionFinder,
 ) -> Callable[[], None]:
     with _installing, ExitStack() as undo:  # each undoing is done, whatever becomes of the others
-        for one in (selector.stop, lookout.stop, leave_no_copies):
+        for one in (selector.stop, finder.stop, leave_no_copies):
             undo.callback(one)
         for (module, check), layer in zip(watched, selector.layers, strict=True):
             undo.callback(watch_module(module, layer))

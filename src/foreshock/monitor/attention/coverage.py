@@ -1,8 +1,8 @@
 """A report of what is, not what was promised: who serves each layer, which layers count, and which stopped counting.
 
-`Lookout` finds attention that is not watched: who calls it in the first step, what a backward runs in fact, and modules
-that are added after attach. A backward shows it in the first steps, and again after modules changed; neither costs a
-later step anything.
+`UnwatchedAttentionFinder` shows who calls attention in the first step, what a backward runs in fact, and modules that
+are added after attach. A backward shows it in the first steps, and again after modules changed; neither costs a later
+step anything.
 """
 
 import itertools
@@ -33,7 +33,7 @@ _TRIES: Final = 8
 """Backwards at most that are asked whether they run through the model."""
 
 
-class Lookout:
+class UnwatchedAttentionFinder:
     """Finds the attention of `model` that nobody watches. known: names of the attention modules that attach found;
     given_heads: as attach was given them; layouts: of each watched module, the check to inform when it is gone.
     """
@@ -101,7 +101,7 @@ class Lookout:
         """The first step is done: attention that is called from now on is no longer noted by its module."""
         outside.scouts.discard(self)
 
-    def news(self) -> dict[str, str]:
+    def take_findings(self) -> dict[str, str]:
         """Attention found since it was asked last that is not watched: by name of its module, and why. Free where
         nothing happened."""
         sdpa_rebinding.follow_imports()
@@ -146,7 +146,7 @@ class Lookout:
     def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         self._changed |= id(parent) in self._modules and child is not None and id(child) not in self._modules
 
-    def look(self, roots: Sequence[Tensor]) -> None:
+    def inspect_graph(self, roots: Sequence[Tensor]) -> None:
         """Take note of what a backward from `roots` is about to run."""
         model = self._model()
         executed = attention_in(roots, model) if model is not None else None
@@ -173,7 +173,7 @@ def lies_in(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-_looking: Final[WeakSet[Lookout]] = WeakSet()
+_looking: Final[WeakSet[UnwatchedAttentionFinder]] = WeakSet()
 _original: Final[Any] = torch.autograd.backward
 
 
@@ -182,7 +182,7 @@ def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         roots = [each for each in (tensors if isinstance(tensors, Sequence) else [tensors]) if isinstance(each, Tensor)]
         for each in list(_looking):
             try:
-                each.look(roots)
+                each.inspect_graph(roots)
             except Exception as error:  # training continues
                 logger.debug("foreshock: a backward could not be read: %r", error)
                 each.stop()
