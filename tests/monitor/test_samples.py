@@ -90,7 +90,7 @@ def numbered(numbers: list[int | None], every: int = 10, watch_from: int | None 
         schedule.step_done(number)
         if watch_from is not None and schedule.step == watch_from:
             schedule.watch_closely(schedule.step)
-        if schedule.due(since, crowded=False):
+        if schedule.due(since, notes_full=False):
             samples.append((since, schedule.step))
             since = schedule.step
             schedule.sampled()

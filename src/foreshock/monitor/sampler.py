@@ -174,11 +174,11 @@ class SamplingSchedule:
         """A warning was raised at `step`, or a drift has no cause yet."""
         self.watch_until = step + self._config.close_watch_steps
 
-    def due(self, since_step: int, *, crowded: bool) -> bool:
-        """Whether the step that is done is sampled; since_step: the last one that was. crowded: what is counted must
+    def due(self, since_step: int, *, notes_full: bool) -> bool:
+        """Whether the step that is done is sampled; since_step: the last one that was. notes_full: what is counted must
         be taken now."""
         since = self.step - since_step
-        if not self._sampled or self.step <= self.watch_until or crowded:
+        if not self._sampled or self.step <= self.watch_until or notes_full:
             return since > 0
         return since > 0 and passes(self.before, self.step, self._stride(since))
 
@@ -273,7 +273,7 @@ class Sampler:
     @property
     def due(self) -> bool:
         """Whether the step that is done is sampled."""
-        return self.schedule.due(self.collector.since_step, crowded=self.collector.crowded)
+        return self.schedule.due(self.collector.since_step, notes_full=self.collector.notes_full)
 
     def collect(self, modes: npt.NDArray[np.int32], *, sample: bool, wait: bool = False) -> list[Counted]:
         """The samples that have arrived, after starting another one, with the modes [N] that ran, where `sample`."""

@@ -186,7 +186,7 @@ class Collector:
         return len(self._flights) >= MAX_FLIGHTS
 
     @property
-    def crowded(self) -> bool:
+    def notes_full(self) -> bool:
         """Whether there are the most notes that may be; then a sample is due whatever the schedule is."""
         return max(len(self._losses), len(self._grad_norms)) >= MAX_NOTES
 
