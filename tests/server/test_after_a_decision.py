@@ -35,7 +35,7 @@ async def decide(service: Any, command: str, word: str) -> None:
 
 async def metric(service: Any, name: str) -> str:
     """The line of this metric about the run's incident."""
-    lines = (await service.client.get("/metrics")).text.splitlines()
+    lines: list[str] = (await service.client.get("/metrics")).text.splitlines()
     return next(line for line in lines if line.startswith(f"foreshock_incident_{name}{{"))
 
 
