@@ -227,12 +227,10 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
     row, _ = _decided(connection, command_id, "undo")
     if other := _undone(connection, [command_id]).get(command_id):
         raise ProblemError(409, f"Command {command_id} is undone by {other} already.")
-    own = heads_of(row)
     former: dict[HeadRef, str] = {}
-    for _, switched in carried_out(connection, commands.c.id == command_id):
-        for ref, before, after in zip(switched.heads, switched.before, switched.after, strict=True):
-            if before != after == row.mode and (own is None or ref in own):
-                former.setdefault(ref, before)
+    for one in carried_out(connection, commands.c.id == command_id)[command_id]:
+        if one.before != one.after == row.mode:
+            former.setdefault(one.ref, one.before)
     if not former:
         raise ProblemError(409, f"Command {command_id} changed no mode; there is nothing to undo.")
     if strange := [before for before in former.values() if not is_mode(before)]:
@@ -497,7 +495,7 @@ def _pass_on(
         return  # a superseded boot's news comes too late to be an order
     changes: dict[str, list[HeadRef]] = defaultdict(list)
     for ref, mode in zip(switched.heads, switched.after, strict=True):
-        if ref in own.heads:
+        if ref in own.heads and is_mode(mode):  # the history keeps a mode of a newer agent
             changes[mode].append(ref)
     named = [verdict for verdict in verdicts if verdict is not None]
     raised = active_warnings(connection, [run_id], named).get(run_id, []) if named else []
@@ -521,8 +519,7 @@ def _pass_on(
         propose(connection, order, {(one.layer, one.head) for one in raised}, changes)
         return
     for mode, heads in changes.items():
-        if is_mode(mode):  # the history keeps a mode of a newer agent
-            create(connection, replace(order, mode=mode, heads=heads, state="applied"))
+        create(connection, replace(order, mode=mode, heads=heads, state="applied"))
 
 
 def _is_of_policy(switched: Switched, living: Sequence[Mapping[str, Any]]) -> bool:

@@ -8,7 +8,6 @@ goes on watching a head that was switched.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,14 +18,13 @@ from foreshock.contract.incident import heads_in_words
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.modes import is_mode, parse_mode, stronger
 from foreshock.contract.switch_verdict import POINTS, SIGNALS, SignalGrowth, growth_of
-from foreshock.contract.wire import HeadRef, Switched
+from foreshock.contract.wire import HeadRef
 from foreshock.server import commands
 from foreshock.server.commands import changes_for, propose
 from foreshock.server.drawing import Curve, Window, draw, edges
 from foreshock.server.models import Verification
 from foreshock.server.readings import axis_of
-from foreshock.server.runs.eventlog import heads_of
-from foreshock.server.runs.incidents import carried_out, record_incidents, warned_of
+from foreshock.server.runs.incidents import SwitchedHead, carried_out, record_incidents, warned_of
 from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings
 from foreshock.server.store import process_starts
@@ -80,16 +78,13 @@ def _due(connection: Connection, settings: Settings) -> list[Due]:
         runs.c.last_seen > time.time() - _LIVING_SECONDS,
     ).order_by(table.c.number)
     rows = connection.execute(query).all()
-    given: dict[str, list[Switched]] = defaultdict(list)
-    for command_id, switched in carried_out(connection, table.c.id.in_([row.id for row in rows])):
-        given[command_id].append(switched)
+    done = carried_out(connection, table.c.id.in_([row.id for row in rows]))
     found: list[Due] = []
     for row in rows:
-        answers = given[row.id]
-        at = max((answer.step for answer in answers), default=None)
+        at = max((one.step for one in done[row.id]), default=None)
         _, last = edges(connection, row.run_id)
         if at is not None and last is not None and last >= at + settings.verify_steps:
-            heads, active = _judged(connection, row, answers, at, settings.verify_steps)
+            heads, active = _judged(connection, row, done[row.id], at, settings.verify_steps)
             growths = _growths(connection, row.run_id, heads, at, settings.verify_steps)
             found.append(Due(row, at, heads, active, growths))
         if len(found) == _AT_ONCE:
@@ -98,17 +93,11 @@ def _due(connection: Connection, settings: Settings) -> list[Due]:
 
 
 def _judged(
-    connection: Connection, row: Row[Any], answers: Sequence[Switched], at: int, steps: int
+    connection: Connection, row: Row[Any], done: Sequence[SwitchedHead], at: int, steps: int
 ) -> tuple[list[HeadRef], set[HeadRef]]:
     """The switched heads with a warning that was active at step `at` or was raised in the steps after it, if they kept
     their mode in these steps, of very many the first; and those whose warning is still active."""
-    own = frozenset(heads_of(row) or ())
-    switched = {
-        ref: after
-        for answer in answers
-        for ref, before, after in zip(answer.heads, answer.before, answer.after, strict=True)
-        if before != row.mode and (row.heads is None or ref in own)
-    }
+    switched = {one.ref: one.after for one in done if one.before != row.mode}
     warned: set[tuple[int | None, int | None]] = set()
     active: set[tuple[int | None, int | None]] = set()
     for one in warned_of(connection, [row.run_id]).get(row.run_id, ()):

@@ -7,7 +7,7 @@ of kind `incident` say how it went: what the stream hands on, and what people ar
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -68,9 +68,7 @@ def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Ord
     found: dict[int, Orders] = defaultdict(Orders)
     mine = commands.c.run_id.in_(run_ids), ~commands.c.dry_run
     rows = connection.execute(select(commands).where(*mine).order_by(desc(commands.c.number))).all()
-    answers: dict[str, list[Switched]] = defaultdict(list)
-    for command_id, switched in carried_out(connection, *mine):
-        answers[command_id].append(switched)
+    done = carried_out(connection, *mine)
     for row in rows:
         own = found[row.run_id]
         heads = None if row.heads is None else frozenset(heads_of(row) or ())
@@ -85,37 +83,39 @@ def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Ord
             verification=row.verification,
         )
         own.known.append((heads, order))
-        if row.verification in ("verified", "not arrested") and answers[row.id]:
-            last = max(switched.step for switched in answers[row.id])
+        if row.verification in ("verified", "not arrested") and done[row.id]:
+            last = max(one.step for one in done[row.id])
             own.judged.append(SwitchOutcome(heads, last, row.verification == "verified"))
-        for switched in answers[row.id]:
-            _take(own.given, switched, heads, everywhere=row.state == "applied", by_hand=row.source != "rank")
+        for step, ref, before, after in done[row.id]:
+            if is_mode(before) and is_mode(after):
+                taken = row.source != "rank" and bool(parse_mode(before) & ~parse_mode(after))
+                own.given.setdefault(ref, Given(step, taken, after if row.state == "applied" else None))
     return found
 
 
-def carried_out(connection: Connection, *only: ColumnElement[bool]) -> Iterator[tuple[str, Switched]]:
-    """Of these commands, by id, what ranks did, but for what a later process start has done again without it."""
+class SwitchedHead(NamedTuple):
+    """What a rank made of a head."""
+
+    step: int
+    ref: HeadRef
+    before: str
+    after: str
+
+
+def carried_out(connection: Connection, *only: ColumnElement[bool]) -> dict[str, list[SwitchedHead]]:
+    """Of these commands, by id, what ranks made of the heads that each names, but for what a later process start has
+    done again without it."""
+    found: dict[str, list[SwitchedHead]] = defaultdict(list)
     by = boots.c.run_id == commands.c.run_id, boots.c.rank == command_ranks.c.rank, boots.c.boot == command_ranks.c.boot
-    query = select(commands.c.id, command_ranks.c.switched, boots.c.until_step).join(command_ranks)
+    query = select(commands.c.id, commands.c.heads, command_ranks.c.switched, boots.c.until_step).join(command_ranks)
     query = query.outerjoin(boots, and_(*by)).where(*only, command_ranks.c.outcome == "applied")
-    for row in connection.execute(query.where(command_ranks.c.switched.is_not(None))):
+    for row in connection.execute(query.where(command_ranks.c.switched.is_not(None)).order_by(command_ranks.c.rank)):
         switched = read_back(Switched, row.switched, "answer of command", row.id)
         if switched is not None and (row.until_step is None or switched.step <= row.until_step):
-            yield row.id, switched
-
-
-def _take(
-    given: dict[HeadRef, Given],
-    switched: Switched,
-    heads: frozenset[HeadRef] | None,
-    *,
-    everywhere: bool,
-    by_hand: bool,
-) -> None:
-    for ref, before, after in zip(switched.heads, switched.before, switched.after, strict=True):
-        if (heads is None or ref in heads) and is_mode(before) and is_mode(after):
-            taken = by_hand and bool(parse_mode(before) & ~parse_mode(after))
-            given.setdefault(ref, Given(switched.step, taken, after if everywhere else None))
+            own, heads = heads_of(row), zip(switched.heads, switched.before, switched.after, strict=True)
+            named = None if own is None else frozenset(own)
+            found[row.id] += [SwitchedHead(switched.step, *one) for one in heads if named is None or one[0] in named]
+    return found
 
 
 def reject_evidence(connection: Connection, run_id: int, heads: Collection[HeadRef] | None) -> None:
