@@ -180,8 +180,15 @@ def _rolled(connection: Connection, window: Window, sample_bytes: int) -> set[in
     return built_spans(connection, window.run_id, *window.reach)
 
 
+def _numbers(values: npt.NDArray[np.floating[Any]]) -> list[float | None]:
+    found: list[float | None] = values.tolist()
+    for at in np.flatnonzero(np.isnan(values)):
+        found[at] = None
+    return found
+
+
 def _line(curve: Curve, steps: Sequence[int] = (), values: npt.NDArray[np.floating[Any]] = _NO_VALUES) -> CurveLine:
-    low, high, last, *marks = [[None if math.isnan(value) else value for value in row] for row in values.tolist()]
+    low, high, last, *marks = map(_numbers, values)
     of_worst = curve.metric.head is not None and curve.head is None
     if marks and not of_worst:
         last = [math.nan if mark else value for mark, value in zip(marks[0], last, strict=True)]

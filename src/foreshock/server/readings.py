@@ -408,7 +408,7 @@ def rolled_up(
     kind, own = _buckets_of(layer, columns), rollups.c
     place = own.run_id == run_id, own.metric == metric, own.layer == layer
     query = select(own.span, own.data).where(*place, own.span.between(min(spans, default=0), max(spans, default=-1)))
-    found = [row for row in connection.execute(query.order_by(own.span)) if row.span in spans]
+    found = [row for row in connection.execute(query.order_by(own.span)).all() if row.span in spans]
     buckets = np.frombuffer(b"".join(row.data for row in found), kind)
     first = [SPAN * row.span for row in found]
     begins = np.repeat(np.array(first, dtype=np.int64), [len(row.data) // kind.itemsize for row in found])
