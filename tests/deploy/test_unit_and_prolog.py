@@ -149,15 +149,11 @@ def test_a_spool_that_somebody_else_made_first_is_not_taken(var_tmp: Path, kind:
 
 
 @pytest.mark.parametrize("script", ["slurm/task_prolog.sh", "slurm/train.sbatch"])
-def test_a_script_is_sound_shell_and_may_be_run(script: str) -> None:
+def test_a_script_is_sound_shell_and_sets_only_what_an_agent_reads_and_no_secret(script: str) -> None:
     path = DEPLOY / script
     interpreter = shlex.split(path.read_text().splitlines()[0].removeprefix("#!"))[0]
     subprocess.run([interpreter, "-n", path], check=True)
     assert os.access(path, os.X_OK)
-
-
-@pytest.mark.parametrize("script", ["slurm/task_prolog.sh", "slurm/train.sbatch"])
-def test_a_script_sets_nothing_that_no_agent_reads_and_no_secret(script: str) -> None:
     named = set(re.findall(r"FORESHOCK_(\w+)", (DEPLOY / script).read_text()))
     assert named
     assert named <= {name.upper() for name in AgentConfig.model_fields} - {"TOKEN"}

@@ -58,16 +58,14 @@ def test_a_service_that_is_back_is_told_and_one_that_comes_and_goes_is_not_told_
     ]  # fmt: skip
 
 
-def test_one_try_that_fails_and_a_second_process_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_try_that_fails_a_second_process_and_a_training_that_sends_everything_say_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = outage.Outage("http://here", warns=True), outage.Outage("http://here", warns=False)
     for each, failures in ((first, 1), (second, 9)):
         for _ in range(failures):
             each.failed(TimeoutError())
         each.answered()
-    assert said(caplog) == []
-
-
-def test_training_that_ends_with_everything_sent_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with hostile_server(acknowledge) as server:
         to = started_sender(server.url, tmp_path)
         send(to, 1, 2, 3)

@@ -59,17 +59,19 @@ def sources() -> Iterator[tuple[str, ast.AST]]:
 
 
 @pytest.mark.promise("A13")
-def test_the_agent_calls_no_collective_but_for_qk_clip() -> None:
+@pytest.mark.promise("A16")
+def test_the_agent_opens_no_port_and_calls_no_collective_but_for_qk_clip() -> None:
     asks = {"is_available", "is_initialized", "get_rank", "get_world_size"}
     classes = {"FSDPModule", "DTensor"}  # to be recognised
     of_qk_clip = {"all_reduce", "ReduceOp", "ProcessGroup", "group"}  # which is asked for by itself
-    more = dict.fromkeys(("clipping.py", "replicas.py", "scaling.py"), of_qk_clip)
+    more = {"qk_clip.py": of_qk_clip}
     more |= {"checkpoints.py": {"distributed_c10d"}}  # the store of the processes, in which nobody waits for another
     reached, asked = 0, 0
     for name, node in sources():
         where = f"{name} line {getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Attribute):
             assert node.attr not in {"full_tensor", "redistribute", "unshard"}, f"{where} gathers a sharded tensor"
+            assert node.attr not in {"listen", "bind", "create_server", "start_server"}, f"{where} opens a port"
             reached += node.attr == "distributed"
             if isinstance(node.value, ast.Attribute) and node.value.attr == "distributed":
                 assert node.attr in asks | more.get(name, set()), f"{where} calls torch.distributed.{node.attr}"
@@ -79,10 +81,3 @@ def test_the_agent_calls_no_collective_but_for_qk_clip() -> None:
         if isinstance(node, ast.ImportFrom) and "distributed" in str(node.module):
             assert {a.name for a in node.names} <= classes, f"{where} imports from {node.module}"
     assert reached == asked, "torch.distributed is handed on under another name"
-
-
-@pytest.mark.promise("A16")
-def test_the_agent_opens_no_port() -> None:
-    for name, node in sources():
-        if isinstance(node, ast.Attribute):
-            assert node.attr not in ("listen", "bind", "create_server", "start_server"), f"{name} line {node.lineno}"
