@@ -177,26 +177,30 @@ def test_who_acknowledged_stands_until_the_incident_has_closed() -> None:
     assert other.acknowledged is None
 
 
-@pytest.mark.parametrize("mode", ["row_corrected", "exact_delta", "row_corrected+paper_softmax"])
-def test_a_head_that_was_switched_and_arrested_is_warned_about_no_more(mode: str) -> None:
+ARRESTED, FAILED = (SwitchOutcome(frozenset({(4, 1)}), 2100, arrested=held) for held in (True, False))
+
+
+@pytest.mark.parametrize(
+    ("mode", "judged", "raised", "state", "severity"),
+    [
+        (None, [], 1000, "open", "critical"),
+        ("plain", [ARRESTED], 1000, "open", "critical"),
+        ("row_corrected", [], 1000, "switched", "critical"),
+        *((mode, [ARRESTED], 1000, "arrested", "info") for mode in ("exact_delta", "row_corrected+paper_softmax")),
+        ("row_corrected", [ARRESTED], 2100, "arrested", "info"),
+        ("row_corrected", [ARRESTED], 2101, "switched", "critical"),
+        ("row_corrected", [ARRESTED, FAILED], 1000, "not arrested", "critical"),
+    ],
+)
+def test_a_head_is_a_note_once_a_switch_arrested_it_until_it_is_taken_back_or_warned_about_anew(
+    mode: Any, judged: Any, raised: int, state: str, severity: str
+) -> None:
     """Its scores may stay past 512 for ever, and the detector's word with them: the cure has made that harmless."""
-    past = warned(4, 1, step=4000, raised=1000, severity="critical", forecast_steps=0.0)
-    [open_] = of(past, policy="auto")
-    assert (open_.state, open_.severity, open_.switched) == ("open", "critical", 0)
-    [switched] = of(past, modes={(4, 1): mode}, policy="auto")
-    assert (switched.state, switched.switched) == ("switched", 1)
-    [arrested] = of(past, modes={(4, 1): mode}, judged=[SwitchOutcome(None, 2100, arrested=True)], policy="auto")
-    assert (arrested.state, arrested.severity) == ("arrested", "info")
-    assert arrested.done == "The head is switched, and the growth has stopped."
-
-
-def test_a_warning_raised_after_a_head_was_found_arrested_is_a_new_one() -> None:
-    [incident] = of(
-        warned(4, 1, step=9000, raised=8000),
-        modes={(4, 1): "row_corrected"},
-        judged=[SwitchOutcome(frozenset({(4, 1)}), 2100, arrested=True)],
-    )
-    assert (incident.state, incident.severity) == ("switched", "warning")
+    past = warned(4, 1, step=9000, raised=raised, severity="critical", forecast_steps=0.0)
+    [found] = of(past, modes={} if mode is None else {(4, 1): mode}, judged=judged, policy="auto")
+    assert (found.state, found.severity, found.switched) == (state, severity, state != "open")
+    if state == "arrested":
+        assert found.done == "The head is switched, and the growth has stopped."
 
 
 def test_a_head_that_goes_on_growing_under_its_cure_makes_the_incident_not_arrested() -> None:
@@ -208,11 +212,6 @@ def test_a_head_that_goes_on_growing_under_its_cure_makes_the_incident_not_arres
     [incident] = of(warned(0, 0), warned(0, 1), modes=modes, judged=judged, policy="auto")
     assert incident.state == "not arrested"
     assert [(head.head, head.state) for head in incident.heads] == [(1, "not arrested"), (0, "arrested")]
-
-
-def test_a_switch_that_was_taken_back_leaves_the_head_unswitched_whatever_was_found_before() -> None:
-    [incident] = of(warned(0, 0), modes={(0, 0): "plain"}, judged=[SwitchOutcome(None, 2000, arrested=True)])
-    assert (incident.state, incident.heads[0].state) == ("open", "unswitched")
 
 
 def test_numbers_no_forecast_has_are_not_taken_for_steps() -> None:

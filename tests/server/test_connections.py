@@ -80,41 +80,30 @@ class Packets:
     abort = write_eof = close
 
 
-def test_a_head_goes_with_a_body_that_comes_at_once_and_waits_for_none_that_comes_later() -> None:
-    head, packets = b"HTTP/1.1 200 OK\r\n\r\n", Packets()
+@pytest.mark.promise("S4")
+def test_a_head_goes_with_a_body_that_comes_at_once_and_nothing_after_the_end_of_its_connection() -> None:
+    head, packets, ended = b"HTTP/1.1 200 OK\r\n\r\n", Packets(), Packets()
 
     async def answers() -> None:
         transport = Whole(cast(asyncio.Transport, packets), asyncio.get_running_loop())
-        transport.write(head)
-        transport.write(b"at once")
-        transport.write(b"more")
+        for data in (head, b"at once", b"more"):
+            transport.write(data)
         await asyncio.sleep(0)
         transport.write(head)
         await asyncio.sleep(0)
         transport.write(b"later")
         transport.write(head)
         transport.close()
+        other = Whole(cast(asyncio.Transport, ended), asyncio.get_running_loop())
+        other.write(head)
+        ended.abort()
         await asyncio.sleep(0)
+        other.write(b"late")
+        other.close()
 
     asyncio.run(answers())
     assert packets.sent == [head + b"at once", b"more", head, b"later", head]
-    assert packets.closed
-
-
-@pytest.mark.promise("S4")
-def test_what_comes_after_the_end_of_a_connection_is_dropped() -> None:
-    head, packets = b"HTTP/1.1 200 OK\r\n\r\n", Packets()
-
-    async def answers() -> None:
-        transport = Whole(cast(asyncio.Transport, packets), asyncio.get_running_loop())
-        transport.write(head)
-        packets.abort()
-        await asyncio.sleep(0)
-        transport.write(b"late")
-        transport.close()
-
-    asyncio.run(answers())
-    assert packets.sent == []
+    assert (packets.closed, ended.sent) == (True, [])
 
 
 @pytest.mark.full
