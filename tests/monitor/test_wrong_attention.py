@@ -112,15 +112,20 @@ def with_gradients(
     value: Tensor,
     grad: Tensor,
     wrong: Callable[[Tensor], Tensor] | None = None,
+    operand: int = 0,
+    flipped: Callable[[Tensor], None] | None = None,
     **options: Any,
 ) -> Words:
-    """What a probe counts of PyTorch's attention, whose gradient of the queries `wrong` may change."""
+    """What a probe counts of PyTorch's attention, whose gradient of an operand `wrong` may change, and whose saved
+    log-sum-exp `flipped`, which is given its bits."""
     state, tick, number = new_state(query.shape[1]), new_ticks(1, query.device)[0], start_sampling(Sampling(EVERY_ROW))
     query, key, value = (x.clone().requires_grad_() for x in (query, key, value))
     groups = key.shape[1] != query.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, enable_gqa=groups, **options)
     if wrong is not None and out.grad_fn is not None:
-        out.grad_fn.register_hook(lambda given, _: (wrong(given[0]), *given[1:]))
+        out.grad_fn.register_hook(lambda given, _: (*given[:operand], wrong(given[operand]), *given[operand + 1 :]))
+    if flipped is not None:
+        flipped(out.grad_fn._saved_logsumexp.data.view(torch.int32))  # type: ignore[union-attr]
     try:
         causal = "top_left" if options.get("is_causal") else "none"
         numerics = "float32" if query.dtype == torch.float32 else "kernel"
@@ -190,9 +195,10 @@ def test_wrong_rows_of_one_head_are_counted_in_that_head(dtype: torch.dtype, kin
     assert wrong.sum() == wrong[2]
 
 
+@pytest.mark.parametrize("operand", [0, 1, 2])
 @pytest.mark.parametrize("kind", [kind for kind in WRONG if "one element" not in kind])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_wrong_gradients_of_one_head_are_counted_in_that_head(dtype: torch.dtype, kind: str) -> None:
+def test_wrong_gradients_of_one_head_are_counted_in_that_head(dtype: torch.dtype, kind: str, operand: int) -> None:
     query, key, value, grad = operands(dtype, 96, 32, 1.0, 0)
 
     def of_one_head(given: Tensor) -> Tensor:
@@ -200,11 +206,35 @@ def test_wrong_gradients_of_one_head_are_counted_in_that_head(dtype: torch.dtype
         given[:, 2] = WRONG[kind](given)[:, 2]
         return given
 
-    words = with_gradients(query, key, value, grad, of_one_head, is_causal=True)
+    words = with_gradients(query, key, value, grad, of_one_head, operand, is_causal=True)
     wrong = slot_values(words, Slot.WRONG_GRADIENT_ROWS)
-    assert wrong[2] >= 30
+    if operand == 0:
+        assert wrong[2] >= 30
+    elif "tenth" not in kind:  # sums over queries cancel, and their rounding may come to a tenth in 16 bits
+        assert wrong[2] >= 2
     assert wrong.sum() == wrong[2]
     assert not words[:, Slot.WRONG_ROWS].any()
+
+
+def test_a_flipped_bit_of_a_log_sum_exp_is_reported_when_it_moves_it_past_its_bound() -> None:
+    query, key, value, grad = operands(torch.bfloat16, 64, 32, 1.0, 0)
+    reported = []
+    for bit in range(31):
+        moved = 0.0
+
+        def flipped(bits: Tensor, bit: int = bit) -> None:
+            nonlocal moved
+            before = float(bits.view(torch.float32)[1, 3, 40])
+            bits[1, 3, 40] ^= 1 << bit
+            moved = abs(float(bits.view(torch.float32)[1, 3, 40]) - before)
+
+        words = with_gradients(query, key, value, grad, flipped=flipped, is_causal=True)
+        found = slot_values(words, Slot.WRONG_GRADIENT_ROWS)
+        assert found[:3].tolist() == [0.0, 0.0, 0.0]
+        reported.append(bool(found[3]))
+        assert reported[-1] == (moved > 0.01) or 1e-4 < moved <= 0.01 or not moved < math.inf, (bit, moved)
+    assert sum(reported) >= 12
+    assert not any(reported[:8])
 
 
 def test_rows_of_another_head_are_reported() -> None:
@@ -297,7 +327,7 @@ def test_a_gradient_that_is_wrong_while_the_output_is_right_is_an_incident_of_th
         changed(agent, model, 3)
     [found] = listener.of(wire.Verdict)
     assert (found.step, found.layer, found.head, found.cause) == (1, 1, 1, "attention kernel")
-    assert "rows of its queries' gradient are wrong" in found.sentence
+    assert "rows of its gradients or log-sum-exp are wrong" in found.sentence
     assert "scaled_dot_product_attention (torch" in found.sentence
     assert found.evidence["gradient_error"] > 1.0
 

@@ -68,7 +68,7 @@ class Slot(IntEnum):
     OUTPUT_ERROR_MAX = 20
     """Largest distance of an output from its recomputation; 1 is what rounding explains."""
     WRONG_GRADIENT_ROWS = 21
-    """Sampled rows whose gradient of the query is farther off than rounding explains."""
+    """Sampled rows of gradients, and of the log-sum-exp, that are farther off than rounding explains."""
     GRADIENT_ERROR_MAX = 22
     """Largest distance of a gradient from its recomputation; 1 is what rounding explains."""
     MOST_ENTROPY_SUM = 23

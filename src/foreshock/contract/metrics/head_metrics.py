@@ -183,7 +183,7 @@ HEAD_METRICS: Final = (
     HeadMetric(
         key="head.gradient_error",
         title="Gradient error",
-        help="Largest distance of a row of the queries' gradient from its recomputation; 1 is what rounding explains.",
+        help="Largest distance of gradients and log-sum-exp from their recomputation; 1 is what rounding explains.",
         bad="Above 1: the row is wrong.",
         head=value(Slot.GRADIENT_ERROR_MAX),
         scale="symlog",

@@ -1,4 +1,4 @@
-"""Rows of the gradient of queries that PyTorch's attention computed, compared with their recomputation.
+"""Rows of the gradients that PyTorch's attention computed, compared with their recomputation.
 
 With P the softmax, dP_ij = dO_i v_j and dS_ij = P_ij (dP_ij - delta_i), the gradient is dQ_i = scale sum_j dS_ij k_j. A
 correct kernel differs from that for these reasons, each bounded in the Euclidean norm of the row; u is the unit
@@ -15,9 +15,19 @@ roundoff of the operands' type, d the largest error of a score and N the bounds 
 Together, with that step s, |dQ' - dQ| is at most
 scale sum_j (a |dS_ij| + P_ij c |dO_i| (|v_j| + |O_i|)) |k_j| + scale n s max_j |k_j| + 4 u |dQ'|.
 This is the worst case, so no correct kernel is ever reported, however many rows are compared.
+
+PyTorch's flash attention saves the log-sum-exp L of every row for its backward. That of a sampled row differs from the
+recomputed one by at most d for the scores, and 2^-11 + (2 n + 4 |L|) 2^-24 for exponentials, their sum and its
+logarithm. By L, P_ij = exp(S_ij - L_i) of all queries is known for a few keys j, and so are
+dV_j = sum_i P_ij dO_i and dK_j = scale sum_i dS_ij q_i, with delta of the rounded O. The bounds are those above, with
+sums over queries in place of keys: for dV, sum_i (4 u + 2 n 2^-24 + e^2d - 1) P_ij |dO_i| and the rounding of dV. On a
+CPU the kernel adds up parts of _CPU_QUERIES queries in the operands' type, each of which rounds the sum so far: another
+u for each part.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,10 +36,25 @@ from torch import Tensor
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention.output_check import allowance
 from foreshock.kernels.flash_attention.spec import AttentionSpec
-from foreshock.monitor.attention.probed_rows import Call, chosen_rows, norms_of, of_rows, pieces, times, wide
+from foreshock.monitor.attention.probed_rows import (
+    Call,
+    chosen_rows,
+    norms_of,
+    of_rows,
+    pieces,
+    scores_of,
+    times,
+    visible_keys,
+    wide,
+)
+from foreshock.monitor.model.executed import saved_by
 
 ROWS: Final = 256
 """Of each head, in a sample that compares gradients."""
+KEYS: Final = 8
+"""Of one entry of the batch, whose gradients are compared in each head in such a sample."""
+_CPU_QUERIES: Final = 32
+"""The fewest queries of a part."""
 _LEAST: Final = 1e-30
 """Of a gradient that is zero: the recomputation is exact."""
 
@@ -45,13 +70,33 @@ class _Expected(NamedTuple):
     """What rounding explains, but the rounding of the gradient itself."""
 
 
-class GradientCheck:
-    """One call: `expect` in the backward of the probe, which comes first, then `compare` in that of the attention."""
+class _ExpectedKeys(NamedTuple):
+    """Of some keys of one entry of the batch, from number `first` on, in each query head."""
 
-    def __init__(self, state: Tensor) -> None:
+    entry: int
+    first: int
+    parts: list[tuple[Tensor, Tensor]]
+    """The gradient [H, k, D] and what rounding explains of it [H, k]: of keys, then of values."""
+
+
+_checks: Final = itertools.count()
+_GOLDEN: Final = (math.sqrt(5) - 1) / 2
+
+
+class GradientCheck:
+    """One call: `expect` in the backward of the probe, which comes first, then `hook` in that of the attention.
+
+    node: of autograd, which computes the gradients of the attention's operands.
+    """
+
+    def __init__(self, state: Tensor, node: Any) -> None:
         self._state = state
         self._expected: list[_Expected] = []
+        self._keys: _ExpectedKeys | None = None
         self._of_gradient = 0.0
+        flash = node.name().startswith("ScaledDotProductFlashAttention")
+        self._lse = saved_by(node, "logsumexp") if flash else None
+        node.register_hook(self.hook)
 
     def expect(self, call: Call, tick: Tensor, spec: AttentionSpec) -> None:
         """Compute rows of the gradient from what the forward left and from the gradient of its output."""
@@ -85,6 +130,49 @@ class GradientCheck:
             own_rounding = abs(spec.scale) * bound + allowed.at_least + _LEAST
             first, second = (times(each, key) * spec.scale for each in found)
             self._expected.append(_Expected(entries, rows, (first, second), own_rounding))
+            if self._lse is not None:
+                given, lse = of_rows(self._lse.unsqueeze(-1), entries, rows).squeeze(-1), scores.logsumexp(-1)
+                sums = 2.0**-11 + (2 * key.shape[2] + 4 * lse.abs()) * 2.0**-24
+                self._count((given - lse).abs() / (off + sums))
+        if self._lse is not None and call.cu_queries is None:
+            self._keys = self._expect_keys(call, spec, self._lse)
+
+    def _expect_keys(self, call: Call, spec: AttentionSpec, saved: Tensor) -> _ExpectedKeys | None:
+        """Compute the gradients of some keys and values. saved: the log-sum-exp that the forward left, [B, H, Sq]."""
+        batch, heads, queries, dim = call.query.shape
+        count = min(KEYS, call.key.shape[2])
+        allowed = allowance(call.query.dtype, spec, dim, max(queries, call.key.shape[2]))
+        if allowed is None:
+            return None
+        # on the host, which has to know where the keys begin; spread by the golden ratio
+        place = next(_checks) * _GOLDEN % 1.0
+        entry, first = int(place * 7919) % batch, int(place * (call.key.shape[2] - count + 1))
+        entries = torch.full((1,), entry, device=call.query.device)
+        rows = torch.arange(queries, device=call.query.device).unsqueeze(0)
+        keys, values = (wide(x, entries, spec)[:, :, first : first + count] for x in (call.key, call.value))
+        scores = scores_of(entries, rows, call, keys, visible_keys(rows, call, spec), spec, None, first).scores
+        query, grad, own = (x[entries].to(scores.dtype) for x in (call.query, call.grad_out, call.out))
+        lse = saved[entries].to(scores.dtype)
+        weights = (scores - lse.unsqueeze(-1)).exp().masked_fill(scores == -math.inf, 0.0)
+        slopes = weights * (times(grad, values.mT) - (grad * own).sum(-1, keepdim=True))
+        groups = heads // call.key.shape[1]
+        query_norms, grad_norms, own_norms = (norms_of(x, scores.dtype) for x in (query, grad, own))
+        value_norms, key_norms = (
+            norms_of(x, scores.dtype).repeat_interleave(groups, 1).unsqueeze(2) for x in (values, call.key[entries])
+        )
+        off = allowed.of_norms * abs(spec.scale) * query_norms * key_norms.amax(-1) + allowed.of_scores
+        off = off + allowed.of_maximum * lse.abs()
+        parts = -(-queries // _CPU_QUERIES) if call.query.is_cpu else 0
+        part = (allowed.of_values * (1 + parts / 4) + torch.expm1(2 * off)).unsqueeze(-1)
+        sums = (allowed.of_norms * max(1.0, call.value.shape[3] / dim) * grad_norms).unsqueeze(-1)
+        unsure = part * slopes.abs() + weights * sums * (value_norms + own_norms.unsqueeze(-1))
+        of_key = abs(spec.scale) * (unsure * query_norms.unsqueeze(-1)).sum(2)
+        of_key = of_key + abs(spec.scale) * allowed.of_largest_value * query_norms.amax(-1, keepdim=True)
+        of_value = (part * weights * grad_norms.unsqueeze(-1)).sum(2)
+        of_value = of_value + allowed.of_largest_value * grad_norms.amax(-1, keepdim=True)
+        expected = (spec.scale * slopes.mT @ query, of_key), (weights.mT @ grad, of_value)
+        least = allowed.at_least + _LEAST
+        return _ExpectedKeys(entry, first, [(exact[0], bound[0] + least) for exact, bound in expected])
 
     def compare(self, given: Tensor) -> None:
         """Count rows of the attention's own gradient [B, H, Sq, D] that are farther away than rounding explains."""
@@ -92,15 +180,32 @@ class GradientCheck:
         for entries, rows, gradients, bound in expected:
             own = of_rows(given, entries, rows).to(bound.dtype)
             away = torch.minimum(*(norms_of(own - each, bound.dtype) for each in gradients))
-            error = away / (bound + self._of_gradient * norms_of(own, bound.dtype))
-            finite = error.abs() < math.inf
-            error = error.masked_fill(~finite, -math.inf)
-            self._state[:, Slot.WRONG_GRADIENT_ROWS] += (error > 1).sum((0, 2))
-            floats, worst = self._state.view(torch.float64), error.amax((0, 2)).to(torch.float64)
-            floats[:, Slot.GRADIENT_ERROR_MAX] = torch.maximum(floats[:, Slot.GRADIENT_ERROR_MAX], worst)
+            self._count(away / (bound + self._of_gradient * norms_of(own, bound.dtype)))
+
+    def compare_keys(self, gradients: Sequence[Tensor]) -> None:
+        """Count rows of the gradients of keys and values [B, H or Hkv, Sk, D] that are farther away. A row of a key
+        head counts in each query head that reads it."""
+        expected, self._keys = self._keys, None
+        if expected is None:
+            return
+        for gradient, (exact, bound) in zip(gradients, expected.parts, strict=True):
+            own = gradient[expected.entry, :, expected.first : expected.first + bound.shape[1]].to(bound.dtype)
+            groups = len(exact) // len(own)
+            exact, bound = (each.view(-1, groups, *each.shape[1:]).sum(1) for each in (exact, bound))
+            error = norms_of(own - exact, bound.dtype) / (bound + self._of_gradient * norms_of(own, bound.dtype))
+            self._count(error.repeat_interleave(groups, 0).unsqueeze(0))
+
+    def _count(self, error: Tensor) -> None:
+        """Count errors [e, H, c], in parts of what rounding explains."""
+        error = error.masked_fill(~(error.abs() < math.inf), -math.inf)
+        self._state[:, Slot.WRONG_GRADIENT_ROWS] += (error > 1).sum((0, 2))
+        floats, worst = self._state.view(torch.float64), error.amax((0, 2)).to(torch.float64)
+        floats[:, Slot.GRADIENT_ERROR_MAX] = torch.maximum(floats[:, Slot.GRADIENT_ERROR_MAX], worst)
 
     def hook(self, gradients: Any, _: Any) -> None:
         """For the node of autograd that computes the gradients of an attention's operands, the queries' first."""
-        if gradients[0] is not None:
-            with torch.no_grad():
+        with torch.no_grad():
+            if gradients[0] is not None:
                 self.compare(gradients[0])
+            if gradients[1] is not None and gradients[2] is not None:
+                self.compare_keys(gradients[1:3])

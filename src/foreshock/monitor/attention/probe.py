@@ -48,7 +48,7 @@ class Sampling:
     fewer rows, since each of its replays is measured."""
     due: bool = True
     gradients: bool = True
-    """Rows of the gradient of queries are compared in the running step, if it is measured."""
+    """Rows of the gradients are compared in the running step, if it is measured."""
     in_full: bool = False
     """The scores of all rows of the running step are computed, for the largest of each head."""
     captured: bool = False
@@ -194,9 +194,7 @@ def _check_of_gradients(out: Tensor, query: Tensor, state: Tensor, key: str) -> 
     node = out.grad_fn
     if node is None or not node.name().startswith("ScaledDotProduct"):
         return None
-    check = GradientCheck(state)
-    node.register_hook(check.hook)
-    return check
+    return GradientCheck(state, node)
 
 
 def _apart(*tensors: Tensor | None) -> list[Tensor | None]:

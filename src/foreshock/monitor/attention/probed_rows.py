@@ -122,12 +122,12 @@ def pieces(
     for some, theirs in zip(torch.split(entries, together), torch.split(rows, together), strict=True):
         keys = wide(call.key, some, spec)
         for piece in torch.split(theirs, at_once, dim=1):
-            low, high = _bounds(piece, call, spec)
+            low, high = visible_keys(piece, call, spec)
             first, end = 0, keys.shape[2]
             if piece.device.type == "cpu":  # keys that none of these rows sees; elsewhere they would be waited for
                 first = min(int(low.min()), end - 1)
                 end = max(int(high.max()), first + 1)
-            scores = _scores(some, piece, call, keys[:, :, first:end], (low, high), spec, score_mod, first)
+            scores = scores_of(some, piece, call, keys[:, :, first:end], (low, high), spec, score_mod, first)
             yield some, piece, scores, slice(first, end)
 
 
@@ -137,7 +137,7 @@ def sampled_scores(count: int, call: Call, tick: Tensor, spec: AttentionSpec, sc
     batch, _, queries, _ = call.query.shape
     entries, rows = chosen_rows(tick, min(count, _at_once(call, spec)), batch, queries)
     keys = wide(call.key, entries, spec)
-    return _scores(entries, rows, call, keys, _bounds(rows, call, spec), spec, score_mod)
+    return scores_of(entries, rows, call, keys, visible_keys(rows, call, spec), spec, score_mod)
 
 
 def _at_once(call: Call, spec: AttentionSpec) -> int:
@@ -173,7 +173,7 @@ def wide(x: Tensor, entries: Tensor, spec: AttentionSpec) -> Tensor:
     return (x if len(entries) == len(x) else x[entries]).to(compute_dtype(spec.numerics))
 
 
-def _scores(
+def scores_of(
     entry: Tensor,
     row: Tensor,
     call: Call,
@@ -305,7 +305,7 @@ def _hides(call: Call, spec: AttentionSpec) -> bool:
     return call.cu_queries is not None or spec.right >= 0 or spec.window_left >= 0
 
 
-def _bounds(row: Tensor, call: Call, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def visible_keys(row: Tensor, call: Call, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """The keys [low, high) that causality, the window and the ends of packed sequences let each of `row` [e, c] see."""
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cu_queries is not None and call.cu_keys is not None:

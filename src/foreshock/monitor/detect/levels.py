@@ -154,8 +154,8 @@ class Levels:
             size, worst = float(gradient_error[rows].max()), rows[0]
             text = (
                 f"Layer {layer} head {self._heads[worst][1]}: {gradients[worst]:.0f} of the compared rows of its "
-                f"queries' gradient are wrong, up to {size:.3g} times as far from their recomputation as rounding "
-                f"explains. Heads with such rows: {len(rows)}.{self._computed_by(layer)}"
+                f"gradients or log-sum-exp are wrong, up to {size:.3g} times as far from their recomputation as "
+                f"rounding explains. Heads with such rows: {len(rows)}.{self._computed_by(layer)}"
             )
             seen = {"gradient_error": min(size, _LARGEST), "heads": float(len(rows))}
             found.append(Passed(f"kernel-l{layer}", seen, text, self._heads[worst]))

@@ -193,7 +193,7 @@ def _owner(operands: list[Any], names: Mapping[int, str], modules: Mapping[str, 
 def broken_rows(found: Executed) -> tuple[str, bool]:
     """How many rows left the softmax as NaN, and why, as a part of a sentence, empty if none did or it is not known;
     and whether they broke there, since its queries and keys are finite."""
-    weights = _saved(found.softmax, "result")
+    weights = saved_by(found.softmax, "result")
     if weights is None or weights.dim() < 2:
         return "", False
     broken, what = weights.sum(-1).isnan(), "rows"
@@ -202,13 +202,13 @@ def broken_rows(found: Executed) -> tuple[str, bool]:
     if not (count := int(broken.sum())):
         return "", False
     names = ("batch1", "batch2") if "Baddbmm" in type(found.product).__name__ else ("self", "mat2")
-    operands = [_saved(found.product, name) for name in names]
+    operands = [saved_by(found.product, name) for name in names]
     here = all(each is not None and bool(each.isfinite().all()) for each in operands)
     why = "overflows: queries and keys are finite" if here else "is not finite"
     return f"{count} of {broken.numel()} {what} see no key, or hold a score that {why}", here
 
 
-def _saved(node: Any, name: str) -> Tensor | None:
+def saved_by(node: Any, name: str) -> Tensor | None:
     """What a node of the graph saved for its backward; None if that is packed, or the node is of another kind."""
     kept: list[Tensor] = []
 
