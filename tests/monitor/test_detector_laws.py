@@ -1,4 +1,4 @@
-"""Laws of the detectors over courses of many kinds: what is unknown, set back, resumed, slow, early or late."""
+"""Laws of the detectors over courses of many kinds: what is unknown, set back, resumed, slow, early, late or turned."""
 
 import dataclasses
 import json
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.monitor.courses import EVERY, HEADS, SICK, Course, N, creep, explosion, healthy, play, raised, reading
+from tests.monitor.courses import EVERY, HEADS, SICK, Course, N, creep, explosion, healthy, line, play, raised, reading
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
+from foreshock.lab.scoring.synthetic import FAMILIES, Family, score_family
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 from foreshock.monitor.detect.growth import BLOCKS_PER_PAST, HeadSignal
@@ -267,3 +268,114 @@ def _first(told: list[wire.Verdict]) -> dict[tuple[int | None, int | None], tupl
     for each in told:
         found.setdefault((each.layer, each.head), (each.id, each.step, each.cause, each.severity))
     return found
+
+
+@settings(max_examples=4, deadline=None)
+@given(order=st.permutations(range(N)))
+def test_the_order_of_the_heads_does_not_matter(order: list[int]) -> None:
+    def shuffled(step: int) -> tuple[Floats, Floats]:
+        offset, score = explosion(step)
+        return offset[order], score[order]
+
+    straight, expected = play(explosion, until=4500, delta_bias_sum=np.zeros(N))
+    turned, told = play(
+        shuffled, until=4500, delta_bias_sum=np.zeros(N), detectors=Detectors([HEADS[i] for i in order])
+    )
+    assert told == expected
+    np.testing.assert_allclose(turned.risk, straight.risk[order], rtol=1e-12)
+
+
+@settings(max_examples=4, deadline=None)
+@given(exponent=st.integers(-20, 20))
+def test_the_unit_of_the_delta_bias_does_not_matter(exponent: int) -> None:
+    scale = 2.0**exponent
+    expected: list[wire.Verdict] = []
+    told: list[wire.Verdict] = []
+    straight, scaled = Detectors(HEADS), Detectors(HEADS)
+    for step in range(EVERY, 4501, EVERY):
+        sample = reading(step, line, bias=0.6)
+        expected += straight.update(sample)
+        told += scaled.update(reading(step, line, delta_bias_sum=sample.delta_bias_sum * scale))
+    assert raised(expected)
+    assert told == expected
+
+
+def test_the_length_of_a_sample_moves_a_warning_by_little() -> None:
+    steps = []
+    for every in (10, 50, 90):
+        detectors = Detectors(HEADS)
+        warned = None
+        for step in range(every, 6000, every):
+            if detectors.update(reading(step, line, since_step=step - every, bias=4.0)):
+                warned = warned or step
+        steps.append(warned)
+    assert None not in steps
+    assert max(s for s in steps if s) - min(s for s in steps if s) <= 600
+
+
+@settings(max_examples=4, deadline=None)
+@given(course=st.sampled_from([healthy, line, explosion]), shift=st.integers(1, 90))
+def test_a_mirrored_run_of_layers_numbered_otherwise_is_judged_alike(course: Course, shift: int) -> None:
+    def mirrored(step: int) -> tuple[Floats, Floats]:
+        offset, score = course(step)
+        return -offset, score
+
+    _, expected = play(course, until=5000, bias=0.6)
+    moved = Detectors([(layer + shift, head) for layer, head in HEADS])
+    told: list[wire.Verdict] = []
+    for step in range(EVERY, 5001, EVERY):
+        straight = reading(step, course, bias=0.6)
+        told += moved.update(reading(step, mirrored, delta_bias_sum=-straight.delta_bias_sum))
+    assert [(v.step, v.state, v.layer, v.head, v.cause, v.signal, v.forecast_steps) for v in told] == [
+        (v.step, v.state, (v.layer or 0) + shift, v.head, v.cause, v.signal, v.forecast_steps) for v in expected
+    ]
+
+
+NAMED = {family.name: family for family in FAMILIES}
+
+
+def families(*beginnings: str) -> list[Family]:
+    found = [family for name, family in NAMED.items() if name.startswith(beginnings)]
+    assert len(found) >= len(beginnings)
+    return found
+
+
+@pytest.mark.parametrize("family", families("score doubles"), ids=lambda family: family.name)
+def test_an_explosion_is_reported_by_the_block_that_shows_it_wherever_the_agent_begins(family: Family) -> None:
+    row = score_family(family, first_seed=0, runs=1)
+    assert row.least_lead is not None
+    assert row.least_lead >= -150
+
+
+@pytest.mark.parametrize(
+    "family",
+    families(
+        "doubles each 1,000 steps from 2,000", "returns by", "one spike of 30", "gradients fall", "a sample each 500"
+    ),
+    ids=lambda family: family.name,
+)
+def test_a_drift_that_rounding_pushes_is_named_long_before_512(family: Family) -> None:
+    row = score_family(family, first_seed=0, runs=3)
+    assert (row.warned, row.false_heads) == (3, 0)
+    assert row.as_rounding >= 2
+    assert row.median_lead is not None
+    assert row.median_lead >= 3000
+
+
+@pytest.mark.full
+def test_a_drift_that_begins_at_step_500_000_is_named_as_one_that_begins_at_2_000() -> None:
+    [late] = families("doubles each 1,000 steps from 500,000")
+    row = score_family(late, first_seed=0, runs=3)
+    assert (row.warned, row.false_heads) == (3, 0)
+    assert row.as_rounding >= 2
+
+
+@pytest.mark.parametrize(
+    "family",
+    families("plateau, push 0.1", "data or context change, 144", "scores spread"),
+    ids=lambda family: family.name,
+)
+def test_heads_that_settle_are_never_warned_about(family: Family) -> None:
+    row = score_family(family, first_seed=0, runs=2)
+    assert row.false_heads == 0
+    assert row.runs == 2

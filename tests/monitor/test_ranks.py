@@ -1,8 +1,10 @@
 """Several processes for real (gloo, on the CPU): each way to spread a model, against one process and no agent."""
 
+import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,12 +13,11 @@ import pytest
 import torch
 from tests.monitor import ranks
 from tests.monitor.executions import Trained, watched
+from tests.monitor.resumed_courses import assert_foreshock_changed_no_bit
+from tests.monitor.torchrun import trained
 
 from foreshock.contract.slots import COUNT_SLOTS, Slot, Words, merge_words
 from foreshock.server.testing import LiveService
-
-pytestmark = pytest.mark.full
-"""tests/kernels/test_attention_distributed.py trains on two ranks in the quick tier."""
 
 WORLD = 2
 WAYS = ("DDP", "FSDP2", "FSDP2, separate", "FSDP2, Conv1D", "tensor parallel", "pipeline")
@@ -74,12 +75,14 @@ MODES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.execution(*MODES[way])) for way in WAYS])
 def test_loss_and_weights_are_those_of_the_operator_alone_to_the_last_bit(way: str, told: Any) -> None:
     assert [told[rank][way]["same_bits"] for rank in range(WORLD)] == [True] * WORLD
     assert all(torch.isfinite(loss) for rank in range(WORLD) for loss in told[rank][way]["losses"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("way", "single"), [("DDP", "nano"), ("FSDP2", "nano"), ("FSDP2, separate", "grouped")])
 def test_ranks_that_share_the_rows_add_up_to_one_process(
     way: str, single: str, told: Any, one_process: dict[str, Trained]
@@ -97,6 +100,7 @@ def test_ranks_that_share_the_rows_add_up_to_one_process(
     np.testing.assert_allclose(floats[:, Slot.ROW_MAX_ABS], wanted[:, Slot.ROW_MAX_ABS], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_ranks_that_share_the_heads_hold_them_under_their_global_numbers(
     told: Any, one_process: dict[str, Trained]
 ) -> None:
@@ -113,12 +117,14 @@ def test_ranks_that_share_the_heads_hold_them_under_their_global_numbers(
         assert {int(rows) for part in parts for rows in part["words"][step][:, Slot.ROWS]} == {2 * 12}
 
 
+@pytest.mark.full
 def test_stages_of_a_pipeline_hold_their_layers_under_their_global_numbers(told: Any) -> None:
     parts = [told[rank]["pipeline"] for rank in range(WORLD)]
     assert [part["layers"] for part in parts] == [[(0, [0, 1], 2)], [(1, [0, 1], 2)]]
     assert [words[:, Slot.ROWS].tolist() for part in parts for words in part["words"]] == [[48, 48]] * 2 * ranks.STEPS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("way", "single"), [("DDP", "nano"), ("FSDP2, separate", "grouped"), ("tensor parallel", "grouped, rows of one")]
 )
@@ -135,17 +141,20 @@ def test_every_head_is_measured_by_a_rank_that_holds_it_whole(
     np.testing.assert_allclose(together, expected, rtol=0.03)
 
 
+@pytest.mark.full
 def test_a_rank_names_the_heads_whose_weights_lie_apart(told: Any) -> None:
     assert "norm of W_Q W_K^T of heads 1 not measured" in told[0]["FSDP2"]["report"]
     assert "not measured" not in told[0]["FSDP2, separate"]["report"]
 
 
+@pytest.mark.full
 def test_ranks_that_cut_the_inputs_of_the_weights_tell_their_norms_as_unmeasured(told: Any) -> None:
     for rank in range(WORLD):
         assert told[rank]["FSDP2, Conv1D"]["query_norm"] is None
         assert "norms not measured: the inputs of W_Q or W_K are spread" in told[rank]["FSDP2, Conv1D"]["report"]
 
 
+@pytest.mark.full
 def test_the_ranks_of_one_run_are_one_run_for_the_service(told: Any) -> None:
     seen = told[WORLD]
     assert {told[rank]["DDP"]["run"] for rank in range(WORLD)} == {"torchrun-job-7"}
@@ -161,9 +170,42 @@ def test_the_ranks_of_one_run_are_one_run_for_the_service(told: Any) -> None:
     assert np.ravel(seen["torchrun-job-7 ties"]["values"]).tolist() == share.tolist()
 
 
+@pytest.mark.full
 def test_the_service_joins_heads_that_lie_in_different_ranks(told: Any) -> None:
     seen = told[WORLD]
     assert [layer["heads"] for layer in seen["parts"]["layers"]] == [[0, 1, 2, 3]] * 2
     words = [told[rank]["tensor parallel"]["words"][-1] for rank in range(WORLD)]
     shares = np.stack([w[:, Slot.TIED_ROWS_BF16] / w[:, Slot.ROWS] for w in words]).reshape(WORLD, 2, 2)
     assert np.ravel(seen["parts ties"]["values"]).tolist() == shares.transpose(1, 0, 2).ravel().tolist()
+
+
+PROGRAMS = Path(__file__).parent
+GPUS = [("cuda", world) for world in range(1, 1 + min(2, torch.cuda.device_count()))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("trainer", "device", "world"),
+    [
+        ("Trainer", "cpu", 2),
+        ("Accelerate", "cpu", 2),
+        *((trainer, *gpus) for trainer in ("Trainer", "Accelerate", "Accelerate with DDP") for gpus in GPUS),
+    ],
+)
+def test_a_training_that_stops_and_resumes_is_the_same_with_foreshock_to_the_last_bit(
+    trainer: str, device: str, world: int, tmp_path: Path
+) -> None:
+    told = trained(PROGRAMS / "trainer_ranks.py", world, tmp_path, device, trainer)
+    assert all(course["sharded"] == ("DDP" not in trainer) for rank in told for course in rank.values())
+    assert_foreshock_changed_no_bit(told, device)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan 0.2.2, which is optional")
+@pytest.mark.parametrize(("device", "world"), [("cpu", 1), ("cpu", 2), *GPUS])
+def test_a_training_by_torchtitan_that_stops_and_resumes_is_the_same_with_foreshock_to_the_last_bit(
+    device: str, world: int, tmp_path: Path
+) -> None:
+    told = trained(PROGRAMS / "titan_ranks.py", world, tmp_path, device)
+    assert all(course["sharded"] == (world > 1) for rank in told for course in rank.values())
+    assert_foreshock_changed_no_bit(told, device)
