@@ -95,6 +95,11 @@ class Trained:
         for a, b in zip(self.losses + self.weights, other.losses + other.weights, strict=True):
             assert torch.equal(a, b), float((a.double() - b.double()).abs().max())
 
+    def assert_near(self, other: "Trained", rtol: float, atol: float) -> None:
+        """Losses and weights are equal within rounding."""
+        for a, b in zip(self.losses + self.weights, other.losses + other.weights, strict=True):
+            torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
 
 def _weights(model: nn.Module) -> list[Tensor]:
     """What this process holds of every weight."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.monitor.doubles import Listener
-from tests.monitor.executions import EVERY_STEP, STEPS, Mode, Trained, watched
+from tests.monitor.executions import EVERY_STEP, STEPS, Mode, Trained, unwatched, watched
 from tests.monitor.library_calls import (
     BOUNDS,
     CALLS,
@@ -91,8 +91,7 @@ def capped(query: Tensor, key: Tensor, value: Tensor) -> Any:
 def test_our_kernels_serve_a_call_and_count_what_is_measured_of_it_where_it_is_kept(call: Call) -> None:
     got = watched(model_of(call), Mode().loop, attention="kernels")
     expected = alone(call)
-    for mine, own in zip(got.losses + got.weights, expected.losses + expected.weights, strict=True):
-        torch.testing.assert_close(mine, own, rtol=1e-5, atol=1e-6)
+    got.assert_near(expected, rtol=1e-5, atol=1e-6)
     assert "2 x kernels" in got.report
     kept = watched(model_of(call), Mode().loop, **KEPT)
     kept.assert_same_bits(expected)
@@ -300,10 +299,8 @@ def trained(name: str, kind: str, implementation: str = "flash_attention_2", **s
             stepped(losses[-1].detach())
         return losses
 
-    model: nn.Module = transformers_model(name, implementation)
-    if settings:
-        return watched(model, loop, **settings)
-    return Trained(loop(model, lambda loss: None), [p.detach().clone() for p in model.parameters()])
+    model = transformers_model(name, implementation)
+    return watched(model, loop, **settings) if settings else unwatched(model, loop)
 
 
 CASES = [
@@ -317,22 +314,18 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_what_transformers_hands_to_flash_attn_is_kept_and_measured_row_by_row(name: str, kind: str) -> None:
-    got = trained(name, kind, **KEPT)
-    got.assert_same_bits(trained(name, kind))
+def test_what_transformers_hands_to_flash_attn_is_kept_measured_row_by_row_and_served_alike(
+    name: str, kind: str
+) -> None:
+    got, expected, served = trained(name, kind, **KEPT), trained(name, kind), trained(name, kind, attention="kernels")
+    got.assert_same_bits(expected)
     real = ROWS * LENGTH - 5 * (kind == "padded")
     assert got.rows == [real * STEPS] * 8
     if kind != "padded":  # padded rows are no rows to flash_attn, and some to PyTorch's
         assert_alike(got, trained(name, kind, "sdpa", **KEPT))
-
-
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_our_kernels_take_the_place_of_flash_attn_for_whole_padded_and_packed_rows(name: str, kind: str) -> None:
-    got, expected = trained(name, kind, attention="kernels"), trained(name, kind)
-    for mine, own in zip(got.losses + got.weights, expected.losses + expected.weights, strict=True):
-        torch.testing.assert_close(mine, own, rtol=1e-4, atol=1e-5)
-    assert "2 x kernels (" in got.report
-    assert_alike(got, trained(name, kind, **KEPT))
+    served.assert_near(expected, rtol=1e-4, atol=1e-5)
+    assert "2 x kernels (" in served.report
+    assert_alike(served, got)
 
 
 def test_an_argument_that_is_for_flash_attn_alone_leaves_eager_attention_measured() -> None:
@@ -421,22 +414,16 @@ def _classes_are_as_they_were() -> Iterator[None]:
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_of_a_library_is_kept_to_the_last_bit_and_measured_as_pytorchs_own(name: str) -> None:
     make, ask, rule = MODULES[name]
-    plain = model_with(make, ask)
-    losses = Mode().loop(plain, lambda loss: None)
     got = watched(model_with(make, ask), Mode().loop, **KEPT)
-    for mine, own in zip(got.losses + got.weights, (*losses, *plain.parameters()), strict=True):
-        assert torch.equal(mine, own)
+    got.assert_same_bits(unwatched(model_with(make, ask), Mode().loop))
     assert got.rows == [2 * 12 * STEPS] * 8
     assert_alike(got, watched(model_of(of_pytorch(rule)), Mode().loop, **KEPT))
 
 
 def test_our_kernels_serve_a_module_of_a_library() -> None:
     make, ask, _ = MODULES["engine"]
-    plain = model_with(make, ask)
-    losses = Mode().loop(plain, lambda loss: None)
     got = watched(model_with(make, ask), Mode().loop, attention="kernels")
-    for mine, own in zip(got.losses + got.weights, (*losses, *plain.parameters()), strict=True):
-        torch.testing.assert_close(mine, own.detach(), rtol=1e-5, atol=1e-6)
+    got.assert_near(unwatched(model_with(make, ask), Mode().loop), rtol=1e-5, atol=1e-6)
     assert "2 x kernels (" in got.report
 
 

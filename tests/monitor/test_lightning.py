@@ -81,6 +81,11 @@ class Watcher(Callback):  # type: ignore[misc]
         return [e.status for e in self.listener.of(wire.Finished)]
 
 
+def trainer_of(steps: int, *callbacks: Callback, **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return Trainer(max_steps=steps, callbacks=[*callbacks], **quiet, **options)
+
+
 def fit(
     folder: Path,
     steps: int,
@@ -94,16 +99,8 @@ def fit(
     callback = ForeshockCallback(**EVERY_STEP)
     watcher, model = Watcher(callback, **watching), Model()
     saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=4, save_top_k=keep, filename="{step}")
-    trainer = Trainer(
-        max_steps=steps,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=clip,
-        callbacks=[callback, watcher, saving],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-    )
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+    trainer = trainer_of(steps, callback, watcher, saving, **options)
     try:
         trainer.fit(model, data(), ckpt_path=None if resume is None else str(resume))
     finally:
@@ -118,10 +115,7 @@ def test_accumulated_micro_batches_make_one_step_with_their_mean_loss(tmp_path: 
     means = [sum(model.losses[n : n + 2]) / 2 for n in (0, 2, 4)]
     assert [s.loss for s in samples] == pytest.approx(means, rel=1e-6)
     assert [s.learning_rate for s in samples] == [0.1] * 3
-    for s in samples:
-        words = s.words()
-        assert words is not None
-        assert slot_values(words, Slot.ROWS).tolist() == [2 * 2 * 12] * 4
+    assert [slot_values(s.words(), Slot.ROWS).tolist() for s in samples] == [[2 * 2 * 12] * 4] * 3
     assert watcher.endings() == ["completed"]
     assert callback.agent is not None
     assert callback.agent.faults == {}
@@ -157,16 +151,7 @@ def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_p
 def test_a_training_that_fails_is_told_so_and_the_model_is_given_back(tmp_path: Path) -> None:
     callback = ForeshockCallback(**EVERY_STEP)
     watcher = Watcher(callback, fail_at=2)
-    trainer = Trainer(
-        max_steps=5,
-        callbacks=[callback, watcher],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-    )
-    model = Model()
+    trainer, model = trainer_of(5, callback, watcher, enable_checkpointing=False), Model()
     with pytest.raises(RuntimeError, match="the user's own fault"):
         trainer.fit(model, data())
     assert watcher.endings() == ["failed"]
@@ -177,11 +162,7 @@ def test_qk_clip_is_shown_the_optimizers_that_16_bit_weights_need(tmp_path: Path
     callback = ForeshockCallback(
         **EVERY_STEP | {"qk_clip": "always", "qk_clip_threshold": 1e-3, "attention": "kernels"}
     )
-    trainer = Trainer(
-        max_steps=3, callbacks=[callback], logger=False, enable_progress_bar=False, enable_model_summary=False,
-        accelerator="cpu", enable_checkpointing=False,
-    )  # fmt: skip
-    trainer.fit(Model().to(torch.bfloat16), data())
+    trainer_of(3, callback, enable_checkpointing=False).fit(Model().to(torch.bfloat16), data())
     assert callback.agent is not None
     assert "heads were scaled" in callback.agent.report()
     assert "may be copies" not in callback.agent.report()

@@ -54,14 +54,19 @@ def sampled_steps(monkeypatch: pytest.MonkeyPatch, step_seconds: list[float], **
     return [sample.step for sample in listener.of(wire.Sample)]
 
 
-def test_slow_steps_are_sampled_at_multiples_of_the_steps_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sampled_steps(monkeypatch, [0.5] * 35) == [1, 10, 20, 30, 35]
-    assert sampled_steps(monkeypatch, [1e-3] * 7, sample_every_steps=3, sample_every_seconds=0.0) == [1, 3, 6, 7]
-
-
-def test_quick_steps_are_sampled_no_more_often_than_the_seconds_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = sampled_steps(monkeypatch, [0.009] * 500)  # 111 steps a second
-    assert steps == [1, 160, 320, 480, 500]
+@pytest.mark.parametrize(
+    ("seconds", "settings", "steps"),
+    [
+        ([0.5] * 35, {}, [1, 10, 20, 30, 35]),
+        ([1e-3] * 7, {"sample_every_steps": 3, "sample_every_seconds": 0.0}, [1, 3, 6, 7]),
+        ([0.009] * 500, {}, [1, 160, 320, 480, 500]),  # 111 steps a second are sampled as often as the seconds allow
+        ([60.0] + [0.2] * 40, {}, [1, 10, 20, 30, 40, 41]),  # a long first step slows nothing down for good
+    ],
+)
+def test_samples_end_at_multiples_of_the_steps_asked_for_and_no_more_often_than_the_seconds_allow(
+    seconds: list[float], settings: dict[str, Any], steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sampled_steps(monkeypatch, seconds, **settings) == steps
 
 
 @pytest.mark.parametrize("skew", [1.0, 1.02, 0.98])
@@ -74,10 +79,6 @@ def test_ranks_whose_clocks_differ_sample_the_same_steps(skew: float, monkeypatc
     near_the_edge = [1 / 160] * 700  # where one rank may come to half the other's stride
     many, few = (sampled_steps(monkeypatch, [s * f for s in near_the_edge]) for f in (1.001, 0.999))
     assert set(few) <= set(many)
-
-
-def test_a_long_first_step_does_not_slow_the_cadence_down_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sampled_steps(monkeypatch, [60.0] + [0.2] * 40) == [1, 10, 20, 30, 40, 41]
 
 
 def numbered(numbers: list[int | None], every: int = 10, watch_from: int | None = None) -> list[tuple[int, int]]:

@@ -275,6 +275,16 @@ def test_a_command_naming_heads_of_other_ranks_is_applied_to_those_that_are_here
     assert modes.tolist() == [0, 0, 1, 0]
 
 
+def test_an_order_waits_until_each_of_its_heads_is_served_and_is_answered_with_the_first() -> None:
+    switchboard, _ = board()
+    served = {2}
+    switchboard.serves = lambda row: row in served
+    assert switchboard.obey(command(heads=((1, 0), (1, 1))), step=1, unix_seconds=0) is None
+    assert [(each.command, each.heads) for each in switchboard.settle(1, 2, 0)] == [("c1", ((1, 0),))]
+    served.add(3)
+    assert [(each.command, each.heads) for each in switchboard.settle(2, 3, 0)] == [(None, ((1, 1),))]
+
+
 def test_an_order_that_waits_keeps_the_heads_that_a_later_one_does_not_take() -> None:
     switchboard, modes = board()
     served = False
