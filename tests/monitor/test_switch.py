@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.contract.modes import DEFAULT_MITIGATION, Mode, parse_mode
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
@@ -160,7 +161,9 @@ def test_every_step_is_sampled_while_the_cause_of_a_drift_is_undecided(monkeypat
     for step in range(16):
         agent.step(train_step(model, optimizer, step))
     agent.close()
-    assert [s.step for s in listener.of(wire.Sample)] == [1, *range(3, 11), 12, 16]
+    samples = listener.of(wire.Sample)
+    assert [s.step for s in samples] == [1, *range(3, 11), 12, 16]
+    assert all(slot_values(s.words(), Slot.ROWS).min() > 0 for s in samples), "and measured"
 
 
 @pytest.mark.parametrize(
@@ -279,8 +282,10 @@ def test_an_order_waits_until_each_of_its_heads_is_served_and_is_answered_with_t
     switchboard, _ = board()
     served = {2}
     switchboard.serves = lambda row: row in served
-    assert switchboard.obey(command(heads=((1, 0), (1, 1))), step=1, unix_seconds=0) is None
-    assert [(each.command, each.heads) for each in switchboard.settle(1, 2, 0)] == [("c1", ((1, 0),))]
+    assert switchboard.obey(command(heads=((0, 1), (1, 0), (1, 1))), step=1, unix_seconds=0) is None
+    switchboard.why_refused = lambda row, mode: "it passes a mask" if row == 1 else None
+    [first] = switchboard.settle(1, 2, 0)
+    assert (first.command, first.heads, "it passes a mask" in first.reason) == ("c1", ((1, 0),), True)
     served.add(3)
     assert [(each.command, each.heads) for each in switchboard.settle(2, 3, 0)] == [(None, ((1, 1),))]
 
