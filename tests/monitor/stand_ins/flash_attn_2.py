@@ -69,8 +69,21 @@ def flash_attn_varlen_kvpacked_func(
     return FlashAttnVarlenKVPackedFunc.apply(q, kv, *ends, *asked(*args, **options), torch.is_grad_enabled())
 
 
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
-    return FlashAttnFunc.apply(q, k, v, *asked(*args, **options), torch.is_grad_enabled())
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    given = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return FlashAttnFunc.apply(q, k, v, *given, torch.is_grad_enabled())
 
 
 def flash_attn_varlen_func(
@@ -81,9 +94,16 @@ def flash_attn_varlen_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *args: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-    **options: Any,
 ) -> Any:
     ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return FlashAttnVarlenFunc.apply(q, k, v, *ends, *asked(*args, **options), block_table, torch.is_grad_enabled())
+    given = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return FlashAttnVarlenFunc.apply(q, k, v, *ends, *given, block_table, torch.is_grad_enabled())
