@@ -92,7 +92,7 @@ class _Bars:
         record = self._story.records[run]
         if not record.steps:
             return
-        reached = f"loss {record.losses[-1]:.3f}  largest score {self._story.largest_score(run):>6,.0f}"
+        reached = f"loss {record.losses[-1]:.3f}  largest score {record.largest[-1]:>6,.0f}"
         self._progress.update(self._tasks[run], completed=step, reached=reached)
         tenth = _LINES_OF_A_RUN * step // self._last_step
         if not self._console.is_terminal and self._tenths.get(run) != tenth:

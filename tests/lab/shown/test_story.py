@@ -8,7 +8,7 @@ import pytest
 from tests.lab.short_traces import TRACES
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Slot, identity_row, slot_values
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.recording.replay import judged, verdicts
 from foreshock.lab.recording.trace import Trace, read_trace
 from foreshock.lab.shown.story import (
@@ -17,7 +17,6 @@ from foreshock.lab.shown.story import (
     OF_PYTORCH,
     SWITCHED,
     WORTH_SAYING,
-    Record,
     Story,
     equal_until,
     opening,
@@ -172,23 +171,3 @@ def test_a_run_without_a_warning_is_not_said_to_have_one() -> None:
                 assert not [text for _, text in story.hear(run, event) if "loss" in text], "twins are equal so far"
     assert list(story.ending()) == [f"{LEFT_ALONE} was not warned about.", f"{OF_PYTORCH} was not warned about."]
     assert np.isfinite(story.excess(story.shared_step))
-
-
-# What is kept of one run
-
-
-def sample(step: int, since: int, score: float, loss: float) -> wire.Sample:
-    words = np.tile(identity_row(), (1, 1))
-    words[0, Slot.ROWS] = 2
-    words.view(np.float64)[0, Slot.ROW_MAX_ABS] = score
-    return wire.Sample(step=step, since_step=since, unix_seconds=0.0, states=wire.Array.of(words), loss=loss)
-
-
-def test_samples_of_single_steps_become_one_point() -> None:
-    filled = Record()
-    for step in range(1, 61):
-        filled.add(sample(step, step - 1, float(step), float(step)))
-    filled.add(wire.Finished(step=60, unix_seconds=0.0, status="completed"))
-    assert filled.steps == [25, 50, 60]
-    assert [float(score[0]) for score in filled.scores] == [25.0, 50.0, 60.0]
-    assert filled.losses == [13.0, 38.0, 55.5]

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Floats, Slot, Words, merge_words, slot_values
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.recording.trace import Trace, read_trace
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 
@@ -22,22 +22,18 @@ WORTH_SAYING: Final = (0.01, 0.02, 0.04)
 """Shares of the twin's loss: a sentence says when the loss first lies that far above it."""
 _STEPS_OF_A_LOSS: Final = 500
 """A single step's loss is mostly the luck of its batch."""
-_POINT_STEPS: Final = 25
-"""Samples are merged up to this length: round a warning the agent samples every step, which is mostly noise."""
 
 
 @dataclass(slots=True)
 class Record:
-    """Fill it with an agent's events, in order."""
+    """Fill it with an agent's events, in order: step, largest |score| of any head and loss of each sample."""
 
     steps: list[int] = field(default_factory=list)
-    scores: list[Floats] = field(default_factory=list)
+    largest: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     warnings: list[wire.Verdict] = field(default_factory=list)
     """verdicts raised"""
     switches: list[wire.Switched] = field(default_factory=list)
-    _waiting: list[tuple[int, Words, float]] = field(default_factory=list)
-    """length, states and loss of the samples that are not a point yet"""
 
     def add(self, event: wire.Event) -> None:
         """Take what matters of one event."""
@@ -46,18 +42,9 @@ class Record:
         elif isinstance(event, wire.Switched) and event.outcome == "applied":
             self.switches.append(event)
         elif isinstance(event, wire.Sample) and (words := event.words()) is not None:
-            self._waiting.append((event.step - event.since_step, words, np.nan if event.loss is None else event.loss))
-            if sum(steps for steps, _, _ in self._waiting) >= _POINT_STEPS:
-                self._point(event.step)
-        elif isinstance(event, wire.Finished) and self._waiting:
-            self._point(event.step)
-
-    def _point(self, step: int) -> None:
-        lengths, words, losses = zip(*self._waiting, strict=True)
-        self.steps.append(step)
-        self.scores.append(slot_values(merge_words(words), Slot.ROW_MAX_ABS))
-        self.losses.append(float(np.average(losses, weights=np.maximum(lengths, 1))))
-        self._waiting.clear()
+            self.steps.append(event.step)
+            self.largest.append(float(slot_values(words, Slot.ROW_MAX_ABS).max()))
+            self.losses.append(np.nan if event.loss is None else event.loss)
 
 
 def recordings() -> dict[str, Trace]:
@@ -134,8 +121,8 @@ class Story:
             yield run, f"{word}: {'the same as of its twin.' if known else event.sentence}"
         elif isinstance(event, wire.Switched) and event.outcome == "applied":
             yield run, f"its agent switches {len(event.heads)} heads from {event.before[0]} to {event.after[0]}."
-        elif isinstance(event, wire.Sample) and record.scores:
-            if run not in self.dangerous and record.scores[-1].max() >= DANGEROUS_SCORE:
+        elif isinstance(event, wire.Sample) and record.largest:
+            if run not in self.dangerous and record.largest[-1] >= DANGEROUS_SCORE:
                 self.dangerous[run] = event.step
                 yield run, f"its largest score reaches {DANGEROUS_SCORE:.0f}."
             if run in (LEFT_ALONE, SWITCHED) and (excess := self._excess_to_say()) is not None:
@@ -170,22 +157,20 @@ class Story:
         self._shares_passed = reached
         return excess
 
-    def largest_score(self, run: str) -> float:
-        """Of any head, at the last point of a run."""
-        return float(self.records[run].scores[-1].max())
-
     def ending(self) -> Iterator[str]:
         """What was seen, in sentences."""
         for run in (LEFT_ALONE, OF_PYTORCH):
             yield f"{run} {self._failure(run)}"
         if not self.records[SWITCHED].switches:
             return
-        switch, end = self.records[SWITCHED].switches[0], self.shared_step
+        switched, end = self.records[SWITCHED], self.shared_step
+        switch = switched.switches[0]
+        since = max(score for step, score in zip(switched.steps, switched.largest, strict=True) if step > switch.step)
         steps = [step for step in self.records[LEFT_ALONE].steps if switch.step < step <= end]
         worst = max(steps, key=self.excess)
         yield (
             f"{SWITCHED}: {len(switch.heads)} heads went to {switch.after[0]} at step {switch.step:,}; since then no "
-            f"score was larger than {self._largest_since(switch.step):,.0f}. Left alone, the loss lay "
+            f"score was larger than {since:,.0f}. Left alone, the loss lay "
             f"{self.excess(worst):.1%} above it at worst (step {worst:,}), and {self.excess(end):.1%} at the end."
         )
 
@@ -200,9 +185,5 @@ class Story:
         later = dangerous - first.step
         return (
             f"{words} {later:,} steps later its largest score reached {DANGEROUS_SCORE:.0f}; at the end it is "
-            f"{self.largest_score(run):,.0f}."
+            f"{self.records[run].largest[-1]:,.0f}."
         )
-
-    def _largest_since(self, step: int) -> float:
-        record = self.records[SWITCHED]
-        return max(float(scores.max()) for at, scores in zip(record.steps, record.scores, strict=True) if at > step)
