@@ -303,6 +303,38 @@ def test_a_wrong_kernel_is_an_incident_of_its_own_from_the_first_sample_that_hol
     assert "only one rank reports it, drain its GPU" in incident.to_do
 
 
+@pytest.mark.parametrize(("policy", "allowed"), [("auto", True), ("auto", False), ("observe", True)])
+def test_the_policy_auto_moves_a_layer_with_wrong_rows_to_our_kernels_if_the_user_allowed_it(
+    monkeypatch: pytest.MonkeyPatch, policy: Any, allowed: bool
+) -> None:
+    calls = 0
+
+    def wrong_in_the_second_layer(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        out: Tensor = OWN(*args, **kwargs)
+        return out if calls == 1 else 2 * out
+
+    listener, model = Listener(), two_layers()
+    with attach(model, **DEFAULT, strict=True, policy=policy, replace_wrong_attention=allowed) as agent:
+        monkeypatch.setattr("foreshock.monitor.attention.interception.SDPA", wrong_in_the_second_layer)
+        agent.subscribe(listener)
+        for _ in range(5):
+            calls = 0
+            changed(agent, model, 1)
+        modes = agent.modes()
+    [found] = listener.of(wire.Verdict)
+    moved = policy == "auto" and allowed
+    assert {mode for (layer, _), mode in modes.items() if layer == 0} == {"plain"}
+    assert {mode for (layer, _), mode in modes.items() if layer == 1} == {"row_corrected" if moved else "plain"}
+    assert calls == (1 if moved else 2)
+    assert [(one.outcome, one.verdict, one.heads) for one in listener.of(wire.Switched)] == (
+        [("applied", found.id, ((1, 0), (1, 1)))] if moved else []
+    )
+    [incident] = incidents([Warned(0, 1, found)], RunContext("row_corrected", modes=modes))
+    assert ("runs on foreshock's kernels now" in incident.done) == moved
+
+
 @pytest.mark.promise("A29")
 def test_a_gradient_that_is_wrong_while_the_output_is_right_is_an_incident_of_the_same_cause(
     monkeypatch: pytest.MonkeyPatch,

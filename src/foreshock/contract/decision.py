@@ -129,9 +129,14 @@ _OTHER: Final[dict[str, Text]] = {
 }
 _KERNEL: Final[dict[str, Text]] = {
     "": Text(
-        "No head was switched: machines only report this.",
+        "No head was switched: machines only report this, unless replace_wrong_attention is set.",
         "Set the layer to row_corrected (foreshock's kernels) or change the library version; if only one rank "
         "reports it, drain its GPU. Then resume from {checkpoint}.",
+    ),
+    "moved": Text(
+        "Every layer with wrong rows runs on foreshock's kernels now.",
+        "Change the library version; if only one rank reports it, drain its GPU. The weights may hold the harm: if the "
+        "loss is off its track, resume from {checkpoint}.",
     ),
     "ended": Text("{ended}", f"{_RESUME} with attention='kernels' or another version of the attention library."),
 }

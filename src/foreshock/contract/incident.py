@@ -311,6 +311,9 @@ def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContex
         return "ended, not arrested" if progress == "not arrested" else "ended"
     if cause == "score growth":
         return "slows" if slows else known.clip or ""
+    if cause == "attention kernel":
+        ours = {ref for ref, mode in known.modes.items() if mode != "plain"}
+        return "moved" if all((head.layer, head.head) in ours for head in heads) else ""
     if not curable(cause):
         return "" if severe else "warning"
     if any(head.signal == "nonfinite" for head in heads):

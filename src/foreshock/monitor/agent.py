@@ -336,7 +336,7 @@ class Agent:
                 lambda: console.log_lines(console.lines_for(said, modes, self._clipping.state, self._outbox.page))
             )
         if self.config.policy != "observe":
-            self._guards["policy"].run(self._switching.act, verdicts, self.current_step)
+            self._guards["policy"].run(self._switching.act, said, self.current_step)
         self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
         self._saves.follow(said, self._active)
         if self.config.save_on_warning and self.config.rank == 0:

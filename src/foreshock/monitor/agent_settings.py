@@ -25,6 +25,7 @@ class AgentSettings(TypedDict, total=False):
     policy: Policy
     mitigation: str
     switch_scope: SwitchScope
+    replace_wrong_attention: bool
     save_on_warning: bool
     qk_clip: ClipWhen
     qk_clip_threshold: float

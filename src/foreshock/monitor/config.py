@@ -82,6 +82,9 @@ class AgentConfig(BaseSettings):
     switch_scope: SwitchScope = "model"
     """Which heads a warning switches under approve and auto: the head that it names (head), its layer (layer), or all
     heads of this process (model)."""
+    replace_wrong_attention: bool = False
+    """Under the policy auto, a layer whose own attention computes wrong rows or gradients moves to foreshock's kernels,
+    with all of its heads in the mode `mitigation`."""
     save_on_warning: bool = True
     """Ask the trainer for a checkpoint when a warning opens an incident (in a plain loop `agent.should_save` is then
     true once), and protect the last clean one from the trainer's retention rule by hard links."""

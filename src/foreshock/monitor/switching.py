@@ -359,6 +359,12 @@ class Switching:
             if (outcome := _OUTCOMES[act_on(cause_of(verdict), config.policy)]) is not None:
                 named = f"policy {config.policy}"
                 done += board.follow(heads, mode, verdict, step=step, outcome=outcome, policy=named)
+        if config.policy == "auto" and config.replace_wrong_attention:
+            mode = parse_mode(config.mitigation)
+            for verdict in verdicts:
+                if verdict.cause == "attention kernel" and verdict.state == "raised":
+                    heads = tuple(head for head in modes if head[0] == verdict.layer)
+                    done += board.follow(heads, mode, verdict, step=step, outcome="applied", policy="policy auto")
         for switched in done:
             self._emit(switched)
         self._report(done)
