@@ -166,7 +166,7 @@ def test_an_implementation_is_advised_only_where_it_computes_the_same_attention(
         agent.step()
         report = agent.report()
     assert "its attention is eager, which stays" in report
-    assert ("set_attn_implementation('sdpa') lets kernels serve" in report) == advised
+    assert ("set_attn_implementation('sdpa') lets kernels compute it" in report) == advised
 
 
 def test_any_kernel_that_transformers_knows_by_name_is_measured(caplog: pytest.LogCaptureFixture) -> None:

@@ -154,7 +154,7 @@ class Agent:
         self._switchboard = Switchboard(self._heads, attached.modes, self._new_id)
         self._switchboard.on_change = attached.selector.follow
         self._switchboard.why_refused = attached.selector.refusal
-        self._switchboard.serves = attached.selector.serves
+        self._switchboard.runs_on_kernels = attached.selector.runs_on_kernels
         attached.selector.faults = self.faults
         self.detectors = Detectors(self._heads, config.detectors)
         watched = attached.layers, attached.selector, attached.unwatched
@@ -354,7 +354,7 @@ class Agent:
         return found
 
     def _record_coverage(self, counted: Counted) -> None:
-        """Record which layers a sample counts, and send anew who serves and measures each where that changed."""
+        """Record which layers a sample counts, and send anew what computes and measures each where that changed."""
         if self._undo is not None and self._coverage.record(counted.words, counted.since_step, counted.step):
             self._coverage.show(counted.step)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
@@ -434,7 +434,7 @@ class Agent:
         self._clipping.given(optimizer, group)
 
     def report(self) -> str:
-        """The table of attention modules: heads, dims, layout of W_Q and W_K, and what serves each.
+        """The table of attention modules: heads, dims, layout of W_Q and W_K, and what computes each.
 
         Where attention is kept, with the sampling error of the last sample that measured some.
         """

@@ -1,4 +1,4 @@
-"""A model that an agent watches: its state on the device, its layers, and who serves and measures each."""
+"""A model that an agent watches: its state on the device, its layers, and what computes and measures each."""
 
 import importlib.metadata
 import time
@@ -34,7 +34,7 @@ class AttachedModel:
     danger: Callable[[], str]
     """Says in a line whether this run is open to the drift by rounding."""
     selector: BackendSelector
-    """What serves each layer."""
+    """What computes each layer."""
     finder: UnwatchedAttentionFinder
     """Looks out for attention that is not watched."""
     model: "weakref.ref[nn.Module]"
@@ -50,7 +50,7 @@ class AttachedModel:
     """Attention modules that were found and cannot be watched."""
 
     def announced(self) -> tuple[wire.Layer, ...]:
-        """`layers` as they stand now: who serves each, and the head dim that calls showed where nothing else did."""
+        """`layers` as they stand now: what computes each, and the head dim that calls showed where nothing else did."""
         return tuple(
             layer.model_copy(
                 update={
@@ -79,7 +79,7 @@ class AttachedModel:
         )
 
     def is_served_as(self, layers: Sequence[wire.Layer]) -> bool:
-        """Whether each layer is served now as `layers`, which `announced` gave, has it."""
+        """Whether `layers`, which `announced` gave, still says what computes each layer."""
         return [layer.sampled for layer in layers] == [watched.sampled for watched in self.selector.layers]
 
     def computed_by(self, layer: int) -> str:

@@ -292,7 +292,7 @@ def _some_weights(watched: list[Found]) -> tuple[weakref.ref[Tensor], ...]:
 
 
 def _described(watched: list[Found], settings: AgentConfig, ours: str) -> tuple[Layer, ...]:
-    """The layers as the service gets them; `ours`: what of ours serves them, where it does."""
+    """The layers as the service gets them; `ours`: which of our kernels compute them, where they do."""
     sampled = settings.attention != "kernels"
     layers: dict[int, Layer] = {}
     for index, f in enumerate(watched):

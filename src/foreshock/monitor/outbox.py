@@ -100,7 +100,7 @@ class Outbox:
             active.add(verdict.id)
 
     def correct(self, started: wire.Started) -> None:
-        """Send anew what the run is, since who serves its layers has changed; nothing happened, so no sink hears it."""
+        """Send again what the run is, when what computes its layers changed. Sinks do not hear it: nothing happened."""
         self.started = started
         self._send(started)
 

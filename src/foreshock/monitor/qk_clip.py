@@ -532,7 +532,7 @@ class Clipping:
         self._clip.group, self._ready = group, True
 
     def _look_again(self) -> bool:
-        """Find the weights anew where a call has shown them, or they or those who serve them have changed."""
+        """Find the weights anew where a call has shown them, or they or what computes the layers has changed."""
         for layout in self._attached.layouts:
             layout.locate()
         now, clip = self._fingerprint(), self._clip

@@ -38,7 +38,7 @@ _OUTCOMES: Final[dict[Act, wire.Outcome | None]] = {"switch": "applied", "propos
 
 
 class _Order(NamedTuple):
-    """A switch that waits for the kernels to serve its heads."""
+    """A switch that waits for the kernels to compute its heads."""
 
     heads: tuple[tuple[int, int], ...]
     mode: Mode
@@ -60,7 +60,7 @@ class Switchboard:
         """Is called with the modes that are wanted [N], whenever they may have changed."""
         self.why_refused: Callable[[int, int], str | None] = lambda row, mode: None
         """Why the head in a row cannot be given a mode; None where it can."""
-        self.serves: Callable[[int], bool] = lambda row: True
+        self.runs_on_kernels: Callable[[int], bool] = lambda row: True
         """Whether our kernels compute the head in a row, and read its mode."""
         self._orders: list[_Order] = []
         self._late: list[wire.Switched] = []
@@ -84,7 +84,7 @@ class Switchboard:
         return self.modes() | {head: int(order.mode) for order in self._orders for head in order.heads}
 
     def switch(self, heads: Iterable[tuple[int, int]], mode: str, *, step: int, reason: str) -> wire.Switched | None:
-        """Give `heads` this mode, as a person asked; None while that waits for the kernels to serve them.
+        """Give `heads` this mode, as a person asked; None while that waits for the kernels to compute them.
 
         Raises ValueError for no heads, for a mode or head that does not exist here, and for a mode that a head cannot
         have as its attention is called. Of every head those are left out that no mode would change.
@@ -136,7 +136,7 @@ class Switchboard:
             elif other.command is not None:
                 self._late.append(self._answer(other, "refused", other.heads, step, "another order took its place"))
         self._given.update(self._rows[head] for head in order.heads)
-        if order.mode and not all(self.serves(self._rows[head]) for head in order.heads):
+        if order.mode and not all(self.runs_on_kernels(self._rows[head]) for head in order.heads):
             self._orders.append(order)
             self._write()
             return None
@@ -148,7 +148,9 @@ class Switchboard:
         answers, self._late = self._late, []
         for order in list(self._orders):
             refused = self._refused(order.heads, order.mode)
-            takers = tuple(head for head in order.heads if head not in refused and self.serves(self._rows[head]))
+            takers = tuple(
+                head for head in order.heads if head not in refused and self.runs_on_kernels(self._rows[head])
+            )
             waiting = tuple(head for head in order.heads if head not in refused and head not in takers)
             expired = None if order.command is None else _expired(order.command, step, unix_seconds)
             if takers:

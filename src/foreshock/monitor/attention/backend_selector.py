@@ -1,4 +1,4 @@
-"""Selects who serves each layer: its own attention, of which a sample is measured, or our kernels, and why."""
+"""Selects what computes each layer: its own attention, of which a sample is measured, or our kernels, and why."""
 
 import itertools
 import math
@@ -23,11 +23,11 @@ GRADIENTS_EVERY: Final = 16
 
 
 class BackendSelector:
-    """Selects what serves each layer, its own attention or our kernels, and plans which steps are measured.
+    """Selects what computes each layer, its own attention or our kernels, and plans which steps are measured.
 
     Under "keep" a layer whose heads are all plain keeps its own, under "kernels" none does. A layer with a switched
-    head is served by our kernels, which count every row; its peers stay where they are. Under torch.compile the graphs
-    that hold a layer that moves are compiled once more.
+    head is computed by our kernels, which count every row; its peers stay where they are. torch.compile compiles the
+    graphs that hold a layer that moves once more.
     """
 
     def __init__(self, layers: Sequence[WatchedLayer], state: Tensor, settings: AgentConfig) -> None:
@@ -109,7 +109,7 @@ class BackendSelector:
             )
 
     def follow(self, modes: npt.NDArray[np.int32]) -> None:
-        """Let each layer be served as `modes` [N], those that are wanted of all heads, ask for."""
+        """Let each layer be computed by what `modes` [N], those that are wanted of all heads, ask for."""
         first = 0
         for layer in self.layers:
             heads = layer.state.shape[0]
@@ -120,7 +120,7 @@ class BackendSelector:
     def masks_can_be_left_out(
         self, layers: Sequence[WatchedLayer], leave_out: Callable[[], Callable[[], None]]
     ) -> None:
-        """While our kernels serve a layer, call `leave_out`: the compiled code of `layers` then passes no mask that
+        """While our kernels compute a layer, call `leave_out`: the compiled code of `layers` then passes no mask that
         says the same as is_causal. It returns the undoing."""
         if not layers:
             return
@@ -141,7 +141,7 @@ class BackendSelector:
         if back is not None:
             back()
 
-    def serves(self, row: int) -> bool:
+    def runs_on_kernels(self, row: int) -> bool:
         """Whether our kernels compute head `row` of all, as far as what ran shows."""
         layer = self._layer_of(row)
         return self._kernels or layer is None or layer.ran_on_kernels
@@ -176,14 +176,14 @@ class BackendSelector:
         return lines
 
     def describe(self) -> str:
-        """Who serves the attention, in a line."""
+        """What computes the attention, in a line."""
         measured = f"every {self._every_steps} steps {self.sampling.rows} rows of every head are measured"
         if self._kernels:
             return f"foreshock's kernels compute the attention; in calls that they do not support {measured}"
         return f"the model's own attention runs unchanged; {measured}"
 
     def how_computed(self, index: int) -> str:
-        """What serves layer `index` now, in words."""
+        """What computes layer `index` now, in words."""
         layer = self.layers[index]
         if layer.backend == "native":
             return "native attention, sampled"

@@ -1,4 +1,4 @@
-"""A report of what is, not what was promised: who serves each layer, which layers count, and which stopped counting.
+"""A report of what is, not what was promised: what computes each layer, which layers count, which stopped counting.
 
 `UnwatchedAttentionFinder` shows who calls attention in the first step, what a backward runs in fact, and modules that
 are added after attach. A backward shows it in the first steps, and again after modules changed; neither costs a later
@@ -345,7 +345,7 @@ class CoverageReport:
         for alike in (sampled, ~sampled):
             if not counted[alike].any() or (alike is sampled and not self._selector.measured_since(since_step)):
                 continue  # none of them: nothing was measured in this sample, or there was no backward; or those that
-                # counted did so while our kernels served them, before they were switched back
+                # counted did so while our kernels computed them, before they were switched back
             self._missed[alike & ~counted] += 1
             self._missed[counted] = 0
             long = np.flatnonzero(alike & (self._missed >= self._patience) & (self._last >= 0)).tolist()

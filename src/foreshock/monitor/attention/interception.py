@@ -186,7 +186,7 @@ Operands = tuple[Tensor, Tensor, Tensor]
 
 
 def begin(operands: Operands, score_mod: Any, block_mask: Any, scale: Any, more_than_out: bool) -> Any:
-    """The layer whose call this is, and the output of our kernels where they serve it."""
+    """The layer whose call this is, and the output of our kernels where they compute it."""
     layer = layer_of_this_call()
     if layer is None:
         note_call_outside(*operands[:2])
@@ -197,7 +197,7 @@ def begin(operands: Operands, score_mod: Any, block_mask: Any, scale: Any, more_
         why = "it passes a score_mod or a block_mask to flex_attention"
     elif more_than_out:
         why = "it asks flex_attention for more than its output"
-    return layer, layer.serve(*operands, why=why, causal="none", scale=scale)
+    return layer, layer.on_kernels(*operands, why=why, causal="none", scale=scale)
 
 
 def end(
@@ -309,9 +309,9 @@ def _watched(
     rebound = _foreshock  # type: ignore[name-defined]  # noqa: F821  # this code sees the names of PyTorch's module
     begin, end = rebound.here if rebound.compiling() else rebound.apart
     operands, modified = (query, key, value), (score_mod, block_mask, scale)
-    layer, served = begin(operands, *modified, return_lse or return_aux is not None)
-    if served is not None:
-        return served
+    layer, computed = begin(operands, *modified, return_lse or return_aux is not None)
+    if computed is not None:
+        return computed
     result = rebound.own(*operands, *modified, enable_gqa, return_lse, kernel_options, return_aux=return_aux)
     return end(layer, result, operands, *modified)
 

@@ -31,7 +31,7 @@ class _Call(NamedTuple):
     scores: dict[str, Any]
     packed: Packed | None = None
     why: str | None = None
-    """Why our kernels cannot serve it."""
+    """Why our kernels cannot compute it."""
     rounds: Rounds = "operands"
     axes: tuple[int, int, int, int] = (0, 2, 1, 3)
     """Where batch, heads, tokens and features are, once `four` has given a tensor its four dimensions."""
@@ -87,10 +87,10 @@ def _watched(own: Callable[[], Any], describe: Callable[[], _Call | str], name: 
             layer.count_unmeasured_call(call)
         return result
     operands = [call.heads_first(x) for x in call.operands]
-    served = layer.serve(*operands, why=call.why, packed=call.packed, **call.scores)
-    if served is not None:
+    computed = layer.on_kernels(*operands, why=call.why, packed=call.packed, **call.scores)
+    if computed is not None:
         note_interception(*operands[:2])
-        return call.heads_back(served).contiguous()
+        return call.heads_back(computed).contiguous()
     expect_interception()
     result = own()
     if was_intercepted():  # the library called another, which knows its operands better

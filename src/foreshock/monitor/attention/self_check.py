@@ -1,4 +1,4 @@
-"""Proves that our kernels compute what PyTorch's attention computes, before they serve the first call of a kind.
+"""Proves that our kernels compute what PyTorch's attention computes, before they compute the first call of a kind.
 
 Operands of the call's kind are drawn: its type, numerics, head dim, grouped heads, causality, window, softcap, scale
 and packing. Output and gradients of our kernels and of PyTorch's attention are compared with float64: our error may be

@@ -45,7 +45,7 @@ _HARMLESS: Final = (
 
 _get_interface: Final = AttentionInterface.get_interface
 _users: Final[list[object]] = []
-"""One entry for each agent: one wrapper serves all of them, or each row would count for each."""
+"""One entry for each agent: one wrapper works for all of them, or each row would count for each."""
 
 
 def _interface(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ def watch_dispatch() -> Callable[[], None]:
 
 
 def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`attention`, called as before, served by our kernels or with a sample of its rows measured."""
+    """`attention`, called as before, computed by our kernels or with a sample of its rows measured."""
 
     def watched_attention(*args: Any, **kwargs: Any) -> Any:
         module: nn.Module = args[0]
@@ -87,14 +87,14 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
         if not name.startswith("flash_attention"):
             kept = f"its attention is {name}, which stays"
             if unknown is None and not kwargs.get("softcap"):  # of both transformers' sdpa would compute something else
-                kept += "; set_attn_implementation('sdpa') lets kernels serve"
+                kept += "; set_attn_implementation('sdpa') lets kernels compute it"
         elif kept is None and (mask is not None or kwargs.get("position_bias") is not None):
             kept = MASKED
         options = unknown or _described(module, name, query, key, mask, kwargs)
         if kept is None and not isinstance(options, str):
-            served = layer.serve(query, key, value, **options)
-            if served is not None:
-                return served.transpose(1, 2).contiguous(), None
+            computed = layer.on_kernels(query, key, value, **options)
+            if computed is not None:
+                return computed.transpose(1, 2).contiguous(), None
         expect_interception()
         result = attention(*args, **kwargs)
         if was_intercepted():  # as a call of PyTorch's or of a library
@@ -169,8 +169,8 @@ def _mask_of_scores(mask: Tensor | None, queries: int, keys: int) -> Tensor | No
 # ---- masks --------------------------------------------------------------------------------------------------------
 # Its models make their masks from position numbers, which may say that a row holds several sequences. In eager mode
 # they read the numbers back from the device to find out, as they do without us; under torch.compile they cannot, and
-# make a mask of the general kind, which no kernel serves. But packing is shown by giving `position_ids`: numbers that
-# the model makes itself count straight up from 0. This is so only while our kernels are to serve a layer
+# make a mask of the general kind, which no kernel takes. But packing is shown by giving `position_ids`: numbers that
+# the model makes itself count straight up from 0. This is so only while our kernels are to compute a layer
 # (backend_selector.py).
 
 _NAME: Final = "_preprocess_mask_arguments"

@@ -65,7 +65,7 @@ def numerics_for(query: Tensor, asked: str) -> Any:
 
 
 def head_dim_problem(head_dim: int, device: torch.device, numerics: str) -> str | None:
-    """Why no kernel serves this head dim, or None. Asked before torch.compile makes a graph that would fail."""
+    """Why no kernel supports this head dim, or None. Asked before torch.compile makes a graph that would fail."""
     if device.type == "cpu" or numerics not in ("auto", "kernel") or (head_dim % 8 == 0 and head_dim <= 256):
         return None
     return f"its head dim is {head_dim}; the kernels support multiples of 8 up to 256"
@@ -95,7 +95,7 @@ class WatchedLayer:
     """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT] and `modes` int32 [H], both views.
 
     It lies on the module (LAYER_ATTRIBUTE), so that it is found again in a recompute and under torch.compile. Each call
-    is served by our kernels or by the model's own attention, of which a sample is measured.
+    is computed by our kernels or by the model's own attention, of which a sample is measured.
     """
 
     def __init__(self, name: str, state: Tensor, modes: Tensor, numerics: str, *, strict: bool = False) -> None:
@@ -205,16 +205,16 @@ class WatchedLayer:
         return self.backend == "native" or self.reason is not None
 
     def call(self, own: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
-        """The output [..., H, Sq, D] of a call: by our kernels where they serve it, else by `own`, the model's own
-        attention, of which a sample is measured. `call`: as `serve` and `probed` take it."""
+        """The output [..., H, Sq, D] of a call: by our kernels where they can, else by `own`, the model's own
+        attention, of which a sample is measured. `call`: as `on_kernels` and `probed` take it."""
         by = {"by": call.pop("by")} if "by" in call else {}
-        served = self.serve(query, key, value, **call)
-        if served is not None:
-            return served
+        computed = self.on_kernels(query, key, value, **call)
+        if computed is not None:
+            return computed
         call.pop("why", None)
         return self.probed(own(), query, key, value, **by, **call)
 
-    def serve(
+    def on_kernels(
         self,
         query: Tensor,
         key: Tensor,
@@ -251,7 +251,7 @@ class WatchedLayer:
             logger.info("foreshock: %s keeps its own attention in this call: %s", self.name, reason)
 
     def problem(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-        """Why our kernels cannot serve a call with query [B, H, Sq, D], key and value [B, Hkv, Sk, D]; None: they
+        """Why our kernels cannot compute a call with query [B, H, Sq, D], key and value [B, Hkv, Sk, D]; None: they
         can."""
         if (reason := self._misfit(query, key, value)) is not None:
             return reason
@@ -269,7 +269,7 @@ class WatchedLayer:
         return head_dim_problem(query.shape[3], query.device, numerics_for(query, self.numerics))
 
     def _misfit(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-        """Why a call can be neither served nor measured."""
+        """Why a call can be neither computed nor measured."""
         heads = self.state.shape[0]
         shapes = f"its query has shape {list(query.shape)}, its key {list(key.shape)}, its value {list(value.shape)}"
         if query.is_nested:
@@ -480,7 +480,7 @@ class _OfThread(threading.local):
         self.outer: list[tuple[WatchedLayer | None, FrameType | None]] = []
         """Layers whose forward called that of the running one, the outermost first."""
         self.intercepted = False
-        """A call of PyTorch's attention was met, and served or measured as what it is."""
+        """A call of PyTorch's attention was met, and computed or measured as what it is."""
 
 
 class _Traced:
