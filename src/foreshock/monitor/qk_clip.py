@@ -310,10 +310,10 @@ def group_of_replicas(given: "torch.distributed.ProcessGroup | None") -> "torch.
     return group if torch.distributed.get_world_size(group) > 1 else None
 
 
-def alike(group: "torch.distributed.ProcessGroup", state: Tensor, what: tuple[object, ...]) -> bool:
+def alike(group: "torch.distributed.ProcessGroup", device: torch.device, what: tuple[object, ...]) -> bool:
     """Whether all processes of the group hold the same heads with the same settings. It waits for them, once."""
     digest = float(zlib.crc32(repr(what).encode()))
-    both = torch.tensor([digest, -digest], dtype=torch.float64, device=state.device)
+    both = torch.tensor([digest, -digest], dtype=torch.float64, device=device)
     torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
     return bool(both[0] == digest and both[1] == -digest)
 
@@ -522,10 +522,9 @@ class Clipping:
 
     def _start(self) -> None:
         group = group_of_replicas(self._group)
-        layers, state = self._attached.layers, self._attached.state
         own = self._config.qk_clip_threshold, self._config.qk_clip_every_steps
-        what = [(layer.layer, layer.heads) for layer in layers], own
-        if group is not None and not alike(group, state, what):
+        what = [(layer.layer, layer.heads) for layer in self._attached.layers], own
+        if group is not None and not alike(group, self._attached.state.device, what):
             self._asked = False
             self._end(_OTHER_HEADS)
             return
@@ -553,13 +552,9 @@ class Clipping:
         if not self._ready and not self.on:
             return {}
         clip.before_sample()
-        done = {
-            "clip_factor": clip.done[0].clone(),
-            "clipped_steps": clip.done[1].clone(),
-            "wishes": clip.wishes.clone(),
-        }
+        factors, times = clip.done.clone()
         clip.forget()
-        return done
+        return {"clip_factor": factors, "clipped_steps": times, "wishes": clip.wishes.clone()}
 
     def arrived(self, counted: Counted) -> None:
         """Take in what a sample shows, once it is on the host."""
