@@ -294,7 +294,7 @@ def test_an_order_waits_until_each_of_its_heads_is_served_and_is_answered_with_t
 def test_an_order_that_waits_keeps_the_heads_that_a_later_one_does_not_take() -> None:
     switchboard, modes = board()
     served = False
-    switchboard.serves = lambda row: served
+    switchboard.runs_on_kernels = lambda row: served
     assert switchboard.obey(command(heads=((1, 0), (1, 1))), step=1, unix_seconds=0) is None
     assert switchboard.obey(command(id="c2", mode="row_corrected"), step=1, unix_seconds=0) is None
     served = True

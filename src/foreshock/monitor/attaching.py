@@ -26,9 +26,9 @@ from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.coverage import UnwatchedAttentionFinder, lies_in
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
 from foreshock.monitor.attention.layout_check import LayoutCheck
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, is_watched, logger
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, is_watched
 from foreshock.monitor.config import AgentConfig, make_config
-from foreshock.monitor.guard import default_torch_modes
+from foreshock.monitor.guard import default_torch_modes, logger
 from foreshock.monitor.model.discovery import Found, find_attention, is_called_attention, table_of
 from foreshock.monitor.model.layers import device_of
 

@@ -1,6 +1,5 @@
 """At a warning the trainer is asked for a checkpoint, once for each incident, and the last clean one is protected."""
 
-import logging
 import math
 import os
 import shutil
@@ -14,9 +13,8 @@ import torch
 from foreshock.contract import wire
 from foreshock.contract.causes import CAUSES, IncidentCause
 from foreshock.contract.decision import cause_of, is_active
+from foreshock.monitor.guard import logger
 from foreshock.monitor.sampling.collector import passes
-
-logger: Final = logging.getLogger("foreshock")
 
 LOOK_EVERY: Final = 8
 """A process of several looks for a proposal once in so many steps."""

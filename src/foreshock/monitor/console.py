@@ -4,19 +4,16 @@ Nobody reads a line for each of 144 heads. The agent logs what its own process s
 Where nobody has set up logging, Python shows it on the terminal: what is printed as well stands there twice.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from foreshock.contract import wire
 from foreshock.contract.causes import IncidentCause, mates
 from foreshock.contract.decision import cause_of
 from foreshock.contract.incident import Incident, RunContext, Warned, incidents
 from foreshock.monitor.config import AgentConfig
-
-logger: Final = logging.getLogger("foreshock")
+from foreshock.monitor.guard import logger
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Takes the samples of one agent: what was counted, the numbers of its steps, and now and then the weights' norms."""
 
 import itertools
-import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from foreshock.contract.wire import Layer
 from foreshock.kernels.spectral import SpectralNorms, head_grams
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.guard import Guard
+from foreshock.monitor.guard import Guard, logger
 from foreshock.monitor.model.layers import Held, Projection, UnreadableWeightError
 from foreshock.monitor.sampling.collector import MAX_NOTES, Collector, Counted, passes
 
@@ -114,8 +113,6 @@ class _Follower:
         norms = torch.stack([norm.flatten() for norm in self._norms(query, key)]).to(self.index.device)
         return norms if self._known is None else torch.where(self._known, norms, float("nan"))
 
-
-logger: Final = logging.getLogger("foreshock")
 
 _CHANGES: Final = 8
 """So often the weights have to change before the agent knows how often it is called for each change."""

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from foreshock.contract.modes import parse_mode
 from foreshock.monitor.attention.probe import OutputSums, Sampling, new_ticks, start_sampling, stop_sampling
-from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
+from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.guard import logger
 from foreshock.monitor.sampling.collector import passes
 
 GRADIENTS_EVERY: Final = 16

@@ -21,9 +21,9 @@ from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.interception import sdpa_rebinding
 from foreshock.monitor.attention.layout_check import LayoutCheck, table_of_norms
-from foreshock.monitor.attention.watched_layer import NOT_RUN, WatchedLayer, logger, numerics_for, outside
+from foreshock.monitor.attention.watched_layer import NOT_RUN, WatchedLayer, numerics_for, outside
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.guard import say
+from foreshock.monitor.guard import logger, say
 from foreshock.monitor.model.discovery import Called, find_attention, listed
 from foreshock.monitor.model.executed import attention_in, broken_rows
 

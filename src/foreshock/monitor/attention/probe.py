@@ -8,7 +8,6 @@ sampled costs one call of an operator that does nothing.
 """
 
 import itertools
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,8 +30,7 @@ from foreshock.monitor.attention.probed_rows import (
     sampled_scores,
     sizes,
 )
-
-logger: Final = logging.getLogger("foreshock")
+from foreshock.monitor.guard import logger
 
 _TICK_BITS: Final = 40
 """Of a layer's counter below its number."""

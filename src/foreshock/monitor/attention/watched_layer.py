@@ -10,7 +10,6 @@ copy, and are taken out when the copy is attached itself or when the agent leave
 """
 
 import gc
-import logging
 import operator
 import sys
 import threading
@@ -31,8 +30,7 @@ from foreshock.kernels.flash_attention import flash_attention
 from foreshock.kernels.flash_attention.spec import constants
 from foreshock.monitor.attention.probe import probe
 from foreshock.monitor.attention.self_check import UNCOMPARED, why_not_proven
-
-logger: Final = logging.getLogger("foreshock")
+from foreshock.monitor.guard import logger
 
 LAYER_ATTRIBUTE: Final = "_foreshock_layer"
 MASKED: Final = "it passes a mask"

@@ -12,7 +12,6 @@ process's own beside the others': `foreshock_0.json` and so on. It also lets eve
 Accelerate calls its trackers on the first alone. And it shows QK-Clip the optimizers, which 16-bit weights need.
 """
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Unpack
@@ -26,8 +25,7 @@ from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attaching import attach
 from foreshock.monitor.callbacks.shared import read_state, save_if_asked, write_state
-
-logger: Final = logging.getLogger("foreshock")
+from foreshock.monitor.guard import logger
 
 _FILE: Final = "foreshock_{}.json"
 _LOSS: Final = ("loss", "train_loss", "train/loss")

@@ -8,7 +8,6 @@ training resumes from it.
 """
 
 import json
-import logging
 from pathlib import Path
 from typing import Any, Final, Unpack
 from weakref import WeakKeyDictionary, ref
@@ -24,8 +23,7 @@ from foreshock.monitor.attaching import attach
 from foreshock.monitor.attention.watched_layer import leave_no_trace_in_copies
 from foreshock.monitor.callbacks.shared import GradientNorm, read_state, take_up, write_state
 from foreshock.monitor.config import make_config
-
-logger: Final = logging.getLogger("foreshock")
+from foreshock.monitor.guard import logger
 
 _FILE: Final = "foreshock_{}.json"
 _NO_MODEL: Final = (

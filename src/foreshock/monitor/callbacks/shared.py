@@ -6,7 +6,6 @@ While a callback watches, what that function returns is kept: nothing is compute
 
 import functools
 import json
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foreshock.monitor.agent import Agent
+from foreshock.monitor.guard import logger
 from foreshock.monitor.model.layers import is_sharded
 
 _NAME: Final = "clip_grad_norm_"
@@ -56,9 +56,6 @@ class GradientNorm:
         if self._keeping is not None and getattr(self._home, _NAME) is self._keeping:
             setattr(self._home, _NAME, self._original)
         self._original = self._keeping = self._last = None
-
-
-logger: Final = logging.getLogger("foreshock")
 
 
 def write_state(agent: Agent, path: Path) -> None:

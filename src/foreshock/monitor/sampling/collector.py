@@ -5,7 +5,6 @@ steps later, when its events have passed; the host never waits. Losses and gradi
 so that reading them costs no synchronisation either.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats, Words, identity_row
 from foreshock.monitor.crisis import ParametersFound
+from foreshock.monitor.guard import logger
 from foreshock.monitor.model.layers import is_sharded
 
 
@@ -92,9 +92,6 @@ def _copied(source: Tensor) -> Tensor:
 def _recorded(device: torch.device) -> Any:
     """An event behind all that this device was given; the current device may be another."""
     return torch.cuda.current_stream(device).record_event()
-
-
-logger: Final = logging.getLogger("foreshock")
 
 
 MAX_NOTES: Final = 1024
