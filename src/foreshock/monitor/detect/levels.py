@@ -142,38 +142,28 @@ class Levels:
     def _wrong(self, words: Words) -> list[Passed]:
         """Layers whose own attention computes wrong rows, each by its worst head."""
         wrong, checked = slot_values(words, Slot.WRONG_ROWS), slot_values(words, Slot.CHECKED_ROWS)
-        error = slot_values(words, Slot.OUTPUT_ERROR_MAX)
         share = np.divide(wrong, checked, out=np.zeros_like(wrong), where=checked > 0)
         gradients = slot_values(words, Slot.WRONG_GRADIENT_ROWS)
-        of_outputs, of_gradients = self._worst_first(share), self._worst_first(gradients)
-        gradient_error = slot_values(words, Slot.GRADIENT_ERROR_MAX)
-        found = []
-        for layer, rows in of_gradients.items():
-            if layer in of_outputs:
-                continue  # the gradient of a wrong output says nothing more
-            size, worst = float(gradient_error[rows].max()), rows[0]
-            text = (
-                f"Layer {layer} head {self._heads[worst][1]}: {gradients[worst]:.0f} of the compared rows of its "
-                f"gradients or log-sum-exp are wrong, up to {size:.3g} times as far from their recomputation as "
-                f"rounding explains. Heads with such rows: {len(rows)}.{self._computed_by(layer)}"
-            )
-            seen = {"gradient_error": min(size, _LARGEST), "heads": float(len(rows))}
-            found.append(Passed(f"kernel-l{layer}", seen, text, self._heads[worst]))
-        for layer, rows in of_outputs.items():
-            size, worst, of = float(error[rows].max()), rows[0], sum(head[0] == layer for head in self._heads)
-            others = f" {len(rows)} of {of} heads of the layer have such rows." if len(rows) > 1 else ""
-            text = (
-                f"Layer {layer} head {self._heads[worst][1]}: {wrong[worst]:.0f} of {checked[worst]:.0f} compared rows "
-                f"of its attention output are wrong, up to {size:.3g} times as far from their recomputation as "
-                f"rounding explains.{others}{self._computed_by(layer)}"
-            )
-            seen = {
-                "wrong_share": float(share[worst]),
-                "output_error": min(size, _LARGEST),
-                "heads": float(len(rows)),
-            }
-            found.append(Passed(f"kernel-l{layer}", seen, text, self._heads[worst]))
-        return found
+        found: dict[int, Passed] = {}
+        for extent, slot in ((share, Slot.OUTPUT_ERROR_MAX), (gradients, Slot.GRADIENT_ERROR_MAX)):
+            errors = slot_values(words, slot)
+            for layer, rows in self._worst_first(extent).items():
+                if layer in found:
+                    continue  # the gradient of a wrong output says nothing more
+                worst, size = rows[0], float(errors[rows].max())
+                seen = {"heads": float(len(rows)), slot.name.lower().removesuffix("_max"): min(size, _LARGEST)}
+                what = f"{gradients[worst]:.0f} of the compared rows of its gradients or log-sum-exp"
+                if slot == Slot.OUTPUT_ERROR_MAX:
+                    seen["wrong_share"] = float(share[worst])
+                    what = f"{wrong[worst]:.0f} of {checked[worst]:.0f} compared rows of its attention output"
+                of = sum(head[0] == layer for head in self._heads)
+                others = f" {len(rows)} of {of} heads of the layer have such rows." if len(rows) > 1 else ""
+                text = (
+                    f"Layer {layer} head {self._heads[worst][1]}: {what} are wrong, up to {size:.3g} times as far from "
+                    f"their recomputation as rounding explains.{others}{self._computed_by(layer)}"
+                )
+                found[layer] = Passed(f"kernel-l{layer}", seen, text, self._heads[worst])
+        return list(found.values())
 
     def _worst_first(self, wrong: Floats) -> dict[int, list[int]]:
         """By layer the heads that have any, those with the most first."""
