@@ -1,15 +1,64 @@
-"""The boards as they are made, their queries, and what a query of PromQL is made of."""
+"""The boards as they are made, the queries of boards and rules, and what a query of PromQL is made of."""
 
+import re
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import promql_parser
-from tests.dashboards.live import Query, concrete, queries
 
 from foreshock.contract.metrics.catalog import METRICS
 from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.dashboards.boards import boards
 from foreshock.dashboards.rules import Links, rules
+
+Kind = Literal["panel", "variable", "annotation", "rule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One PromQL expression and where it stands. `expr` may still hold Grafana's variables."""
+
+    where: str
+    kind: Kind
+    expr: str
+
+
+def queries() -> Iterator[Query]:
+    """Every query of every board, and every metric that a rule watches.
+
+    A rule that does not fire returns nothing, as it should; what it watches must be there all the same.
+    """
+    for name, board in boards(Links()).items():
+        for panel in charts(board):
+            for target in panel["targets"]:
+                yield Query(f"{name}: {panel['title']} ({target['refId']})", "panel", target["expr"])
+        for variable in board["templating"]["list"]:
+            if variable["type"] == "query":
+                yield Query(f"{name}: ${variable['name']}", "variable", asked_by(variable["query"]["query"]))
+        for annotation in board["annotations"]["list"]:
+            yield Query(f"{name}: {annotation['name']}", "annotation", annotation["expr"])
+    for rule in rules(Links()):
+        for metric in sorted(set(re.findall(r"foreshock_\w+", rule["expr"]))):
+            yield Query(rule["alert"], "rule", metric)
+
+
+def charts(board: dict[str, Any]) -> list[dict[str, Any]]:
+    """The panels of a board that ask for something; the others are headings."""
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def asked_by(text: str) -> str:
+    """The PromQL of a variable: that of a `query_result`, or the selector of a `label_values`."""
+    match = re.fullmatch(r"query_result\((.*)\)|label_values\((.*), *\w+\)", text)
+    assert match is not None, text
+    return match[1] or match[2]
+
+
+def concrete(expr: str, *, run: str, rate_interval: str = "1m") -> str:
+    """A query with Grafana's variables filled in, as Grafana sends it for one run and all its layers."""
+    return expr.replace("$__rate_interval", rate_interval).replace("$run", run).replace("$layer", ".+")
+
 
 BOARDS = boards(Links())
 QUERIES = [query for query in queries() if query.kind != "rule"] + [

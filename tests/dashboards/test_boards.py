@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.dashboards.live import Query, asked_by, charts
-from tests.dashboards.promql import BOARDS, LABELS, QUERIES, grouping_labels, nodes, parse, selectors
+from tests.dashboards.promql import (
+    BOARDS,
+    LABELS,
+    QUERIES,
+    Query,
+    asked_by,
+    charts,
+    grouping_labels,
+    nodes,
+    parse,
+    selectors,
+)
 
 from foreshock.contract.metrics.catalog import METRICS
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.dashboards.live import charts
+from tests.dashboards.promql import charts
 
 from foreshock.contract.metrics.catalog import METRICS
 from foreshock.contract.metrics.head_metrics import HEAD_METRICS

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.dashboards.live import concrete, queries
+from tests.dashboards.promql import concrete, queries
 from tests.dashboards.shipped import prometheus_config
 from tests.e2e.running import Start, prometheus
 
