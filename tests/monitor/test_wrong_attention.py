@@ -303,6 +303,28 @@ def test_a_wrong_kernel_is_an_incident_of_its_own_from_the_first_sample_that_hol
     assert "only one rank reports it, drain its GPU" in incident.to_do
 
 
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_wrong_rows_are_reported_in_compiled_code_whose_gradients_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrong(*args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = OWN(*args, **kwargs)
+        return torch.cat([out[:, :1], 2 * out[:, 1:]], 1)
+
+    listener, model = Listener(), two_layers()
+    with attach(model, **DEFAULT, strict=True) as agent:
+        monkeypatch.setattr("foreshock.monitor.attention.interception.SDPA", wrong)
+        agent.subscribe(listener)
+        model.compile(backend="aot_eager")
+        changed(agent, model, 3)
+    torch._dynamo.reset()
+    found = listener.of(wire.Verdict)
+    assert {(one.layer, one.head, one.cause) for one in found} == {(n, 1, "attention kernel") for n in (0, 1)}
+    words = [words for one in listener.of(wire.Sample) if (words := one.words()) is not None]
+    assert all(np.isneginf(slot_values(each, Slot.GRADIENT_ERROR_MAX)).all() for each in words[1:])
+
+
 @pytest.mark.parametrize(("policy", "allowed"), [("auto", True), ("auto", False), ("observe", True)])
 def test_the_policy_auto_moves_a_layer_with_wrong_rows_to_our_kernels_if_the_user_allowed_it(
     monkeypatch: pytest.MonkeyPatch, policy: Any, allowed: bool
