@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from foreshock.lab.training.checkpoints import KEPT, Checkpoints
+from foreshock.lab.training.long_run import KEPT, Checkpoints
 
 
 def steps(folder: Path) -> list[int]:

@@ -15,8 +15,7 @@ from typer.testing import CliRunner, Result
 from foreshock.cli.main import app
 from foreshock.lab.diagnosis.examination import Head, Source, of_checkpoint, of_factory
 from foreshock.lab.diagnosis.verdict import diagnose
-from foreshock.lab.training.checkpoints import Checkpoints
-from foreshock.lab.training.long_run import LongRun
+from foreshock.lab.training.long_run import Checkpoints, LongRun
 from foreshock.lab.training.variant import CONTROL, UNTREATED, find_variant
 
 TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"

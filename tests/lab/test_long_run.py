@@ -19,8 +19,7 @@ from tests.monitor.doubles import ScriptedDetectors, verdict
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.texts import Corpus, standard_library
 from foreshock.lab.training import long_run as module
-from foreshock.lab.training.checkpoints import Checkpoints
-from foreshock.lab.training.long_run import LongRun
+from foreshock.lab.training.long_run import Checkpoints, LongRun
 from foreshock.lab.training.run import Training
 from foreshock.lab.training.variant import CONTROL, find_variant
 

@@ -8,8 +8,16 @@ from safetensors.torch import save_file
 from tests.lab.tagger_model import diagnosed, key_bias, weights
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "net.tagger."])
-@pytest.mark.parametrize("holder", [None, "model", "state_dict", "model_state_dict"])
+@pytest.mark.parametrize(
+    ("holder", "prefix"),
+    [
+        (None, ""),
+        (None, "module."),
+        ("model", "_orig_mod."),
+        ("state_dict", "model."),
+        ("model_state_dict", "net.tagger."),
+    ],
+)
 def test_weights_are_found_wherever_a_training_loop_put_them(prefix: str, holder: str | None, tmp_path: Path) -> None:
     state = {prefix + name: tensor for name, tensor in key_bias(60.0).items()}
     said = diagnosed(tmp_path, {holder: state, "step": 3} if holder else state)

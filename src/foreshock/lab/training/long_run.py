@@ -1,18 +1,19 @@
 """A run in its folder: it ends at SIGTERM or a time limit, and goes on from its newest checkpoint.
 
-The folder holds checkpoints/, the trace (of the first process) and progress.jsonl: at each checkpoint the loss of
-the last steps, and how often the text was read.
+The folder holds checkpoints/ (the newest few, and the one before the first warning), the trace (of the first process)
+and progress.jsonl: at each checkpoint the loss of the last steps, and how often the text was read.
 """
 
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, Final, SupportsFloat
 
 import torch
 
@@ -20,11 +21,48 @@ from foreshock.contract import wire
 from foreshock.lab.recording.trace_writer import TraceWriter, lines_until
 from foreshock.lab.recording.whole_file import whole_file
 from foreshock.lab.texts import Corpus
-from foreshock.lab.training.checkpoints import EVERY_STEPS, Checkpoints
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.run import HISTORY_STEPS, Recorder, Training, train
 from foreshock.lab.training.variant import Variant, shown_name
+
+EVERY_STEPS: Final = 500
+KEPT: Final = 3
+"""So many of the newest."""
+
+
+class Checkpoints:
+    """Written beside and renamed, so that what a name ends with .pt is whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder: Final = folder
+
+    def all(self) -> list[Path]:
+        """Those that are there, the oldest first."""
+        return sorted(self._folder.glob("step-*.pt"), key=_step)
+
+    def newest(self) -> Path | None:
+        """The last one; None where there is none."""
+        there = self.all()
+        return there[-1] if there else None
+
+    def write(self, checkpoint: dict[str, Any], *, warned_at: int | None) -> Path:
+        """Keep one, named by its step; older ones go, but for the last before the step of the first warning."""
+        path = self._folder / f"step-{checkpoint['step']:07d}.pt"
+        with whole_file(path) as part, part.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        there = self.all()
+        before = [each for each in there if warned_at is not None and _step(each) < warned_at][-1:]
+        for each in there[:-KEPT]:
+            if each not in before:
+                each.unlink()
+        return path
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
