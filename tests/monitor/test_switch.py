@@ -282,7 +282,7 @@ def test_a_command_naming_heads_of_other_ranks_is_applied_to_those_that_are_here
 def test_an_order_waits_until_each_of_its_heads_is_served_and_is_answered_with_the_first() -> None:
     switchboard, _ = board()
     served = {2}
-    switchboard.serves = lambda row: row in served
+    switchboard.runs_on_kernels = lambda row: row in served
     assert switchboard.obey(command(heads=((0, 1), (1, 0), (1, 1))), step=1, unix_seconds=0) is None
     switchboard.why_refused = lambda row, mode: "it passes a mask" if row == 1 else None
     [first] = switchboard.settle(1, 2, 0)
