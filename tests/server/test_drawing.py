@@ -46,6 +46,19 @@ async def test_a_head_a_layers_worst_head_and_every_layer_can_be_asked_for(servi
         assert lines[1]["last"] == [truth[i, 3 + head] for i, head in enumerate(worst)]
 
 
+async def test_the_worst_head_of_a_point_is_that_of_its_worst_step_in_either_direction(service: Any) -> None:
+    rank = await store_run(service, range(1, 61))
+    metric = BY_KEY["head.score_offset"]
+    assert metric.head is not None
+    assert metric.head.read is not None
+    [line] = (await service.get("/v1/runs/run-1/curves", line="head.score_offset:1", max_points=6))["lines"]
+    of_layer = np.stack([metric.head.read(rank.words(step))[3:] for step in range(1, 61)])
+    heads = np.argmax(np.abs(of_layer), axis=1)
+    worst = np.take_along_axis(of_layer, heads[:, None], axis=1).reshape(6, 10)
+    assert (line["low"], line["high"]) == (worst.min(axis=1).tolist(), worst.max(axis=1).tolist())
+    assert line["worst_head"] == heads.reshape(6, 10)[range(6), np.argmax(np.abs(worst), axis=1)].tolist()
+
+
 async def test_many_curves_at_once_say_what_each_says_alone(service: Any) -> None:
     await store_run(service, range(4, 9000, 4))
     for span in range(8):
@@ -132,7 +145,7 @@ async def store_run(service: Any, steps: range) -> FakeRank:
 @pytest.mark.full
 async def test_rolled_up_spans_say_what_the_samples_say(service: Any) -> None:
     await store_run(service, range(4, 9000, 4))
-    lines = ["run.loss", "run.worst_risk", "head.score_max:1:2", "head.score_offset:0:1", "head.score_offset:1"]
+    lines = ["run.loss", "run.worst_risk", "head.score_max:1:2", "head.score_offset:0", "head.score_offset:1"]
     query = {"line": lines, "max_points": 8, "from_step": 0}
     before = await service.get("/v1/runs/run-1/curves", **query)
     for span in range(8):
@@ -145,6 +158,9 @@ async def test_rolled_up_spans_say_what_the_samples_say(service: Any) -> None:
         # A bucket of 128 steps counts where it ends, so compare where both series hold all that came before.
         for key, pick in (("low", min), ("high", max)):
             assert pick(old[key]) == pytest.approx(pick(new[key]), rel=1e-6)
+        if old["worst_head"] is not None:
+            worst = [np.argmax(np.maximum(line["high"], np.negative(line["low"]))) for line in (old, new)]
+            assert old["worst_head"][worst[0]] == new["worst_head"][worst[1]]
         assert old["steps"][-1] == new["steps"][-1]
         assert old["last"][-1] == pytest.approx(new["last"][-1], rel=1e-6)
 
@@ -175,6 +191,18 @@ async def heads_read_once(service: Any) -> FakeRank:
 
 
 HEADS = ("states", "modes", "risk")
+
+
+async def test_a_roll_up_that_a_late_sample_changed_is_drawn_no_more(service: Any) -> None:
+    rank, late = FakeRank(), FakeRank(rank=1)
+    samples = [rank.sample(step, loss=100.0 * (step == 1500)) for step in (500, 1500, 2500, 3500)]
+    await service.store(rank, rank.started(), *samples)
+    await service.store(late, late.started())
+    for span in range(3):
+        assert await build(service.app.state.store, 1, span)
+    await service.store(late, late.sample(1500, loss=0.0))
+    [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=1))["lines"]
+    assert line["high"] == [50.0]
 
 
 @pytest.mark.promise("S5")
