@@ -42,3 +42,9 @@ def local(
         reason="offset grows",
         verdict=verdict,
     )
+
+
+async def commands_of(service: Any) -> list[dict[str, Any]]:
+    """The orders and proposals of the run, the newest first."""
+    found: list[dict[str, Any]] = (await service.get("/v1/runs/run-1/commands", limit=500))["commands"]
+    return found

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from tests.server.orders import ORDER
 
 from foreshock.contract.modes import parse_mode
 from foreshock.contract.slots import Slot
@@ -10,7 +11,6 @@ from foreshock.contract.wire import Array, Policy, Sample
 from foreshock.server.testing import FakeRank
 from foreshock.server.verification import verify
 
-ORDER = {"who": "ann", "reason": "it drifts", "heads": [[0, 2]], "mode": "exact_delta"}
 WINDOW = 1000
 
 
@@ -54,8 +54,3 @@ async def switched(
 async def judge(service: Any) -> None:
     state = service.app.state
     await verify(state.store, state.settings)
-
-
-async def commands_of(service: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (await service.get("/v1/runs/run-1/commands"))["commands"]
-    return found

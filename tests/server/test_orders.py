@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import update
-from tests.server.orders import local, order, start, state_of
+from tests.server.orders import commands_of, local, order, start, state_of
 
 from foreshock.contract.wire import MAX_ACK_BYTES, Ack, Command, Finished
 from foreshock.server import commands
@@ -34,11 +34,6 @@ async def deeds(service: Any, command: str) -> list[tuple[str, str]]:
 async def newest(service: Any) -> str:
     event: str = (await service.get(f"{RUN}/events", kind="command"))["events"][0]["sentence"]
     return event
-
-
-async def shown(service: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (await service.get(f"{RUN}/commands"))["commands"]
-    return found
 
 
 async def end(service: Any, *ranks: FakeRank, status: Any = "completed") -> None:
@@ -80,7 +75,7 @@ async def test_an_idempotency_key_orders_once_also_after_the_end_and_refuses_ano
     await end(service, rank)
     again = await order(service, "k1")
     assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
-    assert [one["id"] for one in await shown(service)] == [first.json()["id"]]
+    assert [one["id"] for one in await commands_of(service)] == [first.json()["id"]]
 
 
 @pytest.mark.parametrize("approved", [True, False])
@@ -89,7 +84,7 @@ async def test_what_the_agents_propose_waits_for_one_decision(service: Any, appr
     await start(service, first, second, policy="approve")
     await service.store(first, local("proposed"))
     await service.store(second, local("proposed"))
-    [proposal] = await shown(service)
+    [proposal] = await commands_of(service)
     assert (proposal["state"], proposal["source"]) == ("proposed", "agent")
     assert (await act(service, proposal["id"], "cancel")).status_code == 409
     assert (await service.store(first, first.sample(21))).commands == ()
@@ -153,7 +148,7 @@ async def test_an_order_ends_as_its_ranks_say(service: Any, outcomes: Any, state
     for rank, outcome in zip(ranks, outcomes, strict=True):
         [command] = (await service.store(rank, rank.sample(10))).commands
         await service.store(rank, rank.answer(command, 11, outcome))
-    assert [one["state"] for one in await shown(service)] == [state]
+    assert [one["state"] for one in await commands_of(service)] == [state]
 
 
 @pytest.mark.full
@@ -288,7 +283,7 @@ async def test_nothing_is_ordered_approved_or_undone_where_nobody_is_left_and_a_
         [sent] = (await service.store(rank, rank.sample(1))).commands
         await service.store(rank, rank.answer(sent, 2))
     await service.store(ranks[0], ranks[0].verdict(10), local("proposed"))
-    proposed = (await shown(service))[0]["id"]
+    proposed = (await commands_of(service))[0]["id"]
     await end(service, ranks[0], status=status)
     assert (await order(service, heads=heads)).status_code == 201, "rank 1 may be alive"
     await end(service, ranks[1], status=status)

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from tests.server.orders import local, start
+from tests.server.orders import commands_of, local, start
 
 from foreshock.contract.wire import HeadRef, Policy, Switched
 from foreshock.server import commands
@@ -27,13 +27,8 @@ async def delivered(service: Any, *ranks: FakeRank) -> list[str]:
     return [command.mode for rank in ranks for command in (await service.store(rank, rank.sample(30))).commands]
 
 
-async def known(service: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (await service.get("/v1/runs/run-1/commands", limit=500))["commands"]
-    return found
-
-
 async def states(service: Any) -> list[str]:
-    return [command["state"] for command in await known(service)]
+    return [command["state"] for command in await commands_of(service)]
 
 
 async def test_a_switch_that_a_warning_calls_for_under_auto_is_one_order_to_the_others_that_hold_the_head(
@@ -51,7 +46,7 @@ async def test_a_switch_that_a_warning_calls_for_under_auto_is_one_order_to_the_
         assert (command.heads, command.mode) == (((0, 2),), "exact_delta")
         await service.store(rank, rank.answer(command, 22))
     assert await delivered(service, first, other) == []
-    [shown] = await known(service)
+    [shown] = await commands_of(service)
     assert (shown["state"], shown["source"], shown["issued_by"]) == ("applied", "rank", "rank 0")
 
 
@@ -123,7 +118,7 @@ async def test_hundreds_of_switches_in_one_batch_are_one_order_and_read_the_run_
     await service.store(one, *many)
     assert read["read_back"] <= 3 * len(heads)  # of the warnings that are named, not of each switch
     assert (read["described"], read["heads_by_rank"] <= 2, read["append"] < 10) == (len(ranks), True, True)
-    [command] = await known(service)
+    [command] = await commands_of(service)
     assert (command["source"], sorted(map(tuple, command["heads"]))) == ("rank", heads)
     assert command["reason"] == "offset grows (300 switches)"
     forged = [local(name=f"f-{number}") for number in range(2)]
@@ -136,7 +131,7 @@ async def test_proposals_that_nobody_decides_are_few(service: Any) -> None:
     await start(service, *ranks, policy="observe")
     for number in range(70):
         await service.store(ranks[0], local("proposed", f"s-{number}", heads=((number // 32, number % 32),)))
-    assert len(await known(service)) == 64
+    assert len(await commands_of(service)) == 64
 
 
 async def test_what_a_former_process_did_is_noted_and_is_no_order(service: Any) -> None:
@@ -154,7 +149,7 @@ async def test_a_switch_that_was_rejected_is_not_proposed_again_for_other_heads_
     ranks = await three_ranks(service, "approve")
     both: tuple[HeadRef, ...] = ((0, 1), (0, 2))
     await service.store(ranks[0], ranks[0].verdict(20), local("proposed", heads=both))
-    [proposal] = await known(service)
+    [proposal] = await commands_of(service)
     await service.client.post(f"/v1/commands/{proposal['id']}/reject", json=WHO)
     await service.store(ranks[0], local("proposed", "local-2", heads=both))
     assert await states(service) == ["rejected"]
@@ -164,11 +159,11 @@ async def test_a_mode_of_a_newer_agent_is_kept_in_the_history_and_ordered_of_nob
     first, second = FakeRank(rank=0), FakeRank(rank=1)
     await start(service, first, second)
     await service.store(first, local("applied").model_copy(update={"after": ("of_tomorrow",)}))
-    assert (await delivered(service, second), await known(service)) == ([], [])
+    assert (await delivered(service, second), await commands_of(service)) == ([], [])
     [told] = (await service.get("/v1/runs/run-1/events", kind="switched"))["events"]
     assert told["switched"]["after"] == ["of_tomorrow"]
     await service.store(first, local("applied", "local-2", 25).model_copy(update={"before": ("of_tomorrow",)}))
-    [proposal] = await known(service)
+    [proposal] = await commands_of(service)
     assert proposal["state"] == "proposed"  # nobody knows whether the warning called for that
     await service.client.post(f"/v1/commands/{proposal['id']}/approve", json=WHO)
     [sent] = (await service.store(second, second.sample(26))).commands

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from tests.server.orders import local, order
-from tests.server.switched_runs import commands_of, grown, judge, switched
+from tests.server.orders import commands_of, local, order
+from tests.server.switched_runs import grown, judge, switched
 
 from foreshock.server.testing import FakeRank
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from sqlalchemy import select
-from tests.server.orders import local
-from tests.server.switched_runs import ORDER, commands_of, grown, judge, switched
+from tests.server.orders import ORDER, commands_of, local
+from tests.server.switched_runs import grown, judge, switched
 from tests.server.test_notifier import Out, notifier_of
 
 from foreshock.contract.modes import Mode

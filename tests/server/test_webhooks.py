@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.server.orders import order
+from tests.server.orders import commands_of, order
 
 from foreshock.contract.wire import Finished, Policy
 from foreshock.server.testing import FakeRank
@@ -39,11 +39,6 @@ async def alert(service: Any, body: dict[str, Any]) -> str:
     return result.split(":")[0]
 
 
-async def ordered(service: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (await service.get("/v1/runs/run-1/commands"))["commands"]
-    return found
-
-
 async def start(service: Any, policy: Policy) -> FakeRank:
     rank = FakeRank()
     warned = [rank.verdict(1, head=head, name=f"warn-{head}") for head in rank.layers[0].heads]
@@ -60,7 +55,7 @@ async def test_an_alert_does_what_the_runs_policy_lets_it_and_nothing_once_the_r
 ) -> None:
     rank = await start(service, policy)
     assert await alert(service, delivery()) == result
-    assert [command["state"] for command in await ordered(service)] == states
+    assert [command["state"] for command in await commands_of(service)] == states
     assert (await service.get("/v1/audit"))["rows"][-1]["actor"] == "alertmanager"
     if states:
         await service.store(rank, Finished(step=2, unix_seconds=2.0, status="failed"))
@@ -79,7 +74,7 @@ async def test_no_alert_orders_a_switch_that_cannot_help(service: Any, cause: st
     await service.store(rank, rank.started(policy="auto"), rank.sample(1), verdict)
     assert await alert(service, delivery(cause=told, signal=signal)) == "observed"
     assert await alert(service, delivery(cause="rounding")) == "refused"  # an alert that the store does not bear out
-    assert await ordered(service) == []
+    assert await commands_of(service) == []
 
 
 @pytest.mark.full
@@ -92,7 +87,7 @@ async def test_an_alert_about_an_incident_switches_what_the_run_would_switch_by_
     warned = [rank.verdict(1, layer=1, head=head, name=f"w{head}") for head in (0, 1)]
     await service.store(rank, started, rank.sample(1), *warned)
     assert await alert(service, delivery(state="open", act="switch", severity="warning")) == "ordered"
-    assert [len(command["heads"]) for command in await ordered(service)] == [heads]
+    assert [len(command["heads"]) for command in await commands_of(service)] == [heads]
     assert (await service.store(rank, rank.sample(2, mode=1))).commands
     assert await alert(service, delivery(state="switched")) in ("observed", "duplicate")
 
@@ -169,11 +164,11 @@ async def test_a_proposal_that_was_rejected_holds_up_none_for_another_head(servi
     rank = FakeRank()
     await service.store(rank, rank.started(policy="approve"), rank.sample(1), rank.verdict(1, head=0))
     assert await alert(service, delivery()) == "proposed"
-    [proposal] = await ordered(service)
+    [proposal] = await commands_of(service)
     await service.client.post(f"/v1/commands/{proposal['id']}/reject", json={"who": "ann", "reason": "noise"})
     await service.store(rank, rank.verdict(3, head=1, name="joined"))
     assert await alert(service, delivery()) == "proposed"
-    assert [command["heads"] for command in await ordered(service)] == [[[0, 1]], [[0, 0]]]
+    assert [command["heads"] for command in await commands_of(service)] == [[[0, 1]], [[0, 0]]]
 
 
 async def test_one_odd_alert_holds_up_no_other_of_its_delivery(service: Any) -> None:
@@ -214,4 +209,4 @@ async def test_an_alert_about_nothing_that_is_open_switches_nothing(
         heads = rank.layers[0].heads
         await service.store(rank, *(rank.verdict(2, head=h, name=f"warn-{h}", state="cleared") for h in heads))
     assert await results(service, delivery(**changes)) == [result]
-    assert await ordered(service) == []
+    assert await commands_of(service) == []
