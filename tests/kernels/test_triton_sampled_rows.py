@@ -49,7 +49,8 @@ def both(call: Call, rows: int, times: int = 1, **options: Any) -> tuple[Words, 
 
 def assert_same(ours: Words, truth: Words) -> None:
     maxima = [slot for slot in MAX_SLOTS if slot not in (Slot.OUTPUT_ERROR_MAX, Slot.GRADIENT_ERROR_MAX)]
-    for slot in (*COUNT_SLOTS, *maxima, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ, Slot.ENTROPY_SUM):
+    sums = Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ, Slot.ENTROPY_SUM, Slot.MOST_ENTROPY_SUM
+    for slot in (*COUNT_SLOTS, *maxima, *sums):
         np.testing.assert_allclose(
             slot_values(ours, slot), slot_values(truth, slot), rtol=3e-6, atol=3e-6, err_msg=slot.name
         )
@@ -115,6 +116,7 @@ def masks(length_q: int, length_k: int) -> dict[str, Tensor]:
         "-inf of each head": nothing.masked_fill(~seen, -math.inf).repeat(1, 4, 1, 1),
         "of the keys alone": (torch.arange(length_k) < 15).view(1, 1, 1, -1),
         "alibi": -9.0 * far.abs().float().view(1, 1, length_q, length_k) * torch.arange(1, 5).view(1, 4, 1, 1),
+        "alibi by the position of the key": 9.0 * torch.arange(length_k).repeat(length_q, 1),
         "not finite": torch.where(seen & (far == 3), math.nan, 0.0),
     }
 

@@ -27,6 +27,7 @@ from foreshock.kernels.flash_attention.triton_kernels.counting import (
     EMPTY_SLOT,
     ENTROPY_ROWS_SLOT,
     ENTROPY_SUM_SLOT,
+    MOST_ENTROPY_SUM_SLOT,
     NONFINITE_INPUT_SLOT,
     NONFINITE_OUTPUT_SLOT,
     NONFINITE_SLOT,
@@ -269,8 +270,11 @@ def row_statistics_kernel(
     sound = all_finite(exact).to(tl.int32) + 2 * all_finite(given).to(tl.int32)
     plane = entries * count * tl.num_programs(2)
     kept += (head * entries + place) * count + local
-    tl.store(kept + _ROW_MAX * plane, largest, mask=inside)  # a NaN among the scores is one in their sum
-    tl.store(kept + _LSE * plane, floor + tl.log2(row_sum) * LN2, mask=inside)
+    shared = tl.zeros((ROWS,), tl.float32)  # as visibility.shared_by_keys
+    if MASK == _ADDED:
+        shared = tl.where(finite(most_added) & (most_added > _BLIND), most_added, 0.0)
+    tl.store(kept + _ROW_MAX * plane, largest - shared, mask=inside)  # a NaN among the scores is one in their sum
+    tl.store(kept + _LSE * plane, floor - shared + tl.log2(row_sum) * LN2, mask=inside)
     tl.store(kept + _TIES_BF16 * plane, ties_bf16.to(tl.float32), mask=inside)
     tl.store(kept + _TIES_ONE * plane, ties_one.to(tl.float32), mask=inside)
     tl.store(kept + _KEYS * plane, visible, mask=inside)
@@ -314,6 +318,7 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, CHECKE
         bias_abs = offset_sum
         bias_sumsq = offset_sum
         entropy_sum = offset_sum
+        most_entropy_sum = offset_sum
         for start in range(0, count, BLOCK):
             rows = start + tl.arange(0, BLOCK)
             inside = rows < count
@@ -330,7 +335,8 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, CHECKE
             whole = finite(largest) & finite(lse) & finite(delta) & finite(bias)
             seen = inside & (keys > 0)
             counted = seen & whole
-            offset = tl.where(counted, lse - tl.log2(tl.where(counted, keys, 1.0)) * LN2, 0.0).to(tl.float64)
+            most_entropy = tl.log2(tl.where(counted, keys, 1.0)) * LN2
+            offset = tl.where(counted, lse - most_entropy, 0.0).to(tl.float64)
             bias = tl.where(counted, bias, 0.0).to(tl.float64)
             lowest = float("-inf")
             counted_rows += tl.sum(counted.to(tl.int64), 0)
@@ -350,6 +356,7 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, CHECKE
             bias_abs += tl.sum(tl.abs(bias), 0)
             bias_sumsq += tl.sum(bias * bias, 0)
             entropy_sum += tl.sum(tl.where(counted, entropy, 0.0).to(tl.float64), 0)
+            most_entropy_sum += tl.sum(most_entropy.to(tl.float64), 0)
             if CHECKED:
                 error = tl.load(kept + _ERROR * plane + rows, mask=inside, other=0.0)
                 compared = counted & (error == error)
@@ -372,6 +379,7 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, CHECKE
         add_sum(state + DELTA_BIAS_SUMSQ_SLOT * stride_slot, bias_sumsq)
         add_count(state + ENTROPY_ROWS_SLOT * stride_slot, counted_rows)
         add_sum(state + ENTROPY_SUM_SLOT * stride_slot, entropy_sum)
+        add_sum(state + MOST_ENTROPY_SUM_SLOT * stride_slot, most_entropy_sum)
         if CHECKED:
             add_count(state + CHECKED_SLOT * stride_slot, checked)
             add_count(state + WRONG_SLOT * stride_slot, wrong)
