@@ -129,9 +129,9 @@ _OTHER: Final[dict[str, Text]] = {
 }
 _KERNEL: Final[dict[str, Text]] = {
     "": Text(
-        "No head was switched: machines only report this, unless replace_wrong_attention is set.",
-        "Set the layer to row_corrected (foreshock's kernels) or change the library version; if only one rank "
-        "reports it, drain its GPU. Then resume from {checkpoint}.",
+        "No head was switched: that needs policy auto and replace_wrong_attention.",
+        "Set the layer to row_corrected or change the library version; if only one rank reports it, drain its GPU. "
+        "Then resume from {checkpoint}.",
     ),
     "moved": Text(
         "Every layer with wrong rows runs on foreshock's kernels now.",
