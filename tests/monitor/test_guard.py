@@ -403,14 +403,21 @@ def test_one_thread_alone_updates_and_reads_the_detectors_also_where_a_checkpoin
     assert slow.threads == {"foreshock-detectors"}
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("probe.measure", "probe.OutputSums.add"),
+        *(f"gradient_rows.{name}" for name in ("saved_by", "chosen_rows", "GradientCheck.compare")),
+    ],
+)
 def test_a_fault_of_the_probe_is_told_once_and_training_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("a test")
 
     plain, watched = tiny_gpt(), tiny_gpt()
-    monkeypatch.setattr("foreshock.monitor.attention.probe.measure", broken)
+    monkeypatch.setattr(f"foreshock.monitor.attention.{part}", broken)
     losses = []
     with attach(watched, **QUICK) as agent, caplog.at_level(logging.WARNING, "foreshock"):
         for each in (plain, watched):

@@ -27,7 +27,7 @@ u for each part.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -86,11 +86,11 @@ _GOLDEN: Final = (math.sqrt(5) - 1) / 2
 class GradientCheck:
     """One call: `expect` in the backward of the probe, which comes first, then `hook` in that of the attention.
 
-    node: of autograd, which computes the gradients of the attention's operands.
+    node: of autograd, which computes the gradients of the attention's operands. failed: is given what the hook raised.
     """
 
-    def __init__(self, state: Tensor, node: Any) -> None:
-        self._state = state
+    def __init__(self, state: Tensor, node: Any, failed: Callable[[Exception], None]) -> None:
+        self._state, self._failed = state, failed
         self._expected: list[_Expected] = []
         self._keys: _ExpectedKeys | None = None
         self._of_gradient = 0.0
@@ -204,8 +204,11 @@ class GradientCheck:
 
     def hook(self, gradients: Any, _: Any) -> None:
         """For the node of autograd that computes the gradients of an attention's operands, the queries' first."""
-        with torch.no_grad():
-            if gradients[0] is not None:
-                self.compare(gradients[0])
-            if gradients[1] is not None and gradients[2] is not None:
-                self.compare_keys(gradients[1:3])
+        try:
+            with torch.no_grad():
+                if gradients[0] is not None:
+                    self.compare(gradients[0])
+                if gradients[1] is not None and gradients[2] is not None:
+                    self.compare_keys(gradients[1:3])
+        except Exception as error:
+            self._failed(error)

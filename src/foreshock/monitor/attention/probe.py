@@ -184,15 +184,19 @@ def probe(
 
 
 def _check_of_gradients(out: Tensor, query: Tensor, state: Tensor, key: str) -> GradientCheck | None:
-    """What compares the gradient of `query` in the backward of PyTorch's attention that gave `out`, where this step
-    does so. The node of autograd shows the gradient of this one call, whatever else reads the tensor."""
+    """What compares the gradients of PyTorch's attention that gave `out` in its backward, where this step does so. The
+    node of autograd shows the gradients of this one call, whatever else reads the tensors."""
     sampling = None if torch.compiler.is_compiling() else _samplings.get(key)
-    if sampling is None or not (sampling.due and sampling.gradients) or _capturing(query) or query.dim() != 4:
+    if sampling is None or sampling.fault or not (sampling.due and sampling.gradients):
         return None
     node = out.grad_fn
-    if node is None or not node.name().startswith("ScaledDotProduct"):
+    if node is None or not node.name().startswith("ScaledDotProduct") or _capturing(query) or query.dim() != 4:
         return None
-    return GradientCheck(state, node)
+    try:
+        return GradientCheck(state, node, partial(_end_with, sampling=sampling))
+    except Exception as error:
+        _end_with(error, sampling)
+        return None
 
 
 def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -277,9 +281,17 @@ def _is_quiet(ctx: Any, saved: Sequence[Tensor]) -> bool:
         return False
     if sampling.due or (sampling.in_full and ctx.largest is not None) or _capturing(saved[1]):
         return False
-    if not sampling.fault:
-        sampling.outputs.add(ctx.state, saved[0])
+    _see_output(sampling, ctx.state, saved[0])
     return True
+
+
+def _see_output(sampling: Sampling, state: Tensor, out: Tensor) -> None:
+    if sampling.outputs is None or sampling.fault:
+        return
+    try:
+        sampling.outputs.add(state, out)
+    except Exception as error:
+        _end_with(error, sampling)
 
 
 def _expect_gradients(check: GradientCheck, call: Call, tick: Tensor, options: tuple[str, AttentionSpec]) -> None:
@@ -298,8 +310,9 @@ def _end_with(error: Exception, sampling: Sampling) -> None:
     """The agent measures nothing any more, unless its faults are to be raised."""
     if sampling.strict:
         raise error
-    sampling.fault = f"{type(error).__name__}: {str(error)[:300]}"
-    logger.warning("foreshock: the probe is off from now on; training continues: %s", sampling.fault)
+    if not sampling.fault:
+        sampling.fault = f"{type(error).__name__}: {str(error)[:300]}"
+        logger.warning("foreshock: the probe is off from now on; training continues: %s", sampling.fault)
 
 
 def _scores_in_the_graph(call: Call, ctx: Any) -> list[Tensor]:
@@ -370,8 +383,8 @@ def probe_rows(
         return
     capturing = _capturing(query)
     sampling.captured |= capturing
-    if sampling.outputs is not None and not capturing:
-        sampling.outputs.add(state, out)
+    if not capturing:
+        _see_output(sampling, state, out)
     in_full = largest is not None and sampling.in_full and not capturing
     if not (sampling.due or capturing or in_full):
         return
