@@ -378,7 +378,7 @@ class KeysOfAFunction(nn.Module):
 
 
 def test_key_heads_that_nothing_tells_are_no_number_in_the_table_and_the_service_is_told_so() -> None:
-    """The heads were told by whoever attached; they say nothing of keys."""
+    """The caller of attach gave the heads; they say nothing of keys."""
     model = nn.Sequential(KeysOfAFunction(), nn.Linear(12, 2))
     listener = Listener()
     with attach(model, **EVERY_STEP, heads={"0": 3}) as agent:

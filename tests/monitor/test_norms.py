@@ -119,7 +119,7 @@ class PeftLinear(nn.Module):
 
 
 class ByHand(nn.Linear):
-    """Parameters beside the weight, as in loralib."""
+    """Parameters next to the weight, as in loralib."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__(rows.shape[1], rows.shape[0])
@@ -190,7 +190,7 @@ def attention() -> Attention:
 
 
 class Noisy(nn.Module):
-    """A weight that is drawn anew at every reading, as quantisation-aware training does."""
+    """A weight that is drawn again at every reading, as quantisation-aware training does."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + 0.01 * torch.randn_like(weight)

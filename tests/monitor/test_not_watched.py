@@ -291,7 +291,7 @@ class Inner(nn.Module):
 
 
 class WithProjections(nn.Module):
-    """Holds W_Q and W_K beside it."""
+    """Holds W_Q and W_K next to it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def test_a_wide_model_trains_as_with_pytorchs_own_attention(
 def test_an_accelerator_s_wide_operands_stay_with_pytorch_and_the_layer_says_why(
     dtype: torch.dtype, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ "meta" stands in for the accelerator; it knows no autocast, so that is off."""
+    """ "meta" takes the place of the accelerator; it knows no autocast, so that is off."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     state = torch.empty(2, SLOT_COUNT, dtype=torch.int64, device="meta")
     layer = watched_layer.WatchedLayer("h.0", state, torch.empty(2, dtype=torch.int32, device="meta"), "auto")
@@ -237,7 +237,7 @@ def test_statistics_equal_brute_force_on_the_tensors_that_were_received(monkeypa
 
 @pytest.mark.parametrize("head_dim", [12, 264])
 def test_a_head_dim_that_no_kernel_serves_is_named_and_its_layer_is_kept(head_dim: int) -> None:
-    """ "meta" stands in for the accelerator."""
+    """ "meta" takes the place of the accelerator."""
     query = torch.empty(1, 2, 4, head_dim, device="meta", dtype=torch.bfloat16)
     layer = watched_layer.WatchedLayer(
         "h.0",

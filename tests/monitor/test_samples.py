@@ -123,8 +123,8 @@ def test_every_multiple_that_the_numbers_pass_is_sampled_once_whatever_numbers_t
         (list(range(9, 2000, 10)), 200),  # a loop that calls the agent at every tenth step
         (list(range(400)), 40),
         ([n // 4 for n in range(1600)], 40),  # once for each of four micro-batches
-        (list(range(100)) * 4, 40),  # anew in each epoch
-        ([*range(1, 201), *range(101, 301)], 41),  # a training that goes back by itself
+        (list(range(100)) * 4, 40),  # from 0 again in each epoch
+        ([*range(1, 201), *range(101, 301)], 41),  # a training that goes back on its own
         ([None] * 400, 41),
         ([*range(1, 101), *[None] * 300], 41),
     ],
@@ -404,7 +404,7 @@ class OnSecondDevice(OnDevice):
 
 
 class Devices:
-    """Two devices that copy when they are told to run; the host reads what is stale until then."""
+    """Two devices that copy only when a test runs them; the host reads what is stale until then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queued: dict[torch.device, list[Callable[[], object]]] = {}

@@ -215,7 +215,7 @@ PACKED = torch.cat([torch.arange(5), torch.arange(7)])[None]
 
 
 def models() -> tuple[Any, Any]:
-    """Without a cache, beside which nobody looks for packed sequences."""
+    """Without a cache: with one, transformers looks for no packed sequences."""
     return tiny("Llama", **DECODER, use_cache=False), tiny("Llama", **DECODER, use_cache=False)
 
 

@@ -1,4 +1,4 @@
-"""Incidents of a model with twelve heads a layer, for tests of what people are told about them."""
+"""Incidents of a model with twelve heads a layer, for tests of the words about them."""
 
 from typing import Any, Literal
 

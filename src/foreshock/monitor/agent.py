@@ -354,7 +354,7 @@ class Agent:
         return found
 
     def _record_coverage(self, counted: Counted) -> None:
-        """Record which layers a sample counts, and send anew what computes and measures each where that changed."""
+        """Record which layers a sample counts, and send what computes and measures each again where that changed."""
         if self._undo is not None and self._coverage.record(counted.words, counted.since_step, counted.step):
             self._coverage.show(counted.step)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)

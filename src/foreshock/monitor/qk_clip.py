@@ -230,7 +230,7 @@ class QKClip:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Begin `done` anew."""
+        """Start `done` over."""
         self.done[0].fill_(1.0)
         self.done[1].zero_()
 
@@ -292,7 +292,7 @@ def parameters_of(projection: Projection) -> Iterator[nn.Parameter]:
 
 
 def _of(side: HeadRows) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """The weight of one side and its bias: name, parameter, and where its rows begin beside those of the weight."""
+    """The weight of one side and its bias: name, parameter, and where its rows begin relative to those of the weight."""
     weight = stored(side.holder, side.weight)
     if isinstance(weight, nn.Parameter):
         yield side.weight, weight, 0
@@ -479,7 +479,7 @@ class Clipping:
         return [projection_of(*each, selector, self.optimizers) for each in both]
 
     def _fingerprint(self) -> list[tuple[object, ...]]:
-        """What shows, where it changes, that weights are to be looked for anew."""
+        """What shows, where it changes, that weights are to be looked for again."""
         both = zip(self._watched, self._attached.layouts, strict=True)
         why_not_in_full = self._attached.selector.why_not_in_full
         return [
@@ -531,7 +531,7 @@ class Clipping:
         self._clip.group, self._ready = group, True
 
     def _look_again(self) -> bool:
-        """Find the weights anew where a call has shown them, or they or what computes the layers has changed."""
+        """Find the weights again where a call has shown them, or they or what computes the layers has changed."""
         for layout in self._attached.layouts:
             layout.locate()
         now, clip = self._fingerprint(), self._clip

@@ -91,7 +91,7 @@ class Writer:
         item = _Item(batch, size, token, arrival)
         self._waiting.setdefault(token, deque()).append(item)
         self._woken.set()
-        return await item.done  # whoever leaves meanwhile cancels the answer, not the writing
+        return await item.done  # a client that leaves meanwhile cancels the answer, not the writing
 
     @property
     def depth(self) -> int:

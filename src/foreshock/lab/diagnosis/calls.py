@@ -163,7 +163,7 @@ def finite(tensors: Iterable[Any]) -> bool:
 def measured(call: AttentionCall) -> dict[str, Floats]:
     """Quantities of one call by name, each [H]; NaN for what its tensors do not show.
 
-    Those of `_COUNTED` are the agent's, of the same rows. The others are taken beside float64.
+    Those of `_COUNTED` are the agent's, of the same rows. The others are compared with float64.
     """
     with torch.autocast(call.given.query.device.type, enabled=False):
         given = call.batched()

@@ -32,7 +32,7 @@ KEPT: Final = 3
 
 
 class Checkpoints:
-    """Written beside and renamed, so that what a name ends with .pt is whole."""
+    """Each is written under another name and then renamed, so that every file that ends with .pt is whole."""
 
     def __init__(self, folder: Path) -> None:
         self._folder: Final = folder

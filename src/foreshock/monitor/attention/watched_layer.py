@@ -489,7 +489,7 @@ class _Traced:
         self.layer: WatchedLayer | None = None
         self.intercepted = False
         self.entered = False
-        """Compiled code entered the layer, and not a hook that ran by itself: a call behind a graph break finds it
+        """Compiled code entered the layer, and not a hook that ran alone: a call behind a graph break finds it
         here."""
 
 
@@ -530,7 +530,7 @@ def enter(layer: WatchedLayer | None) -> None:
 
 
 def leave() -> None:
-    """That forward is over; the one that called it goes on. What is traced forgets both."""
+    """That forward is over; the one that called it continues. What is traced forgets both."""
     _traced.layer = None
     if not torch.compiler.is_compiling():
         _mine.layer, _mine.frame = _mine.outer.pop() if _mine.outer else (None, None)
@@ -539,7 +539,7 @@ def leave() -> None:
 
 @contextmanager
 def again_in(layer: WatchedLayer) -> Iterator[None]:
-    """Part of a layer's forward is computed again, by itself; never under torch.compile."""
+    """Part of a layer's forward alone is computed again; never under torch.compile."""
     before = _traced.layer, _mine.layer, _mine.frame, _mine.outer
     _traced.layer, _mine.layer, _mine.frame, _mine.outer = layer, layer, None, []
     try:

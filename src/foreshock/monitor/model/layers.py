@@ -64,7 +64,7 @@ def spans_of(
 
 
 def _coordinate(mesh: Any) -> Sequence[int] | None:
-    """Where this process stands in the mesh; None outside it."""
+    """The coordinate of this process in the mesh; None outside it."""
     found = (mesh.mesh == torch.distributed.get_rank()).nonzero().tolist()
     return found[0] if found else None
 
@@ -106,7 +106,7 @@ def local_tensor(weight: Any) -> Tensor:
 _PURE: Final[tuple[type, ...]] = tuple(
     kind for name in ("_WeightNorm", "_Orthogonal") if isinstance(kind := getattr(parametrizations, name, None), type)
 )
-"""PyTorch's parametrizations that neither write nor draw anything; its spectral norm goes on at every reading."""
+"""PyTorch's parametrizations that neither write nor draw anything; its spectral norm advances at every reading."""
 
 
 def stored(module: nn.Module, name: str = "weight") -> Any:

@@ -1,4 +1,4 @@
-"""Samples: the counts leave the device, travel beside the training, and are sent as messages.
+"""Samples: the counts leave the device, travel while training runs, and are sent as messages.
 
 At a step boundary, in stream order, the packed state is copied and zeroed. On CUDA the copy is asynchronous and is read
 steps later, when its events have passed; the host never waits. Losses and gradient norms that are tensors ride along,
