@@ -292,7 +292,7 @@ def parameters_of(projection: Projection) -> Iterator[nn.Parameter]:
 
 
 def _of(side: HeadRows) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """The weight of one side and its bias: name, parameter, and where its rows begin relative to those of the weight."""
+    """The weight of one side and its bias: name, parameter, and where its rows begin in those of the weight."""
     weight = stored(side.holder, side.weight)
     if isinstance(weight, nn.Parameter):
         yield side.weight, weight, 0
