@@ -10,7 +10,7 @@ from foreshock.benchmarks.agent_models import Shape, UnwatchedAttention
 from foreshock.benchmarks.agent_step import Bench, main, measure
 from foreshock.monitor import Agent, attach
 
-TINY = Shape("tiny", 2, 32, 4, 2, 32, 61, 16, 2, gated=True, whole=False, block_steps=12)
+TINY = Shape("tiny", 2, 32, 4, 2, 32, 61, 16, 2, gated=True, whole=False, block_steps=12, device="cpu")
 
 
 @pytest.mark.full
@@ -25,7 +25,7 @@ def test_every_arm_is_measured_and_the_fastest_backend_is_named(monkeypatch: pyt
         return agent
 
     monkeypatch.setattr(agent_step, "attach", attached)
-    figures = measure(TINY, 2, "cpu", "eager", ("flash", "math"), (*agent_step.WATCHED, agent_step.PEER))
+    figures = measure(TINY, 2, "eager", (*agent_step.WATCHED, agent_step.PEER))
     assert served == ["kernels", "keep"]
     torch._dynamo.reset()
     assert figures["best_backend"] in ("flash", "math")
@@ -37,7 +37,7 @@ def test_every_arm_is_measured_and_the_fastest_backend_is_named(monkeypatch: pyt
 
 
 def test_an_arm_that_refuses_is_left_out_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    bench = Bench(TINY, "cpu", "eager")
+    bench = Bench(TINY, "eager")
     bench.variant("none_cudnn", UnwatchedAttention, "cudnn")
     torch._dynamo.reset()
     assert not bench.variants
@@ -47,6 +47,8 @@ def test_an_arm_that_refuses_is_left_out_and_says_so(capsys: pytest.CaptureFixtu
 def test_an_arm_that_does_not_exist_is_refused_with_those_that_do() -> None:
     with pytest.raises(ValueError, match="variant 'none' does not exist; allowed are kernels, kernels_agent"):
         main(variants=["keep_agent", "none"])
+    with pytest.raises(ValueError, match="shape 'gpt3' does not exist; allowed are gpt2-small, llama-1b, gpt2-mini"):
+        main(only="gpt3")
 
 
 def test_the_kernels_that_a_variant_adds_are_listed_by_what_they_add() -> None:

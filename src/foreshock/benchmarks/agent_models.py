@@ -38,11 +38,13 @@ class Shape:
     block_steps: int = 10
     share: int = 1
     """Every so many rounds of the others one of this: its steps are longer."""
+    device: str = "cuda"
 
 
 SHAPES: Final = (
     Shape("gpt2-small", 12, 768, 12, 12, 3072, 50304, 1024, 32, gated=False, whole=True, block_steps=20),
     Shape("llama-1b", 16, 2048, 32, 8, 8192, 128256, 4096, 4, gated=True, whole=False, share=2),
+    Shape("gpt2-mini", 6, 384, 6, 6, 1536, 4096, 256, 4, gated=False, whole=True, device="cpu"),
 )
 
 

@@ -47,7 +47,7 @@ from foreshock.benchmarks.agent_models import (
 from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor import Agent, attach
 
-FAST_BACKENDS: Final = ("flash", "cudnn", "efficient")
+FAST_BACKENDS: Final = {"cuda": ("flash", "cudnn", "efficient"), "cpu": ("flash", "math")}
 WATCHED: Final = ("kernels", "kernels_agent", "keep_agent")
 PEER: Final = "anomaly"
 _LEAST_ADDED: Final = 0.001
@@ -68,9 +68,9 @@ class Variant:
 class Bench:
     """The weights, their optimizer and the variants that train them."""
 
-    def __init__(self, shape: Shape, device: str, compiler: str) -> None:
+    def __init__(self, shape: Shape, compiler: str) -> None:
         torch.manual_seed(0)
-        self.shape, self.device, self.compiler = shape, torch.device(device), compiler
+        self.shape, self.device, self.compiler = shape, torch.device(shape.device), compiler
         with self.device:
             self.model = Model(shape)
             self.ids = [torch.randint(shape.vocabulary, (shape.batch, shape.length + 1)) for _ in range(4)]
@@ -114,7 +114,7 @@ class Bench:
     def step(self, variant: Variant, ids: Tensor) -> None:
         """One training step, as people write it."""
         with torch.autograd.set_detect_anomaly(variant.name == PEER):
-            with torch.autocast(self.device.type, torch.bfloat16):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                 loss = variant.model(ids)
             torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(self.weights, 1.0)
@@ -169,23 +169,16 @@ def nobody_listens() -> Iterator[dict[str, Any]]:
         yield {"url": url, "spool_directory": spool, "run": "bench", "quiet": True, "strict": True}
 
 
-def measure(
-    shape: Shape,
-    rounds: int,
-    device: str = "cuda",
-    compiler: str = "inductor",
-    backends: Sequence[str] = FAST_BACKENDS,
-    variants: Sequence[str] = WATCHED,
-) -> dict[str, Any]:
+def measure(shape: Shape, rounds: int, compiler: str = "inductor", variants: Sequence[str] = WATCHED) -> dict[str, Any]:
     """One shape's figures, in milliseconds a step; None for what is not in `variants`."""
-    bench, steps = Bench(shape, device, compiler), shape.block_steps
+    bench, steps = Bench(shape, compiler), shape.block_steps
     with ExitStack() as stack:
         settings = stack.enter_context(nobody_listens())
 
         def watched(**options: Any) -> Callable[[nn.Module], Agent]:
             return lambda model: stack.enter_context(attach(model, **settings, **options))
 
-        for backend in backends:
+        for backend in FAST_BACKENDS[shape.device]:
             bench.variant(f"none_{backend}", UnwatchedAttention, backend)
         bench.run(1, steps)
         best = min(
@@ -252,26 +245,32 @@ def _added(found: dict[str, float], base: dict[str, float]) -> dict[str, float]:
 def main(
     json_path: Path | None = None, rounds: int = 12, only: str | None = None, variants: Sequence[str] = WATCHED
 ) -> None:
-    """Measure the shapes, print their figures, and write them to `json_path`. Needs a CUDA GPU."""
+    """Measure a shape, or those of the GPU; print their figures, and write them to `json_path`."""
     if unknown := set(variants) - {*WATCHED, PEER}:
         raise ValueError(f"variant {min(unknown)!r} does not exist; allowed are {', '.join((*WATCHED, PEER))}")
-    if not torch.cuda.is_available():
-        raise SystemExit("foreshock bench agent needs a CUDA GPU, and this machine has none that PyTorch sees")
+    if only is not None and only not in {shape.name for shape in SHAPES}:
+        raise ValueError(f"shape {only!r} does not exist; allowed are {', '.join(shape.name for shape in SHAPES)}")
+    chosen = [shape for shape in SHAPES if (shape.device == "cuda" if only is None else shape.name == only)]
+    if chosen[0].device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "foreshock bench agent needs a CUDA GPU, and this machine has none that PyTorch sees; "
+            "--shape gpt2-mini runs on a CPU"
+        )
     # A graph that was traced under one backend of SDPA would be taken for the other's (pytorch #185449).
     torch._functorch.config.enable_autograd_cache = False
     torch._dynamo.config.recompile_limit = 32  # the variants are graphs of the same code
     shapes = []
-    for shape in SHAPES:
-        if only in (None, shape.name):
-            torch.compiler.reset()
-            measured = measure(shape, max(1, rounds // shape.share), variants=variants)
-            asked = "".join(f" --variant {name}" for name in variants if tuple(variants) != WATCHED)
-            measured["command"] = f"foreshock bench agent --rounds {rounds} --shape {shape.name}{asked}"
-            measured["date"] = datetime.now(UTC).date().isoformat()
-            shapes.append(measured)
-            print(json.dumps({k: v for k, v in measured.items() if k not in ("blocks", "shape")}, indent=1))
-            if json_path is not None:
-                unit = "milliseconds a training step, median over rounds of a block's mean"
-                json_path.write_text(json.dumps({**machine.gpu(), "unit": unit, "shapes": shapes}, indent=1) + "\n")
-            gc.collect()
+    for shape in chosen:
+        torch.compiler.reset()
+        measured = measure(shape, max(1, rounds // shape.share), variants=variants)
+        asked = "".join(f" --variant {name}" for name in variants if tuple(variants) != WATCHED)
+        measured["command"] = f"foreshock bench agent --rounds {rounds} --shape {shape.name}{asked}"
+        measured["date"] = datetime.now(UTC).date().isoformat()
+        shapes.append(measured)
+        print(json.dumps({k: v for k, v in measured.items() if k not in ("blocks", "shape")}, indent=1))
+        if json_path is not None:
+            unit = "milliseconds a training step, median over rounds of a block's mean"
+            json_path.write_text(json.dumps({**machine.device(), "unit": unit, "shapes": shapes}, indent=1) + "\n")
+        gc.collect()
+        if shape.device == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What a figure from a GPU was measured on."""
+"""What a figure was measured on."""
 
 import os
 import subprocess
@@ -13,18 +13,22 @@ _CLOCKS = "driver_version,clocks.current.sm,clocks.max.sm,clocks.current.memory,
 
 def header(command: str) -> dict[str, Any]:
     """How a result file begins: the command that made it, the day (UTC), and what it was measured on."""
-    return {"command": command, "date": datetime.now(UTC).date().isoformat(), **gpu()}
+    return {"command": command, "date": datetime.now(UTC).date().isoformat(), **device()}
 
 
-def gpu() -> dict[str, Any]:
-    """The device, its driver and clocks at this moment, the versions that its speed depends on, and the commit.
+def device() -> dict[str, Any]:
+    """The GPU with its driver and clocks at this moment, or the CPU; the versions that matter for speed; the commit.
 
     Where the files are no clone, the environment variable FORESHOCK_COMMIT names it. Every result file has these.
     """
+    commit = os.environ.get("FORESHOCK_COMMIT") or _said("git", "rev-parse", "--short", "HEAD")
+    if not torch.cuda.is_available():
+        threads = f"{torch.get_num_threads()} threads of {os.cpu_count()} processors"
+        return {"commit": commit, "device": f"CPU, {threads}", "versions": {"torch": torch.__version__}}
     import triton
 
     return {
-        "commit": os.environ.get("FORESHOCK_COMMIT") or _said("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit,
         "device": torch.cuda.get_device_name(),
         "clocks": _clocks(),
         "versions": {

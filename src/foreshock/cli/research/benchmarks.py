@@ -37,7 +37,10 @@ def bench_agent(
     rounds: Annotated[
         int, typer.Option(help="Number of blocks of steps that each variant trains, in turn.", min=1)
     ] = 12,
-    shape: Annotated[str | None, typer.Option(help="Model to time: gpt2-small or llama-1b; by default both.")] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Model to time: gpt2-small or llama-1b, by default both, or gpt2-mini, which runs on a CPU."),
+    ] = None,
     variant: Annotated[
         list[str] | None,
         typer.Option(
@@ -46,7 +49,10 @@ def bench_agent(
         ),
     ] = None,
 ) -> None:
-    """Time training steps without foreshock, with its kernels, its agent, and native attention. Needs a CUDA GPU."""
+    """Time training steps without foreshock, with its kernels, its agent, and native attention.
+
+    All shapes but gpt2-mini need a CUDA GPU.
+    """
     from foreshock.benchmarks import agent_step
 
     agent_step.main(json, rounds, shape, variant or agent_step.WATCHED)
