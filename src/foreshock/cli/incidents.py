@@ -4,10 +4,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from foreshock.cli.decisions import what
 from foreshock.cli.errors import CommandError
 from foreshock.cli.options import asks_service
+from foreshock.cli.orders import what
+from foreshock.cli.output import console, print_json
 from foreshock.client import Service
 
 _HEADS_SHOWN = 5
@@ -30,8 +32,6 @@ def incidents(
     reason: Annotated[str | None, typer.Option(help="Reason, recorded in the audit trail.")] = None,
 ) -> None:
     """List the incidents of a run: their heads, the steps left, what was done and what to do; and its switches."""
-    from foreshock.cli.output import console, print_json
-
     if (acknowledge is None) != (reason is None):
         raise CommandError("--acknowledge names the incident and --reason says why; give both or neither")
     if acknowledge is not None and reason is not None:
@@ -51,10 +51,6 @@ def resume_plan(
     run: Annotated[str, typer.Argument(help="Run that failed.")],
 ) -> None:
     """Print the checkpoint to resume a failed run from, the lines that load it, and every checkpoint that is known."""
-    from rich.table import Table
-
-    from foreshock.cli.output import console, print_json
-
     plan = client.resume_plan(run)
     if as_json:
         print_json(plan)

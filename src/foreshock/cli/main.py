@@ -11,16 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from foreshock import __version__
-from foreshock.cli.about import delete, describe
 from foreshock.cli.boards import boards
-from foreshock.cli.decisions import approve, reject
 from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.incidents import incidents, resume_plan
-from foreshock.cli.options import AsJson, Url, asks_service
+from foreshock.cli.options import AsJson, Url
+from foreshock.cli.orders import approve, reject, switch
 from foreshock.cli.replay import replay
+from foreshock.cli.runs import delete, describe, export, runs
 from foreshock.cli.store import audit, store
-from foreshock.client import DEFAULT_URL, Service
-from foreshock.contract.modes import MODE_NAMES
+from foreshock.client import DEFAULT_URL
 
 app = typer.Typer(
     cls=Commands,
@@ -34,13 +33,8 @@ app = typer.Typer(
 app.add_typer(boards, name="dashboards")
 app.add_typer(store, name="store")
 app.add_typer(audit, name="audit")
-app.command()(incidents)
-app.command()(resume_plan)
-app.command()(approve)
-app.command()(reject)
-app.command()(describe)
-app.command()(delete)
-app.command()(replay)
+for command in (incidents, resume_plan, approve, reject, describe, delete, replay, runs, export, switch):
+    app.command()(command)
 if find_spec("foreshock.cli.research") is not None:  # a checkout: the wheel holds no laboratory and no benchmark
     from foreshock.cli.research.benchmarks import bench
     from foreshock.cli.research.lab import lab
@@ -138,106 +132,6 @@ def doctor(
         examination.report_model(model, console())
     elif not examination.report(url, console(), as_json=as_json):
         raise typer.Exit(1)
-
-
-@app.command()
-@asks_service
-def runs(
-    client: Service,
-    as_json: bool,
-    run: Annotated[str | None, typer.Argument(help="Show only this run, with its layers and warnings.")] = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print the list as CSV.")] = False,
-) -> None:
-    """List the runs that the service knows. Long names are shortened at a terminal, and never in a pipe."""
-    from foreshock.cli import output
-    from foreshock.cli import runs as text
-
-    if as_csv and (as_json or run is not None):
-        raise CommandError("--csv is for the list of runs, in place of --json")
-    if as_json:
-        output.print_json(list(client.runs()) if run is None else client.run(run))
-    elif as_csv:
-        text.csv_of_runs(client)
-    elif run is None:
-        text.list_runs(client, output.console())
-    else:
-        text.show_run(client, run, output.console())
-
-
-@app.command()
-@asks_service
-def export(
-    client: Service,
-    as_json: bool,
-    run: Annotated[str, typer.Argument(help="Run to read.")],
-    metric: Annotated[str, typer.Argument(help="A metric by its key, such as run.loss.")],
-    layer: Annotated[int | None, typer.Option(help="Layer, for a metric of heads.")] = None,
-    head: Annotated[
-        int | None, typer.Option(help="Head of that layer; by default the worst head at each point.")
-    ] = None,
-    from_step: Annotated[int | None, typer.Option(help="First step.", min=0)] = None,
-    to_step: Annotated[int | None, typer.Option(help="Last step.", min=0)] = None,
-    points: Annotated[
-        int, typer.Option(help="Largest number of points; each keeps its minimum and maximum.", min=1)
-    ] = 10_000,
-) -> None:
-    """Print one metric of a run as CSV: step, low, high and last, and worst_head if no --head is given."""
-    from foreshock.cli import runs as text
-    from foreshock.cli.output import print_csv, print_json
-
-    span = client.series(run, metric, layer=layer, head=head, from_step=from_step, to_step=to_step, max_points=points)
-    names, rows = text.points_of(span)
-    if as_json:
-        found = [dict(zip(names, point, strict=True)) for point in rows]
-        print_json({"run": run, "metric": metric, "layer": layer, "head": head, "points": found})
-    else:
-        print_csv(names, rows)
-
-
-@app.command()
-@asks_service
-def switch(
-    client: Service,
-    as_json: bool,
-    run: Annotated[str, typer.Argument(help="Run to switch.")],
-    reason: Annotated[str, typer.Option(help="Reason, recorded in the audit trail.")],
-    mode: Annotated[
-        str | None, typer.Option(help=f"New mode: plain, {', '.join(MODE_NAMES)}, or several joined by +.")
-    ] = None,
-    undo: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Undo a switch instead: the id of its command, or `last`.")
-    ] = None,
-    cancel: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Cancel a pending command instead: its id, or `last`.")
-    ] = None,
-    layer: Annotated[int | None, typer.Option(help="Layer to switch; by default all layers.")] = None,
-    head: Annotated[
-        list[int] | None, typer.Option(help="Head of that layer; may be repeated. By default all heads.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Only report what the agent would do.")] = False,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.")] = 30.0,
-) -> None:
-    """Switch heads of a running training to another mode and wait for the agent's answer; or undo or stop a switch.
-
-    Exit code 0: done. 3: ordered, and no agent has answered yet. 4: answered, and not done (refused, expired,
-    rejected). 1: not ordered.
-    """
-    from foreshock.cli import runs as text
-
-    order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
-    one = [given for given in (mode, undo, cancel) if given is not None]
-    if len(one) != 1 or (mode is None and (layer is not None or head)):
-        raise CommandError(
-            "give --mode, with --layer and --head or without them, or give --undo or --cancel without a mode"
-        )
-    if mode is not None:
-        commands = text.switch(client, layer=layer, heads=head, mode=mode, **order)
-    elif undo is not None:
-        commands = text.undo(client, command=undo, **order)
-    else:
-        commands = [text.cancel(client, run=run, command=str(cancel), reason=reason)]
-    done = ("applied", "dry_run") if cancel is None else ("cancelled",)
-    text.finish(commands, as_json=as_json, wait_seconds=wait, done=done)
 
 
 @app.command()

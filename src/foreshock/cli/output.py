@@ -19,9 +19,6 @@ _ORDERS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u20
 """Characters that a terminal acts on, or that turn the order of others; a line break and a tab stay."""
 _BLANKS: Final = re.compile(r" +$", re.MULTILINE)
 
-UNANSWERED, REFUSED = 3, 4
-"""Exit codes: ordered and not answered yet; answered, and not done. 1 is an error in a sentence, 2 wrong usage."""
-
 
 class _Unpadded(StringIO):
     """Standard output without the blanks at the ends of lines that fill a table's last column."""

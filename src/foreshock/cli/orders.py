@@ -1,0 +1,203 @@
+"""`foreshock switch`, `approve` and `reject`: orders to a running training, and what became of them."""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+
+from foreshock.cli.errors import CommandError
+from foreshock.cli.options import asks_service
+from foreshock.cli.output import console, print_json
+from foreshock.client import SETTLED, Service
+from foreshock.contract.modes import MODE_NAMES, parse_mode
+from foreshock.contract.orders import OPEN
+from foreshock.contract.wire import HeadRef
+
+UNANSWERED, REFUSED = 3, 4
+"""Exit codes: ordered and not answered yet; answered, and not done. 1 is an error in a sentence, 2 wrong usage."""
+_DONE: Final = ("applied", "dry_run")
+
+Reason = Annotated[str, typer.Option(help="Reason, recorded in the audit trail.")]
+Wait = Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.")]
+Run = Annotated[str, typer.Argument(help="Run whose proposed switch you answer.")]
+Proposal = Annotated[
+    str | None,
+    typer.Option("--command", metavar="COMMAND", help="Id of the proposal; needed only if there are several."),
+]
+
+
+@asks_service
+def switch(
+    client: Service,
+    as_json: bool,
+    run: Annotated[str, typer.Argument(help="Run to switch.")],
+    reason: Reason,
+    mode: Annotated[
+        str | None, typer.Option(help=f"New mode: plain, {', '.join(MODE_NAMES)}, or several joined by +.")
+    ] = None,
+    undo: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Undo a switch instead: the id of its command, or `last`.")
+    ] = None,
+    cancel: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Cancel a pending command instead: its id, or `last`.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="Layer to switch; by default all layers.")] = None,
+    head: Annotated[
+        list[int] | None, typer.Option(help="Head of that layer; may be repeated. By default all heads.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Only report what the agent would do.")] = False,
+    wait: Wait = 30.0,
+) -> None:
+    """Switch heads of a running training to another mode and wait for the agent's answer; or undo or stop a switch.
+
+    Exit code 0: done. 3: ordered, and no agent has answered yet. 4: answered, and not done (refused, expired,
+    rejected). 1: not ordered.
+    """
+    if [mode, undo, cancel].count(None) != 2 or (mode is None and (layer is not None or head)):
+        raise CommandError(
+            "give --mode, with --layer and --head or without them, or give --undo or --cancel without a mode"
+        )
+    if mode is not None:
+        changes = _changes(client, run, mode, layer, head)
+        orders = [client.switch(run, name, reason=reason, heads=heads, dry_run=dry_run) for name, heads in changes]
+    elif undo is not None:
+        command = _newest(client, run, undo, _stands, "applied switch to revert")
+        orders = client.undo(command, reason=reason, dry_run=dry_run)
+    else:
+        command = _newest(client, run, str(cancel), lambda one: one["state"] in OPEN, "order under way")
+        orders = [client.cancel(command, reason=reason)]
+    finish(
+        client, orders, as_json=as_json, wait=wait, done=("applied", "dry_run") if cancel is None else ("cancelled",)
+    )
+
+
+@asks_service
+def approve(
+    client: Service, as_json: bool, run: Run, reason: Reason, command: Proposal = None, wait: Wait = 30.0
+) -> None:
+    """Approve the proposed switch, and wait for the agent's answer. Exit codes as for `switch`."""
+    finish(client, [client.approve(_waiting(client, run, command), reason=reason)], as_json=as_json, wait=wait)
+
+
+@asks_service
+def reject(client: Service, as_json: bool, run: Run, reason: Reason, command: Proposal = None) -> None:
+    """Reject the proposed switch. It is not proposed again until its heads have a new warning."""
+    orders = [client.reject(_waiting(client, run, command), reason=reason)]
+    finish(client, orders, as_json=as_json, wait=0.0, done=("rejected",))
+
+
+def _changes(
+    client: Service, run: str, mode: str, layer: int | None, heads: list[int] | None
+) -> list[tuple[str, list[HeadRef]]]:
+    """The orders that a switch to `mode` takes: a mode and its heads, for each mode that comes of it.
+
+    Without `layer` every head of the run is meant, and keeps its own mode beside the ordered one. With `layer` and no
+    `heads`, every head of that layer gets this mode alone. Raises CommandError for an unknown mode, layer or head.
+    """
+    try:
+        parse_mode(mode)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    if layer is None:
+        if heads:
+            raise CommandError("--head was given without --layer; a head is named by both")
+        planned = client.switches(run, mode)
+        if unchanged := planned["unchanged"]:
+            typer.echo(f"{len(unchanged)} heads already have {mode} among their modes, and keep them.", err=True)
+        return [(each["mode"], each["heads"]) for each in planned["changes"]]
+    layers = {entry["layer"]: entry["heads"] for entry in client.run(run)["layers"]}
+    if layer not in layers:
+        raise CommandError(f"run {run} has no layer {layer}; it has {_ranges(layers)}")
+    if unknown := sorted(set(heads or []) - set(layers[layer])):
+        raise CommandError(f"layer {layer} has no head {unknown[0]}; it has {_ranges(layers[layer])}")
+    return [(mode, [(layer, head) for head in heads or layers[layer]])]
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    ordered = sorted(numbers)
+    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return f"{ordered[0]} to {ordered[-1]}"
+    return ", ".join(map(str, ordered)) or "none"
+
+
+def _stands(command: dict[str, Any]) -> bool:
+    return command["state"] == "applied" and command["undone_by"] is None and command["undoes"] is None
+
+
+def _newest(client: Service, run: str, command: str, fits: Callable[[dict[str, Any]], bool], words: str) -> str:
+    """The id itself, or that of the run's newest command that fits where it is `last`. Raises CommandError."""
+    if command != "last":
+        return command
+    found = next((str(one["id"]) for one in client.commands(run) if fits(one)), None)
+    if found is None:
+        raise CommandError(f"run {run} has no {words}; `foreshock runs {run}` shows its modes")
+    return found
+
+
+def _waiting(client: Service, run: str, command: str | None) -> str:
+    """The id of the proposal that is meant. Raises CommandError if none waits, or several and none is named."""
+    waiting: dict[str, Any] = {str(one["id"]): one for one in client.commands(run) if one["state"] == "proposed"}
+    if command is None and len(waiting) == 1:
+        return next(iter(waiting))
+    if command in waiting:
+        return str(command)
+    known = "; ".join(f"--command {name} ({what(one['heads'])} to {one['mode']})" for name, one in waiting.items())
+    if command is not None:
+        raise CommandError(f"no proposal {command} waits in run {run}" + (f"; give {known}" if known else ""))
+    raise CommandError(
+        f"several proposals wait in run {run}: give {known}" if known else f"no proposal waits in run {run}"
+    )
+
+
+def what(heads: list[HeadRef] | None) -> str:
+    """The heads of an order, at most two by name."""
+    if heads is None:
+        return "every head"
+    named = ", ".join(f"layer {layer} head {head}" for layer, head in heads[:2])
+    return named + (f" and {len(heads) - 2} more" if len(heads) > 2 else "")
+
+
+def finish(
+    client: Service,
+    orders: list[dict[str, Any]],
+    *,
+    as_json: bool,
+    wait: float,
+    done: Collection[str] = _DONE,
+) -> None:
+    """Wait for the answers to orders, print what became of them, and end with the exit status: done, not answered yet,
+    or answered and not done."""
+    commands = [client.wait(order, wait) for order in orders]
+    if as_json:
+        print_json({"commands": commands})
+    else:
+        for command in commands:
+            print_command(command, console(), wait)
+    states = {command["state"] for command in commands}
+    if not states <= SETTLED:
+        raise typer.Exit(UNANSWERED)
+    if not states <= set(done):
+        raise typer.Exit(REFUSED)
+
+
+def print_command(command: dict[str, Any], out: Console, waited: float) -> None:
+    """Print what became of a command, and what the agents answered."""
+    run, state = command["run"], command["state"]
+    out.print(f"command {command['id']}: {state}")
+    if why := command.get("closed_because"):
+        out.print(f"  {why}", markup=False)
+    for answer in command["ranks"]:
+        for (layer, head), before, after in zip(answer["heads"], answer["before"], answer["after"], strict=True):
+            out.print(f"  step {answer['step']}: layer {layer} head {head}: {before} -> {after}")
+        if state == "cancelled":
+            out.print(f"  rank {answer['rank']} had it: {answer['outcome'] or 'no answer yet'}")
+        elif answer["outcome"] not in (None, "applied") or (answer["outcome"] and not answer["heads"]):
+            out.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}", markup=False)
+    if state == "cancelled" and command["ranks"]:
+        out.print(f"`foreshock switch {run} --undo {command['id']}` reverts it.")
+    if state not in SETTLED:
+        out.print(
+            f"No answer within {waited:g} s. The command stays pending until the run's next batch; "
+            f"see `foreshock runs {run}`."
+        )
