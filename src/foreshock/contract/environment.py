@@ -5,7 +5,7 @@ The sentences hold no value: it may be a secret.
 
 import os
 from collections.abc import Iterable, Mapping
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
@@ -15,41 +15,24 @@ from pydantic import SecretStr, ValidationError
 from foreshock.contract.variables import VARIABLES
 
 PREFIX: Final = "FORESHOCK_"
-_NEARLY_PREFIX: Final = 0.8
-"""How alike the beginning of a name is to the prefix, of 1, when it is taken for it: FORESHOK, not AFTERSHOCK."""
-_NEARLY: Final = 0.75
-"""How alike the rests of two names are, of 1, when one is taken for a slip of the other."""
+_NEARLY: Final = 0.85
+"""How alike two names are, of 1, when one is taken for a slip of the other: FORESHOK_URL, not AFTERSHOCK_URL."""
 
 
 def refuse_misspelt(environment: Mapping[str, str] | None = None) -> None:
     """Raises ValueError for a variable that nothing reads and that is nearly one that something does.
 
-    The prefix may be misspelt too, or the name be in lower case. Others are left alone: a cluster sets
-    FORESHOCK_SERVICE_HOST and the like for a service of this name.
+    Case and underscores do not count. Others are left alone: a cluster sets FORESHOCK_SERVICE_HOST and the like for a
+    service of this name.
     """
-    for given in sorted(os.environ if environment is None else environment):
-        rest = None if given in VARIABLES else _without_prefix(given)
-        if rest is None:
-            continue
-        likeness, nearest = max((_alike(rest, _letters(name.removeprefix(PREFIX))), name) for name in VARIABLES)
-        if likeness >= _NEARLY:
-            raise ValueError(f"{given} is no setting of foreshock; did you mean {nearest}?")
-
-
-def _without_prefix(name: str) -> str | None:
-    """The letters of a name after what stands for the prefix; None where nothing does."""
-    letters, prefix = _letters(name), _letters(PREFIX)
-    lengths = range(len(prefix) - 1, len(prefix) + 2)  # a letter may be left out, or one too many
-    likeness, length = max((_alike(letters[:length], prefix), length) for length in lengths)
-    return letters[length:] if likeness >= _NEARLY_PREFIX else None
+    letters = {_letters(name): name for name in VARIABLES}
+    for given in sorted(set(os.environ if environment is None else environment) - set(VARIABLES)):
+        for nearest in get_close_matches(_letters(given), letters, n=1, cutoff=_NEARLY):
+            raise ValueError(f"{given} is no setting of foreshock; did you mean {letters[nearest]}?")
 
 
 def _letters(name: str) -> str:
     return name.upper().replace("_", "")
-
-
-def _alike(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other).ratio()
 
 
 def names_a_host(url: str) -> bool:
