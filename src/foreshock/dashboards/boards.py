@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 from grafana_foundation_sdk.builders import common, heatmap, prometheus, stat, statetimeline, table, timeseries, trend
@@ -50,7 +50,7 @@ _UNITS: Final = {
 }
 _SOURCE: Final = ui.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _DECIDING: Final = ("run.loss", "head.score_offset", "head.score_max")
-"""What tells first whether a run is about to fail."""
+"""The metrics that tell first whether a run is about to fail."""
 _CELLS: Final = ui.TableColoredBackgroundCellOptions(ui.TableCellBackgroundDisplayMode.BASIC)
 _COLOURS: Final = ("transparent", "semi-dark-orange", "semi-dark-red")
 
@@ -66,44 +66,43 @@ def boards(links: Links) -> dict[str, Board]:
 
 
 def _overview() -> Iterator[Any]:
-    active, risk, warning, forecast, words = (
-        BY_KEY[key] for key in ("run.active", "run.worst_risk", "warning.active", "warning.forecast", "incident.words")
-    )
-    raised, living = _select(warning, MANY_RUNS), f"{_select(active, MANY_RUNS)} == 1"
-    yield _number(active, "Active runs", f"sum({_select(active, MANY_RUNS)})")
+    yield _number("run.active", "Active runs", f"sum({_select('run.active', MANY_RUNS)})")
     yield from _state(MANY_RUNS)
-    yield (
-        _table(
-            "Runs",
-            "Every run with its state, the risk of its worst head and the forecast of steps left. Click a run for "
-            "its board, its layers or its page. Bad: a warning, risk near 1, few steps left, an active run whose "
-            "last step is old.",
-            ("active", _by_run("run.active"), "bool_yes_no", None),
-            ("step", _by_run("run.step"), "locale", None),
-            ("last step", f"(time() - {_by_run('run.last_step')}) and on (run) {living}", "s", BY_KEY["run.last_step"]),
-            ("worst risk", _by_run("run.worst_risk"), _unit(risk), risk),
-            (
-                "heard of",
-                f"(time() - {_by_run('run.last_heard')}) and on (run) {living}",
-                "s",
-                BY_KEY["run.last_heard"],
-            ),
-            ("warnings", f"sum by (run) ({raised})", "short", warning),
-            ("steps left", f"min by (run) ({_select(forecast, MANY_RUNS)})", "locale", forecast),
-        )
-        .height(10)
-        .sort_by([common.TableSortByFieldState().display_name("worst risk").desc(True)])
+    by_run = {
+        name: f"max by (run) ({_select(f'run.{name}', MANY_RUNS)})"
+        for name in ("active", "step", "last_step", "worst_risk", "last_heard")
+    }
+    living = f"and on (run) {_select('run.active', MANY_RUNS)} == 1"
+    runs = _table(
+        "Runs",
+        "Every run with its state, the risk of its worst head and the forecast of steps left. Click a run for its "
+        "board, its layers or its page. Bad: a warning, risk near 1, few steps left, an active run whose last step is "
+        "old.",
+        {
+            "active": (by_run["active"], "bool_yes_no"),
+            "step": (by_run["step"], "locale"),
+            "last step": (f"(time() - {by_run['last_step']}) {living}", BY_KEY["run.last_step"]),
+            "worst risk": (by_run["worst_risk"], BY_KEY["run.worst_risk"]),
+            "heard of": (f"(time() - {by_run['last_heard']}) {living}", BY_KEY["run.last_heard"]),
+            "warnings": (f"sum by (run) ({_select('warning.active', MANY_RUNS)})", BY_KEY["warning.active"]),
+            "steps left": (f"min by (run) ({_select('warning.forecast', MANY_RUNS)})", BY_KEY["warning.forecast"]),
+        },
+        values=[f"Value #{ref}" for ref in "ABCDEFG"],
     )
+    yield runs.height(10).sort_by([common.TableSortByFieldState().display_name("worst risk").desc(True)])
     yield _alerts(MANY_RUNS)
     yield _listing(
         "Warnings that are raised now",
-        f"{_describe(warning)} Click the run to see the evidence and to switch the head.",
-        ("raised", f"max by (run, layer, head, cause, signal, severity) ({raised} == 1)"),
+        f"{_describe(BY_KEY['warning.active'])} Click the run to see the evidence and to switch the head.",
+        "raised",
+        f"max by (run, layer, head, cause, signal, severity) ({_select('warning.active', MANY_RUNS)} == 1)",
     )
+    words = BY_KEY["incident.words"]
     yield _listing(
         "Incidents in words",
         f"{_describe(words)} This is what an alert says.",
-        ("open", f"max by ({', '.join(words.labels)}) ({_select(words, MANY_RUNS)})"),
+        "open",
+        f"max by ({', '.join(words.labels)}) ({_select(words.key, MANY_RUNS)})",
     )
     yield _row("Incidents")
     parts = ("active", "heads", "opened_step", "corrected_step", "forecast", "acknowledged")
@@ -115,8 +114,8 @@ def _overview() -> Iterator[Any]:
 
 
 def _run() -> Iterator[Any]:
-    step = f"max({_select(BY_KEY['run.step'], ONE_RUN)})"
-    yield _number(BY_KEY["run.step"], "Step", step)
+    step = f"max({_select('run.step', ONE_RUN)})"
+    yield _number("run.step", "Step", step)
     yield from _state(ONE_RUN)
     yield _alerts(ONE_RUN).height(5)
     yield _row("What decides")
@@ -145,14 +144,13 @@ def _layers() -> Iterator[Any]:
 
 
 def _service() -> Iterator[Any]:
-    watchdog, store, dropped = (BY_KEY[f"service.{name}"] for name in ("watchdog", "store", "series_dropped"))
     words = "1 while Prometheus can scrape the service. Bad: 0; agents still detect failures, but the page is stale."
     levels = [schema.Threshold(color="red"), schema.Threshold(1, "green")]
     up = _stat("Service", words, "bool_on_off", _query(f'max(up{{job="{JOB}"}})', "service"))
     yield up.thresholds(make.ThresholdsConfig().mode(schema.ThresholdsMode.ABSOLUTE).steps(levels))
-    yield _number(watchdog, "Since the last watchdog", _shown(watchdog, MANY_RUNS))
-    yield _number(store, "Store", store.name)
-    yield _number(dropped, "Series left out", dropped.name)
+    yield _number("service.watchdog", "Since the last watchdog", _shown(BY_KEY["service.watchdog"], MANY_RUNS))
+    yield _number("service.store", "Store", BY_KEY["service.store"].name)
+    yield _number("service.series_dropped", "Series left out", BY_KEY["service.series_dropped"].name)
     yield from _grid((m.key for m in (*RUN_METRICS, *SERVICE_METRICS) if m.board == "service"), MANY_RUNS)
     yield from _grid(("run.step", "run.last_step", "run.last_heard", "run.active"), MANY_RUNS)
 
@@ -195,20 +193,22 @@ def _variables(links: Links, filters: Filters) -> list[Any]:
         make.DatasourceVariable("datasource").label("Data source").type("prometheus").current(own),
         make.ConstantVariable("service").label("Service").value(links.service),
     ]
-    last = f"query_result(sort_desc({BY_KEY['run.last_step'].name}))"
-    layers = f"label_values({_select(BY_KEY['head.risk'], {'run': ONE_RUN['run']}, of_layers=True)}, layer)"
-    run, layer = (
-        make.QueryVariable(name).label(name.capitalize()).datasource(_SOURCE).query({"query": text, "refId": name})
-        for name, text in (("run", last), ("layer", layers))
-    )
-    for each in (run, layer):
-        each.refresh(schema.VariableRefresh.ON_TIME_RANGE_CHANGED)
-    run.regex('/run="([^"]+)"/').sort(schema.VariableSort.DISABLED)
-    layer.sort(schema.VariableSort.NUMERICAL_ASC)
-    many = run if filters is MANY_RUNS else layer
-    every = schema.VariableOption(text="All", value=["$__all"], selected=True)
-    many.multi(True).include_all(True).all_value(".+").current(every)
-    return [*found, run] if filters is MANY_RUNS else [*found, run, layer]
+    asked = {
+        "run": f"query_result(sort_desc({BY_KEY['run.last_step'].name}))",
+        "layer": f"label_values({_select('head.risk', {'run': ONE_RUN['run']}, of_layers=True)}, layer)",
+    }
+    for name in filters:
+        made = make.QueryVariable(name).label(name.capitalize()).datasource(_SOURCE)
+        made.query({"query": asked[name], "refId": name}).refresh(schema.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        if name == "run":
+            made.regex('/run="([^"]+)"/').sort(schema.VariableSort.DISABLED)
+        else:
+            made.sort(schema.VariableSort.NUMERICAL_ASC)
+        if name == "layer" or filters is MANY_RUNS:
+            every = schema.VariableOption(text="All", value=["$__all"], selected=True)
+            made.multi(True).include_all(True).all_value(".+").current(every)
+        found.append(made)
+    return found
 
 
 def _annotations(run: Filters) -> list[Any]:
@@ -218,13 +218,13 @@ def _annotations(run: Filters) -> list[Any]:
     `increase` cannot see.
     """
     warning, outcomes = BY_KEY["warning.active"], BY_KEY["switch.outcomes"]
-    counter = _select(outcomes, run)
+    counter = _select(outcomes.key, run)
     grown = f"increase({counter}[1m]) > 0 or ({counter} > 0 unless {counter} offset 1m)"
     warned, switched = (
         make.AnnotationQuery().name(name).icon_color(colour).datasource(_SOURCE).enable(True).step("15s")
         for name, colour in (("Warnings", "orange"), ("Switches", "blue"))
     )
-    warned.expr(f"max by ({', '.join(warning.labels)}) ({_select(warning, run)} == 1)").tag_keys("severity,cause")
+    warned.expr(f"max by ({', '.join(warning.labels)}) ({_select(warning.key, run)} == 1)").tag_keys("severity,cause")
     warned.title_format("{{run}}: layer {{layer}} head {{head}} warned")
     warned.text_format("{{signal}} tripped, cause: {{cause}}")
     switched.expr(f"sum by ({', '.join(outcomes.labels)}) ({grown})").tag_keys("mode,outcome")
@@ -242,20 +242,21 @@ def _describe(metric: Metric) -> str:
     return f"{metric.help} Bad: {metric.bad}"
 
 
-def _select(metric: Metric, filters: Filters, *, of_layers: bool = False) -> str:
+def _select(key: str, filters: Filters, *, of_layers: bool = False) -> str:
     """A metric's selector, or that of its values per layer, with the filters of the board's variables."""
+    metric = BY_KEY[key]
     name, labels = (metric.layer_name, ("run", "layer")) if of_layers else (metric.name, metric.labels)
     matchers = ", ".join(filters[label] for label in labels if label in filters)
     return f"{name}{{{matchers}}}" if matchers else name
 
 
-def _by_run(key: str) -> str:
-    return f"max by (run) ({_select(BY_KEY[key], MANY_RUNS)})"
+def _of_heads(metric: Metric) -> str:
+    return f"max by (layer, head) ({_select(metric.key, ONE_RUN)})"
 
 
 def _shown(metric: Metric, filters: Filters) -> str:
     """What a metric's panel shows: a gauge as it is, a counter by its increase, a point in time by the time since."""
-    selector = _select(metric, filters)
+    selector = _select(metric.key, filters)
     if metric.kind == "counter":
         return f"increase({selector}[$__rate_interval])"
     if metric.unit == "timestamp_seconds":
@@ -278,12 +279,6 @@ def _levels(metric: Metric, quiet: str, watch: str, alarm: str) -> make.Threshol
         steps += [schema.Threshold(levels.watch, watch)] if levels.watch is not None else []
         steps.append(schema.Threshold(levels.alarm, alarm))
     return make.ThresholdsConfig().mode(schema.ThresholdsMode.ABSOLUTE).steps(steps)
-
-
-def _board_link(board: str, title: str) -> make.DashboardLink:
-    """A data link from a row about a run to another board of ours, at the same time."""
-    run, rest = "var-run=${__value.raw:percentencode}", "${datasource:queryparam}&${__url_time_range}"
-    return make.DashboardLink(title).url(f"/d/foreshock-{board}?{run}&{rest}")
 
 
 def _page_link(run: str = "${run:percentencode}") -> make.DashboardLink:
@@ -315,23 +310,19 @@ def _lines(made: Lines, metric: Metric) -> Lines:
     return made.tooltip(tooltip).legend(legend.show_legend(True).calcs(["lastNotNull"])).scale_distribution(axis)
 
 
-def _grid(keys: Iterable[str], filters: Filters) -> list[timeseries.Panel]:
-    """Time series panels of the given metrics, two in a line."""
-    return [_time_series(BY_KEY[key], filters) for key in keys]
-
-
-def _time_series(metric: Metric, filters: Filters) -> timeseries.Panel:
-    """A metric over time; counters as bars."""
-    of_run = filters is ONE_RUN and "run" in metric.labels
+def _grid(keys: Iterable[str], filters: Filters) -> Iterator[timeseries.Panel]:
+    """The given metrics over time, two in a line; counters as bars."""
     named = {"layer": "layer {{layer}}", "head": "head {{head}}"}
-    labels = [label for label in metric.labels if not (of_run and label == "run")]
-    legend = " ".join(named.get(label, f"{{{{{label}}}}}") for label in labels) or metric.title
-    title = f"Since {metric.title.lower()}" if metric.unit == "timestamp_seconds" else metric.title
-    query = _query(_shown(metric, filters), legend)
-    made = _lines(_panel(timeseries.Panel(), title, _describe(metric), _unit(metric), query), metric)
-    if metric.kind == "counter":
-        made.draw_style(ui.GraphDrawStyle.BARS).fill_opacity(50).show_points(ui.VisibilityMode.NEVER)
-    return made.data_links([_page_link()]) if of_run else made
+    for metric in map(BY_KEY.__getitem__, keys):
+        of_run = filters is ONE_RUN and "run" in metric.labels
+        labels = [label for label in metric.labels if not (of_run and label == "run")]
+        legend = " ".join(named.get(label, f"{{{{{label}}}}}") for label in labels) or metric.title
+        title = f"Since {metric.title.lower()}" if metric.unit == "timestamp_seconds" else metric.title
+        query = _query(_shown(metric, filters), legend)
+        made = _lines(_panel(timeseries.Panel(), title, _describe(metric), _unit(metric), query), metric)
+        if metric.kind == "counter":
+            made.draw_style(ui.GraphDrawStyle.BARS).fill_opacity(50).show_points(ui.VisibilityMode.NEVER)
+        yield made.data_links([_page_link()]) if of_run else made
 
 
 def _stat(title: str, words: str, unit: str, query: prometheus.Dataquery) -> stat.Panel:
@@ -339,20 +330,17 @@ def _stat(title: str, words: str, unit: str, query: prometheus.Dataquery) -> sta
     return made.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"])).span(6).height(4)
 
 
-def _number(metric: Metric, title: str, expr: str) -> stat.Panel:
+def _number(key: str, title: str, expr: str) -> stat.Panel:
     """One number, coloured by the catalogue's levels."""
-    made = _stat(title, _describe(metric), _unit(metric), _query(expr, title))
-    return made.no_value("none").thresholds(_levels(metric, "text", "orange", "red"))
+    made = _stat(title, _describe(BY_KEY[key]), _unit(BY_KEY[key]), _query(expr, title))
+    return made.no_value("none").thresholds(_levels(BY_KEY[key], "text", "orange", "red"))
 
 
 def _state(filters: Filters) -> Iterator[stat.Panel]:
     """Three numbers on how the chosen runs are."""
-    for key, title, expr in (
-        ("warning.active", "Active warnings", "sum({}) or vector(0)"),
-        ("run.worst_risk", "Worst risk now", "max({})"),
-        ("warning.forecast", "Least time left", "min({})"),
-    ):
-        yield _number(BY_KEY[key], title, expr.format(_select(BY_KEY[key], filters)))
+    yield _number("warning.active", "Active warnings", f"sum({_select('warning.active', filters)}) or vector(0)")
+    yield _number("run.worst_risk", "Worst risk now", f"max({_select('run.worst_risk', filters)})")
+    yield _number("warning.forecast", "Least time left", f"min({_select('warning.forecast', filters)})")
 
 
 def _by_step(metric: Metric, step: str) -> trend.Panel:
@@ -362,7 +350,7 @@ def _by_step(metric: Metric, step: str) -> trend.Panel:
     step, and show the later value of a step that was taken twice. It has no annotations: those are on the time axis.
     """
     words = f"{_describe(metric)} Against the optimizer step; after a rollback the later value of a step is shown."
-    queries = [_query(step, "step"), _query(f"max({_select(metric, ONE_RUN)})", metric.title)]
+    queries = [_query(step, "step"), _query(f"max({_select(metric.key, ONE_RUN)})", metric.title)]
     for each in queries:
         each.format(PromQueryFormat.TABLE)
     made = _lines(_panel(trend.Panel(), f"{metric.title} by step", words, _unit(metric), *queries), metric)
@@ -398,23 +386,19 @@ def _matrix(metric: Metric) -> table.Panel:
     """
     words = "Rows are layers, columns heads; empty heads are not among the worst that Prometheus is given (the"
     words = f"{_describe(metric)} {words} service's page shows all)."
-    query = _query(f"max by (layer, head) ({_select(metric, ONE_RUN)})", table=True)
+    query, corner = _query(_of_heads(metric), table=True), "layer\\head"
     made = _panel(table.Panel(), f"{metric.title}: layer by head", words, _unit(metric), query).height(10)
     made.align(ui.FieldTextAlignment.CENTER).cell_options(_CELLS)
-    made.override_by_name("layer\\head", _properties(custom__cellOptions={"type": "auto"}, unit="string"))
+    made.override_by_name(corner, _properties(custom__cellOptions={"type": "auto"}, unit="string"))
     made.thresholds(_levels(metric, *_COLOURS)).data_links([_page_link()])
     if metric.key == "head.mode":
         made.mappings(_modes())
-
-    def ascending(field: str) -> tuple[tuple[str, dict[str, Any]], ...]:
-        conversions = [{"targetField": field, "destinationType": "number"}]
-        return ("convertFieldType", {"conversions": conversions, "fields": {}}), (
-            "sortBy",
-            {"sort": [{"field": field}]},
-        )
-
     shape = {"rowField": "layer", "columnField": "head", "valueField": "Value", "emptyValue": "null"}
-    return _reshaped(made, *ascending("head"), ("groupingToMatrix", shape), *ascending("layer\\head"))
+    for field, further in (("head", [("groupingToMatrix", shape)]), (corner, [])):
+        conversions = [{"targetField": field, "destinationType": "number"}]
+        numbers = ("convertFieldType", {"conversions": conversions, "fields": {}})
+        _reshaped(made, numbers, ("sortBy", {"sort": [{"field": field}]}), *further)
+    return made
 
 
 def _layers_over_time(metric: Metric) -> heatmap.Panel:
@@ -423,7 +407,7 @@ def _layers_over_time(metric: Metric) -> heatmap.Panel:
     Its colours are a perceptually even scale that colour-blind people can read.
     """
     words = f"{_describe(metric)} Each row is a layer, coloured by its worst head."
-    query = _query(f"max by (layer) ({_select(metric, ONE_RUN, of_layers=True)})", "{{layer}}")
+    query = _query(f"max by (layer) ({_select(metric.key, ONE_RUN, of_layers=True)})", "{{layer}}")
     made = _panel(heatmap.Panel(), f"{metric.title} by layer over time", words, _unit(metric), query).height(9)
     colour = heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Viridis").steps(64).exponent(0.5)
     layers = heatmap.YAxisConfig().axis_label("layer").axis_placement(ui.AxisPlacement.LEFT).reverse(True)
@@ -444,41 +428,48 @@ def _modes() -> list[schema.ValueMapping]:
 
 def _modes_over_time(metric: Metric) -> statetimeline.Panel:
     """Which mode each head is in, over time."""
-    query = _query(f"max by (layer, head) ({_select(metric, ONE_RUN)})", "layer {{layer}} head {{head}}")
+    query = _query(_of_heads(metric), "layer {{layer}} head {{head}}")
     made = _lines(_panel(statetimeline.Panel(), "Modes over time", _describe(metric), "short", query), metric)
     return made.span(24).line_width(0).mappings(_modes()).data_links([_page_link()])
 
 
 def _table(
-    title: str, words: str, *columns: tuple[str, str, str, Metric | None], hide: Sequence[str] = ()
+    title: str, words: str, columns: Mapping[str, tuple[str, Metric | str]], values: Iterable[str] = ("Value",)
 ) -> table.Panel:
-    """Rows that share labels, one column for each (name, expression, Grafana unit, metric whose levels colour it).
+    """Rows that share labels, with columns by name: an expression, and a metric that gives unit and levels, or a unit.
 
-    `hide` names columns as Grafana has them before they get their names here.
+    values: the names that Grafana gives to the columns.
     """
-    made = _panel(table.Panel(), title, words, "short", *(_query(expr, table=True) for _, expr, _, _ in columns))
-    for name, _, unit, metric in columns:
-        coloured = (
-            {}
-            if metric is None
-            else {
-                "custom__cellOptions": _CELLS,
-                "thresholds": _levels(metric, *_COLOURS).build(),
-            }
+    queries = [_query(expr, table=True) for expr, _ in columns.values()]
+    made = _panel(table.Panel(), title, words, "short", *queries)
+    for name, (_, shows) in columns.items():
+        if isinstance(shows, Metric):
+            coloured = {"custom__cellOptions": _CELLS, "thresholds": _levels(shows, *_COLOURS).build()}
+            made.override_by_name(name, _properties(unit=_unit(shows), **coloured))
+        else:
+            made.override_by_name(name, _properties(unit=shows))
+    links = [
+        make.DashboardLink(words).url(
+            f"/d/foreshock-{board}?var-run=${{__value.raw:percentencode}}&"
+            "${datasource:queryparam}&${__url_time_range}"
         )
-        made.override_by_name(name, _properties(unit=unit, **coloured))
-    links = [_board_link("run", "Board of the run"), _board_link("layers", "Its layers and heads")]
+        for board, words in (("run", "Board of the run"), ("layers", "Its layers and heads"))
+    ]
     links.append(_page_link("${__value.raw:percentencode}"))
     made.override_by_name("run", _properties(links=[link.build() for link in links], unit="string"))
-    values = [f"Value #{ref}" for ref, _ in zip("ABCDEFG", columns, strict=False)] if len(columns) > 1 else ["Value"]
-    named = {value: name for value, (name, *_) in zip(values, columns, strict=True)}
-    organised = {"excludeByName": dict.fromkeys(("Time", *hide), True), "renameByName": named}
-    return _reshaped(made, *([("merge", {})] if len(columns) > 1 else []), ("organize", organised)).span(24).height(6)
+    hidden = ["Time"]
+    if len(columns) > 1:
+        _reshaped(made, ("merge", {}))
+    else:
+        hidden.append("Value")
+    named = dict(zip(values, columns, strict=True))
+    _reshaped(made, ("organize", {"excludeByName": dict.fromkeys(hidden, True), "renameByName": named}))
+    return made.span(24).height(6)
 
 
-def _listing(title: str, words: str, column: tuple[str, str]) -> table.Panel:
+def _listing(title: str, words: str, name: str, expr: str) -> table.Panel:
     """Rows whose labels are what is read: the value is always 1."""
-    return _table(title, words, (*column, "short", None), hide=("Value",))
+    return _table(title, words, {name: (expr, "short")})
 
 
 def _alerts(filters: Filters) -> table.Panel:
@@ -490,5 +481,6 @@ def _alerts(filters: Filters) -> table.Panel:
     return _listing(
         "Alerts that fire now",
         "Every alert of the run and of the service that fires. Bad: any; each has a page under docs/runbooks.",
-        ("firing", f"max by (alertname, severity, run, layer, head) ({firing} or {ours})"),
+        "firing",
+        f"max by (alertname, severity, run, layer, head) ({firing} or {ours})",
     )
