@@ -1,15 +1,24 @@
-"""One metric, one entry; the names that people build on do not change by accident."""
+"""One metric, one entry: names that people build on do not change by accident, and what was not counted is unknown."""
 
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.contract.counted_words import odd, states
 
+import foreshock.monitor.config
 from foreshock.contract.metrics.catalog import BY_KEY, EXTRA_ALERTS, METRICS, read
-from foreshock.contract.metrics.metric import Metric
-from foreshock.contract.slots import identity_row
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
+from foreshock.contract.metrics.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, Metric, known, ratio
+from foreshock.contract.slots import Floats, Slot, Words, identity_row, slot_values
+from foreshock.monitor.detect.growth import SIGNAL_NAMES
 
 STABLE = Path(__file__).with_name("stable_metrics.txt")
+MONITOR = Path(foreshock.monitor.config.__file__ or "").parent
+COUNTED = [metric.key for metric in HEAD_METRICS if metric.head is not None and metric.head.read is not None]
 
 
 def rendered(metric: Metric) -> str:
@@ -17,24 +26,31 @@ def rendered(metric: Metric) -> str:
     return "\n".join(f"{name} {metric.kind} {','.join(metric.labels)}" for name in names)
 
 
-def test_names_labels_and_kinds_are_the_committed_ones() -> None:
+def test_names_labels_and_kinds_are_the_committed_ones_and_unique() -> None:
     assert STABLE.read_text() == "\n".join(rendered(metric) for metric in METRICS) + "\n", (
         "a metric changed; users depend on these names. If it is meant, update stable_metrics.txt"
     )
-
-
-def test_keys_and_names_are_unique() -> None:
+    lines = STABLE.read_text().splitlines()
     assert len(BY_KEY) == len(METRICS)
-    names = [name for metric in METRICS for name in rendered(metric).splitlines()]
-    assert len(set(names)) == len(names)
+    assert len(set(lines)) == len(lines)
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.key)
-def test_a_metric_follows_the_naming_rules_and_says_what_bad_looks_like(metric: Metric) -> None:
+def test_an_entry_follows_the_naming_rules_and_says_nothing_that_its_kind_cannot_keep(metric: Metric) -> None:
     assert re.fullmatch(r"foreshock(_[a-z0-9]+)+", metric.name)
     assert metric.name.endswith("_total") == (metric.kind == "counter")
     assert metric.help.rstrip().endswith((".", "(Unix time)."))
     assert metric.bad.endswith(".")
+    sources = [metric.head, metric.sample, metric.worst_of]
+    assert sum(source is not None for source in sources) <= 1
+    if metric.worst_of:
+        of = BY_KEY[metric.worst_of]
+        assert of.head is not None
+        assert (metric.levels, metric.scale, metric.unit) == (of.levels, of.scale, of.unit)
+    if metric.head is not None:
+        assert metric.across_ranks != "mean"  # ranks are merged one by one, and a mean of means is no mean
+    assert not metric.percent or metric.unit == "ratio"
+    assert not metric.signed or metric.scale != "log"
 
 
 def test_alert_names_are_unique_and_each_says_what_to_do() -> None:
@@ -43,6 +59,71 @@ def test_alert_names_are_unique_and_each_says_what_to_do() -> None:
     assert all(alert.action and alert.summary and alert.description for alert in alerts)
 
 
-def test_only_what_was_counted_is_read_from_words() -> None:
+def test_only_what_was_counted_is_read_from_words_and_only_heads_have_a_value_per_layer() -> None:
     with pytest.raises(ValueError, match=r"head\.risk is not computed from the statistics of a head"):
         read("head.risk", identity_row()[None])
+    with pytest.raises(ValueError, match="not a per-head metric"):
+        _ = BY_KEY["run.loss"].layer_name
+
+
+@pytest.mark.parametrize("key", COUNTED)
+def test_a_head_that_counted_nothing_reads_as_unknown_never_as_zero(key: str) -> None:
+    value = read(key, identity_row()[None])
+    assert value.tolist() == [0.0] if key.startswith("head.nonfinite_") else np.isnan(value).all()
+
+
+def test_offset_and_ties_are_shares_of_what_was_counted_and_not_skipped() -> None:
+    words = np.tile(identity_row(), (3, 1))
+    words[:, Slot.ROWS], words[:, Slot.SKIPPED_ROWS] = 90, (70, 90, 0)
+    for slot in (Slot.TIED_ROWS_BF16, Slot.TIED_ROWS_ONE, Slot.SHIFTED_ROWS):
+        words[:, slot] = 5, 0, 9
+    words.view(np.float64)[:, Slot.SCORE_OFFSET_SUM] = 45.0
+    words.view(np.float64)[:, Slot.SCORE_OFFSET_SUMSQ] = 360.0
+    for key in ("head.tied_rows_bf16", "head.tied_rows_one", "head.shifted_rows"):
+        np.testing.assert_array_equal(read(key, words), [0.25, np.nan, 0.1])
+    assert read("head.score_offset", words).tolist() == [0.5] * 3
+    assert read("head.score_offset_rms", words).tolist() == [2.0] * 3
+
+
+def test_the_worst_head_of_a_signed_metric_is_the_largest_in_size() -> None:
+    values = np.array([1.0, -7.0, 3.0, np.nan])
+    assert BY_KEY["head.score_offset"].badness(values)[1] == 7.0
+    assert BY_KEY["head.score_max"].badness(values)[1] == -7.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(words=states())
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinity over infinity
+def test_what_is_read_shares_no_memory_with_the_words(words: Words) -> None:
+    for key in COUNTED:
+        assert not np.shares_memory(read(key, words), words)
+    for slot in set(Slot):
+        assert not np.shares_memory(slot_values(words, slot), words)
+
+
+@given(part=st.lists(odd, min_size=6, max_size=6), whole=st.lists(odd, min_size=6, max_size=6))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_ratio_is_unknown_where_nothing_was_counted_and_the_quotient_elsewhere(
+    part: list[float], whole: list[float]
+) -> None:
+    def told(parts: Floats, wholes: Floats) -> list[float]:
+        return [p / w if w != 0 else np.nan for p, w in zip(parts, wholes, strict=True)]
+
+    for wholes in (np.array(whole), np.abs(np.nan_to_num(np.array(whole))) + 1.0):
+        np.testing.assert_array_equal(ratio(np.array(part), wholes), told(np.array(part), wholes))
+
+
+def written(pattern: str) -> set[str]:
+    """The words in the agent's sources at the pattern's group."""
+    return {found for path in MONITOR.rglob("*.py") for found in re.findall(pattern, path.read_text("utf-8"))}
+
+
+def test_every_word_that_the_agent_says_is_a_label_and_any_other_is_other() -> None:
+    reasons = written(r'dropped\["([a-z_]+)"')
+    assert {"queue_full", "spool_lost", "unbuilt"} <= reasons <= set(DROP_REASONS)
+    components = (
+        written(r'faults\["([a-z_]+)"') | written(r'Guard\("([a-z_]+)"') | written(r'self\._guards\["([a-z_]+)"')
+    )
+    assert {"agent", "detectors", "spool", "probe"} <= components <= set(FAULT_COMPONENTS)
+    assert set(SIGNAL_NAMES) < set(SIGNALS)
+    assert (known("score", SIGNALS), known("score ", SIGNALS), known("", SIGNALS)) == ("score", OTHER, OTHER)

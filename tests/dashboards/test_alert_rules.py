@@ -4,6 +4,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -242,28 +243,26 @@ CASES = [
 ]
 
 
-@pytest.mark.servers
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.alert} {case.story}")
-def test_an_alert_fires_only_when_it_should(case: Case, tmp_path: Path) -> None:
-    result = promtool(
-        tmp_path,
-        [
+def played(case: Case, series: dict[str, str], firing: dict[int, list[Labels]]) -> dict[str, Any]:
+    """A test of promtool: these series, and what of the case's alert fires at some minutes."""
+    return {
+        "name": f"{case.alert} {case.story}",
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
             {
-                "interval": "1m",
-                "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
-                "promql_expr_test": [
-                    {
-                        "expr": f'ALERTS{{alertname="{case.alert}", alertstate="firing"}}',
-                        "eval_time": f"{minute}m",
-                        "exp_samples": [
-                            {"labels": firing_series(case.alert, labels), "value": 1} for labels in expected
-                        ],
-                    }
-                    for minute, expected in case.firing.items()
-                ],
+                "expr": f'ALERTS{{alertname="{case.alert}", alertstate="firing"}}',
+                "eval_time": f"{minute}m",
+                "exp_samples": [{"labels": firing_series(case.alert, labels), "value": 1} for labels in expected],
             }
+            for minute, expected in firing.items()
         ],
-    )
+    }
+
+
+@pytest.mark.servers
+def test_every_alert_fires_only_when_it_should(tmp_path: Path) -> None:
+    result = promtool(tmp_path, [played(case, case.series, case.firing) for case in CASES])
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -297,20 +296,7 @@ def test_no_alert_is_resolved_by_two_minutes_without_the_service(tmp_path: Path)
             name: " ".join([*by_the_minute(values)[: minute + 1], "stale", "_"])
             for name, values in (active | case.series).items()
         }
-        tests.append(
-            {
-                "interval": "1m",
-                "input_series": [{"series": name, "values": values} for name, values in lost.items()],
-                "promql_expr_test": [
-                    {
-                        "expr": f'ALERTS{{alertname="{case.alert}", alertstate="firing"}}',
-                        "eval_time": f"{minute + later}m",
-                        "exp_samples": [{"labels": firing_series(case.alert, own), "value": 1} for own in expected],
-                    }
-                    for later in (0, 1, 2)
-                ],
-            }
-        )
+        tests.append(played(case, lost, {minute + later: expected for later in (0, 1, 2)}))
     result = promtool(tmp_path, tests)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -321,19 +307,8 @@ def test_no_alert_of_a_run_fires_once_the_run_has_ended(tmp_path: Path) -> None:
     """Every case that fires for a run, of a run that has ended."""
     of_runs = [case for case in CASES if any("run" in labels for firing in case.firing.values() for labels in firing)]
     assert {case.alert for case in of_runs} == {a.name for metric, a in alerts() if metric and "run" in metric.labels}
-    tests = [
-        {
-            "interval": "1m",
-            "input_series": [
-                {"series": name, "values": values}
-                for name, values in (case.series | {'foreshock_run_active{run="a"}': "0x120"}).items()
-            ],
-            "alert_rule_test": [
-                {"alertname": case.alert, "eval_time": f"{minute}m", "exp_alerts": []} for minute in case.firing
-            ],
-        }
-        for case in of_runs
-    ]
+    over = {'foreshock_run_active{run="a"}': "0x120"}
+    tests = [played(case, case.series | over, {minute: [] for minute in case.firing}) for case in of_runs]
     result = promtool(tmp_path, tests)
     assert result.returncode == 0, result.stdout + result.stderr
 

