@@ -19,9 +19,6 @@ ALONE: Final = (
     "tests/faults/test_kills.py",
     "tests/faults/test_processes.py",
     "tests/faults/test_ranks.py",
-    "tests/faults/test_posting.py",
-    "tests/faults/test_sender.py",
-    "tests/faults/test_what_the_agent_shows.py",
     "tests/server/test_soak.py",
     "tests/server/ui/test_how_fast_a_warning_travels.py",
 )

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.faults.hostile_server import acknowledge, hostile_server
-from tests.faults.sending import eventually, send, started_sender, steps_at
 
 from foreshock.monitor.transport.private_folder import PrivateFolder
 
@@ -84,21 +82,6 @@ def test_what_is_no_regular_file_of_this_user_is_not_opened(
     with pytest.raises(PermissionError):
         folder.open_locked("x.spool", 0.0, os.O_CREAT)
     assert not (tmp_path / "made by the open").exists()
-
-
-def test_beside_a_refused_folder_the_way_through_memory_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tmp_path.chmod(0o777)
-    with hostile_server(acknowledge) as server:
-        to = started_sender(server.url, tmp_path)
-        send(to, 1, 2)
-        eventually("both", lambda: steps_at(server) == [1, 2])
-        to.close(2)
-    assert (to.faults["spool"], to.dropped) == (1, {})
-    [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"foreshock: the spool is off, unsent batches stay in memory: {tmp_path} may be written to")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_outlives_its_module_is_closed_without_a_word(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """A POST of a batch that no slow name server and no endless answer holds up, and when it is sent again."""
 
 import asyncio
-import email.utils
 import json
 import logging
 import math
@@ -9,7 +8,6 @@ import random
 import re
 import socket
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -197,23 +195,11 @@ def retry_delay(failures: int, retry_after: str | None, random_unit: float | Non
     unit = _SPREAD.random() if random_unit is None else random_unit
     ceiling = min(FIRST_DELAY_SECONDS * float(2 ** min(failures - 1, 16)), LONGEST_DELAY_SECONDS)
     own = max(FIRST_DELAY_SECONDS, ceiling * (0.5 + 0.5 * unit))
-    asked = retry_after_seconds(retry_after)
-    return own if asked is None else min(max(own, asked * (1 + 0.25 * unit)), LONGEST_DELAY_SECONDS)
-
-
-def retry_after_seconds(header: str | None, *, now: float | None = None) -> float | None:
-    """Seconds asked for by a Retry-After header of either form; None when it is absent, past or senseless."""
-    if header is None:
-        return None
     try:
-        seconds = float(header)
+        asked = float(retry_after or 0)  # the form of a date is not read: it depends on two clocks
     except ValueError:
-        try:
-            moment = email.utils.parsedate_to_datetime(header)
-            seconds = moment.timestamp() - (time.time() if now is None else now)
-        except (ValueError, TypeError, OverflowError, IndexError):
-            return None
-    return seconds if math.isfinite(seconds) and seconds > 0 else None
+        return own
+    return min(max(own, asked * (1 + 0.25 * unit)), LONGEST_DELAY_SECONDS) if math.isfinite(asked) else own
 
 
 def without_samples(payload: bytes) -> bytes | None:

@@ -77,12 +77,14 @@ class Sender:
         self._started_sent_at = self._began_at
         self._send_started = False
         self._stores: list[Store] = []
-        self._own: Store = MemoryStore(boot, config.queue_bytes)
-        self._spool: Spool | None = None
+        self._memory = MemoryStore(boot, config.queue_bytes)
+        self._own: Store = self._memory
+        """Where new batches are kept: the spool while there is one."""
         self._bearer = Bearer(config.token, config.token_file)
         self._connection = Connection(str(config.url), config.request_seconds)
         self._outage = Outage(config.url, warns=config.rank == 0)
         self._failures = 0
+        self._retry_after: str | None = None
         self._too_large = 0
         self._logged_status = 0
         self._all_cut = False
@@ -165,26 +167,23 @@ class Sender:
                     store.close()
 
     def _open_stores(self) -> None:
-        self._stores = [self._own]
-        directory = self._config.spool_directory
-        if directory is None:
+        self._stores = [self._memory]
+        if self._config.spool_directory is None:
             return
         try:
-            folder = PrivateFolder(Path(directory))
+            folder = PrivateFolder(Path(self._config.spool_directory))
             old, removed = leftovers(folder, self._run, self._config.spool_bytes)
-            self._spool = Spool(folder, self._run, self._boot, self._config.spool_bytes)
+            self._own = Spool(folder, self._run, self._boot, self._config.spool_bytes)
         except OSError as error:
             self._spool_off(error)
             return
         if removed:
             self.dropped["spool_full"] += removed
-        self._own = self._spool
-        self._stores = [self._spool, *self._stores, *old]
+        self._stores = [self._own, self._memory, *old]
 
     def _spool_off(self, error: OSError) -> None:
         self.faults["spool"] += 1
-        self._spool = None
-        self._own = next((s for s in self._stores if isinstance(s, MemoryStore)), self._own)
+        self._own = self._memory
         logger.warning("foreshock: the spool is off, unsent batches stay in memory: %s", error.strerror)
 
     # ---- events become batches ------------------------------------------------------------------------------------
@@ -237,7 +236,7 @@ class Sender:
             dropped=dict(self.dropped),
             faults=dict(Counter(faults) + self.faults),
             retries=self.retries,
-            spool_bytes=self._spool.size_bytes if self._spool is not None else 0,
+            spool_bytes=self._own.size_bytes if isinstance(self._own, Spool) else 0,
             oldest_unsent_seconds=age,
         )
 
@@ -246,7 +245,7 @@ class Sender:
             # what was decided and done is kept when samples no longer fit
             words = [event for event in events if not isinstance(event, wire.Sample)]
             kept = len(words) if words and self._append(words, force=True) else 0
-            self.dropped["spool_full" if self._spool is not None else "queue_full"] += len(events) - kept
+            self.dropped["queue_full" if self._own is self._memory else "spool_full"] += len(events) - kept
         if self._more is not None:
             self._more.set()
 
@@ -299,7 +298,7 @@ class Sender:
             except OSError as error:
                 self.dropped["spool_lost"] += len(store)
                 self._stores.remove(store)
-                if isinstance(store, Spool) and store is self._spool:
+                if store is self._own:
                     self._spool_off(error)
                 return self._oldest()
             if waiting is not None:
@@ -319,8 +318,6 @@ class Sender:
             if self._logged_status in TOKEN_REFUSED and self._bearer.renewed():
                 return False
         return closing
-
-    _retry_after: str | None = None
 
     async def _deliver(self, store: Store, sequence: int, payload: bytes) -> bool:
         """Post one batch; True when it is done with: stored, or refused for good."""
