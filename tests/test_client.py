@@ -174,33 +174,6 @@ def test_an_address_that_is_not_foreshock_is_a_sentence(reply: httpx.Response, s
         client.run("r")
 
 
-def test_a_token_is_sent_without_the_line_break_behind_it() -> None:
-    heard: list[httpx.Request] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        heard.append(request)
-        return httpx.Response(200, json={"run": "r"})
-
-    with Service("http://elsewhere", "secret-7\n", transport=httpx.MockTransport(answer)) as client:
-        client.run("r")
-    assert heard[0].headers["authorization"] == "Bearer secret-7"
-
-
-def test_address_and_token_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[httpx.Request] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        heard.append(request)
-        return httpx.Response(200, json={"run": "r"})
-
-    monkeypatch.setenv("FORESHOCK_URL", "https://foreshock.example:99")
-    monkeypatch.setenv("FORESHOCK_TOKEN", "secret-7")
-    with Service(transport=httpx.MockTransport(answer)) as client:
-        client.run("r")
-    assert str(heard[0].url) == "https://foreshock.example:99/v1/runs/r"
-    assert heard[0].headers["authorization"] == "Bearer secret-7"
-
-
 @pytest.mark.promise("A28")
 def test_cookies_and_redirects_of_an_answer_change_nothing_and_no_request_is_logged(
     caplog: pytest.LogCaptureFixture,
@@ -240,22 +213,32 @@ def test_a_variable_that_cannot_be_used_is_named_and_concerns_no_service_on_this
         away.run("any")
 
 
-def test_a_token_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_and_token_come_from_the_caller_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent = []
 
     def answered(request: httpx.Request) -> httpx.Response:
-        sent.append(request.headers["authorization"])
-        return httpx.Response(200, json={"runs": [], "next_cursor": None})
+        sent.append((str(request.url.copy_with(path="/")), request.headers["authorization"]))
+        return httpx.Response(200, json={"run": "r"})
+
+    def asked(*given: str) -> None:
+        with Service(*given, transport=httpx.MockTransport(answered)) as client:
+            client.run("r")
 
     file = tmp_path / "token"
     file.write_text("of-the-file\n")
+    monkeypatch.setenv("FORESHOCK_URL", "https://foreshock.example:99")
     monkeypatch.setenv("FORESHOCK_TOKEN_FILE", str(file))
-    for token in (None, "of-the-variable"):
-        if token is not None:
-            monkeypatch.setenv("FORESHOCK_TOKEN", token)
-        with Service("http://127.0.0.1:1", transport=httpx.MockTransport(answered)) as client:
-            list(client.runs())
-    assert sent == ["Bearer of-the-file", "Bearer of-the-variable"]
+    asked()
+    monkeypatch.setenv("FORESHOCK_TOKEN", "of-the-variable")
+    asked()
+    asked("http://elsewhere", "of-the-caller\n")
+    assert sent == [
+        ("https://foreshock.example:99/", "Bearer of-the-file"),
+        ("https://foreshock.example:99/", "Bearer of-the-variable"),
+        ("http://elsewhere/", "Bearer of-the-caller"),
+    ]
     monkeypatch.delenv("FORESHOCK_TOKEN")
     file.unlink()
     with pytest.raises(ServiceError, match="cannot be read: FileNotFoundError"):

@@ -1,7 +1,6 @@
 """What a person types first, and the sentence that comes back, good input or bad."""
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -115,14 +114,6 @@ def test_no_token_and_a_wrong_one_read_differently_and_a_file_may_hold_it(
     assert "does not know the token" in wrong.stderr
     assert "needs a token" not in wrong.stderr
     assert "not-the-right-one" not in wrong.stderr
-
-
-def test_a_shell_can_complete_commands() -> None:
-    assert "--install-completion" in foreshock("--help").output
-    asked = {**os.environ, "_FORESHOCK_COMPLETE": "complete_bash", "COMP_WORDS": "foreshock ru", "COMP_CWORD": "1"}
-    script = "from foreshock.cli.main import app; app(prog_name='foreshock')"
-    done = subprocess.run([sys.executable, "-P", "-c", script], env=asked, capture_output=True, text=True, timeout=60)
-    assert "runs" in done.stdout
 
 
 def test_a_missing_module_names_an_extra_that_brings_it_and_boards_need_no_tools_of_developers() -> None:

@@ -21,14 +21,20 @@ def warned(severity: str, **changes: str) -> str:
     return "foreshock_incident_active{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
 
 
-def promtool(folder: Path, tests: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
-    """Run promtool's unit tests against the rules of the catalogue. A run is active where its series do not say."""
+def promtool(folder: Path, tests: list[dict[str, Any]], *, only: str = "") -> subprocess.CompletedProcess[str]:
+    """Run promtool's unit tests against the rules of the catalogue, or only that of one alert, which is faster.
+
+    A run is active where its series do not say.
+    """
     for test in tests:
         told = " ".join(series["series"] for series in test["input_series"])
         for run in dict.fromkeys(re.findall(r'run="([^"]*)"', told)):
             if (active := f'foreshock_run_active{{run="{run}"}}') not in told:
                 test["input_series"].append({"series": active, "values": "1x120"})
-    (folder / "rules.yml").write_text(yaml.safe_dump(prometheus_rules(Links())))
+    rules = prometheus_rules(Links())
+    [group] = rules["groups"]
+    group["rules"] = [rule for rule in group["rules"] if only in ("", rule["alert"])]
+    (folder / "rules.yml").write_text(yaml.safe_dump(rules))
     (folder / "test.yml").write_text(
         yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests}, sort_keys=False)
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dashboards.promtool import WARNED, promtool, warned
+from tests.dashboards.promtool import WARNED, Labels, promtool, warned
 
 from foreshock.dashboards.rules import alerts
 
@@ -65,67 +65,59 @@ def test_an_alert_says_of_an_incident_what_the_service_says_of_it(tmp_path: Path
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.servers
-def test_an_alert_whose_words_the_series_budget_left_out_leads_to_the_page(tmp_path: Path) -> None:
-    result = promtool(tmp_path, [annotation_test({warned("critical"): "1x5"}, {})])
-    said = result.stdout + result.stderr
-    assert "Run a: attention becomes unstable in some heads (rounding)" in said
-    assert "Open the run's page and follow its instructions." in said
+PLACES: dict[str, tuple[str, Labels, dict[str, str]]] = {
+    "&metric=run.loss": (
+        "ForeshockLossNotFinite",
+        {"run": "a", "severity": "critical"},
+        {'foreshock_run_loss{run="a"}': "NaN NaN NaN"},
+    ),
+    "&head=7.3&metric=head.nonfinite_rows": (
+        "ForeshockNonFiniteRows",
+        {"run": "a", "layer": "7", "severity": "critical"},
+        {
+            'foreshock_layer_nonfinite_rows{run="a",layer="7"}': "12x5",
+            'foreshock_head_nonfinite_rows{run="a",layer="7",head="3"}': "12x5",
+            'foreshock_head_nonfinite_rows{run="a",layer="7",head="1"}': "2x5",
+            'foreshock_head_nonfinite_rows{run="a",layer="8",head="0"}': "99x5",
+        },
+    ),
+    "": (
+        "ForeshockSwitchNotArrested",
+        {"run": "a", "severity": "critical"},
+        {'foreshock_switch_not_arrested{run="a"}': "1x5"},
+    ),
+    "&head=11.4&metric=run.loss": (
+        "ForeshockHeadFailing",
+        {"run": "a", "severity": "critical", "cause": "not finite"},
+        {
+            warned("critical", cause="not finite"): "1x5",
+            f'foreshock_warning_active{{run="a",layer="",head="",{NOT_FINITE}}}': "1x5",
+            f'foreshock_warning_active{{run="a",layer="11",head="4",{NOT_FINITE}}}': "1x5",
+            f'foreshock_warning_active{{run="b",layer="9",head="9",{NOT_FINITE}}}': "1x5",
+            'foreshock_incident_opened_step{run="a",cause="not finite"}': "31000x5",
+        },
+    ),
+}
+"""What the link of an alert names: the alert, its labels, and the series on which it fires."""
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize(
-    ("alert", "series", "labels", "place"),
-    [
-        (
-            "ForeshockLossNotFinite",
-            {'foreshock_run_loss{run="a"}': "NaN NaN NaN"},
-            {"run": "a", "severity": "critical"},
-            "&metric=run.loss",
-        ),
-        (
-            "ForeshockNonFiniteRows",
-            {
-                'foreshock_layer_nonfinite_rows{run="a",layer="7"}': "12x5",
-                'foreshock_head_nonfinite_rows{run="a",layer="7",head="3"}': "12x5",
-                'foreshock_head_nonfinite_rows{run="a",layer="7",head="1"}': "2x5",
-                'foreshock_head_nonfinite_rows{run="a",layer="8",head="0"}': "99x5",
-            },
-            {"run": "a", "layer": "7", "severity": "critical"},
-            "&head=7.3&metric=head.nonfinite_rows",
-        ),
-        (
-            "ForeshockSwitchNotArrested",
-            {'foreshock_switch_not_arrested{run="a"}': "1x5"},
-            {"run": "a", "severity": "critical"},
-            "",
-        ),
-        (
-            "ForeshockHeadFailing",
-            {
-                warned("critical", cause="not finite"): "1x5",
-                f'foreshock_warning_active{{run="a",layer="",head="",{NOT_FINITE}}}': "1x5",
-                f'foreshock_warning_active{{run="a",layer="11",head="4",{NOT_FINITE}}}': "1x5",
-                f'foreshock_warning_active{{run="b",layer="9",head="9",{NOT_FINITE}}}': "1x5",
-                'foreshock_incident_opened_step{run="a",cause="not finite"}': "31000x5",
-            },
-            {"run": "a", "severity": "critical", "cause": "not finite"},
-            "&head=11.4&metric=run.loss",
-        ),
-    ],
-)
-def test_the_link_of_an_alert_names_a_head_that_shows_it_and_begins_a_thousand_steps_before_it(
-    tmp_path: Path, alert: str, series: dict[str, str], labels: dict[str, str], place: str
-) -> None:
+def test_the_link_of_an_alert_names_a_head_that_shows_it_and_begins_a_thousand_steps_before_it(tmp_path: Path) -> None:
+    """An incident whose words the series budget left out leads to the page."""
     known = {'foreshock_run_step{run="a"}': "31000x5", 'foreshock_run_step{run="b"}': "9x5"}
-    case = {
-        "interval": "1m",
-        "input_series": [{"series": name, "values": values} for name, values in (series | known).items()],
-        "alert_rule_test": [{"alertname": alert, "eval_time": "2m", "exp_alerts": [{"exp_labels": labels}]}],
-    }
-    said = promtool(tmp_path, [case])
+    cases = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in (series | known).items()],
+            "alert_rule_test": [{"alertname": alert, "eval_time": "2m", "exp_alerts": [{"exp_labels": labels}]}],
+        }
+        for alert, labels, series in PLACES.values()
+    ]
+    said = promtool(tmp_path, cases)
     told = (said.stdout + said.stderr).replace("\\u0026", "&")
-    assert f'/?runs=a{place}&steps=30000-"' in told
+    assert [place for place in PLACES if f'/?runs=a{place}&steps=30000-"' not in told] == []
+    assert "Run a: attention becomes unstable in some heads (not finite)" in told
+    assert "Open the run's page and follow its instructions." in told
 
 
 def test_an_alert_tells_to_switch_heads_only_where_rounding_is_the_cause() -> None:

@@ -92,15 +92,6 @@ def test_a_board_keeps_the_rules_of_grafanas_linter_on_templates(board: dict[str
         assert not variable.get("includeAll") or variable["allValue"] == ".+"
 
 
-def test_a_threshold_of_a_board_is_a_level_of_the_catalogue() -> None:
-    levels = {level for m in METRICS if m.levels for level in (m.levels.watch, m.levels.alarm)} | {None}
-    for panel in (panel for board in BOARDS.values() for panel in charts(board)):
-        if panel["title"] == "Service":  # whether it can be scraped is no metric of ours
-            continue
-        steps = panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", [])
-        assert {step["value"] for step in steps} <= levels, panel["title"]
-
-
 @pytest.mark.parametrize("key", ["warning.active", "warning.forecast"])
 def test_the_run_board_shows_warnings_about_the_run_as_a_whole(key: str) -> None:
     """They have an empty layer, which a matcher for any text does not match."""
@@ -189,15 +180,6 @@ def test_a_panel_keeps_the_rules_of_grafanas_linter_and_says_what_bad_looks_like
             for argument in node.args
         ]
         assert counters == inside
-
-
-@every_panel
-def test_a_line_is_drawn_on_the_axis_that_the_catalogue_names(panel: dict[str, Any]) -> None:
-    """The page asks the same catalogue, so a board and a chart cannot disagree."""
-    if panel["type"] not in ("timeseries", "trend"):
-        return
-    [metric] = [m for m in METRICS if any(re.search(rf"\b{m.name}\b", t["expr"]) for t in panel["targets"][-1:])]
-    assert panel["fieldConfig"]["defaults"]["custom"]["scaleDistribution"]["type"] == metric.scale
 
 
 def test_the_rows_and_columns_of_a_matrix_ascend_as_numbers() -> None:

@@ -7,6 +7,7 @@ a real training run.
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class Training(threading.Thread):
         """A sample with everything that can be measured, and an agent that has lost something."""
         norms = Array.of(np.full(self.rank.count, 1.5, dtype=np.float32))
         sample = self.rank.sample(step, mode=self.mode)
-        names = ("query_norm", "key_norm", "query_key_norm", "clip_factor", "clipped_steps")
+        names = ["clip_factor", "clipped_steps"]
+        names += ["query_norm", "key_norm", "query_key_norm"] * (step % 4 == 1)  # measured now and then
         words = self.rank.words(step)
         words[:, [Slot.ENTROPY_ROWS, Slot.CHECKED_ROWS]] = 10
         words.view(np.float64)[:, [Slot.ENTROPY_SUM, Slot.OUTPUT_ERROR_MAX, Slot.GRADIENT_ERROR_MAX]] = 30.0
@@ -98,6 +100,12 @@ class Stack:
         asked = {"query": f"count_over_time(({expr})[20s:1s])"}
         answer = httpx.post(f"{self.prometheus}/api/v1/query", data=asked, timeout=30).json()
         return str(answer.get("error", "")) or ("" if answer["data"]["result"] else "empty")
+
+    def moments(self, expr: str, end: float) -> set[float]:
+        """At which of the last 20 evaluations, one for each scrape, a query had data."""
+        asked = {"query": f"count({expr})", "start": end - 10, "end": end, "step": 0.5}
+        answer = httpx.post(f"{self.prometheus}/api/v1/query_range", data=asked, timeout=30).json()
+        return {float(moment) for series in answer["data"]["result"] for moment, _ in series["values"]}
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +164,20 @@ def test_every_query_of_every_board_and_rule_finds_something(stack: Stack) -> No
     with suppress(pytest.fail.Exception):
         eventually("an answer to every query", none_missing)
     assert missing == {}
+
+
+@pytest.mark.promise("S25")
+def test_no_query_of_a_board_that_has_had_data_is_without_it_at_a_later_scrape(stack: Stack) -> None:
+    end = time.time() - 1
+    scrapes = stack.moments('up{job="foreshock"} == 1', end)  # a busy machine may lose some
+    assert len(scrapes) > 10
+    blinks = {}
+    for query in queries():
+        if query.kind == "panel" and not query.expr.startswith("max by (alertname"):  # an alert may clear
+            found = stack.moments(concrete(query.expr, run=RUN, rate_interval="4s"), end)
+            if found and (lacking := {moment for moment in scrapes if moment > min(found)} - found):
+                blinks[query.where] = f"none at {len(lacking)} of {len(scrapes)}: {query.expr}"
+    assert blinks == {}
 
 
 def test_prometheus_loads_every_rule_and_finds_no_fault_in_evaluating_it(stack: Stack) -> None:

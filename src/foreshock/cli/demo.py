@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +19,7 @@ from foreshock.server.child import ServiceProcess
 STEPS_PER_SECOND: Final = 100.0
 """The first warning comes within half a minute, the end within two."""
 _LINES_OF_A_RUN: Final = 10
-"""Where there is no terminal to draw a bar on."""
+"""How often the loss and the largest score of each run are printed."""
 
 
 def play(console: Console, *, port: int = 8765, steps_per_second: float | None = STEPS_PER_SECOND) -> Story:
@@ -38,14 +36,19 @@ def play(console: Console, *, port: int = 8765, steps_per_second: float | None =
         url = stack.enter_context(ServiceProcess(Path(directory), {"FORESHOCK_PORT": str(port)})).url
         page = page_of(url, *NAMES)
         console.print(f"Live page: [link={page}]{page}[/link]\n", soft_wrap=True)
-        with _Bars(console, story, max(trace.samples[-1].step for trace in traces.values())) as bars:
+        last_step = max(trace.samples[-1].step for trace in traces.values())
+        told = dict.fromkeys(traces, -1)
 
-            def hear(run: str, event: wire.Event) -> None:
-                for whose, sentence in story.hear(run, event):
-                    console.print(_hanging(f"step {event.step:>6,}", whose, sentence), highlight=False)
-                bars.reached(run, event.step)
+        def hear(run: str, event: wire.Event) -> None:
+            for whose, sentence in story.hear(run, event):
+                console.print(_hanging(f"step {event.step:>6,}", whose, sentence), highlight=False)
+            record, part = story.records[run], _LINES_OF_A_RUN * event.step // last_step
+            if record.steps and told[run] != part:
+                told[run] = part
+                reached = f"loss {record.losses[-1]:.3f}  largest score {record.largest[-1]:>6,.0f}"
+                console.print(_hanging(f"step {event.step:>6,}", run, reached), highlight=False)
 
-            replay_together(traces, url=url, steps_per_second=steps_per_second, on_event=hear)
+        replay_together(traces, url=url, steps_per_second=steps_per_second, on_event=hear)
         for sentence in story.ending():
             console.print(f"\n{sentence}", highlight=False)
         if console.is_terminal and sys.stdin.isatty():
@@ -61,40 +64,3 @@ def _hanging(head: str, name: str, text: str) -> RenderableType:
     table.add_column(ratio=1)
     table.add_row(head, name, Text(text))
     return table
-
-
-class _Bars:
-    """How far each run is, its loss and its largest score; a line now and then in a pipe."""
-
-    def __init__(self, console: Console, story: Story, last_step: int) -> None:
-        self._console, self._story, self._last_step = console, story, last_step
-        self._progress = Progress(
-            TextColumn("{task.description:<13}"),
-            BarColumn(bar_width=None),
-            TextColumn("step {task.completed:>6,.0f}  {task.fields[reached]}"),
-            expand=True,
-        )
-        self._tasks: dict[str, TaskID] = {}
-        self._tenths: dict[str, int] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "_Bars":
-        self._tasks = {name: self._progress.add_task(name, total=self._last_step, reached="") for name in NAMES}
-        if self._console.is_terminal:
-            self._stack.enter_context(Live(self._progress, console=self._console, refresh_per_second=8))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def reached(self, run: str, step: int) -> None:
-        """Draw where a run is now."""
-        record = self._story.records[run]
-        if not record.steps:
-            return
-        reached = f"loss {record.losses[-1]:.3f}  largest score {record.largest[-1]:>6,.0f}"
-        self._progress.update(self._tasks[run], completed=step, reached=reached)
-        tenth = _LINES_OF_A_RUN * step // self._last_step
-        if not self._console.is_terminal and self._tenths.get(run) != tenth:
-            self._tenths[run] = tenth
-            self._console.print(_hanging(f"step {step:>6,}", run, reached), highlight=False)
