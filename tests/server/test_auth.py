@@ -55,12 +55,11 @@ def test_every_route_needs_the_scope_of_what_it_does() -> None:
             scopes: set[str] = {call.scope for call in calls if isinstance(call, Needs)}
             [scope] = scopes or {"none"}
             found[scope] |= {(method, route.path) for method in route.methods}
-    decisions = ("approve", "reject", "cancel", "undo")
     assert found.pop("act") == {
         ("PATCH", "/v1/runs/{run:path}"),
         ("POST", "/v1/runs/{run:path}/acknowledge"),
         ("POST", "/v1/runs/{run:path}/commands"),
-        *(("POST", f"/v1/commands/{{command}}/{word}") for word in decisions),
+        *(("POST", f"/v1/commands/{{command}}/{word}") for word in ("undo", "{how}")),
         ("POST", "/v1/webhooks/alertmanager"),
     }
     assert found.pop("delete") == {("DELETE", "/v1/runs/{run:path}")}

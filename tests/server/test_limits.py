@@ -84,7 +84,7 @@ def test_whatever_is_refused_or_ends_leaves_every_caller_its_whole_share(
                 mine.append(counted)
                 refused = None
             except ProblemError as error:
-                refused = error.status
+                refused = error.status_code
             assert refused == (None if fits else 429)
     for known in (True, False):
         with shares.take("a", body(120), known=known):

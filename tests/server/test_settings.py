@@ -34,7 +34,7 @@ def test_what_a_proxy_gives_to_others_needs_a_token(name: str, monkeypatch: pyte
     monkeypatch.setenv(name, BEHIND_A_PROXY[name])
     with pytest.raises(ValidationError, match=f"{name} is set, .* no token is set.*FORESHOCK_TOKENS_FILE"):
         Settings()
-    assert Settings(token=SECRET).loopback  # type: ignore[arg-type]
+    assert Settings(token=SECRET).all_tokens  # type: ignore[arg-type]
 
 
 @pytest.mark.promise("S18")

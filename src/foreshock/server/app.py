@@ -17,19 +17,19 @@ import uvicorn
 from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import FileResponse
+from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import foreshock
 from foreshock.server import endpoint, problems
-from foreshock.server.auth import AuthMiddleware, Keyring, Sessions
+from foreshock.server.auth import AuthMiddleware, Keyring
 from foreshock.server.commands import expire
-from foreshock.server.endpoint import Endpoint, Writer, is_batch
+from foreshock.server.endpoint import Endpoint, Writer
 from foreshock.server.http import routes, stream, webhooks
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.http.routes import Readiness
-from foreshock.server.limits import BodyLimit, Buckets, ConcurrencyLimit, bounded
+from foreshock.server.limits import BATCHES, Buckets, ConcurrencyLimit, bounded
 from foreshock.server.logs import Counters, configure_logs
 from foreshock.server.notifier import Notifier
 from foreshock.server.readings import ROLLING_SECONDS, Roller
@@ -46,21 +46,11 @@ _CLOSING_SECONDS: Final = 5.0
 _OBJECTS_PER_COLLECTION: Final = 20_000
 
 
-class Service(FastAPI):
-    """FastAPI, but that batches have a way of their own, behind the same gate."""
-
-    batches: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI asks."""
-        await (self.batches if is_batch(scope) else super().__call__)(scope, receive, send)
-
-
-def create_app(settings: Settings) -> Service:
+def create_app(settings: Settings) -> FastAPI:
     """The service as an ASGI application. Its store is opened, and migrated where settings say so, at startup."""
     store = Store(settings.database_url)
     counters = Counters()
-    keyring = Keyring(settings, Sessions(store, settings.session_seconds))
+    keyring = Keyring(settings, store)
     broadcaster = Broadcaster(store, settings)
     notifier = Notifier.of(store, settings)
     writer = Writer(settings, store, counters, broadcaster)
@@ -94,7 +84,7 @@ def create_app(settings: Settings) -> Service:
             await asyncio.gather(*others, return_exceptions=True)
             await store.close()
 
-    app = Service(
+    app = FastAPI(
         title="foreshock",
         version=foreshock.__version__,
         lifespan=lifespan,
@@ -105,22 +95,18 @@ def create_app(settings: Settings) -> Service:
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
     app.state.readiness = Readiness(store, settings)
-    app.state.buckets = Buckets(settings.run_batches_per_second)
     app.state.known_runs = SummaryCache()
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
+    batches = Endpoint(writer, counters, Buckets(settings.run_batches_per_second))
+    app.router.routes.insert(0, Route(BATCHES, batches, methods=["POST"]))
     for router in (endpoint.router, stream.router, webhooks.router, routes.router):
         app.include_router(router)
     _serve_page(app)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    shares = ConcurrencyLimit(settings.connections, settings.ingest_queue_bytes, settings.max_body_bytes)
+    shares = ConcurrencyLimit(settings.connections, settings.body_bytes_at_once, settings.max_body_bytes)
     app.add_middleware(AuthMiddleware, settings=settings, keyring=keyring, shares=shares, counters=counters)
-    state = app.state
-    state.endpoint = Endpoint(writer, counters, state.buckets, settings.max_body_bytes)
-    app.batches = AuthMiddleware(state.endpoint, settings, keyring, shares, counters)
     if proxies := list(settings.trusted_proxies):
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)
-        app.batches = ProxyHeadersMiddleware(app.batches, proxies)  # type: ignore[assignment, arg-type]
     return app
 
 

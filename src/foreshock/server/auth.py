@@ -17,62 +17,30 @@ from urllib.parse import urlsplit
 
 import structlog
 from fastapi import Depends, Request
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, or_, select
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from foreshock.server.limits import LOGIN, Buckets, ConcurrencyLimit, network_of, retry_after
+from foreshock.server.limits import (
+    LOGIN,
+    MOST_BYTES,
+    ORDER_BYTES,
+    Buckets,
+    ConcurrencyLimit,
+    at_most,
+    network_of,
+    retry_after,
+)
 from foreshock.server.logs import Counters
-from foreshock.server.problems import TOO_LARGE, ProblemError, answer_to, problem
+from foreshock.server.problems import ProblemError, answer_to
 from foreshock.server.settings import ALL_SCOPES, Scope, Settings, Token
 from foreshock.server.store.database import Store
 from foreshock.server.store.schema import sessions
 
 _COOKIE_BYTES: Final = 32
 _COOKIE_LENGTH: Final = 43
-
-
-class Sessions:
-    """Sessions of `seconds` each."""
-
-    def __init__(self, store: Store, seconds: float) -> None:
-        self._store, self.seconds = store, seconds
-
-    async def begin(self, token: str) -> str:
-        """A new session of the token with this hash; its cookie. What has expired is forgotten."""
-        cookie, now = secrets.token_urlsafe(_COOKIE_BYTES), time.time()
-
-        def add(connection: Connection) -> None:
-            connection.execute(delete(sessions).where(sessions.c.until < now))
-            connection.execute(sessions.insert().values(hash=_hash(cookie), token=token, until=now + self.seconds))
-
-        await self._store.write(add)
-        return cookie
-
-    async def token_of(self, cookie: str) -> str | None:
-        """The hash of the token whose session has this cookie; None where no session has it."""
-        if len(cookie) != _COOKIE_LENGTH or not cookie.isascii():
-            return None
-        query = select(sessions.c.token).where(sessions.c.hash == _hash(cookie), sessions.c.until >= time.time())
-        token: str | None = await self._store.read(lambda connection: connection.execute(query).scalar())
-        return token
-
-    async def end(self, cookie: str) -> None:
-        """End a session."""
-        ended = delete(sessions).where(sessions.c.hash == _hash(cookie))
-        await self._store.write(lambda connection: connection.execute(ended))
-
-    async def end_all(self, token: str) -> None:
-        """End every session of the token with this hash."""
-        ended = delete(sessions).where(sessions.c.token == token)
-        await self._store.write(lambda connection: connection.execute(ended))
-
-
-def _hash(cookie: str) -> str:
-    return hashlib.sha256(cookie.encode()).hexdigest()
-
 
 log = structlog.get_logger()
 COOKIE: Final = "foreshock_session"
@@ -123,10 +91,8 @@ class AuthMiddleware:
     def __init__(
         self, app: ASGIApp, settings: Settings, keyring: "Keyring", shares: ConcurrencyLimit, counters: Counters
     ) -> None:
-        self.app = app
-        self.shares = shares
-        self.keyring = keyring
-        self.counters = counters
+        self.app, self.keyring, self.shares, self.counters = app, keyring, shares, counters
+        self.max_bytes = settings.max_body_bytes
         self.hosts = frozenset(map(_host_name, settings.allowed_hosts))
         # Networks share no limit of logins: a flood of guesses from many would lock out everybody.
         self._guesses = Buckets(0.5, burst=10)
@@ -137,10 +103,7 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
             return
 
-        replaced = False
-
         async def send_with_headers(message: Message) -> None:
-            nonlocal replaced
             if message["type"] == "http.response.start":
                 self._note(scope, message["status"])
                 given = message["headers"] = list(message["headers"])
@@ -148,21 +111,18 @@ class AuthMiddleware:
                 given.extend(header for header in _RAW_SECURITY_HEADERS if header[0] not in names)
                 if b"cache-control" not in names and not scope["path"].startswith("/assets/"):
                     given.append(_NO_STORE)
-                if message["status"] == 413 and (b"content-type", b"application/problem+json") not in given:
-                    replaced = True  # the framework's body limit answers in plain text, past every handler
-                    await problem(413, TOO_LARGE, headers=_SECURITY_HEADERS)(scope, receive, send)
-            if not replaced:
-                await send(message)
+            await send(message)
 
+        headers, path = Headers(scope=scope), scope["path"]
         with ExitStack() as under_way:
             try:
-                caller = scope.setdefault("state", {})["caller"] = await self._admit(scope)
-                if scope["path"] not in _PROBES:
-                    who = _address(scope) if caller is NOBODY else caller.name
-                    share = self.shares.take(who, Headers(scope=scope), known=caller is not NOBODY)
+                caller = scope.setdefault("state", {})["caller"] = await self._admit(scope, headers)
+                if path not in _PROBES:
+                    share = self.shares.take(caller.name, headers, known=caller is not NOBODY)
                     under_way.enter_context(share)
+                receive = at_most(min(MOST_BYTES.get(path, ORDER_BYTES), self.max_bytes), headers, receive)
             except Exception as error:  # the sessions lie in the store, which may be away
-                await answer_to(error, scope["path"])(scope, receive, send_with_headers)
+                await answer_to(error, path)(scope, receive, send_with_headers)
                 return
             with suppress(ClientDisconnect):  # in the middle of its body: nobody is left to be answered
                 await self.app(scope, receive, send_with_headers)
@@ -178,8 +138,7 @@ class AuthMiddleware:
         if self._logged.take((what, _address(scope))) == 0 and self._lines.take(what) == 0:
             log.warning(f"{what} refused", client=_address(scope), path=scope["path"][:200])
 
-    async def _admit(self, scope: AsgiScope) -> Caller:
-        headers = Headers(scope=scope)
+    async def _admit(self, scope: AsgiScope, headers: Headers) -> Caller:
         method, path = scope["method"], scope["path"]
         self._check_host(headers)
         if "\x00" in path or b"%00" in scope["query_string"]:
@@ -223,15 +182,14 @@ class AuthMiddleware:
 class Keyring:
     """The tokens, and the sessions that stand for them. Holds hashes only."""
 
-    def __init__(self, settings: Settings, sessions: Sessions) -> None:
-        self.tokens, self.sessions = settings.all_tokens, sessions
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self.tokens, self._store, self._seconds = settings.all_tokens, store, settings.session_seconds
 
     async def caller(self, headers: Headers) -> Caller:
         """Who sends these headers."""
         values = headers.getlist("authorization")
         if len(values) == 1 and values[0][:7].lower() == "bearer ":
-            digest = hashlib.sha256(values[0][7:].strip().encode()).hexdigest()
-            return _as_caller(self._token_with(digest))
+            return _as_caller(self._token_with(_hash(values[0][7:].strip())))
         cookie = cookie_of(headers)
         return await self._session(cookie) if cookie and not values else NOBODY
 
@@ -244,24 +202,35 @@ class Keyring:
 
     async def login(self, secret: str) -> tuple[str, Caller] | None:
         """The cookie of a new session for a token's secret, or None when no token has it."""
-        digest = hashlib.sha256(secret.encode()).hexdigest()
+        digest = _hash(secret)
         token = self._token_with(digest)
         if token is None:
             return None
-        cookie = await self.sessions.begin(digest)
+        cookie, now = secrets.token_urlsafe(_COOKIE_BYTES), time.time()
+
+        def begin(connection: Connection) -> None:
+            connection.execute(delete(sessions).where(sessions.c.until < now))
+            connection.execute(sessions.insert().values(hash=_hash(cookie), token=digest, until=now + self._seconds))
+
+        await self._store.write(begin)
         return cookie, _as_caller(token, _csrf_token(cookie))
 
     async def _session(self, cookie: str) -> Caller:
-        digest = await self.sessions.token_of(cookie)
+        if len(cookie) != _COOKIE_LENGTH or not cookie.isascii():
+            return NOBODY
+        query = select(sessions.c.token).where(sessions.c.hash == _hash(cookie), sessions.c.until >= time.time())
+        digest: str | None = await self._store.read(lambda connection: connection.execute(query).scalar())
         return NOBODY if digest is None else _as_caller(self._token_with(digest), _csrf_token(cookie))
 
     async def logout(self, caller: Caller, cookie: str | None, everywhere: bool) -> None:
         """End the session of the cookie, and with `everywhere` all of the caller's token."""
-        if cookie is not None:
-            await self.sessions.end(cookie)
-        token = next((token for token in self.tokens if token.name == caller.name), None)
-        if everywhere and token is not None:
-            await self.sessions.end_all(token.sha256)
+        own = [token.sha256 for token in self.tokens if everywhere and token.name == caller.name]
+        ended = delete(sessions).where(or_(sessions.c.hash == _hash(cookie or ""), sessions.c.token.in_(own)))
+        await self._store.write(lambda connection: connection.execute(ended))
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def cookie_of(headers: Headers) -> str | None:

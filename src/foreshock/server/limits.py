@@ -1,9 +1,9 @@
 """What one caller may take at most: batches and attempts a second, requests and bytes at once, connections.
 
-Who is slow, idle or silent makes room for others, and health is answered all the same. A deadline stands over the
-headers of each request, over its body, and over an answer that nobody takes. Beyond a limit of connections the one that
-has waited longest without a request is closed, of the address that has most of those; a few more are let in when all of
-them are at work, and are answered at /healthz alone.
+A request must come whole within a deadline, after the answer to the one before. Beyond a limit of connections the one
+that has waited longest without a request is closed, of the address that has most of those; a few more are let in when
+all of them are at work, and are answered at /healthz alone. All else that strangers can do with a connection is left
+to the proxy (docs/secure.md).
 """
 
 import asyncio
@@ -16,23 +16,24 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address, ip_network
-from typing import Any, ClassVar, Final, cast
+from typing import ClassVar, Final
 
 import structlog
 from starlette.datastructures import Headers
-from starlette.middleware.body_limit import RequestBodyLimitMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message, Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from foreshock.server.problems import ProblemError
+from foreshock.server.problems import TOO_LARGE, ProblemError
 from foreshock.server.settings import Settings
 
 _MAX_BUCKETS: Final = 10_000
 _STRANGERS_BYTES: Final = 64 * 2**10
+BATCHES: Final = "/v1/batches"
 LOGIN: Final = "/v1/login"
 """Where bodies are read of those who have shown no token."""
-_ORDER_BYTES: Final = 2**20
-"""Orders and deliveries of alerts are far smaller; batches alone may be large."""
+ORDER_BYTES: Final = 2**20
+"""Most bytes of a body where `MOST_BYTES` says no other: orders and deliveries of alerts are far smaller."""
+MOST_BYTES: Final = {LOGIN: _STRANGERS_BYTES, BATCHES: math.inf}
 SPREAD: Final = random.SystemRandom()
 """Parts clients that would come back together."""
 
@@ -118,83 +119,41 @@ class ConcurrencyLimit:
             self._bytes[who] -= size
 
 
-class BodyLimit:
-    """ASGI middleware: larger bodies get a 413 before they are read. Who needs no token sends little.
+def at_most(size: float, headers: Headers, receive: Receive) -> Receive:
+    """The same `receive` for a body of at most `size` bytes. Both raise ProblemError 413 for a longer one."""
+    if length_of(headers) > size:
+        raise ProblemError(413, TOO_LARGE)
+    left = size
 
-    Batches, which are larger than all else, go past it (ingest.endpoint).
-    """
+    async def receive_some() -> Message:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise ProblemError(413, TOO_LARGE)
+        return message
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._most = RequestBodyLimitMiddleware(app, min(max_bytes, _ORDER_BYTES))
-        self._strangers = RequestBodyLimitMiddleware(app, min(max_bytes, _STRANGERS_BYTES))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = self._strangers if scope.get("path") == LOGIN else self._most
-        await limit(scope, receive, send)
+    return receive_some
 
 
 log = structlog.get_logger()
 _RESERVE: Final = 64
 _OTHER_FILES: Final = 128
 """Open files beside connections: the store has up to three for each of its nine, and as many for what it sorts."""
-_HEADER_BYTES: Final = 65_536
-_STATUS_LINE: Final = b"HTTP/1.1 "
-_PIPELINED: Final = 16
-"""Requests that may come before the one ahead of them is answered. Few clients send any so; one packet can hold
-thousands, each of which takes some kilobytes.
-"""
-_LOGIN_SECONDS: Final = 5.0
-_UNREAD_SECONDS: Final = 60.0
-"""How long an answer may lie in the connection's buffer before its client is taken for gone."""
-
-
-class Whole:
-    """A transport that sends the head of an answer with its body, at once where that comes at once.
-
-    Each packet is a system call, and wakes the client.
-    """
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._head = b""
-        self.is_closing = transport.is_closing  # asked at every request
-
-    def write(self, data: bytes) -> None:
-        """Send, after the head that waits; a head waits for what comes in the same turn of the loop.
-
-        Nothing is sent once the connection ends: many answers may be under way on it, and each would be an error.
-        """
-        head, self._head = self._head, b""
-        if self.is_closing():
-            return
-        if not head and data.startswith(_STATUS_LINE):
-            self._head = data
-            self._loop.call_soon(self.write, b"")
-        elif data := head + data:
-            self._transport.write(data)
-
-    def close(self) -> None:
-        """Close when all is sent."""
-        self.write(b"")
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+_HEAD_BYTES: Final = 65_536
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's, with deadlines. `bounded` makes one for a service's settings."""
+    """uvicorn's, with a deadline for each request. `bounded` makes one for a service's settings."""
 
     most: ClassVar[int]
-    header_seconds: ClassVar[float]
-    body_seconds: ClassVar[float]
+    request_seconds: ClassVar[float]
     idle: ClassVar[dict["_Connection", None]]
     """Connections without a request in progress, the one that has waited longest first."""
 
-    _address = ""
     _due: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
-    _header_bytes = 0
+    _in_head = False
+    _head_bytes = 0
 
     def _end_in(self, seconds: float | None) -> None:
         if self._due is not None:
@@ -202,54 +161,43 @@ class _Connection(HttpToolsProtocol):
         self._due = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, Whole(transport, self.loop)))
-        self._address = self.client[0] if self.client else ""
+        super().connection_made(transport)
         self.idle[self] = None
-        self._end_in(self.header_seconds)
+        self._end_in(self.request_seconds)
         if len(self.connections) > self.most:
-            busiest = Counter(one._address for one in self.idle).most_common(1)[0][0]
-            longest = next(one for one in self.idle if one._address == busiest)
+            busiest = Counter(one._address() for one in self.idle).most_common(1)[0][0]
+            longest = next(one for one in self.idle if one._address() == busiest)
             if longest is not self or len(self.connections) > self.most + _RESERVE:
                 longest.transport.abort()
 
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_in(None)
-        self.resume_writing()
         self.idle.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        began_before = self._in_head
         super().data_received(data)
-        at_rest = self.cycle is None or self.cycle.response_complete
-        if at_rest and self._due is None and self.timeout_keep_alive_task is None and not self.transport.is_closing():
-            self._end_in(self.header_seconds)  # bytes that begin no request
+        self._head_bytes = self._head_bytes + len(data) if began_before and self._in_head else 0
+        if self._head_bytes > _HEAD_BYTES:
+            self.transport.abort()
 
     def on_message_begin(self) -> None:
-        if len(self.pipeline) >= _PIPELINED:
-            raise ValueError("more requests wait on this connection than the service takes")
         super().on_message_begin()
-        self._header_bytes = 0
-        self._end_in(self.header_seconds)
-
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        self._count(len(url))
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        self._count(len(name) + len(value))
-
-    def _count(self, size: int) -> None:
-        self._header_bytes += size
-        if self._header_bytes > _HEADER_BYTES:
-            raise ValueError("the headers are longer than the service takes")
+        self._in_head = True
+        self._end_in(self.request_seconds)
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
+        if self.cycle is not None and not self.cycle.response_complete:  # it did not wait for the answer before
+            self.cycle.disconnected = True
+            self.transport.abort()
+            return
         self.idle.pop(self, None)
-        self._end_in(self.body_seconds)
         super().on_headers_complete()
-        if self.scope["path"] == LOGIN:  # the one place where a body is read of those who have shown no token
-            self._end_in(min(self.body_seconds, _LOGIN_SECONDS))
 
     def on_message_complete(self) -> None:
         self._end_in(None)
@@ -257,29 +205,13 @@ class _Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.pipeline:
-            self.idle[self] = None
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._unread = self._unread or self.loop.call_later(_UNREAD_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
-        super().resume_writing()
+        self.idle[self] = None
 
 
 def bounded(settings: Settings) -> type[_Connection]:
     """The protocol of one service's connections."""
-    limits: dict[str, Any] = {
-        "most": _within_open_files(settings.connections),
-        "header_seconds": settings.header_seconds,
-        "body_seconds": settings.body_seconds,
-        "idle": {},
-    }
-    return type("Connection", (_Connection,), limits)
+    most = _within_open_files(settings.connections)
+    return type("Connection", (_Connection,), {"most": most, "request_seconds": settings.request_seconds, "idle": {}})
 
 
 def _within_open_files(connections: int) -> int:

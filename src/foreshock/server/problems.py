@@ -1,8 +1,8 @@
 """Every error is RFC 9457 problem+json with a fixed shape; nothing of the inside leaks into it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 import structlog
 from fastapi import FastAPI, Request
@@ -15,11 +15,13 @@ from foreshock.server.models import Problem, ProblemItem
 from foreshock.server.store.database import BusyError, ClosingError, is_away
 
 log = structlog.get_logger()
-MAX_ERRORS = 10
-TOO_LARGE = "The body is larger than this address takes: 64 KiB at the login, 33 MiB for a batch, elsewhere 1 MiB."
+_MAX_ERRORS: Final = 10
+TOO_LARGE: Final = (
+    "The body is larger than this address takes: 64 KiB at the login, 33 MiB for a batch, elsewhere 1 MiB."
+)
 
 
-class ProblemError(Exception):
+class ProblemError(HTTPException):
     """Raised anywhere in a request; becomes the answer."""
 
     def __init__(
@@ -30,12 +32,12 @@ class ProblemError(Exception):
         errors: Sequence[ProblemItem] = (),
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(detail)
-        self.status, self.detail, self.errors, self.headers = status, detail, errors, headers
+        super().__init__(status, detail, headers)
+        self.errors = errors
 
 
 def problem(
-    status: int, detail: str, errors: Sequence[ProblemItem] = (), headers: dict[str, str] | None = None
+    status: int, detail: str, errors: Sequence[ProblemItem] = (), headers: Mapping[str, str] | None = None
 ) -> Response:
     """The answer for an error."""
     body = Problem(title=HTTPStatus(status).phrase, status=status, detail=_encodable(detail), errors=list(errors))
@@ -54,7 +56,7 @@ def items(errors: Sequence[Any]) -> list[ProblemItem]:
             where=_encodable(".".join(str(part) for part in error["loc"])[:200]) or "body",
             message=_encodable(_words(error)[:300]),
         )
-        for error in list(errors)[:MAX_ERRORS]
+        for error in list(errors)[:_MAX_ERRORS]
     ]
 
 
@@ -71,15 +73,31 @@ def _words(error: Any) -> str:
     return message[:1].upper() + message[1:]
 
 
+_SENTENCES: Final = {
+    404: "There is nothing at this address; /openapi.json lists what there is.",
+    405: "This address does not take that method.",
+}
+
+
 def answer_to(error: Exception, path: str) -> Response:
-    """The answer to a request at this path that ended with an error of ours, of the store, or one of nobody's."""
+    """The answer to a request at this path that ended with this error, be it of ours, of the store or of nobody."""
+    again = {"retry-after": "2"}
     if isinstance(error, ProblemError):
-        return problem(error.status, error.detail, error.errors, error.headers)
+        return problem(error.status_code, error.detail, error.errors, error.headers)
+    if isinstance(error, HTTPException):
+        return problem(error.status_code, _SENTENCES.get(error.status_code, str(error.detail)), headers=error.headers)
+    if isinstance(error, RequestValidationError):
+        found = error.errors()
+        count = "1 field of the request is" if len(found) == 1 else f"{len(found)} fields of the request are"
+        return problem(422, f"{count} wrong.", items(found))
+    if isinstance(error, BusyError):
+        why = "Too many of your reads wait already. Retry after the time in Retry-After."
+        return problem(429, why, headers=again)
     if isinstance(error, ClosingError):
-        return problem(503, "The service is going down; try again.", headers={"retry-after": "2"})
+        return problem(503, "The service is going down; try again.", headers=again)
     if is_away(error):
         log.warning("the store is away", error=str(error).partition("\n")[0][:300])
-        return problem(503, "The store cannot be used just now; try again.", headers={"retry-after": "2"})
+        return problem(503, "The store cannot be used just now; try again.", headers=again)
     log.error("request failed", path=path[:200], error=type(error).__name__, exc_info=error)
     return problem(500, "The service failed on this request; its log says why.")
 
@@ -90,31 +108,5 @@ def install(app: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         return answer_to(error, request.url.path)
 
-    for kind in (ProblemError, ClosingError, SQLAlchemyError):
+    for kind in (HTTPException, RequestValidationError, BusyError, ClosingError, SQLAlchemyError, Exception):
         app.add_exception_handler(kind, on_error)
-
-    @app.exception_handler(BusyError)
-    async def on_busy(_: Request, __: BusyError) -> Response:
-        return problem(
-            429,
-            "Too many of your reads wait already. Retry after the time in Retry-After.",
-            headers={"retry-after": "2"},
-        )
-
-    @app.exception_handler(HTTPException)
-    async def on_http(_: Request, error: HTTPException) -> Response:
-        sentences = {
-            404: "There is nothing at this address; /openapi.json lists what there is.",
-            405: "This address does not take that method.",
-            413: TOO_LARGE,
-        }
-        detail = sentences.get(error.status_code, str(error.detail))
-        return problem(error.status_code, detail, headers=dict(error.headers or {}))
-
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(_: Request, error: RequestValidationError) -> Response:
-        found = error.errors()
-        count = "1 field of the request is" if len(found) == 1 else f"{len(found)} fields of the request are"
-        return problem(422, f"{count} wrong.", items(found))
-
-    app.add_exception_handler(Exception, on_error)

@@ -2,24 +2,26 @@
 
 import hashlib
 import ipaddress
+import json
 import os
 import re
 from itertools import combinations
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
-from foreshock.contract.environment import as_header_carries, refuse_misspelt, sentences
+from foreshock.contract.environment import as_header_carries, names_a_host, refuse_misspelt, sentences
 from foreshock.contract.wire import MAX_BATCH_BYTES
 from foreshock.server.outgoing import OutgoingError, allowed
 
 Scope = Literal["ingest", "read", "act", "delete", "admin"]
 _TOKEN_CHARACTERS = 16
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:[0-9]+)?", re.ASCII)
+_SECRETS = ("token", "tokens", "database_url", "notify_slack_url", "notify_webhook_url")
 ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "delete", "admin")
 
 
@@ -41,6 +43,26 @@ class Token(BaseModel):
         return cls(name=name, sha256=digest, scopes=scopes, run_prefix=run_prefix, **more)
 
 
+def _host(given: str) -> str:
+    if not _HOST.fullmatch(given):  # one that no request can name would shut everybody out
+        raise ValueError(f"{given!r} is not a host name; use a name such as foreshock.example.org")
+    return given
+
+
+def _network(given: str) -> str:
+    try:
+        ipaddress.ip_network(given)
+    except ValueError:
+        raise ValueError(f"{given!r} is no address or network; give such as 10.0.0.7 or 10.0.0.0/24") from None
+    return given
+
+
+def _page(given: str) -> str:
+    if given and not names_a_host(given):
+        raise ValueError("give http:// or https:// and the name of a machine, such as https://foreshock.example.org")
+    return given
+
+
 class Settings(BaseSettings):
     """Settings of the service. It refuses a misspelt FORESHOCK_ variable."""
 
@@ -48,10 +70,10 @@ class Settings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="address to listen on; anything but loopback needs a token")
     port: int = Field(default=8765, ge=0, le=65535, description="0 takes a free port")
-    allowed_hosts: tuple[str, ...] = Field(
+    allowed_hosts: tuple[Annotated[str, AfterValidator(_host)], ...] = Field(
         default=(), description="Host names to answer to; empty: loopback names without a token, any with one"
     )
-    trusted_proxies: tuple[str, ...] = Field(
+    trusted_proxies: tuple[Annotated[str, AfterValidator(_network)], ...] = Field(
         default=(), description="addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed"
     )
     database_url: str = Field(  # may hold a password: never shown
@@ -81,7 +103,7 @@ class Settings(BaseSettings):
     notify_hosts: tuple[str, ...] = Field(
         default=("hooks.slack.com",), description="hosts that the two URLs above may name; https only"
     )
-    public_url: str = Field(
+    public_url: Annotated[str, AfterValidator(_page)] = Field(
         default="",
         max_length=512,
         description="address of the page, for links in notifications; with https:// the session cookie is Secure",
@@ -91,14 +113,12 @@ class Settings(BaseSettings):
     # Fixed, since nobody can choose it with a reason. Tests make some of it small (server.testing).
     max_body_bytes: ClassVar[int] = MAX_BATCH_BYTES + 2**20
     """Largest request body: the largest batch of the wire, and room for what stands round it."""
-    header_seconds: ClassVar[float] = 10.0
-    """In which the headers of a request must come: a slow network needs one, whoever holds connections takes more."""
-    body_seconds: ClassVar[float] = 60.0
-    """In which the body of a request must come: the largest batch over 5 Mbit/s."""
+    request_seconds: ClassVar[float] = 60.0
+    """In which a request must come whole: the largest batch over 5 Mbit/s."""
     ingest_queue_batches: ClassVar[int] = 64
     """Batches of a token that wait to be written, then 429: more would be answered after the agents' deadline."""
-    ingest_queue_bytes: ClassVar[int] = 128 * 2**20
-    """Bytes of them, and of the bodies that a token sends at once, then 429: four of the largest batches."""
+    body_bytes_at_once: ClassVar[int] = 128 * 2**20
+    """Bytes of the bodies that a token sends at once, the waiting ones included, then 429: four of the largest."""
     commit_batches: ClassVar[int] = 128
     """Batches written by one commit at most: those who wait for a full group stay within the agents' deadline."""
     stream_clients: ClassVar[int] = 1024
@@ -126,17 +146,18 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _safe_to_bind(self) -> Self:
-        if not self.all_tokens and not self.loopback:
+        elsewhere = self.public_url and not _is_loopback(urlsplit(self.public_url).hostname or "")
+        opens = {
+            f"host {self.host} can be reached from other machines": not _is_loopback(self.host),
+            "FORESHOCK_ALLOWED_HOSTS is set, so others reach the service through a proxy": self.allowed_hosts,
+            "FORESHOCK_TRUSTED_PROXIES is set, so others reach the service through a proxy": self.trusted_proxies,
+            "FORESHOCK_PUBLIC_URL is set, so others reach the service through a proxy": elsewhere,
+        }
+        if not self.all_tokens and (why := next((one for one, there in opens.items() if there), None)):
             raise ValueError(
-                f"host {self.host} can be reached from other machines, and no token is set: anyone there could switch "
-                "kernels in a training run. Set FORESHOCK_TOKEN (16 characters or more) or FORESHOCK_TOKEN_FILE, or "
-                "listen on 127.0.0.1"
-            )
-        if not self.all_tokens and (passed_on := self._passed_on()):
-            raise ValueError(
-                f"FORESHOCK_{passed_on.upper()} is set, so others reach the service through a proxy, and no token is "
-                "set: anyone there could switch kernels in a training run. Set FORESHOCK_TOKEN (16 characters or "
-                f"more), FORESHOCK_TOKEN_FILE or FORESHOCK_TOKENS_FILE, or leave FORESHOCK_{passed_on.upper()} out"
+                f"{why}, and no token is set: anyone there could switch kernels in a training run. Set FORESHOCK_TOKEN "
+                f"({_TOKEN_CHARACTERS} characters or more), FORESHOCK_TOKEN_FILE or FORESHOCK_TOKENS_FILE, or listen "
+                "on 127.0.0.1 without a proxy"
             )
         for url in (self.notify_slack_url, self.notify_webhook_url):
             if url is not None:
@@ -145,37 +166,6 @@ class Settings(BaseSettings):
                 except OutgoingError as error:
                     raise ValueError(f"a notification URL cannot be used: {error}") from None
         return self
-
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _hosts_can_be_named(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        for each in given:  # one that no request can name would shut everybody out, an empty one let those in without
-            if not _HOST.fullmatch(each):
-                raise ValueError(f"{each!r} is not a host name; use a name such as foreshock.example.org")
-        return given
-
-    @field_validator("trusted_proxies")
-    @classmethod
-    def _proxies_can_be_recognised(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        for each in given:
-            try:
-                ipaddress.ip_network(each)
-            except ValueError:
-                raise ValueError(f"{each!r} is no address or network; give such as 10.0.0.7 or 10.0.0.0/24") from None
-        return given
-
-    @field_validator("public_url")
-    @classmethod
-    def _links_can_be_followed(cls, given: str) -> str:
-        try:
-            whole = not given or (given.startswith(("http://", "https://")) and urlsplit(given).hostname)
-        except ValueError:
-            whole = False
-        if not whole:
-            raise ValueError(
-                "give http:// or https:// and the name of a machine, such as https://foreshock.example.org"
-            )
-        return given
 
     @model_validator(mode="before")
     @classmethod
@@ -187,19 +177,7 @@ class Settings(BaseSettings):
     def variables(cls) -> list[str]:
         """Every variable that is read."""
         plain = [f"FORESHOCK_{name.upper()}" for name in cls.model_fields]
-        return [*plain, *(f"FORESHOCK_{name.upper()}_FILE" for name in _SecretFiles.NAMES)]
-
-    @property
-    def loopback(self) -> bool:
-        """True when only this machine can reach the address."""
-        return _is_loopback(self.host)
-
-    def _passed_on(self) -> str | None:
-        """The setting by which a proxy gives others the service, if one is set."""
-        for name in ("allowed_hosts", "trusted_proxies"):
-            if getattr(self, name):
-                return name
-        return "public_url" if self.public_url and not _is_loopback(urlsplit(self.public_url).hostname or "") else None
+        return [*plain, *(f"FORESHOCK_{name.upper()}_FILE" for name in _SECRETS)]
 
     @property
     def all_tokens(self) -> tuple[Token, ...]:
@@ -229,7 +207,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments win over variables, variables over *_FILE."""
-        return (init_settings, env_settings, _SecretFiles(settings_cls))
+        return init_settings, env_settings, InitSettingsSource(settings_cls, _secrets_in_files())
 
 
 def _is_loopback(host: str) -> bool:
@@ -241,19 +219,22 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _secret_in_file(name: str) -> str | None:
-    """What the file holds that FORESHOCK_<NAME>_FILE names; None when the variable is not set.
+def _secrets_in_files() -> dict[str, Any]:
+    """What the files hold that FORESHOCK_TOKEN_FILE=/run/secrets/token and the like name, as container engines do.
 
-    Raises ValueError with a sentence when the file cannot be read.
+    Raises UnusableSettingsError for one that cannot be read.
     """
-    variable = f"FORESHOCK_{name.upper()}_FILE"
-    path = os.environ.get(variable)
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{variable} names {path}, which cannot be read: {error}") from None
+    found: dict[str, Any] = {}
+    for name in _SECRETS:
+        variable = f"FORESHOCK_{name.upper()}_FILE"
+        if (path := os.environ.get(variable)) is None:
+            continue
+        try:
+            text = Path(path).read_text("utf-8").strip()
+            found[name] = json.loads(text) if name == "tokens" else text
+        except (OSError, ValueError) as error:
+            raise UnusableSettingsError(f"{variable} names {path}, which cannot be read: {error}") from None
+    return found
 
 
 class UnusableSettingsError(ValueError):
@@ -269,27 +250,3 @@ def settings_of(kind: type[Settings] = Settings, **given: Any) -> Settings:
     except SettingsError as error:  # says the field and the source, and what it says of the value stays with its cause
         name = str(error).partition('"')[2].partition('"')[0].upper()
         raise UnusableSettingsError(f'FORESHOCK_{name} is not valid JSON; give a list such as ["a", "b"]') from None
-
-
-class _SecretFiles(PydanticBaseSettingsSource):
-    """FORESHOCK_TOKEN_FILE=/run/secrets/token and the like, as container engines hand over secrets."""
-
-    NAMES = (
-        "token",
-        "tokens",
-        "database_url",
-        "notify_slack_url",
-        "notify_webhook_url",
-    )
-
-    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        value = _secret_in_file(field_name) if field_name in self.NAMES else None
-        return value, field_name, field_name == "tokens"
-
-    def __call__(self) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for name, field in self.settings_cls.model_fields.items():
-            value, _, is_json = self.get_field_value(field, name)
-            if value is not None:
-                values[name] = self.decode_complex_value(name, field, value) if is_json else value
-        return values

@@ -60,8 +60,6 @@ from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import LeftError, Store, T, Turns, Work, insert_or_ignore, lock_runs
 from foreshock.server.store.schema import service_state
 
-DEADLINE_SECONDS: Final = 5.0
-_SAME_ANSWER_SECONDS: Final = 1.0
 _KEY: Final = "readiness"
 
 
@@ -70,6 +68,7 @@ class Readiness:
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store, self._room = store, settings.max_body_bytes
+        self.deadline_seconds, self.same_answer_seconds = 5.0, 1.0
         self._asking = asyncio.Lock()
         self._found = "never tried"
         self._found_at = -float("inf")
@@ -77,7 +76,7 @@ class Readiness:
     async def of_store(self) -> str:
         """ "ok", or what is wrong with the store."""
         async with self._asking:
-            if time.monotonic() - self._found_at >= _SAME_ANSWER_SECONDS:
+            if time.monotonic() - self._found_at >= self.same_answer_seconds:
                 self._found = await self._tried()
                 self._found_at = time.monotonic()
         return self._found
@@ -89,10 +88,10 @@ class Readiness:
                 return "its file is gone"
             if path is not None and shutil.disk_usage(path.parent).free < self._room:
                 return "its disk is full"
-            async with asyncio.timeout(DEADLINE_SECONDS):
+            async with asyncio.timeout(self.deadline_seconds):
                 await self._store.write(_try_to_write)
         except TimeoutError:
-            return f"no write within {DEADLINE_SECONDS:.0f} s"
+            return f"no write within {self.deadline_seconds:.0f} s"
         except Exception as error:
             return type(error).__name__
         return "ok"
@@ -149,32 +148,19 @@ class Catalog(models.Response):
 @router.get("/v1/catalog")
 async def get_catalog(_: Reader) -> Catalog:
     """Every metric that can be drawn, and every mode that can be ordered."""
+    same = ("key", "title", "help", "bad", "unit", "signed", "scale", "percent")
     return Catalog(
         metrics=[
             MetricInfo(
-                key=m.key,
-                title=m.title,
-                help=m.help,
-                bad=m.bad,
-                unit=m.unit,
+                **{name: getattr(m, name) for name in same},
                 per_head=m.head is not None,
-                signed=m.signed,
-                scale=m.scale,
-                percent=m.percent,
                 levels=None if m.levels is None else MetricLevels(**asdict(m.levels)),
                 chart=None if m.chart is None else "first" if m.chart < MORE_CHARTS else "more",
             )
             for m in sorted(METRICS, key=lambda m: MORE_CHARTS if m.chart is None else m.chart)
             if m.has_series
         ],
-        modes=[
-            ModeChoice(
-                name=mode.name,
-                does=mode.does,
-                cures=mode.cures,
-            )
-            for mode in MODES
-        ],
+        modes=[ModeChoice(name=mode.name, does=mode.does, cures=mode.cures) for mode in MODES],
         default_mode=DEFAULT_MITIGATION,
     )
 
@@ -430,34 +416,18 @@ def _reachable(connection: Connection, caller: Caller, command: str) -> CommandS
     return found[0]
 
 
-@router.post("/v1/commands/{command}/approve")
-async def approve(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
-    """Approve a proposed command."""
-    return await _decide(request, caller, command, decision, "approve")
-
-
-@router.post("/v1/commands/{command}/reject")
-async def reject(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
-    """Reject a proposed command."""
-    return await _decide(request, caller, command, decision, "reject")
-
-
-@router.post("/v1/commands/{command}/cancel")
-async def cancel(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
-    """Cancel a pending or delivered command: no further rank receives it. Finished switches stay, and can be undone."""
-    return await _decide(request, caller, command, decision, "cancel")
-
-
 @router.post("/v1/commands/{command}/undo", status_code=201)
 async def undo(request: Request, caller: Actor, command: str, order: Undo) -> CommandList:
     """Revert the modes that a command changed; heads that have been given another mode since refuse."""
-    act = partial(commands.undo, dry_run=order.dry_run, expiry=request.app.state.settings.command_expiry_seconds)
+    act = partial(commands.undo, dry_run=order.dry_run)
     return CommandList(commands=await _act(request, caller, command, order, act))
 
 
-async def _decide(request: Request, caller: Caller, command: str, decision: Decision, how: Decided) -> CommandStatus:
-    act = partial(commands.decide, how=how, expiry=request.app.state.settings.command_expiry_seconds)
-    return (await _act(request, caller, command, decision, act))[0]
+@router.post("/v1/commands/{command}/{how}")
+async def decide(request: Request, caller: Actor, command: str, how: Decided, decision: Decision) -> CommandStatus:
+    """Approve or reject a proposed command, or cancel a pending or delivered one: then no further rank receives it.
+    Finished switches stay, and can be undone."""
+    return (await _act(request, caller, command, decision, partial(commands.decide, how=how)))[0]
 
 
 async def _act(
@@ -467,7 +437,8 @@ async def _act(
 
     def write(connection: Connection) -> list[CommandStatus]:
         _reachable(connection, caller, command)
-        ids = act(connection, command, f"{decision.who} ({caller.name})", decision.reason)
+        expiry = request.app.state.settings.command_expiry_seconds
+        ids = act(connection, command, f"{decision.who} ({caller.name})", decision.reason, expiry=expiry)
         return [status for one in ids for status in commands.status(connection, None, one, 1)]
 
     found = await _store(request).write(write)
