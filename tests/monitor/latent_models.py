@@ -108,42 +108,6 @@ class SequenceFirst(LatentAttention):
         return torch.cat([nope, self.rotary(rope)], -1), torch.cat([own, shared], -1), value
 
 
-class AsInThePaper(LatentAttention):
-    """A matrix for each part, as DeepSeek-V2's equations write it, and names of no library; the call of attention is
-    left to an inner module."""
-
-    def __init__(self, rotary: Callable[[Tensor], Tensor] = in_halves, *, bias: bool = False) -> None:
-        super().__init__(rotary)
-        for name in ("wq_a", "wq_b", "wkv_a", "wkv_b"):
-            delattr(self, name)
-        self.W_DQ, self.W_UQ, self.W_QR = (nn.Linear(*io, bias=False) for io in ((WIDTH, 12), (12, 24), (12, 16)))
-        self.W_DKV, self.W_UK, self.W_UV = (nn.Linear(*io, bias=bias) for io in ((WIDTH, 12), (12, 24), (12, 24)))
-        self.W_KR = nn.Sequential(nn.Linear(WIDTH, ROPE, bias=bias))
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.5)
-        self.inner = Inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wo(self.inner(*self.heads(x)).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        of_query, latent = self.W_DQ(x), self.W_DKV(x)
-        query = torch.cat([heads_of(self.W_UQ(of_query)), self.rotary(heads_of(self.W_QR(of_query)))], -1)
-        shared = self.rotary(self.W_KR(x)[:, None]).expand(-1, HEADS, -1, -1)
-        return query, torch.cat([heads_of(self.W_UK(latent)), shared], -1), heads_of(self.W_UV(latent))
-
-    def rows(self, head: int) -> list[tuple[Any, list[int], str]]:
-        nope, rope = (list(range(head * width, (head + 1) * width)) for width in (NOPE, ROPE))
-        return [(self.W_UQ, nope, "query"), (self.W_QR, rope, "query alone"), (self.W_UK, nope, "key")]
-
-
-class Inner(nn.Module):
-    """Only calls the function."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
 class NormedQueries(LatentAttention):
     """A norm of each head's queries behind the up-projection."""
 

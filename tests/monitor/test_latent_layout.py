@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from tests.monitor.latent_models import (
-    AsInThePaper,
     LatentAttention,
     NormedOwnKeys,
     NormedQueries,
@@ -38,7 +37,6 @@ HAND_WRITTEN: dict[str, Callable[[], LatentAttention]] = {
     "neighbours put into halves": lambda: LatentAttention(neighbours_to_halves),
     "no positions": lambda: LatentAttention(unturned),
     "with biases": lambda: LatentAttention(bias=True),
-    "a matrix for each part": AsInThePaper,
     "sequence before batch": SequenceFirst,
 }
 
@@ -188,12 +186,12 @@ def frozen(model: nn.Module) -> nn.Module:
 
 
 NORMALISED = "norms of the weights only: heads are normalised"
-NOTHING_FITS = "in no known order do the outputs of its projections (wq_a, wq_b, wkv_a, wkv_b) give its "
+NOTHING_FITS = "in no known order do the outputs of its projections (wq_b, wkv_b) give its queries and keys"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "queries normed behind the up-projection": (lambda: two_latent_layers(NormedQueries), NOTHING_FITS + "queries"),
+    "queries normed behind the up-projection": (lambda: two_latent_layers(NormedQueries), NOTHING_FITS),
     "own keys normed behind it": (lambda: two_latent_layers(NormedOwnKeys), NORMALISED),
     "rotary queries normed behind it": (lambda: two_latent_layers(NormedRotaryQueries), NORMALISED),
-    "one key head": (lambda: two_latent_layers(OneKeyHead), NOTHING_FITS + "keys"),
+    "one key head": (lambda: two_latent_layers(OneKeyHead), NOTHING_FITS),
     "a rounded weight": (lambda: with_projections("wq_b", rounding), "Rounding has a forward of its own"),
     "adapters": (lambda: with_projections("wkv_b", Adapted), "wkv_b is tests's Adapted, which has adapters"),
     "one module in two layers": (one_up_projection, "another layer computes with its wkv_b as well"),
@@ -224,7 +222,6 @@ def test_what_cannot_be_scaled_rightly_is_left_as_it_is_and_named_with_the_reaso
     ("make", "scaled"),
     [
         (LatentAttention, True),
-        (AsInThePaper, True),
         (NormedSharedKeys, True),
         (NormedQueries, False),
         (NormedOwnKeys, False),

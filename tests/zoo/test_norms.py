@@ -28,6 +28,8 @@ SPREAD = (
     "transformers bart",
     "transformers deepseek_v3, q_lora_rank=None",
     "transformers inkling_text",
+    "transformers ctrl",
+    "transformers granite_speech_encoder",
     "litgpt GPT",
     "litgpt GPT with grouped heads",
     "torchtune llama3",

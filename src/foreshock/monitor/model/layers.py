@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -187,11 +189,14 @@ _SEPARATE: Final = (
     ("query_proj", "key_proj"),
     ("q_linear", "k_linear"),
     ("c_q", "c_k"),
+    ("Wq", "Wk"),
+    ("to_q", "to_kv"),
 )
 KEY_PROJECTIONS: Final = tuple(key for _, key in _SEPARATE)
 _FUSED: Final = ("c_attn", "qkv", "qkv_proj", "Wqkv", "wqkv", "in_proj", "to_qkv", "c_qkv", "attn_qkv", "W_pack")
 _FUSED_PER_KEY_HEAD: Final = ("query_key_value", "linear_qkv")
-_PROJECTIONS: Final = frozenset((*chain.from_iterable(_SEPARATE), *_FUSED, *_FUSED_PER_KEY_HEAD))
+_LATENT: Final = (("q_b_proj", "kv_b_proj"), ("q_proj", "kv_b_proj"), ("wq_b", "wkv_b"), ("wq", "wkv_b"))
+_PROJECTIONS: Final = frozenset((*chain.from_iterable((*_SEPARATE, *_LATENT)), *_FUSED, *_FUSED_PER_KEY_HEAD))
 
 
 class UnreadableWeightError(Exception):
@@ -218,6 +223,12 @@ class HeadRows:
     starts: tuple[int, ...]
     head_dim: int
     stride: int = 1
+
+    @property
+    def outputs(self) -> npt.NDArray[np.int64]:
+        """The rows by head and feature, int64 [H, D]."""
+        rows: npt.NDArray[np.int64] = np.array(self.starts)[:, None] + self.stride * np.arange(self.head_dim)
+        return rows
 
     def read(self) -> Held:
         """The heads' weights as they are now. Raises UnreadableWeightError where they cannot be read now."""
@@ -343,14 +354,18 @@ class Projection:
         return {kv_head * group + member for kv_head in kv_heads for member in range(group)}
 
 
-def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
-    """W_Q and W_K of an attention module, or None where they are not found (`why_unmeasured` says why)."""
+def projections(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> list[Projection]:
+    """Where W_Q and W_K of an attention module may lie by its names, the likeliest first; none where `why_unmeasured`
+    says why."""
     if why_unmeasured(module) != NOT_FOUND:
-        return None
-    projection = _find_projection(module, heads, kv_heads, head_dim)
-    if projection is None:
-        return None
-    return projection.of_weights_alone("heads are normalised") if normalises_heads(module) else projection
+        return []
+    found = _by_name(module, heads, kv_heads, head_dim)
+    return [each.of_weights_alone("heads are normalised") if normalises_heads(module) else each for each in found]
+
+
+def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
+    """The likeliest of them; None where there is none."""
+    return next(iter(projections(module, heads, kv_heads, head_dim)), None)
 
 
 NOT_FOUND: Final = "W_Q and W_K were not found"
@@ -390,32 +405,41 @@ def why_projection_unread(name: str, projection: nn.Module) -> str:
     return "" if why is None else f"{name} is {package}'s {type(projection).__name__}, {why}"
 
 
-def _find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
+def _by_name(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> list[Projection]:
     blocks, kv_blocks = _blocks(heads, head_dim), _blocks(kv_heads, head_dim)
     if isinstance(module, nn.MultiheadAttention):
         return _of_multihead_attention(module, blocks, head_dim)
     for query_name, key_name in _SEPARATE:
         query = _child(module, query_name, heads * head_dim)
-        key = _child(module, key_name, kv_heads * head_dim)
+        key = _child(module, key_name, kv_heads * head_dim) or _child(module, key_name, 2 * kv_heads * head_dim)
         if query is not None and key is not None:
-            layout = f"separate ({query_name}, {key_name})"
             rows = HeadRows(query, "weight", blocks, head_dim), HeadRows(key, "weight", kv_blocks, head_dim)
-            return Projection(layout, *rows, module)
+            return [Projection(f"separate ({query_name}, {key_name})", *rows, module)]
     if isinstance(inner := getattr(module, "qkv_linear", None), nn.Module) and outputs_of(inner) is None:
-        return find_projection(inner, heads, kv_heads, head_dim)  # torchtitan keeps them in a module of their own
-    fused_width = (heads + 2 * kv_heads) * head_dim
+        return projections(inner, heads, kv_heads, head_dim)  # torchtitan keeps them in a module of their own
     group = heads // kv_heads
-    for name in (*_FUSED_PER_KEY_HEAD, *_also_per_key_head(module)):
-        if (fused := _child(module, name, fused_width)) is not None:  # each key head: its queries, K, V
-            starts = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
-            key_starts = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
-            return _fused(module, fused, f"fused per key head ({name})", starts, key_starts, head_dim)
-    for name in _FUSED:
-        if (fused := _child(module, name, fused_width)) is not None:
-            kind = "Conv1D" if _output_dim(fused) else "Linear"
-            shifted = [heads * head_dim + start for start in kv_blocks]
-            return _fused(module, fused, f"fused Q, K, V ({name}, {kind})", blocks, shifted, head_dim)
-    return None
+    for name in (*_FUSED_PER_KEY_HEAD, *_FUSED):
+        if (fused := _child(module, name, (heads + 2 * kv_heads) * head_dim)) is None:
+            continue
+        kind = "Conv1D" if is_conv1d(fused) else "Linear"
+        behind = [heads * head_dim + start for start in kv_blocks]
+        of_queries = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
+        of_keys = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
+        orders = [
+            (f"fused Q, K, V ({name}, {kind})", blocks, behind),
+            (f"fused per key head ({name})", of_queries, of_keys),  # each key head: its queries, K, V
+        ]
+        if name in _FUSED_PER_KEY_HEAD or name in _also_per_key_head(module):
+            orders.reverse()
+
+        def within(starts: Sequence[int], holder: nn.Module = fused) -> HeadRows:
+            return HeadRows(holder, "weight", tuple(starts), head_dim)
+
+        return [
+            Projection(layout, within(query_starts), within(key_starts), module)
+            for layout, query_starts, key_starts in orders
+        ]
+    return []
 
 
 def _also_per_key_head(module: nn.Module) -> Iterator[str]:
@@ -426,15 +450,32 @@ def _also_per_key_head(module: nn.Module) -> Iterator[str]:
         yield "c_attn"
 
 
+def latent_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Names and projections of an attention whose keys are made from a latent, as DeepSeek calls them."""
+    for names in _LATENT:
+        children = [(name, child) for name, child in module.named_children() if name in names]
+        if len(children) == 2 and all(outputs_of(child) is not None for _, child in children):
+            return children
+    return []
+
+
+def latent_projections(module: nn.Module, heads: int, own: int, shared: int) -> list[Projection]:
+    """Where they lie: each head has `own` features, then `shared` ones of its queries, and others behind its keys."""
+    children = dict(latent_children(module))
+    if not children:
+        return []
+    (query_name, query), (key_name, key) = sorted(children.items(), key=lambda child: "kv" in child[0])
+    wide = (outputs_of(key) or 0) // heads
+    if outputs_of(query) != heads * (own + shared) or wide < own or not shared:
+        return []
+    starts = _blocks(heads, own + shared)
+    of_shared = HeadRows(query, "weight", tuple(start + own for start in starts), shared)
+    sides = HeadRows(query, "weight", starts, own), HeadRows(key, "weight", _blocks(heads, wide), own)
+    return [Projection(f"latent ({query_name}, {key_name})", *sides, module, of_shared)]
+
+
 def _blocks(heads: int, head_dim: int) -> tuple[int, ...]:
     return tuple(head * head_dim for head in range(heads))
-
-
-def _fused(
-    owner: nn.Module, child: nn.Module, layout: str, query: Sequence[int], key: Sequence[int], head_dim: int
-) -> Projection:
-    of_query, of_key = (HeadRows(child, "weight", tuple(starts), head_dim) for starts in (query, key))
-    return Projection(layout, of_query, of_key, owner)
 
 
 def _child(module: nn.Module, name: str, outputs: int) -> nn.Module | None:
@@ -503,13 +544,13 @@ def _turned(part: Part, module: nn.Module) -> Part:
     return Part(part.columns, part.rows) if _output_dim(module) else part
 
 
-def _of_multihead_attention(module: nn.MultiheadAttention, blocks: tuple[int, ...], head_dim: int) -> Projection | None:
+def _of_multihead_attention(module: nn.MultiheadAttention, blocks: tuple[int, ...], head_dim: int) -> list[Projection]:
     names = ("in_proj_weight", "q_proj_weight", "k_proj_weight")
     if any(hasattr(type(module), name) for name in names):
-        return None  # computed by a property, a parametrization's for example
+        return []  # computed by a property, a parametrization's for example
     if getattr(module, "_qkv_same_embed_dim", True):
         keys = tuple(module.embed_dim + start for start in blocks)
         query, key = (HeadRows(module, "in_proj_weight", starts, head_dim) for starts in (blocks, keys))
-        return Projection("fused Q, K, V (in_proj_weight)", query, key, module)
+        return [Projection("fused Q, K, V (in_proj_weight)", query, key, module)]
     query, key = (HeadRows(module, name, blocks, head_dim) for name in ("q_proj_weight", "k_proj_weight"))
-    return Projection("separate (q_proj_weight, k_proj_weight)", query, key, module)
+    return [Projection("separate (q_proj_weight, k_proj_weight)", query, key, module)]
