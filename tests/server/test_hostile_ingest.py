@@ -28,9 +28,8 @@ TOKENS = (
 )
 SETTINGS = {
     "FORESHOCK_TOKENS": json.dumps([token.model_dump(mode="json") for token in TOKENS]),
-    "FORESHOCK_CONNECTIONS": "64",
 }
-SMALL = {"ingest_queue_batches": 8, "body_bytes_at_once": 32 * 2**20}
+SMALL = {"connections": 64, "ingest_queue_batches": 8, "body_bytes_at_once": 32 * 2**20}
 JSON: Final = {"content-type": "application/json"}
 SENDERS: Final = 1
 """Connections that send each kind of batch, one after another."""

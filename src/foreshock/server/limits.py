@@ -209,31 +209,18 @@ class _Connection(HttpToolsProtocol):
 
 
 def bounded(settings: Settings) -> type[_Connection]:
-    """The protocol of one service's connections."""
-    most = _within_open_files(settings.connections)
-    return type("Connection", (_Connection,), {"most": most, "request_seconds": settings.request_seconds, "idle": {}})
+    """The protocol of one service's connections, of which there are at most as many as the process may open files for.
 
-
-def _within_open_files(connections: int) -> int:
-    """So many connections, or as many as the process may have open files for. Its limit is raised as far as it goes.
-
-    Without a file left no connection is accepted, and the rule that makes room for new ones is never asked.
+    That limit is raised as far as it goes. Without a file left no connection is accepted, and none makes room.
     """
-    wanted = connections + _RESERVE + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != soft < wanted:
-        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    wanted = settings.connections + _RESERVE + _OTHER_FILES
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, hard = (wanted if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    if files < wanted:
         with suppress(ValueError, OverflowError, OSError):  # some systems allow less than their hard limit says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-            soft = raised
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return connections
-    fewer = max(1, soft - _RESERVE - _OTHER_FILES)
-    log.warning(
-        "fewer connections than FORESHOCK_CONNECTIONS: the process may not open more files; raise LimitNOFILE of its "
-        "unit, or `ulimit -Hn`",
-        connections=fewer,
-        wanted=connections,
-        open_files=soft,
-    )
-    return fewer
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), limits[1]))
+            files = min(wanted, hard)
+    most = max(1, min(wanted, files) - _RESERVE - _OTHER_FILES)
+    if most < settings.connections:
+        log.warning("few connections: raise LimitNOFILE of the unit, or `ulimit -Hn`", connections=most)
+    return type("Connection", (_Connection,), {"most": most, "request_seconds": settings.request_seconds, "idle": {}})

@@ -84,9 +84,6 @@ class Settings(BaseSettings):
     token: SecretStr | None = Field(default=None, description="a secret that may do everything")
     tokens: tuple[Token, ...] = Field(default=(), description="JSON list of hashed, scoped tokens")
 
-    connections: int = Field(
-        default=2000, ge=8, description="connections at once; beyond, the one that is idle longest is closed"
-    )
     run_batches_per_second: float = Field(default=1000.0, gt=0, description="per token and run; above it 429")
     max_series: int = Field(default=50_000, ge=100, description="series in /metrics; the rest is dropped and counted")
     retention_seconds: float | None = Field(
@@ -113,6 +110,8 @@ class Settings(BaseSettings):
     # Fixed, since nobody can choose it with a reason. Tests make some of it small (server.testing).
     max_body_bytes: ClassVar[int] = MAX_BATCH_BYTES + 2**20
     """Largest request body: the largest batch of the wire, and room for what stands round it."""
+    connections: ClassVar[int] = 4096
+    """At once, as far as open files reach; beyond, the one that is idle longest is closed, and may come back."""
     request_seconds: ClassVar[float] = 60.0
     """In which a request must come whole: the largest batch over 5 Mbit/s."""
     ingest_queue_batches: ClassVar[int] = 64
@@ -122,7 +121,7 @@ class Settings(BaseSettings):
     commit_batches: ClassVar[int] = 128
     """Batches written by one commit at most: those who wait for a full group stay within the agents' deadline."""
     stream_clients: ClassVar[int] = 1024
-    """Streams at once: half of the connections, so that agents keep the others."""
+    """Streams at once: a quarter of the connections, so that agents keep the others."""
     stream_ping_seconds: ClassVar[float] = 15.0
     """A quiet stream says so often that it lives, and looks whether its session does: proxies close what is silent."""
     stream_queue_events: ClassVar[int] = 256
