@@ -34,14 +34,13 @@ AT_ONCE: Final = 4
 """Orders carried out at one boundary: a switch of many heads takes milliseconds, and a step may take as many."""
 MAX_WAITING: Final = 1024
 """Those beyond are left out: the service sends an order again until it is answered."""
-_OUTCOMES: Final[dict[Act, wire.Outcome | None]] = {"switch": "applied", "propose": "proposed", "none": None}
 
 
 class _Order(NamedTuple):
-    """A switch that waits for the kernels to compute its heads."""
+    """A switch that somebody asks for. `mode` None: nothing that can be carried out."""
 
-    heads: tuple[tuple[int, int], ...]
-    mode: Mode
+    heads: tuple[wire.HeadRef, ...]
+    mode: Mode | None
     reason: str
     command: wire.Command | None = None
     verdict: str | None = None
@@ -50,7 +49,7 @@ class _Order(NamedTuple):
 class Switchboard:
     """The modes of this process's heads: `modes` is int32 [N] in device memory, `heads` names its rows."""
 
-    def __init__(self, heads: Sequence[tuple[int, int]], modes: Tensor, new_id: Callable[[], str]) -> None:
+    def __init__(self, heads: Sequence[wire.HeadRef], modes: Tensor, new_id: Callable[[], str]) -> None:
         self._rows: Final = {head: row for row, head in enumerate(heads)}
         self._device_modes = modes
         self._new_id = new_id
@@ -68,22 +67,22 @@ class Switchboard:
         self._given: set[int] = set()
         """Rows that were switched since this process's start."""
         self._answered: OrderedDict[str, None] = OrderedDict()
-        self.held: set[tuple[int, int]] = set()
+        self.held: set[wire.HeadRef] = set()
         """Heads that a command took a mitigation from: until a new warning is raised, no policy gives it back."""
 
-    def modes(self) -> dict[tuple[int, int], int]:
+    def modes(self) -> dict[wire.HeadRef, int]:
         """The present mode flags of every (layer, head)."""
         return {head: int(self.host[row]) for head, row in self._rows.items()}
 
-    def named(self) -> dict[tuple[int, int], str]:
+    def named(self) -> dict[wire.HeadRef, str]:
         """The names of those that are not plain."""
         return {head: mode_name(mode) for head, mode in self.modes().items() if mode}
 
-    def wanted(self) -> dict[tuple[int, int], int]:
+    def wanted(self) -> dict[wire.HeadRef, int]:
         """The same with the orders that wait."""
-        return self.modes() | {head: int(order.mode) for order in self._orders for head in order.heads}
+        return self.modes() | {head: int(order.mode or 0) for order in self._orders for head in order.heads}
 
-    def switch(self, heads: Iterable[tuple[int, int]], mode: str, *, step: int, reason: str) -> wire.Switched | None:
+    def switch(self, heads: Iterable[wire.HeadRef], mode: str, *, step: int, reason: str) -> wire.Switched | None:
         """Give `heads` this mode, as a person asked; None while that waits for the kernels to compute them.
 
         Raises ValueError for no heads, for a mode or head that does not exist here, and for a mode that a head cannot
@@ -99,31 +98,22 @@ class Switchboard:
         return self._carry_out(_Order(tuple(takers), flags, reason + left_out), step)
 
     def follow(
-        self,
-        heads: Iterable[tuple[int, int]],
-        mode: Mode,
-        verdict: wire.Verdict,
-        *,
-        step: int,
-        outcome: wire.Outcome,
-        policy: str,
+        self, heads: Iterable[wire.HeadRef], mode: Mode, verdict: wire.Verdict, *, step: int, act: Act, policy: str
     ) -> list[wire.Switched]:
-        """Give `heads` this mode for a verdict, or only propose it where `outcome` is "proposed"; what cannot have it
-        refuses, with the reason of the first. `policy` stands before the reasons."""
+        """Give `heads` this mode for a verdict, or only propose it; what cannot have it refuses, with the reason of the
+        first. `policy` stands before the reasons."""
         wanted = list(heads)
         refused = self._refused(wanted, mode)
-        takers = [head for head in wanted if head not in refused]
-        shared: dict[str, Any] = {"step": step, "verdict": verdict.id}
-        reason = because_of(verdict, policy)
+        takers = tuple(head for head in wanted if head not in refused)
+        order = _Order(takers, mode, because_of(verdict, policy), verdict=verdict.id)
         done = []
-        if takers and outcome != "applied":
-            done.append(self._done(outcome, takers, mode, reason=reason, **shared))
-        elif takers:
-            now = self._carry_out(_Order(tuple(takers), mode, reason, verdict=verdict.id), step)
-            done += [] if now is None else [now]
+        if takers and act == "propose":
+            done.append(self._answer(order, "proposed", step))
+        elif takers and (now := self._carry_out(order, step)) is not None:
+            done.append(now)
         if refused:
-            why = next(iter(refused.values()))
-            done.append(self._done("refused", list(refused), None, reason=f"{policy}: {why}", **shared))
+            why = f"{policy}: {next(iter(refused.values()))}"
+            done.append(self._answer(order._replace(heads=tuple(refused), reason=why), "refused", step))
         return done
 
     def _carry_out(self, order: _Order, step: int) -> wire.Switched | None:
@@ -134,32 +124,32 @@ class Switchboard:
             if left:
                 self._orders.append(other._replace(heads=left))
             elif other.command is not None:
-                self._late.append(self._answer(other, "refused", other.heads, step, "another order took its place"))
+                replaced = other._replace(reason="another order took its place")
+                self._late.append(self._answer(replaced, "refused", step))
         self._given.update(self._rows[head] for head in order.heads)
         if order.mode and not all(self.runs_on_kernels(self._rows[head]) for head in order.heads):
             self._orders.append(order)
             self._write()
             return None
-        return self._answer(order, "applied", order.heads, step, order.reason)
+        return self._answer(order, "applied", step)
 
     def settle(self, since_step: int, step: int, unix_seconds: float) -> list[wire.Switched]:
         """What the training from `since_step` to `step` shows of the orders that waited: applied at `since_step` where
         our kernels computed their heads, refused where they could not, expired. What it shows nothing of waits on."""
         answers, self._late = self._late, []
         for order in list(self._orders):
-            refused = self._refused(order.heads, order.mode)
-            takers = tuple(
-                head for head in order.heads if head not in refused and self.runs_on_kernels(self._rows[head])
-            )
-            waiting = tuple(head for head in order.heads if head not in refused and head not in takers)
+            refused = self._refused(order.heads, order.mode or 0)
+            able = [head for head in order.heads if head not in refused]
+            takers = tuple(head for head in able if self.runs_on_kernels(self._rows[head]))
+            waiting = tuple(head for head in able if head not in takers)
             expired = None if order.command is None else _expired(order.command, step, unix_seconds)
             if takers:
-                reason = order.reason + _left_out(refused)
-                answers.append(self._answer(order, "applied", takers, since_step, reason))
+                taken = order._replace(heads=takers, reason=order.reason + _left_out(refused))
+                answers.append(self._answer(taken, "applied", since_step))
             elif not waiting:
-                answers.append(self._answer(order, "refused", order.heads, step, next(iter(refused.values()))))
+                answers.append(self._answer(order._replace(reason=next(iter(refused.values()))), "refused", step))
             elif expired is not None:
-                answers.append(self._answer(order, "expired", order.heads, step, expired))
+                answers.append(self._answer(order._replace(reason=expired), "expired", step))
             else:
                 continue
             self._orders.remove(order)
@@ -169,51 +159,35 @@ class Switchboard:
             self._write()
         return answers
 
-    def _answer(
-        self, order: _Order, outcome: wire.Outcome, heads: Sequence[tuple[int, int]], step: int, reason: str
-    ) -> wire.Switched:
-        command = None if order.command is None else order.command.id
-        mode = order.mode if outcome == "applied" else None
-        return self._done(outcome, heads, mode, step=step, reason=reason, command=command, verdict=order.verdict)
-
-    def _done(
-        self,
-        outcome: wire.Outcome,
-        heads: Sequence[tuple[int, int]],
-        mode: Mode | None,
-        *,
-        step: int,
-        reason: str,
-        command: str | None = None,
-        verdict: str | None = None,
-    ) -> wire.Switched:
-        """Only "applied" changes anything; mode None: the heads keep what they have."""
-        rows = [self._rows[head] for head in heads]
+    def _answer(self, order: _Order, outcome: wire.Outcome, step: int) -> wire.Switched:
+        """What became of an order. Only "applied" changes anything; what is refused or expired keeps what it has."""
+        rows = [self._rows[head] for head in order.heads]
         before = tuple(mode_name(int(self.host[row])) for row in rows)
+        mode = None if outcome in ("refused", "expired") else order.mode
         if outcome == "applied" and mode is not None:
-            if command is not None:
-                for head, row in zip(heads, rows, strict=True):
+            if order.command is not None:
+                for head, row in zip(order.heads, rows, strict=True):
                     (self.held.add if self.host[row] & ~int(mode) else self.held.discard)(head)
             self.host[rows] = int(mode)
             self._write()
         return wire.Switched(
             id=self._new_id(),
             step=step,
-            command=command,
-            verdict=verdict,
+            command=None if order.command is None else order.command.id,
+            verdict=order.verdict,
             outcome=outcome,
-            heads=tuple(heads),
+            heads=order.heads,
             before=before,
             after=before if mode is None else (mode_name(mode),) * len(rows),
-            reason=reason[:500],
+            reason=order.reason[:500],
         )
 
-    def _refused(self, heads: Iterable[tuple[int, int]], mode: int) -> dict[tuple[int, int], str]:
+    def _refused(self, heads: Iterable[wire.HeadRef], mode: int) -> dict[wire.HeadRef, str]:
         """The heads that cannot be given `mode`, each with a sentence."""
         whys = ((head, self.why_refused(self._rows[head], mode)) for head in heads)
         return {head: f"layer {head[0]} head {head[1]}: {why}" for head, why in whys if why is not None}
 
-    def _takers(self, heads: list[tuple[int, int]], mode: int) -> tuple[list[tuple[int, int]], str]:
+    def _takers(self, heads: list[wire.HeadRef], mode: int) -> tuple[list[wire.HeadRef], str]:
         """The heads that an order switches, and the answer's words about others. An order for every head leaves those
         out that cannot have the mode; else, and where none is left, they refuse it. Raises ValueError."""
         refused = self._refused(heads, mode)
@@ -237,7 +211,7 @@ class Switchboard:
         mine = [head for head in heads if head in self._rows]
 
         def no(outcome: wire.Outcome, why: str) -> wire.Switched:
-            return self._done(outcome, mine, None, step=step, reason=why, command=command.id)
+            return self._answer(_Order(tuple(mine), None, why, command), outcome, step)
 
         if command.action != "switch":
             mine = []
@@ -248,21 +222,17 @@ class Switchboard:
             return no("refused", "none of the named heads is watched by this process")
         try:
             wanted = parse_mode(command.mode)
-            expected = None if command.expect is None else int(parse_mode(command.expect))
+            expected = None if command.expect is None else parse_mode(command.expect)
             takers, left_out = self._takers(mine, wanted)
         except ValueError as error:
             return no("refused", str(error))
-        if expected is not None:
-            other = [head for head in mine if self.host[self._rows[head]] != expected]
-            if other:
-                now = mode_name(int(self.host[self._rows[other[0]]]))
-                return no("refused", f"expected {command.expect}, but layer {other[0][0]} head {other[0][1]} has {now}")
-        if command.dry_run:
-            reason = f"dry run: {command.reason}{left_out}"
-            return self._done("dry_run", takers, wanted, step=step, reason=reason, command=command.id)
-        return self._carry_out(
-            _Order(tuple(takers), wanted, f"{command.issued_by}: {command.reason}{left_out}", command), step
-        )
+        now = {head: Mode(self.host[self._rows[head]]) for head in mine}
+        if other := [head for head in mine if expected is not None and now[head] != expected]:
+            (layer, head), has = other[0], mode_name(now[other[0]])
+            return no("refused", f"expected {command.expect}, but layer {layer} head {head} has {has}")
+        asked = "dry run" if command.dry_run else command.issued_by
+        order = _Order(tuple(takers), wanted, f"{asked}: {command.reason}{left_out}", command)
+        return self._answer(order, "dry_run", step) if command.dry_run else self._carry_out(order, step)
 
     def _write(self) -> None:
         wanted = np.fromiter(self.wanted().values(), dtype=np.int32, count=len(self.host))
@@ -287,7 +257,7 @@ class Switchboard:
         modes = {(int(layer), int(head)): parse_mode(name) for layer, head, name in state["modes"]}
         answered = {str(command): None for command in state["answered"]}
         held = {(int(layer), int(head)) for layer, head in state.get("held", ())}
-        saved: dict[Mode, list[tuple[int, int]]] = {}
+        saved: dict[Mode, list[wire.HeadRef]] = {}
         for head, mode in modes.items():
             row = self._rows.get(head)
             if row is not None and row not in self._given:
@@ -308,7 +278,7 @@ def _expired(command: wire.Command, step: int, unix_seconds: float) -> str | Non
     return None
 
 
-def _left_out(refused: Mapping[tuple[int, int], str]) -> str:
+def _left_out(refused: Mapping[wire.HeadRef, str]) -> str:
     return f" ({len(refused)} heads are left out: {next(iter(refused.values()))})" if refused else ""
 
 
@@ -358,15 +328,14 @@ class Switching:
         modes = {head: mode for head, mode in board.wanted().items() if head not in board.held}
         done: list[wire.Switched] = []
         for verdict, heads, mode in decide(verdicts, config.mitigation, modes, config.switch_scope):
-            if (outcome := _OUTCOMES[act_on(cause_of(verdict), config.policy)]) is not None:
-                named = f"policy {config.policy}"
-                done += board.follow(heads, mode, verdict, step=step, outcome=outcome, policy=named)
+            if (act := act_on(cause_of(verdict), config.policy)) != "none":
+                done += board.follow(heads, mode, verdict, step=step, act=act, policy=f"policy {config.policy}")
         if config.policy == "auto" and config.replace_wrong_attention:
             mode = parse_mode(config.mitigation)
             for verdict in verdicts:
                 if verdict.cause == "attention kernel" and verdict.state == "raised":
-                    heads = tuple(head for head in modes if head[0] == verdict.layer)
-                    done += board.follow(heads, mode, verdict, step=step, outcome="applied", policy="policy auto")
+                    layer = [head for head in modes if head[0] == verdict.layer]
+                    done += board.follow(layer, mode, verdict, step=step, act="switch", policy="policy auto")
         for switched in done:
             self._emit(switched)
         self._report(done)
