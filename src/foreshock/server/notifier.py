@@ -20,7 +20,7 @@ from typing import Final
 from urllib.parse import quote, urlencode
 
 import structlog
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, func, select
 
 from foreshock.contract.causes import CAUSES
 from foreshock.contract.decision import STEPS_BEFORE
@@ -33,7 +33,7 @@ from foreshock.server.runs.incidents import incidents_of
 from foreshock.server.runs.newest import status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store import process_starts
-from foreshock.server.store.database import Store, insert_or_ignore, log_store_error, pause
+from foreshock.server.store.database import Store, insert_or_ignore, log_store_error, pause, set_state
 from foreshock.server.store.schema import events, runs, service_state
 
 LONGEST: Final = 1500
@@ -239,7 +239,7 @@ class Notifier:
         found = events_after(connection, int(after), _AT_ONCE, kinds=_KINDS)
         seen = found[-1][0] if len(found) == _AT_ONCE else max([newest, *(cursor for cursor, _ in found)])
         if seen > after:
-            self._move(connection, _CURSOR, float(seen))
+            set_state(connection, _CURSOR, float(seen))
         return [event for _, event in found]
 
     def _changed(self, connection: Connection, found: Sequence[RunEvent]) -> tuple[dict[str, list[Incident]], set[str]]:
@@ -264,10 +264,10 @@ class Notifier:
         until = time.time() - SILENT_SECONDS
         after = self._cursor(connection, _SILENT_CURSOR, until)
         if after > until + _AHEAD_SECONDS:  # looked at by a clock that was ahead, and is right again
-            self._move(connection, _SILENT_CURSOR, until)
+            set_state(connection, _SILENT_CURSOR, until)
         if until - after < 6 * self.settings.notify_gather_seconds or until <= after:
             return []  # ranks of one cluster fall silent within a heartbeat of each other, and are sent together
-        self._move(connection, _SILENT_CURSOR, until)
+        set_state(connection, _SILENT_CURSOR, until)
         rows = select(runs.c.id, runs.c.name).where(runs.c.last_seen > after, runs.c.last_seen <= until)
         names = {row.id: row.name for row in connection.execute(rows)}
         starts = process_starts.of_now(connection, names)
@@ -279,10 +279,6 @@ class Notifier:
         connection.execute(first)
         held = select(service_state.c.value).where(service_state.c.key == key).with_for_update()
         return float(connection.execute(held).scalar_one())
-
-    def _move(self, connection: Connection, key: str, value: float) -> None:
-        own = update(service_state).where(service_state.c.key == key)
-        connection.execute(own.values(value=value))
 
     async def _notify(self, message: str, event: RunEvent | None, changed: Mapping[str, Sequence[Incident]]) -> None:
         slack, webhook = self.settings.notify_slack_url, self.settings.notify_webhook_url

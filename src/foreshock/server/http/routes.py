@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from pydantic import Field
-from sqlalchemy import Connection, delete
+from sqlalchemy import Connection
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
@@ -57,10 +57,7 @@ from foreshock.server.runs.listing import find_run, list_runs, run_detail
 from foreshock.server.runs.newest import described, status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit, process_starts
-from foreshock.server.store.database import LeftError, Store, T, Turns, Work, insert_or_ignore, lock_runs
-from foreshock.server.store.schema import service_state
-
-_KEY: Final = "readiness"
+from foreshock.server.store.database import LeftError, Store, T, Turns, Work, lock_runs, set_state
 
 
 class Readiness:
@@ -89,17 +86,12 @@ class Readiness:
             if path is not None and shutil.disk_usage(path.parent).free < self._room:
                 return "its disk is full"
             async with asyncio.timeout(self.deadline_seconds):
-                await self._store.write(_try_to_write)
+                await self._store.write(lambda connection: set_state(connection, "readiness", time.time()))
         except TimeoutError:
             return f"no write within {self.deadline_seconds:.0f} s"
         except Exception as error:
             return type(error).__name__
         return "ok"
-
-
-def _try_to_write(connection: Connection) -> None:
-    connection.execute(delete(service_state).where(service_state.c.key == _KEY))
-    connection.execute(insert_or_ignore(connection, service_state), [{"key": _KEY, "value": time.time()}])
 
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})

@@ -15,11 +15,12 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, ValidationError
-from sqlalchemy import Connection, delete, select, update
+from sqlalchemy import Connection, delete, select
 
 from foreshock.contract.causes import curable
 from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
 from foreshock.contract.modes import DEFAULT_MITIGATION
+from foreshock.contract.wire import first_error
 from foreshock.server.auth import Actor
 from foreshock.server.commands import Order, changes_for, propose
 from foreshock.server.models import Problem, Storable, WebhookResult
@@ -27,8 +28,8 @@ from foreshock.server.runs.incidents import incidents_of
 from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit, process_starts
-from foreshock.server.store.database import insert_or_ignore, lock_runs
-from foreshock.server.store.schema import runs, service_state, webhook_alerts
+from foreshock.server.store.database import insert_or_ignore, lock_runs, set_state
+from foreshock.server.store.schema import runs, webhook_alerts
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
 
@@ -62,25 +63,17 @@ async def from_alertmanager(request: Request, caller: Actor, delivery: Delivery)
     """A delivery of Alertmanager (version 4)."""
     state = request.app.state
     results = []
-    for alert in map(_read, delivery.alerts):  # each for itself: it holds its run, and none waits for another's
-        result = alert if isinstance(alert, str) else _passed_over(alert)
-        if isinstance(alert, Alert) and result is None:
-            result = await state.store.write(
-                partial(_act, settings=state.settings, alert=alert, prefix=caller.run_prefix)
-            )
-        results.append(str(result))
+    for sent in delivery.alerts:  # each for itself: it holds its run, and none waits for another's
+        try:
+            alert = Alert.model_validate(sent)
+        except ValidationError as error:
+            results.append(f"refused: {first_error(error)[:200]}")
+        else:
+            act = partial(_act, settings=state.settings, alert=alert, prefix=caller.run_prefix)
+            results.append(_passed_over(alert) or await state.store.write(act))
         state.counters.webhooks[SENDER, results[-1].split(":")[0]] += 1
     state.broadcaster.wake()
     return WebhookResult(results=results)
-
-
-def _read(alert: Any) -> Alert | str:
-    """An alert, or why it cannot be read."""
-    try:
-        return Alert.model_validate(alert)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        return f"refused: {'.'.join(map(str, first['loc']))[:64]}: {first['msg']}"
 
 
 def _passed_over(alert: Alert) -> str | None:
@@ -96,7 +89,7 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
     if name == WATCHDOG.name:
         if prefix:  # one tenant's alerts say nothing of the way that everybody's take
             return "ignored: the watchdog counts from a token that reaches every run"
-        _seen(connection)
+        set_state(connection, "watchdog", time.time())
         return "watchdog"
     run = alert.labels.get("run", "")
     row = connection.execute(select(runs).where(runs.c.name == run)).first()
@@ -113,7 +106,7 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         why = f"no switch helps against {meant.causes[-1]}"
         if any(map(curable, meant.causes)):
             why = f"the run's policy is {description.get('policy', 'observe')}"
-        noted = {"alert": name, "incident": meant.id, "why": why}
+        noted: dict[str, Any] = {"alert": name, "incident": meant.id, "why": why}
         audit.append(connection, actor=SENDER, action="webhook observed", run=run, details=noted)
         return f"observed: {why}"
     mitigation, scope = description.get("mitigation", DEFAULT_MITIGATION), description.get("switch_scope") or "head"
@@ -133,30 +126,13 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
     changes = changes_for(connection, row.id, asked, mitigation, scope)
     heads = sorted(ref for own in changes.values() for ref in own)
     key = hashlib.sha256(f"alert:{alert.fingerprint}:{alert.startsAt}:{run}:{heads}".encode()).hexdigest()
-    if _has_acted(connection, key):
+    connection.execute(delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < time.time() - _REMEMBERED_SECONDS))
+    if connection.execute(select(webhook_alerts.c.key).where(webhook_alerts.c.key == key)).first() is not None:
         return "duplicate: this alert has acted before"
     gate = propose(connection, order, asked, changes, settings.webhook_cooldown_seconds)
-    if gate.result in ("observed", "refused"):
-        details: dict[str, Any] = {
-            "reason": order.reason[:500],
-            "incident": meant.id,
-            "policy": description.get("policy"),
-        }
-        details |= {"heads": [list(ref) for ref in gate.heads[:64]], "mode": mitigation, "why": gate.why}
-        audit.append(connection, actor=SENDER, action=f"webhook {gate.result}", run=run, details=details)
-    else:
-        remembered = insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=time.time())
-        connection.execute(remembered)
-    return f"{gate.result}: {gate.why}" if gate.why else gate.result
-
-
-def _has_acted(connection: Connection, key: str) -> bool:
-    """Whether an alert of this key has ordered or proposed a switch of the same heads within a week."""
-    connection.execute(delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < time.time() - _REMEMBERED_SECONDS))
-    return connection.execute(select(webhook_alerts.c.key).where(webhook_alerts.c.key == key)).first() is not None
-
-
-def _seen(connection: Connection) -> None:
-    values: dict[str, Any] = {"key": "watchdog", "value": time.time()}
-    connection.execute(insert_or_ignore(connection, service_state).values(values))
-    connection.execute(update(service_state).where(service_state.c.key == "watchdog").values(value=values["value"]))
+    if gate.why:
+        noted = {"alert": name, "incident": meant.id, "why": gate.why, "mode": mitigation, "heads": gate.heads[:64]}
+        audit.append(connection, actor=SENDER, action=f"webhook {gate.result}", run=run, details=noted)
+        return f"{gate.result}: {gate.why}"
+    connection.execute(insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=time.time()))
+    return gate.result

@@ -23,14 +23,14 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Dialect, Engine, Table, create_engine, event, select, text
+from sqlalchemy import URL, Connection, Dialect, Engine, Table, create_engine, event, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.sql.dml import UpdateBase
 
-from foreshock.server.store.schema import metadata, runs
+from foreshock.server.store.schema import metadata, runs, service_state
 
 log = structlog.get_logger()
 _PASSING: Final = (OperationalError, InterfaceError, InternalError, PoolTimeoutError)
@@ -510,3 +510,9 @@ def _close_to_others(file: str) -> None:
     for ending in BESIDE:
         with suppress(FileNotFoundError, PermissionError):
             Path(f"{file}{ending}").chmod(0o600)
+
+
+def set_state(connection: Connection, key: str, value: float) -> None:
+    """Keep a number of the service itself, as `service_state` has it."""
+    connection.execute(insert_or_ignore(connection, service_state).values(key=key, value=value))
+    connection.execute(update(service_state).where(service_state.c.key == key).values(value=value))
