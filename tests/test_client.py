@@ -93,10 +93,9 @@ def test_an_empty_matrix_has_no_worst_head() -> None:
 
 
 def test_an_order_is_followed_to_its_answer_and_taken_back(live: LiveService, service: Service) -> None:
-    with AnsweringAgent(live, FakeRank(run="orders", boot="b2")):
-        done = service.wait(
-            service.switch("orders", "row_corrected", reason="a test", heads=[(1, 2), (0, 0)], who="tester"), 60
-        )
+    with AnsweringAgent(live, FakeRank(run="orders", boot="b2")), Service(live.url, who="tester") as tester:
+        order = tester.switch("orders", "row_corrected", reason="a test", heads=[(1, 2), (0, 0)])
+        done = service.wait(order, 60)
         (back,) = (service.wait(order, 60) for order in service.undo(done["id"], reason="enough seen"))
     assert done["state"] == "applied"
     assert done["issued_by"].startswith("tester")

@@ -105,6 +105,7 @@ class Service:
     url: its address; by default FORESHOCK_URL, else http://127.0.0.1:8765.
     token: one with the scope that the call needs (`read`; `act` for orders and notes; `delete`). By default that of
     FORESHOCK_TOKEN, else that in the file named by FORESHOCK_TOKEN_FILE.
+    who: who acts, by default this user; the audit trail records it with the reason of each act.
     timeout_seconds: how long one question may take; a deletion may take ten minutes.
     transport: httpx's own, to reach a service otherwise than by the network.
     """
@@ -114,6 +115,7 @@ class Service:
         url: str | None = None,
         token: str | None = None,
         *,
+        who: str | None = None,
         timeout_seconds: float = 10.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
@@ -122,6 +124,7 @@ class Service:
             token = given_token(token or os.environ.get("FORESHOCK_TOKEN"), os.environ.get("FORESHOCK_TOKEN_FILE"))
         except ValueError as error:
             raise ServiceError(str(error)) from None
+        self._who = who
         self._http = http_client(self.url, token, timeout_seconds, transport)
 
     def __enter__(self) -> Self:
@@ -152,9 +155,9 @@ class Service:
         """The checkpoint that a run that failed goes back to, the lines that load it, and all known checkpoints."""
         return self.get(path_of("runs", run, "resume-plan"))
 
-    def acknowledge(self, run: str, incident: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
+    def acknowledge(self, run: str, incident: str, *, reason: str) -> dict[str, Any]:
         """Acknowledge an incident; returns it in its new state."""
-        return self.post(path_of("runs", run, "acknowledge"), {"incident": incident, **_said(who, reason)})
+        return self.post(path_of("runs", run, "acknowledge"), {"incident": incident, **self._said(reason)})
 
     def describe(
         self,
@@ -163,7 +166,6 @@ class Service:
         display_name: str | None = None,
         tags: Sequence[str] | None = None,
         notes: str | None = None,
-        who: str | None = None,
     ) -> dict[str, Any]:
         """Give a run a display name, tags and notes. None leaves a field unchanged; an empty value removes it.
 
@@ -171,14 +173,14 @@ class Service:
         """
         said = {"display_name": display_name, "tags": None if tags is None else list(tags), "notes": notes}
         given = {key: value for key, value in said.items() if value is not None}
-        return self._send("PATCH", path_of("runs", run), json={"who": who or _user(), **given})
+        return self._send("PATCH", path_of("runs", run), json={"who": self._who or _user(), **given})
 
-    def delete(self, run: str, *, reason: str, who: str | None = None) -> None:
+    def delete(self, run: str, *, reason: str) -> None:
         """Delete a run that no longer trains, with all its data. Needs a token with the scope `delete`.
 
-        It cannot be taken back; `who` and `reason` stand in the audit trail.
+        It cannot be taken back.
         """
-        self._answer("DELETE", path_of("runs", run), params=_said(who, reason), timeout=_DELETION_SECONDS)
+        self._answer("DELETE", path_of("runs", run), params=self._said(reason), timeout=_DELETION_SECONDS)
 
     def events(self, run: str, *kinds: str) -> Iterator[dict[str, Any]]:
         """What happened in a run, newest first; `kinds` such as verdict or switched, all kinds by default."""
@@ -263,14 +265,12 @@ class Service:
         reason: str,
         heads: Sequence[tuple[int, int]] | None = None,
         dry_run: bool = False,
-        who: str | None = None,
     ) -> dict[str, Any]:
         """Order `heads`, pairs of (layer, head), to `mode`; all heads of the run by default.
 
-        Returns the order as it was taken; `wait` follows it. `dry_run` asks the agents what they would do. `who` and
-        `reason` stand in the audit trail; `who` is the name of this user by default.
+        Returns the order as it was taken; `wait` follows it. `dry_run` asks the agents what they would do.
         """
-        order = {"heads": heads, "mode": mode, "dry_run": dry_run, **_said(who, reason)}
+        order = {"heads": heads, "mode": mode, "dry_run": dry_run, **self._said(reason)}
         return self.post(path_of("runs", run, "commands"), order)
 
     def switches(self, run: str, mode: str) -> dict[str, Any]:
@@ -278,22 +278,22 @@ class Service:
         of `changes`, and the heads that stay `unchanged`."""
         return self.get(path_of("runs", run, "switches"), mode=mode)
 
-    def undo(self, command: str, *, reason: str, dry_run: bool = False, who: str | None = None) -> list[dict[str, Any]]:
+    def undo(self, command: str, *, reason: str, dry_run: bool = False) -> list[dict[str, Any]]:
         """Revert the modes that `command` changed; returns the new commands."""
-        order = {"dry_run": dry_run, **_said(who, reason)}
+        order = {"dry_run": dry_run, **self._said(reason)}
         return list(self.post(path_of("commands", command, "undo"), order)["commands"])
 
-    def approve(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
+    def approve(self, command: str, *, reason: str) -> dict[str, Any]:
         """Approve a proposed switch."""
-        return self.post(path_of("commands", command, "approve"), _said(who, reason))
+        return self.post(path_of("commands", command, "approve"), self._said(reason))
 
-    def reject(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
+    def reject(self, command: str, *, reason: str) -> dict[str, Any]:
         """Reject a proposed switch."""
-        return self.post(path_of("commands", command, "reject"), _said(who, reason))
+        return self.post(path_of("commands", command, "reject"), self._said(reason))
 
-    def cancel(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
+    def cancel(self, command: str, *, reason: str) -> dict[str, Any]:
         """Cancel a pending or delivered command: no further rank receives it. Finished switches stay."""
-        return self.post(path_of("commands", command, "cancel"), _said(who, reason))
+        return self.post(path_of("commands", command, "cancel"), self._said(reason))
 
     def wait(self, command: dict[str, Any], seconds: float = 30.0) -> dict[str, Any]:
         """The command once all its agents have answered, or its state after `seconds`."""
@@ -316,6 +316,9 @@ class Service:
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST of JSON, decoded from JSON."""
         return self._send("POST", path, json=body)
+
+    def _said(self, reason: str) -> dict[str, Any]:
+        return {"who": self._who or _user(), "reason": reason}
 
     def _pages(self, path: str, field: str, **query: Any) -> Iterator[dict[str, Any]]:
         cursor = None
@@ -392,11 +395,6 @@ def http_client(
     except (ValueError, OSError) as error:
         raise ServiceError(str(error)) from None
     return _Connections(transport, base_url=url, headers=headers, timeout=timeout_seconds)
-
-
-def _said(who: str | None, reason: str) -> dict[str, Any]:
-    """Who acts, by default this user, and why: for the audit trail."""
-    return {"who": who or _user(), "reason": reason}
 
 
 def _user() -> str:

@@ -14,7 +14,6 @@ import pytest
 from tests.cli.typed import foreshock
 
 from foreshock.cli.orders import print_command
-from foreshock.cli.output import console
 from foreshock.cli.runs import policy_of, state_of
 from foreshock.client import Service
 from foreshock.contract.wire import Finished, Outcome
@@ -198,7 +197,9 @@ def test_a_silent_run_is_listed_with_how_long_it_is_silent_in_the_unit_that_peop
     assert state_of({"condition": "active", "condition_since_unix_seconds": None}, 1000.0) == "active"
 
 
-def test_what_an_agent_or_a_person_wrote_moves_no_cursor_and_is_no_markup(service: LiveService) -> None:
+def test_what_an_agent_or_a_person_wrote_moves_no_cursor_and_is_no_markup(
+    service: LiveService, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A token that may only ingest writes what the one on call reads in a terminal."""
     evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e[/bold][red]x[/red]:fire:"
     rank = FakeRank(run="evil:fire:1", boot="b9")
@@ -229,8 +230,7 @@ def test_what_an_agent_or_a_person_wrote_moves_no_cursor_and_is_no_markup(servic
     assert "evil:fire:1" in foreshock("runs", "--url", service.url).stdout
     assert "[/bold][red]x[/red]" in foreshock("runs", "evil:fire:1", "--url", service.url).stdout
     with Service(service.url) as client:
-        shown = console()
-        with shown.capture() as captured:
-            print_command(client.command(made.id), shown, 1.0)
-    assert "Refused" in captured.get()
-    assert not set(captured.get()) & set("\x1b\x07\x9b\u202e")
+        print_command(client.command(made.id), 1.0)
+    printed = capsys.readouterr().out
+    assert "Refused" in printed
+    assert not set(printed) & set("\x1b\x07\x9b\u202e")

@@ -22,14 +22,8 @@ import torch.utils.data
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
 
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.monitor import titan_shape
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from foreshock.callbacks import AccelerateTracker, LightningCallback, TransformersCallback, watch_torchtitan
 from foreshock.client import Service
@@ -139,6 +133,8 @@ class Plan:
 
 
 def transformers(folder: Path, run: str, lines: list[str]) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
     plan = Plan(lines, f'TransformersCallback(run="{run}")')
     callback: Any = eval(plan.attach, {"TransformersCallback": TransformersCallback})
     watch = Watch(folder, run, fails=plan.fails)
@@ -164,6 +160,9 @@ def transformers(folder: Path, run: str, lines: list[str]) -> None:
 
 
 def lightning(folder: Path, run: str, lines: list[str]) -> None:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     plan = Plan(lines, f'LightningCallback(run="{run}")')
     callback: Any = eval(plan.attach, {"LightningCallback": LightningCallback})
     watch = Watch(folder, run, fails=plan.fails)
@@ -187,7 +186,7 @@ def lightning(folder: Path, run: str, lines: list[str]) -> None:
         def on_train_batch_end(self, *args: Any) -> None:
             watch.step(callback.agent)
 
-    trainer = LightningTrainer(
+    trainer = Trainer(
         max_steps=END,
         gradient_clip_val=1.0,
         callbacks=[callback, Follow(), ModelCheckpoint(dirpath=folder, every_n_train_steps=EVERY, save_top_k=-1)],
@@ -201,6 +200,9 @@ def lightning(folder: Path, run: str, lines: list[str]) -> None:
 
 
 def accelerate(folder: Path, run: str, lines: list[str]) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
     plan = Plan(lines, f'AccelerateTracker(model, run="{run}")')
     model, watch = Patient(), Watch(folder, run, fails=plan.fails)
     tracker: Any = eval(plan.attach, {"AccelerateTracker": AccelerateTracker, "model": model})

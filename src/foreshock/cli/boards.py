@@ -7,6 +7,7 @@ import typer
 
 from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.options import AsJson
+from foreshock.cli.output import print_json, print_result
 from foreshock.client import DEFAULT_URL
 
 boards = typer.Typer(
@@ -29,7 +30,6 @@ def dashboards_generate(
     If you set addresses, also set --out. Configuration files of Prometheus, Alertmanager and
     Grafana are in dashboards/provisioning of the checkout.
     """
-    from foreshock.cli.output import print_result
     from foreshock.dashboards import generate
     from foreshock.dashboards.rules import Links
 
@@ -73,7 +73,6 @@ def dashboards_push(
     as_json: AsJson = False,
 ) -> None:
     """Load the boards into a running Grafana, through its HTTP API."""
-    from foreshock.cli.output import print_json
     from foreshock.dashboards.push import GrafanaError, push
     from foreshock.dashboards.rules import Links
 

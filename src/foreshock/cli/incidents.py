@@ -3,13 +3,12 @@
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from foreshock.cli.errors import CommandError
 from foreshock.cli.options import asks_service
 from foreshock.cli.orders import what
-from foreshock.cli.output import console, print_json
+from foreshock.cli.output import console, print_json, say
 from foreshock.client import Service
 
 _HEADS_SHOWN = 5
@@ -40,8 +39,8 @@ def incidents(
     if as_json:
         print_json(found)
     else:
-        _print_incidents(found, run, console())
-        _print_orders(client.commands(run), console())
+        _print_incidents(found, run)
+        _print_orders(client.commands(run))
 
 
 @asks_service
@@ -55,47 +54,40 @@ def resume_plan(
     if as_json:
         print_json(plan)
         return
-    out = console()
-    out.print(plan["sentence"], highlight=False, markup=False, soft_wrap=True)
+    say(plan["sentence"])
     for line in plan["commands"]:
-        out.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+        say(f"  {line}")
     if plan["checkpoints"]:
         table = Table("step", "state", "keep", "path", box=None)
         for one in plan["checkpoints"][:_CHECKPOINTS_SHOWN]:
             table.add_row(f"{one['step']:,}", one["label"], "yes" if one["pinned"] else "", one["path"])
-        out.print(table)
+        console().print(table)
         if (more := len(plan["checkpoints"]) - _CHECKPOINTS_SHOWN) > 0:
-            out.print(f"and {more} older; --json lists them all", highlight=False)
+            say(f"and {more} older; --json lists them all")
 
 
-def _print_incidents(found: list[dict[str, Any]], run: str, console: Console) -> None:
+def _print_incidents(found: list[dict[str, Any]], run: str) -> None:
     if not found:
-        console.print(f"{run} has no incident.", highlight=False)
+        say(f"{run} has no incident.")
     for incident in found:
-        console.print(
-            f"incident [bold]{incident['id']}[/bold]: {incident['state']}, {incident['severity']}, "
-            f"since step {incident['opened_step']:,}",
-            highlight=False,
+        say(
+            f"incident {incident['id']}: {incident['state']}, {incident['severity']}, "
+            f"since step {incident['opened_step']:,}"
         )
-        for title in ("sentence", "done", "to_do"):
-            name = {"sentence": "", "done": "Done: ", "to_do": "To do: "}[title]
-            console.print(f"  {name}{incident[title]}", highlight=False, markup=False, soft_wrap=True)
+        say(f"  {incident['sentence']}")
+        say(f"  Done: {incident['done']}")
+        say(f"  To do: {incident['to_do']}")
         for head in incident["heads"][:_HEADS_SHOWN]:
-            console.print(f"  - {head['sentence']}", highlight=False, markup=False, soft_wrap=True)
+            say(f"  - {head['sentence']}")
         if (more := len(incident["heads"]) - _HEADS_SHOWN) > 0:
-            console.print(f"  and {more} more; --json lists them all", highlight=False)
+            say(f"  and {more} more; --json lists them all")
 
 
-def _print_orders(commands: list[dict[str, Any]], console: Console) -> None:
+def _print_orders(commands: list[dict[str, Any]]) -> None:
     """The newest switches and proposals: by hand, by policy and undone, with the step at which they were applied."""
     for each in [one for one in commands if not one["dry_run"]][:_ORDERS_SHOWN]:
         steps = [answer["step"] for answer in each["ranks"] if answer["outcome"] == "applied"]
         at = f" at step {max(steps):,}" if steps else ""
         undone = ", undone since" if each["undone_by"] else ""
-        console.print(
-            f"switch of {what(each['heads'])} to {each['mode']}: {each['state']}{at}{undone}. "
-            f"{each['issued_by']}: {each['reason']}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        done = f"{each['state']}{at}{undone}. {each['issued_by']}: {each['reason']}"
+        say(f"switch of {what(each['heads'])} to {each['mode']}: {done}")

@@ -16,6 +16,7 @@ from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.incidents import incidents, resume_plan
 from foreshock.cli.options import AsJson, Url
 from foreshock.cli.orders import approve, reject, switch
+from foreshock.cli.output import console
 from foreshock.cli.replay import replay
 from foreshock.cli.runs import delete, describe, export, runs
 from foreshock.cli.store import audit, store
@@ -77,8 +78,6 @@ def demo(
 
     With --train, train a small GPT three times instead, side by side, until its attention drifts.
     """
-    from foreshock.cli.output import console
-
     if train:
         from foreshock.lab import demo as live
 
@@ -126,7 +125,6 @@ def doctor(
 ) -> None:
     """Report what this machine supports, and check attention against a float64 reference."""
     from foreshock.cli import doctor as examination
-    from foreshock.cli.output import console
 
     if model is not None:
         examination.report_model(model, console())
@@ -153,6 +151,5 @@ def diagnose(
 ) -> None:
     """Say whether attention failed, in which head, why, and what to do, from checkpoints or a trace."""
     from foreshock.cli import diagnose as text
-    from foreshock.cli.output import console
 
     text.report(source, console(), states=state, heads=head, batches=batches, json=json)

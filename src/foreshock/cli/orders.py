@@ -4,11 +4,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console
 
 from foreshock.cli.errors import CommandError
 from foreshock.cli.options import asks_service
-from foreshock.cli.output import console, print_json
+from foreshock.cli.output import print_json, say
 from foreshock.client import SETTLED, Service
 from foreshock.contract.modes import MODE_NAMES, parse_mode
 from foreshock.contract.orders import OPEN
@@ -173,7 +172,7 @@ def finish(
         print_json({"commands": commands})
     else:
         for command in commands:
-            print_command(command, console(), wait)
+            print_command(command, wait)
     states = {command["state"] for command in commands}
     if not states <= SETTLED:
         raise typer.Exit(UNANSWERED)
@@ -181,23 +180,23 @@ def finish(
         raise typer.Exit(REFUSED)
 
 
-def print_command(command: dict[str, Any], out: Console, waited: float) -> None:
+def print_command(command: dict[str, Any], waited: float) -> None:
     """Print what became of a command, and what the agents answered."""
     run, state = command["run"], command["state"]
-    out.print(f"command {command['id']}: {state}")
+    say(f"command {command['id']}: {state}")
     if why := command.get("closed_because"):
-        out.print(f"  {why}", markup=False)
+        say(f"  {why}")
     for answer in command["ranks"]:
         for (layer, head), before, after in zip(answer["heads"], answer["before"], answer["after"], strict=True):
-            out.print(f"  step {answer['step']}: layer {layer} head {head}: {before} -> {after}")
+            say(f"  step {answer['step']}: layer {layer} head {head}: {before} -> {after}")
         if state == "cancelled":
-            out.print(f"  rank {answer['rank']} had it: {answer['outcome'] or 'no answer yet'}")
+            say(f"  rank {answer['rank']} had it: {answer['outcome'] or 'no answer yet'}")
         elif answer["outcome"] not in (None, "applied") or (answer["outcome"] and not answer["heads"]):
-            out.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}", markup=False)
+            say(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}")
     if state == "cancelled" and command["ranks"]:
-        out.print(f"`foreshock switch {run} --undo {command['id']}` reverts it.")
+        say(f"`foreshock switch {run} --undo {command['id']}` reverts it.")
     if state not in SETTLED:
-        out.print(
+        say(
             f"No answer within {waited:g} s. The command stays pending until the run's next batch; "
             f"see `foreshock runs {run}`."
         )

@@ -54,6 +54,11 @@ def console() -> Console:
     return _Console(emoji=False, width=_PIPED_COLUMNS, file=_Unpadded())
 
 
+def say(text: str) -> None:
+    """Print a sentence as it is: no markup, and no line break that it has not."""
+    print(shown(text))
+
+
 def print_whole(table: Table, to: Console) -> None:
     """A table whose numbers stand whole: in a terminal that is narrower, its lines go on in the next one."""
     whole = to.measure(table, options=to.options.update(max_width=_PIPED_COLUMNS)).maximum

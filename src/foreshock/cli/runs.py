@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from foreshock.cli.errors import CommandError
 from foreshock.cli.options import asks_service
-from foreshock.cli.output import console, print_csv, print_json, print_result
+from foreshock.cli.output import console, print_csv, print_json, print_result, say
 from foreshock.client import Service
 
 _SWITCHED = {"head": "its head", "layer": "all heads of its layer", "model": "all heads"}
@@ -29,9 +27,9 @@ def runs(
     if as_json:
         print_json(list(client.runs()) if run is None else client.run(run))
     elif run is None:
-        _print_runs(sorted(client.runs(), key=lambda each: -each["urgency"]), console())
+        _print_runs(sorted(client.runs(), key=lambda each: -each["urgency"]))
     else:
-        _print_run(client.run(run), console())
+        _print_run(client.run(run))
 
 
 @asks_service
@@ -89,7 +87,7 @@ def describe(
     if as_json:
         print_json(detail)
     else:
-        _print_description(detail, console())
+        _print_description(detail)
 
 
 @asks_service
@@ -112,10 +110,10 @@ def delete(
     print_result({"deleted": run, "last_step": step}, f"Run {run} is deleted.", as_json=as_json)
 
 
-def _print_runs(rows: list[dict[str, Any]], out: Console) -> None:
+def _print_runs(rows: list[dict[str, Any]]) -> None:
     """A table of every run: what needs a person first, and what has ended last."""
     if not rows:
-        out.print('The service has no runs yet. In a training: foreshock.attach(model, run="my-run", url=...)')
+        say('The service has no runs yet. In a training: foreshock.attach(model, run="my-run", url=...)')
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("run", "state", "severity"):
@@ -137,16 +135,16 @@ def _print_runs(rows: list[dict[str, Any]], out: Console) -> None:
             run["policy"] or "-",
             f"{_duration(now - run['last_seen_unix_seconds'])} ago",
         )
-    out.print(table)
+    console().print(table)
     for run in rows:
         if shared := run.get("shared_ranks"):
-            out.print(f"{run['run']}: {shared}", style="yellow", markup=False)
+            say(f"{run['run']}: {shared}")
 
 
-def _print_run(run: dict[str, Any], out: Console) -> None:
+def _print_run(run: dict[str, Any]) -> None:
     """One run: its layers, the modes of its heads, and its active warnings in words."""
-    out.print(
-        f"[bold]{run['run']}[/bold]  {state_of(run, time.time())}  step {_text(run['last_step'], '{}')}  "
+    say(
+        f"{run['run']}  {state_of(run, time.time())}  step {_text(run['last_step'], '{}')}  "
         f"loss {_text(run['loss'], '{:.4f}')}  {policy_of(run)}"
         + (f"  QK-Clip {run['qk_clip']}" if run.get("qk_clip") else "")
     )
@@ -164,21 +162,21 @@ def _print_run(run: dict[str, Any], out: Console) -> None:
             ", ".join(switched) or "-",
             _text(max(risks, default=None), "{:.2f}"),
         )
-    out.print(table)
-    _print_description(run, out)
+    console().print(table)
+    _print_description(run)
     if shared := run.get("shared_ranks"):
-        out.print(shared, style="yellow", markup=False)
+        say(shared)
     for warning in run["warnings"]:
-        out.print(f"[yellow]{warning['severity']}[/yellow]  step {warning['step']}: {escape(warning['sentence'])}")
+        say(f"{warning['severity']}  step {warning['step']}: {warning['sentence']}")
     if not run["warnings"]:
-        out.print("No active warning.")
+        say("No active warning.")
 
 
-def _print_description(run: dict[str, Any], out: Console) -> None:
+def _print_description(run: dict[str, Any]) -> None:
     """The name, tags and notes that people gave a run, where it has them."""
     for word, key in (("called", "display_name"), ("tags", "tags"), ("notes", "notes")):
         if value := run.get(key):
-            out.print(f"{word}: {', '.join(value) if isinstance(value, list) else value}", markup=False)
+            say(f"{word}: {', '.join(value) if isinstance(value, list) else value}")
 
 
 def state_of(run: Mapping[str, Any], now: float) -> str:

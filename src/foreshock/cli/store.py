@@ -10,6 +10,7 @@ import typer
 
 from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.options import AsJson, asks_service
+from foreshock.cli.output import print_result
 from foreshock.client import Service
 
 store = typer.Typer(cls=Commands, no_args_is_help=True, help="Back up, restore and check the service's store.")
@@ -35,7 +36,6 @@ def store_backup(
     as_json: AsJson = False,
 ) -> None:
     """Copy the store into one file while the service runs. PostgreSQL needs pg_dump."""
-    from foreshock.cli.output import print_result
     from foreshock.server.store import backup
 
     backup.backup(_url(database_url), file)
@@ -64,7 +64,6 @@ def store_check(database_url: DatabaseUrl = None, as_json: AsJson = False) -> No
 
 
 def _print_held(url: str, *, as_json: bool) -> None:
-    from foreshock.cli.output import print_result
     from foreshock.server.store import backup
 
     held = asyncio.run(backup.examine(url))
@@ -78,8 +77,6 @@ def audit_export(client: Service, as_json: bool, file: Export) -> None:
 
     The token needs the scope `read` for every run.
     """
-    from foreshock.cli.output import print_result
-
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     if lines and not lines[-1].endswith(b"\n"):
         raise CommandError(f"the last row of {file} was not written whole; delete that line and export again")
