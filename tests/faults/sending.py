@@ -1,15 +1,12 @@
 """A sender as the agent starts one, what it is given, and what a hostile server saw of it."""
 
 import ssl
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-from tests.faults.hostile_server import (
-    HostileServer,
-)
+from tests.e2e import running
+from tests.faults.hostile_server import HostileServer
 
 from foreshock.contract import wire
 from foreshock.monitor import AgentConfig
@@ -20,16 +17,9 @@ CERTIFICATE = Path(__file__).parents[1] / "server" / "loopback_certificate.pem"
 """Of hooks.example.com, with its key."""
 BUSY_SECONDS = 20.0
 """What a machine with other work may add to a deadline: only a hang takes longer."""
+eventually = partial(running.eventually, every=0.01)
 IN_ORDER_SECONDS = 30.0
 """More than a process needs to end in order, its spool written and let go of; it waits no longer than it needs."""
-
-
-def eventually(what: str, look: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not look():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds} s: {what}")
-        time.sleep(0.01)
 
 
 def started_sender(url: str, spool: Path | None = None, *, boot: str = "boot-1", **settings: Any) -> Sender:

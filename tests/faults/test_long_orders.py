@@ -32,7 +32,7 @@ def test_an_agent_takes_more_than_a_mebibyte_of_orders_and_sends_no_batch_twice(
         wanted = [client.post("/v1/runs/a-run/commands", json=order).json()["id"] for _ in range(ORDERS)]
 
         def obey() -> bool:
-            if sender._oldest_unsent_at is None:  # every batch has been acknowledged
+            if not len(sender._own):  # every batch has been acknowledged
                 sender.put(wire.AgentHealth(step=8))
             for command in sender.commands():
                 taken[command.id] = command

@@ -222,7 +222,7 @@ def test_no_request_made_from_the_document_breaks_the_service(fuzzed: Fuzzed, ma
 
 def whole_batch() -> Any:
     rank = FakeRank(run="fuzzed")
-    health = AgentHealth(step=2, dropped={"queue_full": 1}, faults={}, retries=1)
+    health = AgentHealth(step=2, dropped={"queue_full": 1}, faults={})
     done = Finished(step=3, unix_seconds=3.0, status="completed")
     return json.loads(rank.batch(rank.started(), rank.sample(1), rank.verdict(1), health, done).model_dump_json())
 

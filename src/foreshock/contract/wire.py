@@ -379,6 +379,7 @@ class AgentHealth(Message):
     faults: Annotated[dict[Identifier, Count], _at_most(256)] = Field(
         default_factory=dict, max_length=256, description="contained faults, by component"
     )
+    # agents no longer send these, since nothing reads them
     retries: Count = 0
     spool_bytes: Count = 0
     oldest_unsent_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)

@@ -20,11 +20,6 @@ Sink = Callable[[wire.Event], None]
 logger: Final = logging.getLogger("foreshock")
 
 
-def _is_not_of_the_sender(record: logging.LogRecord) -> bool:
-    """httpx logs a line for each request; those of the sender's thread would bury the training's own."""
-    return not (record.threadName or "").startswith("foreshock")
-
-
 class Outbox:
     """Hands events on. A sink's fault and the sender's are contained by the guards "sinks" and "sender"."""
 
@@ -61,7 +56,6 @@ class Outbox:
                 )
             page = page_of(config.url, run)
             self.page = f" ({page})"
-            logging.getLogger("httpx").addFilter(_is_not_of_the_sender)
             self.sender = Sender(config, run=run, boot=boot, health=health)
             self.sender.start()
             if config.shows:

@@ -68,9 +68,7 @@ class Bearer:
 
 _HEADERS: Final = {
     "User-Agent": "foreshock-agent",
-    "Accept": "*/*",
     "Accept-Encoding": "identity",
-    "Connection": "keep-alive",
     "Content-Type": "application/json",
 }
 

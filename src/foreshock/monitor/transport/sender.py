@@ -68,6 +68,7 @@ class Sender:
         """Events lost, by reason."""
         self.faults: Counter[str] = Counter()
         self.retries = 0
+        """How often it waited to try again."""
         self._events: deque[tuple[int, wire.Event | SampleDraft]] = deque()
         self._bytes_in = self._bytes_out = 0  # one writer each, so no lock
         self._commands: deque[wire.Command] = deque()
@@ -88,7 +89,6 @@ class Sender:
         self._too_large = 0
         self._logged_status = 0
         self._all_cut = False
-        self._oldest_unsent_at: float | None = None
         self._last_batch_at = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -230,15 +230,7 @@ class Sender:
 
     def _health_event(self) -> wire.AgentHealth:
         step, faults = self._health()
-        age = 0.0 if self._oldest_unsent_at is None else time.monotonic() - self._oldest_unsent_at
-        return wire.AgentHealth(
-            step=step,
-            dropped=dict(self.dropped),
-            faults=dict(Counter(faults) + self.faults),
-            retries=self.retries,
-            spool_bytes=self._own.size_bytes if isinstance(self._own, Spool) else 0,
-            oldest_unsent_seconds=age,
-        )
+        return wire.AgentHealth(step=step, dropped=dict(self.dropped), faults=dict(Counter(faults) + self.faults))
 
     def _keep(self, events: list[wire.Event]) -> None:
         if not self._append(events, force=False):
@@ -267,8 +259,6 @@ class Sender:
         if kept:
             self._sequence = batch.sequence
             self._last_batch_at = time.monotonic()
-            if self._oldest_unsent_at is None:
-                self._oldest_unsent_at = self._last_batch_at
         return kept
 
     # ---- batches become requests ----------------------------------------------------------------------------------
@@ -280,7 +270,6 @@ class Sender:
             with self._guard:
                 waiting = self._oldest()
                 if waiting is None:
-                    self._oldest_unsent_at = None
                     if self._all_cut:  # not at the stop itself, which comes before the last batch is cut
                         return
                     self._more.clear()
