@@ -141,31 +141,6 @@ async def test_a_head_that_falls_again_by_itself_is_no_longer_critical_and_asks_
     assert over["done"].startswith("The growth has stopped")
 
 
-async def test_a_webhook_adds_to_the_mode_that_a_person_set_and_leaves_a_head_alone_that_a_person_took_back(
-    service: Any,
-) -> None:
-    rank = FakeRank()
-    started = rank.started(policy="auto").model_copy(update={"switch_scope": "model"})
-    await service.store(rank, started, rank.sample(1), rank.verdict(1))
-    await order(service, heads=[[0, 1]], mode="paper_softmax")
-    [by_hand] = (await service.store(rank, rank.sample(2))).commands
-    await service.store(rank, rank.answer(by_hand, 9))
-    await order(service, heads=[[1, 0]])
-    [given] = (await service.store(rank, rank.sample(2))).commands
-    await service.store(rank, rank.answer(given, 3))
-    [cure] = [c for c in (await service.get(f"{RUN}/commands"))["commands"] if c["heads"] == [[1, 0]]]
-    await decide(service, cure["id"], "undo")
-    [back] = (await service.store(rank, rank.sample(3))).commands
-    taken = rank.answer(back, 4).model_copy(update={"before": ("exact_delta",)})
-    await service.store(rank, taken)
-    assert await alert(service, delivery()) == "ordered"
-    made = [c for c in (await service.get(f"{RUN}/commands"))["commands"] if c["source"] == "alertmanager"]
-    assert {c["mode"]: c["heads"] for c in made} == {
-        "exact_delta": [[0, 0], [0, 2], [1, 1], [1, 2]],
-        "exact_delta+paper_softmax": [[0, 1]],
-    }
-
-
 async def test_a_switch_that_was_undone_holds_webhooks_off_until_a_warning_is_raised_anew_and_not_for_ever(
     service: Any,
 ) -> None:

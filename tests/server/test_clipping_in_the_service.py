@@ -7,7 +7,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from sqlalchemy import update
 from tests.server.orders import local, order, start
-from tests.server.test_notifier import Out, notifier_of
 from tests.server.test_webhooks import delivery
 
 from foreshock.contract.wire import Array, Clipped, Policy, Verdict
@@ -53,29 +52,6 @@ async def test_a_stored_proposal_of_an_older_version_can_be_rejected_and_goes_to
     assert "is for qk_clip_always, which this service cannot order; reject it." in refused.json()["detail"]
     await service.app.state.store.write(lambda connection: connection.execute(update(commands).values(state="pending")))
     assert not (await service.store(rank, rank.sample(30))).commands
-
-
-async def test_people_hear_once_that_both_causes_are_active_and_the_log_closes_the_first_incident(service: Any) -> None:
-    out, rank = Out(), FakeRank()
-    notifier = await notifier_of(service, out)
-    await service.store(rank, rank.started(policy="observe", qk_clip="never"), growing())
-    await notifier.turn()
-    await service.client.post(f"{RUN}/acknowledge", json=WHO | {"incident": "score-growth"})
-    await service.store(rank, rank.verdict(30, head=1, name="drift"))
-    for _ in range(2):
-        await notifier.turn()
-    [found] = (await service.get(f"{RUN}/incidents"))["incidents"]
-    assert found["causes"] == ["rounding", "score growth"]
-    assert (found["state"], found["acknowledged"]["who"]) == ("acknowledged", "ada (local)")
-    events = (await service.get(f"{RUN}/events", kind="incident"))["events"]
-    assert [(one["incident"]["id"], one["incident"]["state"]) for one in events[:2]] == [
-        ("score-growth", "closed"),
-        ("rounding", "acknowledged"),
-    ]
-    assert "joins rounding: both are active in this run." in events[0]["sentence"]
-    told = out.said[-1]
-    assert "Rounding makes attention scores drift in layer 0 head 1, and attention scores grow" in told
-    assert "Type: foreshock switch run-1 --mode" in told
 
 
 async def test_what_qk_clip_did_stands_in_the_log_and_in_the_audit_trail(service: Any) -> None:

@@ -93,16 +93,6 @@ async def test_a_warning_its_forecast_and_the_agents_losses_are_shown(service: A
     assert after["foreshock_warning_raised_total", "cause=rounding", "run=run-1"] == 1
 
 
-@pytest.mark.settings(worst_heads=2)
-async def test_only_the_worst_heads_are_shown_one_by_one(service: Any) -> None:
-    await a_full_run(service)
-    shown = series_of((await service.client.get("/metrics")).text)
-    heads = {key[1:3] for key in shown if key[0] == "foreshock_head_risk_ratio"}
-    assert heads == {("head=2", "layer=1"), ("head=1", "layer=1")}
-    layers = [key for key in shown if key[0] == "foreshock_layer_risk_ratio"]
-    assert len(layers) == 2
-
-
 @pytest.mark.promise("S6")
 async def test_strangers_methods_paths_and_names_make_no_series(service: Any) -> None:
     before = set(series_of((await service.client.get("/metrics")).text))

@@ -191,15 +191,3 @@ async def test_a_mitigation_that_the_training_took_away_itself_may_be_given_agai
     back = local("applied", "local-2", 6, after="plain", verdict=None)
     await service.store(rank, back.model_copy(update={"before": ("exact_delta",)}))
     assert await alert(service, delivery()) == "ordered"
-
-
-async def test_a_local_switch_of_a_rank_moves_the_incident_on(service: Any) -> None:
-    rank = FakeRank()
-    await service.store(rank, rank.started(policy="auto"), rank.sample(5), rank.verdict(5))
-    [incident] = await incidents(service)
-    assert (incident["act"], incident["done"]) == (
-        "switch",
-        "Policy auto: the agent switches the heads that are warned about to exact_delta at the next step.",
-    )
-    await service.store(rank, local("applied", step=6), rank.sample(7, mode=1))
-    assert [i["state"] for i in await incidents(service)] == ["switched"]

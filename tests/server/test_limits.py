@@ -104,12 +104,3 @@ def test_all_strangers_together_leave_three_quarters_to_those_with_a_token() -> 
             strangers += 1
         assert strangers == 100
         under_way.enter_context(shares.take("a token", chunked, known=True))
-
-
-def test_a_body_of_unknown_length_counts_as_the_longest() -> None:
-    shares = ConcurrencyLimit(16, body_bytes=100, max_bytes=80)
-    with shares.take("a", Headers({"transfer-encoding": "chunked"}), known=True):
-        with shares.take("a", body(20), known=True):
-            pass
-        with pytest.raises(ProblemError, match="Too many concurrent"), shares.take("a", body(21), known=True):
-            pass

@@ -116,24 +116,3 @@ async def test_a_run_named_like_a_path_is_a_row_and_no_file(service: Any, tmp_pa
         await service.store(rank, rank.started(), rank.sample(1))
     assert sorted(tmp_path.rglob("*")) == before
     assert len((await service.get("/v1/runs"))["runs"]) == 4
-
-
-async def test_a_range_gets_its_own_bytes_of_the_page_or_none_and_never_more_than_the_page(service: Any) -> None:
-    page = (await service.client.get("/")).content
-
-    async def ask(asked: str) -> Any:
-        return await service.client.get("/", headers={"range": asked})
-
-    for asked, own in (("bytes=0-9", page[:10]), ("bytes=-7", page[-7:]), ("bytes=5-99999999", page[5:])):
-        part = await ask(asked)
-        assert (part.status_code, part.content) == (206, own), asked
-        first = page.index(own)
-        assert part.headers["content-range"] == f"bytes {first}-{first + len(own) - 1}/{len(page)}"
-    for asked in ("bytes=99999999-", "bytes=9-1", "furlongs", "furlongs=0-9"):
-        answer = await ask(asked)
-        refused = answer.status_code in (400, 416) and page[:10] not in answer.content
-        assert refused or (answer.status_code, answer.content) == (200, page), asked
-    assert (await ask("bytes=99999999-")).headers["content-range"].endswith(f"*/{len(page)}")
-    for asked in ("bytes=" + ",".join(["0-"] * 100), "bytes=" + ",".join(["0-"] * 1000)):  # it is no lever
-        assert len((await ask(asked)).content) <= len(page)
-    assert (await service.client.get("/")).content == page

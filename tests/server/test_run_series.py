@@ -32,21 +32,6 @@ async def test_warnings_state_and_step_of_every_run_are_shown_before_any_head(se
 
 
 @pytest.mark.promise("S6")
-@pytest.mark.settings(max_series=100)
-async def test_alerts_are_shown_even_where_the_budget_is_spent_on_them_alone(service: Any) -> None:
-    victim = FakeRank(run="victim")
-    await service.store(victim, victim.started(), victim.sample(1), victim.verdict(1, severity="critical"))
-    for number in range(60):  # a token that opens runs, each with warnings
-        noisy = FakeRank(run=f"noisy-{number}", layers=1)
-        raised = [noisy.verdict(1, layer=0, head=head, name=f"w-{head}") for head in range(3)]
-        await service.store(noisy, noisy.started(), noisy.sample(1), *raised)
-    found = await shown(service)
-    for metric in ("warning_active", "run_active", "run_step"):
-        assert "victim" in runs_of(found, f"foreshock_{metric}")
-    assert len(found) <= 100 + 2
-
-
-@pytest.mark.promise("S6")
 async def test_free_text_of_an_agent_becomes_no_label(service: Any) -> None:
     rank = FakeRank(run="noisy")
     await service.store(rank, rank.started(), rank.sample(1))
@@ -76,3 +61,23 @@ async def test_free_text_of_an_agent_becomes_no_label(service: Any) -> None:
             assert value in {*known.get(label, {value}), labels.OTHER}
     modes = {dict(own)["mode"] for name, own in found if name == "foreshock_switch_outcomes_total"}
     assert modes == {labels.OTHER}
+
+
+@pytest.mark.promise("S6")
+async def test_labels_of_a_run_are_few_and_short_and_stay_out_of_the_metrics(service: Any) -> None:
+    rank = FakeRank()
+    started = rank.started().model_dump(mode="json")
+    for own in ({f"l{i}": "x" for i in range(33)}, {"l": "x" * 257}, {"l l": "x"}, {"<b>": "x"}, {"l": 1}):
+        body = {"wire": 1, "run": "run-1", "rank": 0, "boot": "b1", "sequence": 1}
+        answer = await service.client.post("/v1/batches", json={**body, "events": [{**started, "labels": own}]})
+        assert answer.status_code == 422, own
+    series = []
+    for number in range(2):
+        own = FakeRank(run=f"run-{number}")
+        bomb = {f"label{number}-{i}": f"<script>{number}-{i}</script>" + "x" * 200 for i in range(32 * number)}
+        await service.store(own, own.started().model_copy(update={"labels": bomb}), own.sample(1))
+        text = (await service.client.get("/metrics")).text
+        assert "script" not in text
+        assert "label1-" not in text
+        series.append(sum(f'run="run-{number}"' in line for line in text.splitlines()))
+    assert series[0] == series[1] > 0

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from tests.server.test_strangers import peak_bytes
 
 from foreshock.contract.wire import MAX_VALUES, Switched, head_refs
 from foreshock.server.testing import FakeRank, LiveService
@@ -29,6 +28,13 @@ BOMBS = {
     "fields that nobody knows": b'{"kind":"finished","x":[' + listed(b'{"a":{}}') + b"]}",
     "events of a kind that nobody knows": listed(b'{"kind":"new","x":[%b]}' % listed(b"[]", 4000), 500),
 }
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process ever held."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
 
 
 @pytest.mark.full
