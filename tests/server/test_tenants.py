@@ -60,13 +60,13 @@ async def test_every_address_of_a_run_and_of_an_order_is_closed_to_the_token_of_
     for path, methods in service.app.openapi()["paths"].items():
         for method in methods:
             if re.search(r"\{run\}|\{command\}", path):
-                there = path.replace("{run}", OTHER).replace("{command}", order)
+                there = path.replace("{run}", OTHER).replace("{command}", order).replace("{how}", "reject")
                 body = BODIES.get(path, {"who": "eve", "reason": "because"}) if method in ("post", "patch") else None
                 answer = await ask(service, EVE, method.upper(), there, json=body)
                 closed = 404 if "{command}" in path else 403
                 assert answer.status_code == closed, (method, path, answer.status_code, answer.text)
                 if closed == 404:  # an id says nothing, not even that it exists
-                    none = await ask(service, EVE, method.upper(), path.replace("{command}", "none"), json=body)
+                    none = await ask(service, EVE, method.upper(), there.replace(order, "none"), json=body)
                     assert (none.status_code, none.text) == (404, answer.text.replace(order, "none"))
                 asked += 1
     assert asked >= 15
