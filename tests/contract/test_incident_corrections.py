@@ -39,23 +39,15 @@ def test_who_acknowledged_it_under_its_first_name_still_takes_care_of_it() -> No
     assert not_meant.acknowledged is None
 
 
-def test_a_correction_into_an_incident_that_stands_only_makes_that_one_grow() -> None:
-    [alone] = of(warned(1, 1, step=2900, raised=1000))
-    [both] = of(warned(1, 1, step=2900, raised=1000), corrected(was="other"))
-    assert (both.standing, both.opened_step, both.times) == (2, alone.opened_step, alone.times)
-    assert both.corrected_from is None
-    assert "Corrected" not in both.sentence
-    assert [head.corrected_from for head in both.heads] == ["other", None]
-    [grew] = of(warned(1, 1, step=2900, raised=1000), corrected())  # that it grew made it one incident from the start
-    assert (grew.causes, grew.opened_step, grew.times, grew.corrected_from) == (["rounding"], 500, 1, None)
-
-
-def test_a_correction_long_after_such_an_incident_was_closed_opens_it_again() -> None:
-    quiet = warned(1, 1, step=2000, raised=1000, state="cleared")
-    [again] = of(quiet, corrected(was="other"))
-    assert (again.state, again.times, again.opened_step, again.corrected_from) == ("open", 2, 500, "other")
-    [grew] = of(quiet, corrected())  # it grew all the time, so that the incident never closed
-    assert (grew.state, grew.times, grew.opened_step) == ("open", 1, 500)
+@pytest.mark.parametrize("was", ["other", "score growth"])
+def test_a_corrected_warning_is_of_an_incident_that_there_is_since_it_was_raised_and_does_not_rename_it(
+    was: str,
+) -> None:
+    for other in (warned(1, 1, step=2900, raised=1000), warned(1, 1, step=2000, raised=1000, state="cleared")):
+        [both] = of(other, corrected(was=was))
+        assert (both.state, both.opened_step, both.times, both.corrected_from) == ("open", 500, 1, None)
+        assert "Corrected" not in both.sentence
+        assert [head.corrected_from for head in both.heads] == [was, None]
 
 
 def test_heads_whose_cause_was_not_corrected_keep_it_in_the_one_incident() -> None:
@@ -69,12 +61,13 @@ def test_heads_that_were_told_as_another_cause_than_the_corrected_stay_where_the
     assert [(i.id, i.standing, i.corrected_from) for i in found] == [("rounding", 1, "other"), ("other", 1, None)]
 
 
-def test_of_several_that_were_corrected_at_one_step_the_first_to_be_told_says_since_when() -> None:
+@pytest.mark.parametrize("was", ["other", "score growth"])
+def test_of_several_that_were_corrected_the_first_correction_is_told_and_the_first_warning_says_since_when(
+    was: str,
+) -> None:
     heads = ((0, 700, 3000), (1, 400, 3000), (2, 100, 3500))
-    [incident] = of(*(corrected(head, raised=raised, at=at, was="other") for head, raised, at in heads))
-    assert (incident.opened_step, incident.corrected_step, incident.standing) == (400, 3000, 3)
-    [grew] = of(*(corrected(head, raised=raised, at=at) for head, raised, at in heads))
-    assert (grew.opened_step, grew.corrected_step, grew.standing) == (100, 3000, 3)
+    [incident] = of(*(corrected(head, raised=raised, at=at, was=was) for head, raised, at in heads))
+    assert (incident.opened_step, incident.corrected_step, incident.standing) == (100, 3000, 3)
 
 
 @given(

@@ -67,10 +67,10 @@ async def test_free_text_of_an_agent_becomes_no_label(service: Any) -> None:
 async def test_labels_of_a_run_are_few_and_short_and_stay_out_of_the_metrics(service: Any) -> None:
     rank = FakeRank()
     started = rank.started().model_dump(mode="json")
-    for own in ({f"l{i}": "x" for i in range(33)}, {"l": "x" * 257}, {"l l": "x"}, {"<b>": "x"}, {"l": 1}):
+    for wrong in ({f"l{i}": "x" for i in range(33)}, {"l": "x" * 257}, {"l l": "x"}, {"<b>": "x"}, {"l": 1}):
         body = {"wire": 1, "run": "run-1", "rank": 0, "boot": "b1", "sequence": 1}
-        answer = await service.client.post("/v1/batches", json={**body, "events": [{**started, "labels": own}]})
-        assert answer.status_code == 422, own
+        answer = await service.client.post("/v1/batches", json={**body, "events": [{**started, "labels": wrong}]})
+        assert answer.status_code == 422, wrong
     series = []
     for number in range(2):
         own = FakeRank(run=f"run-{number}")

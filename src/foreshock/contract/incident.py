@@ -2,9 +2,9 @@
 
 Warnings are of heads, and every rank has its own; people need one message. An incident opens with the first warning of
 its cause, grows with every further one, and closes when all are quiet; its heads are ranked by how soon they come to
-harm. A warning whose cause is corrected goes over to the incident of that cause. Where that one is not open, the
-incident goes on under another name, from the step of its first warning, and says so. Rounding and score growth
-that stand at one time are one incident.
+harm. A warning whose cause is corrected is of the incident of that cause since it was raised. Where that incident has
+no other warning, it goes on under another name and says so. Rounding and score growth that stand at one time are one
+incident.
 
 It is a function of what is known: the newest word of every warning, the present modes, what became of switches, and who
 acknowledged. So it does not depend on the order in which ranks were heard, needs no table of its own, and old stores
@@ -48,6 +48,11 @@ class Warned(NamedTuple):
     verdict: Verdict
     rejected: bool = False
     """Whether a person rejected a switch while it stood."""
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is not over."""
+        return self.verdict.state != "cleared"
 
     @property
     def joined_step(self) -> int:
@@ -420,32 +425,16 @@ def _causes(warned: Iterable[Warned]) -> list[IncidentCause]:
     return sorted({cause_of(one.verdict) for one in warned}, key=list(CAUSES).index)
 
 
-def _since(one: Warned) -> int:
-    """Since when it speaks of its incident's causes."""
-    within = one.verdict.corrected_from in mates(cause_of(one.verdict))
-    return one.raised_step if within else one.joined_step
-
-
 def _episodes(warned: Sequence[Warned]) -> list[list[Warned]]:
     """Warnings that stood at one time belong together; what comes after all were quiet opens the incident again."""
     found: list[list[Warned]] = []
     until = -math.inf
-    for one in sorted(warned, key=lambda one: (_since(one), one.rank, one.verdict.id)):
-        if _since(one) > until:
+    for one in sorted(warned, key=lambda one: (one.raised_step, one.rank, one.verdict.id)):
+        if one.raised_step > until:
             found.append([])
         found[-1].append(one)
-        until = max(until, math.inf if _stands(one) else one.verdict.step)
+        until = max(until, math.inf if one.stands else one.verdict.step)
     return found
-
-
-def _opened(started: Warned, episode: Sequence[Warned]) -> int:
-    """The step of the first warning; where an incident was reported under another cause before, of that one."""
-    raised = [one.raised_step for one in episode if one.joined_step == started.joined_step]
-    return min([_since(one) for one in episode] + (raised if started.verdict.corrected_from is not None else []))
-
-
-def _stands(one: Warned) -> bool:
-    return one.verdict.state != "cleared"
 
 
 def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step: int) -> Incident:
@@ -463,7 +452,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step
         (one for one in episode if cause_of(one.verdict) == cause),
         key=lambda one: (one.joined_step, one.verdict.corrected_from is not None),
     )
-    opened, was = _opened(started, episode), started.verdict.corrected_from
+    opened, was = min(one.raised_step for one in episode), started.verdict.corrected_from
     mine = [a for a in known.acknowledged if a.cause in (*causes, was) and a.step >= opened]
     seen = max(mine, key=lambda a: (a.step, a.unix_seconds, a.who, a.reason, a.cause), default=None)
     first = heads[0]
@@ -523,7 +512,7 @@ def _head(
     last_step: int,
 ) -> IncidentHead:
     """One head as all ranks that hold it see it: the rank that expects harm first speaks for it."""
-    standing = [one for one in own if _stands(one)]
+    standing = [one for one in own if one.stands]
     verdict = min(standing or own, key=_speaks_first).verdict
     raised = min(one.raised_step for one in own)
     harm, low = (_step_of(verdict, steps) for steps in (verdict.forecast_steps, verdict.forecast_low_steps))
