@@ -15,5 +15,5 @@ def answers() -> dict[str, Any]:
 
 
 def store_at(path: Path) -> None:
-    """Put the SQLite file that its service left to `path`; its schema is 0013."""
+    """Put the SQLite file that its service left to `path`; its schema is 0021."""
     path.write_bytes(gzip.decompress((FILES / "store.db.gz").read_bytes()))

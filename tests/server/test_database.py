@@ -20,8 +20,8 @@ def test_a_database_of_another_version_or_of_none_is_refused_with_what_it_is_and
         with pytest.raises(StoreError, match="FORESHOCK_MIGRATE"):
             await store.check_schema()
         await store.migrate()
-        early = r"schema 0012.*before the first release.*reads 0013.*FORESHOCK_DATABASE_URL"
-        for schema, said in (("0012", early), ("9999", "newer foreshock")):
+        early = r"schema 0020.*before the first release.*reads 0021.*FORESHOCK_DATABASE_URL"
+        for schema, said in (("0020", early), ("9999", "newer foreshock")):
             with store.writer.engine.begin() as connection:
                 connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{schema}'")
             for use in (store.migrate, store.check_schema):

@@ -1,6 +1,6 @@
 """Where the migrations begin: the schema of the first release. No store before it is read."""
 
-revision = "0013"
+revision = "0021"
 down_revision = None
 
 
