@@ -20,7 +20,6 @@ ALONE: Final = (
     "tests/faults/test_processes.py",
     "tests/faults/test_ranks.py",
     "tests/server/test_soak.py",
-    "tests/server/ui/test_how_fast_a_warning_travels.py",
 )
 """Tests that measure time, or stop and starve processes: they run one after another, with the machine to themselves,
 after the others, which share it."""

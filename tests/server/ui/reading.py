@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode
 
 import pytest
 from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
@@ -13,7 +14,9 @@ from selenium.webdriver.common.by import By
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
     from selenium.webdriver.remote.webelement import WebElement
-    from tests.server.ui.conftest import Service
+    from tests.server.ui.conftest import Feeder, Service
+
+    from foreshock.contract.wire import Verdict
 T = TypeVar("T")
 MINUS = "\N{MINUS SIGN}"
 
@@ -56,3 +59,36 @@ def open_run(chromium: Chrome, service: Service, *runs: str) -> None:
 def tile(chromium: Chrome, name: str) -> str:
     """A value of the summary."""
     return chromium.find_element(By.XPATH, f"//dl[contains(@class,'tiles')]/div[dt='{name}']/dd").text
+
+
+def fill(chromium: Chrome, **fields: str) -> None:
+    """Write into the fields of the dialog, in place of what stands there."""
+    for name, value in fields.items():
+        field = chromium.find_element(By.CSS_SELECTOR, f"dialog [name={name}]")
+        field.clear()
+        field.send_keys(value)
+
+
+def listed(chromium: Chrome) -> list[str]:
+    """The names on the list of runs, from the top."""
+    script = "return [...document.querySelectorAll('tbody .run')].map(a => a.querySelector('[title]').title)"
+    names: list[str] = chromium.execute_script(script)
+    return names
+
+
+def open_list(chromium: Chrome, service: Service, **asked: str) -> None:
+    """Open the list of runs, asked for this."""
+    chromium.get(f"{service.url}/?{urlencode(asked)}")
+    wait("the list", lambda: listed(chromium))
+
+
+def warn_about(feeder: Feeder, layer: int, head: int, **fields: Any) -> Verdict:
+    """A warning about a head, with its evidence."""
+    said: dict[str, Any] = {
+        "name": f"offset-{layer}-{head}",
+        "evidence": {"offset": -6.25, "offset_before": -3.0, "score": 75.0, "tied_share": 0.1, "window_steps": 900},
+        "forecast_steps": 2000.0 + 10 * head,
+        "forecast_low_steps": 1500.0,
+        "sentence": f"Layer {layer} head {head} drifts: its score offset left its peers and keeps growing.",
+    }
+    return feeder.verdict(feeder.step, layer, head, **said | fields)

@@ -15,8 +15,7 @@ from tests.dashboards.shipped import TEMPLATES, Receivers, alertmanager_config, 
 from tests.dashboards.test_alertmanager import World, outside
 from tests.e2e.running import alertmanager, eventually, prometheus, starter
 from tests.server.ui.conftest import Feeder, Service
-from tests.server.ui.reading import text, wait
-from tests.server.ui.test_when_it_matters import warn_about
+from tests.server.ui.reading import text, wait, warn_about
 
 from foreshock.dashboards.rules import Links, prometheus_rules
 

@@ -4,9 +4,12 @@ import os
 import re
 import shutil
 import subprocess
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from foreshock.contract.metrics.catalog import METRICS
 
 UI = Path(__file__).parents[3] / "src/foreshock/server" / "ui"
 DIST = UI / "dist"
@@ -83,3 +86,18 @@ def test_no_source_writes_markup_from_data() -> None:
             "eval(",
         ):
             assert way not in text, f"{source.name} uses {way}"
+
+
+def test_no_source_imports_itself_over_others_or_keeps_a_list_of_metrics_of_its_own() -> None:
+    """Imports of types count too: what needs one another belongs into one file. How a metric is drawn stands in the
+    catalogue; a source may name one metric that it looks up."""
+    texts = {source.stem: source.read_text() for source in (UI / "src").glob("*.ts*")}
+    graph = {
+        name: set(re.findall(r'(?:from|import) "\./([\w-]+)"', said)) & texts.keys() for name, said in texts.items()
+    }
+    assert graph["main"] >= {"api", "view"}
+    TopologicalSorter(graph).prepare()  # names the circle
+    keys = {metric.key for metric in METRICS}
+    for name, said in texts.items():
+        named = {word for word in re.findall(r'"([a-z]+\.[a-z_0-9]+)"', said) if word in keys}
+        assert len(named) <= 1, f"{name} names {sorted(named)}"

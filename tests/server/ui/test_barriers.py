@@ -1,0 +1,252 @@
+"""Every view and every dialog: whole at any width, with names as long as they may be, and without a barrier."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlencode
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from tests.server.ui.conftest import Feeder, Service
+from tests.server.ui.reading import fill, listed, open_list, wait, warn_about
+
+from foreshock.contract.modes import DEFAULT_MITIGATION
+from foreshock.contract.wire import Finished, Switched
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from selenium.webdriver import Chrome
+
+pytestmark = pytest.mark.servers
+UI = Path(__file__).parents[3] / "src/foreshock/server" / "ui"
+OVERFLOW = """
+const wide = [];
+for (const card of document.querySelectorAll(".card, main > section, dialog")) {
+  const { left, right } = card.getBoundingClientRect();
+  for (const inner of card.querySelectorAll("*:not(.hidden)")) {
+    if (inner.closest(".table, .canvas, .u-wrap, .scroll")) continue;
+    const room = inner.getBoundingClientRect();
+    if (room.width && (room.right > right + 1 || room.left < left - 1))
+      wide.push(`${inner.tagName}.${inner.className} in ${card.className}: ${inner.textContent.slice(0, 40)}`);
+  }
+}
+for (const word of document.querySelectorAll(".crumbs a, .state, button")) {
+  const range = document.createRange();
+  range.selectNodeContents(word);
+  if (range.getBoundingClientRect().height > 50) wide.push(`broken into letters: ${word.textContent}`);
+}
+for (const dialog of document.querySelectorAll("dialog")) {
+  const { left, right, top, bottom } = dialog.getBoundingClientRect();
+  if (left < 0 || right > innerWidth || top < 0 || bottom > innerHeight) wide.push("a dialog leaves the screen");
+}
+if (document.documentElement.scrollWidth > innerWidth) wide.push(`the page: ${document.documentElement.scrollWidth}`);
+return wide;
+"""
+LONG = "sweep/" + "w" * 116
+"""As long as a name may be, with no place to break, as are the names and reasons that people give."""
+WHO, REASON = "n" * 128, "<b>" + "r" * 497
+HEADS: Final = ((0, 2), *((layer, head) for layer in range(3) for head in range(12) if (layer, head) != (0, 2)))[:30]
+LABELS = {
+    "note": "x" * 200,
+    "direction": "נסיון תجربة " * 12,
+    "markup": "<img src=x onerror=alert(1)>" + "<table><b>" * 16,
+    "n" * 100: "short",
+}
+
+
+class Dialog(NamedTuple):
+    """What is pressed to see it, and whether it asks who and why, and says in words what will happen."""
+
+    press: str
+    confirmed: bool = True
+
+
+DIALOGS: Final = (
+    Dialog("New order"),
+    Dialog("Approve"),
+    Dialog("Reject"),
+    Dialog("Stop"),
+    Dialog("Undo"),
+    Dialog("Name and notes", confirmed=False),
+)
+UNFOLDED: Final = {
+    "30 heads in 3 layers, fewest steps left first": "section[aria-label=Warnings]",
+    "Acknowledge": "section[aria-label=Warnings]",
+    "Audit trail": "section[aria-label=History]",
+}
+
+
+@pytest.fixture(scope="module")
+def run(service: Service) -> str:
+    """A run that trains, with 30 heads warned about, a proposal, an order applied and one under way; and one ended."""
+    client = service.client
+    feeder = Feeder(client, LONG, layers=3, heads=12)
+    feeder.start(labels=LABELS, policy="approve")
+    feeder.train(60)
+    first, *others = (
+        feeder.verdict(600, *ref, name="w-{}-{}".format(*ref), sentence=f"{ref} drifts " + "w" * 200) for ref in HEADS
+    )
+    feeder.send(first, *others)
+    order: dict[str, Any] = {"who": WHO, "reason": REASON, "mode": DEFAULT_MITIGATION}
+    client.post(f"/v1/runs/{LONG}/commands", json={**order, "heads": [[1, 3]]}).raise_for_status()
+    feeder.obey()
+    proposal = {"outcome": "proposed", "heads": HEADS, "before": ("plain",) * len(HEADS), "reason": REASON}
+    after = (DEFAULT_MITIGATION,) * len(HEADS)
+    feeder.send(Switched.model_validate({**proposal, "id": "p", "step": 610, "verdict": first.id, "after": after}))
+    client.post(f"/v1/runs/{LONG}/commands", json={**order, "heads": [[2, 1]]}).raise_for_status()
+    said = {"who": WHO, "display_name": LONG, "tags": ["keep", "seed study"], "notes": REASON}
+    client.patch(f"/v1/runs/{LONG}", json=said).raise_for_status()
+    ended = Feeder(client, f"{LONG}-ended", layers=1, heads=3)
+    ended.start()
+    ended.train(1)
+    ended.send(Finished(step=10, unix_seconds=7.0, status="completed"))
+    return LONG
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The source of axe-core in the version that package.json names."""
+    own = UI / "node_modules" / "axe-core" / "axe.min.js"
+    if not own.is_file():
+        version = json.loads((UI / "package.json").read_text())["devDependencies"]["axe-core"]
+        folder = tmp_path_factory.mktemp("axe")
+        if shutil.which("npm") is None:
+            _absent("npm is not here")
+        fetch = ["npm", "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", f"axe-core@{version}"]
+        done = subprocess.run(fetch, capture_output=True, text=True, timeout=240)
+        if done.returncode:
+            _absent(f"npm could not fetch axe-core: {done.stderr[-500:]}")
+        own = folder / "node_modules" / "axe-core" / "axe.min.js"
+    return own.read_text()
+
+
+def _absent(why: str) -> None:
+    if os.environ.get("CI") == "true":
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+def barriers(chromium: Chrome, axe: str, part: str = "html") -> list[str]:
+    """What axe-core finds wrong with this part of the page as it stands."""
+    chromium.execute_script(axe)
+    chromium.set_script_timeout(60)
+    found: list[dict[str, Any]] = chromium.execute_async_script(
+        "const done = arguments[arguments.length - 1]; axe.run(arguments[0]).then(r => done(r.violations))",
+        part,
+    )
+    return [f"{v['id']}: {v['help']}: {[node['html'][:160] for node in v['nodes'][:3]]}" for v in found]
+
+
+@pytest.fixture
+def screen(chromium: Chrome) -> Iterator[Chrome]:
+    """The browser, whose room is its window's again afterwards, and its theme light."""
+    yield chromium
+    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def see_at(chromium: Chrome, width: int, height: int = 900) -> None:
+    """Give the page exactly this room."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def open_at_size(chromium: Chrome, service: Service, *runs: str) -> None:
+    """Open the page of these runs in a window that shows the first charts alone."""
+    chromium.get(f"{service.url}/?{urlencode({'runs': ','.join(runs)})}")
+    wait("a chart is drawn", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap"))
+
+
+def press(chromium: Chrome, within: str, text: str) -> None:
+    """Press the first button or summary with this text."""
+    found = f"{within}//*[self::button or self::summary][normalize-space()='{text}']"
+    pressed = wait(text, lambda: chromium.find_element(By.XPATH, found))
+    chromium.execute_script("arguments[0].scrollIntoView({ block: 'center' })", pressed)  # clear of the bar
+    pressed.click()
+
+
+def views(chromium: Chrome, service: Service, run: str, guarded: Service) -> Iterator[tuple[str, str]]:
+    """Each view in turn, open: (name, selector of its part). Nothing is ordered, changed or deleted."""
+    open_list(chromium, service, q=LONG[:20])
+    wait("the runs", lambda: len(listed(chromium)) == 2)
+    yield "the list of runs", "html"
+    open_at_size(chromium, service, run, f"{run}-ended")
+    yield "a comparison", "html"
+    for name, dialogs in ((f"{run}-ended", (Dialog("Delete"),)), (run, DIALOGS)):
+        open_at_size(chromium, service, name)
+        wait("what happened", lambda: chromium.find_element(By.CSS_SELECTOR, ".events li:not(.empty)"))
+        yield name, "html"
+        for dialog in dialogs:
+            press(chromium, "//main", dialog.press)
+            wait("the dialog", lambda: chromium.find_element(By.CSS_SELECTOR, "dialog[open] form"))
+            yield dialog.press, "dialog"
+            if dialog.confirmed:
+                fill(chromium, who=WHO, reason=REASON)
+                press(chromium, "//dialog", "Continue")
+                wait("the confirmation", lambda: chromium.find_element(By.CSS_SELECTOR, "dialog .confirm"))
+                yield f"{dialog.press}, confirmed", "dialog"
+            chromium.switch_to.active_element.send_keys(Keys.ESCAPE)
+            wait("it is closed", lambda: not chromium.find_elements(By.TAG_NAME, "dialog"))
+    for summary, part in UNFOLDED.items():
+        press(chromium, "//main", summary)
+        wait(
+            "what it loads", lambda: chromium.find_elements(By.CSS_SELECTOR, ".warnings .layer, .warnings form, table")
+        )
+        chromium.execute_script("document.querySelectorAll('.warnings .layer').forEach((one) => (one.open = true))")
+        yield summary, part
+    chromium.get(guarded.url)
+    wait("the login", lambda: chromium.find_elements(By.CSS_SELECTOR, "input[type=password]"))
+    yield "the login", "html"
+    chromium.get("about:blank")  # before the service goes that was asked for
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("width", "theme"), [(1440, "dark"), (390, "light")])
+def test_every_view_and_dialog_is_whole_at_any_width_and_without_a_barrier(
+    screen: Chrome, service: Service, guarded: Service, run: str, axe: str, width: int, theme: str
+) -> None:
+    media = [{"name": "prefers-color-scheme", "value": theme}]
+    screen.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    see_at(screen, width)
+    seen, wrong = [], []
+    for name, part in views(screen, service, run, guarded):
+        seen.append(name)
+        wrong += [f"{name}: {what}" for what in screen.execute_script(OVERFLOW) + barriers(screen, axe, part)]
+    assert not wrong, "\n".join(wrong)
+    dialogs = [Dialog("Delete"), *DIALOGS]
+    assert len(seen) == 5 + len(UNFOLDED) + len(dialogs) + sum(dialog.confirmed for dialog in dialogs)
+
+
+def test_long_names_break_no_card_on_a_telephone(screen: Chrome, service: Service, run: str) -> None:
+    see_at(screen, 390, 6000)
+    open_list(screen, service, q=LONG[:20])
+    assert screen.execute_script(OVERFLOW) == []
+    for shown in ([run], [run, f"{run}-ended"]):
+        open_at_size(screen, service, *shown)
+        assert screen.execute_script(OVERFLOW) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("warnings", [3, 144])
+def test_the_first_chart_is_on_the_screen_however_many_warnings_there_are(
+    screen: Chrome, service: Service, warnings: int
+) -> None:
+    feeder = Feeder(service.client, f"first-chart-{warnings}", layers=3, heads=48)
+    feeder.start(labels={"model": "gpt-768", "corpus": "text"})
+    feeder.train(40)
+    feeder.send(*(warn_about(feeder, i // 48, i % 48) for i in range(warnings)))
+    see_at(screen, 1440)
+    open_at_size(screen, service, feeder.run)
+    bottom = "scrollTo(0, 0); return document.querySelector('.chart').getBoundingClientRect().bottom"
+    assert screen.execute_script(bottom) <= 900
+    screen.execute_script("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    wait("the heads are told", lambda: screen.find_elements(By.CSS_SELECTOR, ".warnings .layer"))
+    charts = "return document.getElementById('signals').getBoundingClientRect().top + scrollY"
+    assert screen.execute_script(charts) < 1400

@@ -1,0 +1,177 @@
+"""A fleet on the list of runs: what needs a person comes first, and it is searched, filtered, sorted and compared."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import urlencode
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select
+from tests.server.ui.conftest import Feeder, Service
+from tests.server.ui.reading import button, fill, listed, open_list, text, wait
+
+from foreshock.contract.wire import Finished
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from selenium.webdriver import Chrome
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with a fleet of its own: 30 healthy runs, one warned, one that ended, three labels."""
+    service = Service(tmp_path_factory.mktemp("fleet"))
+    try:
+        for number in range(30):
+            feeder = Feeder(service.client, f"sweep/{number:03d}", layers=1, heads=1, drift=number / 10)
+            feeder.start(labels={"team": "speech" if number % 2 else "vision"})
+            feeder.train(1)
+        failing = Feeder(service.client, "zz-failing", layers=1, heads=4, drift=100)
+        failing.start(labels={"team": "text"})
+        failing.train(4)
+        failing.warn()
+        ended = Feeder(service.client, "a-done", layers=1, heads=4)
+        ended.start()
+        ended.train(2)
+        ended.send(Finished(step=20, unix_seconds=time.time(), status="completed"))
+        yield service
+    finally:
+        service.close()
+
+
+def choose(chromium: Chrome, name: str, option: str) -> None:
+    """Choose by a select's label."""
+    Select(chromium.find_element(By.CSS_SELECTOR, f"select[aria-label='{name}']")).select_by_visible_text(option)
+
+
+def search(chromium: Chrome, words: str) -> None:
+    """Type into the search field."""
+    field = chromium.find_element(By.CSS_SELECTOR, "input[type=search]")
+    field.clear()
+    field.send_keys(words)
+
+
+@pytest.mark.promise("S23")
+def test_a_fleet_is_ordered_by_need_searched_filtered_and_compared_and_the_address_says_how(
+    chromium: Chrome, fleet: Service
+) -> None:
+    open_list(chromium, fleet)
+    names = listed(chromium)
+    assert [*names[:2], names[-1]] == ["zz-failing", "sweep/029", "a-done"], "by need; what has ended is last"
+    assert text(chromium, "tbody .severity").endswith("warning")
+    search(chromium, "02 SPEECH")
+    wait("the found", lambda: set(listed(chromium)) == {f"sweep/02{digit}" for digit in (1, 3, 5, 7, 9)})
+    search(chromium, "nobody-is-called-so")
+    wait("the word that none matches", lambda: "No run matches" in text(chromium, "main"))
+
+    open_list(chromium, fleet)
+    choose(chromium, "state", "With a warning")
+    assert listed(chromium) == ["zz-failing"]
+    choose(chromium, "state", "Any state")
+    choose(chromium, "label", "team=vision")
+    choose(chromium, "order", "By name")
+    search(chromium, "sweep/00")
+    wait("the found", lambda: len(listed(chromium)) == 5)
+    assert "5 of 32 match" in text(chromium, "main")
+    chromium.get(chromium.current_url)
+    wait("the same again", lambda: listed(chromium) == [f"sweep/00{number}" for number in (0, 2, 4, 6, 8)])
+    open_list(chromium, fleet, risk="alarm", sort="nonsense")
+    assert "zz-failing" in listed(chromium)
+    assert "sweep/000" not in listed(chromium)
+
+    chosen = ["a-done", "zz-failing"]
+    open_list(chromium, fleet)
+    for name in chosen:
+        chromium.find_element(By.CSS_SELECTOR, f"[aria-label='compare {name}']").click()
+    button(chromium, "Compare 2 runs").click()
+    wait("the chosen ones are compared", lambda: "Comparing 2 runs" in text(chromium, ".crumbs"))
+    assert chromium.current_url.endswith(f"?runs={','.join(chosen)}")
+    legend = wait("their charts", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .legend"))[0]
+    assert [item.text for item in legend.find_elements(By.CSS_SELECTOR, ".name")] == chosen
+    rows = chromium.find_elements(By.CSS_SELECTOR, ".summary tbody tr")
+    assert [row.find_element(By.TAG_NAME, "a").text for row in rows] == chosen
+
+
+MANY = """
+const fetched = window.fetch, runs = 1000;
+window.asked = 0;
+window.fetch = async (...given) => {
+  const asked = new URL(String(given[0]));
+  if (!asked.pathname.endsWith("/v1/runs")) return fetched(...given);
+  window.asked += 1;
+  const from = Number(asked.searchParams.get("cursor") ?? 0);
+  const [one] = (await (await fetched(new URL("v1/runs?limit=1", document.baseURI))).json()).runs;
+  const length = Math.min(Number(asked.searchParams.get("limit")), runs - from);
+  const name = (place) => `fleet/${String(place).padStart(5, "0")}`;
+  const page = Array.from({ length }, (_, i) => ({ ...one, display_name: null, run: name(from + i) }));
+  const next_cursor = from + length < runs ? String(from + length) : null;
+  return new Response(JSON.stringify({ runs: page, next_cursor }), { status: 200 });
+};
+"""
+
+
+def test_a_fleet_takes_a_request_for_each_500_runs_a_hundred_rows_and_none_to_search(
+    chromium: Chrome, fleet: Service
+) -> None:
+    added = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": MANY})
+    try:
+        open_list(chromium, fleet, sort="name")
+        assert len(listed(chromium)) == 100
+        assert chromium.execute_script("return window.asked") == 2
+        elements = chromium.execute_script("return document.querySelectorAll('*').length")
+        assert elements < 5000, "what is not shown is not drawn"
+        search(chromium, "00777")
+        wait("the one", lambda: listed(chromium) == ["fleet/00777"])
+        assert chromium.execute_script("return window.asked") == 2, "a search asks the service nothing"
+    finally:
+        chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+def test_what_people_say_of_a_run_is_on_its_page_and_finds_it_in_the_list_until_it_is_deleted(
+    chromium: Chrome, service: Service, feeder: Feeder, complaints: Callable[[], list[str]]
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    chromium.get(f"{service.url}/?{urlencode({'runs': feeder.run})}")
+    wait("the page", lambda: button(chromium, "Name and notes")).click()
+    said = {"display_name": "Hope and glory", "tags": "keep, seed study,keep", "notes": "<b>two</b>\nlines"}
+    fill(chromium, **said, who="Ada")
+    button(chromium, "Save").click()
+    wait("its name", lambda: text(chromium, "header.title h1") == "Hope and glory")
+    assert feeder.run in text(chromium, "header.title .identity"), "its own name stays in sight"
+    assert [tag.text for tag in chromium.find_elements(By.CSS_SELECTOR, ".tags li")] == ["keep", "seed study"]
+    assert "<b>two</b>" in text(chromium, ".notes")
+    wait("focus comes back", lambda: chromium.switch_to.active_element.text == "Name and notes")
+    wait("it is told", lambda: "Ada (local) changed the run's display name" in text(chromium, ".events"))
+    for asked in ({"q": "glory"}, {"label": "seed study"}, {"q": feeder.run}):
+        open_list(chromium, service, **asked)
+        assert listed(chromium) == ["Hope and glory"], asked
+
+    chromium.get(f"{service.url}/?{urlencode({'runs': feeder.run})}")
+    wait("the page", lambda: button(chromium, "Name and notes"))
+    assert not chromium.find_elements(By.XPATH, "//button[.='Delete']"), "a run that trains would come back"
+    feeder.send(Finished(step=feeder.step, unix_seconds=time.time(), status="completed"))
+    wait("it has ended", lambda: button(chromium, "Delete")).click()
+    fill(chromium, who="Ada", reason="a typing error")
+    button(chromium, "Continue").click()
+    wait("what is deleted is said before it is", lambda: "with its 50 steps" in text(chromium, "dialog"))
+    assert service.client.get(f"/v1/runs/{feeder.run}").status_code == 200
+    button(chromium, "Delete now").click()
+    wait("the list without it", lambda: "Hope and glory" not in text(chromium, "main"))
+    [row] = [r for r in service.client.get("/v1/audit").json()["rows"] if r["action"] == "deleted"][:1]
+    assert (row["actor"], row["run"], row["details"]) == ("Ada (local)", feeder.run, {"reason": "a typing error"})
+
+    other = Feeder(service.client, f"{feeder.run[:80]}-other")
+    other.start()
+    other.send(Finished(step=0, unix_seconds=time.time(), status="completed"))
+    open_list(chromium, service, q=other.run)
+    order = {"who": "Grace", "reason": "elsewhere"}
+    service.client.delete(f"/v1/runs/{other.run}", params=order).raise_for_status()
+    wait("a page that shows it hears of it", lambda: "No run matches" in text(chromium))
+    gone = [line for line in complaints() if "404" not in line]  # what was asked of it meanwhile
+    assert not gone, gone

@@ -1,0 +1,199 @@
+"""The page of a run in a real Chromium, fed by a real service: it moves, warns, is switched, shows what is asked."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
+from tests.server.ui.reading import MINUS, button, fill, open_run, text, tile, wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from selenium.webdriver import Chrome
+    from tests.server.ui.conftest import Feeder, Service
+pytestmark = pytest.mark.servers
+
+
+@pytest.mark.full
+def test_a_run_appears_moves_warns_is_switched_verified_and_switched_back(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    chromium.get(service.url)
+    wait("the stream is open", lambda: text(chromium, ".connection") == "live")
+
+    feeder.start()
+    feeder.train(5)
+    row = wait("the run appears in the list", lambda: chromium.find_element(By.LINK_TEXT, feeder.run))
+    row.click()
+    wait("its page opens", lambda: tile(chromium, "Step") == "50")
+    feeder.train(60)
+    wait("it moves", lambda: tile(chromium, "Step") == "650")
+    assert "No active warning" in text(chromium)
+
+    feeder.warn()
+    wait("it warns", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
+    assert "about 2,100 (not before 1,400)" in text(chromium, ".warnings")
+    assert f"{MINUS}6.25" in text(chromium, ".evidence")
+    assert tile(chromium, "Steps left") == "about 2,100"
+
+    button(chromium, "Switch this head").click()
+    fill(chromium, who="Ada", reason="the offset grows")
+    button(chromium, "Continue").click()
+    sentence = f"Switch layer 0 head 2 of {feeder.run} to row_corrected."
+    wait("the order is said in words before it goes", lambda: sentence in text(chromium, "dialog"))
+    assert not feeder.obey()
+    button(chromium, "Switch now").click()
+    wait("the order stands on the page", lambda: "the offset grows" in text(chromium, ".commands"))
+    assert feeder.obey() == ["row_corrected"]
+    wait("the agent's answer stands on the page", lambda: "applied" in text(chromium, ".commands .state"))
+    feeder.train(3)
+    wait("the mode is shown", lambda: tile(chromium, "Switched heads").startswith("1 of 8"))
+    wait("it is told in the history", lambda: "row_corrected is applied" in text(chromium, ".events"))
+
+    feeder.train(40)
+    verified = "growth stopped"
+    wait("it is verified", lambda: verified in text(chromium, ".commands .verification"))
+    wait("in words", lambda: "verified, the growth has stopped" in text(chromium, ".events"))
+
+    button(chromium, "Undo").click()
+    fill(chromium, reason="enough seen")
+    button(chromium, "Continue").click()
+    sentence = f"Undo the switch of layer 0 head 2 of {feeder.run} to row_corrected"
+    wait("what is undone is said before it goes", lambda: sentence in text(chromium, "dialog"))
+    button(chromium, "Undo now").click()
+    wait("the undo stands on the page", lambda: "undo: enough seen" in text(chromium, ".commands"))
+    assert feeder.obey() == ["plain"]
+    feeder.train(1)
+    wait("the mode is plain again", lambda: tile(chromium, "Switched heads") == "none")
+    wait("the switch is marked", lambda: "undone" in text(chromium, ".commands li:nth-child(2)"))
+    assert not chromium.find_elements(By.XPATH, "//button[.='Undo']"), "an undone switch can be undone again"
+
+    chromium.find_element(By.XPATH, "//summary[.='Audit trail']").click()
+    wait("the audit trail names who and why", lambda: "Ada" in text(chromium, "section[aria-label=History] table"))
+
+
+@pytest.mark.full
+def test_a_lost_connection_is_said_and_what_was_missed_comes_after_it(
+    chromium: Chrome, service: Service, feeder: Feeder, complaints: Callable[[], list[str]]
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    open_run(chromium, service, feeder.run)
+    wait("the stream is open", lambda: text(chromium, ".connection") == "live")
+    canvas = wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".heatmap canvas[tabindex]"))
+    canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
+    service.stop()
+    wait("the loss is said", lambda: "connection lost" in text(chromium, ".connection"))
+    service.start()
+    feeder.train(20)
+    feeder.warn()
+    wait("the page is live again", lambda: text(chromium, ".connection") == "live")
+    wait("the warning is there", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
+    wait("the step is there", lambda: tile(chromium, "Step") == "250")
+    assert "layer 1 head 3" in text(chromium, ".reading"), "the reader's choice of a head was lost with the connection"
+    refused = complaints()  # the browser's own lines, which the page cannot keep off the console
+    # A service that is stopping answers 503 to what it still accepts; after it no connection is made.
+    assert all("ERR_" in line or "status of 503" in line for line in refused), refused
+
+
+def shown(chromium: Chrome) -> dict[str, list[str]]:
+    """What the address asks for."""
+    return parse_qs(urlsplit(chromium.current_url).query)
+
+
+def test_an_address_names_head_measure_and_steps_and_follows_the_heat_map_and_what_is_chosen(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(60)
+    place = {"runs": feeder.run, "head": "1.3", "metric": "head.query_norm", "steps": "200-400"}
+    chromium.get(f"{service.url}/?{urlencode(place)}")
+    wait("its charts", lambda: "layer 1 head 3" in text(chromium, ".chart .legend"))
+    assert text(chromium, ".chart h3") == "Spectral norm of W_Q", "what is asked for is the first chart"
+    assert button(chromium, "Show all steps")
+    measure = Select(wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".pick select")))
+    assert measure.first_selected_option.get_attribute("value") == "head.query_norm"
+    assert shown(chromium) == {name: [value] for name, value in place.items()}, "to look changes nothing"
+
+    measure.select_by_value("head.score_offset")
+    cells = wait("its cells", lambda: chromium.find_element(By.CSS_SELECTOR, ".heatmap canvas[tabindex]"))
+    cells.send_keys(Keys.ARROW_LEFT, Keys.ARROW_UP)
+    button(chromium, "Show all steps").click()
+    chosen = {"runs": [feeder.run], "head": ["0.2"], "metric": ["head.score_offset"]}
+    wait("the address follows", lambda: shown(chromium) == chosen)
+    chromium.get(chromium.current_url)
+    wait("it is there again", lambda: "layer 0 head 2" in text(chromium, ".chart .legend"))
+    assert not chromium.find_elements(By.XPATH, "//button[.='Show all steps']")
+
+    scrubber = wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".scrub input"))
+    scrubber.send_keys(Keys.HOME)
+    wait("the first step is shown", lambda: text(chromium, ".scrub output") == "10")
+    wait("its value", lambda: text(chromium, ".reading").startswith(f"layer 0 head 2: {MINUS}1."))
+    scrubber.send_keys(Keys.END)
+    wait("the last step is shown", lambda: text(chromium, ".reading").startswith(f"layer 0 head 2: {MINUS}7"))
+
+
+@pytest.mark.full
+def test_5120_heads_are_scrubbed_with_one_question_at_a_time(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    """However fast the hand: a step is drawn with every frame of the screen, and asked for when none is under way."""
+    wide = type(feeder)(service.client, feeder.run, layers=80, heads=64)
+    wide.start()
+    for _ in range(4):
+        wide.train(10)
+    open_run(chromium, service, wide.run)
+    wait("the scrubber", lambda: chromium.find_element(By.CSS_SELECTOR, ".scrub input"))
+    drawn, most, asked = chromium.execute_async_script(
+        """
+        const done = arguments[0], input = document.querySelector(".scrub input"), fetched = window.fetch;
+        let frame = 0, under = 0, most = 0, asked = 0, drawn = 0;
+        window.fetch = async (...given) => {
+          if (!String(given[0]).includes("/matrix")) return fetched(...given);
+          asked += 1;
+          most = Math.max(most, ++under);
+          try { return await fetched(...given); } finally { under -= 1; }
+        };
+        const turn = () => {
+          if (frame === 60) return done([drawn, most, asked]);
+          input.value = frame++ % 40;
+          input.dispatchEvent(new Event("input", { bubbles: true }));
+          requestAnimationFrame(() => {
+            drawn += document.querySelector(".scrub output").textContent !== "not recorded";
+            turn();
+          });
+        };
+        turn();
+        """
+    )
+    assert drawn == 60
+    assert most <= 1
+    assert asked <= 40
+
+
+def test_what_was_not_recorded_is_said_and_a_run_that_fell_silent_is_not_shown_as_active(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.recorded = frozenset({"states"})
+    feeder.start()
+    feeder.train(20)
+    with sqlite3.connect(service.folder / "foreshock.db", timeout=20) as connection:
+        connection.execute("UPDATE runs SET last_seen = last_seen - 3300 WHERE name = ?", (feeder.run,))
+    connection.close()
+    open_run(chromium, service, feeder.run)
+    assert text(chromium, "header.title .state") == "silent 55 min"
+    assert "active" not in str(chromium.find_element(By.CSS_SELECTOR, "header.title .state").get_attribute("class"))
+    assert [tile(chromium, name) for name in ("Loss", "Risk")] == ["not recorded"] * 2
+    charts = {
+        chart.find_element(By.TAG_NAME, "h3").text: chart.text
+        for chart in chromium.find_elements(By.CSS_SELECTOR, ".chart")
+    }
+    for title in ("Loss", "Gradient norm", "Risk", "Spectral norm of W_Q"):
+        assert "not recorded" in charts[title]
+    assert "not recorded" not in charts["Score offset"]
