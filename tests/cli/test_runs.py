@@ -12,12 +12,13 @@ import time
 import httpx
 import pytest
 from tests.cli.typed import foreshock
+from tests.server.answering import AnsweringAgent
 
 from foreshock.cli.orders import print_command
 from foreshock.cli.runs import policy_of, state_of
 from foreshock.client import Service
 from foreshock.contract.wire import Finished, Outcome
-from foreshock.server.testing import AnsweringAgent, FakeRank, LiveService
+from foreshock.server.testing import FakeRank, LiveService
 
 
 def test_runs_lists_the_runs_and_shows_one(service: LiveService) -> None:

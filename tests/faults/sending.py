@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.constants import settings_with
 from tests.e2e import running
 from tests.faults.hostile_server import HostileServer
 
 from foreshock.contract import wire
 from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport.sender import Sender
-from foreshock.server.testing.service import settings_with
 
 CERTIFICATE = Path(__file__).parents[1] / "server" / "loopback_certificate.pem"
 """Of hooks.example.com, with its key."""

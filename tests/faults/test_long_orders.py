@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
+from tests.constants import settings_with
 from tests.faults.sending import eventually
 
 from foreshock.contract import wire
 from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport.sender import Sender
 from foreshock.server.testing import FakeRank, LiveService
-from foreshock.server.testing.service import settings_with
 
 ORDERS = 14
 

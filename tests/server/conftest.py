@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import httpx
 import pytest
 from fastapi import FastAPI
+from tests.constants import settings_with
 from tests.server.postgresql import new_database, started_postgres
 
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER, Ack, Batch, Event
@@ -18,7 +19,6 @@ from foreshock.server.app import create_app
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
 from foreshock.server.testing import FakeRank, LiveService
-from foreshock.server.testing.service import settings_with
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from starlette.types import Message
+from tests.constants import settings_with
 
 from foreshock.server.endpoint import Writer
 from foreshock.server.logs import Counters
@@ -12,7 +13,6 @@ from foreshock.server.problems import ProblemError
 from foreshock.server.process_order import NO_HEADERS
 from foreshock.server.settings import Settings, Token
 from foreshock.server.testing import FakeRank
-from foreshock.server.testing.service import settings_with
 
 pytestmark = pytest.mark.promise("S4")
 MALLORY, ANN = "secret-of-mallory-0", "secret-of-ann-000000"

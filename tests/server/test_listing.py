@@ -22,11 +22,11 @@ async def test_runs_are_listed_page_by_page(service: Any) -> None:
 
 
 @pytest.mark.promise("S5")
-@pytest.mark.parametrize("power", ["999", "1024", "\N{ARABIC-INDIC DIGIT THREE}\N{ARABIC-INDIC DIGIT ZERO}"])
-@pytest.mark.parametrize("last", ["1", "9999999999999999999", "\N{ARABIC-INDIC DIGIT THREE}"])
-async def test_a_cursor_that_the_service_never_gave_is_refused(service: Any, power: str, last: str) -> None:
-    answer = await service.client.get("/v1/runs", params={"cursor": f"0x1.fffffffffffffp+{power}-{last}"})
-    assert answer.status_code == 422
+async def test_a_cursor_that_the_service_never_gave_is_refused(service: Any) -> None:
+    for power in ("999", "1024", "\N{ARABIC-INDIC DIGIT THREE}\N{ARABIC-INDIC DIGIT ZERO}"):
+        for last in ("1", "9999999999999999999", "\N{ARABIC-INDIC DIGIT THREE}"):
+            answer = await service.client.get("/v1/runs", params={"cursor": f"0x1.fffffffffffffp+{power}-{last}"})
+            assert answer.status_code == 422, (power, last)
 
 
 async def test_a_run_says_the_key_heads_and_head_dims_that_its_agent_knows_and_none_that_nothing_told(

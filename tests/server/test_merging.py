@@ -1,6 +1,7 @@
-"""Ranks merge as the contract says; steps done again replace those of the dead process; the newest waits for all."""
+"""Samples come back from the store as they were sent, and ranks merge as the contract says."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,55 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreshock.contract.metrics.catalog import BY_KEY, METRICS
-from foreshock.contract.slots import merge_words
+from foreshock.contract.slots import SLOT_COUNT, merge_words
 from foreshock.contract.wire import Array, Sample
-from foreshock.server.readings import merge_scalars
-from foreshock.server.store.reading import SCALARS
+from foreshock.server.readings import SCALARS, head_arrays, merge_scalars, pack_sample, unpack_arrays, unpack_scalars
 from foreshock.server.testing import FakeRank
 
+HEADS = 3
 RULES: dict[str, str] = {metric.sample: metric.across_ranks for metric in METRICS if metric.sample}
+SENT = ("states", "modes", "query_norm", "risk")
+
+
+def arrays(bits: int, count: int, dtype: type, shape: tuple[int, ...]) -> st.SearchStrategy[Array]:
+    """Every pattern of bits is a number of some kind: NaN with a payload, -0.0, the least and the largest."""
+    numbers = st.lists(st.integers(0, 2**bits - 1), min_size=count, max_size=count)
+    return numbers.map(lambda own: Array.of(np.array(own, f"u{bits // 8}").view(dtype).reshape(shape)))
+
+
+norms = arrays(32, HEADS, np.float32, (HEADS,))
+samples = st.builds(
+    Sample,
+    step=st.just(7),
+    since_step=st.just(6),
+    unix_seconds=st.just(1.0),
+    states=st.none() | arrays(64, HEADS * SLOT_COUNT, np.int64, (HEADS, SLOT_COUNT)),
+    modes=st.none() | arrays(32, HEADS, np.int32, (HEADS,)),
+    query_norm=st.none() | norms,
+    risk=st.none() | norms,
+    **{name: st.none() | st.just(math.nan) | st.floats(min_value=0, allow_infinity=False) for name in SCALARS},
+)
+
+
+@given(sample=samples, cut=st.integers(0, 2**16))
+def test_a_sample_comes_back_to_the_bit_and_one_that_is_torn_gives_nothing_that_was_not_sent(
+    sample: Sample, cut: int
+) -> None:
+    row = pack_sample(sample)
+    assert not any(isinstance(value, float) and math.isnan(value) for value in row.values()), "no NaN in a column"
+    sent = {name: array.raw for name in SENT if (array := getattr(sample, name)) is not None}
+    found = unpack_arrays(row["arrays"])
+    assert {name: array.tobytes() for name, array in found.items()} == sent
+    assert set(unpack_arrays(row["arrays"], frozenset({"modes", "risk"}))) == {"modes", "risk"} & sent.keys()
+    for name, value in unpack_scalars(SimpleNamespace(**row)).items():
+        given_ = getattr(sample, name)
+        assert value == given_ or (given_ is not None and math.isnan(given_) and math.isnan(value or 0.0))
+    whole = row["arrays"] or b""
+    torn = SimpleNamespace(id=1, arrays=whole[: cut % (len(whole) + 1)])
+    for name, array in head_arrays(torn, HEADS).items():
+        assert array.tobytes() == sent[name]
+
+
 one_ranks_numbers = st.fixed_dictionaries(
     {name: st.none() | st.floats(min_value=-1e6, max_value=1e6) | st.just(math.nan) for name in SCALARS}
 )
@@ -56,15 +99,11 @@ async def test_ranks_merge_exactly_as_the_contract_says_and_absent_heads_are_not
         values = np.array(shown["values"], dtype=float)
         assert np.array_equal(values[:, :3].ravel(), reading.read(merged))
         assert np.isnan(values[:, 3:]).all()
-
-
-async def test_the_newest_reading_waits_for_the_ranks_that_lag_behind(service: Any) -> None:
-    fast, slow = FakeRank(rank=0), FakeRank(rank=1, heads=(3, 4))
-    await service.store(fast, fast.started(), fast.sample(10), fast.sample(20))
-    await service.store(slow, slow.started(), slow.sample(10))
-    assert (await service.get("/v1/runs/run-1"))["last_step"] == 10
-    await service.store(slow, slow.sample(20))
-    assert (await service.get("/v1/runs/run-1"))["last_step"] == 20
+    await service.store(first, first.sample(20))
+    await service.store(second, second.sample(20))
+    await service.store(other, other.sample(10), other.sample(20))
+    await service.store(first, first.sample(30))
+    assert (await service.get("/v1/runs/run-1"))["last_step"] == 20, "the newest reading waits for ranks that lag"
 
 
 async def test_what_is_not_finite_arrives_and_is_shown(service: Any) -> None:

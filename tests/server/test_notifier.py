@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 from sqlalchemy import update
+from tests.constants import settings_with
 
 from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
 from foreshock.contract.wire import Finished
@@ -14,7 +15,6 @@ from foreshock.server.notifier import LONGEST, Notifier
 from foreshock.server.settings import Settings
 from foreshock.server.store.schema import runs, service_state
 from foreshock.server.testing import FakeRank
-from foreshock.server.testing.service import settings_with
 
 
 class Out:

@@ -118,13 +118,13 @@ async def test_a_process_without_an_age_that_was_heard_is_not_taken_for_dead_whe
 
 
 @pytest.mark.promise("S5")
-@pytest.mark.parametrize("age", ["soon", "-1", "nan", "inf", "1e308", "9" * 400, "\u0660", ""])
-async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any, age: str) -> None:
-    assert arrival_of({AGE_HEADER: age.encode().decode("latin-1")}) == Arrival()  # as a server reads it
+async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any) -> None:
     rank = FakeRank()
-    headers = {"content-type": "application/json", "foreshock-process-age": age.encode()}
-    batch = rank.batch(rank.started()).model_dump_json()
-    assert (await service.client.post("/v1/batches", content=batch, headers=headers)).status_code == 200
+    for age in ("soon", "-1", "nan", "inf", "1e308", "9" * 400, "\u0660", ""):
+        assert arrival_of({AGE_HEADER: age.encode().decode("latin-1")}) == Arrival()  # as a server reads it
+        headers = {"content-type": "application/json", "foreshock-process-age": age.encode()}
+        batch = rank.batch(rank.started()).model_dump_json()
+        assert (await service.client.post("/v1/batches", content=batch, headers=headers)).status_code == 200, age
     assert await who_is_ordered(service, rank) == ["b1"]
 
 

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from tests.server import golden_store as old
 
 from foreshock.contract import wire
-from foreshock.server.readings import BUCKET
-from foreshock.server.store.reading import unreadable
+from foreshock.server.readings import BUCKET, unreadable
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("S16")

@@ -23,8 +23,7 @@ from foreshock.benchmarks.ingest_clients import Load, run_load
 from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import MORE_CHARTS
 from foreshock.server.store.schema import rollups
-from foreshock.server.testing import FakeRank, LiveService
-from foreshock.server.testing.service import post
+from foreshock.server.testing import FakeRank, LiveService, post
 
 _LAST_SPAN: Final = 975
 _SPAN: Final = 1024

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -67,7 +66,8 @@ def _print_held(url: str, *, as_json: bool) -> None:
     from foreshock.server.store import backup
 
     held = asyncio.run(backup.examine(url))
-    print_result(asdict(held), str(held), as_json=as_json)
+    said = f"{held['runs']} runs, {held['batches']} batches, {held['audit_rows']} rows of the audit trail"
+    print_result(held, said, as_json=as_json)
 
 
 @audit.command("export")

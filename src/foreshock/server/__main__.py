@@ -3,14 +3,14 @@
 import sys
 
 from foreshock.server.app import AddressError, serve
-from foreshock.server.settings import Settings, UnusableSettingsError, settings_of
+from foreshock.server.settings import UnusableSettingsError, settings_of
 from foreshock.server.store.database import StoreError
 
 
-def main(kind: type[Settings] = Settings) -> int:
-    """Serve until SIGINT or SIGTERM, with settings of this kind; the exit status."""
+def main() -> int:
+    """Serve until SIGINT or SIGTERM; the exit status."""
     try:
-        serve(settings_of(kind), ready=lambda sentence: print(sentence, flush=True))
+        serve(settings_of(), ready=lambda sentence: print(sentence, flush=True))
     except (UnusableSettingsError, StoreError, AddressError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -33,6 +33,7 @@ from foreshock.server.models import (
     Verification,
 )
 from foreshock.server.problems import ProblemError
+from foreshock.server.readings import passed_over, read_back
 from foreshock.server.runs.eventlog import (
     ended_before_the_answer,
     heads_of,
@@ -46,7 +47,6 @@ from foreshock.server.runs.newest import Ranks, all_ended, concerned, described,
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import lock_runs
-from foreshock.server.store.reading import passed_over, read_back
 from foreshock.server.store.schema import command_ranks, commands, runs
 
 WITH_RUN: Final = select(commands, runs.c.name.label("run")).join(runs)

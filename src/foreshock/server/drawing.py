@@ -42,7 +42,6 @@ Ends = tuple[int | None, int | None]
 Place = tuple[str, int]
 _POINTS: Final = 2**19
 """Most points of all lines of an answer; beyond, lines have fewer points: many lines would fill the memory."""
-_NO_VALUES: Final = np.empty((3, 0))
 
 
 @dataclass(frozen=True)
@@ -133,40 +132,38 @@ def draw(connection: Connection, axis: Axis, curves: Sequence[Curve], window: Wi
 
     Roll-ups are read where they are fine enough or the samples are too many, and the samples of the rest.
     """
+    columns = [curve.column(axis) for curve in curves]
     picked: dict[Place, list[int]] = defaultdict(list)
-    for curve in curves:
-        column = curve.column(axis)
+    for curve, column in zip(curves, columns, strict=True):
         if column is not None and column not in picked[curve.place]:
             picked[curve.place].append(column)
     parts: dict[Place, list[Values]] = defaultdict(list)
     names = frozenset[str]().union(*(arrays_of(BY_KEY[key]) for key, _ in picked))
     rolled = _rolled(connection, window, SLOT_COUNT * 8 * len(axis.heads) if names else 0)
-    for (key, layer), columns in picked.items():
+    for (key, layer), own in picked.items():
         heads = axis.columns[layer] if layer != WHOLE else range(len(axis.layers) if BY_KEY[key].head else 1)
         found = rolled_up(connection, window.run_id, key, layer, heads.stop - heads.start, rolled)
-        parts[key, layer].append(window.points_of(key, Values(found.steps, found.values[:, :, columns])))
+        parts[key, layer].append(window.points_of(key, Values(found.steps, found.values[:, :, own])))
     wanted = LIVE_SAMPLES.where(samples.c.run_id == window.run_id)
     if not names:
         wanted = wanted.with_only_columns(*(c for c in wanted.selected_columns if c.key != "arrays"))
     for begin, end in _gaps(window.first, window.last, rolled):
         for some in merged_steps(connection, axis, wanted.where(samples.c.step.between(begin, end)), names):
-            for (key, layer), columns in picked.items():
+            for (key, layer), own in picked.items():
                 if layer == WHOLE and BY_KEY[key].head is not None:
-                    layers = [axis.layers[column] for column in columns]
-                    values = some.worst_of(BY_KEY[key], axis, layers)
+                    values = some.worst_of(BY_KEY[key], axis, [axis.layers[column] for column in own])
                 else:
                     first = 0 if layer == WHOLE else axis.columns[layer].start
-                    values = some.values_of(BY_KEY[key], [first + column for column in columns])
+                    values = some.values_of(BY_KEY[key], [first + column for column in own])
                 parts[key, layer].append(window.points_of(key, values))
     drawn = {place: window.points_of(place[0], joined(own)) for place, own in parts.items()}
     lines = []
-    for curve in curves:
-        column = curve.column(axis)
-        if column is None:
-            lines.append(_line(curve))
-        else:
-            own = drawn[curve.place]
-            lines.append(_line(curve, own.steps.tolist(), own.values[:, :, picked[curve.place].index(column)].T))
+    for curve, column in zip(curves, columns, strict=True):
+        line = None
+        if column is not None:
+            found = drawn[curve.place]
+            line = Values(found.steps, found.values[:, :, picked[curve.place].index(column)])
+        lines.append(_line(curve, line))
     return lines
 
 
@@ -187,7 +184,9 @@ def _numbers(values: npt.NDArray[np.floating[Any]]) -> list[float | None]:
     return found
 
 
-def _line(curve: Curve, steps: Sequence[int] = (), values: npt.NDArray[np.floating[Any]] = _NO_VALUES) -> CurveLine:
+def _line(curve: Curve, found: Values | None = None) -> CurveLine:
+    """A curve with these values, of one column."""
+    steps, values = (found.steps.tolist(), found.values.T) if found is not None else ([], np.empty((3, 0)))
     low, high, last, *marks = map(_numbers, values)
     of_worst = curve.metric.head is not None and curve.head is None
     if marks and not of_worst:
@@ -197,7 +196,7 @@ def _line(curve: Curve, steps: Sequence[int] = (), values: npt.NDArray[np.floati
         unit=curve.metric.unit,
         layer=curve.layer,
         head=curve.head,
-        steps=list(steps),
+        steps=steps,
         low=low,
         high=high,
         last=last,
@@ -237,11 +236,6 @@ def as_json(answer: Curves) -> bytes:
     return head[:-1] + b',"lines":[' + lines + b"]}"
 
 
-def number(value: float) -> float | None:
-    """A value for an answer: NaN, where nothing was counted, becomes null."""
-    return None if math.isnan(value) else float(value)
-
-
 def _gaps(first: int, last: int, rolled: set[int]) -> list[tuple[int, int]]:
     """The parts of [first, last] outside the coarse spans `rolled`."""
     gaps = []
@@ -279,10 +273,8 @@ def matrix(
     measured = None
     if found is not None and axis.heads:
         measured, of_heads = _measured(connection, axis, run_id, metric, found)
-        row_of, column_of = {n: i for i, n in enumerate(layers)}, {n: i for i, n in enumerate(heads)}
-        for (layer, head), value in zip(axis.heads, of_heads, strict=True):
-            if layer in row_of:
-                values[row_of[layer], column_of[head]] = value
+        for row, own in enumerate(axis.columns[layer] for layer in layers):
+            values[row, np.searchsorted(heads, axis.numbers[own])] = of_heads[own]
     return Matrix(
         run=run,
         metric=metric.key,
@@ -292,7 +284,7 @@ def matrix(
         layers=layers,
         heads=heads,
         next_layer=asked[fit] if len(asked) > fit else None,
-        values=[[number(value) for value in row] for row in values],
+        values=[_numbers(row) for row in values],
         steps=_steps(connection, run_id, max_steps),
     )
 

@@ -6,6 +6,7 @@ unless a field says otherwise. Text that people write is recorded: none may hold
 which JSON can spell and no store can keep.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -403,41 +404,66 @@ class Health(Response):
     checks: dict[str, str]
 
 
-def _storable(text: str) -> str:
-    if "\x00" in text:
-        raise ValueError("holds a NUL character, which cannot be stored; leave it out")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("holds half of a surrogate pair, which is no character; leave it out")
-    return text
+def _refused(wrong: Callable[[str], bool], why: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if wrong(text):
+            raise ValueError(why)
+        return text
+
+    return AfterValidator(check)
 
 
-Storable = Annotated[str, AfterValidator(_storable)]
+Storable = Annotated[
+    str,
+    _refused(lambda text: "\x00" in text, "holds a NUL character, which cannot be stored; leave it out"),
+    _refused(
+        lambda text: any("\ud800" <= character <= "\udfff" for character in text),
+        "holds half of a surrogate pair, which is no character; leave it out",
+    ),
+]
 """Text of a request that every store takes: PostgreSQL has no NUL, and UTF-8 no lone surrogate."""
-
-
-def _not_blank(text: str) -> str:
-    if not text.strip():
-        raise ValueError("is blank; the audit trail needs a word")
-    return text
-
-
-Said = Annotated[Storable, AfterValidator(_not_blank)]
+Said = Annotated[Storable, _refused(lambda text: not text.strip(), "is blank; the audit trail needs a word")]
 """Who acts, and why."""
+Line = Annotated[
+    Storable,
+    _refused(
+        lambda text: not text.isprintable() or text != text.strip(),
+        "holds a control character, or blanks at an end; write it on one line",
+    ),
+]
+Tag = Annotated[
+    Line,
+    Field(min_length=1, max_length=64),
+    _refused(
+        lambda text: not {",", "="}.isdisjoint(text),
+        "holds a comma or an equals sign, which no tag may: NAME=VALUE is a label",
+    ),
+]
 
 
-class Login(BaseModel):
-    """A token in exchange for a session cookie."""
+class Request(BaseModel):
+    """Base of every body of a request."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class Login(Request):
+    """A token in exchange for a session cookie."""
+
     token: Storable = Field(max_length=512)
 
 
-class CommandRequest(BaseModel):
+class Decision(Request):
+    """Approval or rejection of a proposed command, or the end of one that is under way."""
+
+    who: Said = Field(min_length=1, max_length=128)
+    reason: Said = Field(min_length=1, max_length=500)
+
+
+class CommandRequest(Decision):
     """An order to switch heads."""
 
-    model_config = ConfigDict(extra="forbid")
     who: Said = Field(min_length=1, max_length=128, description="who requests it; recorded in the audit trail")
-    reason: Said = Field(min_length=1, max_length=500)
     heads: list[HeadRef] | None = Field(
         default=None, max_length=MAX_LAYERS * 64, description="[[layer, head], ...]; null means every head of the run"
     )
@@ -448,46 +474,10 @@ class CommandRequest(BaseModel):
     dry_run: bool = False
 
 
-class Decision(BaseModel):
-    """Approval or rejection of a proposed command, or the end of one that is under way."""
-
-    model_config = ConfigDict(extra="forbid")
-    who: Said = Field(min_length=1, max_length=128)
-    reason: Said = Field(min_length=1, max_length=500)
-
-
 class Acknowledgement(Decision):
     """Somebody takes care of an incident."""
 
     incident: Storable = Field(max_length=64, description="its id: its cause, with a dash for a space")
-
-
-def _one_line(text: str) -> str:
-    if not text.isprintable() or text != text.strip():
-        raise ValueError("holds a control character, or blanks at an end; write it on one line")
-    return text
-
-
-Line = Annotated[Storable, AfterValidator(_one_line)]
-
-
-def _tag(text: str) -> str:
-    if set(text) & set(",="):
-        raise ValueError("holds a comma or an equals sign, which no tag may: NAME=VALUE is a label")
-    return text
-
-
-Tag = Annotated[Line, Field(min_length=1, max_length=64), AfterValidator(_tag)]
-
-
-class Description(BaseModel):
-    """What people say of a run. What is left out stays as it is; what is empty is taken away."""
-
-    model_config = ConfigDict(extra="forbid")
-    who: Said = Field(min_length=1, max_length=128)
-    display_name: Annotated[Line, Field(max_length=128)] | None = None
-    tags: list[Tag] | None = Field(default=None, max_length=32)
-    notes: Annotated[Storable, Field(max_length=4000)] | None = None
 
 
 class Undo(Decision):
@@ -495,3 +485,12 @@ class Undo(Decision):
 
     reason: Said = Field(min_length=1, max_length=480)
     dry_run: bool = False
+
+
+class Description(Request):
+    """What people say of a run. What is left out stays as it is; what is empty is taken away."""
+
+    who: Said = Field(min_length=1, max_length=128)
+    display_name: Annotated[Line, Field(max_length=128)] | None = None
+    tags: list[Tag] | None = Field(default=None, max_length=32)
+    notes: Annotated[Storable, Field(max_length=4000)] | None = None

@@ -7,17 +7,16 @@ the value with the highest sequence.
 import hashlib
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from sqlalchemy import Connection, Row, bindparam, case, literal_column, select, update
+from sqlalchemy import Connection, Row, Table, bindparam, case, literal_column, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from foreshock.contract.wire import (
     AgentHealth,
     Batch,
-    Checkpoint,
     Clipped,
     Finished,
     Layer,
@@ -27,21 +26,15 @@ from foreshock.contract.wire import (
     Verdict,
 )
 from foreshock.server.process_order import Arrival, place, record_shared_ranks, supersede
-from foreshock.server.readings import SPAN, changed_runs, changed_spans
-from foreshock.server.runs.eventlog import (
-    checkpoint_sentence,
-    clipped_sentence,
-    finished_sentence,
-    printable,
-    started_sentence,
-    switched_sentence,
-    write_events,
-)
+from foreshock.server.readings import SPAN, changed_runs, changed_spans, heads_of_layers, pack_sample, unpack_arrays
+from foreshock.server.runs.eventlog import Told, sentence_of, write_events
 from foreshock.server.runs.newest import with_sample
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import Many, insert_or_ignore, lock_runs
-from foreshock.server.store.reading import heads_of_layers, pack_sample, unpack_arrays
 from foreshock.server.store.schema import batches, boots, runs, samples, topologies, warnings
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def _keep(insert: sqlite.Insert | postgresql.Insert) -> Many:
@@ -104,28 +97,9 @@ def _newness(row: dict[str, Any], places: dict[int, int]) -> tuple[int, int, int
 
 
 BootKey = tuple[str, int, str]
-_MERGED = (
-    "last_sequence",
-    "last_seen",
-    "world_size",
-    "topology",
-    "description",
-    "started_step",
-    "earliest_step",
-    "health",
-    "health_sequence",
-    "nonfinite_steps",
-    "finished_status",
-    "began",
-    "place",
-    "beside",
-    "replayed",
-    "newest_step",
-    "stepped",
-    "measured",
-)
-
-
+_NOT_MERGED = ("id", "run_id", "rank", "boot", "newest", "until_step")
+_MERGED = [column.name for column in boots.c if column.name not in _NOT_MERGED]
+"""What batches change of their process start; the last two follow from all process starts (process_order)."""
 _FIND_RUNS = select(runs.c.name, runs.c.id).where(runs.c.name.in_(bindparam("names", expanding=True)))
 _FIND_BOOTS = select(boots).where(
     boots.c.run_id.in_(bindparam("run_ids", expanding=True)), boots.c.boot.in_(bindparam("names", expanding=True))
@@ -182,8 +156,7 @@ def key_of(batch: Batch) -> BootKey:
 def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[BootKey, Arrival]) -> Recorded:
     """Write every batch of the group that is not stored yet. `arrivals` says how those of each process start came."""
     now = time.time()
-    done = Recorded()
-    _find_runs(connection, group, now, done)
+    done = Recorded(run_ids=_find_runs(connection, group, now))
     # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
     lock_runs(connection, done.run_ids.values())
     found = _find_boots(connection, group, now, done)
@@ -207,46 +180,48 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
     return done
 
 
-def _find_runs(connection: Connection, group: Sequence[Batch], now: float, done: Recorded) -> None:
-    """Find or make them."""
+def _found_or_made(
+    connection: Connection, table: Table, find: Callable[[], dict[K, V]], new: Mapping[K, dict[str, Any]]
+) -> dict[K, V]:
+    """What `find` finds by key once every key of `new` has a row: this one, unless another replica has made one."""
+    found = find()
+    if absent := [row for key, row in new.items() if key not in found]:
+        connection.execute(insert_or_ignore(connection, table), absent)
+        found = find()
+    return found
+
+
+def _find_runs(connection: Connection, group: Sequence[Batch], now: float) -> dict[str, int]:
+    """The ids of the runs by name."""
     names = sorted({batch.run for batch in group})
-    for attempt in (1, 2):
-        found = connection.execute(_FIND_RUNS, {"names": names})
-        done.run_ids = {row.name: row.id for row in found}
-        missing = [name for name in names if name not in done.run_ids]
-        if not missing or attempt == 2:
-            break
-        # A run may get the number of one that was deleted; what was made of that one is not taken for the new one's,
-        # since its changes are counted on from another moment.
-        since = int(1e6 * now)
-        values = [{"name": name, "first_seen": now, "last_seen": now, "changes": since} for name in missing]
-        connection.execute(insert_or_ignore(connection, runs), values)
+    # A run may get the number of one that was deleted; what was made of that one is not taken for the new one's,
+    # since its changes are counted on from another moment.
+    since = int(1e6 * now)
+    new = {name: {"name": name, "first_seen": now, "last_seen": now, "changes": since} for name in names}
+
+    def find() -> dict[str, int]:
+        return {row.name: row.id for row in connection.execute(_FIND_RUNS, {"names": names})}
+
+    return _found_or_made(connection, runs, find, new)
 
 
 def _find_boots(connection: Connection, group: Sequence[Batch], now: float, done: Recorded) -> dict[int, Row[Any]]:
-    """Find or make them: their rows by id."""
+    """The rows of the process starts by id."""
     keys = sorted({key_of(batch) for batch in group})
     run_names = {run_id: name for name, run_id in done.run_ids.items()}
     wanted = {"run_ids": sorted(run_names), "names": sorted({boot for _, _, boot in keys})}
-    rows: dict[int, Row[Any]] = {}
-    for attempt in (1, 2):
-        rows = {row.id: row for row in connection.execute(_FIND_BOOTS, wanted)}
-        done.boot_ids = {(run_names[row.run_id], row.rank, row.boot): i for i, row in rows.items()}
-        absent = [key for key in keys if key not in done.boot_ids]
-        if not absent or attempt == 2:
-            break
-        values = [
-            {
-                "run_id": done.run_ids[run],
-                "rank": rank,
-                "boot": boot,
-                "place": process_starts.place_of(None, boot),
-                "last_seen": now,
-            }
-            for run, rank, boot in absent
-        ]
-        connection.execute(insert_or_ignore(connection, boots), values)
-    return rows
+    new: dict[BootKey, dict[str, Any]] = {}
+    for run, rank, boot in keys:
+        own = {"run_id": done.run_ids[run], "rank": rank, "boot": boot}
+        new[run, rank, boot] = {**own, "place": process_starts.place_of(None, boot), "last_seen": now}
+
+    def find() -> dict[BootKey, Row[Any]]:
+        rows = connection.execute(_FIND_BOOTS, wanted)
+        return {(run_names[row.run_id], row.rank, row.boot): row for row in rows}
+
+    found = _found_or_made(connection, boots, find, new)
+    done.boot_ids = {key: row.id for key, row in found.items()}
+    return {row.id: row for row in found.values()}
 
 
 def _keep_new(connection: Connection, group: Sequence[Batch], done: Recorded) -> None:
@@ -391,37 +366,27 @@ def _write_events(connection: Connection, done: Recorded, before: dict[int, Row[
     clipped: list[tuple[Batch, Clipped]] = []
     introduced = {boot_id for boot_id, row in before.items() if row.description is not None}
     for batch in done.new:
-        boot_id = done.boot_ids[key_of(batch)]
+        run_id, boot_id = done.run_ids[batch.run], done.boot_ids[key_of(batch)]
         for event in batch.events:
-            row: dict[str, Any] = {"mode": None, "outcome": None, "payload": None}
+            if not isinstance(event, Told) or (isinstance(event, Started) and boot_id in introduced):
+                continue  # a process that starts says so again when it is asked to
+            row: dict[str, Any] = {"run_id": run_id, "boot_id": boot_id, "rank": batch.rank, "kind": event.kind}
+            row |= {"step": event.step, "unix_seconds": now, "sentence": sentence_of(batch.rank, event)}
+            row |= {"mode": None, "outcome": None, "payload": None}
+            if isinstance(event, Started):
+                introduced.add(boot_id)
+            elif not isinstance(event, Finished):
+                row["payload"] = event.model_dump_json()
             if isinstance(event, Verdict):
-                row |= {
-                    "sentence": printable(event.sentence),
-                    "payload": event.model_dump_json(),
-                    "outcome": event.state,
-                }
+                done.changed.add(run_id)
+                row["outcome"] = event.state
             elif isinstance(event, Switched):
+                done.changed.add(run_id)
                 done.switched.append((batch, event))
-                row |= {"sentence": switched_sentence(event), "payload": event.model_dump_json()}
                 row |= {"mode": event.after[0] if event.after else None, "outcome": event.outcome}
             elif isinstance(event, Clipped):
                 clipped.append((batch, event))
-                row |= {"sentence": clipped_sentence(batch.rank, event), "payload": event.model_dump_json()}
-            elif isinstance(event, Checkpoint):
-                row |= {"sentence": checkpoint_sentence(event), "payload": event.model_dump_json()}
-            elif isinstance(event, Started):
-                if boot_id in introduced:  # it says it again because it was asked to
-                    continue
-                introduced.add(boot_id)
-                row |= {"sentence": started_sentence(batch.rank, event)}
-            elif isinstance(event, Finished):
-                row |= {"sentence": finished_sentence(batch.rank, event)}
-            else:
-                continue
-            if isinstance(event, Verdict | Switched):
-                done.changed.add(done.run_ids[batch.run])
-            row |= {"run_id": done.run_ids[batch.run], "boot_id": boot_id, "rank": batch.rank}
-            rows.append(row | {"kind": event.kind, "step": event.step, "unix_seconds": now})
+            rows.append(row)
     write_events(connection, rows)
     for batch, event in clipped:
         details: dict[str, Any] = {"on": event.on, "step": event.step, "reason": event.reason}

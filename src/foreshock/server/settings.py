@@ -240,10 +240,10 @@ class UnusableSettingsError(ValueError):
     """The service cannot start with what was set. The message says why and holds no value: it may be a secret."""
 
 
-def settings_of(kind: type[Settings] = Settings, **given: Any) -> Settings:
+def settings_of(**given: Any) -> Settings:
     """The settings of the environment, with `given` on top. Raises UnusableSettingsError."""
     try:
-        return kind(**given)
+        return Settings(**given)
     except ValidationError as error:
         raise UnusableSettingsError("\n".join(sentences(error))) from None
     except SettingsError as error:  # says the field and the source, and what it says of the value stays with its cause

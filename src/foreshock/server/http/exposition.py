@@ -37,14 +37,13 @@ from foreshock.server.auth import Keyring
 from foreshock.server.logs import Counters, lines
 from foreshock.server.models import ActiveWarning
 from foreshock.server.notifier import words_of
-from foreshock.server.readings import Axis, MergedSteps, merge
+from foreshock.server.readings import Axis, MergedSteps, merge, read_back, unreadable
 from foreshock.server.runs.incidents import incidents_of
 from foreshock.server.runs.listing import Losses, active_warnings, losses
 from foreshock.server.runs.newest import NORMS, Earlier, carry, earlier_samples, newest_samples, status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, give_up_if_cancelled
-from foreshock.server.store.reading import read_back, unreadable
 from foreshock.server.store.schema import events, runs, service_state, warnings
 
 Labels = tuple[str, ...]

@@ -11,11 +11,10 @@ from fastapi.sse import format_sse_event
 
 from foreshock.contract.wire import Batch, Sample
 from foreshock.server.models import RunEvent, StreamSample
-from foreshock.server.readings import RUN_SCALARS, merge_scalars
+from foreshock.server.readings import RUN_SCALARS
 from foreshock.server.runs.eventlog import event_id, events_after
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, log_store_error
-from foreshock.server.store.reading import SCALARS
 
 REPLAYED_AT_ONCE: Final = 1000
 """Events of the log that are read at once."""
@@ -102,7 +101,8 @@ class Broadcaster:
         for batch in batches:
             newest = max((e for e in batch.events if isinstance(e, Sample)), key=lambda e: e.step, default=None)
             if newest is not None:
-                self._samples[batch.run] = _as_stream_sample(batch.run, newest)
+                latest = {key: getattr(newest, name) for key, name in RUN_SCALARS.items()}
+                self._samples[batch.run] = StreamSample(run=batch.run, step=newest.step, latest=latest)
         self._moved.set()
 
     def deleted(self, run: str) -> None:
@@ -163,8 +163,3 @@ class Broadcaster:
 def stream_event(cursor: int, event: RunEvent) -> StreamEvent:
     """An event of the log as it travels; a client that comes back names its id."""
     return StreamEvent(cursor, format_sse_event(event=event.kind, id=event_id(event), data_str=event.model_dump_json()))
-
-
-def _as_stream_sample(run: str, sample: Sample) -> StreamSample:
-    scalars = merge_scalars([{name: getattr(sample, name) for name in SCALARS}])
-    return StreamSample(run=run, step=sample.step, latest={k: scalars[name] for k, name in RUN_SCALARS.items()})

@@ -14,8 +14,8 @@ from sqlalchemy import Connection, Row, Select, bindparam, desc, func, select, u
 from foreshock.contract.incident import Acknowledged, heads_in_words
 from foreshock.contract.wire import Checkpoint, Clipped, Finished, HeadRef, Started, Switched, Verdict
 from foreshock.server.models import CommandChange, IncidentChange, RunEvent
+from foreshock.server.readings import read_back
 from foreshock.server.store.database import lock_log
-from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import boots, events, runs
 
 
@@ -40,12 +40,6 @@ def ended_before_the_answer(heads: Sequence[HeadRef] | None) -> str:
     return f"{left} Order it again when the run is resumed."
 
 
-def started_sentence(rank: int, started: Started) -> str:
-    """What a boot watches."""
-    heads = sum(len(layer.heads) for layer in started.layers)
-    return f"Rank {rank} started at step {started.step}: {len(started.layers)} layers, {heads} heads, {started.policy}."
-
-
 def shared_sentence(ranks: Sequence[int]) -> str:
     """What it means that two living processes call themselves one rank; at most eight ranks by number."""
     named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
@@ -55,36 +49,37 @@ def shared_sentence(ranks: Sequence[int]) -> str:
     )
 
 
-def finished_sentence(rank: int, finished: Finished) -> str:
-    """How a boot ended."""
-    return f"Rank {rank} {finished.status} at step {finished.step}."
+Told = Verdict | Switched | Clipped | Checkpoint | Started | Finished
+"""What of a batch goes into the log."""
 
 
-def switched_sentence(switched: Switched) -> str:
-    """What became of a switch."""
-    modes = ", ".join(sorted(set(switched.after))) or "nothing"
-    sentence = f"Switch of {heads_in_words(switched.heads)} to {modes}: {switched.outcome}. {switched.reason}"
-    if not switched.heads:
-        sentence = f"Order {switched.outcome}. {switched.reason}"
+def sentence_of(rank: int, event: Told) -> str:
+    """What happened at a rank, in words."""
+    match event:
+        case Verdict():
+            sentence = event.sentence
+        case Started():
+            layers, heads = len(event.layers), sum(len(layer.heads) for layer in event.layers)
+            sentence = f"Rank {rank} started at step {event.step}: {layers} layers, {heads} heads, {event.policy}."
+        case Finished():
+            sentence = f"Rank {rank} {event.status} at step {event.step}."
+        case Switched() if event.heads:
+            modes = ", ".join(sorted(set(event.after))) or "nothing"
+            sentence = f"Switch of {heads_in_words(event.heads)} to {modes}: {event.outcome}. {event.reason}"
+        case Switched():
+            sentence = f"Order {event.outcome}. {event.reason}"
+        case Checkpoint():
+            why = " foreshock asked for it at a warning." if event.requested else ""
+            sentence = f"Checkpoint of step {event.step:,}: {event.path}.{why}"
+        case Clipped() if event.heads:
+            times = max(event.times)
+            sentence = (
+                f"Rank {rank}: QK-Clip scaled {heads_in_words(event.heads)}, smallest factor {min(event.factors):.3g}, "
+                f"at most {times:,} time{'s' if times > 1 else ''} each. {event.reason}"
+            )
+        case Clipped():
+            sentence = f"Rank {rank}: QK-Clip is {'on' if event.on else 'off'}: {event.reason}"
     return printable(sentence.strip())
-
-
-def checkpoint_sentence(checkpoint: Checkpoint) -> str:
-    """Where a checkpoint is, and whether foreshock asked for it."""
-    why = " foreshock asked for it at a warning." if checkpoint.requested else ""
-    return printable(f"Checkpoint of step {checkpoint.step:,}: {checkpoint.path}.{why}")
-
-
-def clipped_sentence(rank: int, clipped: Clipped) -> str:
-    """What QK-Clip did: switched on or off, or which heads it scaled, by how much and how often."""
-    if not clipped.heads:
-        return printable(f"Rank {rank}: QK-Clip is {'on' if clipped.on else 'off'}: {clipped.reason}")
-    named = heads_in_words(clipped.heads)
-    times = max(clipped.times)
-    return printable(
-        f"Rank {rank}: QK-Clip scaled {named}, smallest factor {min(clipped.factors):.3g}, "
-        f"at most {times:,} time{'s' if times > 1 else ''} each. {clipped.reason}"
-    )
 
 
 _NEWEST: Final = select(

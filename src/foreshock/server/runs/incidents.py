@@ -21,11 +21,10 @@ from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import HeadRef, Switched, Verdict
 from foreshock.server.models import IncidentChange
 from foreshock.server.problems import ProblemError
-from foreshock.server.readings import ARRAYS_OF_MODES, Axis, MergedSteps, merge
+from foreshock.server.readings import ARRAYS_OF_MODES, Axis, MergedSteps, merge, read_back
 from foreshock.server.runs.eventlog import heads_of, printable, write_events
 from foreshock.server.runs.newest import described, heads_by_rank, newest_samples, status_of
 from foreshock.server.store import audit, process_starts
-from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import boots, command_ranks, commands, events, warnings
 
 

@@ -6,23 +6,21 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import Connection, Row, desc, func, or_, select, tuple_, update
 
-from foreshock.contract.incident import Warned
 from foreshock.contract.metrics.run_metrics import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS, SILENT_SECONDS
 from foreshock.contract.wire import AgentHealth, Layer
-from foreshock.server.drawing import number
 from foreshock.server.models import ActiveWarning, Decision, Description, LayerState, RunDetail, RunList, RunSummary
 from foreshock.server.problems import ProblemError
-from foreshock.server.readings import MergedSteps, axis_of, merge
+from foreshock.server.readings import MergedSteps, axis_of, layers_of, merge, read_back
 from foreshock.server.runs.eventlog import printable, shared_sentence, write_events
 from foreshock.server.runs.incidents import Orders, change_of, incidents_of, modes_of, orders_of, warned_of
 from foreshock.server.runs.newest import condition_of, described, newest_samples, status_of
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import Store, lock_runs
-from foreshock.server.store.reading import layers_of, read_back
 from foreshock.server.store.retention import delete_run
 from foreshock.server.store.schema import boots, runs, topologies, warnings
 
@@ -84,43 +82,41 @@ def summaries(
     connection: Connection, rows: Sequence[Row[Any]], verify_steps: int
 ) -> list[tuple[dict[str, Any], MergedSteps | None]]:
     """The fields of RunSummary for each run, with its newest reading. verify_steps: as for `incidents_of`."""
-    found = process_starts.of_now(connection, [row.id for row in rows])
-    beside = process_starts.beside(connection, [row.id for row in rows])
-    raised = active_warnings(connection, [row.id for row in rows])
-    samples = newest_samples(connection, [row.id for row in rows])
-    standing = incidents_of(connection, list(raised), verify_steps, starts=found, newest=samples)
-    newest = {run_id: (axis, merge(axis, own)) for run_id, (axis, own) in samples.items()}
+    ids = [row.id for row in rows]
+    starts, beside = process_starts.of_now(connection, ids), process_starts.beside(connection, ids)
+    raised, samples = active_warnings(connection, ids), newest_samples(connection, ids)
+    standing = incidents_of(connection, list(raised), verify_steps, starts=starts, newest=samples)
     result = []
     for row in rows:
-        reading = newest[row.id][1] if row.id in newest else None
-        latest = reading.latest() if reading else {}
-        result.append(
-            (
-                {
-                    "run": row.name,
-                    "first_seen_unix_seconds": row.first_seen,
-                    "last_seen_unix_seconds": row.last_seen,
-                    "last_step": int(reading.steps[-1]) if reading else None,
-                    "last_step_unix_seconds": _last_step(found[row.id]),
-                    "hung_after_seconds": hung_after(latest.get("run.step_time")),
-                    "loss": latest.get("run.loss"),
-                    "worst_risk": latest.get("run.worst_risk"),
-                    "active_warnings": len(raised.get(row.id, [])),
-                    "forecast_steps": _shortest(raised.get(row.id, [])),
-                    "incidents": [change_of(one) for one in standing.get(row.id, ()) if one.state != "closed"],
-                    "display_name": row.display_name,
-                    "tags": tags_of(row),
-                    **_described(found[row.id], beside[row.id]),
-                },
-                reading,
-            )
-        )
+        own, warned = starts[row.id], raised.get(row.id, [])
+        reading = merge(*samples[row.id]) if row.id in samples else None
+        latest, description = reading.latest() if reading else {}, described(own)
+        stepped = [start.stepped for start in process_starts.newest(own).values() if start.stepped is not None]
+        forecasts = [one.forecast_steps for one in warned if one.forecast_steps is not None]
+        shared = list(process_starts.shared([*own, *beside[row.id]]))
+        keys = ("policy", "numerics", "mitigation", "switch_scope", "qk_clip", "world_size")
+        fields = {
+            "run": row.name,
+            "status": status_of(own),
+            "ranks": len({start.rank for start in own}),
+            "shared_ranks": shared_sentence(shared) if shared else None,
+            "first_seen_unix_seconds": row.first_seen,
+            "last_seen_unix_seconds": row.last_seen,
+            "last_step": int(reading.steps[-1]) if reading else None,
+            "last_step_unix_seconds": max(stepped, default=None),
+            "hung_after_seconds": hung_after(latest.get("run.step_time")),
+            "loss": latest.get("run.loss"),
+            "worst_risk": latest.get("run.worst_risk"),
+            "active_warnings": len(warned),
+            "forecast_steps": min(forecasts, default=None),
+            "incidents": [change_of(one) for one in standing.get(row.id, ()) if one.state != "closed"],
+            "display_name": row.display_name,
+            "tags": tags_of(row),
+            "labels": description.get("labels", {}),
+            **{key: description.get(key) for key in keys},
+        }
+        result.append((fields, reading))
     return result
-
-
-def _last_step(rows: Sequence[Row[Any]]) -> float | None:
-    living = process_starts.newest(rows).values()
-    return max((row.stepped for row in living if row.stepped is not None), default=None)
 
 
 def hung_after(step_seconds: float | None) -> float:
@@ -130,25 +126,9 @@ def hung_after(step_seconds: float | None) -> float:
     return max(HUNG_STEPS * step_seconds, HUNG_SECONDS)
 
 
-def _shortest(raised: Sequence[ActiveWarning]) -> float | None:
-    return min((w.forecast_steps for w in raised if w.forecast_steps is not None), default=None)
-
-
 def tags_of(row: Row[Any]) -> list[str]:
     """The tags of a row of `runs`, sorted."""
     return list(json.loads(row.tags)) if row.tags else []
-
-
-def _described(rows: Sequence[Row[Any]], beside: Sequence[Row[Any]]) -> dict[str, Any]:
-    description = described(rows)
-    keys = ("policy", "numerics", "mitigation", "switch_scope", "qk_clip", "world_size")
-    return {
-        "status": status_of(rows),
-        "ranks": len({row.rank for row in rows}),
-        "shared_ranks": shared_sentence(shared) if (shared := list(process_starts.shared([*rows, *beside]))) else None,
-        "labels": description.get("labels", {}),
-        **{key: description.get(key) for key in keys},
-    }
 
 
 def active_warnings(
@@ -156,12 +136,15 @@ def active_warnings(
 ) -> dict[int, list[ActiveWarning]]:
     """Warnings that are raised, not cleared, and not of steps that a later boot does again; all, or of these names."""
     picked = (warnings.c.active,) if named is None else (warnings.c.active, warnings.c.uid.in_(named))
-    return {run_id: [_raised(one) for one in own] for run_id, own in warned_of(connection, run_ids, *picked).items()}
-
-
-def _raised(one: Warned) -> ActiveWarning:
-    fields = one.verdict.model_dump(exclude={"kind", "state"})
-    return ActiveWarning(**fields, rank=one.rank, raised_step=one.raised_step)
+    return {
+        run_id: [
+            ActiveWarning(
+                **one.verdict.model_dump(exclude={"kind", "state"}), rank=one.rank, raised_step=one.raised_step
+            )
+            for one in own
+        ]
+        for run_id, own in warned_of(connection, run_ids, *picked).items()
+    }
 
 
 def run_detail(connection: Connection, row: Row[Any], verify_steps: int) -> RunDetail:
@@ -220,28 +203,25 @@ def _layers(
     known: dict[int, Layer] = {}
     heads: dict[int, set[int]] = defaultdict(set)
     found = connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)).order_by("hash"))
-    for topology in found:
-        for layer in layers_of(topology.layers):
-            known[layer.layer] = layer
-            heads[layer.layer] |= set(layer.heads)
+    for layer in (layer for topology in found for layer in layers_of(topology.layers)):
+        known[layer.layer] = layer
+        heads[layer.layer] |= set(layer.heads)
     axis = axis_of(connection, run_id)
-    orders, index = orders_of(connection, [run_id]).get(run_id, Orders()), axis.index()
+    orders = orders_of(connection, [run_id]).get(run_id, Orders())
     modes = orders.modes(modes_of(axis, reading) if reading else {}, int(reading.steps[-1]) if reading else 0)
-    states = []
-    for number_, layer in sorted(known.items()):
-        own = sorted(heads[number_])
-        where = [index[number_, head] for head in own]
-        states.append(
-            LayerState(
-                **layer.model_dump(include={"layer", "name", "served_by", "sampled"}),
-                kv_heads=layer.kv_heads if layer.kv_heads_known else None,
-                head_dim=layer.head_dim or None,
-                heads=own,
-                modes=[modes.get((number_, head)) for head in own],
-                risk=[number(reading.fields["risk"][-1, i]) if reading else None for i in where],
-            )
+    known_risk = zip(axis.heads, reading.fields["risk"][-1].tolist(), strict=True) if reading else ()
+    risk = {ref: value for ref, value in known_risk if not math.isnan(value)}
+    return [
+        LayerState(
+            **layer.model_dump(include={"layer", "name", "served_by", "sampled"}),
+            kv_heads=layer.kv_heads if layer.kv_heads_known else None,
+            head_dim=layer.head_dim or None,
+            heads=(own := sorted(heads[number])),
+            modes=[modes.get((number, head)) for head in own],
+            risk=[risk.get((number, head)) for head in own],
         )
-    return states
+        for number, layer in sorted(known.items())
+    ]
 
 
 _WORDS: Final = {"display_name": "display name", "tags": "tags", "notes": "notes"}
@@ -287,25 +267,21 @@ async def delete(store: Store, run: str, who: str, decision: Decision) -> None:
     Raises ProblemError where no run has this name, and where it still trains: it would come back with its next batch.
     """
     entry: dict[str, Any] = {"actor": who, "run": run, "details": {"reason": decision.reason}}
+    trains = ProblemError(
+        409,
+        f"Run {run} still trains, and would come back with its next batch. Stop it, or wait until nothing has been "
+        f"heard of it for {SILENT_SECONDS:.0f} s.",
+    )
 
     def begin(connection: Connection) -> Row[Any]:
         row = find_run(connection, run)
         starts = process_starts.of_now(connection, [row.id])[row.id]
         if status_of(starts) == "active" and time.time() - row.last_seen < SILENT_SECONDS:
-            raise ProblemError(409, _trains(run))
+            raise trains
         audit.append(connection, action="deletion begun", **entry)
         return row
 
-    def record(connection: Connection) -> None:
-        audit.append(connection, action="deleted", **entry)
-
     row = await store.write(begin)
+    record = partial(audit.append, action="deleted", **entry)
     if not await delete_run(store, row.id, math.nextafter(row.last_seen, math.inf), record):
-        raise ProblemError(409, _trains(run))
-
-
-def _trains(run: str) -> str:
-    return (
-        f"Run {run} still trains, and would come back with its next batch. Stop it, or wait until nothing has been "
-        f"heard of it for {SILENT_SECONDS:.0f} s."
-    )
+        raise trains

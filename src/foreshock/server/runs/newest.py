@@ -21,9 +21,17 @@ from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
 from foreshock.contract.slots import Slot, Words, fitted, identity_row
 from foreshock.contract.wire import PER_HEAD, HeadRef, Layer, Sample, Severity, Started
 from foreshock.server.models import RunStatus
-from foreshock.server.readings import LIVE_SAMPLES, Axis, MergedSteps, axes_of, merge
+from foreshock.server.readings import (
+    LIVE_SAMPLES,
+    SCALARS,
+    Axis,
+    MergedSteps,
+    axes_of,
+    heads_of_layers,
+    merge,
+    read_back,
+)
 from foreshock.server.store import process_starts
-from foreshock.server.store.reading import SCALARS, heads_of_layers, read_back
 from foreshock.server.store.schema import boots, runs, samples, topologies
 
 _SEVERITIES: Final[tuple[Severity | None, ...]] = (None, "info", "warning", "critical")

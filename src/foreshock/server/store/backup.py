@@ -6,7 +6,6 @@ import sqlite3
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Connection, func, select
@@ -29,8 +28,7 @@ def backup(url: str, file: Path) -> None:
         if source := file_of(address):
             _copy_sqlite(source, partial)
         else:
-            tool, database = _postgresql(address, "pg_dump")
-            _call([*tool, "--format=custom", "--no-owner", "--no-privileges", f"--file={partial}", database], address)
+            _call(address, "pg_dump", "--format=custom", f"--file={partial}")
         with partial.open("rb+") as written:
             os.fsync(written.fileno())
 
@@ -51,9 +49,7 @@ def restore(file: Path, url: str) -> None:
         with _made_whole(target) as partial:
             _copy_sqlite(file, partial)
     else:
-        tool, database = _postgresql(address, "pg_restore")
-        options = ["--exit-on-error", "--single-transaction", "--no-owner", "--no-privileges", f"--dbname={database}"]
-        _call([*tool, *options, str(file)], address)
+        _call(address, "pg_restore", "--exit-on-error", "--single-transaction", str(file))
 
 
 @contextmanager
@@ -68,35 +64,25 @@ def _made_whole(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class Held:
-    """What a store holds."""
-
-    runs: int
-    batches: int
-    audit_rows: int
-
-    def __str__(self) -> str:
-        return f"{self.runs} runs, {self.batches} batches, {self.audit_rows} rows of the audit trail"
-
-
-async def examine(url: str) -> Held:
-    """What a store holds. Raises StoreError where there is none."""
+async def examine(url: str) -> dict[str, int]:
+    """How many runs, batches and rows of the audit trail a store holds. Raises StoreError where there is none."""
     if (file := file_of(address_of(url))) and not file.is_file():  # SQLite would make one
         raise StoreError(f"there is no file {file}")
+    tables = {"runs": runs, "batches": batches, "audit_rows": audit}  # all are there in every schema that is known
+
+    def count(connection: Connection) -> dict[str, int]:
+        counts = {name: select(func.count()).select_from(table) for name, table in tables.items()}
+        return {name: connection.execute(query).scalar_one() for name, query in counts.items()}
+
     store = Store(url)
     try:
-        await store.check_readable()  # what is counted is there in every schema that is known
-        return await store.read(_count)
+        if await store.revision() is None:
+            raise StoreError("the database holds no store of foreshock")
+        return await store.read(count)
     except SQLAlchemyError as error:
         raise unusable(error, url) from None
     finally:
         await store.close()
-
-
-def _count(connection: Connection) -> Held:
-    tables = runs, batches, audit
-    return Held(*(connection.execute(select(func.count()).select_from(table)).scalar_one() for table in tables))
 
 
 def _copy_sqlite(source: Path, target: Path) -> None:
@@ -116,20 +102,18 @@ def _copy_sqlite(source: Path, target: Path) -> None:
         raise StoreError(f"{source} is damaged: {verdict}")
 
 
-def _postgresql(url: URL, tool: str) -> tuple[list[str], str]:
+def _call(url: URL, tool: str, *options: str) -> None:
+    """Call a client program of PostgreSQL. Raises StoreError with what it says."""
     found = shutil.which(tool)
     if found is None:
         raise StoreError(f"{tool} is not on the PATH; it comes with PostgreSQL's client programs")
     # Without its password, which would stand in the list of processes. (URL.set cannot take a password away.)
     shown = URL.create("postgresql", url.username, None, url.host, url.port, url.database, url.query)
-    return [found], shown.render_as_string(hide_password=False)
-
-
-def _call(command: list[str], url: URL) -> None:
     password = {"PGPASSWORD": str(url.password)} if url.password is not None else {}
+    command = [found, "--no-owner", "--no-privileges", f"--dbname={shown.render_as_string()}", *options]
     done = subprocess.run(command, env={**os.environ, **password}, capture_output=True, text=True)
     if done.returncode != 0:
         why = next((line for line in done.stderr.splitlines() if "error:" in line), done.stderr.strip()[:300])
         if "already exists" in why:
             raise StoreError("the database already holds tables, and a restore overwrites none; give an empty database")
-        raise StoreError(f"{Path(command[0]).name} failed: {why}")
+        raise StoreError(f"{tool} failed: {why}")

@@ -85,7 +85,7 @@ class Turns:
     def __init__(self, at_once: int, waiting: int) -> None:
         self._free, self._most = at_once, waiting
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Requests by caller, none of them empty; the caller whose turn comes next is the first."""
+        """Requests by caller; of those that have any, the caller whose turn comes next is the first."""
 
     @asynccontextmanager
     async def turn(self, caller: str, leaves: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
@@ -103,37 +103,29 @@ class Turns:
             self._pass_on()
 
     async def _wait(self, caller: str, leaves: asyncio.Future[None] | None) -> None:
-        if len(self._waiting.get(caller, ())) >= self._most:
+        own = self._waiting.setdefault(caller, deque())
+        if len(own) >= self._most:
             raise BusyError
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, deque()).append(turn)
+        own.append(turn)
         try:
             await asyncio.wait({turn, leaves} if leaves else {turn}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            self._leave(caller, turn)
+            if not turn.done():
+                raise LeftError
+        except (asyncio.CancelledError, LeftError):
+            if turn.done():  # it came just as the caller left
+                self._pass_on()
+            else:
+                own.remove(turn)
             raise
-        if not turn.done():
-            self._leave(caller, turn)
-            raise LeftError
-
-    def _leave(self, caller: str, turn: asyncio.Future[None]) -> None:
-        if turn.done():  # it came just as the caller left
-            self._pass_on()
-            return
-        own = self._waiting[caller]
-        own.remove(turn)
-        if not own:
-            del self._waiting[caller]
 
     def _pass_on(self) -> None:
-        if not self._waiting:
-            self._free += 1
-            return
-        caller = next(iter(self._waiting))
-        own = self._waiting.pop(caller)
-        own.popleft().set_result(None)
-        if own:
-            self._waiting[caller] = own  # behind the others
+        for caller in [*self._waiting]:
+            if own := self._waiting.pop(caller):
+                own.popleft().set_result(None)
+                self._waiting[caller] = own  # behind the others
+                return
+        self._free += 1
 
 
 T = TypeVar("T")
@@ -210,10 +202,14 @@ _WAITING: Final = 64
 """Reads of one caller that wait for a turn; beyond, the caller is asked to come back."""
 _WAITING_FOR_LITTLE: Final = 256
 """The same of small reads: a page makes several for each run that it shows, and a team may share one token."""
-_CACHE_KIB: Final = 8192
-"""Pages that a connection to SQLite keeps. Each keeps its own; the system's cache serves all of them."""
-_WAL_PAGES: Final = 4000
-"""Pages of 4 KiB after which the log is copied into the file: rarely, since the commit that does it waits."""
+_PRAGMAS: Final = (
+    "journal_mode=WAL",
+    "synchronous=FULL",
+    "busy_timeout=5000",
+    "foreign_keys=ON",
+    "cache_size=-8192",  # KiB of pages that a connection keeps of its own; the system's cache serves all of them
+    "wal_autocheckpoint=4000",  # pages after which the log is copied into the file: the commit that does it waits
+)
 _FREE_PAGES: Final = 4096
 """Pages that stay in the file after a deletion; what lies beyond goes back to the disk."""
 _DRIVERS: Final = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
@@ -340,25 +336,20 @@ class Store:
 
     async def migrate(self) -> None:
         """Bring the schema to this version. Raises StoreError where this package knows no way from the database's."""
-        await self._check_known()
+        await self.revision()
         await self.write(_upgrade)
-
-    async def check_readable(self) -> None:
-        """Raises StoreError unless a foreshock made the schema: this version, or an earlier one that it upgrades."""
-        if await self._check_known() is None:
-            raise StoreError("the database holds no store of foreshock")
 
     async def check_schema(self) -> None:
         """Raises StoreError unless the schema is exactly this version's."""
-        current, head = await self._check_known(), _migrations().get_current_head()
+        current, head = await self.revision(), _migrations().get_current_head()
         if current != head:
             raise StoreError(
                 f"the database is at schema {current or 'none'}, this service needs {head}; start one service with "
                 "FORESHOCK_MIGRATE=true, or take a backup and do so"
             )
 
-    async def _check_known(self) -> str | None:
-        """The revision of the schema, None where there is none. Raises StoreError for one that is not known."""
+    async def revision(self) -> str | None:
+        """The schema's, None in a database without one. Raises StoreError for one that this package does not know."""
         current = await self.read(lambda connection: MigrationContext.configure(connection).get_current_revision())
         known = [script.revision for script in _migrations().walk_revisions()]
         if current is None or current in known:
@@ -376,8 +367,15 @@ class Store:
 
     async def give_back(self, kept: int = _FREE_PAGES) -> None:
         """Return some free pages of SQLite's file to the disk, but for those `kept`; PostgreSQL does so itself."""
-        if self.path is not None:
-            await self.write(lambda connection: _give_back(connection, kept))
+
+        def vacuum(connection: Connection) -> None:
+            free = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
+            if free > kept:  # a script, since `execute` takes one step, which gives back one page
+                driver: Any = connection.connection.driver_connection
+                driver.executescript(f"PRAGMA incremental_vacuum({min(free - kept, _PAGES_AT_ONCE)})")
+
+        if self.sqlite:
+            await self.write(vacuum)
 
     def size_bytes(self, connection: Connection) -> float:
         """Bytes that the store takes."""
@@ -469,31 +467,16 @@ def _sqlite_file(_dialect: Any, _record: Any, arguments: Any, _options: Any) -> 
 
 
 def _sqlite_connect(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # transactions begin where `_sqlite_begin` says, not where the driver guesses
-    cursor = connection.cursor()
-    own = f"cache_size=-{_CACHE_KIB}", f"wal_autocheckpoint={_WAL_PAGES}"
-    cursor.execute("PRAGMA page_count")
-    [pages] = cursor.fetchone()
-    cursor.execute("PRAGMA database_list")
-    _close_to_others(cursor.fetchone()[2])
-    of_a_new_file = () if pages else ("auto_vacuum=INCREMENTAL",)  # elsewhere it would write, also to a full disk
-    for pragma in (
-        *of_a_new_file,
-        "journal_mode=WAL",
-        "synchronous=FULL",
-        "busy_timeout=5000",
-        "foreign_keys=ON",
-        *own,
-    ):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
-
-
-def _give_back(connection: Connection, kept: int) -> None:
-    free = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
-    if free > kept:  # a script, since `execute` takes one step, which gives back one page
-        driver: Any = connection.connection.driver_connection
-        driver.executescript(f"PRAGMA incremental_vacuum({min(free - kept, _PAGES_AT_ONCE)})")
+    connection.isolation_level = None  # transactions begin where `_engine` says, not where the driver guesses
+    [pages] = connection.execute("PRAGMA page_count").fetchone()
+    [_, _, file] = connection.execute("PRAGMA database_list").fetchone()
+    for ending in BESIDE:  # now that it is a database: a slip in the address may name a folder, or a system's file
+        with suppress(FileNotFoundError, PermissionError):
+            Path(f"{file}{ending}").chmod(0o600)
+    if not pages:  # elsewhere it would write, also to a full disk
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+    for pragma in _PRAGMAS:
+        connection.execute(f"PRAGMA {pragma}")
 
 
 def make_private(file: Path) -> None:
@@ -503,13 +486,6 @@ def make_private(file: Path) -> None:
     """
     with suppress(FileExistsError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-
-
-def _close_to_others(file: str) -> None:
-    """Of a database that SQLite has opened: a slip in the address may name a folder, or a file of the system."""
-    for ending in BESIDE:
-        with suppress(FileNotFoundError, PermissionError):
-            Path(f"{file}{ending}").chmod(0o600)
 
 
 def set_state(connection: Connection, key: str, value: float) -> None:

@@ -5,7 +5,8 @@ import sys
 
 from foreshock.server.__main__ import main
 from foreshock.server.settings import Settings
-from foreshock.server.testing.service import with_fixed
 
 if __name__ == "__main__":
-    sys.exit(main(with_fixed(Settings, **json.loads(sys.argv[1]))))
+    for name, value in json.loads(sys.argv[1]).items():
+        setattr(Settings, name, value)
+    sys.exit(main())
