@@ -48,10 +48,7 @@ def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, A
         _send(client, narrow, range(10, 10 * _SPAN + 1, 10))
         file = Path(folder) / "foreshock.db"
         report["database_bytes_of_100000_steps"] = _size_rolled_up(file) * 100_000 // (10 * _SPAN)
-        rank = FakeRank(run="wide", layers=80, heads=range(64))
-        spans = (0, _LAST_SPAN, _LAST_SPAN + 1)
-        _send(client, rank, (span * _SPAN + step for span in spans for step in range(64, _SPAN, 128)))
-        _copy_first_span(file)
+        send_long_run(client, file)
         report["memory_before_bytes"] = _memory(service)
         for name, path in {
             "curves of 80 layers": f"/v1/runs/wide/curves?max_points=600&line={_LINE}",
@@ -76,6 +73,14 @@ def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, A
     if json_path is not None:
         json_path.write_text(text + "\n")
     return report
+
+
+def send_long_run(client: httpx.Client, file: Path) -> None:
+    """The run `wide` to a service that has its store in this file: 1,000,000 steps of 80 layers x 64 heads."""
+    spans = (0, _LAST_SPAN, _LAST_SPAN + 1)
+    steps = (span * _SPAN + step for span in spans for step in range(64, _SPAN, 128))
+    _send(client, FakeRank(run="wide", layers=80, heads=range(64)), steps)
+    _copy_first_span(file)
 
 
 def _send(client: httpx.Client, rank: FakeRank, steps: Iterable[int]) -> None:
@@ -110,7 +115,7 @@ def _size_rolled_up(file: Path) -> int:
 
 
 def _copy_first_span(file: Path) -> None:
-    """Wait until the wide run's first span is rolled up, and copy what is drawn of it to the others."""
+    """Wait until the first span of `wide` is rolled up, and copy what is drawn of it to the others."""
     _size_rolled_up(file)
     own = {column.name: column.name for column in rollups.columns}
     copied = ", ".join((own | {"span": "spans.n"}).values())
@@ -118,9 +123,10 @@ def _copy_first_span(file: Path) -> None:
     with closing(sqlite3.connect(file, timeout=60.0)) as store:
         store.execute(
             f"{spans} rollups ({', '.join(own)}) SELECT {copied} FROM rollups JOIN spans "  # noqa: S608
-            "WHERE run_id = 2 AND span = 0 AND (metric IN (?, 'run.loss') OR layer < 4)",
+            "JOIN runs ON runs.id = run_id "
+            "WHERE runs.name = 'wide' AND span = 0 AND (metric IN (?, 'run.loss') OR layer < 4)",
             (_LAST_SPAN - 1, _LINE),
         )
-        built = "rollup_spans (run_id, span, changed, built) SELECT 2, n, 1, 1 FROM spans"
+        built = "rollup_spans (run_id, span, changed, built) SELECT id, n, 1, 1 FROM runs, spans WHERE name = 'wide'"
         store.execute(f"{spans} {built}", (_LAST_SPAN - 1,))
         store.commit()

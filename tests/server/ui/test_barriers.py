@@ -172,17 +172,20 @@ def press(chromium: Chrome, within: str, text: str) -> None:
     pressed.click()
 
 
-def views(chromium: Chrome, service: Service, run: str, guarded: Service) -> Iterator[tuple[str, str]]:
+def views(chromium: Chrome, service: Service, run: str, guarded: Service, width: int) -> Iterator[tuple[str, str]]:
     """Each view in turn, open: (name, selector of its part). Nothing is ordered, changed or deleted."""
+    see_at(chromium, width, 6000)  # the page loads what can be seen
     open_list(chromium, service, q=LONG[:20])
     wait("the runs", lambda: len(listed(chromium)) == 2)
     yield "the list of runs", "html"
     open_at_size(chromium, service, run, f"{run}-ended")
     yield "a comparison", "html"
     for name, dialogs in ((f"{run}-ended", (Dialog("Delete"),)), (run, DIALOGS)):
+        see_at(chromium, width, 6000)
         open_at_size(chromium, service, name)
         wait("what happened", lambda: chromium.find_element(By.CSS_SELECTOR, ".events li:not(.empty)"))
         yield name, "html"
+        see_at(chromium, width)
         for dialog in dialogs:
             press(chromium, "//main", dialog.press)
             wait("the dialog", lambda: chromium.find_element(By.CSS_SELECTOR, "dialog[open] form"))
@@ -214,9 +217,8 @@ def test_every_view_and_dialog_is_whole_at_any_width_and_without_a_barrier(
 ) -> None:
     media = [{"name": "prefers-color-scheme", "value": theme}]
     screen.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-    see_at(screen, width)
     seen, wrong = [], []
-    for name, part in views(screen, service, run, guarded):
+    for name, part in views(screen, service, run, guarded, width):
         seen.append(name)
         wrong += [f"{name}: {what}" for what in screen.execute_script(OVERFLOW) + barriers(screen, axe, part)]
     assert not wrong, "\n".join(wrong)
