@@ -24,17 +24,16 @@ AT_MOST: Final = {".md": 25, ".py": 315}
 
 def main() -> int:
     """Print where words to avoid are if there are more of them than before; 1 in that case."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--", "*.md", "*.py", ":!tests"], cwd=ROOT, capture_output=True, check=True
-    )
-    risen = False
+    command = ["git", "ls-files", "--", "*.md", "*.py", ":!tests"]
+    listed = set(subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split()) - EXEMPT
+    risen = 0
     for kind, most in AT_MOST.items():
-        files = {name for name in listed.stdout.decode().split() if name.endswith(kind)} - EXEMPT
+        files = (name for name in listed if name.endswith(kind))
         found = Counter({name: len(AVOIDED.findall((ROOT / name).read_text())) for name in files})
         if found.total() > most:
             print(f"{kind}: {found.total()} words to avoid, at most {most}: {found.most_common(20)}", file=sys.stderr)
-            risen = True
-    return int(risen)
+            risen = 1
+    return risen
 
 
 if __name__ == "__main__":

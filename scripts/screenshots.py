@@ -6,7 +6,6 @@ It fills a service of its own with the runs of the demo, a flood of warnings and
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from shutil import which
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import httpx
 import numpy as np
 from selenium.webdriver import Chrome
-from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
 
 sys.path.append(str(Path(__file__).parents[1]))  # last: our kernels/ must not stand before another package's
 
@@ -28,7 +27,12 @@ from foreshock.server.child import ServiceProcess
 from foreshock.server.testing import FakeRank, post
 
 ROOT = Path(__file__).resolve().parents[1]
-DESKTOP = 1280
+
+
+READY = """
+return !!document.querySelector(arguments[0]) &&
+  ![...document.querySelectorAll('.empty')].some(e => e.textContent.toLowerCase().startsWith('loading'))
+"""
 
 
 class Picture(NamedTuple):
@@ -36,22 +40,17 @@ class Picture(NamedTuple):
 
     name: str
     runs: tuple[str, ...]
-    width: int = DESKTOP
+    width: int = 1440
     height: int = 900
 
 
 FLOOD = "flood/12x12"
-
-
-def pictures() -> Iterator[Picture]:
-    """The demo at its end, a run with 144 failing heads, and a fleet."""
-    yield Picture("demo", NAMES, height=1500)
-    yield Picture("fleet", (), 1440)
-    yield Picture("flood", (FLOOD,), 1440)
+PICTURES = (Picture("demo", NAMES, 1280, 1500), Picture("fleet", ()), Picture("flood", (FLOOD,)))
+"""The demo at its end, a fleet, and a run with 144 failing heads."""
 
 
 def fill(url: str) -> None:
-    """The runs that `pictures` shows."""
+    """The runs that the pictures show."""
     replay_together(recordings(), url=url)
     with httpx.Client(base_url=url, timeout=120) as client:
         fill_fleet(client)
@@ -97,29 +96,15 @@ def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
     screen(8000)  # the page loads what can be seen
     browser.get(f"{url}/?runs={','.join(picture.runs)}" if picture.runs else url)
-    settle(browser, expect=".u-wrap" if picture.runs else "tbody tr")
+    expected = ".u-wrap" if picture.runs else "tbody tr"
+    WebDriverWait(browser, 30).until(lambda _: browser.execute_script(READY, expected))
+    time.sleep(1.0)  # what was loaded is drawn
     screen(picture.height)
     time.sleep(0.5)  # charts follow the new size
     file = directory / f"{picture.name}.png"
     file.parent.mkdir(parents=True, exist_ok=True)
     assert browser.save_screenshot(str(file)), file
     return file
-
-
-def settle(browser: Chrome, expect: str, seconds: float = 30.0) -> None:
-    """Wait until the page shows what is expected and nothing is loading. Raises TimeoutError with what it shows."""
-    ready = (
-        "return !!document.querySelector(arguments[0]) &&"
-        " ![...document.querySelectorAll('.empty')].some(e => e.textContent.toLowerCase().startsWith('loading'))"
-    )
-    deadline = time.monotonic() + seconds
-    quiet = 0
-    while quiet < 10:
-        quiet = quiet + 1 if browser.execute_script(ready, expect) else 0
-        if time.monotonic() > deadline:
-            shown = browser.find_element(By.TAG_NAME, "main").text[:300]
-            raise TimeoutError(f"{browser.current_url} shows after {seconds:g} s: {shown}")
-        time.sleep(0.1)
 
 
 def main(out: Path = ROOT / "docs" / "images") -> None:
@@ -132,7 +117,7 @@ def main(out: Path = ROOT / "docs" / "images") -> None:
         browser = headless(binary, driver, Path(directory, "profile"))
         stack.callback(browser.quit)
         fill(url)
-        for picture in pictures():
+        for picture in PICTURES:
             print(take(browser, url, picture, out))
 
 

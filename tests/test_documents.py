@@ -123,7 +123,7 @@ def test_every_option_of_the_product_is_explained_and_every_command_of_a_checkou
 
 def test_every_picture_is_drawn_by_a_command_and_is_shown() -> None:
     shots = module_at(ROOT / "scripts" / "screenshots.py")
-    drawn = [picture.name for picture in shots.pictures()]
+    drawn = [picture.name for picture in shots.PICTURES]
     elsewhere = {"paper-run", "paper-seeds", "lab-explosion", "lab-leads"}  # of finished studies
     there = {path.stem for path in (ROOT / "docs" / "images").glob("*.png")}
     assert there == {*drawn, *elsewhere}

@@ -42,20 +42,23 @@ def _trained(recipe: Recipe, ranks: Ranks, trace: Path | None, ends_at: int | No
     rows: list[int] = []
     training = Training(recipe, find_variant("flash-untreated"), 1, ranks=ranks)
 
-    def heard(event: wire.Event) -> None:
+    def hear(event: wire.Event) -> None:
         if isinstance(event, wire.Sample) and (words := event.words()) is not None:
             rows.append(int(words[0, Slot.ROWS]))
 
     def stepped(step: int, loss: SupportsFloat) -> None:
         losses.append(float(loss))
         if recorder is not None:
-            (recorder.flush if step == STEPS else recorder.step)()
+            recorder.step(loss)
+            if step == STEPS:
+                recorder.flush()
         training.wants_to_end = ranks.rank == 1 and step == ends_at
 
     header = recipe.header(training.variant, 1, training.agent.run)
     with TraceWriter(trace, header) if trace is not None else nullcontext() as writer:
         recorder = None if writer is None else Recorder(training, writer)
-        train(training, STEPS, sinks=(heard,), on_step=stepped)
+        training.agent.subscribe(hear)
+        train(training, STEPS, stepped)
     config = training.agent.config
     place = (config.rank, config.world_size, training.agent.run)
     return {"losses": losses, "rows": sum(rows), "weights": training.model.state_dict(), "place": place}

@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.lab.looking import Looking
 
 from foreshock.lab import demo
-from foreshock.lab.demo import ON_CPU, ON_GPU, Show
+from foreshock.lab.demo import SHOWN
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training
@@ -24,27 +24,20 @@ TINY = replace(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("show", [ON_CPU, ON_GPU], ids=lambda show: show.recipe.name)
-def test_every_training_of_the_demo_has_the_shipped_detectors_and_the_shipped_cure(show: Show) -> None:
-    for variant in show.variants:
+def test_every_training_of_the_demo_has_the_shipped_detectors_and_the_shipped_cure() -> None:
+    for variant in SHOWN.values():
         with Training(TINY, variant, 5).agent as agent:
             assert agent.config.detectors == DetectorConfig()
-    untreated, rescued, _ = show.variants
-    assert (untreated.policy, rescued.policy) == ("observe", "auto")
-    assert rescued.mitigation == AgentConfig.model_fields["mitigation"].default == "row_corrected"
-
-
-def test_the_demo_of_a_cpu_says_which_numerics_are_not_those_of_a_gpu() -> None:
-    assert {variant.numerics for variant in ON_CPU.variants} == {"paper"}
-    assert "as on no GPU" in ON_CPU.says
-    assert ON_CPU.variants[-1].model == {"key_bias": False}
-    assert [variant.numerics for variant in ON_GPU.variants] == ["kernel", "kernel", "float32"]
+            assert agent.config.numerics == "paper"
+    assert [variant.policy for variant in SHOWN.values()] == ["observe", "auto", "observe"]
+    assert SHOWN["rescued"].mitigation == AgentConfig.model_fields["mitigation"].default == "row_corrected"
+    assert [variant.key_bias for variant in SHOWN.values()] == [True, True, False]
 
 
 @pytest.mark.full
 def test_the_whole_demo_trains_all_three_on_one_page(capfd: pytest.CaptureFixture[str]) -> None:
     said = Looking("All three have ended")
-    demo.main(Console(file=said, width=200), seed=6, port=0, show=replace(ON_CPU, recipe=TINY))
+    demo.main(Console(file=said, width=200), seed=6, port=0, recipe=TINY)
     stamps = {run.split("-", 2)[1] for run in said.seen}
     assert [run.split("-", 2)[2] for run in said.seen] == ["baseline", "rescued", "no-key-bias"]
     assert len(stamps) == 1
@@ -58,10 +51,10 @@ def test_the_whole_demo_trains_all_three_on_one_page(capfd: pytest.CaptureFixtur
 def test_a_demo_whose_time_runs_out_ends_and_one_whose_training_fails_says_which(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    said = Looking("All three have ended")
-    demo.main(Console(file=said, width=200), port=0, show=replace(ON_CPU, recipe=TINY), seconds=0.0)
-    assert {seen["last_step"] for seen in said.seen.values()} == {1}
-    broken = replace(ON_CPU, recipe=replace(TINY, bias_rate=2.0, bias_decay=0.0))
+    said, endless = Looking("All three have ended"), replace(TINY, steps=10**9)
+    demo.main(Console(file=said, width=200), port=0, recipe=endless, seconds=10.0)
+    assert {seen["status"] for seen in said.seen.values()} == {"stopped"}
+    broken = replace(TINY, batch=0)
     with pytest.raises(ChildProcessError, match=r"demo-\d+-baseline, demo-\d+-rescued, demo-\d+-no-key-bias failed"):
-        demo.main(Console(file=io.StringIO()), port=0, show=broken)
-    assert "give one of them" in capfd.readouterr().err
+        demo.main(Console(file=io.StringIO()), port=0, recipe=broken)
+    assert "ValueError" in capfd.readouterr().err

@@ -1,4 +1,5 @@
-"""A run in a folder: it ends when told to, and goes on as if it had not."""
+"""A run in a folder: it records all, ends when asked to, and goes on as if it had not. Its checkpoints are whole ones,
+the newest few, and the one before the first warning."""
 
 import json
 import os
@@ -19,7 +20,7 @@ from tests.monitor.doubles import ScriptedDetectors, verdict
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.texts import Corpus, standard_library
 from foreshock.lab.training import long_run as module
-from foreshock.lab.training.long_run import Checkpoints, LongRun
+from foreshock.lab.training.long_run import KEPT, Checkpoints, LongRun
 from foreshock.lab.training.run import Training
 from foreshock.lab.training.variant import CONTROL, find_variant
 
@@ -46,7 +47,7 @@ def begin(corpus: Corpus, tmp_path: Path) -> Begin:
 
 
 def newest(run: LongRun) -> dict[str, Any]:
-    path = Checkpoints(run.folder / "checkpoints").newest()
+    path = run.checkpoints.newest()
     assert path is not None
     saved: dict[str, Any] = torch.load(path, weights_only=True)
     return saved
@@ -62,6 +63,57 @@ def same(one: Any, other: Any) -> bool:
     return len(leaves) == len(others) and all(
         torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in zip(leaves, others, strict=True)
     )
+
+
+def kept(folder: Path) -> list[int]:
+    return [int(torch.load(path, weights_only=True)["step"]) for path in Checkpoints(folder).all()]
+
+
+@pytest.mark.parametrize(("warned_at", "before"), [(None, []), (1200, [1000]), (1500, [1000])])
+def test_the_newest_few_stay_and_the_last_one_before_the_first_warning(
+    warned_at: int | None, before: list[int], tmp_path: Path
+) -> None:
+    assert Checkpoints(tmp_path / "none").newest() is None
+    for step in range(500, 4001, 500):
+        heard = warned_at if warned_at is not None and step >= warned_at else None
+        Checkpoints(tmp_path).write({"step": step}, warned_at=heard)
+    assert kept(tmp_path) == before + [2500 + 500 * number for number in range(1, KEPT + 1)]
+    assert Checkpoints(tmp_path).newest() == tmp_path / "step-0004000.pt"
+
+
+class Torn:
+    """What a process dies of while it writes it."""
+
+    def __reduce__(self) -> Any:
+        raise MemoryError
+
+
+def test_one_that_is_torn_takes_no_whole_ones_place(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    whole = checkpoints.write({"step": 500, "weights": torch.ones(1000)}, warned_at=None)
+    for step in (500, 1000):
+        with pytest.raises(MemoryError):
+            checkpoints.write({"step": step, "weights": torch.zeros(1000), "torn": Torn()}, warned_at=None)
+    assert checkpoints.newest() == whole
+    assert torch.load(whole, weights_only=True)["weights"].sum() == 1000
+    assert len(list(tmp_path.iterdir())) > 1, "nothing was torn"
+    checkpoints.write({"step": 1000}, warned_at=None)
+    assert kept(tmp_path) == [500, 1000]
+
+
+def test_a_run_writes_a_trace_of_every_head_and_sample(begin: Begin) -> None:
+    steps: list[int] = []
+    run = begin("runs/one", variant=find_variant("exact-delta"), steps=12, on_step=lambda step, _: steps.append(step))
+    assert run.train() == 12
+    assert steps == list(range(1, 13))
+    trace = read_trace(run.trace)
+    assert trace.header["recipe"] == "key-bias-small"
+    assert trace.heads == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert trace.samples[-1].step == 12
+    assert (trace.started.labels["seed"], trace.started.labels["variant"]) == ("3", "exact-delta")
+    modes = trace.samples[-1].modes
+    assert modes is not None
+    assert modes.numpy().tolist() == [1, 1, 1, 1]
 
 
 CARRIED = ("model", "optimizers", "batches", "random")
@@ -94,15 +146,15 @@ def test_a_run_that_resumes_is_the_one_that_was_never_interrupted(begin: Begin) 
 def test_the_agent_goes_on_with_what_it_knew(begin: Begin) -> None:
     begin(steps=20).train()
     saved = newest(begin())
-    told: list[dict[str, Any]] = []
+    seen: list[dict[str, Any]] = []
 
     def stepped(step: int, loss: Any) -> None:
-        told.append(newest(begin()))
+        seen.append(newest(begin()))
 
     begin(steps=21, resume=True, on_step=stepped).train()
-    assert told[0]["agents"][0]["step"] == 21
+    assert seen[0]["agents"][0]["step"] == 21
     training = Training(TINY, VARIANT, 3, corpus=begin().corpus)
-    module._take_up(training, Checkpoints(begin().folder / "checkpoints").all()[-2], same_variant=True)
+    module._take_up(training, begin().checkpoints.all()[-2], same_variant=True)
     with training.agent:
         assert training.agent.state_dict() == saved["agents"][0]
         assert same(training.checkpoint()["optimizers"], saved["optimizers"])
@@ -156,7 +208,7 @@ def test_another_variant_starts_from_the_checkpoint_before_the_warning(
     with monkeypatch.context() as patched:
         patched.setattr(Training, "__init__", scripted)
         begin(steps=80).train()
-    checkpoints = Checkpoints(begin().folder / "checkpoints").all()
+    checkpoints = begin().checkpoints.all()
     assert [path.name for path in checkpoints] == [f"step-{step:07d}.pt" for step in (10, 60, 70, 80)]
     assert newest(begin())["warned"] == [15]
     seen: list[float] = []

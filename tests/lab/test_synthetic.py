@@ -10,6 +10,7 @@ import pytest
 from foreshock.lab.scoring.synthetic import (
     FAMILIES,
     SCORING_SEED,
+    Family,
     play,
     score_family,
     score_synthetic,
@@ -26,15 +27,13 @@ def test_every_family_has_its_name_and_says_whether_it_was_tuned_on() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_a_run_is_made_from_its_seed_and_a_failing_one_reaches_512(family: object) -> None:
-    assert family in FAMILIES
-    one = next(each for each in FAMILIES if each is family)
-    first, again, other = (one.make(np.random.default_rng(seed)) for seed in (3, 3, 4))
+def test_a_run_is_made_from_its_seed_and_a_failing_one_reaches_512(family: Family) -> None:
+    first, again, other = (family.make(np.random.default_rng(seed)) for seed in (3, 3, 4))
     np.testing.assert_array_equal(first.score, again.score)
     assert not np.array_equal(first.score, other.score)
     assert first.offset.shape == first.score.shape == first.bias.shape
     assert len(first.step) == len(first.offset)
-    assert (np.nanmax(first.score) >= 512) == (one.truth == "failing")
+    assert (np.nanmax(first.score) >= 512) == (family.truth == "failing")
 
 
 def test_a_row_counts_leads_of_failing_runs_and_heads_of_healthy_ones(tmp_path: Path) -> None:
@@ -44,9 +43,10 @@ def test_a_row_counts_leads_of_failing_runs_and_heads_of_healthy_ones(tmp_path: 
     rows = score_synthetic((failing, healthy), report=report, runs=1, on_row=lambda row: heard.append(row.family))
     assert heard == [row.family for row in rows]
     assert [row.runs for row in rows] == [1, 1, 1]
-    [one] = rows[0].outcomes
-    assert rows[0].median_lead == rows[0].least_lead == (one.lead or 0)
-    assert rows[1].warned == rows[1].false_heads == 0
+    lead = rows[0].median_lead
+    assert lead is not None
+    assert (rows[0].least_lead, rows[0].warned, rows[0].as_rounding) == (lead, lead > 0, 1)
+    assert (rows[1].warned, rows[1].false_heads, rows[1].median_lead) == (0, 0, None)
     assert [row["family"] for row in json.loads(report.read_text())] == heard
 
 

@@ -12,17 +12,18 @@ from tests.cli.typed import foreshock
 
 from foreshock.lab.texts import (
     FOLDER_VOCABULARY,
+    FOLDERS,
     SHA256,
     VOCABULARY,
     byte_pairs,
     folder_text,
-    folder_text_file,
     make_byte_pairs,
     make_folder_text,
     standard_library,
+    text_file,
 )
 from foreshock.lab.training.recipes import find_recipe
-from foreshock.lab.training.run import Training, text_of
+from foreshock.lab.training.run import Training
 from foreshock.lab.training.variant import CONTROL, UNTREATED
 
 FILES = 250
@@ -52,7 +53,7 @@ def test_every_file_of_a_usual_length_is_taken_once_and_read_back_as_it_was_made
     corpus = make_folder_text([folder], 10**9)
     assert corpus.source == f"byte pairs of {FILES} files with {600 * FILES:,} characters"
     assert int(corpus.tokens.max()) < FOLDER_VOCABULARY
-    read = text_of("folders")
+    read = folder_text()
     assert torch.equal(read.tokens, corpus.tokens)
     assert read.sha256 == corpus.sha256
 
@@ -65,13 +66,10 @@ def test_the_same_files_give_the_same_text_wherever_they_lie(folder: Path, tmp_p
     assert make_folder_text([elsewhere], 10**9).sha256 != first.sha256
 
 
-def test_no_more_characters_are_taken_than_were_asked_for(folder: Path) -> None:
+def test_no_more_characters_are_taken_than_were_asked_for_and_several_folders_make_one_text(folder: Path) -> None:
     whole, some = (len(make_folder_text([folder], characters).tokens) for characters in (10**9, 60_000))
     assert 0.2 * whole < some < 0.5 * whole
-
-
-def test_several_folders_make_one_text(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
+    other = folder.parent / "other"
     other.mkdir()
     (other / "notes.md").write_text("A word of its own. " * 40)
     assert f"of {FILES + 1} files" in make_folder_text([folder, other], 10**9).source
@@ -80,7 +78,7 @@ def test_several_folders_make_one_text(folder: Path, tmp_path: Path) -> None:
 def test_what_is_missing_is_named_with_what_to_do(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="make it with `foreshock lab corpus folders --folder DIR"):
         folder_text()
-    with pytest.raises(FileNotFoundError, match="nowhere is no folder; give --folder one that is there"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder; give --folder one that is there"):
         make_folder_text([folder, tmp_path / "nowhere"], 10**9)
     with pytest.raises(ValueError, match="1 files of source of a usual length were found within 700 characters"):
         make_folder_text([folder], 700)
@@ -91,7 +89,7 @@ def test_the_command_says_what_the_text_is_made_of(folder: Path) -> None:
     assert done.exit_code == 0, done.output + done.stderr
     assert f"{FILES} files with 150,000 characters:" in done.output
     corpus = folder_text()
-    assert f"SHA-256 {corpus.sha256}\nIt is at {folder_text_file()}\n" in done.output
+    assert f"SHA-256 {corpus.sha256}\nIt is at {text_file(FOLDERS)}\n" in done.output
     assert foreshock("lab", "corpus", "folders").output == done.output
     refused = foreshock("lab", "corpus", "bytes", "--folder", str(folder))
     assert refused.exit_code == 1

@@ -6,8 +6,6 @@ Four variants train the same weights in turn, block of steps by block of steps, 
 - kernels_agent: `attach(model, attention="kernels")` with everything on at its default schedule, and a service that is
   down, at an address where nobody listens;
 - keep_agent: `attach(model)`, as most people call it, over the fastest of PyTorch's backends.
-A fifth, if it is asked for, is what PyTorch has for finding where a NaN was born:
-- anomaly: `torch.autograd.set_detect_anomaly(True)` over the fastest of PyTorch's backends, without any of us.
 A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is at
 least as long as the time between two samples, so that each holds one. The mean over all blocks, with the spectral norms
 of every hundredth step, is given too. After the rounds a block of each is profiled: which kernels ran, and which
@@ -38,18 +36,17 @@ from foreshock.benchmarks import machine
 from foreshock.benchmarks.agent_models import (
     BACKENDS,
     SHAPES,
-    Attention,
     KernelAttention,
-    Model,
+    NativeAttention,
     Shape,
     UnwatchedAttention,
 )
 from foreshock.kernels.flash_attention import new_state
+from foreshock.lab.training.model import GPT, CausalSelfAttention
 from foreshock.monitor import Agent, attach
 
 FAST_BACKENDS: Final = {"cuda": ("flash", "cudnn", "efficient"), "cpu": ("flash", "math")}
 WATCHED: Final = ("kernels", "kernels_agent", "keep_agent")
-PEER: Final = "anomaly"
 _LEAST_ADDED: Final = 0.001
 """Milliseconds a step from which on a kernel is listed that a watched variant adds."""
 
@@ -59,7 +56,7 @@ class Variant:
     """One way to train the shared weights. `seconds` are the mean steps of its blocks."""
 
     name: str
-    model: Callable[[Tensor], Tensor]
+    model: Callable[[Tensor, Tensor], Tensor]
     backend: str | None = None
     agent: Agent | None = None
     seconds: list[float] = field(default_factory=list)
@@ -72,8 +69,8 @@ class Bench:
         torch.manual_seed(0)
         self.shape, self.device, self.compiler = shape, torch.device(shape.device), compiler
         with self.device:
-            self.model = Model(shape)
-            self.ids = [torch.randint(shape.vocabulary, (shape.batch, shape.length + 1)) for _ in range(4)]
+            self.model = GPT(shape.model)
+            self.ids = [torch.randint(shape.model.vocabulary, (shape.batch, shape.model.context + 1)) for _ in range(4)]
         self.weights = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.weights, lr=1e-4, fused=self.device.type == "cuda")
         self.variants: dict[str, Variant] = {}
@@ -81,24 +78,25 @@ class Bench:
     def variant(
         self,
         name: str,
-        kind: type[Attention],
+        kind: type[CausalSelfAttention],
         backend: str | None,
         attached: Callable[[nn.Module], Agent] | None = None,
     ) -> None:
         """Add a variant over the same weights; one that fails says so and is left out."""
         model = copy.deepcopy(self.model, {id(p): p for p in self.weights})
         for module in model.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, CausalSelfAttention):
                 module.__class__ = kind
-                module.backend = BACKENDS[backend] if backend else None
+                if isinstance(module, NativeAttention):
+                    module.backend = BACKENDS[str(backend)]
                 if isinstance(module, KernelAttention):
-                    module.state = new_state(self.shape.heads, self.device)
-                    module.modes = torch.zeros(self.shape.heads, dtype=torch.int32, device=self.device)
+                    module.state = new_state(module.n_head, self.device)
+                    module.modes = torch.zeros(module.n_head, dtype=torch.int32, device=self.device)
         agent = attached(model) if attached is not None else None
         if self.shape.whole:
             variant = Variant(name, torch.compile(model, fullgraph=True, backend=self.compiler), backend, agent)
         else:
-            for block in model.blocks:
+            for block in model.h:
                 block.compile(fullgraph=True, backend=self.compiler)
             variant = Variant(name, model, backend, agent)
         try:
@@ -113,10 +111,8 @@ class Bench:
 
     def step(self, variant: Variant, ids: Tensor) -> None:
         """One training step, as people write it."""
-        with torch.autograd.set_detect_anomaly(variant.name == PEER):
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                loss = variant.model(ids)
-            torch.autograd.backward(loss)
+        loss = variant.model(ids[:, :-1], ids[:, 1:])
+        torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(self.weights, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -188,9 +184,8 @@ def measure(shape: Shape, rounds: int, compiler: str = "inductor", variants: Seq
             variant.seconds.clear()
         added: dict[str, tuple[Any, ...]] = {
             "kernels": (KernelAttention, None),
-            "kernels_agent": (Attention, None, watched(attention="kernels")),
-            "keep_agent": (Attention, best.backend, watched()),
-            PEER: (UnwatchedAttention, best.backend),
+            "kernels_agent": (CausalSelfAttention, None, watched(attention="kernels")),
+            "keep_agent": (NativeAttention, best.backend, watched()),
         }
         for name in variants:
             bench.variant(name, *added[name])
@@ -207,31 +202,29 @@ _PAIRS: Final = (
 
 
 def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
-    medians = {name: 1e3 * statistics.median(variant.seconds) for name, variant in bench.variants.items()}
-    means = {name: 1e3 * statistics.fmean(variant.seconds) for name, variant in bench.variants.items()}
+    blocks = {name: [1e3 * value for value in variant.seconds] for name, variant in bench.variants.items()}
+    medians = {name: statistics.median(values) for name, values in blocks.items()}
+    means = {name: statistics.fmean(values) for name, values in blocks.items()}
     best = min((name for name in medians if name.startswith("none_")), key=medians.__getitem__)
-    variants = {"none": best, **{name: name for name in (*WATCHED, *([PEER] if PEER in medians else []))}}
-    pairs = (*_PAIRS, *([(PEER, "none")] if PEER in medians else []))
-
+    for values in (medians, means):
+        values["none"] = values[best]
     times = {name: bench.kernel_times(variant) for name, variant in bench.variants.items()}
 
-    def ratio(values: dict[str, float], variant: str, base: str) -> float | None:
-        both = values.get(variants[variant]), values.get(variants[base])
-        return None if both[0] is None or both[1] is None else round(both[0] / both[1], 4)
+    def ratios(values: dict[str, float]) -> dict[str, float | None]:
+        known = ((a, b, a in values and b in values) for a, b in _PAIRS)
+        return {f"{a} / {b}": round(values[a] / values[b], 4) if both else None for a, b, both in known}
 
     return {
         "shape": asdict(bench.shape),
         "best_backend": best.removeprefix("none_"),
-        **{name: round(medians[variant], 3) if variant in medians else None for name, variant in variants.items()},
-        "ratios": {f"{a} / {b}": ratio(medians, a, b) for a, b in pairs},
-        "ratios_of_means": {f"{a} / {b}": ratio(means, a, b) for a, b in pairs},
+        **{name: round(medians[name], 3) if name in medians else None for name in ("none", *WATCHED)},
+        "ratios": ratios(medians),
+        "ratios_of_means": ratios(means),
         "backends": {name.removeprefix("none_"): round(medians[name], 3) for name in medians if name[:5] == "none_"},
         "means": {name: round(value, 3) for name, value in means.items()},
         "rounds": rounds,
         "block_steps": steps,
-        "blocks": {
-            name: [round(1e3 * value, 3) for value in variant.seconds] for name, variant in bench.variants.items()
-        },
+        "blocks": {name: [round(value, 3) for value in values] for name, values in blocks.items()},
         "added_kernel_times": {name: _added(times[name], times[best]) for name in times if name in WATCHED},
     }
 
@@ -246,11 +239,11 @@ def main(
     json_path: Path | None = None, rounds: int = 12, only: str | None = None, variants: Sequence[str] = WATCHED
 ) -> None:
     """Measure a shape, or those of the GPU; print their figures, and write them to `json_path`."""
-    if unknown := set(variants) - {*WATCHED, PEER}:
-        raise ValueError(f"variant {min(unknown)!r} does not exist; allowed are {', '.join((*WATCHED, PEER))}")
-    if only is not None and only not in {shape.name for shape in SHAPES}:
-        raise ValueError(f"shape {only!r} does not exist; allowed are {', '.join(shape.name for shape in SHAPES)}")
+    if unknown := set(variants) - set(WATCHED):
+        raise ValueError(f"variant {min(unknown)!r} does not exist; allowed are {', '.join(WATCHED)}")
     chosen = [shape for shape in SHAPES if (shape.device == "cuda" if only is None else shape.name == only)]
+    if not chosen:
+        raise ValueError(f"shape {only!r} does not exist; allowed are {', '.join(shape.name for shape in SHAPES)}")
     if chosen[0].device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             "foreshock bench agent needs a CUDA GPU, and this machine has none that PyTorch sees; "
@@ -262,7 +255,7 @@ def main(
     shapes = []
     for shape in chosen:
         torch.compiler.reset()
-        measured = measure(shape, max(1, rounds // shape.share), variants=variants)
+        measured = measure(shape, rounds, variants=variants)
         asked = "".join(f" --variant {name}" for name in variants if tuple(variants) != WATCHED)
         measured["command"] = f"foreshock bench agent --rounds {rounds} --shape {shape.name}{asked}"
         measured["date"] = datetime.now(UTC).date().isoformat()

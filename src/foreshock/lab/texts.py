@@ -36,6 +36,8 @@ CHARACTERS: Final = 150_000_000
 """Of the text of packages, at most; three to four of them make a token."""
 FOLDER_VOCABULARY: Final = 50_257
 """As many as GPT-2's has."""
+BYTE_PAIRS: Final = "byte-pairs.xz"
+FOLDERS: Final = "folders.tokens"
 _WRITTEN: Final = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
 _SOURCE: Final = (*_WRITTEN, ".c", ".cc", ".cpp", ".cu", ".inl", ".pyx", ".pxd", ".js", ".go", ".rs", ".java", ".pl")
 _LENGTHS: Final = range(400, 400_001)
@@ -85,31 +87,21 @@ def standard_library(root: Path | None = None) -> Corpus:
 
 
 def text_file(name: str) -> Path:
-    """Where a text lies: in FORESHOCK_TEXTS, or under the user's cache."""
+    """Where a text is: in FORESHOCK_TEXTS, or under the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("FORESHOCK_TEXTS") or Path(cache, "foreshock", "texts"), name)
-
-
-def byte_pairs_file() -> Path:
-    """Where the text of packages lies."""
-    return text_file("byte-pairs.xz")
-
-
-def folder_text_file() -> Path:
-    """Where the text of folders lies."""
-    return text_file("folders.tokens")
 
 
 def byte_pairs() -> Corpus:
     """The text of packages, tokens below VOCABULARY. Raises FileNotFoundError where none was made."""
     command = "foreshock lab corpus byte-pairs`, which takes two minutes and needs the packages of foreshock[dev]"
-    return _read(byte_pairs_file(), command, np.int16)  # below 2^15, and torch indexes int16
+    return _read(text_file(BYTE_PAIRS), command, np.int16)  # below 2^15, and torch indexes int16
 
 
 def folder_text() -> Corpus:
     """The text of folders, tokens below FOLDER_VOCABULARY. Raises FileNotFoundError where none was made."""
     command = "foreshock lab corpus folders --folder DIR --characters N`, which takes minutes"
-    return _read(folder_text_file(), command, np.int32)
+    return _read(text_file(FOLDERS), command, np.int32)
 
 
 def _read(path: Path, command: str, dtype: type[np.integer[Any]]) -> Corpus:
@@ -124,7 +116,7 @@ def _read(path: Path, command: str, dtype: type[np.integer[Any]]) -> Corpus:
 
 
 def make_byte_pairs(packages: Sequence[str] = PACKAGES, characters: int = CHARACTERS) -> Corpus:
-    """Make the text of the standard library and of what is installed, at most so long, and keep it in its file.
+    """Make the text of the standard library and of installed packages, at most so long, and keep it in its file.
 
     Raises FileNotFoundError for a package that is not installed.
     """
@@ -144,9 +136,7 @@ def make_byte_pairs(packages: Sequence[str] = PACKAGES, characters: int = CHARAC
         for file in importlib.metadata.files(package) or ():
             if file.suffix in _WRITTEN:
                 named[f"{package}/{file.as_posix()}"] = Path(str(file.locate()))
-    data = _encoded(VOCABULARY, list(_texts_of(named, characters)))
-    with whole_file(byte_pairs_file()) as part:
-        part.write_bytes(lzma.compress(", ".join(versions).encode() + b"\n" + data, preset=6))
+    _keep(BYTE_PAIRS, ", ".join(versions), VOCABULARY, list(_texts_of(named, characters)))
     return byte_pairs()
 
 
@@ -158,7 +148,7 @@ def make_folder_text(folders: Sequence[Path], characters: int) -> Corpus:
     named: dict[tuple[int, str], Path] = {}
     for number, folder in enumerate(folders):
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is no folder; give --folder one that is there")
+            raise FileNotFoundError(f"{folder} is not a folder; give --folder one that is there")
         for path in folder.rglob("*"):
             if path.suffix in _SOURCE and path.is_file():
                 named[number, path.relative_to(folder).as_posix()] = path
@@ -169,8 +159,7 @@ def make_folder_text(folders: Sequence[Path], characters: int) -> Corpus:
             f"with files that end with {', '.join(_SOURCE)}, and allow more --characters"
         )
     head = f"{len(texts):,} files with {sum(map(len, texts)):,} characters"
-    with whole_file(folder_text_file()) as part:
-        part.write_bytes(head.encode() + b"\n" + _encoded(FOLDER_VOCABULARY, texts))
+    _keep(FOLDERS, head, FOLDER_VOCABULARY, texts)
     return folder_text()
 
 
@@ -198,8 +187,8 @@ def _texts_of(named: Mapping[Any, Path], most: int) -> Iterator[str]:
         yield text
 
 
-def _encoded(vocabulary: int, texts: Sequence[str]) -> bytes:
-    """The tokens of the texts, little-endian uint16, by byte pairs that some of them give."""
+def _keep(name: str, head: str, vocabulary: int, texts: Sequence[str]) -> None:
+    """Write `head` and the tokens of the texts, little-endian uint16, by byte pairs that some of them give."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -209,5 +198,6 @@ def _encoded(vocabulary: int, texts: Sequence[str]) -> bytes:
     tokenizer.train_from_iterator(texts[::_TRAINING_SHARE], trainer)
     batches = (texts[start : start + _FILES_AT_ONCE] for start in range(0, len(texts), _FILES_AT_ONCE))
     tokens = [np.asarray(one.ids, dtype="<u2") for batch in batches for one in tokenizer.encode_batch_fast(batch)]
-    data: bytes = np.concatenate(tokens).tobytes()
-    return data
+    data = head.encode() + b"\n" + np.concatenate(tokens).tobytes()
+    with whole_file(text_file(name)) as part:
+        part.write_bytes(lzma.compress(data, preset=6) if name.endswith(".xz") else data)

@@ -43,10 +43,7 @@ def bench_agent(
     ] = None,
     variant: Annotated[
         list[str] | None,
-        typer.Option(
-            help="kernels, kernels_agent, keep_agent, or anomaly, which is PyTorch's own search for NaN; again for "
-            "more. By default the first three."
-        ),
+        typer.Option(help="Variant to time: kernels, kernels_agent or keep_agent; may be repeated. By default all."),
     ] = None,
 ) -> None:
     """Time training steps without foreshock, with its kernels, its agent, and native attention.

@@ -133,7 +133,7 @@ def lab_corpus(
         corpus = texts.standard_library() if text == "bytes" else texts.make_byte_pairs()
     lines = [f"{corpus.source}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256}"]
     if text != "bytes":
-        lines.append(f"It is at {texts.folder_text_file() if text == 'folders' else texts.byte_pairs_file()}")
+        lines.append(f"It is at {texts.text_file(texts.FOLDERS if text == 'folders' else texts.BYTE_PAIRS)}")
     if text == "byte-pairs" and corpus.sha256 != texts.SHA256:
         lines.append(f"The published runs saw another text, SHA-256 {texts.SHA256}, made from {texts.MADE_FROM}")
     console().print("\n".join(lines), soft_wrap=True, highlight=False)

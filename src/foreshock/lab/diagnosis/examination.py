@@ -87,7 +87,7 @@ def of_checkpoint(path: Path, batches: int) -> Source:
         TypeAdapter(Variant).validate_python(saved["arm"]),
     )
     training = Training(replace(recipe, compiled=False), variant, int(saved["seed"]))
-    with training.agent, training.on_stream():
+    with training.agent:
         # What trained it plays no part: a diagnosis takes no step.
         training.restore(training.checkpoint() | {key: saved[key] for key in ("model", "batches", "step")})
         return examine(f"step {saved['step']}", training.model, training.next_loss, batches)

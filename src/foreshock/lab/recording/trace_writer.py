@@ -4,7 +4,6 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace import READ
+from foreshock.lab.recording.whole_file import whole_file
 from foreshock.monitor.detect.readings import Readings
 
 _LEFT_OUT: Final = {"risk", "unix_seconds", "step_seconds", "agent_seconds"}
@@ -28,10 +28,14 @@ class TraceWriter:
     every step, which only harm and the baselines read: they are rounded.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = gzip.GzipFile(path, "wb", compresslevel=9, mtime=0)
-        self._write({"foreshock_trace": 1, **header})
+    def __init__(self, path: Path, header: dict[str, Any], earlier: Iterable[dict[str, Any]] = ()) -> None:
+        """`earlier`: lines of an older trace of the same run, whose place this file takes once they are written."""
+        with whole_file(path) as part:
+            self._file = gzip.GzipFile(part, "wb", compresslevel=9, mtime=0)
+            self._write({"foreshock_trace": 1, **header})
+            for line in earlier:
+                self._write(line)
+            self._file.flush()
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
@@ -47,28 +51,19 @@ class TraceWriter:
         self._write(line)
 
     def steps(self, since_step: int, loss: Sequence[float] | Floats, grad_norm: Sequence[float] | Floats) -> None:
-        """The loss and the gradient norm before clipping of steps since_step + 1, since_step + 2, ..."""
+        """The loss and the gradient norm before clipping of steps since_step + 1, since_step + 2, ...
+
+        What was written until then outlives this process.
+        """
         numbers = {"loss": _rounded(loss, _DIGITS_OF_A_STEP), "grad_norm": _rounded(grad_norm, _DIGITS_OF_A_STEP - 1)}
         self._write({"kind": "steps", "since_step": since_step, **numbers})
-
-    def copy(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Write lines of an earlier trace of the same run, as `lines_until` gives them, before anything else."""
-        for line in lines:
-            self._write(line)
-
-    def flush(self) -> None:
-        """Have what was written outlive this process."""
         self._file.flush()
-
-    def close(self) -> None:
-        """End the file."""
-        self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def lines_until(path: Path, step: int) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from foreshock.lab.recording.whole_file import whole_file
 from foreshock.lab.texts import Corpus
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import Recipe
-from foreshock.lab.training.run import HISTORY_STEPS, Recorder, Training, train
+from foreshock.lab.training.run import Recorder, Training, train
 from foreshock.lab.training.variant import Variant, shown_name
 
 EVERY_STEPS: Final = 500
@@ -95,6 +95,11 @@ class LongRun:
         return self.steps or self.recipe.steps
 
     @property
+    def checkpoints(self) -> Checkpoints:
+        """The files that it goes on from."""
+        return Checkpoints(self.folder / "checkpoints")
+
+    @property
     def trace(self) -> Path:
         """The file of its recording."""
         return self.folder / f"{self.recipe.name}_{self.variant.name}_seed{self.seed}.jsonl.gz"
@@ -105,8 +110,7 @@ class LongRun:
         Raises ValueError for a folder that holds another run, or nothing to resume.
         """
         ends_at = math.inf if self.minutes is None else time.monotonic() + 60 * self.minutes
-        checkpoints = Checkpoints(self.folder / "checkpoints")
-        start = self._start(checkpoints)
+        start = self._start()
         with ExitStack() as stack:
             asked = stack.enter_context(_noting_sigterm())
             training = Training(
@@ -116,20 +120,27 @@ class LongRun:
             warned = [] if start is None else _take_up(training, start, same_variant=self.resume)
             if training.step >= self.last:
                 raise ValueError(f"{start} is of step {training.step} already; give more --steps than that")
-            writer = stack.enter_context(self._writer(training)) if self.ranks.rank == 0 else None
-            record = _Record(self, training, checkpoints, writer, warned)
-            training.agent.subscribe(record.hear)
+            recorder = self._recorder(training, stack) if self.ranks.rank == 0 else None
+            first, began = training.step, time.monotonic()
+
+            def hear(event: wire.Event) -> None:
+                if isinstance(event, wire.Verdict) and event.state == "raised" and event.severity != "info":
+                    warned.append(event.step)
 
             def stepped(step: int, loss: SupportsFloat) -> None:
                 training.wants_to_end = bool(asked) or time.monotonic() > ends_at
-                record.step(whole=step % self.every_steps == 0 or step == self.last or training.ends)
+                if recorder is not None:
+                    recorder.step(loss)
+                if step % self.every_steps == 0 or step == self.last or training.ends:
+                    self._save(training, recorder, warned, (time.monotonic() - began) / (step - first))
                 self.on_step(step, loss)
 
-            train(training, self.last, on_step=stepped)
+            training.agent.subscribe(hear)
+            train(training, self.last, stepped)
         return training.step
 
-    def _start(self, checkpoints: Checkpoints) -> Path | None:
-        newest = checkpoints.newest()
+    def _start(self) -> Path | None:
+        newest = self.checkpoints.newest()
         if self.resume and newest is None:
             raise ValueError(f"{self.folder} holds no checkpoint to resume from; leave --resume out for a first start")
         if not self.resume and newest is not None:
@@ -138,69 +149,36 @@ class LongRun:
             raise ValueError("a run that resumes is branched already; give --branch-from at its first start alone")
         return newest or self.branch_from
 
-    @contextmanager
-    def _writer(self, training: Training) -> Iterator[TraceWriter]:
-        """Writes the trace, after what it held up to the step that the run goes on from."""
+    def _recorder(self, training: Training, stack: ExitStack) -> Recorder:
+        """Writes the trace and the losses, after what they held up to the step that the run goes on from."""
         path, header = self.trace, self.recipe.header(self.variant, self.seed, training.agent.run)
         earlier = list(lines_until(path, training.step)) if self.resume and path.exists() else []
-        part = path.with_suffix(".part")
-        with TraceWriter(part, header) as writer:
-            writer.copy(earlier)
-            writer.flush()
-            part.replace(path)
-            yield writer
+        lines = self._progress.read_text().splitlines() if self.resume and self._progress.exists() else []
+        with whole_file(self._progress) as part:
+            part.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= training.step))
+        return Recorder(training, stack.enter_context(TraceWriter(path, header, earlier)))
 
+    @property
+    def _progress(self) -> Path:
+        return self.folder / "progress.jsonl"
 
-class _Record:
-    """Keeps what a run comes to: losses and events in the trace, and now and then all of it in a checkpoint."""
-
-    def __init__(
-        self,
-        run: LongRun,
-        training: Training,
-        checkpoints: Checkpoints,
-        writer: TraceWriter | None,
-        warned: list[int],
-    ) -> None:
-        self._run, self._training, self._checkpoints, self._writer = run, training, checkpoints, writer
-        self._recorder = Recorder(training, writer) if writer is not None else None
-        self._warned = warned
-        self._since, self._began = training.step, time.monotonic()
-        self._progress = run.folder / "progress.jsonl"
-        if writer is not None:
-            _cut(self._progress, training.step if run.resume else -1)
-
-    def hear(self, event: wire.Event) -> None:
-        """Note the first warning."""
-        if isinstance(event, wire.Verdict) and event.state == "raised" and event.severity != "info":
-            self._warned.append(event.step)
-
-    def step(self, *, whole: bool) -> None:
-        """A step is done; `whole`: keep a checkpoint of it."""
-        if self._recorder is not None:
-            self._recorder.step()
-        if not whole:
+    def _save(self, training: Training, recorder: Recorder | None, warned: list[int], seconds: float) -> None:
+        """Keep all of the run in a checkpoint; `seconds` a step took."""
+        mine: dict[str, Any] = training.checkpoint() if recorder is not None else {"agent": training.agent.state_dict()}
+        gathered = self.ranks.gather((mine["agent"], warned))
+        if recorder is None:
             return
-        training, writer = self._training, self._writer
-        steps = training.step - self._since
-        loss = float(training.history(min(steps, HISTORY_STEPS))[0].mean())
-        mine: dict[str, Any] = training.checkpoint() if writer is not None else {"agent": training.agent.state_dict()}
-        gathered = training.ranks.gather((mine["agent"], self._warned))
-        if writer is None or self._recorder is None:
-            return
-        warned = min((step for _, steps in gathered for step in steps), default=None)
-        self._recorder.flush()
-        writer.flush()  # first: what the trace lacks nobody can make again
-        all_of_it = mine | {"agents": [agent for agent, _ in gathered], "warned": [] if warned is None else [warned]}
-        path = self._checkpoints.write(all_of_it, warned_at=warned)
+        recorder.flush()  # first: what the trace lacks nobody can make again
+        heard = min((step for _, steps in gathered for step in steps), default=None)
+        all_of_it = mine | {"agents": [agent for agent, _ in gathered], "warned": [] if heard is None else [heard]}
+        path = self.checkpoints.write(all_of_it, warned_at=heard)
         tokens = training.step * training.recipe.batch * training.recipe.model.context
-        passes, seconds = tokens / len(training.corpus.tokens), time.monotonic() - self._began
-        line = {"step": training.step, "loss": loss, "tokens": tokens, "passes": passes}
+        loss, passes = float(recorder.losses.mean()), tokens / len(training.corpus.tokens)
+        line = {"step": training.step, "loss": loss, "tokens": tokens, "passes": passes, "seconds_per_step": seconds}
         with self._progress.open("a") as file:
-            print(json.dumps(line | {"seconds_per_step": seconds / steps}), file=file)
-        self._run.say(
-            f"step {training.step}: loss {loss:.4f}, {passes:.2f} passes over the text, "
-            f"{seconds / steps:.3f} s a step; {path}"
+            print(json.dumps(line), file=file)
+        self.say(
+            f"step {training.step}: loss {loss:.4f}, {passes:.2f} passes over the text, {seconds:.3f} s a step; {path}"
         )
 
 
@@ -220,13 +198,6 @@ def _take_up(training: Training, path: Path, *, same_variant: bool) -> list[int]
     agents = saved["agents"]
     training.restore(saved | {"agent": agents[training.ranks.rank % len(agents)]})
     return list(saved["warned"]) if same_variant else []
-
-
-def _cut(path: Path, step: int) -> None:
-    """Leave out of the lines of `path` those after a step."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    with whole_file(path) as part:
-        part.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
 
 
 @contextmanager

@@ -32,9 +32,6 @@ class ModelConfig:
     """A bias on the keys adds one number to every score of a row: softmax cannot see it, rounding can."""
     key_bias: bool = True
     """Whether that bias is on the keys too; it changes no probability."""
-    value_offset: float = 0.0
-    """Standard deviation of the initial bias on the values. What all values share, softmax weighs to itself: the output
-    carries it, its rounding error grows with it, and the true gradient of the scores does not know it."""
     qk_norm: bool = False
     """Queries and keys are RMS-normalised per head, with a learned gain."""
     rotary: bool = False
@@ -42,7 +39,9 @@ class ModelConfig:
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm without bias, or RMSNorm; before attention, before the feed-forward part and at the end."""
     gated: bool = False
-    """SwiGLU of about the same size in place of the four times wider GELU layer."""
+    """SwiGLU in place of a GELU layer."""
+    hidden: int | None = None
+    """Features of that layer: by default four times `width`, and with SwiGLU so many that it is of the same size."""
     attention_dtype: Dtype = "bfloat16"
     """Type of the operands that attention is given."""
     matmul_dtype: Dtype = "float32"
@@ -53,8 +52,6 @@ class ModelConfig:
             raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads; give one that is")
         if self.heads % self.key_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key heads; give a divisor")
-        if self.value_offset and not self.qkv_bias:
-            raise ValueError("a value_offset is the first bias of the values; leave qkv_bias true with it")
 
     @property
     def key_heads(self) -> int:
@@ -93,21 +90,20 @@ class CausalSelfAttention(nn.Module):
         self.q_norm, self.k_norm = (HeadNorm(self.head_dim) if config.qk_norm else nn.Identity() for _ in range(2))
         self.rotary = Rotary(config.context, self.head_dim) if config.rotary else nn.Identity()
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value as attention is given them, [B, heads, S, D], of its input [B, S, width]."""
+    def forward(self, x: Tensor) -> Tensor:
         width, values = x.shape[2], self.n_kv_head * self.head_dim
         query, key, value = self.c_attn(x, cast(Tensor | None, self.kept)).split([width, values, values], -1)
         query, key, value = (
             each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value)
         )  # each [B, heads, S, D]
         query, key = self.rotary(self.q_norm(query)), self.rotary(self.k_norm(key))
-        return query.to(self.operand), key.to(self.operand), value.to(self.operand)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.operands(x)
-        grouped = self.n_kv_head != self.n_head
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        out = self.core(query.to(self.operand), key.to(self.operand), value.to(self.operand))
         return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(x.shape)))
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention itself, over [B, heads, S, D]."""
+        grouped = self.n_kv_head != self.n_head
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
 class HeadNorm(nn.RMSNorm):
@@ -139,7 +135,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         dtype = DTYPES[config.matmul_dtype]
-        hidden = 4 * config.width if not config.gated else 8 * config.width // 3 // 8 * 8
+        hidden = config.hidden or (8 * config.width // 3 // 8 * 8 if config.gated else 4 * config.width)
         self.gated = config.gated
         self.ln_1 = _norm(config)
         self.attn = CausalSelfAttention(config)
@@ -178,8 +174,6 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers))
-            elif name.endswith("c_attn.bias") and config.value_offset > 0:
-                nn.init.normal_(parameter[-config.key_heads * config.width // config.heads :], std=config.value_offset)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats. `tokens` and `targets` are int64 [B, S]."""

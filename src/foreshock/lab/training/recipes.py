@@ -11,13 +11,13 @@ from typing import Any, Final, Literal
 
 from pydantic import TypeAdapter
 
-from foreshock.lab.training.model import ModelConfig
+from foreshock.lab.training.model import Dtype, ModelConfig
 from foreshock.lab.training.variant import Variant
 
 Text = Literal["bytes", "byte pairs", "folders"]
 """The source of the standard library as bytes, what is installed as byte pairs, or the source files of folders as byte
 pairs of a larger vocabulary (texts.py)."""
-Truth = Literal["healthy", "rounding", "score growth", "other"]
+Truth = Literal["healthy", "rounding"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,6 @@ class Recipe:
     """Sequences that a process takes at once, at most; gradients of several parts add up to a step. None: all."""
     steps: int
     learning_rate: float
-    bias_rate: float = 1.0
-    """Learning rate of biases as a multiple of that of all else. muP scales the rate of matrices by the inverse of the
-    width and leaves that of vectors: 16 is what a model has that is 16 times as wide as the one its rates are from."""
     warmup_steps: int
     """Of a rate that rises linearly."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -43,12 +40,11 @@ class Recipe:
     last_rate_share: float = 0.1
     """Of the rate, where the cosine ends."""
     betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
     weight_decay: float = 0.0
-    bias_decay: float | None = None
-    """Weight decay of vectors (biases and gains); None for that of all else. Not together with a `bias_rate`."""
-    clip: float | None = 1.0
-    """Largest gradient norm; None leaves gradients as they are."""
+    bias_decay: float = 0.0
+    """Weight decay of vectors (biases and gains)."""
+    clip: float = 1.0
+    """Largest gradient norm."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices inside the blocks, AdamW at `learning_rate` for all else."""
     text: Text = "bytes"
@@ -56,8 +52,6 @@ class Recipe:
     """What its untreated variant was made to show."""
     split: Literal["tuning", "held-out"] = "held-out"
     """Detectors may be tuned on the runs of a tuning recipe, and are scored on the others."""
-    on_gpu: bool = False
-    """Made for a GPU; it runs anywhere."""
     compiled: bool = False
     """On a GPU the model goes through torch.compile, as people train; elsewhere it is left as it is."""
     sample_every_steps: int = 25
@@ -72,10 +66,7 @@ class Recipe:
 
     def truth_of(self, variant: Variant) -> Truth:
         """What a variant was made to show: a failure does not happen where its cause is kept from the first step on."""
-        held = (self.truth == "rounding" and variant.cured) or (
-            self.truth == "score growth" and variant.qk_clip == "always"
-        )
-        return "healthy" if held else self.truth
+        return "healthy" if variant.cured else self.truth
 
     def header(self, variant: Variant, seed: int, run: str) -> dict[str, Any]:
         """What the first line of a trace says of it."""
@@ -93,13 +84,14 @@ class Recipe:
             "nature": "natural",
             "policy": variant.policy,
             **switching,
-            **({} if variant.backend is None else {"backend": variant.backend, "rows": variant.rows}),
+            **({} if variant.backend is None else {"backend": variant.backend}),
         }
 
     def under(self, variant: Variant) -> "Recipe":
         """The recipe as a variant of it trains: the control's attention is given float32 operands."""
-        dtype = "float32" if variant.numerics == "float32" else "bfloat16"
-        return replace(self, model=replace(self.model, **{"attention_dtype": dtype, **variant.model}))
+        dtype: Dtype = "float32" if variant.numerics == "float32" else "bfloat16"
+        key_bias = self.model.key_bias and variant.key_bias
+        return replace(self, model=replace(self.model, attention_dtype=dtype, key_bias=key_bias))
 
 
 FILE: Final = Path(__file__).with_name("recipes.toml")
@@ -116,10 +108,7 @@ def read_recipes(text: str) -> dict[str, Recipe]:
         if unknown := (merged[name].keys() - known[0]) | (merged[name]["model"].keys() - known[1]):
             raise ValueError(f"recipe {name!r} has the fields {', '.join(sorted(unknown))}, which do not exist")
     adapter = TypeAdapter(Recipe)
-    return {
-        name: adapter.validate_python({field: None if value == "none" else value for field, value in given.items()})
-        for name, given in merged.items()
-    }
+    return {name: adapter.validate_python(given) for name, given in merged.items()}
 
 
 RECIPES: Final = read_recipes(FILE.read_text())

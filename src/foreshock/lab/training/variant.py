@@ -1,7 +1,6 @@
 """Variants: what differs between two runs of one recipe. A variant is also made of the name of any mode."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 from foreshock.contract.modes import MODES, is_mode
@@ -11,7 +10,6 @@ from foreshock.monitor.config import AgentConfig, ClipWhen
 
 Numerics = Literal["kernel", "paper", "float32"]
 Backend = Literal["flash", "cudnn", "efficient"]
-BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,26 +25,20 @@ class Variant:
     """Which heads it switches."""
     mode: ModeName = "plain"
     """The mode of every head from the first step on."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the recipe's model that this variant has otherwise."""
+    key_bias: bool = True
+    """False takes the bias off the keys, which changes no probability."""
     backend: Backend | None = None
     """Attention is PyTorch's own, forced to this kernel, and watched by an agent with its default settings."""
-    rows: int = AgentConfig.model_fields["probe_rows"].default
-    """Of each head that a step measures there."""
     qk_clip: ClipWhen = "never"
 
     @property
     def cured(self) -> bool:
         """Whether something is done against a failure of rounding from the first step on."""
-        return self.numerics == "float32" or self.mode != "plain" or bool(self.model)
+        return self.numerics == "float32" or self.mode != "plain" or not self.key_bias
 
 
 UNTREATED = Variant(name="untreated")
-RESCUED = Variant(name="rescued", policy="auto")
 CONTROL = Variant(name="control", numerics="float32")
-PAPER = Variant(name="paper", numerics="paper")
-PAPER_RESCUED = Variant(name="paper-rescued", numerics="paper", policy="auto")
-PAPER_NO_KEY_BIAS = Variant(name="paper-no-key-bias", numerics="paper", model={"key_bias": False})
 
 
 def shown_name(name: str) -> str:
@@ -54,24 +46,26 @@ def shown_name(name: str) -> str:
     return "baseline" if name == UNTREATED.name else name
 
 
-VARIANTS = {
+VARIANTS: Final = {
     variant.name: variant
     for variant in (
         UNTREATED,
-        RESCUED,
+        Variant(name="rescued", policy="auto"),
         CONTROL,
-        PAPER,
-        PAPER_RESCUED,
-        PAPER_NO_KEY_BIAS,
+        Variant(name="paper", numerics="paper"),
+        Variant(name="paper-rescued", numerics="paper", policy="auto"),
+        Variant(name="paper-no-key-bias", numerics="paper", key_bias=False),
         Variant(name="qk-clip", qk_clip="always"),
         Variant(name="qk-clip-warned", qk_clip="warned"),
         *(Variant(name=each.name.replace("_", "-"), mode=each.name) for each in MODES),
-        *(
-            Variant(name=f"{backend}-{each.name}", policy=each.policy, backend=backend)
-            for backend in BACKENDS
-            for each in (UNTREATED, RESCUED)
-        ),
+        *(Variant(name=f"{backend}-untreated", backend=backend) for backend in get_args(Backend)),
+        *(Variant(name=f"{backend}-rescued", policy="auto", backend=backend) for backend in get_args(Backend)),
     )
+}
+_PREFIXES: Final[dict[str, dict[str, Any]]] = {
+    "": {},
+    "rescued-all-": {"policy": "auto", "switch_scope": "model"},
+    "rescued-": {"policy": "auto", "switch_scope": "head"},
 }
 
 
@@ -93,10 +87,3 @@ def find_variant(name: str) -> Variant:
         f"variant {name!r} does not exist; allowed are {', '.join(VARIANTS)}, modes joined by + such as "
         "exact-delta+paper-softmax, rescued-MODE, rescued-all-MODE, and each of these with paper- before it"
     )
-
-
-_PREFIXES: dict[str, dict[str, Any]] = {
-    "": {},
-    "rescued-all-": {"policy": "auto", "switch_scope": "model"},
-    "rescued-": {"policy": "auto", "switch_scope": "head"},
-}
