@@ -104,7 +104,7 @@ def test_every_promise_has_a_test_and_every_mark_a_promise() -> None:
 def test_every_setting_of_agent_and_service_has_a_row_with_its_variable() -> None:
     page = "\n".join(DOCS.settings())
     for name in AgentConfig.model_fields:
-        assert re.search(rf"^\| `{name}` +\|.*`FORESHOCK_{name.upper()}`", page, re.MULTILINE), name
+        assert re.search(rf"^\| `{name}[.`].*`FORESHOCK_{name.upper()}`", page, re.MULTILINE), name
     for variable in Settings.variables():
         assert f"`{variable.removesuffix('_FILE')}`" in page  # the page says of which it may be a file
 
