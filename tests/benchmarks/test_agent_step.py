@@ -12,7 +12,9 @@ from foreshock.lab.training.model import GPT, ModelConfig
 from foreshock.monitor import Agent, attach
 
 _SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "width": 32, "context": 16, "vocabulary": 61}
-TINY = Shape("tiny", ModelConfig(**_SIZES, qkv_bias=False, rotary=True, norm="rms", gated=True), 2, whole=False, device="cpu")
+TINY = Shape(
+    "tiny", ModelConfig(**_SIZES, qkv_bias=False, rotary=True, norm="rms", gated=True), 2, whole=False, device="cpu"
+)
 
 
 @pytest.mark.parametrize(("shape", "parameters"), [(SHAPES[0], 124.5e6), (SHAPES[1], 1.236e9)])
