@@ -27,9 +27,10 @@ from foreshock.contract.decision import cause_of
 from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.detect.verdicts import Evidence, Finding, verdict
+from foreshock.monitor.detect.run_state import Alarm
+from foreshock.monitor.detect.verdicts import Finding, verdict
 
-SEEN = Evidence(offset=12.0, offset_before=3.0, score=40.0, score_before=30.0, bias_evidence=5.0)
+SEEN = {"offset": 12.0, "offset_before": 3.0, "score": 40.0, "score_before": 30.0, "window_steps": 100.0}
 
 
 def test_rounding_is_taken_back_once_the_delta_bias_speaks_against_it() -> None:
@@ -72,23 +73,20 @@ def test_growth_from_a_score_that_was_dangerous_before_shows_no_rounding() -> No
     assert {verdict.cause for verdict in play(high, until=6000, bias=3.0)[1]} == {"score growth"}
 
 
-def found(why: Cause, signal: str = "score") -> Finding:
-    return Finding(signal, SEEN, why, "warning", math.nan)
-
-
-def word(step: int, what: Finding, before: wire.Verdict | None) -> wire.Verdict:
-    return verdict(what, step=step, layer=0, head=3, before=before)
+def word(step: int, cause: Cause, before: wire.Verdict | None) -> wire.Verdict:
+    latched = None if before is None else Alarm(before, step)
+    return verdict(Finding("score", cause, "warning"), SEEN, math.nan, step=step, of=(0, 3), before=latched)
 
 
 def test_a_corrected_warning_keeps_its_name_and_says_what_it_was_told_as() -> None:
-    first = word(100, found("score growth"), None)
+    first = word(100, "score growth", None)
     assert (first.state, first.corrected_from, first.corrected_step) == ("raised", None, None)
-    second = word(300, found("rounding"), first)
+    second = word(300, "rounding", first)
     assert (second.id, second.state, second.cause) == (first.id, "updated", "rounding")
     assert (second.corrected_from, second.corrected_step) == ("score growth", 300)
-    third = word(1300, found("rounding"), second)
+    third = word(1300, "rounding", second)
     assert (third.corrected_from, third.corrected_step) == ("score growth", 300)
-    assert word(200, found("score growth"), first).corrected_from is None
+    assert word(200, "score growth", first).corrected_from is None
 
 
 def test_what_turns_out_not_to_be_finite_goes_over_to_that_incident_and_is_told_at_once() -> None:
@@ -144,13 +142,11 @@ def test_scores_of_thousands_after_a_few_hundred_steps_are_never_called_rounding
 
 
 def test_a_score_that_fell_is_not_said_to_grow() -> None:
-    seen = Evidence(score=2300.0, score_before=4840.0, window_steps=106.0)
-    told = Finding("score", seen, cause="score growth", severity="critical", course=math.nan)
-    assert (
-        "head 3 no longer grows: its largest |score| went from 4,840 to 2,300 in 106" in word(250, told, None).sentence
-    )
-    grows = told._replace(evidence=seen._replace(score=5000.0))
-    assert "head 3 grows: its largest |score| went from 4,840 to 5,000" in word(250, grows, None).sentence
+    for score, words in ((2300.0, "no longer grows"), (5000.0, "grows")):
+        seen = SEEN | {"score": score, "score_before": 4840.0}
+        told = verdict(Finding("score", "score growth", "critical"), seen, math.nan, step=250, of=(0, 3), before=None)
+        moved = f"from 4,840 to {score:,.0f} in 100 steps"
+        assert f"head 3 {words}: its largest |score| went {moved}" in told.sentence
 
 
 def test_where_nothing_rounds_no_head_fails_by_rounding() -> None:

@@ -21,7 +21,7 @@ from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.forecast import courses, halves_until
 from foreshock.monitor.detect.growth import Growth, HeadSignal
-from foreshock.monitor.detect.verdicts import Evidence, Finding, verdict
+from foreshock.monitor.detect.verdicts import Finding, verdict
 
 WIDTH = len(HeadSignal)
 special = st.sampled_from([0.0, 512.0, math.nan, 1e-9])
@@ -60,7 +60,7 @@ def grown(heads: list[list[float]]) -> Growth:
     values: Floats = np.array(heads).reshape(len(heads), 3, WIDTH).transpose(1, 2, 0)
     start, middle, end = values
     error = np.full((WIDTH, len(heads)), 1e-2)
-    return Growth(start, middle, end, end, error, steps=2000.0, older=1000.0, newer=1000.0, held=4000.0)
+    return Growth(start, middle, end, end, error, steps=2000.0, older=1000.0, newer=1000.0, held=4000)
 
 
 @given(st.lists(head, min_size=1, max_size=6))
@@ -82,8 +82,8 @@ def test_the_courses_of_many_heads_are_those_of_each(heads: list[list[float]]) -
     ],
 )
 def test_a_verdict_says_how_sure_its_forecast_is(course: float, words: str) -> None:
-    found = Finding("offset", Evidence(9.0, 4.0, window_steps=100.0), "rounding", "warning", course)
-    told = verdict(found, step=100, layer=1, head=2, before=None)
+    evidence = {"offset": 9.0, "offset_before": 4.0, "window_steps": 100.0}
+    told = verdict(Finding("offset", "rounding", "warning"), evidence, course, step=100, of=(1, 2), before=None)
     assert told.sentence.endswith(words)
     assert told.harm_in_sight == (None if math.isnan(course) else course < 1e9)
 
@@ -96,7 +96,7 @@ def test_a_head_that_moves_as_far_as_each_rate_lets_it_is_foreseen_to_go_on_at_t
     middle = end - newer
     values = [np.full((WIDTH, 1), each) for each in (middle - older, middle, end, end, 1e-9)]
     start, half, now, last, error = values
-    growth = Growth(start, half, now, last, error, 2000.0, 1000.0 * older, 1000.0 * newer, 4000.0)
+    growth = Growth(start, half, now, last, error, 2000.0, 1000.0 * older, 1000.0 * newer, 4000)
     assert float(courses(growth, np.array([0]))[0]) == pytest.approx(1000.0 * left, rel=1e-3)
 
 

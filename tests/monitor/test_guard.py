@@ -77,7 +77,6 @@ BREAKAGES: dict[str, tuple[str, str]] = {
     "landed": ("_sampler.collector.landed", "collector"),
     "norms": ("_sampler.norms.measure", "norms"),
     "detectors": ("detectors.update", "detectors"),
-    "levels": ("_levels.verdicts", "levels"),
     "sender": ("_outbox.sender.put", "sender"),
     "checkpoints": ("_checkpoints.follow", "checkpoints"),
     "commands": ("_outbox.sender.commands", "switch"),

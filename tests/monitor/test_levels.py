@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
+from tests.monitor.doubles import Listener
 from tests.monitor.test_clipping import EVERY, changed, two_layers
 
 from foreshock.contract import wire
 from foreshock.contract.incident import RunContext, Warned, incidents
 from foreshock.contract.slots import Slot, Words, identity_row
-from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.recording.trace import read_trace, readings
 from foreshock.monitor import attach
-from foreshock.monitor.detect.levels import ENTROPY, FIRST_SCORE, HEALTHY_SCORE, SCORE, Levels
+from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
+from foreshock.monitor.detect.levels import ENTROPY, FIRST_SCORE, HEALTHY_SCORE, LEVEL, OFFSET, SCORE
+from foreshock.monitor.detect.readings import Readings, head_readings
 
 TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"
 HEALTHY = [
@@ -27,10 +29,7 @@ HEALTHY = [
     ),
     *(TRACES / "vendor" / "healthy").glob("*.xz"),
 ]
-LAYERS = [
-    wire.Layer(layer=layer, name=f"layer{layer}", heads=(0, 1), kv_heads=2, head_dim=64, served_by="probe")
-    for layer in range(2)
-]
+HEADS = [(layer, head) for layer in range(2) for head in range(2)]
 
 
 def sample(
@@ -48,8 +47,20 @@ def sample(
     return words
 
 
+class Sampled(Detectors):
+    """Returns what the detectors say of levels."""
+
+    def __init__(self, quiet_steps: int = 2000) -> None:
+        super().__init__(HEADS, DetectorConfig(quiet_steps=quiet_steps), {0: 64, 1: 64})
+
+    def say(self, step: int, words: Words) -> list[wire.Verdict]:
+        modes = np.zeros(len(HEADS), dtype=np.int32)
+        told = self.update(Readings(step=step, since_step=step - 1, modes=modes, **head_readings(words)))
+        return [verdict for verdict in told if verdict.signal == LEVEL]
+
+
 def raised(words: Words, *, step: int = 1) -> list[wire.Verdict]:
-    return Levels(LAYERS, 2000).verdicts(step, words, [])
+    return Sampled().say(step, words)
 
 
 @pytest.mark.parametrize("step", [1, 90_000])
@@ -79,23 +90,23 @@ def test_what_a_level_means_for_16_bits_follows_from_its_size() -> None:
 
 
 def test_scores_that_rise_within_the_first_hundred_steps_are_reported_and_those_of_a_loaded_model_are_not() -> None:
-    rising, loaded = Levels(LAYERS, 2000), Levels(LAYERS, 2000)
-    assert not rising.verdicts(1, sample(), [])
-    assert not loaded.verdicts(1, sample(FIRST_SCORE), [])
-    assert not loaded.verdicts(10, sample(FIRST_SCORE), [])
-    [found] = rising.verdicts(10, sample(FIRST_SCORE), [])
+    rising, loaded, late = Sampled(), Sampled(), Sampled()
+    assert not rising.say(1, sample())
+    assert not loaded.say(1, sample(FIRST_SCORE))
+    assert not loaded.say(10, sample(FIRST_SCORE))
+    [found] = rising.say(10, sample(FIRST_SCORE))
     assert "rose to 128 from 12 within the first 100 steps" in found.sentence
-    late = Levels(LAYERS, 2000)
-    late.verdicts(1, sample(), [])
-    assert not late.verdicts(200, sample(FIRST_SCORE), [])
+    late.say(1, sample())
+    assert not late.say(200, sample(FIRST_SCORE))
 
 
 def test_a_level_is_said_once_and_cleared_when_no_head_has_passed_it_for_long() -> None:
-    levels = Levels(LAYERS, 100)
-    [first] = levels.verdicts(1, sample(SCORE), [])
-    assert not levels.verdicts(50, sample(SCORE), [])
-    assert not levels.verdicts(149, sample(), [])
-    [last] = levels.verdicts(150, sample(), [])
+    detectors = Sampled(100)
+    [first] = detectors.say(1, sample(offset=OFFSET))
+    assert detectors.active == [first]
+    assert not detectors.say(50, sample(offset=OFFSET))
+    assert not detectors.say(149, sample())
+    [last] = detectors.say(150, sample())
     assert (last.id, last.state) == (first.id, "cleared")
 
 
@@ -107,24 +118,24 @@ def test_a_resumed_agent_repeats_no_level() -> None:
                 if "c_attn.weight" in name:
                     parameter[:32].mul_(60)
         with attach(model, **EVERY) as agent:
-            agent.detectors = ScriptedDetectors(4)
             if saved is not None:
-                agent.load_state_dict(json.loads(saved) | {"detectors": None})
+                agent.load_state_dict(json.loads(saved))
             agent.subscribe(listener)
             changed(agent, model, 4)
             state = json.dumps(agent.state_dict())
         return listener.of(wire.Verdict), state
 
     told, state = trained(None)
-    assert {(verdict.step, verdict.signal) for verdict in told} == {(1, "level")}
-    assert trained(state)[0] == []
+    assert {verdict.step for verdict in told if verdict.signal == LEVEL} == {1}
+    assert not [verdict for verdict in trained(state)[0] if verdict.signal == LEVEL]
 
 
-def test_a_head_that_the_detectors_warn_about_needs_no_level() -> None:
-    warned = verdict(0, 1)
-    assert warned.layer is not None
-    assert warned.head is not None
-    assert not Levels(LAYERS, 2000).verdicts(1, sample(SCORE), [(warned.layer, warned.head)])
+def test_a_head_that_was_warned_about_before_needs_no_level() -> None:
+    detectors = Sampled()
+    assert not detectors.say(1, sample(0.9 * SCORE))
+    assert [(verdict.layer, verdict.head) for verdict in detectors.active] == [(0, 1)]
+    assert not detectors.say(2, sample(SCORE))
+    assert detectors.say(3, sample(SCORE, row=2))
 
 
 def test_few_keys_are_no_collapse_of_the_entropy() -> None:
@@ -136,13 +147,12 @@ def test_few_keys_are_no_collapse_of_the_entropy() -> None:
 
 
 def _quiet(path: Path) -> float:
-    trace = read_trace(path)
-    levels, largest = Levels(trace.started.layers, 2000), 0.0
-    for each in trace.samples:
-        if (words := each.words()) is not None:
-            found = levels.verdicts(each.step, words, [])
-            assert not found, (path.name, found)
-            largest = max(largest, float(words.view(np.float64)[:, Slot.SCORE_MAX].max()))
+    trace, largest = read_trace(path), 0.0
+    detectors = Detectors(trace.heads)
+    for seen in readings(trace):
+        found = [verdict for verdict in detectors.update(seen) if verdict.signal == LEVEL]
+        assert not found, (path.name, found)
+        largest = max(largest, float(np.nanmax(seen.largest_score)))
     return largest
 
 

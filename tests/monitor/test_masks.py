@@ -19,6 +19,7 @@ from foreshock.monitor import attach
 from foreshock.monitor.attention.probe import Sampling
 from foreshock.monitor.attention.probed_rows import UnmeasurableError
 from foreshock.monitor.detect.detectors import Detectors
+from foreshock.monitor.detect.levels import KERNEL
 from foreshock.monitor.detect.readings import Readings, head_readings
 
 FORMS: dict[str, Any] = {
@@ -189,8 +190,10 @@ def test_a_head_whose_scores_grow_is_warned_about_under_a_mask_in_any_form(form:
         query[:, 0] *= 2 ** (25 / 150)
         words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), mask=mask, numerics="float32")
         seen = Readings(step=step, since_step=step - 25, modes=np.zeros(4, dtype=np.int32), **head_readings(words))
+        # the output that the probe was given is none of this attention: its rows are wrong
         warned += [verdict for verdict in detectors.update(seen) if verdict.state == "raised"]
-    assert [(verdict.layer, verdict.head, verdict.step) for verdict in warned] == [(0, 0, 575)]
+    drifts = [(verdict.layer, verdict.head, verdict.step) for verdict in warned if verdict.signal != KERNEL]
+    assert drifts == [(0, 0, 575)]
 
 
 class Masked(nn.Module):

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Annotated, Any, Final, Literal, Self, SupportsInt
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from foreshock.contract import wire
@@ -30,7 +30,7 @@ from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.console import ConsoleReporter
 from foreshock.monitor.crisis import Crisis
 from foreshock.monitor.detect.detectors import Detectors
-from foreshock.monitor.detect.levels import Levels, PassedLevels, warned_before
+from foreshock.monitor.detect.levels import KERNEL, LEVEL
 from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.guard import Guard, default_torch_modes, logger, say
 from foreshock.monitor.outbox import Outbox, Sink
@@ -59,8 +59,6 @@ class SavedState(BaseModel):
     switch: dict[str, Any]
     qk_clip: dict[str, Any] | None = None
     """None: of an agent without QK-Clip."""
-    levels: PassedLevels = PassedLevels()
-    """Levels that are passed; none in a state of an older agent."""
     detectors: dict[str, Any] | None
     """None: saving them failed and was contained."""
 
@@ -156,14 +154,14 @@ class Agent:
         self._switchboard.why_refused = attached.selector.refusal
         self._switchboard.runs_on_kernels = attached.selector.runs_on_kernels
         attached.selector.faults = self.faults
-        self.detectors = Detectors(self._heads, config.detectors)
+        head_dims = {layer.layer: layer.head_dim for layer in attached.layers}
+        self.detectors = Detectors(self._heads, config.detectors, head_dims)
         watched = attached.layers, attached.selector, attached.unwatched
         self._coverage = CoverageReport(*watched, pause_steps(config), attached.layouts, shows=config.shows)
         self._console = ConsoleReporter(config, attached.layers)
         me = weakref.proxy(self)  # in no circle: an agent that is dropped leaves there, and not in the midst of a step
         emit = lambda event: me._outbox.emit(event)  # noqa: E731
         self._switching = Switching(config, self._switchboard, emit, self._console.report_switched)
-        self._levels = Levels(attached.layers, config.detectors.quiet_steps, attached.computed_by)
         self._active: Sequence[wire.Verdict] = ()
         self.readings: Readings | None = None
         """What the detectors read of the newest sample; None before the first, and where they failed."""
@@ -320,14 +318,15 @@ class Agent:
         self._guards["switch"].run(lambda: self._switching.obey(self._outbox.commands(), self.current_step))
 
     def _publish(self, result: DetectorResult) -> None:
-        counted, verdicts, risk, self._active, self.readings, undecided = result
+        counted, said, risk, self._active, self.readings, undecided = result
         if counted.broken_step is not None:
             self._crisis.begin(self.current_step)
         self._guards["sample"].run(self._record_coverage, counted)
         self._guards["sample"].run(lambda: self._outbox.emit_sample(SampleDraft(counted, risk)))
-        said = [*(self._guards["levels"].run(self._pass_levels, counted, verdicts) or ()), *verdicts]
         for verdict in said:
             self._outbox.emit(verdict)
+            if verdict.state == "raised" and verdict.signal in (LEVEL, KERNEL):
+                self._crisis.begin(self.current_step)
         if undecided or any(v.state == "raised" and v.severity != "info" for v in said):
             self._schedule.watch_closely(self.current_step)
         if said:
@@ -337,7 +336,7 @@ class Agent:
             )
         if self.config.policy != "observe":
             self._guards["policy"].run(self._switching.act, said, self.current_step)
-        self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
+        self._guards["qk_clip"].run(self._clipping.follow, said, step=self.current_step)
         self._saves.follow(said, self._active)
         if self.config.save_on_warning and self.config.rank == 0:
             self._guards["checkpoints"].run(self._protect, said)
@@ -345,13 +344,6 @@ class Agent:
     def _protect(self, said: Sequence[wire.Verdict]) -> None:
         if (protected := self._checkpoints.follow(said, self._active)) is not None:
             self._outbox.emit(protected)
-
-    def _pass_levels(self, counted: Counted, verdicts: Sequence[wire.Verdict]) -> list[wire.Verdict]:
-        """Warnings about levels, which no policy acts on: a level does not show what scores will do."""
-        found = self._levels.verdicts(counted.step, counted.words, warned_before(self._active, verdicts))
-        if any(verdict.state == "raised" for verdict in found):
-            self._crisis.begin(self.current_step)
-        return found
 
     def _record_coverage(self, counted: Counted) -> None:
         """Record which layers a sample counts, and send what computes and measures each again where that changed."""
@@ -464,7 +456,6 @@ class Agent:
             "step": self.current_step,
             "switch": self._switchboard.state_dict(),
             "qk_clip": self._clipping.state_dict(),
-            "levels": TypeAdapter(PassedLevels).dump_python(self._levels.passed, mode="json"),
             "detectors": detectors,
         }
 
@@ -491,14 +482,12 @@ class Agent:
         self._switchboard.load_state_dict(saved.switch)
         if saved.qk_clip is not None:
             self._clipping.load_state_dict(saved.qk_clip)
-        self._levels.passed = saved.levels
         self.begin_at(saved.step)
         self.run = self.config.run or saved.run
         try:
             if saved.detectors is not None:
                 self.detectors.load_state_dict(saved.detectors)
-        except Exception as error:  # whatever a damaged state holds: of half of it nothing stays
-            self.detectors = Detectors(self._heads, self.config.detectors)
+        except Exception as error:  # whatever a damaged state holds
             raise ValueError(f"{error} (the detectors start from zero; the modes of the heads are as saved)") from error
         self._active = self.detectors.active  # before the detectors' thread has anything to do
         self._guards["qk_clip"].run(self._clipping.follow, self._active, step=self.current_step)
@@ -599,7 +588,7 @@ def _detect(guard: Guard, detectors: Detectors, attached: AttachedModel, counted
 
     def detect() -> DetectorResult:
         readings = attached.readings(counted)
-        verdicts = detectors.update(readings)
+        verdicts = [attached.with_library(verdict) for verdict in detectors.update(readings)]
         active = tuple(detectors.active)
         return DetectorResult(counted, verdicts, detectors.risk, active, readings, detectors.undecided)
 

@@ -16,7 +16,7 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.attention.trial import wrong_attention
 from foreshock.monitor.config import make_config
-from foreshock.monitor.detect.levels import KERNEL, Levels
+from foreshock.monitor.detect.levels import wrong_rows
 from foreshock.monitor.model.discovery import Found, find_attention
 from foreshock.monitor.model.layers import KEY_PROJECTIONS, base_of, device_of, normalises_heads, stored
 
@@ -220,9 +220,8 @@ def _checked(device: str, watched: Sequence[Found], dtype: torch.dtype) -> list[
 
 def _wrong(words: Words, agent: Any) -> list[str]:
     """Of a sample, the layers whose own attention computed wrong rows."""
-    layers = agent._attached.layers
-    found = Levels(layers, 1, agent._attached.computed_by).verdicts(1, words, [])
-    return [f"Wrong attention: {verdict.sentence}" for verdict in found if verdict.signal == KERNEL]
+    found = wrong_rows(words, wire.head_refs(agent._attached.layers), step=1).values()
+    return [f"Wrong attention: {agent._attached.with_library(verdict).sentence}" for verdict in found]
 
 
 def _hidden(words: Words) -> list[str]:

@@ -13,6 +13,7 @@ from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.coverage import UnwatchedAttentionFinder
 from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.config import AgentConfig, versions
+from foreshock.monitor.detect.levels import KERNEL
 from foreshock.monitor.detect.non_finite import FIRST_UPDATE, place_by_outputs
 from foreshock.monitor.detect.readings import Readings, head_readings
 from foreshock.monitor.sampling import collector as collecting
@@ -94,6 +95,12 @@ class AttachedModel:
             version = ""
         return f" It is computed by {by}{version}." if by else ""
 
+    def with_library(self, verdict: wire.Verdict) -> wire.Verdict:
+        """The same verdict; a new one about wrong rows says what computes them."""
+        if verdict.signal != KERNEL or verdict.layer is None or verdict.state != "raised":
+            return verdict
+        return verdict.model_copy(update={"sentence": (verdict.sentence + self.computed_by(verdict.layer))[:500]})
+
     def readings(self, counted: Counted) -> Readings:
         """What was counted, as the detectors read it."""
         if counted.broken_step is None and (counted.parameters is None or not counted.parameters.weights):
@@ -108,7 +115,6 @@ class AttachedModel:
             suspect_step=counted.suspect_step,
             learning_rate=counted.learning_rate,
             rounds=any(layer.rounds for layer in self.selector.layers),
-            words=counted.words,
             broken_step=counted.broken_step,
             place=self._place(counted),
             softmax=self.finder.broken_softmax,

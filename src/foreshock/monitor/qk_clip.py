@@ -29,6 +29,7 @@ from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.detect.levels import LEVEL
 from foreshock.monitor.guard import Guard, default_torch_modes, logger
 from foreshock.monitor.model.discovery import listed
 from foreshock.monitor.model.layers import (
@@ -466,7 +467,8 @@ class Clipping:
             return
         for verdict in verdicts:
             new = verdict.state == "raised" or verdict.corrected_step == verdict.step
-            if is_active(verdict) and cause_of(verdict) == "score growth" and (new or not self._held):
+            grows = cause_of(verdict) == "score growth" and verdict.signal != LEVEL  # a level does not show what comes
+            if is_active(verdict) and grows and (new or not self._held):
                 self._held = False
                 self._switched(True, step, f"qk_clip warned: {verdict.sentence}")
                 return

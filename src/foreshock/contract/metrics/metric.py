@@ -207,7 +207,6 @@ GUARDED: Final = (
     "collector",
     "sample",
     "detectors",
-    "levels",
     "policy",
     "console",
     "switch",

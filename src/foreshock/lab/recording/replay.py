@@ -17,21 +17,19 @@ from foreshock.contract import wire
 from foreshock.contract.route import unanswered
 from foreshock.lab.recording.trace import Trace, readings
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.detect.levels import Levels, warned_before
 
 _EVENTS_OF_A_BATCH = 64
 
 
 def judged(trace: Trace, config: DetectorConfig | None = None) -> Iterator[wire.Event]:
     """The trace's events with today's risk and today's verdicts in place of the recorded ones, as an agent has them."""
-    detectors, seen = Detectors(trace.heads, config), readings(trace)
-    levels = Levels(trace.started.layers, detectors.config.quiet_steps)
+    head_dims = {layer.layer: layer.head_dim for layer in trace.started.layers}
+    detectors, seen = Detectors(trace.heads, config, head_dims), readings(trace)
     yield trace.started
     for event in trace.events:
-        if isinstance(event, wire.Sample) and (words := event.words()) is not None:
+        if isinstance(event, wire.Sample) and event.states is not None:
             verdicts = detectors.update(next(seen))
             yield event.model_copy(update={"risk": wire.Array.of(detectors.risk.astype("<f4"))})
-            yield from levels.verdicts(event.step, words, warned_before(detectors.active, verdicts))
             yield from verdicts
         elif isinstance(event, wire.Sample | wire.Switched):
             yield event

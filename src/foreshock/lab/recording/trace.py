@@ -240,6 +240,5 @@ def readings(trace: Trace) -> Iterator[Readings]:
             loss=sample.loss,
             grad_norm=sample.grad_norm,
             learning_rate=sample.learning_rate,
-            words=words,
             **({"rounds": trace.rounds} | trace.read.get(sample.step, {})),
         )

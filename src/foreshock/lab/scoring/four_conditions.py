@@ -51,7 +51,8 @@ def blocks_met(trace: Trace) -> list[tuple[int, Floats]]:
                 squares += block * block
                 block[:] = 0.0
                 now = np.zeros(heads, dtype=np.bool_)
-                if (growth := past.growth(_WINDOW)) is not None and reading.step >= _FIRST_STEP:
+                growth = past.growth(_WINDOW)
+                if reading.step >= _FIRST_STEP and not math.isnan(growth.steps):
                     offset, score = growth.end[HeadSignal.OFFSET], growth.end[HeadSignal.SCORE]
                     moved = np.sign(offset) * (offset - growth.start[HeadSignal.OFFSET])
                     push = total / np.sqrt(squares) * np.sign(offset)

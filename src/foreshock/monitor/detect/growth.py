@@ -1,14 +1,14 @@
 """The past of every head in blocks of steps, and how its offset and its largest score moved over a window of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Final, Self
+from typing import Annotated, Final, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import GetPydanticSchema
-from pydantic_core.core_schema import no_info_after_validator_function, plain_serializer_function_ser_schema
+from pydantic import PlainSerializer, PlainValidator
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
@@ -23,17 +23,15 @@ _LEAST_BLOCKS: Final = 4
 _LONGEST_PART: Final = 4
 """Blocks that start, middle and end are means of; fewer in a short window."""
 
-
-_AS_ARRAY: Final = GetPydanticSchema(
-    lambda _, handler: no_info_after_validator_function(
-        wire.Array.numpy,
-        handler(wire.Array),
-        serialization=plain_serializer_function_ser_schema(lambda array: wire.Array.of(array).model_dump()),
-    )
-)
-SavedFloats = Annotated[Floats, _AS_ARRAY]
-SavedInts = Annotated[npt.NDArray[np.int32], _AS_ARRAY]
-"""Arrays of a state that is saved, exact to the bit."""
+_T = TypeVar("_T")
+_Saved = Annotated[
+    _T,
+    PlainValidator(lambda saved: wire.Array.model_validate(saved).numpy()),
+    PlainSerializer(lambda array: wire.Array.of(array).model_dump()),
+]
+"""An array of a state that is saved, exact to the bit."""
+SavedFloats = _Saved[Floats]
+SavedInts = _Saved[npt.NDArray[np.int32]]
 
 
 class HeadSignal(IntEnum):
@@ -58,12 +56,12 @@ class Growth:
     error: Floats
     """standard error of start, middle and end"""
     steps: float
-    """between the centres of start and end"""
+    """between the centres of start and end; NaN if too few blocks are held for any growth"""
     older: float
     """steps from start to middle, each counted by its learning rate in parts of today's"""
     newer: float
     """from middle to end"""
-    held: float
+    held: int
     """steps of the past that is held"""
 
 
@@ -168,11 +166,13 @@ class HeadPasts:
         """The places of the blocks that are held, the oldest first."""
         return np.arange(max(0, self.closed - len(self.ends)), self.closed) % len(self.ends)
 
-    def growth(self, window_steps: float) -> Growth | None:
-        """Over the newer half of the past, at most `window_steps`; None while fewer than four blocks are held."""
+    def growth(self, window_steps: float) -> Growth:
+        """Over the newer half of the past, at most `window_steps`; NaN while fewer than four blocks are held."""
         order = self._order()
         if len(order) < _LEAST_BLOCKS:
-            return None
+            unknown = np.full_like(self.jitter, np.nan)
+            newest = self.values[order[-1]] if len(order) else unknown
+            return Growth(unknown, unknown, unknown, newest, unknown, math.nan, math.nan, math.nan, self.held)
         begin = self.ends[order[-1]] - min(self.held / 2, window_steps)
         order = order[min(int(np.searchsorted(self.ends[order], begin, side="right")), len(order) - _LEAST_BLOCKS) :]
         part = min(max(1, len(order) // 6), _LONGEST_PART)
@@ -181,12 +181,11 @@ class HeadPasts:
         start, middle, end = (_mean([self.values[place] for place in each.tolist()]) for each in places)
         times, rates = ([sum(at[each].tolist()) / part for each in places] for at in (self.ends, self.moved))
         return Growth(
-            *(start, middle, end, self.values[order[-1]]),
-            error=np.sqrt(self.jitter / part),
+            *(start, middle, end, self.values[order[-1]], np.sqrt(self.jitter / part)),
             steps=times[2] - times[0],
             older=(rates[1] - rates[0]) / self.rate,
             newer=(rates[2] - rates[1]) / self.rate,
-            held=float(self.held),
+            held=self.held,
         )
 
 

@@ -1,19 +1,19 @@
 """Levels that no healthy recorded run reached, and wrong rows: passed in one sample, they are reported at once.
 
 Growth needs a past; a model that was loaded already failing, or that fails in its first hundred steps, has none. A
-level goes by size, whatever the sign. docs/detectors.md has the healthy ranges and the margins. A row of attention that
-is farther from its recomputation than rounding explains (kernels/flash_attention/output_check.py) is a wrong kernel's.
+level goes by size, whatever the sign; docs/healthy.md has the healthy ranges. A row of attention that is farther from
+its recomputation than rounding explains (kernels/flash_attention/output_check.py) is a wrong kernel's.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats, Slot, Words, slot_values
+from foreshock.monitor.detect.readings import Readings
 
 LEVEL: Final = "level"
 """The signal of a level that was passed."""
@@ -36,180 +36,121 @@ ENTROPY: Final = 0.5
 _SHARP_SCORE: Final = 10.0
 """A bias leaves little entropy too, whatever the scores; rows that scores make one-hot have them beyond this."""
 _LARGEST_HALF: Final = 65504.0
-
-
-class Passed(NamedTuple):
-    """A level that heads have passed, or a layer with wrong rows."""
-
-    name: str
-    evidence: dict[str, float]
-    sentence: str
-    wrong: wire.HeadRef | None = None
-    """the worst head of a layer with wrong rows"""
-
-
-@dataclass(slots=True, kw_only=True)
-class PassedLevels:
-    """What is remembered of levels; saved with the checkpoint."""
-
-    first_score: float | None = None
-    """the largest |score| of the run's first sample"""
-    first_step: int = 0
-    active: dict[str, tuple[wire.Verdict, int]] = field(default_factory=dict)
-    """by level: its warning, and the last step that passed it"""
-
-
-def warned_before(active: Iterable[wire.Verdict], said: Iterable[wire.Verdict]) -> set[wire.HeadRef]:
-    """The heads that need no warning about a level: one about them is active that the sample did not raise."""
-    new = {verdict.id for verdict in said if verdict.state == "raised"}
-    old = [verdict for verdict in active if verdict.id not in new]
-    return {(each.layer, each.head) for each in old if each.layer is not None and each.head is not None}
-
-
 _LARGEST: Final = float(np.finfo(np.float64).max)
 """A distance past it is shown as this: messages hold finite numbers."""
+Found = dict[str, wire.Verdict]
+"""Warnings by the name of their level or of the layer with wrong rows."""
 
 
-class Levels:
-    """Holds the levels that are passed now. layers: those that the agent watches; computed_by: what computes the
-    attention of each, as the end of a sentence."""
+def passed_levels(
+    readings: Readings,
+    words: Words,
+    heads: Sequence[wire.HeadRef],
+    head_dims: Mapping[int, int],
+    is_silent: Callable[[int], bool],
+    first_score: float,
+) -> Found:
+    """The levels that a sample passes.
 
-    def __init__(
-        self, layers: Sequence[wire.Layer], quiet_steps: int, computed_by: Callable[[int], str] = lambda layer: ""
-    ) -> None:
-        self._computed_by: Final = computed_by
-        self._heads: Final = wire.head_refs(layers)
-        self._dims: Final = {layer.layer: layer.head_dim for layer in layers}
-        self._quiet_steps: Final = quiet_steps
-        self.passed = PassedLevels()
+    is_silent: whether the head of a row needs no warning. first_score: the largest |score| of the run's first sample,
+    or infinity once its first steps are over.
+    """
+    scores, found = readings.largest_score, Found()
 
-    def verdicts(self, step: int, words: Words, warned: Collection[wire.HeadRef]) -> list[wire.Verdict]:
-        """Warnings that this sample raises or clears. warned: heads that the detectors warn about, which need none."""
-        made = []
-        active = self.passed.active
-        for passed in (*self._wrong(words), *self._passed(step, words, warned)):
-            known = active.get(passed.name)
-            if known is None:
-                made.append(self._verdict(step, passed))
-            active[passed.name] = (made[-1] if known is None else known[0], step)
-        for name, (verdict, last) in list(active.items()):
-            if step - last >= self._quiet_steps:
-                del active[name]
-                what = "passed this level" if verdict.signal == LEVEL else "had a wrong row"
-                sentence = f"No head has {what} for {step - last} steps."
-                made.append(verdict.model_copy(update={"step": step, "state": "cleared", "sentence": sentence}))
-        return made
+    def compare(name: str, values: Floats, level: float, what: str, advice: str = "") -> None:
+        rows = (values >= level).nonzero()[0].tolist()
+        past = [row for row in rows if values[row] < math.inf and not is_silent(row)]
+        if past:
+            worst = past[int(values[past].argmax())]
+            (layer, head), size = heads[worst], float(values[worst])
+            others = f" {len(past)} of {len(heads)} heads are past it." if len(past) > 1 else ""
+            text = f"Layer {layer} head {head}: {what.format(size)}{others}{advice} "
+            seen = {name.removeprefix("first-"): size, "heads": float(len(past))}
+            found[name] = _level(name, readings.step, seen, text + _in_16_bits(size, head_dims.get(layer, 0)))
 
-    def _passed(self, step: int, words: Words, warned: Collection[wire.HeadRef]) -> list[Passed]:
-        rows, entropy_rows = slot_values(words, Slot.ROWS), slot_values(words, Slot.ENTROPY_ROWS)
-        score = np.fmax(slot_values(words, Slot.ROW_MAX_ABS), slot_values(words, Slot.SCORE_MAX))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            offset = np.abs(slot_values(words, Slot.SCORE_OFFSET_SUM) / rows)
-            entropy = slot_values(words, Slot.ENTROPY_SUM) / entropy_rows
-        score[~np.isfinite(score)] = offset[~np.isfinite(offset)] = 0.0
-        if not (rows > 0).any():
-            return []
-        first = self.passed
-        if first.first_score is None:
-            first.first_score, first.first_step = float(score.max()), step
-        silent = np.array([head in warned for head in self._heads], dtype=np.bool_)
-        found: list[Passed] = []
-        young = step - first.first_step < FIRST_STEPS and first.first_score < FIRST_SCORE / 4
-        for name, values, level in (
-            ("score", score, SCORE),
-            ("first-score", score, FIRST_SCORE if young else math.inf),
-            ("offset", offset, OFFSET),
-        ):
-            past = np.flatnonzero((values >= level) & ~silent)
-            if past.size and not (name == "first-score" and found):
-                heads = past[np.argsort(-values[past])].tolist()
-                seen = {name.removeprefix("first-"): float(values[heads[0]]), "heads": float(len(heads))}
-                found.append(Passed(name, seen, self._words(name, values, heads)))
-        known = entropy_rows > 0
-        measured, worst = int(known.sum()), float(entropy[known].max(initial=0.0))
-        most = slot_values(words, Slot.MOST_ENTROPY_SUM)[known]
-        sums = slot_values(words, Slot.ENTROPY_SUM)[known]
-        is_low = np.where(most > 0, sums < ENTROPY_SHARE * most, (sums > 0) & (entropy[known] < ENTROPY))
-        if measured > 1 and is_low.all() and (score[known] >= _SHARP_SCORE).all():
+    healthy = "no healthy recorded run reached"
+    compare("score", scores, SCORE, f"its largest |score| is {{:,.0f}}; {healthy} {SCORE:,.0f}.")
+    if not found and first_score < FIRST_SCORE / 4:
+        rose = f"its largest |score| rose to {{:,.0f}} from {first_score:.3g} within the first {FIRST_STEPS} steps"
+        advice = " The learning rate is too high, or its warm-up too short."
+        compare("first-score", scores, FIRST_SCORE, f"{rose}; {healthy} {FIRST_SCORE:g} so early.", advice)
+    offset = np.abs(readings.score_offset)
+    compare("offset", offset, OFFSET, f"its scores are shifted by {{:,.0f}} nats as a whole; {healthy} {OFFSET:g}.")
+
+    known = words[:, Slot.ENTROPY_ROWS] > 0
+    if np.count_nonzero(known) > 1 and (scores[known] >= _SHARP_SCORE).all():
+        slots = Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM, Slot.MOST_ENTROPY_SUM
+        rows, sums, most = (slot_values(words, slot)[known] for slot in slots)
+        entropy = sums / rows
+        if np.where(most > 0, sums < ENTROPY_SHARE * most, (sums > 0) & (entropy < ENTROPY)).all():
+            worst = float(entropy.max(initial=0.0))
             text = (
-                f"All {measured} measured heads look at about one key each: the entropy of their rows is "
+                f"All {len(sums)} measured heads look at about one key each: the entropy of their rows is "
                 f"{worst:.2g} nats at most, and no healthy recorded run came near that in all heads. Check the "
                 f"scale of the scores and the norms of queries and keys: gradients hardly pass a one-hot attention."
             )
-            found.append(Passed("entropy", {"entropy": worst, "heads": float(measured)}, text))
-        return found
+            found["entropy"] = _level("entropy", readings.step, {"entropy": worst, "heads": float(len(sums))}, text)
+    return found
 
-    def _wrong(self, words: Words) -> list[Passed]:
-        """Layers whose own attention computes wrong rows, each by its worst head."""
-        wrong, checked = slot_values(words, Slot.WRONG_ROWS), slot_values(words, Slot.CHECKED_ROWS)
-        share = np.divide(wrong, checked, out=np.zeros_like(wrong), where=checked > 0)
-        gradients = slot_values(words, Slot.WRONG_GRADIENT_ROWS)
-        found: dict[int, Passed] = {}
-        for extent, slot in ((share, Slot.OUTPUT_ERROR_MAX), (gradients, Slot.GRADIENT_ERROR_MAX)):
-            errors = slot_values(words, slot)
-            for layer, rows in self._worst_first(extent).items():
-                if layer in found:
-                    continue  # the gradient of a wrong output says nothing more
-                worst, size = rows[0], float(errors[rows].max())
-                seen = {"heads": float(len(rows)), slot.name.lower().removesuffix("_max"): min(size, _LARGEST)}
-                what = f"{gradients[worst]:.0f} of the compared rows of its gradients or log-sum-exp"
-                if slot == Slot.OUTPUT_ERROR_MAX:
-                    seen["wrong_share"] = float(share[worst])
-                    what = f"{wrong[worst]:.0f} of {checked[worst]:.0f} compared rows of its attention output"
-                of = sum(head[0] == layer for head in self._heads)
-                others = f" {len(rows)} of {of} heads of the layer have such rows." if len(rows) > 1 else ""
-                text = (
-                    f"Layer {layer} head {self._heads[worst][1]}: {what} are wrong, up to {size:.3g} times as far from "
-                    f"their recomputation as rounding explains.{others}{self._computed_by(layer)}"
-                )
-                found[layer] = Passed(f"kernel-l{layer}", seen, text, self._heads[worst])
-        return list(found.values())
 
-    def _worst_first(self, wrong: Floats) -> dict[int, list[int]]:
-        """By layer the heads that have any, those with the most first."""
+def wrong_rows(words: Words, heads: Sequence[wire.HeadRef], step: int) -> Found:
+    """Layers whose own attention computes wrong rows, each by its worst head."""
+    found: Found = {}
+    for counted, measured in (
+        (Slot.WRONG_ROWS, Slot.OUTPUT_ERROR_MAX),
+        (Slot.WRONG_GRADIENT_ROWS, Slot.GRADIENT_ERROR_MAX),
+    ):
         by_layer: dict[int, list[int]] = {}
-        for row in np.flatnonzero(wrong > 0).tolist():
-            by_layer.setdefault(self._heads[row][0], []).append(row)
-        return {layer: sorted(rows, key=lambda row: -wrong[row]) for layer, rows in by_layer.items()}
+        for row in words[:, counted].nonzero()[0].tolist():
+            by_layer.setdefault(heads[row][0], []).append(row)
+        for layer, rows in by_layer.items():
+            wrong, checked, errors = (slot_values(words[rows], of) for of in (counted, Slot.CHECKED_ROWS, measured))
+            worst, size = int(wrong.argmax()), float(errors.max())
+            seen = {"heads": float(len(rows)), measured.name.lower().removesuffix("_max"): min(size, _LARGEST)}
+            what = f"{wrong[worst]:.0f} of the compared rows of its gradients or log-sum-exp"
+            if counted == Slot.WRONG_ROWS:
+                worst = int((wrong / checked).argmax())
+                seen["wrong_share"] = float(wrong[worst] / checked[worst])
+                what = f"{wrong[worst]:.0f} of {checked[worst]:.0f} compared rows of its attention output"
+            own = sum(head[0] == layer for head in heads)
+            others = f" {len(rows)} of {own} heads of the layer have such rows." if len(rows) > 1 else ""
+            layer, head = heads[rows[worst]]
+            name = f"kernel-l{layer}"
+            if name not in found:  # the gradient of a wrong output says nothing more
+                found[name] = wire.Verdict(
+                    id=f"{name}-{step}",
+                    step=step,
+                    state="raised",
+                    severity="critical",
+                    layer=layer,
+                    head=head,
+                    cause="attention kernel",
+                    signal=KERNEL,
+                    evidence=seen,
+                    sentence=f"Layer {layer} head {head}: {what} are wrong, up to {size:.3g} times as far from their "
+                    f"recomputation as rounding explains.{others}",
+                )
+    return found
 
-    def _words(self, name: str, values: Floats, heads: list[int]) -> str:
-        (layer, head), worst = self._heads[heads[0]], float(values[heads[0]])
-        others = f" {len(heads)} of {len(values)} heads are past it." if len(heads) > 1 else ""
-        if name == "offset":
-            what = (
-                f"its scores are shifted by {worst:,.0f} nats as a whole; no healthy recorded run reached {OFFSET:g}."
-            )
-        elif name == "score":
-            what = f"its largest |score| is {worst:,.0f}; no healthy recorded run reached {SCORE:,.0f}."
-        else:
-            what = (
-                f"its largest |score| rose to {worst:,.0f} from {self.passed.first_score or 0.0:.3g} within the first "
-                f"{FIRST_STEPS} steps; no healthy recorded run reached {FIRST_SCORE:g} so early."
-            )
-            others += " The learning rate is too high, or its warm-up too short."
-        return f"Layer {layer} head {head}: {what}{others} {self._in_16_bits(layer, worst)}"
 
-    def _in_16_bits(self, layer: int, score: float) -> str:
-        """What scores of this size mean for attention in 16 bits."""
-        power = math.floor(math.log2(score))
-        steps = 2.0 ** (power - 7), 2.0 ** (power - 10)
-        text = f"bfloat16 rounds scores of this size in steps of {steps[0]:g}, float16 in {steps[1]:g}."
-        if score * math.sqrt(self._dims.get(layer, 0)) >= _LARGEST_HALF:
-            text += " Attention that multiplies in float16 before it scales overflows: use a fused one."
-        return text
+def _in_16_bits(score: float, head_dim: int) -> str:
+    """What scores of this size mean for attention in 16 bits."""
+    power = math.floor(math.log2(score))
+    steps = 2.0 ** (power - 7), 2.0 ** (power - 10)
+    text = f"bfloat16 rounds scores of this size in steps of {steps[0]:g}, float16 in {steps[1]:g}."
+    if score * math.sqrt(head_dim) >= _LARGEST_HALF:
+        text += " Attention that multiplies in float16 before it scales overflows: use a fused one."
+    return text
 
-    def _verdict(self, step: int, passed: Passed) -> wire.Verdict:
-        wrong = passed.wrong is not None
-        layer, head = passed.wrong or (None, None)
-        return wire.Verdict(
-            id=f"{'' if wrong else 'level-'}{passed.name}-{step}",
-            step=step,
-            state="raised",
-            severity="critical" if wrong else "warning",
-            layer=layer,
-            head=head,
-            cause="attention kernel" if wrong else "score growth",
-            signal=KERNEL if wrong else LEVEL,
-            evidence=passed.evidence,
-            sentence=passed.sentence[:500],
-        )
+
+def _level(name: str, step: int, evidence: dict[str, float], sentence: str) -> wire.Verdict:
+    return wire.Verdict(
+        id=f"level-{name}-{step}",
+        step=step,
+        state="raised",
+        severity="warning",
+        cause="score growth",
+        signal=LEVEL,
+        evidence=evidence,
+        sentence=sentence[:500],
+    )

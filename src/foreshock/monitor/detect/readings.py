@@ -1,22 +1,12 @@
 """One merged sample as the detectors read it."""
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract.slots import Floats, Slot, Words, slot_values
-
-
-class HeadReadings(TypedDict):
-    """The fields of `Readings` that are counted head by head."""
-
-    rows: Floats
-    score_offset: Floats
-    largest_score: Floats
-    delta_bias_sum: Floats
-    nonfinite_rows: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +32,7 @@ class Readings:
     rounds: bool = True
     """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
     words: Words | None = None
-    """all that was counted, [N, SLOT_COUNT]"""
+    """all that was counted, [N, SLOT_COUNT]: levels, wrong rows and places are read of it"""
     broken_step: int | None = None
     """the first step whose loss or gradient norm is not finite"""
     place: str = ""
@@ -57,8 +47,8 @@ class Readings:
     """a sentence about gradients and weights that are not finite"""
 
 
-def head_readings(words: Words) -> HeadReadings:
-    """Read merged state words [N, SLOT_COUNT]; a head that counted no row reads NaN."""
+def head_readings(words: Words) -> dict[str, Any]:
+    """The fields of `Readings` that merged state words [N, SLOT_COUNT] hold; a head that counted no row reads NaN."""
     # Runs between two steps of a training: each slot is passed over once. A test compares with the catalogue.
     floats, rows = words.view(np.float64), slot_values(words, Slot.ROWS)
     largest_score, bias = floats[:, Slot.ROW_MAX_ABS].copy(), floats[:, Slot.DELTA_BIAS_SUM].copy()
@@ -75,6 +65,7 @@ def head_readings(words: Words) -> HeadReadings:
         "largest_score": largest_score,
         "delta_bias_sum": bias,
         "nonfinite_rows": slot_values(words, Slot.NONFINITE_ROWS),
+        "words": words,
     }
 
 

@@ -56,8 +56,6 @@ class DetectorConfig(BaseModel):
     """or from here on"""
     steep_growth: ClassVar[float] = 5.0
     """where 1 + |offset| grew by this factor in the window."""
-    bare_horizon_windows: ClassVar[float] = 2.0
-    """`horizon_windows` of such a drift."""
     growing_score: ClassVar[float] = 256.0
     """Largest |score| from which on fast growth is warned about, and a supported drift is critical."""
     overflow_steps: ClassVar[int] = 50
@@ -67,75 +65,68 @@ class DetectorConfig(BaseModel):
 
 
 class WarningConditions(NamedTuple):
-    """What the closed blocks show of every head."""
+    """What the closed blocks show of every head, [N]."""
 
     growth: Growth
     evidence: Floats
-    """[N]: for a delta bias of the offset's sign, in parts of what supports a drift"""
+    """for a delta bias of the offset's sign, in parts of what supports a drift"""
     supported: Flags
-    """[N]: it drifts, and the delta bias supports that"""
+    refuted: Flags
+    """the delta bias, which is applied, speaks against a push the way of the offset"""
+    undecided: Flags
+    """it drifts and that matters, and closer samples may yet support that"""
     ratios: Floats
     """[2, N]: the least ratio of all conditions but persistence, 0 or more; 0 where one is unknown"""
-    undecided: Flags
-    """[N]: it drifts and that matters, and closer samples may yet support that"""
-    refuted: Flags
-    """[N]: the delta bias, which is applied, speaks against a push the way of the offset"""
     urgent: Flags
-    """[N]: its score is dangerous, or will be before growth could last"""
+    """its score is dangerous and does not fall, or will be dangerous before growth could last"""
+    dangerous: Flags
+    """its score is dangerous"""
 
     @classmethod
+    @np.errstate(divide="ignore", invalid="ignore")  # an unknown value is NaN, and no condition holds of it
     def of(cls, growth: Growth, bias: BiasEvidence, rounds: Flags, config: DetectorConfig) -> "WarningConditions":
         """rounds: the heads whose delta bias is applied."""
         (offset_before, score_before), (offset, score) = growth.start, growth.end
-        away = np.copysign(1.0, offset)
+        away, far, latest = np.copysign(1.0, offset), np.abs(offset), growth.last[HeadSignal.SCORE]
         moved = away * (offset - offset_before)
-        grown = score - score_before - growth.error[HeadSignal.SCORE]
         # What grows in a head's scores and not in their mean is a head that sharpens, which is no drift.
-        together = ~(moved < config.shared_part * grown)
+        together = ~(moved < config.shared_part * (score - score_before - growth.error[HeadSignal.SCORE]))
         early = max(0.0, 1.0 - growth.held / config.settle_steps)
-        far = np.abs(offset)
-        factor = (far + 1.0) / (np.abs(offset_before) + 1.0)
         asked = 1.0 + early * (config.young_growth - 1.0)
+        factor = (far + 1.0) / (np.abs(offset_before) + 1.0)
         drift = np.minimum(np.minimum(far / config.offset_level, moved / config.offset_change), factor / asked)
-        drift = np.fmax(drift, 0.0) * together
-        drifts = drift >= 1.0
+        drift = np.fmax(drift, 0.0) * (together & (growth.held >= config.earliest_steps))
+
         # Heads that may drift soon are tested too, or each would be the only one when it begins to.
         tested = together & (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
         won = bias.of(offset)
         capital = won * (rounds & ~(score_before >= DANGEROUS_SCORE))  # from there on rounding follows from the scores
         evidence = capital / (ASKED * max(int(np.count_nonzero(tested)), 1))
-        supported = drifts & (evidence >= 1.0)
-        undecided = drifts & ~supported & (capital >= _WORTH_A_LOOK) & (bias.bets[0] > 0)
-        undecided &= growth.held >= config.earliest_steps
+        supported = (drift >= 1.0) & (evidence >= 1.0)
+        undecided = (drift >= 1.0) & ~supported & (capital >= _WORTH_A_LOOK) & (bias.bets[0] > 0)
 
-        ratios = np.empty_like(growth.end)
         first = away * (growth.middle[HeadSignal.OFFSET] - offset_before)  # a jump has no older half
         steep = np.minimum(
             np.minimum(far / config.steep_offset, factor / config.steep_growth), first / config.offset_change
         )
         bare = np.fmax(far / config.bare_offset, steep)
+        ratios = np.empty_like(growth.end)
         ratios[HeadSignal.OFFSET] = np.minimum(drift, np.maximum(np.minimum(evidence, 1.0), bare))
-        if growth.held < config.earliest_steps:
-            ratios[HeadSignal.OFFSET] = 0.0
-        latest = growth.last[HeadSignal.SCORE]
         ratios[HeadSignal.SCORE] = np.minimum(latest / config.growing_score, score / score_before)
         np.fmax(ratios, 0.0, out=ratios)
 
-        window = growth.steps
-        heads = np.flatnonzero((np.maximum(*ratios) >= _WORTH_A_FORECAST) | undecided)
         ahead = np.full(len(far), math.inf)
+        heads = np.flatnonzero((np.maximum(*ratios) >= _WORTH_A_FORECAST) | undecided)
         if len(heads):
             ahead[heads] = courses(growth, heads)
-            if config.horizon_windows is not None:  # where no score was recorded, nothing is held back
-                horizon = np.where(supported[heads], config.horizon_windows, config.bare_horizon_windows)
-                within = horizon * window / ahead[heads]
-                ratios[HeadSignal.OFFSET, heads] = np.fmin(ratios[HeadSignal.OFFSET, heads], within)
-                undecided &= ~(ahead > config.horizon_windows * window)
-            ratios[HeadSignal.SCORE, heads] = np.fmin(ratios[HeadSignal.SCORE, heads], window / ahead[heads])
-        dangerous = (latest >= DANGEROUS_SCORE) & ~(latest < score_before)
-        ratios[HeadSignal.SCORE, dangerous] = np.fmax(
-            ratios[HeadSignal.SCORE, dangerous], latest[dangerous] / DANGEROUS_SCORE
-        )
-        lasting = config.persist_blocks * config.block_steps
-        urgent = dangerous | ((latest >= config.growing_score) & (ahead < min(lasting, window)))
-        return cls(growth, evidence, supported, ratios, undecided, rounds & (won < 1.0), urgent)
+            longest = config.horizon_windows or math.inf
+            windows = np.stack([np.where(supported[heads], longest, longest / 3), np.ones(len(heads))])
+            # Where no score was recorded, nothing is held back.
+            ratios[:, heads] = np.fmin(ratios[:, heads], windows * growth.steps / ahead[heads])
+            undecided &= ~(ahead > longest * growth.steps)
+        now = (latest >= DANGEROUS_SCORE) & ~(latest < score_before)
+        ratios[HeadSignal.SCORE] = np.fmax(ratios[HeadSignal.SCORE], latest / DANGEROUS_SCORE * now)
+        soon = min(config.persist_blocks * config.block_steps, growth.steps)
+        urgent = now | ((latest >= config.growing_score) & (ahead < soon))
+        refuted = rounds & (won < 1.0)
+        return cls(growth, evidence, supported, refuted, undecided, ratios, urgent, score >= DANGEROUS_SCORE)

@@ -16,7 +16,7 @@ from foreshock.monitor.detect.non_finite import NonFiniteTracker
 from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.detect.rule import DetectorConfig, Flags
 
-LAYOUT: Final = 11
+LAYOUT: Final = 12
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
 _ENDS: Final = int(ROUNDING_ENDS) | 16
 """16 is the flag of a mode that only recorded runs have. A plain int: comparing an IntFlag with NumPy integers is 40
@@ -25,7 +25,8 @@ times slower."""
 
 @dataclass(slots=True)
 class Alarm:
-    """A latched verdict, and the last step at which its head tripped: it is cleared some time after that."""
+    """A latched verdict, and the last step at which its head tripped or its level was passed: it is cleared some time
+    after that."""
 
     verdict: wire.Verdict
     tripped_step: int
@@ -48,6 +49,12 @@ class RunState:
     non_finite: NonFiniteTracker = field(default_factory=NonFiniteTracker)
     alarms: dict[int, Alarm] = field(default_factory=dict)
     """by head, or RUN: the verdicts that are raised and not cleared"""
+    levels: dict[str, Alarm] = field(default_factory=dict)
+    """the same by level or layer with wrong rows"""
+    first_score: float | None = None
+    """the largest |score| of the first sample with rows"""
+    first_step: int = 0
+    """of that sample"""
     last_step: int = -1
 
     @classmethod

@@ -1,13 +1,16 @@
-"""Verdicts from their evidence: why a head is warned about, and in which words."""
+"""Verdicts on heads and on the run from what is found of them: which words, and what the verdict before still says."""
 
 import math
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from foreshock.contract import wire
 from foreshock.contract.causes import Cause
 from foreshock.contract.decision import cause_of, checkpoint_before
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
+from foreshock.monitor.detect.levels import KERNEL, LEVEL
 from foreshock.monitor.detect.non_finite import NON_FINITE
+from foreshock.monitor.detect.run_state import Alarm
 
 CAME: Final = (0.14, 0.6)
 """The first and the middle of the heads that came to 512, in parts of the steps that their course took: of the tuning
@@ -16,98 +19,104 @@ _NEVER: Final = 1e9
 """Steps that no run has."""
 
 
-class Evidence(NamedTuple):
-    """What a verdict shows of a head; NaN where it is not known."""
-
-    offset: float = math.nan
-    offset_before: float = math.nan
-    score: float = math.nan
-    score_before: float = math.nan
-    window_steps: float = math.nan
-    bias_evidence: float = math.nan
-    """what bets on the delta bias won, in parts of what supports a drift"""
-    suspect_step: float = math.nan
-    critical_step: float = math.nan
-    """the step at which the verdict became critical"""
-
-
 class Finding(NamedTuple):
-    """The evidence of a head now, and what follows from it."""
+    """What is found of a head, or of the run, now."""
 
     signal: str
-    evidence: Evidence
     cause: Cause
     severity: wire.Severity
-    course: float
-    """steps until 512: inf where it levels off before, NaN where that is unknown"""
+
+    def differs(self, before: wire.Verdict) -> bool:
+        """Whether people would do something else than after the verdict before."""
+        now = self.severity, self.cause, self.signal == NON_FINITE
+        return now != (before.severity, before.cause, before.signal == NON_FINITE)
 
 
 def verdict(
-    found: Finding, *, step: int, layer: int | None, head: int | None, before: wire.Verdict | None
+    found: Finding,
+    evidence: Mapping[str, float],
+    course: float,
+    *,
+    step: int,
+    of: wire.HeadRef | None,
+    before: Alarm | None,
+    words: str = "",
 ) -> wire.Verdict:
-    """A verdict of what is found. before: the verdict that is active; a cause that differs from its cause is given as
-    its correction."""
-    ends = math.isfinite(found.course) and found.course < _NEVER
-    evidence = found.evidence
+    """A verdict of what is found.
+
+    evidence: NaN where it is not known. course: steps until 512; inf where it levels off before, NaN where that is
+    unknown. of: None for the run. before: what is latched; a cause that differs from its cause is given as its
+    correction. words: the sentence, if the evidence does not make it.
+    """
+    last = before.verdict if before else None
+    ends = math.isfinite(course) and course < _NEVER
+    low, likely = (part * course if ends else None for part in CAME)
+    seen = {name: value for name, value in evidence.items() if math.isfinite(value)}
     if found.severity == "critical":  # a checkpoint from before this step holds no harm yet
-        known = before.evidence.get("critical_step", math.inf) if before else math.inf
-        evidence = evidence._replace(critical_step=min(float(step), known))
-    low, likely = (part * found.course if ends else None for part in CAME)
+        seen["critical_step"] = min(float(step), last.evidence.get("critical_step", math.inf) if last else math.inf)
+    layer, head = of or (None, None)
+    sentence = words or _sentence(f"Layer {layer} head {head}", found, evidence, course)
+    if before and not words and before.tripped_step < step:
+        sentence += f" No condition of a warning has been met since step {before.tripped_step:,}."
     made = wire.Verdict(
-        id=before.id if before else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
+        id=last.id if last else f"{'run' if of is None else f'l{layer}h{head}'}-{step}",
         step=step,
-        state="updated" if before else "raised",
+        state="updated" if last else "raised",
         severity=found.severity,
         layer=layer,
         head=head,
         cause=found.cause,
         signal=found.signal,
-        evidence={name: value for name, value in evidence._asdict().items() if math.isfinite(value)},
-        corrected_from=before.corrected_from if before else None,
-        corrected_step=before.corrected_step if before else None,
+        evidence=seen,
+        corrected_from=last.corrected_from if last else None,
+        corrected_step=last.corrected_step if last else None,
         forecast_steps=likely,
         forecast_low_steps=low,
-        harm_in_sight=None if math.isnan(found.course) else ends,
-        sentence=_sentence(who(layer, head), found, low, likely),
+        harm_in_sight=None if math.isnan(course) else ends,
+        sentence=sentence,
     )
-    if before is None or cause_of(before) == cause_of(made):
+    if last is None or cause_of(last) == cause_of(made):
         return made
-    return made.model_copy(update={"corrected_from": cause_of(before), "corrected_step": step})
+    return made.model_copy(update={"corrected_from": cause_of(last), "corrected_step": step})
 
 
-def who(layer: int | None, head: int | None) -> str:
-    """The head or run that a verdict is of, at the start of a sentence."""
-    return "The run" if layer is None else f"Layer {layer} head {head}"
+def cleared(alarm: Alarm, step: int) -> wire.Verdict:
+    """A verdict that is over."""
+    last, quiet = alarm.verdict, f"for {step - alarm.tripped_step:,} steps."
+    who = "The run" if last.layer is None else f"Layer {last.layer} head {last.head}"
+    sentence = f"{who} has met no condition of a warning {quiet}"
+    if last.signal in (LEVEL, KERNEL):
+        sentence = f"No head has {'passed this level' if last.signal == LEVEL else 'had a wrong row'} {quiet}"
+    return last.model_copy(update={"step": step, "state": "cleared", "sentence": sentence})
 
 
-def _sentence(subject: str, found: Finding, low: float | None, likely: float | None) -> str:
-    """A finding in words, with its evidence in numbers. low, likely: steps until 512."""
-    seen = found.evidence
+def _sentence(subject: str, found: Finding, seen: Mapping[str, float], course: float) -> str:
+    """A finding in words, with its evidence in numbers."""
+    why = f"the cause looks like {found.cause}"
     if found.signal == NON_FINITE:
-        what = "its attention rows are"
-        unknown = math.isnan(seen.suspect_step)
-        sound = "a checkpoint before this step" if unknown else checkpoint_before(seen.suspect_step)
-        return f"{subject}: {what} not finite. Every weight is at risk; go back to {sound}."
-    if math.isnan(seen.window_steps):  # only a score that is dangerous trips before growth can be measured
+        suspect = seen["suspect_step"]
+        sound = "a checkpoint before this step" if math.isnan(suspect) else checkpoint_before(suspect)
+        return f"{subject}: its attention rows are not finite. Every weight is at risk; go back to {sound}."
+    if "window_steps" not in seen:  # only a score that is dangerous trips before growth can be measured
         past = f"{subject}: its largest |score| is past {DANGEROUS_SCORE:.0f}"
-        return f"{past}, before its growth could be measured; the cause looks like {found.cause}."
+        return f"{past}, before its growth could be measured; {why}."
     drifts = found.signal == "offset"
-    start, now = (seen.offset_before, seen.offset) if drifts else (seen.score_before, seen.score)
+    start, now = seen[f"{found.signal}_before"], seen[found.signal]
     what = "drifts: its scores moved as a whole from" if drifts else "grows: its largest |score| went from"
     moved = f"{'no longer ' if abs(now) < abs(start) else ''}{what} {_digits(start, 3)} to {_digits(now, 3)}"
-    within = f"{' nats' if drifts else ''} in {seen.window_steps:.0f} steps"
-    why = f"the cause looks like {found.cause}"
+    within = f"{' nats' if drifts else ''} in {seen['window_steps']:.0f} steps"
     if drifts and found.cause != "rounding":
         why = "that is consistent with rounding, which the delta bias does not show"
-    course = ""
-    if likely == 0:
-        course = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
-    elif likely is not None and low is not None:
-        course = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {_digits(likely, 2)} steps"
-        course += f" ({_digits(low, 2)} at the earliest, if it continues)."
-    elif not math.isnan(found.course):
-        course = f" Its growth slows down: on this course its largest |score| stays below {DANGEROUS_SCORE:.0f}."
-    return f"{subject} {moved}{within}; {why}.{course}"
+    ahead = ""
+    if course == 0:
+        ahead = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
+    elif course < _NEVER:
+        low, likely = (_digits(part * course, 2) for part in CAME)
+        ahead = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps"
+        ahead += f" ({low} at the earliest, if it continues)."
+    elif not math.isnan(course):
+        ahead = f" Its growth slows down: on this course its largest |score| stays below {DANGEROUS_SCORE:.0f}."
+    return f"{subject} {moved}{within}; {why}.{ahead}"
 
 
 def _digits(value: float, significant: int) -> str:
