@@ -8,6 +8,7 @@ FOLDER/end.json.
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ import torch.utils.data
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
 
-from tests.monitor import titan_shape
+from tests.monitor import titan_ranks, titan_shape
 from torch import Tensor, nn
 
 from foreshock.callbacks import AccelerateTracker, LightningCallback, TransformersCallback, watch_torchtitan
@@ -30,7 +31,7 @@ from foreshock.client import Service
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.training.model import GPT, ModelConfig
-from foreshock.monitor import Agent
+from foreshock.monitor import Agent, attach
 
 RATE, WARM_UP, ROWS, CONTEXT = 0.064, 100, 8, 32
 EXPLODED, END, EVERY = 200, 300, 20
@@ -228,6 +229,37 @@ def accelerate(folder: Path, run: str, lines: list[str]) -> None:
     watch.write()
 
 
+def own(folder: Path, run: str, lines: list[str]) -> None:
+    """A plain loop. The comment of a plan names the file to load."""
+    plan = Plan(lines, f'attach(model, run="{run}")')
+    model, watch, data = Patient(), Watch(folder, run, fails=plan.fails), Slices()
+    optimizer, schedule = trained_by(model)
+    agent: Agent = eval(plan.attach, {"attach": attach, "model": model})
+    for line in plan.others:
+        if found := re.match("# load (.*), then, before the first step:", line):
+            saved = torch.load(found[1], weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            schedule.load_state_dict(saved["schedule"])
+    plan.load("", agent=agent)
+    for step in range(agent.current_step, END):
+        loss = model(**data.batch(step))["loss"]
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        agent.step(loss.detach(), norm)
+        if agent.should_save or (plan.fails and (step + 1) % EVERY == 0):
+            parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+            path = folder / f"{step + 1}.pt"
+            torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+            agent.checkpoint_saved(path)
+        watch.step(agent)
+    agent.close()
+    watch.write()
+
+
 class TitanShaped(titan_shape.Trainer):
     """The same in the shape of torchtitan's Trainer, with the field of its settings that says what it loads."""
 
@@ -266,6 +298,42 @@ def torchtitan(folder: Path, run: str, lines: list[str]) -> None:
     trainer, watch = TitanShaped(folder, load_step), Watch(folder, run, fails=plan.fails)
     agent: Agent = eval(plan.attach, {"watch_torchtitan": watch_torchtitan, "trainer": trainer})
     trainer.after = lambda: watch.step(agent)
+    trainer.train()
+    trainer.close()
+    watch.write()
+
+
+class Bytes(titan_ranks.Numbers):
+    """The same slices for torchtitan's own data loader, with fewer words."""
+
+    slices = Slices()
+
+    def row(self) -> tuple[dict[str, Tensor], Tensor]:
+        piece = self.slices[self.given]
+        self.given += 1
+        few = {name: tokens[: self.length] % titan_ranks.VOCABULARY for name, tokens in piece.items()}
+        return {"input": few["tokens"], "positions": torch.arange(self.length)}, few["targets"]
+
+
+def torchtitan_itself(folder: Path, run: str, lines: list[str]) -> None:
+    """torchtitan's own Trainer with a small Llama, under gloo."""
+    plan = Plan(lines, f'watch_torchtitan(trainer, run="{run}")')
+
+    def adapt(config: Any) -> None:
+        config.training.steps, config.lr_scheduler.warmup_steps = END, WARM_UP
+        config.optimizer.param_groups[0].optimizer_kwargs["lr"] = RATE
+        config.checkpoint.interval, config.checkpoint.keep_latest_k = EVERY, 0
+        for option in plan.others:
+            name, value = option.split()
+            assert name == "--checkpoint.load_step"
+            config.checkpoint.load_step = int(value)
+
+    titan_ranks.let_a_cpu_train()
+    store = torch.distributed.FileStore(str(folder / f"store{bool(lines)}"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    trainer, watch = titan_ranks.configured(folder, "cpu", Bytes, adapt), Watch(folder, run, fails=plan.fails)
+    agent: Agent = eval(plan.attach, {"watch_torchtitan": watch_torchtitan, "trainer": trainer})
+    trainer.optimizers.register_step_post_hook(lambda *_: watch.step(agent))
     trainer.train()
     trainer.close()
     watch.write()

@@ -1,5 +1,6 @@
 """A run that exploded and was killed trains on from the printed plan and stays healthy, under each trainer."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -34,7 +35,22 @@ def trained(trainer: str, folder: Path, url: str, *lines: str) -> tuple[int, dic
 
 @pytest.mark.full
 @pytest.mark.promise("A32")
-@pytest.mark.parametrize("trainer", ["transformers", "lightning", "accelerate", "torchtitan"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        "transformers",
+        "lightning",
+        "accelerate",
+        "torchtitan",
+        pytest.param(
+            "torchtitan_itself",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan 0.3: pip install '.[zoo]'"
+            ),
+        ),
+        "own",
+    ],
+)
 def test_a_run_that_exploded_and_was_killed_trains_on_by_the_printed_lines_and_stays_healthy(
     trainer: str, tmp_path: Path
 ) -> None:
@@ -45,7 +61,7 @@ def test_a_run_that_exploded_and_was_killed_trains_on_by_the_printed_lines_and_s
         assert fallen["score"] > 512
         plan = json.loads(foreshock("resume-plan", "fell", "--json", "--url", service.url).output)
         taken = plan["checkpoint"]
-        assert (taken["label"], taken["pinned"], taken["trainer"]) == ("clean", True, trainer)
+        assert (taken["label"], taken["pinned"], taken["trainer"]) == ("clean", True, trainer.removesuffix("_itself"))
         assert "clean" not in {one["label"] for one in plan["checkpoints"] if one["step"] > taken["step"]}
         assert any(one["requested"] for one in plan["checkpoints"])
         ended, resumed = trained(trainer, folder, service.url, *plan["commands"])

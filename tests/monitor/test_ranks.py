@@ -201,7 +201,7 @@ def test_a_training_that_stops_and_resumes_is_the_same_with_foreshock_to_the_las
 
 
 @pytest.mark.full
-@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan 0.2.2, which is optional")
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan 0.3: pip install '.[zoo]'")
 @pytest.mark.parametrize(("device", "world"), [("cpu", 1), ("cpu", 2), *GPUS])
 def test_a_training_by_torchtitan_that_stops_and_resumes_is_the_same_with_foreshock_to_the_last_bit(
     device: str, world: int, tmp_path: Path

@@ -1,7 +1,7 @@
 """One process of several, for tests: torchrun ... titan_ranks.py FOLDER DEVICE trains with torchtitan's own Trainer and
 CheckpointManager, without foreshock and with it, in every way. Each training stops, saves, and resumes in another
 Trainer. What came of them is saved in FOLDER/RANK.pt. torchtitan trains on GPUs alone: a CPU needs a stand-in for their
-module.
+module. Written for torchtitan 0.3.0.
 """
 
 import importlib
@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,10 +39,13 @@ class Numbers(IterableDataset):  # type: ignore[type-arg]
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
-            seed = torch.Generator().manual_seed(1000 * self.given + self.rank)
-            row = torch.randint(VOCABULARY, (self.length + 1,), generator=seed)
-            self.given += 1
-            yield {"input": row[:-1]}, row[1:]
+            yield self.row()
+
+    def row(self) -> tuple[dict[str, Tensor], Tensor]:
+        seed = torch.Generator().manual_seed(1000 * self.given + self.rank)
+        row = torch.randint(VOCABULARY, (self.length + 1,), generator=seed)
+        self.given += 1
+        return {"input": row[:-1], "positions": torch.arange(self.length)}, row[1:]
 
     def state_dict(self) -> dict[str, Any]:
         return {"given": self.given}
@@ -51,7 +55,7 @@ class Numbers(IterableDataset):  # type: ignore[type-arg]
 
 
 def let_a_cpu_train() -> None:
-    """What torchtitan asks of torch.cuda, of a CPU."""
+    """What torchtitan asks of torch.cuda, of a CPU; and what only PyTorch's next version has."""
     answers: dict[str, Any] = {
         "get_device_name": lambda *_: "a CPU",
         "get_device_properties": lambda *_: SimpleNamespace(total_memory=1 << 30),
@@ -62,64 +66,100 @@ def let_a_cpu_train() -> None:
     for name, answer in answers.items():
         setattr(torch.cpu, name, answer)
     torch._utils._get_available_device_type = lambda: "cpu"
+    vars(dist).setdefault("set_timeout", lambda *_: None)
 
 
-def configured(folder: Path, device: str, adapt: Callable[[Any, Any], None] = lambda spec, config: None) -> Any:
-    """A Trainer of torchtitan for a small Llama, before its first step. `adapt` changes its TrainSpec and JobConfig."""
-    dataloader, loss, schedule, optimizer, config_of, llama3, spec, train = (
-        importlib.import_module(f"torchtitan.{name}")  # which is optional
-        for name in (
-            "components.dataloader",
-            "components.loss",
-            "components.lr_scheduler",
-            "components.optimizer",
-            "config",
-            "models.llama3",
-            "protocols.train_spec",
-            "train",
-        )
-    )
+def of(name: str) -> Any:
+    """A module of torchtitan, which is optional."""
+    return importlib.import_module(f"torchtitan.{name}")
 
+
+def configured(
+    folder: Path, device: str, rows: type[Numbers] = Numbers, adapt: Callable[[Any], None] = lambda config: None
+) -> Any:
+    """A Trainer for a small Llama, before its first step. `adapt` changes its Config."""
+    trainer, configs = of("trainer"), of("config.configs")
     # after a training the first process sleeps for two seconds
-    vars(train)["time"] = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
+    trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
 
-    def loader(*, dp_world_size: int, dp_rank: int, **_: Any) -> Any:
-        numbers = Numbers(dp_rank, config.training.seq_len)
-        return dataloader.ParallelAwareDataloader(numbers, dp_rank, dp_world_size, batch_size=ROWS)
+    class Loader(of("components.dataloader").ParallelAwareDataloader):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(of("components.dataloader").ParallelAwareDataloader.Config):  # type: ignore[misc]
+            pass
 
-    sizes = llama3.TransformerModelArgs(
-        dim=WIDTH[device], n_layers=2, n_heads=HEADS, n_kv_heads=2, vocab_size=VOCABULARY, multiple_of=32
+        def __init__(self, config: Any, *, dp_world_size: int, dp_rank: int, seq_len: int, **_: Any) -> None:
+            super().__init__(rows(dp_rank, seq_len), dp_rank, dp_world_size, batch_size=ROWS)
+
+    class NoWords(of("components.tokenizer").BaseTokenizer):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(of("components.tokenizer").BaseTokenizer.Config):  # type: ignore[misc]
+            pass
+
+        def __init__(self, config: Any, **_: Any) -> None:
+            pass
+
+        encode = decode = get_vocab_size = None
+
+    config = trainer.Trainer.Config(
+        model_spec=small_llama(WIDTH[device]),
+        dump_folder=str(folder),
+        loss=of("components.loss").CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
+        tokenizer=NoWords.Config(),
+        dataloader=Loader.Config(),
+        optimizer=of("components.optimizer").default_adamw(lr=0.01, weight_decay=0.0),
+        lr_scheduler=of("components.optimizer").LRSchedulersContainer.Config(warmup_steps=1, decay_ratio=0.0),
+        training=configs.TrainingConfig(
+            local_batch_size=ROWS,
+            seq_len=LENGTH[device],
+            steps=STEPS,
+            mixed_precision_param="float32",
+            disable_cuda_graphs=True,
+        ),
+        parallelism=configs.ParallelismConfig(spmd_backend="partial_dtensor"),
+        checkpoint=of("components.checkpointer").CheckpointManager.Config(enable=True, interval=STOP),
+        debug=configs.DebugConfig(seed=3, deterministic=True, deterministic_warn_only=True),
     )
-    small = spec.TrainSpec(
-        model_cls=llama3.Transformer,
-        model_args={"llama": sizes},
-        parallelize_fn=llama3.parallelize_llama,
-        pipelining_fn=None,
-        build_optimizers_fn=optimizer.build_optimizers,
-        build_lr_schedulers_fn=schedule.build_lr_schedulers,
-        build_dataloader_fn=loader,
-        build_tokenizer_fn=None,
-        build_loss_fn=loss.build_cross_entropy_loss,
-    )
-    spec._extra_train_specs["small"] = small
-    config = config_of.JobConfig()
-    config.job.dump_folder = str(folder)
-    config.model.name, config.model.flavor = "small", "llama"
-    config.training.local_batch_size, config.training.seq_len, config.training.steps = ROWS, LENGTH[device], STEPS
-    config.optimizer.lr, config.lr_scheduler.warmup_steps = 0.01, 1
-    config.optimizer.implementation = "foreach"
-    config.checkpoint.enable, config.checkpoint.interval = True, STOP
-    config.debug.seed, config.debug.deterministic, config.debug.deterministic_warn_only = 3, True, True
-    adapt(small, config)
-    trainer = train.Trainer(config)
-    for module in trainer.model_parts[0].modules():
+    adapt(config)
+    made = trainer.Trainer(config)
+    for module in made.model_parts[0].modules():
         if device == "cpu" and isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no sum of products
     with torch.no_grad():  # as initialised, attention is so even that an error of it hides
-        for weight in trainer.model_parts[0].parameters():
+        for weight in made.model_parts[0].parameters():
             if weight.dim() > 1:
                 weight.mul_(10.0)
-    return trainer
+    return made
+
+
+def small_llama(width: int) -> Any:
+    """Two layers with PyTorch's own attention, which torchtitan's tests give a model too."""
+    llama, common = of("models.llama3"), of("models.common")
+    layers = llama._build_llama3_layers(
+        n_layers=2,
+        dim=width,
+        n_heads=HEADS,
+        n_kv_heads=HEADS // 2,
+        hidden_dim=2 * width,
+        rope=common.ComplexRoPE.Config(dim=width // HEADS, max_seq_len=LENGTH["cuda"], theta=500_000.0),
+        attn_backend="flex",
+    )
+    for layer in layers:
+        layer.attention.inner_attention = of("models.common.attention").ScaledDotProductAttention.Config()
+    spec = llama.model_registry("debugmodel")
+    spec.state_dict_adapter = None
+    spec.model = llama.Llama3Model.Config(
+        dim=width,
+        vocab_size=VOCABULARY,
+        tok_embeddings=common.Embedding.Config(
+            num_embeddings=VOCABULARY, embedding_dim=width, param_init=llama._EMBEDDING_INIT
+        ),
+        norm=common.RMSNorm.Config(normalized_shape=width, param_init=llama._NORM_INIT),
+        lm_head=common.Linear.Config(
+            in_features=width, out_features=VOCABULARY, param_init=llama._output_linear_init(width)
+        ),
+        layers=layers,
+    )
+    return spec
 
 
 def train(folder: Path, device: str, course: Course) -> None:
