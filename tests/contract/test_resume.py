@@ -110,6 +110,11 @@ def test_a_checkpoint_that_was_protected_under_a_second_name_is_resumed_from_by_
     assert made.checkpoint is not None
     assert made.checkpoint.path == again.path
     assert [one.path for one in made.checkpoints if one.pinned] == [again.path]
+    again = checkpoint(50, trainer="torchtitan").model_copy(update={"path": "my out/foreshock-clean-50"})
+    first = again.model_copy(update={"path": "my out/step-50"})
+    [copied, loaded, *_] = plan(again, first, of=(opened(55),)).commands
+    assert copied == "cp -al 'my out/foreshock-clean-50' 'my out/step-50'"
+    assert loaded == "--checkpoint.load_step 50"
 
 
 def test_a_run_without_checkpoints_gets_an_honest_sentence_and_a_healthy_one_none_to_follow() -> None:

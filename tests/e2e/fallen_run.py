@@ -10,6 +10,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -270,6 +271,7 @@ class TitanShaped(titan_shape.Trainer):
         optimizer, self.schedule = trained_by(self.model_parts[0])
         self.optimizers.optimizers = [optimizer]
         self.data, self.config.checkpoint = Slices(), SimpleNamespace(load_step=load_step)
+        self.checkpointer.keep_latest_k = 2
         self.after: Callable[[], None] = lambda: None
 
     def forward_backward_step(self, *, input_dict: dict[str, Tensor], labels: Tensor) -> Tensor:
@@ -288,14 +290,19 @@ class TitanShaped(titan_shape.Trainer):
         self.after()
 
 
+def step_to_load(plan: Plan) -> int:
+    """What the lines of a plan set among torchtitan's options, after what they do in a shell; -1 without lines."""
+    *shell, option = plan.others or ["--checkpoint.load_step -1"]
+    for line in shell:
+        subprocess.run(line, shell=True, check=True)
+    name, value = option.split()
+    assert name == "--checkpoint.load_step"
+    return int(value)
+
+
 def torchtitan(folder: Path, run: str, lines: list[str]) -> None:
     plan = Plan(lines, f'watch_torchtitan(trainer, run="{run}")')
-    load_step = -1
-    for option in plan.others:
-        name, value = option.split()
-        assert name == "--checkpoint.load_step"
-        load_step = int(value)
-    trainer, watch = TitanShaped(folder, load_step), Watch(folder, run, fails=plan.fails)
+    trainer, watch = TitanShaped(folder, step_to_load(plan)), Watch(folder, run, fails=plan.fails)
     agent: Agent = eval(plan.attach, {"watch_torchtitan": watch_torchtitan, "trainer": trainer})
     trainer.after = lambda: watch.step(agent)
     trainer.train()
@@ -321,14 +328,12 @@ def torchtitan_itself(folder: Path, run: str, lines: list[str]) -> None:
 
     def adapt(config: Any) -> None:
         config.training.steps, config.lr_scheduler.warmup_steps = END, WARM_UP
-        config.optimizer.param_groups[0].optimizer_kwargs["lr"] = RATE
-        config.checkpoint.interval, config.checkpoint.keep_latest_k = EVERY, 0
-        for option in plan.others:
-            name, value = option.split()
-            assert name == "--checkpoint.load_step"
-            config.checkpoint.load_step = int(value)
+        config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 1.5 * RATE
+        config.checkpoint.interval, config.checkpoint.keep_latest_k = EVERY, 2
+        config.checkpoint.load_step = step_to_load(plan)
 
     titan_ranks.let_a_cpu_train()
+    os.environ["LOCAL_RANK"] = "0"
     store = torch.distributed.FileStore(str(folder / f"store{bool(lines)}"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     trainer, watch = titan_ranks.configured(folder, "cpu", Bytes, adapt), Watch(folder, run, fails=plan.fails)

@@ -197,13 +197,25 @@ def test_accelerate_saves_at_the_warning_where_it_names_checkpoints_itself(tmp_p
     assert list(Path(asked.path).glob("foreshock_0.json"))
 
 
-@pytest.mark.parametrize("trainer", ["accelerate", "lightning"])
+@pytest.mark.parametrize("trainer", ["accelerate", "lightning", "torchtitan"])
 def test_an_asked_checkpoint_that_cannot_be_written_ends_no_training_and_is_not_reported(
     trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if trainer == "accelerate":
         (tmp_path / "checkpoints" / "checkpoint_0").mkdir(parents=True)  # as a run leaves it that did not resume
         listener = accelerated(tmp_path, 5)
+    elif trainer == "torchtitan":
+        titan = titan_shape.Trainer(7, tmp_path, interval=20)
+        save = titan.checkpointer.save
+
+        def full_disk(curr_step: int, last_step: bool = False) -> bool:
+            if titan.checkpointer.interval == 1:
+                raise OSError("no space left")
+            return save(curr_step, last_step)
+
+        titan.checkpointer.save = full_disk  # type: ignore[method-assign]
+        listener = titan_warned(titan)
+        assert (titan.step, titan.checkpointer.interval) == (7, 20)
     else:
         write = LightningTrainer.save_checkpoint
 
@@ -218,7 +230,7 @@ def test_an_asked_checkpoint_that_cannot_be_written_ends_no_training_and_is_not_
     assert "the checkpoint that a warning asked for was not saved; training continues" in caplog.text
 
 
-@pytest.mark.parametrize("trainer", ["transformers", "lightning", "accelerate"])
+@pytest.mark.parametrize("trainer", ["transformers", "lightning", "accelerate", "torchtitan"])
 def test_the_last_checkpoint_from_before_the_warning_outlives_the_rule_that_deletes_old_ones(
     trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,14 +242,19 @@ def test_the_last_checkpoint_from_before_the_warning_outlives_the_rule_that_dele
         listener = callback.listener
     elif trainer == "lightning":
         listener = lightning_warned(tmp_path, monkeypatch, 32, 9, keep=1)
+    elif trainer == "torchtitan":
+        titan = titan_shape.Trainer(32, tmp_path, interval=4)
+        titan.checkpointer.keep_latest_k = 2
+        listener = titan_warned(titan, 9)
     else:
         listener = accelerated(tmp_path, 32, 9, every=4, keep=2)
     first, second = [one for one in reported(listener) if one.step == 8]
     assert not Path(first.path).exists()
-    assert Path(second.path).name == f"foreshock-clean-{Path(first.path).name}"
+    name = "8" if trainer == "torchtitan" else Path(first.path).name
+    assert Path(second.path).name == f"foreshock-clean-{name}"
     assert (second.trainer, second.requested) == (trainer, False)
     files = [Path(second.path)] if trainer == "lightning" else list(Path(second.path).iterdir())
-    assert len(files) == 1 if trainer == "lightning" else len(files) > 3
+    assert len(files) >= {"lightning": 1, "torchtitan": 2}.get(trainer, 4)
     assert all(file.stat().st_size for file in files)
     assert {file.stat().st_nlink for file in files} == {1}
     others = [one for one in reported(listener) if one.step > 8 and not one.requested]
@@ -260,17 +277,25 @@ def test_a_disk_without_links_is_named_in_the_log(
     assert [one.name for one in tmp_path.iterdir()] == ["checkpoint-8"]
 
 
-def test_torchtitan_saves_at_the_warning_and_keeps_its_interval(tmp_path: Path) -> None:
+def titan_warned(trainer: titan_shape.Trainer, at: int = 1) -> Listener:
+    """What the agent says of a training in torchtitan's shape, with a warning from step `at` on."""
     warned: list[Agent] = []
 
     def after(agent: Agent) -> None:
         if not warned:
-            warn(agent)
+            warn(agent, at)
             warned.append(agent)
 
-    trainer = titan_shape.Trainer(7, tmp_path, interval=20)
     _, listener, _ = test_torchtitan.train(trainer, after=after)
-    first, last = reported(listener)
-    assert (first.requested, last.requested, last.step) == (True, False, 7)
+    return listener
+
+
+@pytest.mark.parametrize("model_only", [False, True])
+def test_torchtitan_saves_at_the_warning_and_keeps_its_interval(model_only: bool, tmp_path: Path) -> None:
+    trainer = titan_shape.Trainer(7, tmp_path, interval=20)
+    trainer.checkpointer.last_save_model_only = model_only  # its default; no training resumes from such a checkpoint
+    first, *last = reported(titan_warned(trainer))
+    assert first.requested
+    assert [(one.requested, one.step) for one in last] == ([] if model_only else [(False, 7)])
     assert Path(first.path, "state.pt").is_file()
     assert trainer.checkpointer.interval == 20

@@ -124,10 +124,6 @@ def configured(
     for module in made.model_parts[0].modules():
         if device == "cpu" and isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no sum of products
-    with torch.no_grad():  # as initialised, attention is so even that an error of it hides
-        for weight in made.model_parts[0].parameters():
-            if weight.dim() > 1:
-                weight.mul_(10.0)
     return made
 
 
@@ -166,6 +162,10 @@ def train(folder: Path, device: str, course: Course) -> None:
     """Train to STOP, save, and resume to STEPS with another Trainer."""
     for last in (STOP, STEPS):
         trainer = configured(folder, device)
+        with torch.no_grad():  # as initialised, attention is so even that an error of it hides
+            for weight in trainer.model_parts[0].parameters():
+                if weight.dim() > 1:
+                    weight.mul_(10.0)
         agent = None if course.settings is None else watch(trainer, **course.settings)
         course.begins(agent, trainer.model_parts[0])
         step = trainer.forward_backward_step

@@ -6,6 +6,8 @@ It has model_parts, optimizers, checkpointer, forward_backward_step, train and c
 
 import argparse
 import random
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,7 +94,11 @@ class OptimizersContainer(Optimizer):
 
 
 class CheckpointManager:
-    """Saves the model every `interval` steps under `folder`/step-N, and loads the last one or the one of a step."""
+    """Saves the model every `interval` steps under `folder`/step-N, and loads the last one or the one of a step. Of
+    whatever has such a name it leaves the newest `keep_latest_k`; 0: all."""
+
+    last_save_model_only = False
+    keep_latest_k = 0
 
     def __init__(self, trainer: "Trainer", folder: Path, interval: int) -> None:
         self.trainer, self.folder, self.interval = trainer, str(folder), interval
@@ -105,6 +111,9 @@ class CheckpointManager:
         optimizer = self.trainer.optimizers.optimizers[0]
         state = {"model": self.trainer.model_parts[0].state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state | {"step": curr_step}, at / "state.pt")
+        named = [(int(found[1]), path) for path in at.parent.iterdir() if (found := re.search(r"step-(\d+)", path.name))]
+        for _, old in sorted(named)[: -self.keep_latest_k] if self.keep_latest_k else ():
+            shutil.rmtree(old)
         return True
 
     def load(self, step: int = -1) -> bool:

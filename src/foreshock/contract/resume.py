@@ -20,6 +20,14 @@ from foreshock.contract.wire import Checkpoint
 Label = Literal["clean", "after a warning", "after harm"]
 
 
+SECOND_NAME: Final = "foreshock-clean-"
+"""A protected checkpoint's second name starts so: the trainer does not delete it."""
+
+
+def _is_second_name(path: str) -> bool:
+    return path.rpartition("/")[2].startswith(SECOND_NAME)
+
+
 class _Trainer(NamedTuple):
     """How a trainer loads a checkpoint, and how its program attaches foreshock and switches heads."""
 
@@ -100,8 +108,7 @@ def resume_plan(
     that a warning of this run switches heads to; ended: no process of the run is active."""
     open_ones = [one for one in incidents if one.closed_step is None]
     known = {(one.step, one.path): one for one in checkpoints}
-    newest = sorted(known.values(), key=lambda one: one.step)
-    newest.reverse()  # so that a second name comes before the first
+    newest = sorted(known.values(), key=lambda one: (one.step, _is_second_name(one.path)), reverse=True)
     before = min((one.before_step for one in open_ones), default=None)
     labelled = [
         LabelledCheckpoint(**one.model_dump(exclude={"kind"}), label=label_of(one.step, incidents), pinned=False)
@@ -152,6 +159,10 @@ def _commands(
         settings.append(f'{trainer.attaches}run={json.dumps(run)}, attention="kernels")  # {other}')
     if back_to is not None:
         load = [line.format(path=back_to.path, step=back_to.step) for line in trainer.loads]
+        if back_to.trainer == "torchtitan" and _is_second_name(back_to.path):
+            # torchtitan finds a checkpoint by its step alone, and may have deleted its first name
+            first_name = f"{back_to.path.rpartition('/')[0]}/step-{back_to.step}"
+            load.insert(0, f"cp -al {shlex.quote(back_to.path)} {shlex.quote(first_name)}")
     if any(map(curable, causes)):
         reason, agent = "the run failed here before", trainer.agent
         orders.append(

@@ -13,6 +13,7 @@ import torch
 from foreshock.contract import wire
 from foreshock.contract.causes import CAUSES, IncidentCause
 from foreshock.contract.decision import cause_of, is_active
+from foreshock.contract.resume import SECOND_NAME
 from foreshock.monitor.guard import logger
 from foreshock.monitor.sampling.collector import passes
 
@@ -22,7 +23,6 @@ AHEAD: Final = 3 * LOOK_EVERY
 """A save is proposed so many steps ahead: every process then looks at least twice before it."""
 ROUNDS: Final = 3
 """Proposals for one incident, where not every process reads one in time."""
-PINNED: Final = "foreshock-clean-"
 
 
 class SaveRequests:
@@ -158,14 +158,15 @@ class KnownCheckpoints:
 
 
 def second_name(checkpoint: wire.Checkpoint) -> Path | None:
-    """Hard links to a checkpoint under a name that its trainer does not count among its own; None for a trainer without
-    a rule that is known, and where the disk has no links, which is logged."""
+    """Hard links to a checkpoint under a name that its trainer does not count among its own; None for a plain loop, and
+    where the disk has no links, which is logged."""
     path = Path(checkpoint.path)
-    if checkpoint.trainer not in ("transformers", "lightning", "accelerate") or path.name.startswith(PINNED):
+    if checkpoint.trainer == "own" or path.name.startswith(SECOND_NAME):
         return None
-    # Accelerate counts whatever is in this folder
+    # Accelerate counts whatever is in this folder, and torchtitan whatever has step-N in its name
     folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    target = folder / f"{PINNED}{path.name}"
+    name = str(checkpoint.step) if checkpoint.trainer == "torchtitan" else path.name
+    target = folder / f"{SECOND_NAME}{name}"
     unfinished = target.with_name(f"{target.name}.unfinished")
     try:
         if target.exists():

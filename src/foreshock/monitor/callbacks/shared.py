@@ -98,7 +98,12 @@ def save_if_asked(agent: Agent, save: Callable[[], object]) -> None:
     try:
         save()
     except Exception as error:
-        kind = type(error).__name__
-        logger.warning(
-            "foreshock: the checkpoint that a warning asked for was not saved; training continues: %s: %s", kind, error
-        )
+        log_unsaved(error)
+
+
+def log_unsaved(error: Exception) -> None:
+    """Say that the checkpoint that a warning asked for does not exist."""
+    kind = type(error).__name__
+    logger.warning(
+        "foreshock: the checkpoint that a warning asked for was not saved; training continues: %s: %s", kind, error
+    )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attaching import attach
-from foreshock.monitor.callbacks.shared import GradientNorm, read_state, take_up, write_state
+from foreshock.monitor.callbacks.shared import GradientNorm, log_unsaved, read_state, take_up, write_state
 from foreshock.monitor.model.discovery import find_attention
 
 _USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_step", "step", "close")
@@ -121,16 +121,23 @@ class _Hooks:
         """Where torchtitan saves, or a warning asks for a checkpoint, save the agent's state in it."""
         checkpointer = self._trainer.checkpointer
         interval = getattr(checkpointer, "interval", None)  # it has none where checkpoints are off
-        if interval is not None and self._agent.should_save:
+        additional = interval is not None and self._agent.should_save and curr_step % interval != 0 and not last_step
+        if additional:
             checkpointer.interval = 1
         try:
             saved = self._save(curr_step, last_step=last_step)
             # 0.2 returns nothing
             asked: bool = checkpointer._should_save(curr_step, last_step) if saved is None else saved
+        except Exception as error:
+            if not additional:
+                raise
+            log_unsaved(error)
+            return False
         finally:
-            if interval is not None:
+            if additional:
                 checkpointer.interval = interval
-        if asked:
+        # the last one has no optimizer by default, and no training resumes from it
+        if asked and not (last_step and getattr(checkpointer, "last_save_model_only", False)):
             file = self._file(curr_step, self._agent.config.rank)
             write_state(self._agent, file)
             self._agent.checkpoint_saved(file.parent, step=curr_step, trainer="torchtitan")
