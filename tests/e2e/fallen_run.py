@@ -334,8 +334,8 @@ def torchtitan_itself(folder: Path, run: str, lines: list[str]) -> None:
 
     titan_ranks.let_a_cpu_train()
     os.environ["LOCAL_RANK"] = "0"
-    store = torch.distributed.FileStore(str(folder / f"store{bool(lines)}"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    meeting = f"file://{folder}/meeting{bool(lines)}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     trainer, watch = titan_ranks.configured(folder, "cpu", Bytes, adapt), Watch(folder, run, fails=plan.fails)
     agent: Agent = eval(plan.attach, {"watch_torchtitan": watch_torchtitan, "trainer": trainer})
     trainer.optimizers.register_step_post_hook(lambda *_: watch.step(agent))

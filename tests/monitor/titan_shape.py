@@ -111,7 +111,9 @@ class CheckpointManager:
         optimizer = self.trainer.optimizers.optimizers[0]
         state = {"model": self.trainer.model_parts[0].state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state | {"step": curr_step}, at / "state.pt")
-        named = [(int(found[1]), path) for path in at.parent.iterdir() if (found := re.search(r"step-(\d+)", path.name))]
+        named = [
+            (int(found[1]), path) for path in at.parent.iterdir() if (found := re.search(r"step-(\d+)", path.name))
+        ]
         for _, old in sorted(named)[: -self.keep_latest_k] if self.keep_latest_k else ():
             shutil.rmtree(old)
         return True
