@@ -4,11 +4,9 @@ import json
 import re
 from collections import Counter
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from tests.dashboards.promql import (
     BOARDS,
     LABELS,
@@ -63,19 +61,9 @@ def test_a_board_holds_no_credentials_and_links_to_the_page_for_a_switch(board: 
     assert "${service}/?runs=" in text or board["uid"] == "foreshock-service"
 
 
-EXCLUDED = yaml.safe_load(Path("src/foreshock/dashboards/.lint").read_text())["exclusions"]
-
-
 def variables(board: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The board's variables by name."""
     return {variable["name"]: variable for variable in board["templating"]["list"]}
-
-
-def test_every_exclusion_from_the_linter_has_a_reason_and_is_needed() -> None:
-    assert all(entry["reason"] for entry in EXCLUDED.values())
-    assert set(EXCLUDED) == {f"{kind}-{name}-rule" for kind in ("template", "target") for name in ("job", "instance")}
-    for board in BOARDS.values():
-        assert not {"job", "instance"} & set(variables(board))
 
 
 @every_board

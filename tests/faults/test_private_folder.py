@@ -2,8 +2,6 @@
 
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -82,18 +80,3 @@ def test_what_is_no_regular_file_of_this_user_is_not_opened(
     with pytest.raises(PermissionError):
         folder.open_locked("x.spool", 0.0, os.O_CREAT)
     assert not (tmp_path / "made by the open").exists()
-
-
-def test_a_folder_that_outlives_its_module_is_closed_without_a_word(tmp_path: Path) -> None:
-    """As with dill, which keeps objects until the interpreter has emptied the modules."""
-    program = """if True:
-        import sys
-        from pathlib import Path
-        from foreshock.monitor.transport import private_folder
-        kept = private_folder.PrivateFolder(Path(sys.argv[1]))
-        for name in list(vars(private_folder)):
-            vars(private_folder)[name] = None
-        del kept
-        """
-    ended = subprocess.run([sys.executable, "-P", "-c", program, str(tmp_path)], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any, Final
 
@@ -104,6 +105,7 @@ def lives() -> None:
 
 
 if __name__ == "__main__":
+    vars(threading)["program"] = sys.modules["__main__"]  # as dill does, so that its globals outlive our modules
     if sys.argv[1:]:
         main(*sys.argv[1:])
     else:

@@ -10,7 +10,6 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -25,8 +24,6 @@ class PrivateFolder:
     Raises PermissionError, with a sentence in `strerror`, for a folder of another user, one that others may write to,
     and a link; every method may raise OSError.
     """
-
-    _fd = -1
 
     def __init__(self, path: Path) -> None:
         self.path: Final = path
@@ -66,9 +63,9 @@ class PrivateFolder:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self._fd >= 0:
-            close(self._fd)  # the default holds it: when the interpreter ends, `os` may be gone from this module
+    def close(self) -> None:
+        """Close the descriptor; nothing can be reached through it any more."""
+        os.close(self._fd)
 
 
 def refused(path: Path, why: str) -> PermissionError:

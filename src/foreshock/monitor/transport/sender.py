@@ -77,6 +77,7 @@ class Sender:
         self._started: wire.Started | None = None
         self._started_sent_at = self._began_at
         self._send_started = False
+        self._folder: PrivateFolder | None = None
         self._stores: list[Store] = []
         self._memory = MemoryStore(boot, config.queue_bytes)
         self._own: Store = self._memory
@@ -165,15 +166,17 @@ class Sender:
             if isinstance(store, Spool):
                 with self._guard:
                     store.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def _open_stores(self) -> None:
         self._stores = [self._memory]
         if self._config.spool_directory is None:
             return
         try:
-            folder = PrivateFolder(Path(self._config.spool_directory))
-            old, removed = leftovers(folder, self._run, self._config.spool_bytes)
-            self._own = Spool(folder, self._run, self._boot, self._config.spool_bytes)
+            self._folder = PrivateFolder(Path(self._config.spool_directory))
+            old, removed = leftovers(self._folder, self._run, self._config.spool_bytes)
+            self._own = Spool(self._folder, self._run, self._boot, self._config.spool_bytes)
         except OSError as error:
             self._spool_off(error)
             return
