@@ -1,8 +1,9 @@
 """A small training run for tests that need a process of their own: python -P training.py URL SPOOL ENDING [STEPS].
 
 Prints `ready`, its boot and its process when it has made ten steps, goes on for ever (ENDING "never"), until the
-spools are sent ("close when sent") or ends as told. To the file STEPS it writes each step's number and the moment of
-its end. Without arguments it reads them from its standard input, as JSON, and forks a life for each line.
+spools are sent ("close when sent") or ends as told. To the file STEPS it writes each step's number and how many batches
+the sender has kept by its end. Without arguments it reads them from its standard input, as JSON, and forks a life for
+each line.
 """
 
 import atexit
@@ -73,7 +74,8 @@ def main(url: str, spool: str, ending: str, steps: str = os.devnull) -> None:
         optimizer.zero_grad()
         agent.step(loss)
         step += 1
-        os.write(log, f"{step} {time.monotonic()}\n".encode())
+        assert agent._outbox.sender is not None
+        os.write(log, f"{step} {agent._outbox.sender._sequence}\n".encode())
         if step == 10:
             time.sleep(0.2)  # the sender is in the middle of a request
             print("ready", agent.boot, os.getpid(), flush=True)
