@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Final
 from urllib.parse import urlsplit
@@ -103,7 +103,11 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
             return
 
+        begun = False
+
         async def send_with_headers(message: Message) -> None:
+            nonlocal begun
+            begun = True
             if message["type"] == "http.response.start":
                 self._note(scope, message["status"])
                 given = message["headers"] = list(message["headers"])
@@ -121,11 +125,13 @@ class AuthMiddleware:
                     share = self.shares.take(caller.name, headers, known=caller is not NOBODY)
                     under_way.enter_context(share)
                 receive = at_most(min(MOST_BYTES.get(path, ORDER_BYTES), self.max_bytes), headers, receive)
-            except Exception as error:  # the sessions lie in the store, which may be away
-                await answer_to(error, path)(scope, receive, send_with_headers)
-                return
-            with suppress(ClientDisconnect):  # in the middle of its body: nobody is left to be answered
                 await self.app(scope, receive, send_with_headers)
+            except ClientDisconnect:
+                pass  # in the middle of its body: nobody is left to be answered
+            except Exception as error:
+                if begun:
+                    raise
+                await answer_to(error, path)(scope, receive, send_with_headers)
 
     def _note(self, scope: AsgiScope, status: int) -> None:
         """Count and log a refused secret."""

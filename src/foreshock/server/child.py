@@ -1,7 +1,6 @@
 """The service as a child process, for runs that bring their own and for tests of the real thing."""
 
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -43,26 +42,16 @@ class ServiceProcess:
                 stderr=log,
                 text=True,
             )
-        lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, args=(self._process, lines), daemon=True).start()
-        try:
-            line = lines.get(timeout=timeout_seconds)
-        except queue.Empty:
-            line = ""
+        late = threading.Timer(timeout_seconds, self._process.kill)
+        late.start()
+        line = self._process.stdout.readline() if self._process.stdout else ""  # empty when it ends
+        late.cancel()
         if "listening on " not in line:
             self.kill()
             port = self._environment["FORESHOCK_PORT"]
             raise OSError(f"the service did not start on port {port}: {(line + path.read_text()).strip()[-500:]}")
         self.url = line.rpartition("listening on ")[2].strip()
         return self
-
-    @staticmethod
-    def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
-        if process.stdout is not None:
-            with process.stdout as stdout:
-                for line in stdout:
-                    lines.put(line)
-        lines.put("")
 
     @property
     def pid(self) -> int:
@@ -82,14 +71,16 @@ class ServiceProcess:
     def _end(self, number: signal.Signals, timeout_seconds: float) -> int:
         if self._process is None:
             return 0
-        if self._process.poll() is None:
-            self._process.send_signal(number)
+        self._process.send_signal(number)  # nothing happens to one that has ended
         try:
             return self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
             raise
+        finally:
+            if self._process.stdout is not None:
+                self._process.stdout.close()
 
     def __enter__(self) -> Self:
         return self.start()

@@ -239,22 +239,23 @@ class RunRows:
 
 def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: int) -> dict[int, RunRows]:
     """Read these runs, by id: in as many queries for many as for one. verify_steps: as for `incidents_of`."""
-    found = {row.id: RunRows(row.name) for row in rows}
-    for run_id, starts_now in process_starts.of_now(connection, found).items():
-        found[run_id].boots = starts_now
-    for run_id, lost in losses(connection, found).items():
-        found[run_id].lost = lost
-    for run_id, raised in active_warnings(connection, list(found)).items():
-        found[run_id].raised = raised
-    newest = newest_samples(connection, list(found))
-    for run_id, own in newest.items():
-        found[run_id].newest = own
-    for run_id, earlier in earlier_samples(connection, newest).items():
-        found[run_id].earlier = earlier
-    starts = {run_id: run.boots for run_id, run in found.items() if run.raised}
-    made = incidents_of(connection, list(starts), verify_steps, starts=starts, newest=newest)
-    for run_id, incidents in made.items():
-        found[run_id].incidents = [one for one in incidents if one.state != "closed"]
+    ids = [row.id for row in rows]
+    starts, lost = process_starts.of_now(connection, ids), losses(connection, ids)
+    raised, newest = active_warnings(connection, ids), newest_samples(connection, ids)
+    earlier = earlier_samples(connection, newest)
+    made = incidents_of(connection, list(raised), verify_steps, starts=starts, newest=newest)
+    found = {
+        row.id: RunRows(
+            row.name,
+            boots=starts.get(row.id, []),
+            lost=lost.get(row.id, Losses()),
+            raised=raised.get(row.id, []),
+            incidents=[one for one in made.get(row.id, ()) if one.state != "closed"],
+            newest=newest.get(row.id),
+            earlier=earlier.get(row.id),
+        )
+        for row in rows
+    }
     causes = select(warnings.c.run_id, warnings.c.cause, func.count()).where(warnings.c.run_id.in_(found))
     for run_id, cause, count in connection.execute(causes.group_by(warnings.c.run_id, warnings.c.cause)):
         found[run_id].causes[cause] += count
@@ -262,11 +263,11 @@ def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: in
     key = events.c.run_id, events.c.mode, events.c.outcome, case((clips, events.c.rank))
     counts = select(*key, func.count(), func.max(case((clips, events.c.id)))).where(events.c.run_id.in_(found))
     clipped = []
-    for run_id, mode, outcome, _, count, newest in connection.execute(
+    for run_id, mode, outcome, _, count, last in connection.execute(
         counts.where(events.c.kind.in_(("switched", "clipped"))).group_by(*key, clips)
     ):
-        if newest is not None:
-            clipped.append(newest)
+        if last is not None:
+            clipped.append(last)
             continue
         named = mode if not mode or is_mode(mode) else OTHER
         found[run_id].switches[named or "", outcome] += count
@@ -440,11 +441,24 @@ class Exposer:
         return await asyncio.to_thread(encode, exposition.lines), content_type
 
     def _take(self, connection: Connection, prefix: str) -> Exposition:
-        exposition = Exposition(self._settings.max_series)
-        rows, per_run = self._look(connection, exposition, prefix)
-        self._read_anew(connection, [row for row in rows if self._made_of(row) is None])
-        now = time.time()
-        shown = [(row, series) for row in rows if (series := self._made_of(row)) and self._is_shown(row, series, now)]
+        exposition, now = Exposition(self._settings.max_series), time.time()
+        if not prefix:  # the service's own counts are of all tenants
+            _add_service(connection, exposition, self._store, self._counters)
+        since = now - max(self._settings.finished_run_seconds, self._settings.silent_run_seconds)
+        known = connection.execute(select(runs).where(runs.c.last_seen >= since)).all()
+        made = self._made = {row.id: self._made[row.id] for row in known if row.id in self._made}
+        per_run = {
+            "service.commands_pending": commands.pending_by_run(connection),
+            "switch.not_arrested": commands.not_arrested_by_run(connection),
+        }
+        rows = [row for row in known if row.name.startswith(prefix)]
+        changed = [row for row in rows if made.get(row.id, (None,))[0] != row.changes]
+        for first in range(0, len(changed), _RUNS_AT_ONCE):
+            give_up_if_cancelled(connection)
+            some = changed[first : first + _RUNS_AT_ONCE]
+            series = self._make_all(self.read_changed(connection, some))
+            made |= {row.id: (row.changes, series[row.id]) for row in some}
+        shown = [(row, made[row.id][1]) for row in rows if self._is_shown(row, made[row.id][1], now)]
         _fill(exposition, self._in_turns(shown), per_run)
         exposition.set("service.series_dropped", float(exposition.dropped))
         if not prefix:
@@ -464,36 +478,6 @@ class Exposer:
             turns[tenant, series.finished] += 1
             placed.append((series.finished, turns[tenant, series.finished], len(placed), row, series))
         return [(row, series) for *_, row, series in sorted(placed, key=lambda place: place[:3])]
-
-    def _look(
-        self, connection: Connection, exposition: Exposition, prefix: str
-    ) -> tuple[list[Row[Any]], dict[str, dict[int, int]]]:
-        """The runs that may be shown, and by metric what is counted of their commands.
-
-        The service's own are added for who may see every run: they count what all tenants do.
-        """
-        if not prefix:
-            _add_service(connection, exposition, self._store, self._counters)
-        since = time.time() - max(self._settings.finished_run_seconds, self._settings.silent_run_seconds)
-        rows = connection.execute(select(runs).where(runs.c.last_seen >= since)).all()
-        self._made = {row.id: self._made[row.id] for row in rows if row.id in self._made}
-        per_run = {
-            "service.commands_pending": commands.pending_by_run(connection),
-            "switch.not_arrested": commands.not_arrested_by_run(connection),
-        }
-        return [row for row in rows if row.name.startswith(prefix)], per_run
-
-    def _made_of(self, row: Row[Any]) -> RunSeries | None:
-        """The series of a run, unless it has changed since they were made."""
-        changes, series = self._made.get(row.id, (None, None))
-        return series if changes == row.changes else None
-
-    def _read_anew(self, connection: Connection, rows: Sequence[Row[Any]]) -> None:
-        for first in range(0, len(rows), _RUNS_AT_ONCE):
-            give_up_if_cancelled(connection)
-            some = rows[first : first + _RUNS_AT_ONCE]
-            made = self._make_all(self.read_changed(connection, some))
-            self._made |= {row.id: (row.changes, made[row.id]) for row in some}
 
     def _make_all(self, found: dict[int, RunRows]) -> dict[int, RunSeries]:
         made: dict[int, RunSeries] = {}
