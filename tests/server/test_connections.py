@@ -4,7 +4,6 @@ import resource
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -45,16 +44,6 @@ def ended(connection: socket.socket) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def silent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, socket.socket]]:
-    """A connection for each way to ask nothing. All are opened at once, so that their time runs out together."""
-    with LiveService(tmp_path_factory.mktemp("silent"), FEW, **SOON) as service, ExitStack() as opened:
-        connections = {sent: opened.enter_context(connected(service)) for sent in SILENT}
-        for sent, connection in connections.items():
-            connection.sendall(SILENT[sent])
-        yield connections
-
-
 @pytest.mark.full
 @pytest.mark.promise("S19")
 @pytest.mark.parametrize("packet", [b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 20, b"nothing that is HTTP\r\n\r\n"])
@@ -72,28 +61,23 @@ def test_a_strangers_packets_write_next_to_nothing_into_the_log(tmp_path: Path, 
     assert len(written) < 2000
 
 
-@pytest.mark.parametrize("sent", SILENT)
-def test_a_connection_that_asks_nothing_ends(silent: dict[str, socket.socket], sent: str) -> None:
-    assert ended(silent[sent])
-
-
-@pytest.mark.full
 @pytest.mark.promise("S4")
 def test_a_deadline_holds_for_every_request_of_a_connection_and_not_between_them(tmp_path: Path) -> None:
     whole = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer " + SECRET.encode() + b"\r\n\r\n"
-    with (
-        LiveService(tmp_path, FEW, **SOON) as service,
-        connected(service) as connection,
-    ):
+    with LiveService(tmp_path, FEW, **SOON) as service, ExitStack() as opened:
+        connections = [opened.enter_context(connected(service)) for _ in SILENT]
+        for connection, sent in zip(connections, SILENT.values(), strict=True):
+            connection.sendall(sent)
+        last = opened.enter_context(connected(service))
         for _ in range(4):
-            connection.sendall(whole)
+            last.sendall(whole)
             answered = b""
             while not answered.endswith(b"}"):
-                answered += connection.recv(65_536)
+                answered += last.recv(65_536)
             assert answered.startswith(b"HTTP/1.1 200")
             time.sleep(1.0)  # together longer than one request may take
-        connection.sendall(SILENT["a line without an end"])
-        assert ended(connection)
+        last.sendall(SILENT["a line without an end"])
+        assert all(map(ended, [*connections, last]))
 
 
 @pytest.mark.promise("S4")
