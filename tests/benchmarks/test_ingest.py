@@ -16,7 +16,7 @@ from foreshock.server.testing import LiveService
 @given(statuses=st.dictionaries(st.sampled_from([200, 400, 429, 500, 503]), st.integers(1, 500), min_size=1))
 def test_shares_are_of_all_answers_and_costs_of_those_that_were_stored(statuses: dict[int, int]) -> None:
     result = Result(statuses=Counter(statuses), latencies=[(0.0, 0.1)] * 3, seconds=4.0, cpu_seconds=1.0)
-    figures = ingest._figures(result, cpu_seconds=2.0)
+    figures = ingest.figures_of(result, cpu_seconds=2.0)
     whole, stored = sum(statuses.values()), statuses.get(200, 0)
     assert figures["share_2xx"] == round(stored / whole, 4)
     assert figures["share_5xx"] == round((statuses.get(500, 0) + statuses.get(503, 0)) / whole, 4)

@@ -10,18 +10,7 @@ import pytest
 import torch
 from tests.cli.typed import foreshock
 
-from foreshock.lab.texts import (
-    FOLDER_VOCABULARY,
-    FOLDERS,
-    SHA256,
-    VOCABULARY,
-    byte_pairs,
-    folder_text,
-    make_byte_pairs,
-    make_folder_text,
-    standard_library,
-    text_file,
-)
+from foreshock.lab.texts import VOCABULARIES, installed, make_text, read_text, standard_library, text_file
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training
 from foreshock.lab.training.variant import CONTROL, UNTREATED
@@ -50,46 +39,46 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_file_of_a_usual_length_is_taken_once_and_read_back_as_it_was_made(folder: Path) -> None:
-    corpus = make_folder_text([folder], 10**9)
+    corpus = make_text("folders", [folder], 10**9)
     assert corpus.source == f"byte pairs of {FILES} files with {600 * FILES:,} characters"
-    assert int(corpus.tokens.max()) < FOLDER_VOCABULARY
-    read = folder_text()
+    assert int(corpus.tokens.max()) < VOCABULARIES["folders"]
+    read = read_text("folders")
     assert torch.equal(read.tokens, corpus.tokens)
     assert read.sha256 == corpus.sha256
 
 
 def test_the_same_files_give_the_same_text_wherever_they_lie(folder: Path, tmp_path: Path) -> None:
-    first = make_folder_text([folder], 10**9)
+    first = make_text("folders", [folder], 10**9)
     elsewhere = shutil.copytree(folder, tmp_path / "elsewhere" / "deep")
-    assert make_folder_text([elsewhere], 10**9).sha256 == first.sha256
+    assert make_text("folders", [elsewhere], 10**9).sha256 == first.sha256
     (elsewhere / "part1" / "module1.py").write_text("z = 1\n" * 100)
-    assert make_folder_text([elsewhere], 10**9).sha256 != first.sha256
+    assert make_text("folders", [elsewhere], 10**9).sha256 != first.sha256
 
 
 def test_no_more_characters_are_taken_than_were_asked_for_and_several_folders_make_one_text(folder: Path) -> None:
-    whole, some = (len(make_folder_text([folder], characters).tokens) for characters in (10**9, 60_000))
+    whole, some = (len(make_text("folders", [folder], characters).tokens) for characters in (10**9, 60_000))
     assert 0.2 * whole < some < 0.5 * whole
     other = folder.parent / "other"
     other.mkdir()
     (other / "notes.md").write_text("A word of its own. " * 40)
-    assert f"of {FILES + 1} files" in make_folder_text([folder, other], 10**9).source
+    assert f"of {FILES + 1} files" in make_text("folders", [folder, other], 10**9).source
 
 
 def test_what_is_missing_is_named_with_what_to_do(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="make it with `foreshock lab corpus folders --folder DIR"):
-        folder_text()
+        read_text("folders")
     with pytest.raises(FileNotFoundError, match="nowhere is not a folder; give --folder one that is there"):
-        make_folder_text([folder, tmp_path / "nowhere"], 10**9)
+        make_text("folders", [folder, tmp_path / "nowhere"], 10**9)
     with pytest.raises(ValueError, match="1 files of source of a usual length were found within 700 characters"):
-        make_folder_text([folder], 700)
+        make_text("folders", [folder], 700)
 
 
 def test_the_command_says_what_the_text_is_made_of(folder: Path) -> None:
     done = foreshock("lab", "corpus", "folders", "--folder", str(folder), "--characters", "1000000")
     assert done.exit_code == 0, done.output + done.stderr
     assert f"{FILES} files with 150,000 characters:" in done.output
-    corpus = folder_text()
-    assert f"SHA-256 {corpus.sha256}\nIt is at {text_file(FOLDERS)}\n" in done.output
+    corpus = read_text("folders")
+    assert f"SHA-256 {corpus.sha256}\nIt is at {text_file('folders')}\n" in done.output
     assert foreshock("lab", "corpus", "folders").output == done.output
     refused = foreshock("lab", "corpus", "bytes", "--folder", str(folder))
     assert refused.exit_code == 1
@@ -109,16 +98,16 @@ def test_the_standard_library_is_the_same_text_every_time_and_a_python_without_i
 
 
 @pytest.mark.full
-def test_the_same_packages_give_the_same_text_on_which_recipes_train_in_either_arm(tmp_path: Path) -> None:
+def test_the_same_packages_give_the_same_text_on_which_recipes_train_in_either_variant() -> None:
     with pytest.raises(FileNotFoundError, match="make it with `foreshock lab corpus byte-pairs`"):
-        byte_pairs()
-    made = make_byte_pairs(("typer", "rich"), 300_000)
-    assert (tmp_path / "texts" / "byte-pairs.xz").is_file()
-    assert make_byte_pairs(("typer", "rich"), 300_000).sha256 == made.sha256 != SHA256
-    assert torch.equal(made.tokens, byte_pairs().tokens)
+        read_text("byte-pairs")
+    with pytest.raises(FileNotFoundError, match="no_such_package is not installed"):
+        installed(("rich", "no_such_package"))
+    made, again = (make_text("byte-pairs", installed(("typer", "rich")), 300_000) for _ in range(2))
+    assert again.sha256 == made.sha256
+    assert torch.equal(made.tokens, read_text("byte-pairs").tokens)
     assert 50_000 < len(made.tokens) < 300_000
-    assert 256 < int(made.tokens.max()) < VOCABULARY
-    assert "typer" in made.source
+    assert 256 < int(made.tokens.max()) < VOCABULARIES["byte-pairs"]
     recipe = find_recipe("kb256")
     tiny = replace(recipe, model=replace(recipe.model, layers=1, heads=2, width=16, context=32), batch=2)
     for variant in (UNTREATED, CONTROL):
@@ -126,10 +115,5 @@ def test_the_same_packages_give_the_same_text_on_which_recipes_train_in_either_a
         with training.agent:
             first = float(training.advance())
             course = [float(training.advance()) for _ in range(40)]
-        assert first == pytest.approx(np.log(VOCABULARY), rel=0.05)
+        assert first == pytest.approx(np.log(VOCABULARIES["byte-pairs"]), rel=0.05)
         assert course[-1] < first
-
-
-def test_a_missing_package_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match="no-such-package is not installed"):
-        make_byte_pairs(("rich", "no-such-package"))

@@ -16,7 +16,7 @@ from torch import nn
 from foreshock.contract import wire
 from foreshock.contract.modes import MODES
 from foreshock.contract.slots import Slot, Words
-from foreshock.lab.texts import FOLDER_VOCABULARY, Corpus, standard_library
+from foreshock.lab.texts import VOCABULARIES, Corpus, standard_library
 from foreshock.lab.training.model import GPT, ModelConfig, Rotary
 from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe, read_recipes
 from foreshock.lab.training.run import Training
@@ -216,7 +216,7 @@ def test_the_settings_are_those_of_the_paper_and_of_its_authors_program() -> Non
     assert (paper.weight_decay, paper.bias_decay, paper.model.qkv_bias, paper.compiled) == (0.0, 0.0, False, True)
     rates = [paper.learning_rate * paper.rate_share(step) for step in (1, 1000, 2000, 301_000, 600_000, 700_000)]
     assert rates == pytest.approx([5e-7, 5e-4, 1e-3, 5.05e-4, 1e-5, 1e-5])
-    assert paper.model.vocabulary >= FOLDER_VOCABULARY
+    assert paper.model.vocabulary >= VOCABULARIES["folders"]
     with torch.device("meta"):
         weights = sum(weight.numel() for weight in GPT(paper.model).parameters())
     assert weights == 50_304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 2 * 768) + 768

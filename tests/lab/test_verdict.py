@@ -48,7 +48,7 @@ def test_a_shift_in_attention_that_runs_in_float32_is_not_called_this_rounding(t
 def test_scores_that_grew_apart_are_another_trouble(tmp_path: Path) -> None:
     said = diagnosed(tmp_path, weights(blocks__0__qkv__weight=lambda weight: weight * 60))
     assert "something else than this rounding: scores of layer 0 head" in said.output
-    assert "a switch of numerics would not help" in said.output
+    assert "A switch of numerics would not help" in said.output
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:

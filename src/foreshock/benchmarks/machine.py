@@ -1,8 +1,11 @@
 """What a figure was measured on."""
 
 import os
+import platform
+import re
 import subprocess
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,11 @@ def device() -> dict[str, Any]:
     commit = os.environ.get("FORESHOCK_COMMIT") or _said("git", "rev-parse", "--short", "HEAD")
     if not torch.cuda.is_available():
         threads = f"{torch.get_num_threads()} threads of {os.cpu_count()} processors"
-        return {"commit": commit, "device": f"CPU, {threads}", "versions": {"torch": torch.__version__}}
+        info = Path("/proc/cpuinfo")
+        models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+        packages = ("torch", "fastapi", "uvicorn", "uvloop", "httptools", "sqlalchemy", "pydantic")
+        versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
+        return {"commit": commit, "device": f"{models[0] if models else 'CPU'}, {threads}", "versions": versions}
     import triton
 
     return {

@@ -5,7 +5,6 @@ waits. The long run has 1,000,000 steps of 80 layers x 64 heads, eight samples i
 its first span, and the rows of that span are copied to the others: 7,800 samples would be 7 GB.
 """
 
-import json
 import sqlite3
 import tempfile
 import time
@@ -16,10 +15,10 @@ from statistics import median
 from typing import Any, Final
 
 import httpx
-import psutil  # type: ignore[import-untyped]
 
-from foreshock.benchmarks.ingest import cpu_seconds, here
-from foreshock.benchmarks.ingest_clients import Load, run_load
+from foreshock.benchmarks import machine
+from foreshock.benchmarks.ingest import UNLIMITED, cpu_seconds, loaded, memory_bytes, written
+from foreshock.benchmarks.ingest_clients import Load
 from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import MORE_CHARTS
 from foreshock.server.store.schema import rollups
@@ -36,12 +35,10 @@ _PAGE: Final = ["run.loss", *(f"{key}{place}" for key in _CHARTS for place in ("
 
 def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, Any]:
     """Measure, print and write JSON; the figures."""
-    # The limit for each run is taken away: what is measured is the service, not its fairness.
-    environment = {"FORESHOCK_RUN_BATCHES_PER_SECOND": "1e9"}
-    report = here("foreshock bench service --json FILE")
+    report = machine.header("foreshock bench service --json FILE")
     with (
         tempfile.TemporaryDirectory() as folder,
-        LiveService(Path(folder), environment) as service,
+        LiveService(Path(folder), UNLIMITED) as service,
         service.client(timeout=120.0) as client,
     ):
         narrow = FakeRank(run="narrow", layers=12, heads=range(12))
@@ -49,7 +46,7 @@ def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, A
         file = Path(folder) / "foreshock.db"
         report["database_bytes_of_100000_steps"] = _size_rolled_up(file) * 100_000 // (10 * _SPAN)
         send_long_run(client, file)
-        report["memory_before_bytes"] = _memory(service)
+        report["memory_before_bytes"] = memory_bytes(service)
         for name, path in {
             "curves of 80 layers": f"/v1/runs/wide/curves?max_points=600&line={_LINE}",
             "curves of the page": f"/v1/runs/wide/curves?max_points=600&line={'&line='.join(_PAGE)}",
@@ -57,22 +54,12 @@ def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, A
             "run": "/v1/runs/wide",
         }.items():
             report[name] = _cost(service, client, path)
-        report["memory_after_bytes"] = _memory(service)
+        report["memory_after_bytes"] = memory_bytes(service)
         for number in range(200):
             _send(client, FakeRank(run=f"run-{number}", layers=12, heads=range(12)), (1,))
         report["/metrics of 202 runs"] = _cost(service, client, "/metrics")
-        before, load = cpu_seconds(service), Load(service.url, 256, 1, seconds, "ranks")
-        result = run_load(load)
-        report["256 ranks of one run"] = {
-            "batches_per_second": round(result.stored_per_second, 1),
-            "cpu_milliseconds_per_batch": round(1e3 * (cpu_seconds(service) - before) / result.statuses[200], 3),
-            "p99_seconds": round(result.quantile(0.99), 3),
-        }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if json_path is not None:
-        json_path.write_text(text + "\n")
-    return report
+        report["256 ranks of one run"] = loaded(service, Load(service.url, 256, 1, seconds, "ranks"))
+    return written(report, json_path)
 
 
 def send_long_run(client: httpx.Client, file: Path) -> None:
@@ -87,10 +74,6 @@ def _send(client: httpx.Client, rank: FakeRank, steps: Iterable[int]) -> None:
     post(client, rank.batch(rank.started())).raise_for_status()
     for step in steps:
         post(client, rank.batch(rank.sample(step))).raise_for_status()
-
-
-def _memory(service: LiveService) -> int:
-    return int(psutil.Process(service.pid).memory_info().rss)
 
 
 def _cost(service: LiveService, client: httpx.Client, path: str) -> dict[str, Any]:

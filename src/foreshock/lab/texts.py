@@ -1,14 +1,11 @@
-"""The texts that the laboratory trains on: bytes that every Python carries, and byte pairs that are made and kept in
-files.
+"""The texts that the laboratory trains on: bytes that every Python carries, and byte pairs of source files.
 
-Byte pairs are made from what is installed, or from the source files of folders. The same files give the same tokens on
-every machine, wherever they are; each run has their hash among its labels. Published runs on byte pairs saw the text
-that `MADE_FROM` gives. Machines with other packages train on another text, or are given the file.
+Byte pairs are made once and kept in a file. The same files give the same tokens on every machine, wherever they are;
+each run has their hash among its labels. Machines with other packages train on another text, or are given the file.
 """
 
 import hashlib
-import importlib.metadata
-import lzma
+import importlib.util
 import os
 import platform
 import random
@@ -25,21 +22,15 @@ from torch import Tensor
 from foreshock.lab.recording.whole_file import whole_file
 
 PACKAGES: Final = ("torch", "transformers", "sympy", "numpy", "matplotlib", "networkx")
-"""Beside the standard library; the larger ones of the development environment."""
-MADE_FROM: Final = (
-    "Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0, sympy 1.14.0, numpy 2.3.5, matplotlib 3.11.2, networkx 3.6.1"
+"""What byte pairs are made from besides the standard library."""
+CHARACTERS: Final = 1_000_000_000
+"""Of a text, at most; three to four of them make a token."""
+VOCABULARIES: Final = {"byte-pairs": 8192, "folders": 50_257}
+"""Tokens of each text that is made; GPT-2 has as many as the larger one."""
+_SOURCE: Final = (
+    *(".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".c", ".cc", ".cpp", ".cu"),
+    *(".inl", ".pyx", ".pxd", ".js", ".go", ".rs", ".java", ".pl"),
 )
-SHA256: Final = "1cf3760fbc00f6fe9ae38df275fcc14be92e6afcb38bc6e0fb09c09d23d8b764"
-"""Of the tokens, little-endian uint16, that MADE_FROM gives."""
-VOCABULARY: Final = 8192
-CHARACTERS: Final = 150_000_000
-"""Of the text of packages, at most; three to four of them make a token."""
-FOLDER_VOCABULARY: Final = 50_257
-"""As many as GPT-2's has."""
-BYTE_PAIRS: Final = "byte-pairs.xz"
-FOLDERS: Final = "folders.tokens"
-_WRITTEN: Final = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
-_SOURCE: Final = (*_WRITTEN, ".c", ".cc", ".cpp", ".cu", ".inl", ".pyx", ".pxd", ".js", ".go", ".rs", ".java", ".pl")
 _LENGTHS: Final = range(400, 400_001)
 """Characters of a file: shorter ones say little, longer ones are tables."""
 _TRAINING_SHARE: Final = 8
@@ -89,59 +80,35 @@ def standard_library(root: Path | None = None) -> Corpus:
 def text_file(name: str) -> Path:
     """Where a text is: in FORESHOCK_TEXTS, or under the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("FORESHOCK_TEXTS") or Path(cache, "foreshock", "texts"), name)
+    return Path(os.environ.get("FORESHOCK_TEXTS") or Path(cache, "foreshock", "texts"), f"{name}.tokens")
 
 
-def byte_pairs() -> Corpus:
-    """The text of packages, tokens below VOCABULARY. Raises FileNotFoundError where none was made."""
-    command = "foreshock lab corpus byte-pairs`, which takes two minutes and needs the packages of foreshock[dev]"
-    return _read(text_file(BYTE_PAIRS), command, np.int16)  # below 2^15, and torch indexes int16
-
-
-def folder_text() -> Corpus:
-    """The text of folders, tokens below FOLDER_VOCABULARY. Raises FileNotFoundError where none was made."""
-    command = "foreshock lab corpus folders --folder DIR --characters N`, which takes minutes"
-    return _read(text_file(FOLDERS), command, np.int32)
-
-
-def _read(path: Path, command: str, dtype: type[np.integer[Any]]) -> Corpus:
-    """A text that was made: a line that says of what, and the tokens."""
+def read_text(name: str) -> Corpus:
+    """A text that was made: a line that says of what, and the tokens. Raises FileNotFoundError where none was made."""
     try:
-        kept = path.read_bytes()
+        head, _, data = text_file(name).read_bytes().partition(b"\n")
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no text at {path}; make it with `{command}") from None
-    head, _, data = (lzma.decompress(kept) if path.suffix == ".xz" else kept).partition(b"\n")
-    tokens = torch.from_numpy(np.frombuffer(data, dtype="<u2").astype(dtype))
+        command = f"foreshock lab corpus {name}{' --folder DIR --characters N' * (name == 'folders')}"
+        raise FileNotFoundError(
+            f"there is no text at {text_file(name)}; make it with `{command}`, which takes minutes"
+        ) from None
+    kind = np.int16 if VOCABULARIES[name] < 2**15 else np.int32  # torch indexes both
+    tokens = torch.from_numpy(np.frombuffer(data, dtype="<u2").astype(kind))
     return Corpus(tokens, hashlib.sha256(data).hexdigest(), f"byte pairs of {head.decode()}")
 
 
-def make_byte_pairs(packages: Sequence[str] = PACKAGES, characters: int = CHARACTERS) -> Corpus:
-    """Make the text of the standard library and of installed packages, at most so long, and keep it in its file.
-
-    Raises FileNotFoundError for a package that is not installed.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    named = {
-        f"python/{path.relative_to(root).as_posix()}": path
-        for path in root.rglob("*")
-        if path.suffix in _WRITTEN and not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
-    }
-    versions = [f"Python {platform.python_version()}"]
-    for package in packages:
-        try:
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            needed = f"the text is made from {', '.join(packages)}: install foreshock[dev]"
-            raise FileNotFoundError(f"{package} is not installed; {needed}") from None
-        for file in importlib.metadata.files(package) or ():
-            if file.suffix in _WRITTEN:
-                named[f"{package}/{file.as_posix()}"] = Path(str(file.locate()))
-    _keep(BYTE_PAIRS, ", ".join(versions), VOCABULARY, list(_texts_of(named, characters)))
-    return byte_pairs()
+def installed(packages: Sequence[str] = PACKAGES) -> list[Path]:
+    """The folders of the standard library and of packages. Raises FileNotFoundError for one that is not installed."""
+    found = {package: importlib.util.find_spec(package) for package in packages}
+    if missing := [package for package, spec in found.items() if spec is None or spec.origin is None]:
+        needed = f"the text is made from {', '.join(packages)}: install foreshock[dev]"
+        raise FileNotFoundError(f"{missing[0]} is not installed; {needed}")
+    origins = [str(spec.origin) for spec in found.values() if spec is not None]
+    return [Path(sysconfig.get_paths()["stdlib"]), *(Path(origin).parent for origin in origins)]
 
 
-def make_folder_text(folders: Sequence[Path], characters: int) -> Corpus:
-    """Make the text of the source files below `folders`, at most `characters` long, and keep it in its file.
+def make_text(name: str, folders: Sequence[Path], characters: int = CHARACTERS) -> Corpus:
+    """Make a text of the source files below `folders`, at most `characters` long, and keep it in its file.
 
     Raises FileNotFoundError for a folder that is not there, ValueError where there are too few files.
     """
@@ -149,9 +116,11 @@ def make_folder_text(folders: Sequence[Path], characters: int) -> Corpus:
     for number, folder in enumerate(folders):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder; give --folder one that is there")
+        without = {"site-packages", "dist-packages"} if name == "byte-pairs" else set()
         for path in folder.rglob("*"):
-            if path.suffix in _SOURCE and path.is_file():
-                named[number, path.relative_to(folder).as_posix()] = path
+            inside = path.relative_to(folder)
+            if path.suffix in _SOURCE and path.is_file() and not without & set(inside.parts):
+                named[number, inside.as_posix()] = path
     texts = list(_texts_of(named, characters))
     if len(texts) < 2:
         raise ValueError(
@@ -159,8 +128,9 @@ def make_folder_text(folders: Sequence[Path], characters: int) -> Corpus:
             f"with files that end with {', '.join(_SOURCE)}, and allow more --characters"
         )
     head = f"{len(texts):,} files with {sum(map(len, texts)):,} characters"
-    _keep(FOLDERS, head, FOLDER_VOCABULARY, texts)
-    return folder_text()
+    with whole_file(text_file(name)) as part:
+        part.write_bytes(head.encode() + b"\n" + _encoded(VOCABULARIES[name], texts))
+    return read_text(name)
 
 
 def _texts_of(named: Mapping[Any, Path], most: int) -> Iterator[str]:
@@ -187,8 +157,8 @@ def _texts_of(named: Mapping[Any, Path], most: int) -> Iterator[str]:
         yield text
 
 
-def _keep(name: str, head: str, vocabulary: int, texts: Sequence[str]) -> None:
-    """Write `head` and the tokens of the texts, little-endian uint16, by byte pairs that some of them give."""
+def _encoded(vocabulary: int, texts: Sequence[str]) -> bytes:
+    """The tokens of the texts, little-endian uint16, by byte pairs that some of them give."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -198,6 +168,5 @@ def _keep(name: str, head: str, vocabulary: int, texts: Sequence[str]) -> None:
     tokenizer.train_from_iterator(texts[::_TRAINING_SHARE], trainer)
     batches = (texts[start : start + _FILES_AT_ONCE] for start in range(0, len(texts), _FILES_AT_ONCE))
     tokens = [np.asarray(one.ids, dtype="<u2") for batch in batches for one in tokenizer.encode_batch_fast(batch)]
-    data = head.encode() + b"\n" + np.concatenate(tokens).tobytes()
-    with whole_file(text_file(name)) as part:
-        part.write_bytes(lzma.compress(data, preset=6) if name.endswith(".xz") else data)
+    data: bytes = np.concatenate(tokens).tobytes()
+    return data

@@ -123,20 +123,18 @@ def lab_corpus(
     from foreshock.cli.output import console
     from foreshock.lab import texts
 
-    if text not in ("bytes", "byte-pairs", "folders"):
+    if text not in ("bytes", *texts.VOCABULARIES):
         raise ValueError(f"text {text!r} does not exist; allowed are bytes, byte-pairs and folders")
     if folder and text != "folders":
         raise ValueError(f"--folder is for the text of folders: foreshock lab corpus folders, not {text}")
-    if text == "folders":
-        corpus = texts.make_folder_text(folder, characters) if folder else texts.folder_text()
+    if text == "bytes":
+        corpus, place = texts.standard_library(), ""
     else:
-        corpus = texts.standard_library() if text == "bytes" else texts.make_byte_pairs()
-    lines = [f"{corpus.source}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256}"]
-    if text != "bytes":
-        lines.append(f"It is at {texts.text_file(texts.FOLDERS if text == 'folders' else texts.BYTE_PAIRS)}")
-    if text == "byte-pairs" and corpus.sha256 != texts.SHA256:
-        lines.append(f"The published runs saw another text, SHA-256 {texts.SHA256}, made from {texts.MADE_FROM}")
-    console().print("\n".join(lines), soft_wrap=True, highlight=False)
+        folders = folder or (texts.installed() if text == "byte-pairs" else None)
+        corpus = texts.make_text(text, folders, characters) if folders else texts.read_text(text)
+        place = f"\nIt is at {texts.text_file(text)}"
+    line = f"{corpus.source}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256}"
+    console().print(line + place, soft_wrap=True, highlight=False)
 
 
 @lab.command("score")

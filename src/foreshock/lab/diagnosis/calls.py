@@ -58,19 +58,30 @@ class Capture:
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[AttentionCall] = []
-        self.broken_module: str | None = None
+        self._in_module: str | None = None
         """the first module that gave or was given values that are not finite, before any such call"""
-        self.broken_call: AttentionCall | None = None
+        self._in_call: AttentionCall | None = None
         """the first call that gave or was given values that are not finite"""
-        self.broken_gradient: str | None = None
+        self._in_gradient: str | None = None
         """the first gradient that is not finite, in words"""
         modules = dict(model.named_modules())
         watched = [module.__dict__[LAYER_ATTRIBUTE] for module in modules.values() if LAYER_ATTRIBUTE in vars(module)]
         self.layers: dict[int, WatchedLayer] = dict(enumerate(watched))
         # a module without parameters may make masks
-        own = {name: module for name, module in modules.items() if module._parameters and not module._modules}
-        self._modules, self._parameters = own, dict(model.named_parameters())
+        self._modules = {name: each for name, each in modules.items() if each._parameters and not each._modules}
+        self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._undo = ExitStack()
+
+    def broken(self, *, finite: bool) -> str | None:
+        """Where a value was the first that is not finite; `finite`: the loss is. A module may give infinities that harm
+        nothing, as masks are."""
+        if finite and self._in_call is None and self._in_gradient is None:
+            return None
+        if self._in_module is not None:
+            return f"first in the forward, {self._in_module}"
+        if self._in_call is not None:
+            return f"first in the forward: {_broken_part(self._in_call)}"
+        return f"first in the backward, {self._in_gradient}" if finite else "first in the forward, in the loss"
 
     def __enter__(self) -> "Capture":
         for number, layer in self.layers.items():
@@ -81,9 +92,8 @@ class Capture:
         for name, module in self._modules.items():
             self._undo.callback(module.register_forward_hook(partial(self._left, name)).remove)
         for name, parameter in self._parameters.items():
-            if parameter.requires_grad:
-                hook: Any = partial(self._trained, name)
-                self._undo.callback(parameter.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
+            hook: Any = partial(self._trained, name)
+            self._undo.callback(parameter.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -117,30 +127,30 @@ class Capture:
         given = Call(torch.zeros_like(out), out, query, key, value, options.get("mask"), *ends)
         call = AttentionCall(number, layer.name, given, spec, options.get("score_mod"))
         self.calls.append(call)
-        if self.broken_call is None and not finite(tensors):
-            self.broken_call = call
+        if self._in_call is None and not finite(tensors):
+            self._in_call = call
         for name, tensor in zip(("out", "query", "key", "value"), tensors, strict=True):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._differentiated, call, name))  # type: ignore[no-untyped-call]
 
     def _left(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self.broken_module is None and self.broken_call is None and not finite((output,)):
+        if self._in_module is None and self._in_call is None and not finite((output,)):
             what = "the output of" if finite(args) else "what enters"
             after = f"after the attention of layer {self.calls[-1].layer}" if self.calls else "before any attention"
-            self.broken_module = f"{after}: {what} {name or type(module).__name__} is not finite"
+            self._in_module = f"{after}: {what} {name or type(module).__name__} is not finite"
 
     def _trained(self, name: str, parameter: Tensor) -> None:
-        if self.broken_gradient is None and not finite([parameter.grad]):
-            self.broken_gradient = f"the gradient of {name} is not finite"
+        if self._in_gradient is None and not finite([parameter.grad]):
+            self._in_gradient = f"the gradient of {name} is not finite"
 
     def _differentiated(self, call: AttentionCall, name: str, grad: Tensor) -> None:
-        if self.broken_gradient is not None or finite([grad]):
+        if self._in_gradient is not None or finite([grad]):
             return
         if name == "out":
-            self.broken_gradient = f"the gradient that reaches the attention of layer {call.layer} is not finite"
+            self._in_gradient = f"the gradient that reaches the attention of layer {call.layer} is not finite"
         else:
             whose = f"{call.name}, {heads_of(grad)}: the gradient of its {name} is not finite"
-            self.broken_gradient = f"in the attention of layer {call.layer} ({whose}, the one that reaches it is)"
+            self._in_gradient = f"in the attention of layer {call.layer} ({whose}, the one that reaches it is)"
 
 
 def heads_of(x: Tensor) -> str:
@@ -206,7 +216,7 @@ def _beside_float64(call: AttentionCall, given: Call, tick: Tensor) -> dict[str,
 
 
 @torch.no_grad()
-def broken_part(call: AttentionCall) -> str:
+def _broken_part(call: AttentionCall) -> str:
     """What of a call is not finite, where and why, in words."""
     where = f"layer {call.layer} ({call.name})"
     for name, tensor in (("queries", call.given.query), ("keys", call.given.key), ("values", call.given.value)):

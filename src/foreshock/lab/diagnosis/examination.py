@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from foreshock.contract.metrics.catalog import read as read_metric
 from foreshock.contract.slots import Floats
-from foreshock.lab.diagnosis.calls import Capture, broken_part, measured
+from foreshock.lab.diagnosis.calls import Capture, measured
 from foreshock.lab.diagnosis.own_code import explained, made_by
-from foreshock.lab.diagnosis.weights import load_weights, not_finite, read, some
+from foreshock.lab.diagnosis.weights import load_weights, read, some
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.training.recipes import Recipe
@@ -25,17 +25,12 @@ from foreshock.lab.training.run import Training
 from foreshock.lab.training.variant import Variant
 from foreshock.monitor import Agent, attach
 
-_RECORDED: Final = {
-    "offset": "head.score_offset",
-    "largest": "head.row_max_abs",
-    "ties": "head.tied_rows_one",
-}
+_RECORDED: Final = {"offset": "head.score_offset", "largest": "head.row_max_abs", "ties": "head.tied_rows_one"}
 """What a recording tells of a head: metrics of the catalogue by the names of cells."""
 _LAST_POINTS: Final = 8
 _ONE_SIGN: Final = 0.75
-"""Least mean over RMS of what the scores of a row share. Drifting heads of fast-biases had 0.70 to 0.97, heads that a
-learning rate of high-rate blew up 0.17 to 0.81, those with the other sign of offset; healthy heads with a large RMS
-have 0.1."""
+"""Least mean over RMS of what the scores of a row share. Drifting heads had 0.70 to 0.97, heads that a learning rate
+blew up 0.17 to 0.81, those with the other sign of offset; healthy heads with a large RMS have 0.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +77,8 @@ def of_checkpoint(path: Path, batches: int) -> Source:
         raise ValueError(
             f"{path} is not a checkpoint of the laboratory; for another model give module:factory and --state"
         )
-    recipe, variant = (
-        TypeAdapter(Recipe).validate_python(saved["recipe"]),
-        TypeAdapter(Variant).validate_python(saved["arm"]),
-    )
+    recipe = TypeAdapter(Recipe).validate_python(saved["recipe"])
+    variant = TypeAdapter(Variant).validate_python(saved["arm"])
     training = Training(replace(recipe, compiled=False), variant, int(saved["seed"]))
     with training.agent:
         # What trained it plays no part: a diagnosis takes no step.
@@ -130,12 +123,11 @@ def examine(
 ) -> Source:
     """Run a model that is watched on some batches, forward and backward, without a step of its optimizer. `agent`: the
     one that watches it, where the first batch has yet to show which modules compute attention."""
-    source = Source(name, bad_weights=not_finite(model))
+    bad = [weight for weight, values in model.named_parameters() if not bool(values.isfinite().all())]
+    source = Source(name, bad_weights=bad)
     found: dict[str, list[dict[str, Floats]]] = {}
     left_out: dict[str, set[str]] = {}
-    if source.bad_weights:
-        return source
-    for number in range(1, batches + 1):
+    for number in range(1, 1 if bad else batches + 1):
         model.zero_grad(set_to_none=True)
         with torch.compiler.set_stance("force_eager"), Capture(model) as capture:
             with explained(f"{name}: the loss of batch {number} of {batches}"):
@@ -145,36 +137,24 @@ def examine(
             if finite := bool(loss.isfinite()):
                 with explained(f"{name}: the backward of batch {number}"):
                     loss.backward()  # type: ignore[no-untyped-call]
-        source.broken = source.broken or _broken(capture, finite=finite)
+        source.broken = source.broken or capture.broken(finite=finite)
         for call in made:
             source.exact = call.spec.numerics in ("float32", "float64")
             try:
-                one = measured(call)
+                found.setdefault(call.name, []).append(measured(call))
             except Exception as error:
                 left_out.setdefault(f"not measured, {error or type(error).__name__}", set()).add(call.name)
-                continue
-            found.setdefault(call.name, []).append(one)
         if agent is not None and number == 1 and source.broken is None:
             agent.step(loss.detach())
-    met = found.keys() | {layer for layers in left_out.values() for layer in layers}
-    for number, layer in capture.layers.items():
-        if layer.name not in met:
-            left_out.setdefault(f"not measured, {layer.why_not_counted}", set()).add(layer.name)
-        elif calls := found.get(layer.name):
+        layers = capture.layers
+    met = {layer for names in (*left_out.values(), {at for at in found if found[at]}) for layer in names}
+    for number, layer in layers.items() if not bad else ():
+        if calls := found.get(layer.name):
             source.heads += [Head(name, number, head, _cells(head, calls)) for head in range(len(calls[0]["rows"]))]
+        elif layer.name not in met:
+            left_out.setdefault(f"not measured, {layer.why_not_counted}", set()).add(layer.name)
     source.notes = [f"{some(sorted(at))}: {why}." for why, at in left_out.items()]
     return source
-
-
-def _broken(capture: Capture, *, finite: bool) -> str | None:
-    """Where a value was the first that is not finite. A module may give infinities that harm nothing, as masks are."""
-    if finite and capture.broken_call is None and capture.broken_gradient is None:
-        return None
-    if capture.broken_module is not None:
-        return f"first in the forward, {capture.broken_module}"
-    if capture.broken_call is not None:
-        return f"first in the forward: {broken_part(capture.broken_call)}"
-    return f"first in the backward, {capture.broken_gradient}" if finite else "first in the forward, in the loss"
 
 
 def _check(loss: object, name: str) -> None:
@@ -210,9 +190,7 @@ def of_recording(path: Path) -> Source:
     source = Source(path.name)
     for number, place in enumerate(trace.heads):
         known = {cell: column[np.isfinite(column)] for cell, column in ((c, f[:, number]) for c, f in found.items())}
-        cells: dict[str, float | str] = {
-            c: float(each[-_LAST_POINTS:].mean()) for c, each in known.items() if len(each)
-        }
+        cells: dict[str, float | str] = {c: float(v[-_LAST_POINTS:].mean()) for c, v in known.items() if len(v)}
         if place in warned:
             cells["warned"] = ", ".join(map(str, warned[place]))
         source.heads.append(Head(path.name, *place, cells))

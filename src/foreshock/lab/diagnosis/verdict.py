@@ -6,8 +6,8 @@ high makes them, are another failure, which no switch of numerics cures. Finding
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
@@ -29,6 +29,8 @@ _PEAKED_SHARE: Final = 0.1
 _GROWTH: Final = 1.2
 _SHOWN_HEADS: Final = 4
 _ELSEWHERE: Final = "Look at the learning rate, the data and the optimizer first."
+_NO_SWITCH: Final = "A switch of numerics would not help."
+_BLIND_ROWS: Final = "Let every row see a key, at least its own; leave its loss out, or pad on the right."
 _AGAIN: Final = (
     f"Resume from the last checkpoint before the growth with every head on {DEFAULT_MITIGATION}: "
     f'agent.set_mode(agent.modes(), "{DEFAULT_MITIGATION}", reason="diagnosis") before the first step.'
@@ -38,7 +40,7 @@ _CONFIRM: Final = (
     "and diagnose --state START --state WITHOUT --state WITH. It is rounding if only WITH stays where START is."
 )
 _BROKEN: Final = {
-    "see no key": "Let every row see a key, at least its own, and leave its loss out.",
+    "see no key": _BLIND_ROWS,
     "before the scale": 'Use SDPA (attn_implementation="sdpa"), bfloat16, or scale the queries first.',
     "in the backward": "Run the same batch in float32, and with another attention (sdpa_kernel(SDPBackend.MATH)): the "
     "change that makes the gradient finite shows which part is at fault.",
@@ -54,7 +56,7 @@ class Finding:
     kind: str
     words: str
     advice: list[str]
-    heads: list[tuple[int, int]] = field(default_factory=list)
+    heads: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,10 @@ class Diagnosis:
     findings: list[Finding]
     heads: list[Head]
     notes: list[str]
+
+
+def _finding(kind: str, words: str, *advice: str, heads: Sequence[Head] = ()) -> Finding:
+    return Finding(kind, words, list(advice), [head.place for head in heads])
 
 
 def diagnose(sources: Sequence[Source], named: Sequence[tuple[int, int]] = ()) -> Diagnosis:
@@ -88,7 +94,7 @@ def diagnose(sources: Sequence[Source], named: Sequence[tuple[int, int]] = ()) -
     return Diagnosis(findings, shown, [note for source in sources for note in source.notes])
 
 
-def _of_recording(source: Source) -> list[Finding]:
+def _of_recording(source: Source) -> Iterator[Finding]:
     said = ((*str(head.cells["warned"]).partition(", "), head) for head in source.heads if "warned" in head.cells)
     warned = sorted(((int(step), cause, head) for step, _, cause, head in said), key=lambda each: each[0])
     far = [head for head in source.heads if abs(head["offset"]) >= _FAR_NATS or head["largest"] >= _FAILED_SCORE]
@@ -96,36 +102,31 @@ def _of_recording(source: Source) -> list[Finding]:
         words = f"{source.name}: no head was warned about, but scores of {_list(far)} are far from zero. The first has"
         words += f" an offset of {far[0]['offset']:+.1f} nats.{_moved(far[0])}"
         advice = "If attention runs in 16 bits, diagnose a checkpoint of it: module:factory with --state."
-        return [Finding("large", words, [advice], _places(far))]
-    if not warned:
-        return [Finding("quiet", f"{source.name}: no head was warned about.", ["Nothing to do: keep watching."])]
-    found = []
+        yield _finding("large", words, advice, heads=far)
+    elif not warned:
+        yield _finding("quiet", f"{source.name}: no head was warned about.", "Nothing to do: keep watching.")
     if rounding := [head for _, cause, head in warned if cause == "rounding"]:
         words = f"{source.name}: rounding was warned about, first at step {warned[0][0]}: {_list(rounding)}."
         # a switch of the warned head alone did not hold (lab/NOTEBOOK.md)
         switch = f"foreshock switch RUN --mode {DEFAULT_MITIGATION} --reason diagnosis; or attach with policy=auto."
-        found.append(Finding("rounding", words, [f"Take the rounding out of all heads: {switch}"], _places(rounding)))
+        yield _finding("rounding", words, f"Take the rounding out of all heads: {switch}", heads=rounding)
     if other := [head for _, cause, head in warned if cause != "rounding"]:
         words = f"{source.name}: {_list(other)} had a warning with another cause than rounding."
-        found.append(
-            Finding("other cause", words, [f"{_ELSEWHERE} A switch of numerics would not help."], _places(other))
-        )
-    return found
+        yield _finding("other cause", words, f"{_ELSEWHERE} {_NO_SWITCH}", heads=other)
 
 
 def _of_models(models: Sequence[Source]) -> list[Finding]:
-    last, found = models[-1], list[Finding]()
+    last = models[-1]
     if last.bad_weights:
         words = (
             f"It cannot be judged from {last.name}: {len(last.bad_weights)} of its parameters hold values that are "
             f"not finite, {some(last.bad_weights)} among them."
         )
-        advice = "Give the last checkpoint whose weights are finite, and one from well before."
-        return [Finding("not finite", words, [advice])]
+        return [_finding("not finite", words, "Give the last checkpoint whose weights are finite, and an earlier one.")]
+    found = list[Finding]()
     if last.broken:
         words = f"The weights of {last.name} are finite, but not all that they compute: {last.broken}."
-        advice = next(advice for said, advice in _BROKEN.items() if said in str(last.broken))
-        found.append(Finding("out of range", words, [advice]))
+        found.append(_finding("out of range", words, next(do for said, do in _BROKEN.items() if said in last.broken)))
     layers = {head.layer for head in last.heads}
     if blind := [head for head in last.heads if head["empty"] > 0]:
         worst = max(blind, key=lambda head: head["empty"])
@@ -134,13 +135,12 @@ def _of_models(models: Sequence[Source]) -> list[Finding]:
             f"{len({head.layer for head in blind})} of {len(layers)} layers: the mask hides every key from them, as "
             "left padding under a causal mask does. Some kernels give NaN for such rows."
         )
-        advice = "Let every row see a key, at least its own, or pad on the right."
-        found.append(Finding("rows that see no key", words, [advice]))
+        found.append(_finding("rows that see no key", words, _BLIND_ROWS))
     judged = [head for head in last.heads if math.isfinite(head["largest"])]
     if not judged:
         words = f"The attention of {last.name} was not judged: none of its layers was measured."
         advice = "The notes say why; foreshock doctor MODULE:FACTORY says what to change."
-        return [*found, Finding("not judged", words, [advice])]
+        return [*found, _finding("not judged", words, advice)]
     shifted = sorted((h for h in judged if abs(h["shift"]) >= _SHIFTED_NATS), key=lambda h: -abs(h["shift"]))
     sharp = sorted((h for h in judged if _apart(h) >= _LARGE_SCORE), key=_apart, reverse=True)
     if shifted and not (sharp and _apart(sharp[0]) > abs(shifted[0]["shift"])):
@@ -150,8 +150,8 @@ def _of_models(models: Sequence[Source]) -> list[Finding]:
             f"Attention, but something else than this rounding: scores of {_list(sharp)} grew apart from each other. "
             f"They reach {sharp[0]['largest']:.0f} and share {sharp[0]['shift']:+.1f} nats.{_moved(sharp[0])}"
         )
-        advice = f"{_ELSEWHERE} A norm of queries and keys, or a cap on the scores, holds them; a switch of numerics "
-        found.append(Finding("sharp", words, [advice + "would not help."], _places(sharp)))
+        advice = f"{_ELSEWHERE} A norm of queries and keys, or a cap on the scores, holds them. {_NO_SWITCH}"
+        found.append(_finding("sharp", words, advice, heads=sharp))
     peaked = [h for h in judged if h["entropy"] < min(_PEAKED_NATS, _PEAKED_SHARE * h["log keys"])]
     if 2 * len(peaked) >= len(judged):
         entropy, even = (sum(h[name] for h in peaked) / len(peaked) for name in ("entropy", "log keys"))
@@ -160,7 +160,7 @@ def _of_models(models: Sequence[Source]) -> list[Finding]:
             f"on average, and evenly spread it would be {even:.1f}."
         )
         advice = "Check the scale of the scores and the norms of queries and keys; gradients of such softmax burst."
-        found.append(Finding("one-hot", words, [advice], _places(peaked)))
+        found.append(_finding("one-hot", words, advice, heads=peaked))
     if found:
         return found
     top = max(judged, key=lambda h: h["largest"])
@@ -170,7 +170,7 @@ def _of_models(models: Sequence[Source]) -> list[Finding]:
     )
     if off := max((h["output error"] for h in judged if "output error" in h.cells), default=0.0):
         words += f" Attention is {off:.2%} off its float64 truth at most: two implementations may differ by as much."
-    return [Finding("other", words, [f"Run the same steps with attention in float32; if they fail too: {_ELSEWHERE}"])]
+    return [_finding("other", words, f"Run the same steps with attention in float32; if they fail too: {_ELSEWHERE}")]
 
 
 def _of_a_shift(shifted: Sequence[Head], models: Sequence[Source]) -> Finding:
@@ -179,30 +179,26 @@ def _of_a_shift(shifted: Sequence[Head], models: Sequence[Source]) -> Finding:
     course = [head for source in models for head in source.heads if head.place == worst.place]
     sizes = [abs(each["shift"]) for each in course]
     shifts = ", ".join(f"{each['shift']:+.1f} nats in {each.source}" for each in course)
+    grew, ended = max(sizes) >= _GROWTH * sizes[0], sizes[-1] >= _GROWTH * sizes[0]
     if models[-1].exact:
-        kind = "float32"
         words = f"Attention is shifted, but not by this rounding, because it ran in float32 here: {shift}"
-        advice = ["Run the model under the autocast, or in the dtype, of your training, and diagnose again."]
-    elif len(course) == 1:
-        kind = "shifted"
+        advice = "Run the model under the autocast, or in the dtype, of your training, and diagnose again."
+        return _finding("float32", words, advice, heads=shifted)
+    if len(course) == 1:
         words = f"Attention, with the mark of this rounding: {shift} One checkpoint cannot say whether it grows."
         first = f"Add an earlier checkpoint: --state EARLIER --state THIS. If the shift does not grow: {_ELSEWHERE}"
-        advice = [first, _AGAIN, _CONFIRM]
-    elif sizes[-1] >= _GROWTH * sizes[0]:
-        kind, advice = "rounding", [_AGAIN, _CONFIRM]
+        return _finding("shifted", words, first, _AGAIN, _CONFIRM, heads=shifted)
+    if ended:
         words = f"Attention, most likely this rounding: {shift} It grew: {shifts}."
-    elif max(sizes) >= _GROWTH * sizes[0]:
-        kind, advice = "came back", [_AGAIN, _ELSEWHERE]
+        return _finding("rounding", words, _AGAIN, _CONFIRM, heads=shifted)
+    if grew:
         words = (
             f"Attention: {shift} It grew and is back: {shifts}. If the last one was trained with the switch and the "
             "one before without, it is this rounding."
         )
-    else:
-        kind, advice = "settled", [_ELSEWHERE]
-        words = (
-            f"Attention is shifted, but the shift does not grow: {shifts}. Many healthy models have one. Here {shift}"
-        )
-    return Finding(kind, words, advice, _places(shifted))
+        return _finding("came back", words, _AGAIN, _ELSEWHERE, heads=shifted)
+    words = f"Attention is shifted, but the shift does not grow: {shifts}. Many healthy models have one. Here {shift}"
+    return _finding("settled", words, _ELSEWHERE, heads=shifted)
 
 
 def _apart(head: Head) -> float:
@@ -215,10 +211,6 @@ def _moved(head: Head) -> str:
     size = head["largest"]
     moves = f" Queries and keys rounded to bfloat16 can move a score of {size:.0f} by {size / 128:.0f} nats."
     return moves if size >= _LARGE_SCORE else ""
-
-
-def _places(heads: Sequence[Head]) -> list[tuple[int, int]]:
-    return [head.place for head in heads]
 
 
 def _list(heads: Sequence[Head]) -> str:

@@ -52,11 +52,6 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
     return [f"{path.name}: {some(extra)} belong to no part of the model and were left out."] if extra else []
 
 
-def not_finite(model: nn.Module) -> list[str]:
-    """Names of the parameters that hold NaN or infinities. Buffers may: those of masks do."""
-    return [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
-
-
 def read(path: Path) -> dict[str, Any]:
     """What a checkpoint holds, on the CPU; nothing in it is run. Raises ValueError with a sentence for what is none."""
     if not path.exists():
@@ -79,7 +74,9 @@ def _read_file(path: Path) -> Any:
     if path.stat().st_size == 0:
         raise ValueError("it is empty")
     if path.suffix == ".safetensors":
-        return _safetensors([path])
+        from safetensors.torch import load_file
+
+        return load_file(path)
     return torch.load(path, weights_only=True, map_location="cpu")
 
 
@@ -90,19 +87,10 @@ def _read_folder(path: Path) -> dict[str, Any]:
             "a distributed checkpoint must be made one file first: "
             f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
         )
-    if files := sorted(path.glob("*.safetensors")):
-        return _safetensors(files)
-    if files := sorted(path.glob("pytorch_model*.bin")):
-        return {name: tensor for file in files for name, tensor in _read_file(file).items()}
-    raise ValueError("a folder without *.safetensors or pytorch_model*.bin")
-
-
-def _safetensors(files: list[Path]) -> dict[str, Any]:
-    try:
-        from safetensors.torch import load_file
-    except ModuleNotFoundError:
-        raise ValueError("safetensors is not installed: pip install safetensors") from None
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    if not files:
+        raise ValueError("a folder without *.safetensors or pytorch_model*.bin")
+    return {name: tensor for file in files for name, tensor in _read_file(file).items()}
 
 
 def _weights_in(saved: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from foreshock.lab.training.model import Dtype, ModelConfig
 from foreshock.lab.training.variant import Variant
 
-Text = Literal["bytes", "byte pairs", "folders"]
+Text = Literal["bytes", "byte-pairs", "folders"]
 """The source of the standard library as bytes, what is installed as byte pairs, or the source files of folders as byte
 pairs of a larger vocabulary (texts.py)."""
 Truth = Literal["healthy", "rounding"]

@@ -12,10 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace_writer import TraceWriter
-from foreshock.lab.texts import Corpus, byte_pairs, folder_text, standard_library
+from foreshock.lab.texts import Corpus, read_text, standard_library
 from foreshock.lab.training.model import GPT
 from foreshock.lab.training.ranks import Ranks
-from foreshock.lab.training.recipes import Recipe, Text
+from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.variant import Backend, Variant, shown_name
 from foreshock.monitor import Agent, attach
 
@@ -27,11 +27,6 @@ _FORCED: Final[dict[Backend | None, list[SDPBackend]]] = {
     "flash": [SDPBackend.FLASH_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-}
-_TEXTS: Final[dict[Text, Callable[[], Corpus]]] = {
-    "bytes": standard_library,
-    "byte pairs": byte_pairs,
-    "folders": folder_text,
 }
 
 
@@ -87,7 +82,7 @@ class Training:
         self.grad_norm = torch.zeros(())
         """Of the last step, before clipping."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.corpus = corpus or _TEXTS[recipe.text]()
+        self.corpus = corpus or (standard_library() if recipe.text == "bytes" else read_text(recipe.text))
         if variant.backend in ("cudnn", "efficient") and self.device.type == "cpu":
             raise ValueError(
                 f"variant {variant.name!r} needs a CUDA GPU: PyTorch has no {variant.backend} attention for a CPU; "
