@@ -1,13 +1,13 @@
 """The audit trail is append-only: the database itself refuses to change or delete a row."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy.exc import DBAPIError
 from tests.server.golden_store import answers, store_at
-from tests.server.postgresql import new_database
 
 from foreshock.server.testing import FakeRank
 
@@ -35,17 +35,8 @@ async def story(service: Any) -> None:
     await refuses_changes(service)
 
 
-def test_no_row_of_a_new_sqlite_store_can_be_changed_or_deleted(play: Any, tmp_path: Path, player: Any) -> None:
-    play(story)
-    asyncio.run(player(f"sqlite:///{tmp_path}/migrated-from-nothing.db", story))
-
-
-@pytest.mark.servers
-def test_no_row_of_a_postgresql_store_can_be_changed_deleted_or_truncated(postgres: str, player: Any) -> None:
-    async def play() -> None:
-        await player(await new_database(postgres), story, migrate=True)
-
-    asyncio.run(play())
+def test_no_row_of_a_new_store_can_be_changed_deleted_or_truncated(on_both: Callable[..., None]) -> None:
+    on_both(story)
 
 
 @pytest.mark.promise("S16")

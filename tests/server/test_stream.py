@@ -14,9 +14,11 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from fastapi import sse
 
 from foreshock.contract.wire import Event
 from foreshock.server.http.stream import _send_events
+from foreshock.server.runs import broadcast
 from foreshock.server.runs.broadcast import Client
 from foreshock.server.testing import FakeRank, LiveService, post
 
@@ -142,7 +144,7 @@ def test_a_client_that_leaves_while_its_missed_events_are_read_leaves_no_task_be
             await service.store(rank, *(rank.verdict(n, name=f"warn-{n}") for n in range(first, first + 500)))
         asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
         for _ in range(60):
-            client = Client(None, "", ("ann", "10.0.0.1"), asyncio.Queue(8), resumes=True)
+            client = Client(None, "", "ann", asyncio.Queue(8), resumes=True)
             with anyio.move_on_after(leaves.uniform(0.0, 0.05)):
                 async for _ in _send_events(service.app.state.broadcaster, client, let_in):
                     pass
@@ -151,3 +153,25 @@ def test_a_client_that_leaves_while_its_missed_events_are_read_leaves_no_task_be
         assert said == []
 
     play(story)
+
+
+async def test_an_event_is_written_once_for_five_hundred_clients_and_comes_to_each(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write = sse.format_sse_event
+
+    def counted(**given: Any) -> bytes:
+        written.append(given["event"])
+        return write(**given)
+
+    broadcaster = service.app.state.broadcaster
+    clients = [Client(None, "", "ann", asyncio.Queue(8), joined=0) for _ in range(500)]
+    broadcaster.clients.update(clients)
+    monkeypatch.setattr(broadcast, "format_sse_event", counted)
+    rank = FakeRank()
+    await service.store(rank, rank.started(), rank.verdict(1), rank.sample(1))
+    async with asyncio.timeout(20):
+        got = [[await client.waiting.get() for _ in range(4)] for client in clients]
+    assert all(b"".join(told.written for told in own if told).count(b"event: ") == 4 for own in got)
+    assert sorted(written) == ["incident", "sample", "started", "verdict"]

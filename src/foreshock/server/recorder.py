@@ -7,7 +7,7 @@ the value with the highest sequence.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -181,11 +181,15 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
 
 
 def _found_or_made(
-    connection: Connection, table: Table, find: Callable[[], dict[K, V]], new: Mapping[K, dict[str, Any]]
+    connection: Connection,
+    table: Table,
+    find: Callable[[], dict[K, V]],
+    keys: Iterable[K],
+    new: Callable[[K], dict[str, Any]],
 ) -> dict[K, V]:
-    """What `find` finds by key once every key of `new` has a row: this one, unless another replica has made one."""
+    """What `find` finds once each key has a row: a new one, unless there is one or another replica has made it."""
     found = find()
-    if absent := [row for key, row in new.items() if key not in found]:
+    if absent := [new(key) for key in keys if key not in found]:
         connection.execute(insert_or_ignore(connection, table), absent)
         found = find()
     return found
@@ -194,15 +198,16 @@ def _found_or_made(
 def _find_runs(connection: Connection, group: Sequence[Batch], now: float) -> dict[str, int]:
     """The ids of the runs by name."""
     names = sorted({batch.run for batch in group})
-    # A run may get the number of one that was deleted; what was made of that one is not taken for the new one's,
-    # since its changes are counted on from another moment.
-    since = int(1e6 * now)
-    new = {name: {"name": name, "first_seen": now, "last_seen": now, "changes": since} for name in names}
 
     def find() -> dict[str, int]:
         return {row.name: row.id for row in connection.execute(_FIND_RUNS, {"names": names})}
 
-    return _found_or_made(connection, runs, find, new)
+    def new(name: str) -> dict[str, Any]:
+        # A run may get the number of one that was deleted; what was made of that one is not taken for the new one's,
+        # since its changes are counted on from another moment.
+        return {"name": name, "first_seen": now, "last_seen": now, "changes": int(1e6 * now)}
+
+    return _found_or_made(connection, runs, find, names, new)
 
 
 def _find_boots(connection: Connection, group: Sequence[Batch], now: float, done: Recorded) -> dict[int, Row[Any]]:
@@ -210,16 +215,16 @@ def _find_boots(connection: Connection, group: Sequence[Batch], now: float, done
     keys = sorted({key_of(batch) for batch in group})
     run_names = {run_id: name for name, run_id in done.run_ids.items()}
     wanted = {"run_ids": sorted(run_names), "names": sorted({boot for _, _, boot in keys})}
-    new: dict[BootKey, dict[str, Any]] = {}
-    for run, rank, boot in keys:
-        own = {"run_id": done.run_ids[run], "rank": rank, "boot": boot}
-        new[run, rank, boot] = {**own, "place": process_starts.place_of(None, boot), "last_seen": now}
 
     def find() -> dict[BootKey, Row[Any]]:
         rows = connection.execute(_FIND_BOOTS, wanted)
         return {(run_names[row.run_id], row.rank, row.boot): row for row in rows}
 
-    found = _found_or_made(connection, boots, find, new)
+    def new(key: BootKey) -> dict[str, Any]:
+        own = {"run_id": done.run_ids[key[0]], "rank": key[1], "boot": key[2]}
+        return {**own, "place": process_starts.place_of(None, key[2]), "last_seen": now}
+
+    found = _found_or_made(connection, boots, find, keys, new)
     done.boot_ids = {key: row.id for key, row in found.items()}
     return {row.id: row for row in found.values()}
 

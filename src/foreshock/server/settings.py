@@ -120,8 +120,6 @@ class Settings(BaseSettings):
     """Bytes of the bodies that a token sends at once, the waiting ones included, then 429: four of the largest."""
     commit_batches: ClassVar[int] = 128
     """Batches written by one commit at most: those who wait for a full group stay within the agents' deadline."""
-    stream_clients: ClassVar[int] = 1024
-    """Streams at once: a quarter of the connections, so that agents keep the others."""
     stream_ping_seconds: ClassVar[float] = 15.0
     """A quiet stream says so often that it lives, and looks whether its session does: proxies close what is silent."""
     stream_queue_events: ClassVar[int] = 256

@@ -116,10 +116,13 @@ def test_an_address_names_head_measure_and_steps_and_follows_the_heat_map_and_wh
 ) -> None:
     feeder.start()
     feeder.train(60)
-    place = {"runs": feeder.run, "head": "1.3", "metric": "head.query_norm", "steps": "200-400"}
+    # as an alert links it (tests/dashboards/test_alert_texts.py)
+    place = {"runs": feeder.run, "head": "1.3", "metric": "head.query_norm", "steps": "200-"}
     chromium.get(f"{service.url}/?{urlencode(place)}")
     wait("its charts", lambda: "layer 1 head 3" in text(chromium, ".chart .legend"))
     assert text(chromium, ".chart h3") == "Spectral norm of W_Q", "what is asked for is the first chart"
+    chromium.find_element(By.CSS_SELECTOR, ".chart .plot").send_keys(Keys.HOME)
+    wait("it begins where the link says", lambda: text(chromium, ".chart .at") in ("step 200", "step 300"))
     assert button(chromium, "Show all steps")
     measure = Select(wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".pick select")))
     assert measure.first_selected_option.get_attribute("value") == "head.query_norm"

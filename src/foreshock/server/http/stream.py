@@ -34,9 +34,8 @@ async def _listen(
     """Join before the answer begins: what happens after the client sees the first byte is not missed."""
     broadcaster: Broadcaster = request.app.state.broadcaster
     waiting: asyncio.Queue[StreamEvent | None] = asyncio.Queue(broadcaster.settings.stream_queue_events)
-    address = request.client.host if request.client else ""
-    client = Client(run, caller.run_prefix, (caller.name, address), waiting)
-    broadcaster.join(client)
+    client = Client(run, caller.run_prefix, caller.name, waiting)
+    broadcaster.clients.add(client)
     try:
         newest, left = await broadcaster.store.read(
             lambda connection: (newest_cursor(connection), cursor_of(connection, last_event_id, caller.run_prefix))
@@ -46,7 +45,7 @@ async def _listen(
         broadcaster.wake()
         yield client
     finally:
-        broadcaster.leave(client)
+        broadcaster.clients.discard(client)
 
 
 @router.get(
@@ -76,7 +75,7 @@ async def _send_events(
     while client.resumes and not client.lost:
         read = partial(events_after, cursor=sent, limit=REPLAYED_AT_ONCE, run=client.run)
         try:
-            async with broadcaster.store.large.turn(client.owner[0]):
+            async with broadcaster.store.large.turn(client.token):
                 missed = await broadcaster.store.read(read)
         except (BusyError, ClosingError):
             return  # the client comes back

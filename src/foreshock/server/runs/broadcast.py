@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -35,8 +34,8 @@ class Client:
 
     run: str | None
     prefix: str
-    owner: tuple[str, str]
-    """Name of the token and address."""
+    token: str
+    """Its name."""
     waiting: asyncio.Queue[StreamEvent | None]
     lost: bool = False
     since: int = 0
@@ -52,16 +51,10 @@ class Client:
         if self.lost:
             return
         if self.waiting.full():
-            self.end()
-        else:
-            self.waiting.put_nowait(event)
-
-    def end(self) -> None:
-        """Cut the client off, whatever waits for it; it may resume."""
-        self.lost = True
-        while not self.waiting.empty():
-            self.waiting.get_nowait()
-        self.waiting.put_nowait(None)
+            self.lost, event = True, None
+            while not self.waiting.empty():
+                self.waiting.get_nowait()
+        self.waiting.put_nowait(event)
 
 
 @dataclass
@@ -70,29 +63,13 @@ class Broadcaster:
 
     store: Store
     settings: Settings
-    clients: dict[Client, None] = field(default_factory=dict)
-    """Those who listen, in the order in which they came."""
+    clients: set[Client] = field(default_factory=set)
+    """Those who listen: as many as there may be requests at once (limits.ConcurrencyLimit)."""
     closed: bool = False
 
     def __post_init__(self) -> None:
         self._moved = asyncio.Event()
         self._samples: dict[str, StreamSample] = {}
-
-    def join(self, client: Client) -> None:
-        """Let a client listen. When too many do, whoever holds most streams gives up the oldest of them.
-
-        A client that reads nothing looks like one to whom nothing is sent; but who was cut off and still
-        lives comes back, with the last event that it got.
-        """
-        if len(self.clients) >= self.settings.stream_clients:
-            [(owner, _)] = Counter(known.owner for known in self.clients).most_common(1)
-            self.leave(next(known for known in self.clients if known.owner == owner))
-        self.clients[client] = None
-
-    def leave(self, client: Client) -> None:
-        """The client listens no more."""
-        self.clients.pop(client, None)
-        client.end()
 
     def committed(self, batches: Sequence[Batch]) -> None:
         """Called after a commit."""
