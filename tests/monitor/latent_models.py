@@ -195,3 +195,16 @@ def scores(module: nn.Module, given: tuple[Any, Any]) -> Tensor:
             module(*given[0], **given[1])
     (product,) = kept
     return product
+
+
+class Adapted(nn.Linear):
+    """A projection with an adapter that does nothing yet, as adapters begin."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight = base.weight
+        self.lora_A = nn.Parameter(torch.randn(2, base.in_features))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight + self.lora_B @ self.lora_A)

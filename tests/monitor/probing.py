@@ -1,7 +1,9 @@
-"""What probes are tried on: operands whose scores drift, and the state after some backwards through a probe."""
+"""What probes are tried on: operands whose scores drift, the state after some backwards, and the truth to count."""
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from tests.monitor.doubles import Listener
 from torch import Tensor
@@ -53,6 +55,49 @@ def probed(
 EVERY_ROW = 10**6
 OF_SAMPLED_ROWS = (Slot.ENTROPY_ROWS, Slot.CHECKED_ROWS, Slot.WRONG_ROWS)
 """Counted where rows are sampled, and not by our own kernels."""
+
+
+def visible(queries: int, keys: int, causal: str = "none", window: tuple[int, int] = (-1, -1)) -> Tensor:
+    """Which keys each row sees, [Sq, Sk]."""
+    ahead = torch.arange(keys) - torch.arange(queries)[:, None] - (0 if causal == "top_left" else keys - queries)
+    seen = ahead <= (0 if causal != "none" else keys)
+    left, right = window
+    return seen & (ahead >= -left if left >= 0 else seen) & (ahead <= right if right >= 0 else seen)
+
+
+def scores_of(query: Tensor, key: Tensor, seen: Tensor, *, scale: float | None = None, softcap: float = 0.0) -> Tensor:
+    """Scores [B, H, Sq, Sk] in float64; -inf where a key is not seen."""
+    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = query.double() @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)
+    return (softcap * (scores / softcap).tanh() if softcap else scores).masked_fill(~seen, -math.inf)
+
+
+def truth(scores: Tensor) -> dict[Slot, Tensor]:
+    """What there is to count of each head that has these scores."""
+    seen = scores > -math.inf
+    some = seen.any(-1)
+    shares = scores.softmax(-1).masked_fill(~seen, 0.0)
+    offset = torch.where(some, scores.logsumexp(-1) - seen.sum(-1).double().log(), 0.0)
+    row_max = scores.amax(-1)
+    tied = (scores.bfloat16() == row_max.bfloat16().unsqueeze(-1)).sum(-1) > 1
+    return {
+        Slot.ROWS: some.sum((0, 2)),
+        Slot.EMPTY_ROWS: (~some).sum((0, 2)),
+        Slot.TIED_ROWS_BF16: (tied & some).sum((0, 2)),
+        Slot.SCORE_MAX: row_max.amax((0, 2)),
+        Slot.ROW_MAX_ABS: row_max.abs().masked_fill(~some, -math.inf).amax((0, 2)),
+        Slot.SCORE_OFFSET_SUM: offset.sum((0, 2)),
+        Slot.SCORE_OFFSET_SUMSQ: offset.square().sum((0, 2)),
+        Slot.ENTROPY_ROWS: some.sum((0, 2)),
+        Slot.ENTROPY_SUM: torch.special.entr(shares).sum((0, 2, 3)),
+    }
+
+
+def assert_counts(words: Words, expected: dict[Slot, Tensor], tolerance: float, *slots: Slot) -> None:
+    """Compare these slots, or all that are expected."""
+    for slot in slots or expected:
+        got = slot_values(words, slot)
+        np.testing.assert_allclose(got, expected[slot], rtol=tolerance, atol=tolerance, err_msg=slot.name)
 
 
 def counted_rows(listener: Listener) -> list[list[int]]:

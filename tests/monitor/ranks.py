@@ -1,22 +1,11 @@
-"""One process of several, for tests: python -P ranks.py WORLD RANK FOLDER URL trains in every way and saves what came.
+"""Models that are spread over processes in each way, and their training there: once with our operator alone and once
+watched, in the same mode."""
 
-Every check trains once with our operator alone and once watched, in the same mode; the tests compare what lies in
-FOLDER/RANK.pt. The launcher's variables stand in the environment, as torchrun sets them.
-"""
-
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
-
 from tests.monitor.executions import Loop, Trained, alone, watched
 from tests.monitor.tiny_models import (
     VOCABULARY,
@@ -28,6 +17,7 @@ from tests.monitor.tiny_models import (
     tiny_gpt,
     train_step,
 )
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -184,12 +174,11 @@ def _told(got: Trained, expected: Trained) -> dict[str, Any]:
     }
 
 
-def main(world: int, rank: int, folder: Path, url: str) -> None:
-    """All checks, in the same order on every rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+def training(url: str) -> dict[str, dict[str, Any]]:
+    """Each way to spread a model, in the same order on every rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     part = plain(world=world, rank=rank)
-    told = {
+    return {
         "DDP": both(nano, plain(world=world, rank=rank, around=DistributedDataParallel), url=url),
         "FSDP2": both(lambda: sharded(nano()), part),
         "FSDP2, separate": both(lambda: sharded(grouped()), part),
@@ -197,11 +186,3 @@ def main(world: int, rank: int, folder: Path, url: str) -> None:
         "tensor parallel": both(lambda: tensor_parallel(grouped(), world), plain(world=1), url=url, run="parts"),
         "pipeline": both(lambda: (FirstStage, LastStage)[rank](nano()), pipeline(rank), first_layer=rank),
     }
-    torch.save(told, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter's end

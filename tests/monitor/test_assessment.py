@@ -9,20 +9,11 @@ import torch
 from tests.lab.patients import adapted, attention_with_weights, eager, left_padded, qwen
 from tests.monitor import tiny_models
 from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, batch, tiny_gpt
-from tests.monitor.transformers_models import DECODER, LATENT, tiny
+from tests.monitor.transformers_models import DECODER, LATENT, TRANSFORMERS, tiny
 from torch import nn
 
 import foreshock
 from foreshock.monitor.assessment import Assessment, assess
-
-
-def transformers_model(family: str, **changes: object) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{family}Config")(
-        **{"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, **changes}
-    )
-    model: nn.Module = getattr(transformers, f"{family}Model")(config)
-    return model
 
 
 def with_frozen_bias() -> nn.Module:
@@ -33,31 +24,23 @@ def with_frozen_bias() -> nn.Module:
     return model
 
 
+GROUPED = DECODER | {"num_key_value_heads": 1}
+WHISPER: dict[str, Any] = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
 BUILDS: dict[str, tuple[Callable[[], nn.Module], tuple[str, bool, bool]]] = {
     "nanoGPT with biases": (tiny_gpt, ("trained", False, False)),
     "frozen bias": (with_frozen_bias, ("frozen", False, False)),
     "grouped heads without biases": (lambda: tiny_gpt(GroupedQueryAttention(16, 2, 1)), ("none", False, False)),
-    "GPT-2": (lambda: transformers_model("GPT2"), ("trained", False, False)),
-    "Pythia": (lambda: transformers_model("GPTNeoX", intermediate_size=64), ("trained", True, False)),
-    "Qwen2": (
-        lambda: transformers_model("Qwen2", intermediate_size=64, num_key_value_heads=1),
-        ("trained", True, False),
-    ),
-    "Llama": (lambda: transformers_model("Llama", intermediate_size=64), ("none", True, False)),
-    "Qwen3": (
-        lambda: transformers_model("Qwen3", intermediate_size=64, num_key_value_heads=1, head_dim=16),
-        ("none", True, True),
-    ),
-    "Whisper, whose keys have no bias": (
-        lambda: transformers_model(
-            "Whisper", d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-            decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, pad_token_id=0,
-            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        ),
-        ("none", False, False),
-    ),
+    "GPT-2": (TRANSFORMERS["GPT-2"], ("trained", False, False)),
+    "Pythia": (lambda: tiny("GPTNeoX", "Model", **DECODER), ("trained", True, False)),
+    "Qwen2": (lambda: tiny("Qwen2", **GROUPED), ("trained", True, False)),
+    "Llama": (TRANSFORMERS["Llama"], ("none", True, False)),
+    "Qwen3": (lambda: tiny("Qwen3", **GROUPED), ("none", True, True)),
+    "Whisper, whose keys have no bias": (lambda: tiny("Whisper", "Model", **WHISPER), ("none", False, False)),
     "PyTorch's own": (lambda: nn.MultiheadAttention(16, 2), ("trained", False, False)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -94,19 +77,8 @@ def test_the_report_answers_in_ten_lines_and_names_both_failures_with_a_remedy()
     seen = foreshock.assess(tiny_gpt(), torch.optim.AdamW(tiny_gpt().parameters(), lr=1e-3))
     assert seen.open_to_rounding
     assert len(seen.lines) <= 10
-    remedy = "  First remedy"
-    expected = [
-        "Watched",
-        "Attention",
-        "Checked",
-        "Cost",
-        "Types",
-        "Drift by rounding",
-        remedy,
-        "Scores that grow",
-        remedy,
-    ]
-    assert sentences(seen) == [*expected, "Optimizer"]
+    drift, growth = (["Drift by rounding", "  First remedy"], ["Scores that grow", "  First remedy"])
+    assert sentences(seen) == ["Watched", "Attention", "Checked", "Cost", "Types", *drift, *growth, "Optimizer"]
     assert "AdamW, learning rate 0.001, eps 1e-08" in str(seen)
 
 

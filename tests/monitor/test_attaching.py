@@ -18,11 +18,11 @@ from tests.monitor.test_switch import half_masked
 from tests.monitor.tiny_models import (
     AttentionWithMask,
     CausalSelfAttention,
+    batch,
     tiny_gpt,
-    train_step,
 )
 from tests.monitor.unusual_attention import ByHand
-from tests.monitor.watching import rows_of, watch
+from tests.monitor.watching import listening, rows_of, train, watch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -146,9 +146,7 @@ def test_global_numbers_are_used_where_a_rank_holds_a_part() -> None:
 def test_a_module_whose_name_is_any_text_is_watched_under_a_name_that_the_service_takes(key: str) -> None:
     model = nn.Sequential(nn.ModuleDict({key: CausalSelfAttention(16, 2)}))
     model.forward = lambda x: model[0][key](x)  # type: ignore[method-assign, index]
-    listener = Listener()
-    with attach(model, **EVERY_STEP) as agent:
-        agent.subscribe(listener)
+    with listening(model) as (agent, listener):
         model(torch.randn(2, 12, 16)).sum().backward()
         agent.step()
         assert f"0.{key}" in agent.report()
@@ -192,12 +190,11 @@ def test_a_model_that_cannot_be_watched_trains_on_and_its_loss_is_judged(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, reason = UNWATCHABLE[kind]
-    model, listener = make(), Listener()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **{**EVERY_STEP, "strict": False}) as agent:
-        agent.subscribe(listener)
-        for step in range(1, 5):
-            agent.step(train_step(model, optimizer, step) if step < 3 else float("nan"), grad_norm=1.0)
+    model = make()
+    with caplog.at_level(logging.WARNING, "foreshock"), listening(model, strict=False) as (agent, listener):
+        train(agent, model, 2)
+        for _ in range(2):
+            agent.step(float("nan"), grad_norm=1.0)
         agent.load_state_dict(agent.state_dict())
     (line,) = [r.message for r in caplog.records if "no attention is watched, training continues" in r.message]
     assert reason in line
@@ -217,8 +214,7 @@ def test_more_than_observing_was_asked_for_so_a_model_that_cannot_be_watched_is_
 
     def first_step() -> None:
         model = make()
-        agent = attach(model, quiet=True, url=None, **asked)
-        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+        train(attach(model, quiet=True, url=None, **asked), model, 1)
 
     with pytest.raises(ValueError, match=reason):
         first_step()
@@ -250,58 +246,31 @@ def test_the_process_group_numbers_those_that_the_launcher_does_not_know_of(
         assert (agent.config.rank, agent.config.world_size) == (1, 20)
 
 
-QUIET: dict[str, Any] = {
-    "url": None, "quiet": True, "strict": True, "sample_every_seconds": 0.0, "sample_every_steps": 2,
-}  # fmt: skip
-
-LOUD = QUIET | {"quiet": False}
-
-
-def steps(agent: Any, model: Any, count: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(count):
-        agent.step(train_step(model, optimizer, number))
-
-
-def test_a_switch_before_the_first_step_outlives_the_saved_modes_that_are_loaded_after_it() -> None:
-    model = tiny_gpt()
-    with attach(model, **QUIET) as agent:
-        steps(agent, model, 3)
-        agent.set_mode([(0, 0), (0, 1)], "exact_delta", reason="tried")
-        saved = agent.state_dict()
-    with attach(model, **QUIET) as agent:
-        agent.set_mode([(0, 1)], "row_corrected", reason="the run failed")
-        agent.load_state_dict(saved)
-        assert agent.current_step == 3
-        steps(agent, model, 1)  # a switch waits for the step that runs with it
-        assert (agent.modes()[0, 0], agent.modes()[0, 1]) == ("exact_delta", "row_corrected")
-        steps(agent, model, 1)
-        with pytest.raises(ValueError, match="call it before the first step"):
-            agent.load_state_dict(saved)
+LOUD = EVERY_STEP | {"quiet": False}
 
 
 def test_a_training_that_goes_on_with_another_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     watched, other = tiny_gpt(), tiny_gpt()
-    with attach(watched, **QUIET) as agent, caplog.at_level(logging.WARNING, "foreshock"):
-        steps(agent, watched, 4)
-        steps(agent, other, 5)
+    with attach(watched, **EVERY_STEP) as agent, caplog.at_level(logging.WARNING, "foreshock"):
+        train(agent, watched, 4)
+        train(agent, other, 5)
         assert not [r for r in caplog.records if "no attention was recorded" in r.message]  # it may be a pause
-        steps(agent, other, 20)
+        train(agent, other, 20)
         told = [r.message for r in caplog.records if "no attention was recorded" in r.message]
         assert len(told) == 1
         assert "since step 4" in told[0]
         assert "a different model" in told[0]
-        steps(agent, watched, 4)
-        steps(agent, other, 20)
+        train(agent, watched, 4)
+        train(agent, other, 20)
         assert len([r for r in caplog.records if "no attention was recorded" in r.message]) == 2
 
 
 @pytest.mark.parametrize(("given", "done"), [(torch.tensor(6), 6), (np.int64(6), 6), (6.0, 6)])
 def test_steps_are_numbered_on_from_whatever_a_checkpoint_holds_their_number_as(given: Any, done: int) -> None:
     model = tiny_gpt()
-    with attach(model, **QUIET) as agent:
+    with attach(model, **EVERY_STEP) as agent:
         agent.begin_at(given)
-        steps(agent, model, 2)
+        train(agent, model, 2)
         assert json.loads(json.dumps(agent.state_dict()))["step"] == agent.current_step == done + 2
 
 
@@ -311,37 +280,26 @@ def test_what_is_no_number_of_steps_is_named_and_the_training_goes_on(
     given: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_gpt()
-    with attach(model, **QUIET | {"strict": False}) as agent, caplog.at_level(logging.WARNING, "foreshock"):
+    with attach(model, **EVERY_STEP | {"strict": False}) as agent, caplog.at_level(logging.WARNING, "foreshock"):
         agent.begin_at(given)
-        steps(agent, model, 2)
+        train(agent, model, 2)
         assert agent.current_step == 2
         assert agent.faults == {"agent": 1}
     assert "begin_at takes the number of steps" in caplog.text
 
 
-@pytest.mark.parametrize("forgotten", [True, False])
-def test_a_training_that_never_calls_step_is_told_when_it_ends(
-    forgotten: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("kind", ["forgotten", "called", "only evaluated", "failed before its first step"])
+def test_a_training_that_never_calls_step_is_told_when_it_ends(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_gpt()
-    with attach(model, **LOUD) as agent, caplog.at_level(logging.WARNING, "foreshock"):
-        loss = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
-        if not forgotten:
+    agent = attach(model, **LOUD)
+    with caplog.at_level(logging.WARNING, "foreshock"), torch.set_grad_enabled(kind != "only evaluated"):
+        loss = model(batch(0)).square().mean()
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+        if kind == "called":
             agent.step(loss)
-    assert any("agent.step(loss) was never called" in r.message for r in caplog.records) == forgotten
-
-
-def test_a_model_that_was_never_trained_or_failed_before_its_first_step_is_no_forgotten_step(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = tiny_gpt()
-    with caplog.at_level(logging.WARNING, "foreshock"):
-        with attach(model, **LOUD), torch.no_grad():
-            model(torch.zeros(1, 4, dtype=torch.long))
-        agent = attach(model, **LOUD)
-        train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
-        agent.close("failed")
-    assert not [r for r in caplog.records if "never called" in r.message]
+        agent.close("failed" if "failed" in kind else "completed")
+    assert ("agent.step(loss) was never called" in caplog.text) == (kind == "forgotten")
 
 
 def test_like_layers_share_a_line_of_the_table_and_unlike_ones_do_not() -> None:
@@ -349,9 +307,7 @@ def test_like_layers_share_a_line_of_the_table_and_unlike_ones_do_not() -> None:
 
     def reported(*attention: nn.Module) -> list[str]:
         model = tiny_gpt(*attention)
-        with attach(model, **EVERY_STEP) as agent:
-            for step in range(2):
-                agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+        agent, _ = watch(model)
         return [" ".join(line.split()) for line in agent.report().splitlines()]
 
     lines = reported(*alike[:3], CausalSelfAttention(16, 4), *alike[3:], ByHand(), ByHand())
@@ -380,9 +336,7 @@ class KeysOfAFunction(nn.Module):
 def test_key_heads_that_nothing_tells_are_no_number_in_the_table_and_the_service_is_told_so() -> None:
     """The caller of attach gave the heads; they say nothing of keys."""
     model = nn.Sequential(KeysOfAFunction(), nn.Linear(12, 2))
-    listener = Listener()
-    with attach(model, **EVERY_STEP, heads={"0": 3}) as agent:
-        agent.subscribe(listener)
+    with listening(model, heads={"0": 3}) as (agent, listener):
         for _ in range(2):
             loss = model(torch.randn(2, 5, 12)).square().mean()
             torch.autograd.backward(loss)
@@ -414,7 +368,7 @@ def test_the_service_is_corrected_about_a_layer_that_is_switched_refused_and_swi
 
     def step(model: nn.Module, agent: Agent) -> None:
         running: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        agent.step(train_step(running, torch.optim.SGD(model.parameters(), lr=0.1), agent.current_step))
+        train(agent, running, 1)
 
     half = half_masked()
     first: Any = half.blocks[0]
@@ -438,8 +392,7 @@ def test_the_table_after_the_first_steps_tells_what_is(capsys: pytest.CaptureFix
     masked = tiny_gpt(AttentionWithMask(16, 2), CausalSelfAttention(16, 2), ByHand())
     with attach(masked, **{**EVERY_STEP, "quiet": False}) as agent:
         assert capsys.readouterr().err == "", "no step has shown yet what is attention"
-        for step in range(2):
-            agent.step(train_step(masked, torch.optim.SGD(masked.parameters(), lr=0.1), step))
+        train(agent, masked, 2)
         told = capsys.readouterr().err
         assert "1 x kernels, but native and sampled in calls where it passes a mask (blocks.0)" in told
         assert "1 x kernels (blocks.1)" in told

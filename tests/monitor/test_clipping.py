@@ -11,13 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.monitor.doubles import Listener, ScriptedDetectors
+from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
+from tests.monitor.executions import EVERY_STEP
+from tests.monitor.latent_models import Adapted
 from tests.monitor.layouts import DIM, HEADS, LAYOUTS, WIDTH, located, separate
-from tests.monitor.probing import tensors
+from tests.monitor.probing import scores_of, tensors, visible
 from tests.monitor.test_flex import Flex
 from tests.monitor.test_transformers_attention import logits_and_gradients
 from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, batch, tiny_gpt, train_step
-from tests.monitor.transformers_models import DECODER, EXPERTS, LATENT, tiny
+from tests.monitor.transformers_models import DECODER, LATENT, tiny
+from tests.monitor.watching import listening
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
@@ -33,10 +36,7 @@ from foreshock.monitor.qk_clip import QKClip
 
 TAU = 0.05
 """The scores of a model of random weights pass it."""
-EVERY: dict[str, Any] = {
-    "attention": "kernels", "sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None,
-    "qk_clip_threshold": TAU, "strict": True,
-}  # fmt: skip
+EVERY = EVERY_STEP | {"qk_clip_threshold": TAU}
 
 
 def two_layers(*attentions: nn.Module) -> TinyGPT:
@@ -63,27 +63,21 @@ def largest(listener: Listener) -> list[float]:
     return [float(slot_values(each, Slot.SCORE_MAX).max()) for each in words if each is not None]
 
 
-def growing(step: int, *, state: str = "raised", severity: str = "warning", cause: str = "score growth") -> Any:
-    return wire.Verdict(
-        id="w", step=step, state=state, severity=severity, layer=0, head=0, cause=cause, signal="score",  # type: ignore[arg-type]
-        sentence="Layer 0 head 0: its scores grow.",
-    )  # fmt: skip
+def growing(step: int, **changes: Any) -> wire.Verdict:
+    return verdict(0, 0, **{"step": step, "cause": "score growth", "signal": "score", **changes})
 
 
 def test_always_holds_the_scores_from_the_first_step_and_tells_what_it_scaled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "foreshock")
-    plain, listener = Listener(), Listener()
     model = two_layers()
-    with attach(model, **EVERY) as agent:
-        agent.subscribe(plain)
+    with listening(model, **EVERY) as (agent, plain):
         assert not changed(agent, model, 3)
         assert "QK-Clip" not in agent.report()
     assert min(largest(plain)) > 2 * TAU
     model = two_layers()
-    with attach(model, qk_clip="always", **EVERY) as agent:
-        agent.subscribe(listener)
+    with listening(model, qk_clip="always", **EVERY) as (agent, listener):
         assert changed(agent, model, 3)
         saved, report = agent.state_dict(), agent.report()
     assert largest(listener)[0] == largest(plain)[0]  # counted before the first clip
@@ -106,13 +100,13 @@ def test_always_holds_the_scores_from_the_first_step_and_tells_what_it_scaled(
 
 
 def test_samples_hold_the_largest_score_of_all_their_steps_while_each_step_is_clipped_by_its_own() -> None:
-    every, rare = Listener(), Listener()
-    for listener, steps in ((every, 1), (rare, 4)):
+    found = []
+    for steps in (1, 4):
         model = two_layers()
-        with attach(model, qk_clip="always", **(EVERY | {"sample_every_steps": steps})) as agent:
-            agent.subscribe(listener)
+        with listening(model, qk_clip="always", **EVERY | {"sample_every_steps": steps}) as (agent, listener):
             changed(agent, model, 9)
-    ours, theirs = largest(rare), largest(every)
+        found.append(largest(listener))
+    theirs, ours = found
     assert ours[:3] == [theirs[0], max(theirs[1:4]), max(theirs[4:8])]
 
 
@@ -120,9 +114,11 @@ def test_by_hand_it_is_switched_on_and_off_between_steps_with_an_event_and_a_lin
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "foreshock")
-    listener, model = Listener(), two_layers()
-    with attach(model, **EVERY) as agent:
-        agent.subscribe(listener)
+    model = two_layers()
+    with listening(model, **EVERY) as (agent, listener):
+        for wrong in ("never", "always", "warned", 1, None):
+            with pytest.raises(ValueError, match="takes True or False, got"):
+                agent.set_qk_clip(wrong, "the scores grow")
         assert not changed(agent, model)
         agent.set_qk_clip(True, "the scores grow")
         assert changed(agent, model)
@@ -139,24 +135,8 @@ def test_by_hand_it_is_switched_on_and_off_between_steps_with_an_event_and_a_lin
     assert [line.split(": ")[1] for line in lines] == ["QK-Clip is on", "QK-Clip is off"]
 
 
-@pytest.mark.parametrize("wrong", ["never", "always", "warned", 1, None])
-def test_by_hand_it_takes_true_or_false_and_no_word_of_the_setting_switches_it_on(
-    wrong: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    listener, model = Listener(), two_layers()
-    no_reason: Any = None
-    with attach(model, **EVERY) as agent:
-        agent.subscribe(listener)
-        with pytest.raises(ValueError, match="takes True or False, got"):
-            agent.set_qk_clip(wrong, "the scores grow")
-        assert not changed(agent, model)
-        assert agent.set_qk_clip(True, no_reason).on
-    assert "QK-Clip is off" not in caplog.text
-    assert [each.on for each in listener.of(wire.Clipped) if not each.heads] == [True]
-
-
 @pytest.mark.parametrize(
-    ("verdict", "on"),
+    ("given", "on"),
     [
         (growing(1), True),
         (growing(1, state="updated", severity="critical"), True),
@@ -166,12 +146,10 @@ def test_by_hand_it_takes_true_or_false_and_no_word_of_the_setting_switches_it_o
         (growing(1, state="cleared"), False),
     ],
 )
-def test_warned_begins_at_a_standing_warning_of_scores_that_grow_and_at_no_other(
-    verdict: wire.Verdict, on: bool
-) -> None:
+def test_warned_begins_at_a_standing_warning_of_scores_that_grow_and_at_no_other(given: wire.Verdict, on: bool) -> None:
     model = two_layers()
     with attach(model, qk_clip="warned", policy="auto", **EVERY) as agent:
-        agent.detectors = ScriptedDetectors(4, {1: [verdict]})
+        agent.detectors = ScriptedDetectors(4, {1: [given]})
         assert not changed(agent, model)
         agent.state_dict()  # the verdict of step 1 has come
         assert changed(agent, model) == on
@@ -258,9 +236,8 @@ def test_a_fault_ends_it_and_the_training_goes_on(
 @pytest.mark.promise("A26")
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
 def test_no_policy_clips_or_proposes_to(policy: Any) -> None:
-    listener, model = Listener(), two_layers()
-    with attach(model, policy=policy, **EVERY) as agent:
-        agent.subscribe(listener)
+    model = two_layers()
+    with listening(model, policy=policy, **EVERY) as (agent, listener):
         agent.detectors = ScriptedDetectors(4, {1: [growing(1)], 2: [growing(2, state="updated")]})
         assert not changed(agent, model, 5)
     assert listener.of(wire.Switched) == []
@@ -297,22 +274,6 @@ KEPT: dict[str, Any] = EVERY | {
 }  # fmt: skip
 
 
-def looked_at(query: Tensor, key: Tensor, spec: AttentionSpec, mask: Tensor | None = None) -> list[float]:
-    """The largest score of each head, one after the other, in float64."""
-    query, key = query.double(), key.double()
-    group, longer = query.shape[1] // key.shape[1], key.shape[2] - query.shape[2]
-    largest = [-math.inf] * query.shape[1]
-    for entry, head, row, column in torch.cartesian_prod(*map(torch.arange, (*query.shape[:3], key.shape[2]))).tolist():
-        diagonal = row + (longer if spec.causal != "top_left" else 0)
-        hidden = (spec.right >= 0 and column > diagonal + spec.right) or (0 <= spec.window_left < diagonal - column)
-        if hidden or (mask is not None and not mask[entry, 0, row, column]):
-            continue
-        score = float(query[entry, head, row] @ key[entry, head // group, column]) * spec.scale
-        score = spec.softcap * math.tanh(score / spec.softcap) if spec.softcap else score
-        largest[head] = max(largest[head], score)
-    return largest
-
-
 SPECS = [
     AttentionSpec(0.25),
     AttentionSpec(0.25, "top_left"),
@@ -335,26 +296,25 @@ def test_the_largest_of_all_rows_is_that_of_a_float64_loop_in_one_piece_and_in_m
         seen[1, :, 4] = False  # a row that sees nothing
     largest = torch.full((4,), -math.inf)
     raise_largest(largest, Call(grad, grad, query, key, value, seen), spec)
-    assert largest.tolist() == pytest.approx(looked_at(query, key, spec, seen), rel=1e-6)
-
-
-def weights_after(*attentions: nn.Module, steps: int = 3, **settings: Any) -> list[Tensor]:
-    model = two_layers(*attentions)
-    with attach(model, **settings) as agent:
-        assert changed(agent, model, steps)
-        assert agent.faults == {}
-    return of_queries_and_keys(model)
+    shown = visible(11, 11, spec.causal, (spec.window_left, spec.right))
+    scores = scores_of(query, key, shown if seen is None else shown & seen, scale=spec.scale, softcap=spec.softcap)
+    assert largest.tolist() == pytest.approx(scores.amax((0, 2, 3)).tolist(), rel=1e-6)
 
 
 def test_a_kept_attention_is_scaled_as_our_kernels_would_have_it_scaled_though_one_row_is_sampled() -> None:
-    ours = weights_after(**(KEPT | {"attention": "kernels"}))
-    torch.testing.assert_close(weights_after(**KEPT), ours, rtol=1e-6, atol=0)
+    weights = []
+    for attention in ("kernels", "keep"):
+        model = two_layers()
+        with attach(model, **(KEPT | {"attention": attention})) as agent:
+            assert changed(agent, model, 3)
+            assert agent.faults == {}
+        weights.append(of_queries_and_keys(model))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=0)
 
 
 def test_only_steps_that_look_at_all_rows_scale_and_no_sampled_score_does() -> None:
-    model, listener = two_layers(), Listener()
-    with attach(model, **(KEPT | {"qk_clip_every_steps": 3, "probe_rows": 10**6})) as agent:
-        agent.subscribe(listener)
+    model = two_layers()
+    with listening(model, **KEPT | {"qk_clip_every_steps": 3, "probe_rows": 10**6}) as (agent, listener):
         assert [changed(agent, model) for _ in range(7)] == [False, False, True, False, False, True, False]
     sampled = [sample.words() for sample in listener.of(wire.Sample)]
     assert len(sampled) == 7
@@ -375,46 +335,6 @@ def test_what_the_pass_cannot_look_at_is_refused_with_a_sentence(monkeypatch: py
         monkeypatch.setattr(probe, "_capturing", lambda query: True)
         assert not changed(agent, model, 2)
         assert "left out: 2 layers (blocks.0, blocks.1): its step was captured in a CUDA graph" in agent.report()
-
-
-class Adapted(nn.Linear):
-    """A projection with an adapter, as loralib writes it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__(base.in_features, base.out_features, bias=False)
-        self.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
-        self.lora_A = nn.Parameter(torch.randn(2, base.in_features))
-        self.lora_B = nn.Parameter(torch.randn(base.out_features, 2))
-        self.lora_alpha, self.r = 2, 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight + self.lora_B @ self.lora_A)
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "norms of queries and keys": (
-        lambda: tiny("Qwen3", **DECODER),
-        "its scores do not follow from its weights (separate (q_proj, k_proj), norms of the weights only: "
-        "heads are normalised)",
-    ),
-    "sinks": (lambda: tiny("GptOss", **DECODER, **EXPERTS, sliding_window=4), "it passes s_aux, which is not probed"),
-}
-
-
-@pytest.mark.parametrize("attention", ["keep", "kernels"])
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_scaled_rightly_is_left_as_it_is_and_named_with_the_reason(kind: str, attention: Any) -> None:
-    make, why = REFUSED[kind]
-    model = make()
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    settings = EVERY | {"attention": attention, "qk_clip": "always", "qk_clip_threshold": 1e-6}
-    with attach(model, **settings, qk_clip_every_steps=1) as agent:
-        for _ in range(2):
-            logits_and_gradients(model, {})
-            agent.step()
-        assert why in agent.report().partition("left out: ")[2]
-        assert agent.faults == {}
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
 @pytest.mark.parametrize("norms_every_steps", [0, 1])
@@ -565,49 +485,6 @@ def test_maxima_that_are_negative_zero_at_the_threshold_or_not_finite_scale_noth
     assert taken(clip) == (1.0, 0, 0)
 
 
-def test_each_step_is_judged_by_its_own_scores_and_a_sample_still_holds_those_since_the_last() -> None:
-    module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
-    state = fresh_state()
-    clip = QKClip([layer(0, HEADS)], [located(module)], state, threshold=THRESHOLD)
-    seen(state, [2 * THRESHOLD] * HEADS)
-    clip.after_step()
-    once = [parameter.detach().clone() for parameter in module.parameters()]
-    seen(state, [THRESHOLD / 2] * HEADS)
-    clip.after_step()  # the large score was a step ago
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), once, strict=True))
-    clip.before_sample()
-    assert state.view(torch.float64)[:, Slot.SCORE_MAX].tolist() == [2 * THRESHOLD] * HEADS
-
-
-def test_layers_that_cannot_be_scaled_are_refused_with_a_sentence() -> None:
-    shared, frozen = (separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH)) for _ in range(2))
-    frozen.requires_grad_(False)
-    normalised = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
-    normalised.q_norm = nn.LayerNorm(DIM)
-    elsewhere = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH)).to("meta")
-    modules = (shared, frozen, normalised, elsewhere)
-    found = [located(module) for module in (shared, *modules)]
-    weights = [p.detach().clone() for module in modules[:3] for p in module.parameters()]
-    state = fresh_state(6)
-    clip = QKClip(
-        [layer(n, HEADS) for n in range(6)], [*found, "W_Q and W_K were not found"], state, threshold=THRESHOLD
-    )
-    assert clip.refused == {
-        0: "it shares W_Q or W_K with layer 1, which would be scaled with it",
-        1: "it shares W_Q or W_K with layer 0, which would be scaled with it",
-        2: "its weight is frozen",
-        3: "its scores do not follow from its weights (separate (q_proj, k_proj), norms of the weights only: "
-        "heads are normalised)",
-        4: "its weight is on meta but its statistics are on cpu",
-        5: "W_Q and W_K were not found",
-    }
-    seen(state, [4 * THRESHOLD] * 6 * HEADS)
-    clip.after_step()
-    after = [p for module in modules[:3] for p in module.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
-    assert taken(clip) == (1.0, 0, 0)
-
-
 def test_rows_that_lie_apart_are_scaled_and_key_heads_that_are_read_in_turn_are_left_alone() -> None:
     # features before heads: feature d of head h is output d * HEADS + h; keys of two heads, read as 0, 1, 0, 1
     module = separate(torch.ones(HEADS, DIM, WIDTH), torch.ones(2, DIM, WIDTH))
@@ -626,14 +503,6 @@ def test_rows_that_lie_apart_are_scaled_and_key_heads_that_are_read_in_turn_are_
     assert isinstance(weights, Tensor)
     assert weights[:, 0].tolist() == [1.0, 0.25, 1.0, 1.0] * DIM
     assert torch.equal(key.weight, torch.ones_like(key.weight))  # type: ignore[arg-type]
-
-
-def test_a_parameter_that_was_replaced_is_noticed() -> None:
-    module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
-    clip = QKClip([layer(0, HEADS)], [located(module)], fresh_state(), threshold=THRESHOLD)
-    assert not clip.stale
-    module.get_submodule("q_proj").weight = nn.Parameter(torch.randn(HEADS * DIM, WIDTH))
-    assert clip.stale
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

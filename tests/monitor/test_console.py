@@ -68,27 +68,6 @@ def test_a_warning_that_turns_out_to_be_rounding_moves_to_that_incident() -> Non
     assert "Quiet since step 90" in quiet
 
 
-def test_growth_that_joins_a_drift_is_one_line_more_of_the_same_incident_and_names_the_switch_first() -> None:
-    speaks = console()
-    [first] = speaks.lines_for([told(0)], dict, "never")
-    assert "QK-Clip" not in first
-    [both] = speaks.lines_for([told(1, step=20, cause="score growth")], dict, "never")
-    assert "Rounding makes attention scores drift in layer 0 head 0, and attention scores grow" in both
-    assert "To do: Switch every head to row_corrected. Scores grow too: Lower the learning rate" in both
-    assert speaks.lines_for([told(2, step=30, cause="score growth"), told(3, step=30)], dict, "never") == []
-    ends = [told(0, state="cleared", step=90), told(3, state="cleared", step=90)]
-    assert speaks.lines_for(ends, dict, "never") == []
-    grew = [told(n, state="cleared", step=95, cause="score growth") for n in (1, 2)]
-    [quiet] = speaks.lines_for(grew, dict, "never")
-    assert quiet.endswith("Quiet since step 95.")
-
-
-def test_what_is_not_finite_is_never_answered_with_a_switch() -> None:
-    nan = told(3, step=500, cause="other", signal="nonfinite", severity="critical")
-    [line] = console("auto").lines_for([nan], dict)
-    assert "No head was switched: a switch cannot repair non-finite numbers. To do: Stop the run" in line
-
-
 @pytest.mark.parametrize("quiet", [True, False])
 def test_the_agent_tells_what_it_warns_about_and_switches_unless_it_is_quiet(
     quiet: bool, caplog: pytest.LogCaptureFixture
@@ -164,18 +143,6 @@ def test_of_144_heads_that_one_cause_reaches_the_first_is_a_warning_of_the_log_a
 
 
 @pytest.mark.parametrize(
-    ("url", "runs", "page"),
-    [
-        ("http://here:8765", ["team/run-1:a"], "http://here:8765/?runs=team/run-1:a"),
-        ("https://here/foreshock/", ["a", "b"], "https://here/foreshock/?runs=a,b"),
-        ("http://here", ["a b&c"], "http://here/?runs=a%20b%26c"),
-    ],
-)
-def test_a_page_is_an_address_of_its_runs(url: str, runs: list[str], page: str) -> None:
-    assert page_of(url, *runs) == page
-
-
-@pytest.mark.parametrize(
     ("settings", "lines"),
     [({}, 1), ({"quiet": True}, 0), ({"rank": 1, "world_size": 2}, 0), ({"url": None}, 0)],
 )
@@ -192,3 +159,21 @@ def test_the_first_process_of_a_run_with_a_service_prints_its_page_once(
     assert capsys.readouterr().err.count(f"foreshock: live page {page}\n") == lines
     [warning] = [line for line in caplog.messages if "layer 0 head 1" in line]
     assert warning.endswith(f" ({page})") == (given["url"] is not None)
+
+
+def test_what_is_not_finite_is_never_answered_with_a_switch() -> None:
+    nan = told(3, step=500, cause="other", signal="nonfinite", severity="critical")
+    [line] = console("auto").lines_for([nan], dict)
+    assert "No head was switched: a switch cannot repair non-finite numbers. To do: Stop the run" in line
+
+
+@pytest.mark.parametrize(
+    ("url", "runs", "page"),
+    [
+        ("http://here:8765", ["team/run-1:a"], "http://here:8765/?runs=team/run-1:a"),
+        ("https://here/foreshock/", ["a", "b"], "https://here/foreshock/?runs=a,b"),
+        ("http://here", ["a b&c"], "http://here/?runs=a%20b%26c"),
+    ],
+)
+def test_a_page_is_an_address_of_its_runs(url: str, runs: list[str], page: str) -> None:
+    assert page_of(url, *runs) == page

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP, MODELS, Mode, encoder_layer
-from tests.monitor.tiny_models import CausalSelfAttention, batch, next_token_loss, tiny_gpt, train_step
+from tests.monitor.probing import counted_rows
+from tests.monitor.tiny_models import CausalSelfAttention, batch, next_token_loss, tiny_gpt
 from tests.monitor.transformers_models import DECODER, TRANSFORMERS, X, tiny
+from tests.monitor.unusual_attention import Mixing
+from tests.monitor.watching import listening, train
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 from torch.optim.swa_utils import AveragedModel
 from transformers import masking_utils, modeling_utils
 
-from foreshock.contract import wire
-from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import Agent, attach
-from foreshock.monitor.attention import interception
 from foreshock.monitor.model import discovery
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     name: (lambda make=make: make(Mode())) for name, (make, _, _) in MODELS.items() if name not in TRANSFORMERS
 } | TRANSFORMERS
+MAKERS["names that say nothing"] = lambda: tiny_gpt(Mixing(), Mixing())
 PLACES: list[Any] = [F, varlen, torch.utils.checkpoint, torch.nn.utils, masking_utils, modeling_utils]
 
 
@@ -95,18 +96,14 @@ def test_torchs_fast_path_in_evaluation_is_left_as_it_is_and_training_after_it_c
     model = tiny_gpt(encoder_layer(), encoder_layer()).eval()
     with torch.no_grad():
         expected = model(batch(0))
-    agent = attach(model, **EVERY_STEP)
-    events: list[Any] = []
-    agent.subscribe(events.append)
-    with torch.no_grad():
-        got = model(batch(0))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    model.train()
-    torch.autograd.backward(next_token_loss(model(batch(0)), batch(0)))
-    agent.step(1.0)
-    agent.close()
-    samples = [event for event in events if event.kind == "sample"]
-    assert [sample.words()[:, 0].tolist() for sample in samples] == [[24] * 4]
+    with listening(model) as (agent, listener):
+        with torch.no_grad():
+            got = model(batch(0))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        model.train()
+        torch.autograd.backward(next_token_loss(model(batch(0)), batch(0)))
+        agent.step(1.0)
+    assert counted_rows(listener) == [[24] * 4]
 
 
 @pytest.mark.promise("A25")
@@ -149,7 +146,7 @@ def test_an_agent_that_was_dropped_leaves_at_once_and_never_in_the_midst_of_a_st
         assert "the agent was garbage-collected before its first step" in caplog.text
         agent: Agent | None = attach(model, **EVERY_STEP)
         assert agent is not None
-        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+        train(agent, model, 1)
         agent = None
         assert snapshot(model) == before
     finally:
@@ -166,25 +163,6 @@ def is_collected(held: weakref.ref[Any]) -> bool:
                 thread.join(20)
         if held() is None or time.monotonic() > deadline:
             return held() is None
-
-
-@pytest.mark.promise("A25")
-def test_what_fails_while_an_agent_leaves_holds_nothing_else_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_gpt()
-    before = snapshot(model)
-    monkeypatch.setattr(interception.SdpaRebinding, "release", fails_after(interception.SdpaRebinding.release))
-    agent = attach(model, **{**EVERY_STEP, "strict": False})
-    agent.close()
-    assert agent.faults == {"agent": 1}
-    assert snapshot(model) == before
-
-
-def fails_after(work: Callable[..., None]) -> Callable[..., None]:
-    def failing(*given: Any) -> None:
-        work(*given)
-        raise RuntimeError("a fault on the way out")
-
-    return failing
 
 
 @pytest.mark.parametrize("mode", ["row_corrected", "plain"])
@@ -206,16 +184,6 @@ def llama() -> nn.Module:
 def logits(model: nn.Module) -> Tensor:
     out: Any = model(X)
     return getattr(out, "logits", out)  # type: ignore[no-any-return]
-
-
-def listening(model: nn.Module, **overrides: Any) -> tuple[Agent, Listener]:
-    agent, listener = attach(model, **{**EVERY_STEP, **overrides}), Listener()
-    agent.subscribe(listener)
-    return agent, listener
-
-
-def rows(listener: Listener) -> list[list[int]]:
-    return [slot_values(s.words(), Slot.ROWS).astype(int).tolist() for s in listener.of(wire.Sample)]
 
 
 def through_a_pickle(model: nn.Module) -> nn.Module:
@@ -261,8 +229,7 @@ def test_a_copy_is_unwatched_without_a_trace_and_may_be_attached_itself(
 ) -> None:
     model = make()
     expected = logits(model)
-    agent, listener = listening(model, attention=attention, probe_rows=10**6)
-    with agent:
+    with listening(model, attention=attention, probe_rows=10**6) as (agent, listener):
         clone = COPIES[way](model)
         assert not traces(clone)
         assert torch.equal(logits(clone), expected)
@@ -272,7 +239,7 @@ def test_a_copy_is_unwatched_without_a_trace_and_may_be_attached_itself(
         attach(clone, **EVERY_STEP).close()
         torch.autograd.backward(logits(model).square().mean())
         agent.step(1.0)
-    assert [sum(sample) for sample in rows(listener)] == [0, 0, len(rows(listener)[0]) * 12]
+    assert [sum(sample) for sample in counted_rows(listener)] == [0, 0, len(counted_rows(listener)[0]) * 12]
     assert not traces(model)
 
 
@@ -288,13 +255,12 @@ def test_an_exported_program_is_the_models_own(tmp_path: Path) -> None:
 def test_an_implementation_that_is_set_in_the_middle_of_a_run_counts_on(attention: str) -> None:
     model: Any = llama()
     model.set_attn_implementation("eager")
-    agent, listener = listening(model, attention=attention, probe_rows=10**6)
-    with agent:
+    with listening(model, attention=attention, probe_rows=10**6) as (agent, listener):
         for implementation in ("eager", "sdpa", "eager"):
             model.set_attn_implementation(implementation)
             torch.autograd.backward(logits(model).square().mean())
             agent.step(1.0)
-    assert rows(listener) == [[12] * 8] * 3
+    assert counted_rows(listener) == [[12] * 8] * 3
     assert model.config._attn_implementation == "eager"
 
 
@@ -308,71 +274,47 @@ def test_attention_weights_asked_of_an_eager_model_are_given() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-# ---- transforms, threads, interrupts --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("attention", WAYS)
 def test_a_second_thread_with_a_model_of_its_own_miscounts_nothing(attention: str) -> None:
-    models = [tiny_gpt(seed=seed) for seed in range(2)]
-    watched = [listening(m, attention=attention, probe_rows=10**6) for m in models]
-    meeting = threading.Barrier(2)
-    faults: list[BaseException] = []
+    meeting, models = threading.Barrier(2), [tiny_gpt(seed=seed) for seed in range(2)]
+    settings: dict[str, Any] = {"attention": attention, "probe_rows": 10**6}
 
-    def train(model: nn.Module, agent: Agent) -> None:
-        try:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(6):
-                meeting.wait(60)
-                agent.step(train_step(model, optimizer, step))
-        except BaseException as fault:  # told in the test's own thread
-            faults.append(fault)
-            meeting.abort()
+    def trained(model: nn.Module, agent: Agent) -> None:
+        for step in range(6):
+            meeting.wait(60)
+            train(agent, model, [step])
 
-    threads = [threading.Thread(target=train, args=(m, agent)) for m, (agent, _) in zip(models, watched, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for agent, _ in watched:
-        agent.close()
-    assert not faults
-    assert [rows(listener) for _, listener in watched] == [[[24] * 4] * 6] * 2
+    with (
+        listening(models[0], **settings) as first,
+        listening(models[1], **settings) as second,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        list(threads.map(trained, models, [first[0], second[0]]))
+    assert [counted_rows(listener) for _, listener in (first, second)] == [[[24] * 4] * 6] * 2
 
 
 @pytest.mark.parametrize("attention", WAYS)
 def test_a_rollout_in_another_thread_beside_the_training_of_the_same_model_changes_no_count_and_no_loss(
     attention: str,
 ) -> None:
-    plain = tiny_gpt()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    expected = [train_step(plain, optimizer, step).detach() for step in range(6)]
-    model = tiny_gpt()
-    agent, listener = listening(model, attention=attention, probe_rows=10**6)
-    over, rolled, faults = threading.Event(), threading.Semaphore(0), []
+    with attach(plain := tiny_gpt(), quiet=True) as agent:
+        expected = train(agent, plain, 6)
+    model, over, rolled = tiny_gpt(), threading.Event(), threading.Semaphore(0)
 
     def roll_out() -> None:
-        try:
-            with torch.no_grad():
-                while not over.is_set():
-                    model(batch(99, rows=1))
-                    rolled.release()
-        except BaseException as fault:  # told in the test's own thread
-            faults.append(fault)
-            rolled.release(100)
+        with torch.no_grad():
+            while not over.is_set():
+                model(batch(99, rows=1))
+                rolled.release()
 
-    thread = threading.Thread(target=roll_out)
-    thread.start()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    with agent:
+    with listening(model, attention=attention, probe_rows=10**6) as (agent, listener), ThreadPoolExecutor(1) as thread:
+        rolling, losses = thread.submit(roll_out), []
         for step in range(6):
-            rolled.acquire()
-            losses.append(train_step(model, optimizer, step).detach())
-            agent.step(losses[-1])
+            assert rolled.acquire(timeout=60)
+            losses += train(agent, model, [step])
         over.set()
-        thread.join()
-    assert not faults
-    assert rows(listener) == [[24] * 4] * 6
+        rolling.result()
+    assert counted_rows(listener) == [[24] * 4] * 6
     if attention == "kernels":
         torch.testing.assert_close(losses, expected)
     else:
@@ -392,30 +334,28 @@ class StopsInside(CausalSelfAttention):
 
 def test_a_forward_that_was_interrupted_leaves_no_layer_running() -> None:
     model = tiny_gpt(StopsInside(16, 2), CausalSelfAttention(16, 2))
-    agent, listener = listening(model)
     x = torch.randn(2, 2, 12, 8, requires_grad=True)
-    with agent:
+    with listening(model) as (agent, listener):
         with pytest.raises(KeyboardInterrupt):
             model(batch(0))
         torch.autograd.backward(F.scaled_dot_product_attention(x, x, x).sum())
         StopsInside.stops = False
-        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+        train(agent, model, 1)
         StopsInside.stops = True
-    assert rows(listener) == [[24] * 4]
+    assert counted_rows(listener) == [[24] * 4]
 
 
 def test_what_somebody_bound_while_attached_stays_bound_after_detach_and_is_pytorchs_attention() -> None:
     original = F.scaled_dot_product_attention
     x = torch.randn(1, 2, 5, 8)
-    agent, listener = listening(tiny_gpt())
-    taken = F.scaled_dot_product_attention
-
-    def wrapper(*args: Any, **options: Any) -> Tensor:
-        return taken(*args, **options) * 2
-
-    vars(F)["scaled_dot_product_attention"] = wrapper
     try:
-        agent.close()
+        with listening(tiny_gpt()) as (_, listener):
+            taken = F.scaled_dot_product_attention
+
+            def wrapper(*args: Any, **options: Any) -> Tensor:
+                return taken(*args, **options) * 2
+
+            vars(F)["scaled_dot_product_attention"] = wrapper
         assert F.scaled_dot_product_attention is wrapper
         assert torch.equal(F.scaled_dot_product_attention(x, x, x), original(x, x, x) * 2)
         with attach(tiny_gpt(), **EVERY_STEP):
@@ -423,7 +363,7 @@ def test_what_somebody_bound_while_attached_stays_bound_after_detach_and_is_pyto
         assert F.scaled_dot_product_attention is wrapper
     finally:
         vars(F)["scaled_dot_product_attention"] = original
-    assert not [row for row in rows(listener) if any(row)]
+    assert not [row for row in counted_rows(listener) if any(row)]
 
 
 class CopiesItsAttributes(CausalSelfAttention):
@@ -447,15 +387,13 @@ def test_a_module_that_copies_its_own_dict_leaves_a_copy_that_counts_nothing_and
     kind: type[CopiesItsAttributes],
 ) -> None:
     model = tiny_gpt(kind(16, 2))
-    agent, listener = listening(model, attention="keep", probe_rows=999)
-    second = copy.deepcopy(model)
-    for step in range(2):
-        second(batch(step)).sum().backward()
-        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
-    third = copy.deepcopy(model)
-    with attach(third, **EVERY_STEP):  # a copy may be attached while the first is watched
-        pass
-    agent.close()
-    assert rows(listener) == [[24, 24]] * 2
+    with listening(model, attention="keep", probe_rows=999) as (agent, listener):
+        second = copy.deepcopy(model)
+        for step in range(2):
+            second(batch(step)).sum().backward()
+            train(agent, model, [step])
+        third = copy.deepcopy(model)
+        attach(third, **EVERY_STEP).close()  # a copy may be attached while the first is watched
+    assert counted_rows(listener) == [[24, 24]] * 2
     assert [traces(each) for each in (model, second, third)] == [[], [], []]
     attach(second, **EVERY_STEP).close()

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
+from tests.monitor.probing import assert_counts, truth
 from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
+from tests.monitor.watching import listening, train
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
-from foreshock.monitor.attention import interception as watching
+from foreshock.monitor.attention import interception
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
@@ -119,32 +120,19 @@ class Flex(CausalSelfAttention):
         return out
 
 
-def truth(layer: Flex, seen_by: Any) -> dict[Slot, Any]:
-    """What there is to count of each head, one score after the other, in float64; less what a function adds to all keys
-    of a row."""
+def scores(layer: Flex, seen_by: Any) -> Tensor:
+    """One score after the other, in float64, less what a function adds to all keys of a row; -inf where not seen."""
     (query, key), score_mod = layer.last, layer.options["score_mod"]
-    counts: dict[Slot, Any] = {slot: np.zeros(HEADS) for slot in (Slot.ROWS, Slot.EMPTY_ROWS, *SUMS)}
-    counts |= {slot: np.full(HEADS, -math.inf) for slot in (Slot.SCORE_MAX, Slot.ROW_MAX_ABS)}
-    for entry, head, row in itertools.product(range(len(query)), range(HEADS), range(LENGTH)):
-        scores, added = [], []
-        for column in range(LENGTH):
-            where = tuple(torch.tensor(x, dtype=torch.int32) for x in (entry, head, row, column))
-            score = (query[entry, head, row] @ key[entry, head, column]) / math.sqrt(query.shape[3])
-            score = score if score_mod is None else score_mod(score, *where)
-            if seen_by is None or seen_by(*where):
-                scores.append(float(score.detach()))
-                added.append(0.0 if score_mod is None else float(score_mod(torch.zeros_like(score), *where).detach()))
-        if not scores:
-            counts[Slot.EMPTY_ROWS][head] += 1
-            continue
-        scores = [score - max(added) for score in scores]
-        offset = float(torch.tensor(scores).double().logsumexp(0)) - math.log(len(scores))
-        counts[Slot.ROWS][head] += 1
-        counts[Slot.SCORE_OFFSET_SUM][head] += offset
-        counts[Slot.SCORE_OFFSET_SUMSQ][head] += offset**2
-        counts[Slot.SCORE_MAX][head] = max(counts[Slot.SCORE_MAX][head], max(scores))
-        counts[Slot.ROW_MAX_ABS][head] = max(counts[Slot.ROW_MAX_ABS][head], abs(max(scores)))
-    return counts
+    found = torch.full((len(query), HEADS, LENGTH, LENGTH), -math.inf, dtype=torch.float64)
+    added = torch.full_like(found, -math.inf)
+    for place in itertools.product(*map(range, found.shape)):
+        entry, head, row, column = place
+        where = tuple(torch.tensor(x, dtype=torch.int32) for x in place)
+        score = (query[entry, head, row] @ key[entry, head, column]) / math.sqrt(query.shape[3])
+        if seen_by is None or seen_by(*where):
+            found[place] = score if score_mod is None else score_mod(score, *where).detach()
+            added[place] = 0.0 if score_mod is None else score_mod(torch.zeros_like(score), *where).detach()
+    return found - added.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
 
 
 def counted(sample: wire.Sample, slot: Slot) -> Any:
@@ -153,25 +141,31 @@ def counted(sample: wire.Sample, slot: Slot) -> Any:
     return slot_values(words, slot)
 
 
-SUMS = (Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ)
+MEASURED = (
+    Slot.ROWS,
+    Slot.EMPTY_ROWS,
+    Slot.SCORE_MAX,
+    Slot.ROW_MAX_ABS,
+    Slot.SCORE_OFFSET_SUM,
+    Slot.SCORE_OFFSET_SUMSQ,
+)
 
 
 def trained(
     model: Any, steps: int = 2, watched: bool = True, **overrides: Any
 ) -> tuple[list[Tensor], list[wire.Sample]]:
     """The weights after some steps, and the samples; `model` may be compiled."""
-    listener, optimizer = Listener(), torch.optim.SGD(model.parameters(), lr=0.1)
+    samples: list[wire.Sample] = []
     if not watched:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(steps):
             train_step(model, optimizer, step)
     else:
-        inner = getattr(model, "_orig_mod", model)
-        options = {**EVERY_STEP, "attention": "keep", "probe_rows": 10**6, **overrides}
-        with attach(inner, **options) as agent:
-            agent.subscribe(listener)
-            for step in range(steps):
-                agent.step(train_step(model, optimizer, step))
-    return [p.detach().clone() for p in model.parameters()], listener.of(wire.Sample)
+        options: dict[str, Any] = {"attention": "keep", "probe_rows": 10**6, **overrides}
+        with listening(getattr(model, "_orig_mod", model), **options) as (agent, listener):
+            train(agent, model, steps)
+        samples = listener.of(wire.Sample)
+    return [p.detach().clone() for p in model.parameters()], samples
 
 
 def gpt(kind: type[Flex], case: str) -> nn.Module:
@@ -182,12 +176,10 @@ def gpt(kind: type[Flex], case: str) -> nn.Module:
 
 def assert_true(model: Any, sample: wire.Sample) -> None:
     for number, layer in enumerate(model.blocks):
-        expected = truth(layer, CASES[layer.case][2])
-        heads = slice(number * HEADS, (number + 1) * HEADS)
-        for slot, value in expected.items():
-            np.testing.assert_allclose(
-                counted(sample, slot)[heads], value, rtol=1e-5, atol=2e-5, err_msg=f"{slot.name} {number}"
-            )
+        words = sample.words()
+        assert words is not None
+        expected = truth(scores(layer, CASES[layer.case][2]))
+        assert_counts(words[number * HEADS : (number + 1) * HEADS], expected, 2e-5, *MEASURED)
 
 
 def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -340,16 +332,6 @@ def test_pytorchs_function_looks_as_ever_while_it_is_watched_and_is_itself_after
     assert not [name for name in vars(flex) if "foreshock" in name]
 
 
-def test_a_switch_is_refused_with_the_reason_that_our_kernels_have_for_it() -> None:
-    model = gpt(Flex, "alibi")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(model, **{**EVERY_STEP, "attention": "keep", "quiet": True}) as agent:
-        for step in range(2):
-            agent.step(train_step(model, optimizer, step))
-        report = agent.report()
-    assert "it passes a score_mod or a block_mask to flex_attention; a switch would change nothing" in report
-
-
 class AsksForTheLargest(CausalSelfAttention):
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out, aux = flex_attention(query, key, value, return_aux=AuxRequest(max_scores=True))
@@ -370,22 +352,20 @@ def test_the_largest_score_is_that_of_every_row_of_a_call_that_asks_for_it_and_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    model, listener, largest, above = tiny_gpt(AsksForTheLargest(16, 2), seed=1), Listener(), [], 1000.0
+    model, largest, above = tiny_gpt(AsksForTheLargest(16, 2), seed=1), [], 1000.0
 
     def noted(*operands: Any, **options: Any) -> Any:
         out, aux = with_largest(*operands, **options)
         largest.append(aux.max_scores + above)
         return out, aux._replace(max_scores=largest[-1])
 
-    with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_rows": 1}) as agent:
-        agent.subscribe(listener)
-        monkeypatch.setattr(watching._Rebound, "own", staticmethod(noted))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with listening(model, attention="keep", probe_rows=1) as (agent, listener):
+        monkeypatch.setattr(interception._Rebound, "own", staticmethod(noted))
         for step in range(3):
             above = 1000.0
             model(torch.zeros(1, 12, dtype=torch.int64))  # a forward without a backward tells nothing
             above = 0.0
-            agent.step(train_step(model, optimizer, step))
+            train(agent, model, [step])
     for sample, rows in zip(listener.of(wire.Sample), largest[1::2], strict=True):
         words, finite = sample.words(), rows.nan_to_num(neginf=0.0)
         assert words is not None

@@ -9,15 +9,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.monitor import tiny_models
-from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.foreign_attention import Attention, helper
-from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
+from tests.monitor.probing import counted_rows
+from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt
 from tests.monitor.unusual_attention import (
     HEADS,
     WIDTH,
@@ -28,6 +29,7 @@ from tests.monitor.unusual_attention import (
     ExpectedClass,
     Gated,
     GraphAttention,
+    Mixing,
     NobodyTellsHeads,
     ParameterBank,
     Pattern,
@@ -39,12 +41,11 @@ from tests.monitor.unusual_attention import (
     TwoStreams,
     UnevenKeys,
 )
-from tests.monitor.watching import rows_of, watch
+from tests.monitor.watching import listening, rows_of, train, watch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Slot, slot_values
-from foreshock.monitor import attach, detach
+from foreshock.monitor import Agent, attach
 from foreshock.monitor.model.discovery import find_attention
 from foreshock.monitor.model.executed import BY_HAND, OUT_OF_REACH, attention_in, broken_rows
 
@@ -91,19 +92,6 @@ class Reached(CausalSelfAttention):
         return self.way(query, key, value)
 
 
-class Mixing(nn.Module):
-    """The same under names that say nothing: `h` heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.h = 2
-        self.into, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.into(x).unflatten(-1, (3, self.h, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(attend(query, key, value).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
 @pytest.mark.promise("A24")
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
 def test_attention_under_names_that_say_nothing_is_watched(attention: Any) -> None:
@@ -117,13 +105,9 @@ def test_attention_under_names_that_say_nothing_is_watched(attention: Any) -> No
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_pytorchs_function_in_an_object_from_before_attach_is_watched(holder: str, compiled: bool) -> None:
-    model, listener = tiny_gpt(Reached(held_by(holder))), Listener()
-    with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_rows": 999}) as agent:
-        agent.subscribe(listener)
-        called: Any = torch.compile(model, backend="aot_eager") if compiled else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            agent.step(train_step(called, optimizer, step))
+    model = tiny_gpt(Reached(held_by(holder)))
+    with listening(model, attention="keep", probe_rows=999) as (agent, listener):
+        train(agent, torch.compile(model, backend="aot_eager") if compiled else model, 2)
     assert rows_of(listener) == [48] * 2
 
 
@@ -150,46 +134,22 @@ def test_a_part_that_looks_like_attention_and_computes_none_is_no_layer(caplog: 
 
 @pytest.mark.promise("A24")
 def test_what_was_asked_before_the_first_step_holds_for_the_layers_that_it_shows() -> None:
-    def saved() -> dict[str, Any]:
-        model = tiny_gpt(Mixing(), CausalSelfAttention(16, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def after(model: nn.Module, prepare: Callable[[Agent], object], steps: int = 3) -> tuple[Agent, set[Any]]:
         with attach(model, **EVERY_STEP) as agent:
-            for step in range(3):
-                agent.step(train_step(model, optimizer, step))
-            agent.set_mode([(0, 1)], "exact_delta", reason="test")
-            return agent.state_dict()
+            prepare(agent)
+            train(agent, model, steps)
+            return agent, {head for head, mode in agent.modes().items() if mode != "plain"}
 
-    state = saved()
-    for blocks, heads in (((Mixing(), CausalSelfAttention(16, 2)), (0, 1)), ((Mixing(), Mixing()), (0, 1))):
-        model = tiny_gpt(*blocks)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with attach(model, **EVERY_STEP) as agent:
-            agent.load_state_dict(state)
-            for step in range(3):
-                agent.step(train_step(model, optimizer, step))
-            assert agent.current_step == 6
-            assert {head for head, mode in agent.modes().items() if mode != "plain"} == {heads}
-    model = tiny_gpt(Mixing(), CausalSelfAttention(16, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(model, **EVERY_STEP) as agent:
+    def switch(agent: Agent) -> None:
         agent.set_mode([(0, 1)], "exact_delta", reason="the only layer that is known before the first step")
-        agent.step(train_step(model, optimizer, 0))
-        assert [head for head, mode in agent.modes().items() if mode != "plain"] == [(1, 1)]
 
-
-@pytest.mark.promise("A24")
-def test_an_agent_that_found_its_layers_in_the_first_step_leaves_with_the_model(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = tiny_gpt(Mixing(), Mixing())
-    before = [sorted(vars(module)) for module in model.modules()]
-    agent = attach(model, **{**EVERY_STEP, "quiet": False, "spool_directory": None})
-    agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
-    printed = capsys.readouterr().err
-    assert printed.index("Drift by rounding: not in this run") < printed.index("2 x blocks.0, blocks.1")
-    detach(model)
-    assert [sorted(vars(module)) for module in model.modules()] == before
-    assert agent.modes() == dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], "plain")
+    unnamed_first = lambda: tiny_gpt(Mixing(), CausalSelfAttention(16, 2))  # noqa: E731
+    first, switched = after(unnamed_first(), switch, 1)
+    assert switched == {(1, 1)}
+    saved = first.state_dict()
+    for model in (unnamed_first(), tiny_gpt(Mixing(), Mixing())):
+        agent, switched = after(model, lambda agent: agent.load_state_dict(saved))
+        assert (agent.current_step, switched) == (4, {(1, 1)})
 
 
 @pytest.mark.promise("A24")
@@ -200,41 +160,31 @@ def test_shapes_without_numbers_are_no_calls(caplog: pytest.LogCaptureFixture) -
     model = tiny_gpt()
     with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **EVERY_STEP) as agent:
         torch.autograd.backward(shapes(tiny_models.batch(0).to("meta")).sum())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            agent.step(train_step(model, optimizer, step))
+        train(agent, model, 2)
     assert not caplog.records
 
 
 @pytest.mark.promise("A24")
 @pytest.mark.promise("A14")
-def test_a_training_whose_layers_the_first_step_shows_is_equal_to_the_bit() -> None:
-    def course(*, watched: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = tiny_gpt(Mixing(), Mixing())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        agent = attach(model, **{**EVERY_STEP, "attention": "keep"}) if watched else None
-        for step in range(4):
-            loss = train_step(model, optimizer, step)
-            if agent is not None:
-                agent.step(loss)
-        if agent is not None:
-            agent.close()
+def test_looking_for_layers_in_the_first_step_changes_no_bit_of_a_training() -> None:
+    def weights(*, watched: bool) -> list[Tensor]:
+        model = tiny_gpt(Mixing(), ByHand())
+        torch.manual_seed(1)
+        with attach(model, **EVERY_STEP | {"attention": "keep"}) if watched else nullcontext(Mock()) as agent:
+            train(agent, model, 4)
         return [p.detach().clone() for p in model.parameters()]
 
-    assert all(map(torch.equal, course(watched=True), course(watched=False)))
+    assert all(map(torch.equal, weights(watched=True), weights(watched=False)))
 
 
 def one_step(model: nn.Module, steps: int = 1, **options: Any) -> tuple[wire.Started, list[int], str]:
     """What the service was told first, the rows of each head, and the report."""
-    listener = Listener()
-    with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_rows": 999, **options}) as agent:
-        agent.subscribe(listener)
+    with listening(model, attention="keep", probe_rows=999, **options) as (agent, listener):
         for _ in range(steps):
             torch.autograd.backward(model(torch.randn(3, 6, WIDTH)).square().sum())
             agent.step(1.0)
     [started] = listener.of(wire.Started)
-    return started, slot_values(listener.of(wire.Sample)[0].words(), Slot.ROWS).astype(int).tolist(), agent.report()
+    return started, counted_rows(listener)[0], agent.report()
 
 
 @pytest.mark.parametrize("kind", [ParameterBank, TwoStreams, Convolutions, UnevenKeys])

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.monitor.doubles import Listener, ScriptedDetectors
+from tests.monitor.doubles import ScriptedDetectors
 from tests.monitor.tiny_models import tiny_gpt, train_step
+from tests.monitor.watching import listening, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -90,31 +91,20 @@ def test_training_finishes_whatever_part_of_the_agent_raises(where: str, monkeyp
     path, component = BREAKAGES[where]
     model = tiny_gpt()
     sending = {"url": "http://127.0.0.1:9", "spool_directory": None} if "sender" in path else {}
-    agent = attach(model, **{**QUICK, **sending, "norms_every_steps": 1})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    agent.step(train_step(model, optimizer, 0))
-    owner, _, name = path.rpartition(".")
-    monkeypatch.setattr(attrgetter(owner)(agent), name, broken)
-    losses = []
-    for step in range(1, 6):
-        losses.append(train_step(model, optimizer, step).item())
-        agent.step(losses[-1])
-    agent.close()
-    assert len(losses) == 5
-    assert agent.faults[component] >= 1
-    assert agent.faults[component] <= FAULTS_IN_A_ROW
+    with attach(model, **{**QUICK, **sending, "norms_every_steps": 1}) as agent:
+        train(agent, model, 1)
+        owner, _, name = path.rpartition(".")
+        monkeypatch.setattr(attrgetter(owner)(agent), name, broken)
+        train(agent, model, range(1, 6))
+    assert 1 <= agent.faults[component] <= FAULTS_IN_A_ROW
 
 
 @pytest.mark.promise("A15")
 def test_a_sink_that_raises_disturbs_neither_training_nor_the_other_events() -> None:
     model = tiny_gpt()
-    agent = attach(model, **QUICK)
-    listener = Listener()
-    agent.subscribe(listener)
-    agent.subscribe(broken)
-    agent.detectors = ScriptedDetectors(4)
-    agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
-    agent.close()
+    with listening(model, strict=False) as (agent, listener):
+        agent.subscribe(broken)
+        train(agent, model, 1)
     assert [e.kind for e in listener.events][:2] == ["started", "sample"]
     assert agent.faults["sinks"] >= 1
 
@@ -126,23 +116,17 @@ def test_an_attention_call_that_our_operator_refuses_goes_to_pytorch(monkeypatch
 
     expected = train_step(tiny_gpt(), torch.optim.SGD([torch.zeros(1)], lr=0.1), 0)
     model = tiny_gpt()
-    agent = attach(model, **QUICK)
-    monkeypatch.setattr(watched_layer, "flash_attention", refuse)
-    got = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
-    agent.close()
+    with attach(model, **QUICK) as agent:
+        monkeypatch.setattr(watched_layer, "flash_attention", refuse)
+        [got] = train(agent, model, 1)
     torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.promise("A11")
 def test_non_finite_losses_and_gradients_are_counted_and_travel() -> None:
-    model = tiny_gpt()
-    agent = attach(model, **{**QUICK, "sample_every_steps": 5, "strict": True})
-    listener = Listener()
-    agent.subscribe(listener)
-    values: list[float | torch.Tensor] = [1.0, float("nan"), torch.tensor(float("inf")), 2.0, 3.0]
-    for value in values:
-        agent.step(value, grad_norm=value)
-    agent.close()
+    with listening(tiny_gpt(), sample_every_steps=5) as (agent, listener):
+        for value in (1.0, float("nan"), torch.tensor(float("inf")), 2.0, 3.0):
+            agent.step(value, grad_norm=value)
     samples = listener.of(wire.Sample)
     assert [s.step for s in samples] == [1, 2, 3, 4, 5], "each step is sampled once one was not finite"
     assert [s.loss_nonfinite_steps for s in samples] == [0, 1, 1, 0, 0]
@@ -152,47 +136,27 @@ def test_non_finite_losses_and_gradients_are_counted_and_travel() -> None:
 
 
 @pytest.mark.promise("A7")
-def test_a_step_called_from_within_a_step_does_nothing() -> None:
-    model = tiny_gpt()
-    agent = attach(model, **{**QUICK, "strict": True})
-    seen = Listener()
-    agent.subscribe(seen)
-    agent.subscribe(lambda event: agent.step(9.0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        agent.step(train_step(model, optimizer, step))
-    agent.close()
-    assert [s.step for s in seen.of(wire.Sample)] == [1, 2, 3]
-
-
-@pytest.mark.promise("A7")
-def test_a_signal_handler_and_a_log_handler_may_call_the_agent() -> None:
-    model = tiny_gpt()
-    agent = attach(model, **{**QUICK, "strict": True})
-
+def test_a_listener_a_signal_handler_and_a_log_handler_may_call_the_agent() -> None:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             agent.step(5.0)
 
-    def on_signal(number: int, frame: object) -> None:
-        agent.step(7.0)
-
-    seen = Listener()
-    agent.subscribe(seen)
     handler = Handler()
     logging.getLogger("foreshock").addHandler(handler)
-    before = signal.signal(signal.SIGALRM, on_signal)
-    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
-    try:
-        for _ in range(300):
-            agent.step(1.0)  # the first one also logs: no layer was hit
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        logging.getLogger("foreshock").removeHandler(handler)
-    agent.close()
+    with listening(tiny_gpt()) as (agent, seen):
+        agent.subscribe(lambda event: agent.step(9.0))
+        before = signal.signal(signal.SIGALRM, lambda number, frame: agent.step(7.0))
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        try:
+            for _ in range(300):
+                agent.step(1.0)  # the first one also logs: no layer was hit
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            logging.getLogger("foreshock").removeHandler(handler)
     samples = seen.of(wire.Sample)
     assert all(a.step == b.since_step for a, b in itertools.pairwise(samples))
+    assert 9.0 not in [sample.loss for sample in samples], "a step within a step does nothing"
     assert len(samples) >= 300
     assert agent.faults == {}
 
@@ -209,12 +173,9 @@ def test_a_wall_clock_that_jumps_or_stands_still_changes_no_duration(
         return wall[0]
 
     monkeypatch.setattr(time, "time", jumping)
-    agent = attach(tiny_gpt(), **{**QUICK, "strict": True, "sample_every_steps": 2})
-    seen = Listener()
-    agent.subscribe(seen)
-    for _ in range(9):
-        agent.step(1.0)
-    agent.close()
+    with listening(tiny_gpt(), sample_every_steps=2) as (agent, seen):
+        for _ in range(9):
+            agent.step(1.0)
     samples = seen.of(wire.Sample)
     assert [s.step for s in samples] == [1, 2, 4, 6, 8, 9]
     for s in samples:
@@ -231,13 +192,9 @@ def test_a_gradient_norm_that_is_spread_over_ranks_is_named_once_and_costs_nothi
     try:
         mesh = init_device_mesh("cpu", (2,))
         part, whole = (DTensor.from_local(torch.tensor(2.0), mesh, [kind]) for kind in (Partial(), Replicate()))
-        agent = attach(tiny_gpt(), **{**QUICK, "strict": True, "run": "ranks"})
-        seen = Listener()
-        agent.subscribe(seen)
-        with caplog.at_level("WARNING", "foreshock"):
+        with caplog.at_level("WARNING", "foreshock"), listening(tiny_gpt(), run="ranks") as (agent, seen):
             for norm in (part, part, whole):
                 agent.step(1.0, grad_norm=norm)
-        agent.close()
     finally:
         torch.distributed.destroy_process_group()
     assert [s.grad_norm for s in seen.of(wire.Sample)] == [None, None, 2.0]
@@ -260,9 +217,7 @@ def test_a_fault_while_closing_leaves_the_model_as_it_was(where: str, strict: bo
     model = tiny_gpt()
     before = [(name, type(module), module.forward.__qualname__) for name, module in model.named_modules()]
     agent = attach(model, **{**QUICK, "sample_every_steps": 1000, "url": "http://127.0.0.1:9"}, strict=strict)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(3):  # the last two are sampled at the end
-        agent.step(train_step(model, optimizer, step))
+    train(agent, model, 3)  # the last two are sampled at the end
     if where == "a detector":
         monkeypatch.setattr(agent.detectors, "update", fail)
     elif where == "a listener":
@@ -276,8 +231,8 @@ def test_a_fault_while_closing_leaves_the_model_as_it_was(where: str, strict: bo
         agent.close()
     assert sum(agent.faults.values()) >= 1
     assert [(name, type(module), module.forward.__qualname__) for name, module in model.named_modules()] == before
-    with attach(model, **QUICK):  # nothing of the first agent is left
-        train_step(model, optimizer, 4)
+    with attach(model, **QUICK) as again:  # nothing of the first agent is left
+        train(again, model, 1)
     agent.close()
     assert agent._undo is None
 
@@ -297,18 +252,10 @@ def test_losses_are_not_kept_once_the_collector_is_off(monkeypatch: pytest.Monke
 
 
 def counted(step: int) -> Counted:
-    return Counted(
-        step=step,
-        since_step=step - 1,
-        words=np.zeros((1, 1), dtype=np.int64),
-        modes=np.zeros(1, dtype=np.int32),
-        losses=np.empty(0),
-        grad_norms=np.empty(0),
-        norms={},
-        learning_rate=None,
-        step_seconds=None,
-        agent_seconds=None,
-    )
+    words, modes, none = np.zeros((1, 1), dtype=np.int64), np.zeros(1, dtype=np.int32), np.empty(0)
+    fields: dict[str, Any] = dict.fromkeys(("learning_rate", "step_seconds", "agent_seconds"))
+    lists: dict[str, Any] = {"losses": none, "grad_norms": none, "norms": {}}
+    return Counted(step=step, since_step=step - 1, words=words, modes=modes, **lists, **fields)
 
 
 def steps(taken: list[DetectorResult]) -> list[int]:
@@ -412,17 +359,11 @@ def test_one_thread_alone_updates_and_reads_the_detectors_also_where_a_checkpoin
 def test_a_fault_of_the_probe_is_told_once_and_training_goes_on(
     part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError("a test")
-
-    plain, watched = tiny_gpt(), tiny_gpt()
+    model, plain = tiny_gpt(), tiny_gpt()
     monkeypatch.setattr(f"foreshock.monitor.attention.{part}", broken)
-    losses = []
-    with attach(watched, **QUICK) as agent, caplog.at_level(logging.WARNING, "foreshock"):
-        for each in (plain, watched):
-            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-            losses.append([train_step(each, optimizer, step) for step in range(3)])
-        agent.step()
+    with attach(model, **QUICK) as agent, caplog.at_level(logging.WARNING, "foreshock"):
+        losses = train(agent, model, 3)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     assert agent.faults == {"probe": 1}
-    assert all(map(torch.equal, *losses))
+    assert all(map(torch.equal, losses, [train_step(plain, optimizer, step) for step in range(3)]))
     assert sum("the probe is off from now on" in record.message for record in caplog.records) == 1

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP, STEPS, Mode, Trained, unwatched, watched
 from tests.monitor.library_calls import (
     BOUNDS,
@@ -33,6 +32,7 @@ from tests.monitor.library_calls import (
     model_of,
     of_pytorch,
     rows_as_one,
+    wide,
 )
 from tests.monitor.stand_ins import (
     flash_attn_2,
@@ -44,7 +44,7 @@ from tests.monitor.stand_ins import (
 )
 from tests.monitor.stand_ins.flash_attn_2 import flash_attn_func as imported_by_name
 from tests.monitor.stand_ins.megatron import AttnMaskType
-from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
+from tests.monitor.tiny_models import tiny_gpt
 from tests.monitor.transformers_models import DECODER, TRANSFORMERS, tiny
 from torch import Tensor, nn
 from torch.nn.attention import varlen
@@ -52,10 +52,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import modeling_flash_attention_utils as flash
 
-from foreshock.contract import wire
-from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
-from foreshock.monitor.attention import interception as watching
+from foreshock.monitor.attention import interception
 from foreshock.monitor.model.discovery import find_attention
 
 pytestmark = [
@@ -110,32 +108,6 @@ def test_a_call_that_returns_more_than_its_output_stays_and_a_switch_of_it_is_re
     assert "returns more than the output, which our kernels do not" in caplog.text
 
 
-UNKNOWN: dict[str, Call] = {
-    "block_table to {}.flash_attn_2": flat(
-        TWO.flash_attn_varlen_func, *PACKED, causal=True, block_table=torch.zeros(3, 1, dtype=torch.int32)
-    ),
-    "attention_chunk to {}.flash_attn_3": lambda q, k, v: THREE.flash_attn_func(
-        q, k, v, causal=True, attention_chunk=4
-    ),
-    "learnable_sink, mask_mod to {}.flash_attn_4": lambda q, k, v: FOUR.flash_attn_func(
-        q, k, v, learnable_sink=SLOPES, mask_mod=masked
-    ),
-    "a BlockDiagonalPaddedKeysMask to {}.xformers_fmha": rows_as_one(
-        efficient(XFORMERS.BlockDiagonalPaddedKeysMask(ENDS, ENDS))
-    ),
-}
-
-
-@pytest.mark.parametrize("what", UNKNOWN)
-def test_an_argument_that_is_not_known_leaves_its_call_unmeasured_and_is_named(
-    what: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    got = watched(model_of(UNKNOWN[what]), Mode().loop, **KEPT)
-    got.assert_same_bits(alone(UNKNOWN[what]))
-    assert got.rows == [0] * 8
-    assert f"it passes {what.format('tests.monitor.stand_ins')}, which is not probed" in caplog.text
-
-
 def by_name(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return imported_by_name(query, key, value, causal=True)  # type: ignore[no-any-return]
 
@@ -152,6 +124,8 @@ REACHED: dict[str, Call] = {
     "imported when it runs": when_it_runs,
     "kept in a partial": functools.partial(imported_by_name, causal=True),
     "kept in a table": lambda q, k, v: TABLE["flash"](q, k, v),
+    "in a checkpoint": lambda *operands: checkpoint(by_name, *operands, use_reentrant=False),  # type: ignore[arg-type, return-value]
+    "in a reentrant checkpoint": lambda *operands: checkpoint(by_name, *operands, use_reentrant=True),  # type: ignore[arg-type, return-value]
 }
 
 
@@ -161,16 +135,6 @@ def test_a_library_is_met_however_its_function_is_reached(way: str) -> None:
     assert [found.problem for found in find_attention(model_of(call), {})] == [None] * 2
     got = watched(model_of(call), Mode().loop, **KEPT)
     got.assert_same_bits(alone(by_name))
-    assert got.rows == [2 * 12 * STEPS] * 8
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_round_the_call_counts_each_row_once(use_reentrant: bool) -> None:
-    def call(*operands: Tensor) -> Tensor:
-        return checkpoint(by_name, *operands, use_reentrant=use_reentrant)  # type: ignore[no-any-return]
-
-    got = watched(model_of(call), Mode().loop, **KEPT)
-    got.assert_same_bits(alone(call))
     assert got.rows == [2 * 12 * STEPS] * 8
 
 
@@ -185,29 +149,22 @@ COMPILED = {
     "packed": CALLS["2, packed"][0],
     "packed, by the same ends": CALLS["2, packed qkv"][0],
     "keys that are values": keys_that_are_values,
+    "ALiBi": CALLS["2, ALiBi"][0],
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["flash_attn", *(pytest.param(name, marks=pytest.mark.full) for name in list(COMPILED)[1:])]
-)
-def test_a_compiled_model_stays_one_graph_and_is_measured_as_an_eager_one(name: str) -> None:
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_model_stays_one_graph_and_is_measured_as_an_eager_one_but_for_alibi(name: str) -> None:
     call = COMPILED[name]
     mode = Mode(compile={"backend": "aot_eager", "fullgraph": True})
     got = watched(model_of(call), mode.loop, **KEPT)
     got.assert_same_bits(alone(call, mode))
-    assert_alike(got, watched(model_of(call), Mode().loop, **KEPT))
-
-
-@pytest.mark.full
-def test_alibi_is_not_measured_in_compiled_code_which_stays_one_graph() -> None:
-    call, _ = CALLS["2, ALiBi"]
-    mode = Mode(compile={"backend": "aot_eager", "fullgraph": True})
-    got = watched(model_of(call), mode.loop, **KEPT)
-    got.assert_same_bits(alone(call, mode))
-    assert got.rows == [0] * 8
-    assert "native attention, not measured" in got.report
+    if name == "ALiBi":
+        assert got.rows == [0] * 8
+        assert "native attention, not measured" in got.report
+    else:
+        assert_alike(got, watched(model_of(call), Mode().loop, **KEPT))
 
 
 def test_a_library_that_is_imported_after_attach_is_met_from_the_next_step_on(
@@ -414,33 +371,50 @@ def _classes_are_as_they_were() -> Iterator[None]:
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_of_a_library_is_kept_to_the_last_bit_and_measured_as_pytorchs_own(name: str) -> None:
     make, ask, rule = MODULES[name]
-    got = watched(model_with(make, ask), Mode().loop, **KEPT)
-    got.assert_same_bits(unwatched(model_with(make, ask), Mode().loop))
+    got, plain = watched(model_with(make, ask), Mode().loop, **KEPT), unwatched(model_with(make, ask), Mode().loop)
+    got.assert_same_bits(plain)
+    if name == "engine":
+        served = watched(model_with(make, ask), Mode().loop, attention="kernels")
+        served.assert_near(plain, rtol=1e-5, atol=1e-6)
+        assert "2 x kernels (" in served.report
     assert got.rows == [2 * 12 * STEPS] * 8
     assert_alike(got, watched(model_of(of_pytorch(rule)), Mode().loop, **KEPT))
 
 
-def test_our_kernels_serve_a_module_of_a_library() -> None:
-    make, ask, _ = MODULES["engine"]
-    got = watched(model_with(make, ask), Mode().loop, attention="kernels")
-    got.assert_near(unwatched(model_with(make, ask), Mode().loop), rtol=1e-5, atol=1e-6)
-    assert "2 x kernels (" in got.report
-
-
-UNKNOWN_OF_MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
-    "core_attention_bias": (lambda: Engine(4, 4, 2), asked(tokens_first, core_attention_bias=torch.zeros(12, 12))),
-    "attn_mask_type=padding_causal": (lambda: Engine(4, 4, 2), asked(tokens_first, attn_mask_type="padding_causal")),
-    "softmax_type": (lambda: Engine(4, 4, 2, softmax_type="off-by-one"), tokens_first),
+BLOCKS: Any = torch.zeros(3, 1, dtype=torch.int32)
+UNKNOWN: dict[str, Callable[[], nn.Module]] = {
+    "block_table to {}.flash_attn_2": lambda: model_of(
+        flat(TWO.flash_attn_varlen_func, *PACKED, causal=True, block_table=BLOCKS)
+    ),
+    "attention_chunk to {}.flash_attn_3": lambda: model_of(
+        lambda q, k, v: THREE.flash_attn_func(q, k, v, causal=True, attention_chunk=4)
+    ),
+    "learnable_sink, mask_mod to {}.flash_attn_4": lambda: model_of(
+        lambda q, k, v: FOUR.flash_attn_func(q, k, v, learnable_sink=SLOPES, mask_mod=masked)
+    ),
+    "a BlockDiagonalPaddedKeysMask to {}.xformers_fmha": lambda: model_of(
+        rows_as_one(efficient(XFORMERS.BlockDiagonalPaddedKeysMask(ENDS, ENDS)))
+    ),
+    "core_attention_bias to {}.transformer_engine": lambda: model_with(
+        lambda: Engine(4, 4, 2), asked(tokens_first, core_attention_bias=torch.zeros(12, 12))
+    ),
+    "attn_mask_type=padding_causal to {}.transformer_engine": lambda: model_with(
+        lambda: Engine(4, 4, 2), asked(tokens_first, attn_mask_type="padding_causal")
+    ),
+    "softmax_type to {}.transformer_engine": lambda: model_with(
+        lambda: Engine(4, 4, 2, softmax_type="off-by-one"), tokens_first
+    ),
 }
 
 
-@pytest.mark.parametrize("what", UNKNOWN_OF_MODULES)
-def test_what_is_not_known_of_a_module_leaves_its_calls_unmeasured_and_is_named(
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_an_argument_that_is_not_known_leaves_its_call_unmeasured_and_is_named(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    got = watched(model_with(*UNKNOWN_OF_MODULES[what]), Mode().loop, **KEPT)
+    got = watched(UNKNOWN[what](), Mode().loop, **KEPT)
+    got.assert_same_bits(unwatched(UNKNOWN[what](), Mode().loop))
     assert got.rows == [0] * 8
-    assert f"it passes {what} to tests.monitor.stand_ins.transformer_engine, which is not probed" in caplog.text
+    assert f"it passes {what.format('tests.monitor.stand_ins')}, which is not probed" in caplog.text
 
 
 class Outer(transformer_engine.DotProductAttention):
@@ -471,72 +445,29 @@ def test_of_a_module_that_calls_a_library_inside_the_inner_call_is_measured_once
     assert_alike(got, watched(model_of(of_pytorch(rule)), Mode().loop, **KEPT))
 
 
-class Packed(CausalSelfAttention):
-    """Packs its sequences end to end, as torchtitan's models do; the first row holds two of them."""
-
-    window = (-1, 0)
-
-    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        batch, heads, length, dim = query.shape
-        q, k, v = (x.transpose(1, 2).reshape(batch * length, heads, dim) for x in (query, key, value))
-        bounds = torch.tensor([0, 5, *range(length, batch * length + 1, length)], dtype=torch.int32)
-        out: Any = varlen_attn(q, k, v, bounds, bounds, length, length, window_size=self.window)
-        served: Tensor = out.view(batch, length, heads, dim).transpose(1, 2)
-        return served
-
-
-class PackedByHand(Packed):
-    """The same with PyTorch's operators alone."""
-
-    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        length = query.shape[2]
-        mask = torch.ones(query.shape[0], 1, length, length, dtype=torch.bool).tril()
-        mask[0, 0, 5:, :5] = False
-        scores = query @ key.mT * query.shape[-1] ** -0.5
-        out: Tensor = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value
-        return out
-
-
 def own_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any
 ) -> Tensor:
     """PyTorch's own needs a GPU; this is the same in its operators, for causal calls."""
     assert options["window_size"] == (-1, 0)
     sequence = torch.searchsorted(cu_q[1:].contiguous(), torch.arange(len(query)), right=True)
-    seen = (sequence[:, None] == sequence).tril()
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    seen = (sequence[:, None] == sequence).tril()
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
 
 
-def rows_of(sample: wire.Sample) -> list[int]:
-    words = sample.words()
-    assert words is not None
-    return slot_values(words, Slot.ROWS).tolist()  # type: ignore[no-any-return]
-
-
-def state_after(model: Any, attention: Any) -> tuple[list[Tensor], list[wire.Sample]]:
-    listener = Listener()
-    with attach(model, **{**EVERY_STEP, "attention": attention, "probe_rows": 10**6}) as agent:
-        agent.subscribe(listener)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            agent.step(train_step(model, optimizer, step))
-    return [p.detach().clone() for p in model.parameters()], listener.of(wire.Sample)
-
-
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
-def test_packed_sequences_of_pytorchs_own_function_are_watched(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "_own_varlen", own_varlen)
-    torch.manual_seed(2)
-    expected = tiny_gpt(PackedByHand(16, 2))
-    model = tiny_gpt(Packed(16, 2))
-    model.load_state_dict(expected.state_dict())
+def test_packed_sequences_of_pytorchs_own_function_are_watched(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (x.flatten(0, 1) for x in (query, wide(key, query), wide(value, query)))
+        out: Any = varlen_attn(q, k, v, *PACKED, window_size=(-1, 0))
+        return out.view(query.shape)  # type: ignore[no-any-return]
+
     before = vars(varlen)["varlen_attn"]
-    weights, samples = state_after(model, attention)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for step in range(2):
-        train_step(expected, optimizer, step)
-    for a, b in zip(weights, expected.parameters(), strict=True):
-        torch.testing.assert_close(a, b.detach(), atol=1e-6, rtol=1e-5)
-    assert [rows_of(sample) for sample in samples] == [[24, 24]] * 2
+    monkeypatch.setattr(interception, "_own_varlen", own_varlen)
+    got = watched(model_of(call), Mode().loop, **KEPT | {"attention": attention})
+    expected = watched(model_of(of_pytorch({"causal": True, "ends": BOUNDS})), Mode().loop, **KEPT)
+    got.assert_near(expected, rtol=1e-5, atol=1e-6)
+    assert_alike(got, expected)
+    assert got.rows == [2 * 12 * STEPS] * 8
     assert vars(varlen)["varlen_attn"] is before is varlen_attn

@@ -8,28 +8,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from tests.monitor.doubles import Listener
-from tests.monitor.probing import EVERY_ROW, probed, tensors
+from tests.monitor.probing import EVERY_ROW, assert_counts, probed, scores_of, tensors, truth
+from tests.monitor.transformers_models import tiny
+from tests.monitor.watching import listening
 from torch import Tensor, nn
 
 from foreshock.contract import wire
-from foreshock.contract.slots import MAX_SLOTS, Slot, Words, slot_values
-from foreshock.monitor import attach
+from foreshock.contract.slots import MAX_SLOTS, Slot, slot_values
 from foreshock.monitor.attention.probe import Sampling
-from foreshock.monitor.attention.probed_rows import UnmeasurableError
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.levels import KERNEL
 from foreshock.monitor.detect.readings import Readings, head_readings
 
-FORMS: dict[str, Any] = {
-    "bool": None,
-    "-inf": -math.inf,
-    "finfo.min": None,
-    "-1e9": -1e9,
-    "-65504": -65504.0,
-    "-1e4": -1e4,
-}
+FORMS = ("bool", "-inf", "finfo.min", "-1e9", "-65504", "-1e4")
 promise = pytest.mark.promise("A20")
 
 
@@ -37,7 +28,7 @@ def written(seen: Tensor, form: str, dtype: torch.dtype = torch.float32) -> Tens
     """The mask of what is seen as people write it."""
     if form == "bool":
         return seen
-    low = torch.finfo(dtype).min if form == "finfo.min" else FORMS[form]
+    low = torch.finfo(dtype).min if form == "finfo.min" else float(form)
     return torch.zeros(seen.shape).masked_fill(~seen, low).to(dtype)
 
 
@@ -57,55 +48,27 @@ def padded(length: int, batch: int, generator: torch.Generator) -> tuple[Tensor,
     return causal, real
 
 
-def truth(query: Tensor, key: Tensor, seen: Tensor) -> dict[Slot, Tensor]:
-    """What there is to count of each head where `seen` [B, 1, Sq, Sk] says which keys a row sees, in float64."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    scores = (query.double() @ key.double().mT / 4).masked_fill(~seen, -math.inf)
-    visible = seen.sum(-1).expand(scores.shape[:3])
-    some = visible > 0
-    offset = torch.where(some, scores.logsumexp(-1) - visible.double().log(), 0.0)
-    row_max = scores.amax(-1)
-    tied = (scores.bfloat16() == row_max.bfloat16().unsqueeze(-1)).sum(-1) > 1
-    return {
-        Slot.ROWS: some.sum((0, 2)),
-        Slot.EMPTY_ROWS: (~some).sum((0, 2)),
-        Slot.TIED_ROWS_BF16: (tied & some).sum((0, 2)),
-        Slot.SCORE_MAX: row_max.amax((0, 2)),
-        Slot.ROW_MAX_ABS: row_max.abs().masked_fill(~some, -math.inf).amax((0, 2)),
-        Slot.SCORE_OFFSET_SUM: offset.sum((0, 2)),
-        Slot.SCORE_OFFSET_SUMSQ: offset.square().sum((0, 2)),
-    }
-
-
-def assert_counts(words: Words, expected: dict[Slot, Tensor], tolerance: float) -> None:
-    for slot, value in expected.items():
-        np.testing.assert_allclose(slot_values(words, slot), value, rtol=tolerance, atol=tolerance, err_msg=slot.name)
-
-
 @promise
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("added_twice", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "added_twice", "seed"),
+    [
+        *((torch.float32, added_twice, seed) for added_twice in (False, True) for seed in range(3)),
+        (torch.bfloat16, False, 1),
+        (torch.float16, False, 1),  # -1e9 is -inf in fp16
+    ],
+)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_mask_in_any_form_hides_what_a_bool_hides(form: str, added_twice: bool, seed: int) -> None:
-    query, key, value, grad = tensors(torch.float32, seed=seed)
+def test_a_mask_in_any_form_hides_what_a_bool_hides(
+    form: str, dtype: torch.dtype, added_twice: bool, seed: int
+) -> None:
+    query, key, value, grad = tensors(dtype, seed=seed)
     causal, real = padded(24, 3, torch.Generator().manual_seed(seed))
-    mask = twice(causal, real, form) if added_twice else written(causal & real, form)
-    out = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
-    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW), mask=mask, numerics="float32")
-    expected = truth(query, key, causal & real)
+    mask = twice(causal, real, form) if added_twice else written(causal & real, form, dtype)
+    numerics: Any = "float32" if dtype == torch.float32 else "kernel"
+    words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), mask=mask, numerics=numerics)
+    expected = truth(scores_of(query, key, causal & real))
     assert expected[Slot.EMPTY_ROWS].min() >= 3  # padding on the left leaves rows that see nothing
     assert_counts(words, expected, 2e-6)
-
-
-@promise
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_mask_in_16_bits_hides_what_a_bool_hides(form: str, dtype: torch.dtype) -> None:
-    query, key, value, grad = tensors(dtype)
-    causal, real = padded(24, 3, torch.Generator().manual_seed(1))
-    mask = written(causal & real, form, dtype)  # -1e9 is -inf in fp16
-    words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), mask=mask)
-    assert_counts(words, truth(query, key, causal & real), 2e-6)
 
 
 @promise
@@ -196,38 +159,6 @@ def test_a_head_whose_scores_grow_is_warned_about_under_a_mask_in_any_form(form:
     assert drifts == [(0, 0, 575)]
 
 
-class Masked(nn.Module):
-    """One layer whose mask, of causality and padding on the left, is written with -1e9."""
-
-    num_heads = 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        causal, real = torch.ones(12, 12, dtype=torch.bool).tril(), torch.arange(12) >= torch.tensor([[0], [3]])
-        mask = (1.0 - (causal & real[:, None, None]).float()) * -1e9
-        query, key, value = (
-            project(x).unflatten(-1, (4, 8)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(-2)
-
-
-@promise
-def test_a_model_that_masks_by_hand_counts_its_empty_rows_as_empty() -> None:
-    model = Masked()
-    taken: list[Any] = []
-    agent = attach(model, run="masked", attention="keep", probe_rows=EVERY_ROW, quiet=True, strict=True)
-    agent.subscribe(taken.append)
-    model(torch.randn(2, 12, 32)).square().mean().backward()
-    agent.step()
-    agent.close()
-    words = next(event for event in taken if event.kind == "sample").words()
-    assert slot_values(words, Slot.EMPTY_ROWS).tolist() == [3] * 4
-    assert slot_values(words, Slot.ROW_MAX_ABS).max() < 10
-
-
 SLOPES = torch.tensor([0.5, 0.1, 2.0, 0.02])
 CAP = 12.0
 
@@ -280,7 +211,7 @@ def test_a_function_hides_a_key_with_any_number_that_masks_are_written_with(form
         return scores + mask[batch, 0, query, key]
 
     words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), score_mod=masked, numerics="float32")
-    assert_counts(words, truth(query, key, causal & real), 2e-6)
+    assert_counts(words, truth(scores_of(query, key, causal & real)), 2e-6)
 
 
 def test_what_a_function_returns_is_never_written_into() -> None:
@@ -294,18 +225,6 @@ def test_what_a_function_returns_is_never_written_into() -> None:
     assert not held
     np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUM), 0.0, atol=1e-4)
     assert slot_values(words, Slot.SCORE_MAX).tolist() == [0.0] * 4
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_function_that_cannot_be_computed_again_counts_nothing_and_the_probe_goes_on(strict: bool) -> None:
-    def fails(scores: Tensor, *where: Tensor) -> Tensor:
-        raise UnmeasurableError
-
-    arguments = tensors(torch.float32)
-    sampling = Sampling(EVERY_ROW, strict=strict)
-    words = probed(*arguments, arguments[0], sampling, score_mod=fails, numerics="float32")
-    assert slot_values(words, Slot.ROWS).tolist() == [0] * 4
-    assert sampling.fault is None
 
 
 def test_nothing_that_a_function_computes_is_recorded_for_a_gradient() -> None:
@@ -322,39 +241,22 @@ def test_nothing_that_a_function_computes_is_recorded_for_a_gradient() -> None:
 
 
 LENGTH = 9
-NO_DROPOUT: dict[str, Any] = dict.fromkeys(
-    ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "conformer_conv_dropout"), 0.0
-)
-CONFORMER: dict[str, Any] = {
-    **NO_DROPOUT,
-    "vocab_size": 11,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 16,
-    "layerdrop": 0.0,
-    "apply_spec_augment": False,
+SIZES: dict[str, Any] = {"num_heads": 3, "num_layers": 2, "num_decoder_layers": 1, "dropout_rate": 0.0}
+OF_DISTANCES: dict[str, Any] = {
+    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 16,
+    "position_embeddings_type": "relative_key", "feature_projection_input_dim": 10,
+    "left_max_position_embeddings": 3, "right_max_position_embeddings": 2,
+}  # fmt: skip
+BIASED: dict[str, Any] = {
+    "T5": (
+        lambda: tiny("T5", "Model", d_model=24, d_kv=8, d_ff=16, **SIZES),
+        {"input_ids": torch.arange(3, 21, 2).view(1, -1), "decoder_input_ids": torch.arange(4, 14, 2).view(1, -1)},
+    ),
+    "a product of distance and query": (
+        lambda: tiny("Wav2Vec2Bert", "Model", **OF_DISTANCES),
+        {"input_features": torch.randn(1, LENGTH, 10, generator=torch.Generator().manual_seed(41))},
+    ),
 }
-
-
-def t5() -> tuple[nn.Module, dict[str, Tensor]]:
-    config = transformers.T5Config(
-        vocab_size=23, d_model=24, d_kv=8, num_heads=3, num_layers=2, num_decoder_layers=1, d_ff=16, dropout_rate=0.0
-    )
-    words = torch.arange(LENGTH).view(1, -1) * 2 + 3
-    return transformers.T5Model(config), {"input_ids": words, "decoder_input_ids": words[:, :5] + 1}
-
-
-def conformer_of_distances() -> tuple[nn.Module, dict[str, Tensor]]:
-    """The score of a distance is a product with the query."""
-    config = transformers.Wav2Vec2BertConfig(
-        **CONFORMER,
-        position_embeddings_type="relative_key",
-        feature_projection_input_dim=10,
-        left_max_position_embeddings=3,
-        right_max_position_embeddings=2,
-    )
-    return transformers.Wav2Vec2BertModel(config), {"input_features": torch.randn(1, LENGTH, 10)}
 
 
 def true_scores(model: Any, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -374,29 +276,21 @@ def true_scores(model: Any, given: dict[str, Tensor], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("build", [t5, conformer_of_distances])
+@pytest.mark.parametrize("kind", BIASED)
 def test_a_position_bias_is_part_of_the_scores_that_are_measured(
-    build: Any, implementation: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(41)
-    model, given = build()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    scores = true_scores(model, given, monkeypatch)
+    make, given = BIASED[kind]
+    model: Any = make()
+    expected = true_scores(model, given, monkeypatch)
     model.set_attn_implementation(implementation)
-    listener = Listener()
-    every_row: dict[str, Any] = {"attention": "keep", "probe_rows": 10**6, "strict": True}
-    with attach(model, url=None, quiet=True, **every_row) as agent:
-        agent.subscribe(listener)
+    with listening(model, attention="keep", probe_rows=EVERY_ROW) as (agent, listener):
         torch.autograd.backward(model(**given).last_hidden_state.square().mean())
         agent.step(1.0)
-        names = [layer.name for layer in agent._attached.layers]
-    assert len(scores) == len(names) > 1
-    words = listener.of(wire.Sample)[0].words().reshape(len(names), 3, -1)
-    for name, measured, true in zip(names, words, scores, strict=True):
-        seen = true > torch.finfo(torch.float32).min / 2  # the decoder's causal mask hides the others
-        offset = true.masked_fill(~seen, -math.inf).logsumexp(-1) - seen.sum(-1).log()
-        np.testing.assert_allclose(
-            slot_values(measured, Slot.SCORE_OFFSET_SUM), offset.sum(1), rtol=1e-4, atol=1e-5, err_msg=name
-        )
-    assert "native attention, sampled" in agent.report()
+        assert "native attention, sampled" in agent.report()
+    words = listener.of(wire.Sample)[0].words()
+    assert len(expected) == len(words) // 3 > 1
+    for number, scores in enumerate(expected):
+        hidden = scores < torch.finfo(torch.float32).min / 2  # by the decoder's causal mask
+        of_layer = truth(scores.masked_fill(hidden, -math.inf)[None])
+        assert_counts(words[3 * number : 3 * number + 3], of_layer, 1e-4, Slot.ROWS, Slot.SCORE_OFFSET_SUM)

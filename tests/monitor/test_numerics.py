@@ -1,7 +1,7 @@
 """Measurements use the types that the attention used, whatever the training loop has switched on."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.monitor import tiny_models
-from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
-from tests.monitor.probing import EVERY_ROW, probed, tensors
+from tests.monitor.probing import (
+    EVERY_ROW,
+    OF_SAMPLED_ROWS,
+    assert_counts,
+    probed,
+    scores_of,
+    tensors,
+    truth,
+    visible,
+)
 from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, batch, tiny_gpt
-from tests.monitor.watching import watch
+from tests.monitor.watching import listening, train, watch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -69,18 +77,26 @@ def test_a_wide_model_trains_as_with_pytorchs_own_attention(
         torch.testing.assert_close(a, b, atol=atol, rtol=10 * atol)
 
 
-@pytest.mark.parametrize(("dtype", "served"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
-def test_an_accelerator_s_wide_operands_stay_with_pytorch_and_the_layer_says_why(
-    dtype: torch.dtype, served: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "problem"),
+    [
+        (torch.bfloat16, 8, "None"),
+        (torch.float16, 8, "None"),
+        (torch.float32, 8, "ask for numerics='float32'"),
+        (torch.bfloat16, 12, "its head dim is 12; the kernels support multiples of 8 up to 256"),
+        (torch.bfloat16, 264, "its head dim is 264; the kernels support multiples of 8 up to 256"),
+    ],
+)
+def test_operands_of_an_accelerator_that_no_kernel_serves_stay_with_pytorch_and_the_layer_says_why(
+    dtype: torch.dtype, head_dim: int, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ "meta" takes the place of the accelerator; it knows no autocast, so that is off."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     state = torch.empty(2, SLOT_COUNT, dtype=torch.int64, device="meta")
     layer = watched_layer.WatchedLayer("h.0", state, torch.empty(2, dtype=torch.int32, device="meta"), "auto")
-    operand = torch.empty(1, 2, 4, 8, dtype=dtype, device="meta")
-    problem = layer.problem(operand, operand, operand)
-    assert (problem is None) == served
-    assert served or "ask for numerics='float32'" in str(problem)
+    operand = torch.empty(1, 2, 4, head_dim, dtype=dtype, device="meta")
+    assert problem in str(layer.problem(operand, operand, operand))
+    attach(tiny_gpt(CausalSelfAttention(2 * head_dim, 2)), **EVERY_STEP).close()  # the reference serves any
 
 
 @pytest.mark.promise("A21")
@@ -116,14 +132,12 @@ def test_under_fp16_autocast_a_model_that_widens_its_queries_has_the_delta_bias_
 
     def delta_bias() -> Any:
         torch.manual_seed(0)
-        model, listener = tiny_gpt(Widening(16, 2)), Listener()
-        agent = attach(model, run="widened", attention="keep", probe_rows=EVERY_ROW, quiet=True, strict=True)
-        agent.subscribe(listener)
-        with torch.autocast("cpu", torch.float16):
-            loss = model(batch(0)).float().square().mean()
-        loss.backward()
-        agent.step(loss)
-        agent.close()
+        model = tiny_gpt(Widening(16, 2))
+        with listening(model, attention="keep", probe_rows=EVERY_ROW) as (agent, listener):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(batch(0)).float().square().mean()
+            torch.autograd.backward(loss)
+            agent.step(loss)
         return slot_values(listener.of(wire.Sample)[0].words(), Slot.DELTA_BIAS_ABS)
 
     narrow = delta_bias()
@@ -158,18 +172,17 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def samples(around: Callable[[], AbstractContextManager[Any]]) -> list[wire.Sample]:
     """Of three steps, of which the second one's boundary and the last words are `around` something."""
     torch.manual_seed(0)
-    model, listener = tiny_gpt(CausalSelfAttention(16, 4), GroupedQueryAttention(16, 4, 2)), Listener()
-    agent = attach(model, run="apart", norms_every_steps=1, sample_every_seconds=0.0, sample_every_steps=1, quiet=True)
-    agent.subscribe(listener)
-    for step in range(3):
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        with around() if step == 1 else nullcontext():
-            agent.step(loss.detach(), grad_norm=1.0)
-    with around():
-        agent.state_dict()
-        agent.close()
-    assert agent.faults == {}
+    model = tiny_gpt(CausalSelfAttention(16, 4), GroupedQueryAttention(16, 4, 2))
+    with ExitStack() as last:
+        agent, listener = last.enter_context(listening(model, norms_every_steps=1, attention="keep"))
+        for step in range(3):
+            loss = model(batch(step)).square().mean()
+            torch.autograd.backward(loss)
+            with around() if step == 1 else nullcontext():
+                agent.step(loss.detach(), grad_norm=1.0)
+        with around():
+            agent.state_dict()
+            last.close()
     return listener.of(wire.Sample)
 
 
@@ -192,19 +205,14 @@ def test_a_sample_is_the_same_whatever_stands_round_the_boundary(name: str) -> N
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_what_stands_round_attach_and_orders_changes_nothing_later(name: str, attention: Any) -> None:
-    model, listener = tiny_gpt(CausalSelfAttention(16, 4)), Listener()
-    settings: dict[str, Any] = {"attention": attention, "sample_every_seconds": 0.0, "quiet": True, "strict": True}
-    with SURROUNDINGS[name]():
-        agent = attach(model, run="apart", qk_clip_threshold=0.05, qk_clip_every_steps=1, **settings)
-        agent.subscribe(listener)
-        agent.set_mode([(0, 1)], "row_corrected", reason="tried")
-        agent.set_qk_clip(True, reason="tried")
-    for step in range(3):
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        agent.step(loss.detach(), grad_norm=1.0)
-    agent.close()
-    assert agent.faults == {}
+    model = tiny_gpt(CausalSelfAttention(16, 4))
+    with ExitStack() as later:
+        with SURROUNDINGS[name]():
+            told = listening(model, attention=attention, qk_clip_threshold=0.05, qk_clip_every_steps=1)
+            agent, listener = later.enter_context(told)
+            agent.set_mode([(0, 1)], "row_corrected", reason="tried")
+            agent.set_qk_clip(True, reason="tried")
+        train(agent, model, 3)
     assert [event.outcome for event in listener.of(wire.Switched)] == ["applied"]
     assert any(event.heads for event in listener.of(wire.Clipped))
 
@@ -219,32 +227,7 @@ def test_statistics_equal_brute_force_on_the_tensors_that_were_received(monkeypa
     monkeypatch.setattr(watched_layer, "flash_attention", record)
     _, listener = watch(tiny_gpt(), steps=1, numerics="kernel")
     words = listener.of(wire.Sample)[0].words()
+    assert len(received) == 2
     for layer, (query, key) in enumerate(received):
-        for head in range(2):
-            counted = words[2 * layer + head]
-            scores = [
-                [float(q @ k) * query.shape[-1] ** -0.5 for k in key[b, head].bfloat16().double()[: i + 1]]
-                for b in range(query.shape[0])
-                for i, q in enumerate(query[b, head].bfloat16().double())
-            ]
-            offsets = [float(np.logaddexp.reduce(row) - np.log(len(row))) for row in scores]
-            assert counted[Slot.ROWS] == len(scores)
-            assert slot_values(counted, Slot.SCORE_MAX) == pytest.approx(max(map(max, scores)), rel=1e-5)
-            assert slot_values(counted, Slot.ROW_MAX_ABS) == pytest.approx(max(abs(max(r)) for r in scores), rel=1e-5)
-            assert slot_values(counted, Slot.SCORE_OFFSET_SUM) == pytest.approx(sum(offsets), abs=1e-4)
-            assert slot_values(counted, Slot.SCORE_OFFSET_SUMSQ) == pytest.approx(sum(o * o for o in offsets), rel=1e-4)
-
-
-@pytest.mark.parametrize("head_dim", [12, 264])
-def test_a_head_dim_that_no_kernel_serves_is_named_and_its_layer_is_kept(head_dim: int) -> None:
-    """ "meta" takes the place of the accelerator."""
-    query = torch.empty(1, 2, 4, head_dim, device="meta", dtype=torch.bfloat16)
-    layer = watched_layer.WatchedLayer(
-        "h.0",
-        torch.empty(2, SLOT_COUNT, dtype=torch.int64, device="meta"),
-        torch.empty(2, dtype=torch.int32, device="meta"),
-        "auto",
-    )
-    expected = f"its head dim is {head_dim}; the kernels support multiples of 8 up to 256"
-    assert layer.problem(query, query, query) == expected
-    attach(tiny_gpt(CausalSelfAttention(2 * head_dim, 2)), **EVERY_STEP).close()  # the reference serves any
+        expected = truth(scores_of(query.bfloat16(), key.bfloat16(), visible(12, 12, "top_left")))
+        assert_counts(words[2 * layer : 2 * layer + 2], expected, 1e-4, *set(expected) - set(OF_SAMPLED_ROWS))

@@ -11,7 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.monitor.doubles import Listener
-from tests.monitor.probing import EVERY_ROW, OF_SAMPLED_ROWS, probed, tensors
+from tests.monitor.probing import (
+    EVERY_ROW,
+    OF_SAMPLED_ROWS,
+    assert_counts,
+    probed,
+    scores_of,
+    tensors,
+    truth,
+    visible,
+)
 from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, tiny_gpt, train_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from foreshock.contract import wire
 from foreshock.contract.metrics.catalog import read
-from foreshock.contract.slots import COUNT_SLOTS, SUM_SLOTS, Floats, Slot, Words, fitted, merge_words, slot_values
+from foreshock.contract.slots import COUNT_SLOTS, SUM_SLOTS, Floats, Slot, fitted, merge_words, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.monitor import AgentConfig, attach
 from foreshock.monitor.attention import probe
@@ -351,48 +360,6 @@ def test_at_the_defaults_a_failing_head_is_told_as_rounding_within_500_steps_of_
     assert row["in_time"] >= 0.9 * row["failures"]
 
 
-def of_row(scores: list[float]) -> float:
-    """-sum P log P, one key after the other."""
-    largest = max(scores)
-    weights = [math.exp(score - largest) for score in scores]
-    shares = [weight / math.fsum(weights) for weight in weights]
-    return -math.fsum(share * math.log(share) for share in shares if share > 0)
-
-
-def sees(row: int, column: int, queries: int, keys: int, options: dict[str, Any]) -> bool:
-    causal, (left, right) = options.get("causal", "none"), options.get("window", (-1, -1))
-    diagonal = row + (0 if causal == "top_left" else keys - queries)
-    seen = (causal == "none" or column <= diagonal) and (right < 0 or column <= diagonal + right)
-    return seen and (left < 0 or column >= diagonal - left)
-
-
-def truth(query: Tensor, key: Tensor, options: dict[str, Any], mask: Tensor | None = None) -> list[list[float]]:
-    """The entropy of every row that sees a key, by head."""
-    query, key = query.double(), key.double()
-    batch, heads, queries, dim = query.shape
-    group, keys, softcap = heads // key.shape[1], key.shape[2], options.get("softcap", 0.0)
-    found: list[list[float]] = [[] for _ in range(heads)]
-    for entry in range(batch):
-        for head in range(heads):
-            for row in range(queries):
-                scores = [
-                    float(query[entry, head, row] @ key[entry, head // group, column]) / math.sqrt(dim)
-                    for column in range(keys)
-                    if sees(row, column, queries, keys, options) and (mask is None or bool(mask[entry, 0, row, column]))
-                ]
-                scores = [softcap * math.tanh(s / softcap) for s in scores] if softcap else scores
-                found[head] += [of_row(scores)] if scores else []
-    return found
-
-
-def assert_entropies(words: Words, expected: list[list[float]], rtol: float) -> None:
-    assert slot_values(words, Slot.ENTROPY_ROWS).tolist() == [len(of_head) for of_head in expected]
-    total = [math.fsum(of_head) for of_head in expected]
-    np.testing.assert_allclose(slot_values(words, Slot.ENTROPY_SUM), total, rtol=rtol, atol=rtol)
-    mean = [math.fsum(of_head) / len(of_head) for of_head in expected]
-    np.testing.assert_allclose(read("head.entropy", words), mean, rtol=rtol, atol=rtol)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -411,7 +378,9 @@ def test_entropies_are_those_of_a_float64_loop(
 ) -> None:
     query, key, value, grad = (x[:1] for x in tensors(dtype, length=12))
     words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), numerics=numerics, **options)
-    assert_entropies(words, truth(query, key, options), rtol)
+    softcap = options.get("softcap", 0.0)
+    seen = visible(12, 12, options.get("causal", "none"), options.get("window", (-1, -1)))
+    assert_counts(words, truth(scores_of(query, key, seen, softcap=softcap)), rtol, *ENTROPY)
     alike = probed(torch.zeros_like(query), key, value, grad, grad, Sampling(EVERY_ROW), numerics=numerics, **options)
     most = slot_values(alike, Slot.ENTROPY_SUM)  # scores that are all 0 look at every key alike
     np.testing.assert_allclose(slot_values(words, Slot.MOST_ENTROPY_SUM), most, rtol=3e-6)
@@ -426,9 +395,12 @@ def test_a_row_that_a_mask_hides_from_every_key_has_no_entropy_and_is_not_counte
     mask = seen if kind == "bool" else torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float(kind))
     words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), mask=mask, numerics="float64")
     assert slot_values(words, Slot.ENTROPY_ROWS).tolist() == [3 * 10 - 1] * 4
-    assert_entropies(words, truth(query, key, {}, seen), 1e-12)
+    assert_counts(words, truth(scores_of(query, key, seen)), 1e-12, *ENTROPY)
     most = np.log([int(row.sum()) for row in seen.flatten(0, -2) if row.any()]).sum()
     np.testing.assert_allclose(slot_values(words, Slot.MOST_ENTROPY_SUM), most, rtol=1e-12)
+
+
+ENTROPY = (Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM)
 
 
 def entropies(query: Tensor, key: Tensor, **options: Any) -> Floats:

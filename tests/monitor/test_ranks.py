@@ -1,9 +1,6 @@
 """Several processes for real (gloo, on the CPU): each way to spread a model, against one process and no agent."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tests.monitor import ranks
+from tests.monitor import ranks, trainer_ranks
 from tests.monitor.executions import Trained, watched
 from tests.monitor.resumed_courses import assert_foreshock_changed_no_bit
 from tests.monitor.torchrun import trained
@@ -28,25 +25,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank tells of every way, and under "service" what the service made of the runs sent to it."""
     folder = tmp_path_factory.mktemp("ranks")
     with LiveService(folder) as service:
-        environment = os.environ | {
-            "WORLD_SIZE": str(WORLD),
-            "TORCHELASTIC_RUN_ID": "job 7",
-            "OMP_NUM_THREADS": "1",
-            "XDG_CACHE_HOME": str(folder / "cache"),
-        }
-        processes = []
-        for rank in range(WORLD):
-            with (folder / f"log{rank}").open("w") as log:
-                command = [sys.executable, "-P", ranks.__file__, str(WORLD), str(rank), str(folder), service.url]
-                processes.append(subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=log))
-        ended = [process.wait(timeout=240) for process in processes]
-        assert ended == [0] * WORLD, "\n".join((folder / f"log{rank}").read_text()[-3000:] for rank in range(WORLD))
+        results = trained(ranks.training, WORLD, folder, service.url)
         seen = {}
-        for run in ("torchrun-job-7", "parts"):
+        for run in (results[0]["DDP"]["run"], "parts"):
             seen[run] = httpx.get(f"{service.url}/v1/runs/{run}", timeout=10).json()
             query = {"metric": "head.tied_rows_bf16"}
             seen[f"{run} ties"] = httpx.get(f"{service.url}/v1/runs/{run}/matrix", params=query, timeout=10).json()
-    results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
     return [*results, seen]
 
 
@@ -157,8 +141,8 @@ def test_ranks_that_cut_the_inputs_of_the_weights_tell_their_norms_as_unmeasured
 @pytest.mark.full
 def test_the_ranks_of_one_run_are_one_run_for_the_service(told: Any) -> None:
     seen = told[WORLD]
-    assert {told[rank]["DDP"]["run"] for rank in range(WORLD)} == {"torchrun-job-7"}
-    detail = seen["torchrun-job-7"]
+    [run] = {told[rank]["DDP"]["run"] for rank in range(WORLD)}
+    detail = seen[run]
     assert detail["status"] == "completed"
     assert detail["last_step"] == ranks.STEPS
     assert detail["world_size"] == WORLD
@@ -167,7 +151,7 @@ def test_the_ranks_of_one_run_are_one_run_for_the_service(told: Any) -> None:
     assert detail["loss"] == pytest.approx(sum(losses) / WORLD, rel=1e-6)
     last = merge_words([told[rank]["DDP"]["words"][-1] for rank in range(WORLD)])
     share = last[:, Slot.TIED_ROWS_BF16] / last[:, Slot.ROWS]
-    assert np.ravel(seen["torchrun-job-7 ties"]["values"]).tolist() == share.tolist()
+    assert np.ravel(seen[f"{run} ties"]["values"]).tolist() == share.tolist()
 
 
 @pytest.mark.full
@@ -179,7 +163,6 @@ def test_the_service_joins_heads_that_lie_in_different_ranks(told: Any) -> None:
     assert np.ravel(seen["parts ties"]["values"]).tolist() == shares.transpose(1, 0, 2).ravel().tolist()
 
 
-PROGRAMS = Path(__file__).parent
 GPUS = [("cuda", world) for world in range(1, 1 + min(2, torch.cuda.device_count()))]
 
 
@@ -195,7 +178,7 @@ GPUS = [("cuda", world) for world in range(1, 1 + min(2, torch.cuda.device_count
 def test_a_training_that_stops_and_resumes_is_the_same_with_foreshock_to_the_last_bit(
     trainer: str, device: str, world: int, tmp_path: Path
 ) -> None:
-    told = trained(PROGRAMS / "trainer_ranks.py", world, tmp_path, device, trainer)
+    told = trained(trainer_ranks.courses, world, tmp_path, str(tmp_path), device, trainer)
     assert all(course["sharded"] == ("DDP" not in trainer) for rank in told for course in rank.values())
     assert_foreshock_changed_no_bit(told, device)
 
@@ -206,6 +189,6 @@ def test_a_training_that_stops_and_resumes_is_the_same_with_foreshock_to_the_las
 def test_a_training_by_torchtitan_that_stops_and_resumes_is_the_same_with_foreshock_to_the_last_bit(
     device: str, world: int, tmp_path: Path
 ) -> None:
-    told = trained(PROGRAMS / "titan_ranks.py", world, tmp_path, device)
+    told = trained(Path(__file__).with_name("titan_ranks.py"), world, tmp_path, device)
     assert all(course["sharded"] == (world > 1) for rank in told for course in rank.values())
     assert_foreshock_changed_no_bit(told, device)

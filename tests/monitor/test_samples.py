@@ -7,7 +7,9 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,9 @@ import tqdm  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.faults.hostile_server import acknowledge, hostile_server
-from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import batch, tiny_gpt, train_step
-from tests.monitor.watching import rows_of, watch
+from tests.monitor.watching import listening, rows_of, train, watch
 from torch import Tensor
 
 from foreshock.contract import wire
@@ -39,14 +40,18 @@ from foreshock.monitor.sampling.collector import (
     ungathered,
 )
 
+DEFAULTS: dict[str, Any] = {
+    "sample_every_steps": AgentConfig.model_fields["sample_every_steps"].default,
+    "sample_every_seconds": AgentConfig.model_fields["sample_every_seconds"].default,
+    "norms_every_steps": 0,
+}
+
 
 def sampled_steps(monkeypatch: pytest.MonkeyPatch, step_seconds: list[float], **settings: Any) -> list[int]:
     """The steps at which samples end, for steps that take so long."""
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with attach(tiny_gpt(), quiet=True, strict=True, url=None, norms_every_steps=0, **settings) as agent:
-        listener = Listener()
-        agent.subscribe(listener)
+    with listening(tiny_gpt(), **DEFAULTS | settings) as (agent, listener):
         for seconds in step_seconds:
             clock[0] += seconds
             agent.step(1.0)
@@ -144,9 +149,7 @@ def test_a_number_that_never_changes_is_counted_on_before_its_notes_take_more_ro
 
 
 def test_where_samples_are_rare_what_is_noted_of_the_steps_is_sampled_before_it_has_no_room() -> None:
-    listener = Listener()
-    with attach(tiny_gpt(), quiet=True, strict=True, url=None, norms_every_steps=0, sample_every_steps=1000) as agent:
-        agent.subscribe(listener)
+    with listening(tiny_gpt(), **DEFAULTS | {"sample_every_steps": 1000}) as (agent, listener):
         for call in range(2 * MAX_NOTES - 100):  # two micro-batches a step
             agent.step(1.0, step=1 + call // 2)
     assert [s.step for s in listener.of(wire.Sample)] == [1, MAX_NOTES // 2 + 1, MAX_NOTES - 50]
@@ -173,12 +176,9 @@ def test_after_a_warning_every_step_is_sampled_to_the_last_of_the_close_watch() 
 @pytest.mark.promise("A31")
 @pytest.mark.parametrize(("first", "begun", "start"), [(101, None, 100), (1, None, 0), (0, None, 0), (601, 500, 500)])
 def test_the_start_of_a_run_bears_the_step_that_its_training_is_at(first: int, begun: int | None, start: int) -> None:
-    listener = Listener()
-    settings: dict[str, Any] = {"attention": "kernels", "quiet": True, "strict": True, "sample_every_seconds": 0.0}
-    with attach(tiny_gpt(), url=None, **settings) as agent:
+    with listening(tiny_gpt(), sample_every_steps=10) as (agent, listener):
         if begun is not None:
             agent.begin_at(begun)
-        agent.subscribe(listener)
         agent.set_mode([(0, 0)], "exact_delta", "a test")
         for step in range(first, first + 30):
             agent.step(1.0, step=step)
@@ -234,7 +234,7 @@ def test_the_table_of_step_1_is_on_lines_of_its_own_under_a_progress_bar(capsys:
     model = tiny_gpt()
     with tqdm.tqdm(total=3, file=sys.stderr) as bar, attach(model, url=None, norms_every_steps=0) as agent:
         for step in range(3):
-            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+            train(agent, model, [step])
             bar.update()
             bar.refresh()
     lines = re.split(r"[\r\n]+", capsys.readouterr().err)
@@ -254,12 +254,11 @@ def test_a_layer_that_stops_counting_is_named_when_it_does_and_again_when_it_doe
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_gpt()
-    agent = attach(model, **EVERY_STEP)
-    with agent, caplog.at_level(logging.WARNING, "foreshock"):
+    with attach(model, **EVERY_STEP) as agent, caplog.at_level(logging.WARNING, "foreshock"):
         for step, frozen in enumerate([False, False, True, True, False, True, False]):
             second: Any = model.blocks[1]
             second.core = (lambda q, k, v: v) if frozen else type(second).core.__get__(second)
-            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+            train(agent, model, [step])
     told = [r.message for r in caplog.records if "counted nothing" in r.message]
     assert [t.split(" in ")[1].split(":")[0] for t in told] == ["step 3", "step 6"]
     assert all("layer 1 (blocks.1)" in t for t in told)
@@ -380,15 +379,11 @@ def test_the_first_step_that_may_have_broken_the_weights_lies_before_the_first_l
     assert counted(losses, norms, steps=5).suspect_step == expected
 
 
-STALE = -7.0
-TWO_PLAIN = np.zeros(2, dtype=np.int32)
-
-
 class OnDevice(Tensor):
     """A tensor that says it lies on `place`; what is computed of it lies there too."""
 
-    place = torch.device("cuda:0")
     is_cuda = True
+    place = torch.device("cuda:0")
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -408,70 +403,44 @@ class Devices:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queued: dict[torch.device, list[Callable[[], object]]] = {}
-        self.recorded: list[torch.device] = []
         monkeypatch.setattr(collector, "_copied", self.copied)
         monkeypatch.setattr(collector, "_recorded", self.event)
 
     def copied(self, source: OnDevice) -> Tensor:
         now = torch.tensor(source.tolist(), dtype=source.dtype)
-        host = torch.full_like(now, STALE)
+        host = torch.full_like(now, -7.0)
         self.queued.setdefault(source.device, []).append(lambda: host.copy_(now))
         return host
 
     def event(self, device: torch.device) -> Any:
-        self.recorded.append(device)
-        devices = self
-
-        class Event:
-            def query(self) -> bool:
-                return not devices.queued.get(device)
-
-            def synchronize(self) -> None:
-                devices.run(device)
-
-        return Event()
+        return SimpleNamespace(query=lambda: not self.queued.get(device), synchronize=lambda: self.run(device))
 
     def run(self, device: torch.device) -> None:
         for copy in self.queued.pop(device, []):
             copy()
 
 
-@pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
-    return Devices(monkeypatch)
-
-
-def on(kind: type[OnDevice], value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(value, dtype=dtype).as_subclass(kind)
-
-
-def host_state() -> Tensor:
-    return torch.from_numpy(identity_row()).repeat(2, 1)
+def on(kind: type[OnDevice], value: float) -> Tensor:
+    return torch.tensor(value).as_subclass(kind)
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_sample_is_read_when_every_device_has_copied_and_not_before(devices: Devices, first: int) -> None:
-    collector = Collector(host_state())
+def test_a_sample_is_read_when_every_device_has_copied_and_not_before(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state lies on the host, as where the model was moved after attach, or its weights are offloaded."""
+    devices, collector = Devices(monkeypatch), Collector(fresh_state())
     collector.note(on(OnDevice, 1.0), on(OnSecondDevice, 5.0), None)
     collector.note(on(OnSecondDevice, 2.0), 6.0, None)
     collector.note(3.0, torch.tensor(7.0), None)
-    collector.snapshot(3, TWO_PLAIN)
-    assert sorted(map(str, devices.recorded)) == ["cuda:0", "cuda:1"]
+    collector.snapshot(3, PLAIN)
+    assert sorted(map(str, devices.queued)) == ["cuda:0", "cuda:1"]
+    assert collector.landed() == []
     devices.run(torch.device("cuda", first))
     assert collector.landed() == []
-    devices.run(torch.device("cuda", 1 - first))
-    [sample] = collector.landed()
-    assert (sample.losses.tolist(), sample.grad_norms.tolist()) == ([1.0, 2.0, 3.0], [5.0, 6.0, 7.0])
-
-
-def test_a_loss_on_a_device_beside_a_state_on_the_host_is_waited_for(devices: Devices) -> None:
-    """As where the model was moved after attach, or its weights are offloaded."""
-    collector = Collector(host_state())
-    collector.note(on(OnDevice, math.nan), None, None)
-    collector.snapshot(1, TWO_PLAIN)
-    assert collector.landed() == []
     [sample] = collector.landed(wait=True)
-    assert math.isnan(sample.losses[0])
+    assert not devices.queued, "the other one was waited for"
+    assert (sample.losses.tolist(), sample.grad_norms.tolist()) == ([1.0, 2.0, 3.0], [5.0, 6.0, 7.0])
 
 
 @given(
@@ -488,24 +457,13 @@ def test_numbers_of_all_types_come_back_in_their_order(drawn: list[tuple[float, 
     np.testing.assert_array_equal(ungathered(groups), np.array([float(value) for value in given], dtype=np.float64))
 
 
-QUICK: dict[str, Any] = {"run": "a-run", "sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True}
-
-
 def draft(**changes: Any) -> SampleDraft:
     norm = np.array([1.5, math.nan, 2.5, math.inf], dtype=np.float32)
-    fields: dict[str, Any] = {
-        "step": 5,
-        "since_step": 2,
-        "words": np.arange(4 * SLOT_COUNT, dtype=np.int64).reshape(4, SLOT_COUNT) - 7,
-        "modes": np.array([0, 1, 2, 0], dtype=np.int32),
-        "losses": np.array([1.0, math.inf, 3.0]),
-        "grad_norms": np.array([0.5, math.nan]),
-        "norms": {"query_norm": norm, "key_norm": norm, "query_key_norm": norm},
-        "learning_rate": 1e-3,
-        "step_seconds": 0.1,
-        "agent_seconds": 1e-5,
-    }
-    return SampleDraft(Counted(**{**fields, **changes}), np.array([0.0, 0.25, 1.0, 0.5]))
+    words = np.arange(4 * SLOT_COUNT, dtype=np.int64).reshape(4, SLOT_COUNT) - 7
+    given = counted([1.0, math.inf, 3.0], [0.5, math.nan], steps=3, since=2)
+    norms = {"query_norm": norm, "key_norm": norm, "query_key_norm": norm}
+    given = replace(given, words=words, modes=np.array([0, 1, 2, 0], dtype=np.int32), norms=norms)
+    return SampleDraft(replace(given, **changes), np.array([0.0, 0.25, 1.0, 0.5]))
 
 
 @pytest.mark.parametrize("norms", [True, False])
@@ -525,24 +483,14 @@ def test_a_message_built_without_validation_passes_it_and_is_exact_to_the_bit(no
     assert math.isnan(received.grad_norm)
 
 
-def test_a_run_of_a_moment_is_sent_whole(tmp_path: Path) -> None:
-    for attempt in range(5):
-        with hostile_server(acknowledge) as server:
-            agent = attach(tiny_gpt(), **QUICK, url=server.url, spool_directory=tmp_path)
-            agent.step(float(attempt))
-            agent.close()
-            assert [event["loss"] for event in server.events("sample")] == [float(attempt)]
-
-
 @pytest.mark.promise("A15")
 def test_a_sample_that_cannot_be_built_is_counted_and_costs_no_other_event(tmp_path: Path) -> None:
     with hostile_server(acknowledge) as server:
-        agent = attach(tiny_gpt(), **QUICK, url=server.url, spool_directory=tmp_path)
-        agent.step(1.0)
-        assert agent._outbox.sender is not None
-        agent._outbox.sender.put(draft(modes=np.zeros(3, dtype=np.int32)))
-        agent.step(2.0)
-        agent.close()
+        with attach(tiny_gpt(), **EVERY_STEP | {"url": server.url}, spool_directory=tmp_path) as agent:
+            agent.step(1.0)
+            assert agent._outbox.sender is not None
+            agent._outbox.sender.put(draft(modes=np.zeros(3, dtype=np.int32)))
+            agent.step(2.0)
         assert [event["step"] for event in server.events("sample")] == [1, 2]
         assert server.events("finished")
         assert agent._outbox.sender.dropped == {"unbuilt": 1}
@@ -553,10 +501,7 @@ def test_a_sample_holds_rows_of_the_step_that_it_ends_with(numbers: range) -> No
     """A batch of step n has n + 2 words."""
     model = tiny_gpt()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    listener = Listener()
-    settings = {**EVERY_STEP, "attention": "keep", "probe_rows": 10**6, "sample_every_steps": 10}
-    with attach(model, **settings) as agent:
-        agent.subscribe(listener)
+    with listening(model, attention="keep", probe_rows=10**6, sample_every_steps=10) as (agent, listener):
         for number in numbers:
             agent.step(train_step(model, optimizer, number, torch.randint(16, (2, number + 2))), step=number)
     whole = [s for s in listener.of(wire.Sample) if s.step < numbers[-1]]  # close takes the rest without a plan

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.probing import counted_rows
 from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, tiny_gpt, train_step
+from tests.monitor.watching import listening
 from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import flash_attention
-from foreshock.monitor import Agent, attach
+from foreshock.monitor import Agent
 from foreshock.monitor.attention import self_check
 from foreshock.monitor.attention.self_check import Kind, difference, why_not_proven
 
@@ -164,9 +164,7 @@ def test_a_kernel_that_differs_serves_no_call_and_the_reason_stands_in_the_repor
     model, plain = (tiny_gpt(CausalSelfAttention(16, 2), GroupedQueryAttention(16, 4, 2)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     settings = EVERY_STEP | {"attention": "keep" if switched else "kernels", "probe_rows": 5}
-    listener = Listener()
-    with attach(model, **settings) as agent:
-        agent.subscribe(listener)
+    with listening(model, **settings) as (agent, listener):
         if switched:
             assert agent.set_mode(agent.modes(), "row_corrected", "a test") is None
         losses = [_step(model, WAYS[way](model), agent, step) for step in range(3)]

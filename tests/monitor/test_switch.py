@@ -3,7 +3,7 @@
 import importlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
 from tests.monitor.executions import EVERY_STEP
-from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, tiny_gpt, train_step
+from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, tiny_gpt
+from tests.monitor.watching import listening, train
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -21,7 +22,7 @@ from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.console import ConsoleReporter
-from foreshock.monitor.switching import AT_ONCE, MAX_ANSWERED, MAX_WAITING, Switchboard, Switching, decide
+from foreshock.monitor.switching import AT_ONCE, MAX_ANSWERED, MAX_WAITING, Switchboard, Switching
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
@@ -32,6 +33,9 @@ QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+OF_ITS_HEAD: dict[str, Any] = {"switch_scope": "head", "mitigation": "exact_delta"}
+
+
 def board() -> tuple[Switchboard, torch.Tensor]:
     modes = torch.zeros(4, dtype=torch.int32)
     ids = iter(range(10**6))
@@ -39,14 +43,12 @@ def board() -> tuple[Switchboard, torch.Tensor]:
 
 
 def command(**changes: Any) -> wire.Command:
-    fields: dict[str, Any] = {
-        "id": "c1",
-        "heads": ((1, 0),),
-        "mode": "exact_delta",
-        "reason": "a person asked",
-        "issued_by": "ada",
-    }
-    return wire.Command(**{**fields, **changes})
+    fields: dict[str, Any] = {"id": "c1", "heads": ((1, 0),), "mode": "exact_delta", "reason": "a person asked"}
+    return wire.Command(issued_by="ada", **{**fields, **changes})
+
+
+def orders(numbers: range) -> list[wire.Command]:
+    return [command(id=f"c{number}", heads=None) for number in numbers]
 
 
 def run(
@@ -54,25 +56,19 @@ def run(
     script: dict[int, list[wire.Verdict]],
     steps: int,
     saved: dict[str, Any] | None = None,
+    standing: Sequence[wire.Verdict] = (),
     **settings: Any,
 ) -> tuple[Agent, Listener]:
+    """Some steps under an agent whose detectors follow a script, also once a saved state is loaded."""
     agent = attach(model, **{**QUICK, **settings})
     listener = Listener()
     agent.subscribe(listener)
-    agent.detectors = ScriptedDetectors(4, script)
+    detectors = agent.detectors = ScriptedDetectors(4, script)
+    detectors.standing = [*standing]
     if saved is not None:
         agent.load_state_dict(saved)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        agent.step(train_step(model, optimizer, step))
+    train(agent, model, steps)
     return agent, listener
-
-
-# ---- the training's log ---------------------------------------------------------------------------------------------
-
-
-def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "foreshock"]
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -82,19 +78,18 @@ def test_what_a_person_had_switched_and_undone_is_a_line_of_the_log_with_who_why
 ) -> None:
     model = tiny_gpt()
     agent = attach(model, **{**QUICK, "attention": attention, "quiet": quiet})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    orders: list[wire.Command] = []
-    monkeypatch.setattr(agent._outbox, "commands", lambda: [orders.pop()] if orders else [])
+    waiting: list[wire.Command] = []
+    monkeypatch.setattr(agent._outbox, "commands", lambda: [waiting.pop()] if waiting else [])
     by_hand = {
         2: command(), 4: command(id="c2", mode="plain", reason="it was the data"),
         6: command(id="c3", mode="exact_delta", expires_step=1), 7: command(id="c4", dry_run=True),
     }  # fmt: skip
     for step in range(1, 10):
-        orders += [by_hand[step]] if step in by_hand else []
-        agent.step(train_step(model, optimizer, step))
+        waiting += [by_hand[step]] if step in by_hand else []
+        train(agent, model, [step])
     agent.set_mode([(0, 0), (0, 1)], "plain", "after a look at the loss")
     agent.close()
-    said = [line for line in lines_of(caplog) if "switch" in line]
+    said = [record.message for record in caplog.records if record.name == "foreshock" and "switch" in record.message]
     assert [line.partition(": ")[2].partition(": ")[2] for line in said] == [
         "1 head switched to exact_delta: ada: a person asked",
         "1 head switched to plain: ada: it was the data",
@@ -106,14 +101,8 @@ def test_what_a_person_had_switched_and_undone_is_a_line_of_the_log_with_who_why
 
 def test_the_log_counts_each_head_that_is_proposed_once_however_often_it_is() -> None:
     console = ConsoleReporter(AgentConfig(url=None, policy="approve"), [])
-    proposed: dict[str, Any] = {
-        "id": "s",
-        "step": 9,
-        "verdict": "v",
-        "before": ("plain",),
-        "after": ("row_corrected",),
-        "reason": "r",
-    }
+    proposed: dict[str, Any] = {"id": "s", "step": 9, "verdict": "v", "before": ("plain",), "reason": "r"}
+    proposed["after"] = ("row_corrected",)
     many = [wire.Switched(outcome="proposed", heads=((0, head),), **proposed) for head in (0, 1, 2, 0, 1, 2) * 3]
     [line] = [line for event in many for line in console.switched([event])]
     assert line == "foreshock: step 9: 1 head is proposed to be switched to row_corrected."
@@ -123,12 +112,9 @@ def test_the_log_counts_each_head_that_is_proposed_once_however_often_it_is() ->
     assert console.switched(tenth)[0].startswith("foreshock: step 9: 10 heads are proposed")
 
 
-# ---- policy ---------------------------------------------------------------------------------------------------------
-
-
 def test_auto_switches_the_named_head_at_the_next_boundary_and_the_kernel_sees_it() -> None:
     model = tiny_gpt()
-    agent, listener = run(model, {2: [verdict(1, 0)]}, 4, policy="auto", switch_scope="head", mitigation="exact_delta")
+    agent, listener = run(model, {2: [verdict(1, 0)]}, 4, policy="auto", **OF_ITS_HEAD)
     (switched,) = listener.of(wire.Switched)
     assert (switched.step, switched.outcome, switched.heads) == (3, "applied", ((1, 0),))
     assert agent.modes() == {(0, 0): "plain", (0, 1): "plain", (1, 0): "exact_delta", (1, 1): "plain"}
@@ -157,45 +143,11 @@ def test_every_step_is_sampled_while_the_cause_of_a_drift_is_undecided(monkeypat
     model = tiny_gpt()
     agent, listener = run(model, {}, 0, sample_every_steps=4)
     agent.detectors.undecided_until = 6  # type: ignore[attr-defined]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(16):
-        agent.step(train_step(model, optimizer, step))
+    train(agent, model, 16)
     agent.close()
     samples = listener.of(wire.Sample)
     assert [s.step for s in samples] == [1, *range(3, 11), 12, 16]
     assert all(slot_values(s.words(), Slot.ROWS).min() > 0 for s in samples), "and measured"
-
-
-@pytest.mark.parametrize(
-    "unfit",
-    [
-        verdict(1, 0, state="cleared"),
-        verdict(1, 0, severity="info"),
-        verdict(1, 0, cause="score growth"),
-        verdict(9, 0),
-        verdict(None, None),
-    ],
-)
-def test_a_verdict_that_no_rounding_mode_helps_leads_to_no_switch(unfit: wire.Verdict) -> None:
-    assert list(decide([unfit], "exact_delta", dict.fromkeys(HEADS, 0), "head")) == []
-
-
-def test_one_warning_may_switch_the_head_its_layer_or_every_head_that_lacks_the_mitigation() -> None:
-    modes = dict.fromkeys(HEADS, 0) | {(0, 1): int(Mode.EXACT_DELTA)}
-    for scope, heads in (
-        ("head", [(1, 0)]),
-        ("layer", [(1, 0), (1, 1)]),
-        ("model", [(0, 0), (1, 0), (1, 1)]),
-    ):
-        ((_, *switched),) = decide([verdict(1, 0), verdict(1, 0)], "exact_delta", modes, scope)  # type: ignore[arg-type]
-        assert tuple(switched) == (tuple(heads), Mode.EXACT_DELTA)
-
-
-def test_heads_of_other_modes_keep_them_beside_the_mitigation_of_the_model() -> None:
-    modes = dict.fromkeys(HEADS, 0) | {(0, 1): int(Mode.PAPER_SOFTMAX)}
-    plain, paper = ((heads, mode) for _, heads, mode in decide([verdict(1, 0)], "exact_delta", modes, "model"))
-    assert plain == (((0, 0), (1, 0), (1, 1)), Mode.EXACT_DELTA)
-    assert paper == (((0, 1),), Mode.EXACT_DELTA | Mode.PAPER_SOFTMAX)
 
 
 def test_auto_switches_all_heads_at_the_first_warning_unless_told_otherwise() -> None:
@@ -204,9 +156,6 @@ def test_auto_switches_all_heads_at_the_first_warning_unless_told_otherwise() ->
     (switched,) = listener.of(wire.Switched)
     assert switched.heads == tuple(HEADS)
     assert set(agent.modes().values()) == {DEFAULT_MITIGATION}
-
-
-# ---- commands -------------------------------------------------------------------------------------------------------
 
 
 def test_a_command_is_applied_once_however_often_it_is_delivered() -> None:
@@ -323,17 +272,21 @@ def test_the_memory_of_answered_commands_is_bounded() -> None:
     ("heads", "mode", "sentence"),
     [
         ([(1, 0)], "fast", "mode 'fast' does not exist; allowed are plain"),
+        ([(1, 0)], "row_corrected+centred_keys", "does not exist; allowed are plain, exact_delta"),
         ([(5, 5)], "plain", r"\(layer, head\) \[\(5, 5\)\] is not monitored here"),
+        ([], "row_corrected", r"no heads were given; give \(layer, head\) pairs"),
     ],
 )
-def test_a_person_who_sets_a_wrong_mode_or_head_gets_a_sentence(heads: Any, mode: str, sentence: str) -> None:
-    agent = attach(tiny_gpt(), **QUICK)
+def test_a_person_or_a_checkpoint_that_gives_a_wrong_mode_or_no_head_gets_a_sentence(
+    heads: Any, mode: str, sentence: str, agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         agent.set_mode(heads, mode, "a test")
-    agent.close()
-
-
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
+    if "exist" in sentence:
+        with pytest.raises(ValueError, match=sentence):
+            agent._switchboard.load_state_dict({"modes": [[0, 0, mode]], "answered": []})
+    assert set(agent.modes().values()) == {"plain"}
+    assert "0 heads" not in caplog.text
 
 
 @pytest.mark.parametrize("attention", ["kernels", "keep"])
@@ -352,7 +305,7 @@ def test_modes_answers_and_detector_state_are_back_with_the_first_step_of_a_resu
     assert resumed.modes()[(0, 1)] == (both if attention == "kernels" else "plain")  # until a step shows it
     assert model.blocks[0].__dict__[LAYER_ATTRIBUTE].modes.tolist() == [0, int(parse_mode(both))]
     assert detectors.loaded == {"seen": 3}  # the samples at 1 and 4, and the one the checkpoint took at 5
-    resumed.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 5))
+    train(resumed, model, [5])
     assert resumed.modes()[(0, 1)] == both
     assert [s.modes.numpy().tolist() for s in listener.of(wire.Sample) if s.modes is not None][:1] != [[0] * 4]
     resumed.close()
@@ -372,9 +325,9 @@ def test_a_run_that_resumes_under_another_policy_acts_on_the_warnings_that_stand
     first, _ = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="observe")
     saved = json.loads(json.dumps(first.state_dict()))
     first.close()
-    agent, listener = resumed(saved, [verdict(1, 0)], policy=policy)
+    agent, listener = run(tiny_gpt(), {}, 2, saved, [verdict(1, 0)], policy=policy, **OF_ITS_HEAD)
+    agent.close()
     assert agent.modes() == {(0, 0): "plain", (0, 1): "plain", (1, 0): mode, (1, 1): "plain"}
-    steps(agent)
     switched = listener.of(wire.Switched)
     assert [(each.outcome, each.heads, each.verdict) for each in switched] == [
         (outcome, ((1, 0),), "verdict-1-0") for outcome in outcomes
@@ -391,39 +344,17 @@ def test_a_run_that_resumes_leaves_heads_alone_that_were_switched_or_are_held_by
     first, _ = run(tiny_gpt(), {}, 1)
     saved = first.state_dict() | {"switch": switch}
     first.close()
-    agent, listener = resumed(saved, [verdict(1, 0)], policy="auto")
-    before = agent.modes()
-    steps(agent)
-    assert listener.of(wire.Switched) == []
-    assert agent.modes() == before
-
-
-def resumed(saved: dict[str, Any], standing: list[wire.Verdict], *, policy: str) -> tuple[Agent, Listener]:
-    settings = {"policy": policy, "switch_scope": "head", "mitigation": "exact_delta", "attention": "kernels"}
-    agent = attach(tiny_gpt(), **{**QUICK, **settings})
-    listener = Listener()
-    agent.subscribe(listener)
-    detectors = agent.detectors = ScriptedDetectors(4)
-    detectors.standing = standing
-    agent.load_state_dict(saved)
-    return agent, listener
-
-
-def steps(agent: Agent) -> None:
-    for _ in range(2):
-        agent.step(1.0)
+    agent, listener = run(tiny_gpt(), {}, 2, saved, [verdict(1, 0)], policy="auto", **OF_ITS_HEAD)
     agent.close()
-
-
-def order(number: int, **changes: Any) -> wire.Command:
-    fields: dict[str, Any] = {"id": f"c{number}", "mode": "exact_delta", "reason": "a test", "issued_by": "ada"}
-    return wire.Command(**{**fields, **changes})
+    assert not [switched for switched in listener.of(wire.Switched) if switched.verdict is not None]
+    assert agent.modes() == dict.fromkeys(HEADS, "plain") | {
+        (layer, head): mode for layer, head, mode in switch["modes"]
+    }
 
 
 @pytest.fixture
 def agent() -> Iterator[Agent]:
-    settings: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None}
-    with attach(tiny_gpt(), attention="kernels", **settings) as made:
+    with attach(tiny_gpt(), attention="kernels", **QUICK) as made:
         yield made
 
 
@@ -445,7 +376,7 @@ def steps_of(agent: Agent, monkeypatch: pytest.MonkeyPatch, *answers: list[wire.
 def test_a_boundary_carries_out_a_few_orders_and_the_next_ones_the_rest_in_their_order(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flood = [order(number) for number in range(256)]
+    flood = orders(range(256))
     steps = steps_of(agent, monkeypatch, flood, flood, flood)  # sent again with every answer until it is answered
     assert max(map(len, steps)) == AT_ONCE
     assert [done.command for step in steps for done in step] == [command.id for command in flood]
@@ -453,9 +384,8 @@ def test_a_boundary_carries_out_a_few_orders_and_the_next_ones_the_rest_in_their
 
 
 def test_an_order_that_expires_while_it_waits_is_not_carried_out(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    flood = [order(number) for number in range(AT_ONCE)]
-    late = [order(100, expires_step=1), order(101, expires_unix_seconds=time.time() - 1), order(102)]
-    steps = steps_of(agent, monkeypatch, flood + late)
+    late = [command(id="a", expires_step=1), command(id="b", expires_unix_seconds=time.time() - 1), command(id="c")]
+    steps = steps_of(agent, monkeypatch, orders(range(AT_ONCE)) + late)
     assert [done.outcome for done in steps[1]] == ["expired", "expired", "applied"]
 
 
@@ -467,10 +397,10 @@ def test_no_more_orders_wait_than_have_room_and_the_oldest_stay() -> None:
             return name == "c3"
 
     board: Any = Answered()
-    orders = Switching(AgentConfig(url=None), board, lambda _: None, lambda _: None)
-    first = orders.due([order(number) for number in range(2 * MAX_WAITING)])
+    switching = Switching(AgentConfig(url=None), board, lambda _: None, lambda _: None)
+    first = switching.due(orders(range(2 * MAX_WAITING)))
     assert [command.id for command in first] == ["c0", "c1", "c2", "c4"]
-    rest = [command.id for _ in range(MAX_WAITING) for command in orders.due([])]
+    rest = [command.id for _ in range(MAX_WAITING) for command in switching.due([])]
     assert (len(rest), rest[-1]) == (MAX_WAITING - AT_ONCE, f"c{MAX_WAITING}")
 
 
@@ -495,7 +425,7 @@ def half_masked() -> TinyGPT:
 def after_a_step(model: TinyGPT, *, compiled: bool = False, **settings: Any) -> Agent:
     agent = attach(model, **{**EVERY_STEP, **settings})
     running: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    agent.step(train_step(running, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+    train(agent, running, 1)
     return agent
 
 
@@ -544,19 +474,16 @@ def test_so_it_is_in_compiled_code_of_a_process_that_has_imported_transformers()
 def test_a_layer_that_passes_a_mask_in_some_calls_alone_is_switched_and_what_does_not_train_does_not_count() -> None:
     model = half_masked()
     first: Any = model.blocks[0]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attach(model, **EVERY_STEP) as agent:
         first.masks = False
         with torch.no_grad():
             model(torch.arange(12)[None])
         first.masks = True
-        agent.step(train_step(model, optimizer, 0))
+        train(agent, model, 1)
         with pytest.raises(ValueError, match=r"a switch would change nothing"):
             agent.set_mode([(0, 1)], "row_corrected", "only an evaluation went without a mask")
-        first.masks = False
-        agent.step(train_step(model, optimizer, 1))
-        first.masks = True
-        agent.step(train_step(model, optimizer, 2))
+        for first.masks in (False, True):
+            train(agent, model, 1)
         agent.set_mode([(0, 1)], "row_corrected", "some calls can be served")
 
 
@@ -565,32 +492,6 @@ def test_a_layer_whose_calls_our_kernels_compute_otherwise_cannot_be_switched(mo
     refused = pytest.raises(ValueError, match=r"our kernels is off by 3; a switch would change nothing")
     with after_a_step(tiny_gpt(CausalSelfAttention(16, 2))) as agent, refused:
         agent.set_mode([(0, 0)], "row_corrected", "a test")
-
-
-@pytest.mark.parametrize("mode", ["centred_keys", "stable_softmax", "row_corrected+centred_keys"])
-def test_a_mode_that_only_recorded_runs_name_is_refused_whoever_asks(mode: str) -> None:
-    listener = Listener()
-    with attach(tiny_gpt(), **EVERY_STEP) as agent:
-        agent.subscribe(listener)
-        with pytest.raises(ValueError, match=r"does not exist; .*allowed are plain, exact_delta"):
-            agent.set_mode([(0, 1)], mode, "a test")
-        with pytest.raises(ValueError, match=r"does not exist; .*allowed are"):
-            agent._switchboard.load_state_dict({"modes": [[0, 0, mode]], "answered": []})
-        answer = agent._switchboard.obey(command(heads=None, mode=mode), step=2, unix_seconds=0)
-        assert answer is not None
-        assert answer.outcome == "refused"
-        assert set(agent.modes().values()) == {"plain"}
-    with pytest.raises(ValueError, match=r"does not exist; .*allowed are"):
-        attach(tiny_gpt(), mitigation=mode, quiet=True, url=None)
-    assert not listener.of(wire.Switched)
-
-
-def test_a_switch_of_no_heads_is_refused_and_prints_no_line_about_them(caplog: pytest.LogCaptureFixture) -> None:
-    """As `set_mode(agent.modes(), ...)` is where attach found nothing to watch."""
-    agent = attach(nn.Sequential(nn.Linear(4, 4)), run="r", quiet=True)
-    with agent, pytest.raises(ValueError, match=r"no heads were given; give \(layer, head\) pairs"):
-        agent.set_mode(agent.modes(), "row_corrected", reason="a test")
-    assert "0 heads" not in caplog.text
 
 
 def test_a_policy_switches_the_heads_that_can_have_its_mitigation_and_says_why_not_the_others() -> None:
@@ -622,15 +523,11 @@ class Branching(CausalSelfAttention):
 def test_a_switch_of_a_layer_that_is_never_met_is_refused_within_one_sample_and_not_saved(
     others: list[nn.Module], heads: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, listener = tiny_gpt(Branching(16, 2), *others), Listener()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings: dict[str, Any] = {**EVERY_STEP, "attention": "keep", "strict": False, "heads": heads}
-    with attach(model, **settings) as agent:
-        agent.subscribe(listener)
+    model = tiny_gpt(Branching(16, 2), *others)
+    with listening(model, attention="keep", strict=False, heads=heads) as (agent, listener):
         asked = [head for head in agent.modes() if head[0] == 0]
         agent.set_mode(asked, "row_corrected", "before the first step")
-        for step in range(4):
-            agent.step(train_step(model, optimizer, step))
+        train(agent, model, 4)
         assert not agent._switchboard._orders
         assert {tuple(head) for *head, _ in agent.state_dict()["switch"]["modes"]}.isdisjoint(asked)
         if heads:

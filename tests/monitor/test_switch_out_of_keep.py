@@ -1,27 +1,22 @@
 """A switch of a kept layer is one path in every way to run a step: applied between steps, by what ran, and undone."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
-
 import torch.distributed as dist
+import torch.nn.functional as F
 from tests.monitor import ranks
-from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.probing import counted_rows
 from tests.monitor.test_switch import command
 from tests.monitor.tiny_models import CausalSelfAttention, batch, tiny_gpt, train_step
 from tests.monitor.torchrun import trained
 from tests.monitor.transformers_models import DECODER, tiny
+from tests.monitor.watching import listening
+from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.monitor import Agent, attach
@@ -73,9 +68,8 @@ def order(agent: Agent, **changes: Any) -> wire.Switched | None:
 
 def ordered(model: nn.Module, step_of: Step, head: tuple[int, int] = (1, 0)) -> dict[str, Any]:
     """A training in which a head of the last layer is switched and switched back; what became of it."""
-    listener, waited = Listener(), []
-    with attach(model, **KEEP) as agent:
-        agent.subscribe(listener)
+    waited = []
+    with listening(model, **KEEP) as (agent, listener):
         for step in range(STEPS):
             agent.step(step_of(model, step))
             if step + 1 == SWITCH:
@@ -147,9 +141,24 @@ def test_a_model_of_transformers_is_switched_and_switched_back_however_it_is_com
     assert_the_switch_ran(ordered(FAMILIES[family](), step_of), sampled=5, every=24)
 
 
+def of_a_rank() -> dict[str, dict[str, Any]]:
+    """FSDP2 and tensor-parallel heads in one process of two, each ordered to switch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def own_rows(model: nn.Module, step: int) -> Tensor:
+        ids = batch(step, rows=2 * world)[2 * rank : 2 * rank + 2]
+        return train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step, ids).detach()
+
+    return {
+        "FSDP2": ordered(ranks.sharded(ranks.nano()), own_rows),
+        # each rank holds two of the four heads
+        "tensor parallel": ordered(ranks.tensor_parallel(ranks.grouped(), world), eager, (1, 2 * rank)),
+    }
+
+
 @pytest.mark.full
 def test_ranks_that_share_weights_or_heads_switch_alike(tmp_path: Path) -> None:
-    for rank in trained(Path(__file__), 2, tmp_path, seconds=240):
+    for rank in trained(of_a_rank, 2, tmp_path, seconds=240):
         assert_the_switch_ran(rank["FSDP2"], sampled=5, every=24)
         assert_the_switch_ran(rank["tensor parallel"], sampled=5, every=24)
 
@@ -165,9 +174,8 @@ def replayed(model: nn.Module, agent: Agent) -> None:
 def test_what_a_captured_step_hides_waits_with_a_word_of_what_to_do_and_takes_effect_when_captured_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, listener = tiny_gpt(), Listener()
-    with attach(model, **KEEP) as agent:
-        agent.subscribe(listener)
+    model = tiny_gpt()
+    with listening(model, **KEEP) as (agent, listener):
         agent.step(eager(model, 0))
         assert order(agent) is None
         for _ in range(4):
@@ -183,9 +191,8 @@ def test_what_a_captured_step_hides_waits_with_a_word_of_what_to_do_and_takes_ef
 
 
 def test_an_order_that_waits_expires_and_gives_way_to_a_later_one() -> None:
-    model, listener = tiny_gpt(), Listener()
-    with attach(model, **KEEP) as agent:
-        agent.subscribe(listener)
+    model = tiny_gpt()
+    with listening(model, **KEEP) as (agent, listener):
         agent.step(eager(model, 0))
         assert order(agent, expires_step=3) is None
         for _ in range(3):
@@ -200,9 +207,8 @@ def test_an_order_that_waits_expires_and_gives_way_to_a_later_one() -> None:
 
 
 def test_a_layer_that_did_not_run_waits_while_its_peer_is_switched() -> None:
-    model, listener = tiny_gpt(), Listener()
-    with attach(model, **KEEP) as agent:
-        agent.subscribe(listener)
+    model = tiny_gpt()
+    with listening(model, **KEEP) as (agent, listener):
         agent.step(eager(model, 0))
         assert order(agent, heads=None) is None
         last = model.blocks[1]
@@ -312,24 +318,3 @@ def test_a_switched_layer_draws_its_own_dropout_and_a_recompute_draws_it_again(k
         trained_weights.append([weight.detach().clone() for weight in model.parameters()])
     for a, b in zip(*trained_weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def main(folder: Path) -> None:
-    """One rank of two: FSDP2 and tensor-parallel heads, each ordered to switch."""
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(1)
-
-    def own_rows(model: nn.Module, step: int) -> Tensor:
-        ids = batch(step, rows=2 * world)[2 * rank : 2 * rank + 2]
-        return train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step, ids).detach()
-
-    told = {"FSDP2": ordered(ranks.sharded(ranks.nano()), own_rows)}
-    # each rank holds two of the four heads
-    told["tensor parallel"] = ordered(ranks.tensor_parallel(ranks.grouped(), world), eager, (1, 2 * rank))
-    torch.save(told, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

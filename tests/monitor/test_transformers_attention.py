@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP, Logits, Mode, Trained, watched
-from tests.monitor.test_detach import listening, rows
+from tests.monitor.probing import counted_rows
 from tests.monitor.tiny_models import batch
 from tests.monitor.transformers_models import DECODER, EXPERTS, LATENT, TRANSFORMERS, X, tiny
+from tests.monitor.watching import listening
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -183,14 +183,13 @@ def test_any_kernel_that_transformers_knows_by_name_is_measured(caplog: pytest.L
     try:
         model: Any = TRANSFORMERS["GPT-2"]()
         model.set_attn_implementation("somebodys")
-        agent, listener = listening(model, attention="keep", probe_rows=10**6)
-        with agent:
+        with listening(model, attention="keep", probe_rows=10**6) as (agent, listener):
             model(X).logits.square().mean().backward()
             agent.step()
     finally:
         del ALL_ATTENTION_FUNCTIONS["somebodys"]
     assert calls == [type(None)] * 2
-    assert rows(listener) == [[12] * 8]
+    assert counted_rows(listener) == [[12] * 8]
     assert "outside" not in caplog.text
 
 
@@ -199,8 +198,7 @@ def test_padding_inside_a_sequence_stays_with_its_own_attention_under_kernels_an
     mask[0, 4:8] = 0
     model: Any = tiny("Mistral", **DECODER, sliding_window=4)
     expected = model(X, attention_mask=mask).logits
-    agent, listener = listening(model, probe_rows=10**6)
-    with agent:
+    with listening(model, probe_rows=10**6) as (agent, listener):
         got = model(X, attention_mask=mask).logits
         torch.autograd.backward(got.square().mean())
         agent.step(1.0)
@@ -281,15 +279,11 @@ def test_sequences_packed_after_a_forward_was_interrupted_stay_apart(compiled: b
 @pytest.mark.full
 def test_a_model_that_is_compiled_whole_and_counts_its_own_positions_is_served_by_kernels() -> None:
     student, _ = models()
-    listener = Listener()
-    often: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "probe_rows": 5}
-    with attach(student, attention="kernels", **QUIET, **often) as agent:
-        agent.subscribe(listener)
+    with listening(student, probe_rows=5) as (agent, listener):
         run: Any = torch.compile(student, backend="aot_eager", fullgraph=True)
         torch.autograd.backward(run(X).logits.square().mean())
         agent.step(1.0)
-    counted = [slot_values(sample.words(), Slot.ROWS).tolist() for sample in listener.of(wire.Sample)]
-    assert counted == [[12] * 8]  # a probe counts five
+    assert counted_rows(listener) == [[12] * 8]  # a probe counts five
 
 
 @pytest.mark.full

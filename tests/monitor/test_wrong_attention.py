@@ -1,7 +1,8 @@
 """An attention that computes wrong rows is reported in the first sample that holds one; a correct one never is."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.monitor.doubles import Listener
 from tests.monitor.probing import EVERY_ROW, probed
 from tests.monitor.test_clipping import changed, two_layers
+from tests.monitor.watching import listening
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -20,7 +21,6 @@ from foreshock.contract import wire
 from foreshock.contract.incident import RunContext, Warned, incidents
 from foreshock.contract.slots import Slot, Words, slot_values
 from foreshock.kernels.flash_attention import new_state
-from foreshock.monitor import attach
 from foreshock.monitor.assessment import assess
 from foreshock.monitor.attention.probe import Sampling, new_ticks, probe, start_sampling, stop_sampling
 from foreshock.monitor.attention.trial import wrong_attention
@@ -28,7 +28,31 @@ from foreshock.monitor.attention.trial import wrong_attention
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 OWN: Any = torch.ops.aten.scaled_dot_product_attention
 """PyTorch's function under a name that no agent rebinds."""
-DEFAULT: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None}
+SDPA = "foreshock.monitor.attention.interception.SDPA"
+
+
+class Attention:
+    """PyTorch's function, of whose result something is wrong; counts its calls, of which two layers make two a step."""
+
+    def __init__(self, wrong: Callable[[int, Tensor], Tensor]) -> None:
+        self.wrong, self.calls = wrong, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        return self.wrong(self.calls, OWN(*args, **kwargs))
+
+
+@contextmanager
+def training(wrong: Callable[[int, Tensor], Tensor], **settings: Any) -> Iterator[Any]:
+    """A model of two layers with such an attention under an agent: the agent, what it says, model and attention."""
+    model, attention = two_layers(), Attention(wrong)
+    with listening(model, attention="keep", **settings) as (agent, listener), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SDPA, attention)
+        yield agent, listener, model, attention
+
+
+def with_wrong_second_head(wrong: Callable[[Tensor], Tensor], out: Tensor) -> Tensor:
+    return torch.cat([out[:, :1], wrong(out[:, 1:])], 1)
 
 
 def operands(dtype: torch.dtype, length: int, dim: int, sharpness: float, seed: int, *, repeats: int = 1) -> Any:
@@ -237,14 +261,6 @@ def test_a_flipped_bit_of_a_log_sum_exp_is_reported_when_it_moves_it_past_its_bo
     assert not any(reported[:8])
 
 
-def test_rows_of_another_head_are_reported() -> None:
-    query, key, value, grad = operands(torch.bfloat16, 96, 32, 1.0, 0)
-    out = of_one(query, key, value, SDPBackend.FLASH_ATTENTION)
-    out[:, 1] = out[:, 3]
-    wrong = slot_values(compared(query, key, value, grad, out), Slot.WRONG_ROWS)
-    assert wrong.tolist() == [0.0, 192.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("dtype", TYPES[:2])
 def test_a_flipped_bit_is_reported_when_it_moves_the_row_past_its_bound(dtype: torch.dtype) -> None:
     query, key, value, grad = operands(dtype, 64, 32, 1.0, 0)
@@ -273,23 +289,11 @@ def test_nothing_is_compared_where_it_is_unknown_what_the_attention_rounds_or_dr
 
 
 @pytest.mark.promise("A29")
-def test_a_wrong_kernel_is_an_incident_of_its_own_from_the_first_sample_that_holds_a_wrong_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = 0
+def test_a_wrong_kernel_is_an_incident_of_its_own_from_the_first_sample_that_holds_a_wrong_row() -> None:
+    def wrong(call: int, out: Tensor) -> Tensor:  # in the second layer from the third step on
+        return with_wrong_second_head(torch.zeros_like, out) if call >= 6 and call % 2 == 0 else out
 
-    def breaks_at_the_third_step(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        out: Tensor = OWN(*args, **kwargs)
-        if calls < 6 or calls % 2:  # two layers: the second one is wrong from the third step on
-            return out
-        return torch.cat([out[:, :1], torch.zeros_like(out[:, 1:])], 1)
-
-    listener, model = Listener(), two_layers()
-    with attach(model, **DEFAULT, strict=True) as agent:
-        monkeypatch.setattr("foreshock.monitor.attention.interception.SDPA", breaks_at_the_third_step)
-        agent.subscribe(listener)
+    with training(wrong) as (agent, listener, model, _):
         changed(agent, model, 5)
     [found] = listener.of(wire.Verdict)
     assert (found.step, found.layer, found.head, found.cause) == (3, 1, 1, "attention kernel")
@@ -309,13 +313,11 @@ def test_wrong_rows_are_reported_in_compiled_code_whose_gradients_are_not_compar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def wrong(*args: Any, **kwargs: Any) -> Tensor:
-        out: Tensor = OWN(*args, **kwargs)
-        return torch.cat([out[:, :1], 2 * out[:, 1:]], 1)
+        return with_wrong_second_head(lambda out: 2 * out, OWN(*args, **kwargs))
 
-    listener, model = Listener(), two_layers()
-    with attach(model, **DEFAULT, strict=True) as agent:
-        monkeypatch.setattr("foreshock.monitor.attention.interception.SDPA", wrong)
-        agent.subscribe(listener)
+    model = two_layers()
+    with listening(model, attention="keep") as (agent, listener):
+        monkeypatch.setattr(SDPA, wrong)
         model.compile(backend="aot_eager")
         changed(agent, model, 3)
     torch._dynamo.reset()
@@ -327,29 +329,19 @@ def test_wrong_rows_are_reported_in_compiled_code_whose_gradients_are_not_compar
 
 @pytest.mark.parametrize(("policy", "allowed"), [("auto", True), ("auto", False), ("observe", True)])
 def test_the_policy_auto_moves_a_layer_with_wrong_rows_to_our_kernels_if_the_user_allowed_it(
-    monkeypatch: pytest.MonkeyPatch, policy: Any, allowed: bool
+    policy: Any, allowed: bool
 ) -> None:
-    calls = 0
-
-    def wrong_in_the_second_layer(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        out: Tensor = OWN(*args, **kwargs)
-        return out if calls == 1 else 2 * out
-
-    listener, model = Listener(), two_layers()
-    with attach(model, **DEFAULT, strict=True, policy=policy, replace_wrong_attention=allowed) as agent:
-        monkeypatch.setattr("foreshock.monitor.attention.interception.SDPA", wrong_in_the_second_layer)
-        agent.subscribe(listener)
+    settings: dict[str, Any] = {"policy": policy, "replace_wrong_attention": allowed}
+    with training(lambda call, out: out if call == 1 else 2 * out, **settings) as (agent, listener, model, attention):
         for _ in range(5):
-            calls = 0
+            attention.calls = 0
             changed(agent, model, 1)
         modes = agent.modes()
     [found] = listener.of(wire.Verdict)
     moved = policy == "auto" and allowed
     assert {mode for (layer, _), mode in modes.items() if layer == 0} == {"plain"}
     assert {mode for (layer, _), mode in modes.items() if layer == 1} == {"row_corrected" if moved else "plain"}
-    assert calls == (1 if moved else 2)
+    assert attention.calls == (1 if moved else 2)
     assert [(one.outcome, one.verdict, one.heads) for one in listener.of(wire.Switched)] == (
         [("applied", found.id, ((1, 0), (1, 1)))] if moved else []
     )
@@ -358,26 +350,16 @@ def test_the_policy_auto_moves_a_layer_with_wrong_rows_to_our_kernels_if_the_use
 
 
 @pytest.mark.promise("A29")
-def test_a_gradient_that_is_wrong_while_the_output_is_right_is_an_incident_of_the_same_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = 0
-
+def test_a_gradient_that_is_wrong_while_the_output_is_right_is_an_incident_of_the_same_cause() -> None:
     def zeroed(given: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
-        return (torch.cat([given[0][:, :1], torch.zeros_like(given[0][:, 1:])], 1), *given[1:])
+        return (with_wrong_second_head(torch.zeros_like, given[0]), *given[1:])
 
-    def breaks_the_second_layer(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        out: Tensor = OWN(*args, **kwargs)
-        if calls % 2 == 0 and out.grad_fn is not None:
+    def wrong(call: int, out: Tensor) -> Tensor:
+        if call % 2 == 0 and out.grad_fn is not None:
             out.grad_fn.register_hook(zeroed)
         return out
 
-    listener, model = Listener(), two_layers()
-    with attach(model, **DEFAULT, strict=True) as agent:
-        monkeypatch.setattr("foreshock.monitor.attention.interception.SDPA", breaks_the_second_layer)
-        agent.subscribe(listener)
+    with training(wrong) as (agent, listener, model, _):
         changed(agent, model, 3)
     [found] = listener.of(wire.Verdict)
     assert (found.step, found.layer, found.head, found.cause) == (1, 1, 1, "attention kernel")
@@ -444,9 +426,7 @@ def test_a_sample_batch_shows_wrong_rows_before_a_run(monkeypatch: pytest.Monkey
     model = two_layers()
 
     def loss() -> Tensor:
-        monkeypatch.setattr(
-            "foreshock.monitor.attention.interception.SDPA", lambda *args, **options: 2 * OWN(*args, **options)
-        )
+        monkeypatch.setattr(SDPA, lambda *args, **options: 2 * OWN(*args, **options))
         value: Tensor = model(torch.arange(24).view(2, 12)).square().mean()
         monkeypatch.undo()
         return value

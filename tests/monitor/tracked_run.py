@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+from tests.monitor import watching
 from tests.monitor.doubles import ScriptedDetectors, verdict
-from tests.monitor.tiny_models import tiny_gpt, train_step
+from tests.monitor.executions import EVERY_STEP
+from tests.monitor.tiny_models import tiny_gpt
 
 from foreshock.monitor import AgentConfig, attach
 
@@ -27,17 +28,13 @@ Stored = dict[str, list[tuple[int, float]]]
 
 def train(mirror: str, log: Callable[[float, int], None]) -> dict[str, int]:
     """Layer 1 head 2 is warned about at step 3 and cleared at step 5; the program logs its own loss meanwhile."""
-    torch.manual_seed(11)
     model = tiny_gpt()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    every: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0}
-    with attach(model, mirror=mirror, quiet=True, spool_directory=None, **every) as agent:
+    with attach(model, **EVERY_STEP | {"attention": "keep", "strict": False}, mirror=mirror) as agent:
         script = {3: [verdict(1, 2, step=3)], 5: [verdict(1, 2, step=5, state="cleared")]}
         agent.detectors = ScriptedDetectors(len(agent.modes()), script)
         for step in range(STEPS):
-            loss = train_step(model, optimizer, step)
-            agent.step(loss)
-            log(float(loss.detach()), step)
+            [loss] = watching.train(agent, model, [step])
+            log(float(loss), step)
     return dict(agent.faults)
 
 

@@ -1,20 +1,13 @@
-"""One process of several, for tests: torchrun ... trainer_ranks.py FOLDER DEVICE TRAINER trains under transformers'
-Trainer with FSDP2, under Accelerate with FSDP2 or under Accelerate with DDP, without foreshock and with it, in every
-way. Each training stops, saves, and resumes in another trainer. What came of them is saved in FOLDER/RANK.pt.
+"""Trainings in several processes under transformers' Trainer or Accelerate with FSDP2, or under Accelerate with DDP,
+without foreshock and with it, in every way. Each training stops, saves, and resumes in another trainer.
 """
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
-
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from tests.monitor.resumed_courses import LENGTH, OURS, REFERENCES, ROWS, STEPS, STOP, Course
@@ -142,27 +135,18 @@ def with_accelerate(folder: Path, course: Course) -> None:
         course.ends(trained, last)
 
 
-def main(folder: Path, trainer: str) -> None:
+def courses(folder: str, device: str, trainer: str) -> dict[str, dict[str, Any]]:
     """Every training, in the same order on every rank."""
-    torch.set_num_threads(1)
+    global DEVICE, SHARDED
+    DEVICE, SHARDED = device, not trainer.endswith("DDP")
     if DEVICE == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.use_deterministic_algorithms(True, warn_only=True)  # or two trainings without us differ
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    if DEVICE == "cpu" and SHARDED:
+    elif SHARDED:
         let_a_cpu_shard()
     told = {}
     for way in (*REFERENCES, *OURS):
         course = Course(way)
         with course.attention():
-            (with_trainer if trainer == "Trainer" else with_accelerate)(folder / way, course)
+            (with_trainer if trainer == "Trainer" else with_accelerate)(Path(folder) / way, course)
         told[way] = course.told
-    torch.save(told, folder / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    DEVICE, SHARDED = sys.argv[2], not sys.argv[3].endswith("DDP")
-    main(Path(sys.argv[1]), sys.argv[3])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter's end
+    return told

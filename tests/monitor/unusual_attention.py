@@ -231,3 +231,16 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shares = self.gate(x).softmax(-1)
         return torch.einsum("bse,bsew->bsw", shares, torch.einsum("bsw,ewv->bsev", x, self.experts))
+
+
+class Mixing(nn.Module):
+    """The same under names that say nothing: `h` heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = 2
+        self.into, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.into(x).unflatten(-1, (3, self.h, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -1,30 +1,43 @@
-"""Train a small model under an agent, and what was counted; an attention that tells nobody its heads."""
+"""Train a small model under an agent, and what the agent said and counted."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
-from tests.monitor.tiny_models import (
-    train_step,
-)
-from torch import nn
+from tests.monitor.tiny_models import train_step
+from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import Agent, attach
 
 
-def watch(model: nn.Module, steps: int = 2, **overrides: Any) -> tuple[Agent, Listener]:
+@contextmanager
+def listening(model: nn.Module, **settings: Any) -> Iterator[tuple[Agent, Listener]]:
+    """An agent that samples every step, unless other settings are given, and everything that it says."""
+    with attach(model, **{**EVERY_STEP, **settings}) as agent:
+        listener = Listener()
+        agent.subscribe(listener)
+        yield agent, listener
+
+
+def train(agent: Agent, model: Any, steps: int | Iterable[int], ids: Tensor | None = None) -> list[Tensor]:
+    """Train some steps, each of which the agent is told of; returns the losses."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(steps) if isinstance(steps, int) else steps:
+        losses.append(train_step(model, optimizer, step, ids).detach())
+        agent.step(losses[-1])
+    return losses
+
+
+def watch(model: nn.Module, steps: int = 2, **settings: Any) -> tuple[Agent, Listener]:
     """Attach, train, close; returns the agent and everything it said."""
-    agent = attach(model, **{**EVERY_STEP, **overrides})
-    listener = Listener()
-    agent.subscribe(listener)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        agent.step(train_step(model, optimizer, step))
-    agent.close()
+    with listening(model, **settings) as (agent, listener):
+        train(agent, model, steps)
     return agent, listener
 
 

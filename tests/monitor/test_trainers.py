@@ -1,0 +1,359 @@
+"""Callbacks of four trainers: each optimizer step counts once, also across a resume, and an end is told in any case."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from tests.monitor import titan_shape, trainers
+from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP
+from tests.monitor.tiny_models import tiny_gpt
+from tests.monitor.trainers import TRAINERS, Training, gpt2, with_lightning, with_torchtitan, with_transformers
+from tests.monitor.transformers_models import DECODER, EXPERTS, tiny
+from torch import Tensor, nn
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from foreshock.contract import wire
+from foreshock.monitor import Agent
+from foreshock.monitor.callbacks.accelerate import ForeshockTracker
+from foreshock.monitor.callbacks.huggingface import ForeshockCallback
+from foreshock.monitor.callbacks.torchtitan import watch
+
+pytestmark = pytest.mark.filterwarnings(*trainers.OF_LIGHTNING)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_each_step_of_the_optimizer_is_one_with_its_loss_and_rate_and_all_its_micro_batches(
+    trainer: str, tmp_path: Path
+) -> None:
+    clip, parts = torch.nn.utils.clip_grad_norm_, 1 if trainer == "accelerate" else 2
+    training = Training(tmp_path, 3, accumulate=parts)
+    TRAINERS[trainer](training)
+    assert training.intervals == [(0, 1), (1, 2), (2, 3)]
+    assert [s.loss for s in training.samples] == pytest.approx(training.losses, rel=1e-4)
+    assert [s.learning_rate for s in training.samples] == [1e-3 if trainer == "torchtitan" else 1e-2] * 3
+    assert training.rows == [{parts * 4 * (64 if trainer == "torchtitan" else 12)}] * 3
+    assert training.samples[0].query_norm is not None
+    assert all((s.grad_norm or 0.0) > 0 for s in training.samples if trainer == "torchtitan")
+    if trainer == "transformers":
+        assert [s.grad_norm for s in training.samples] == pytest.approx(
+            training.norms, rel=1e-6
+        )  # each on its own step
+    assert [ended.status for ended in training.listener.of(wire.Finished)] == ["completed"]
+    assert training.agent.faults == {}
+    assert torch.nn.utils.clip_grad_norm_ is clip
+
+
+def switch(agent: Agent) -> None:
+    if agent.current_step == 2:
+        agent.set_mode([(1, 0)], "exact_delta", "a test")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options"),
+    [
+        pytest.param("transformers", {}, marks=pytest.mark.full),
+        pytest.param("transformers", {"restore_callback_states_from_checkpoint": True}, marks=pytest.mark.full),
+        ("lightning", {}),
+        ("accelerate", {}),
+        ("accelerate", {"late": True}),
+        ("torchtitan", {}),
+    ],
+)
+def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(
+    trainer: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    run: Callable[..., None] = TRAINERS[trainer]
+    every: Any = {"sample_every_steps": 3}
+    straight = Training(tmp_path / "straight", 9, during=switch, **every)
+    first = Training(tmp_path / "run", 4 if trainer == "torchtitan" else 6, during=switch, **every)
+    again = Training(tmp_path / "run", 9, resume=True, **every)
+    run(straight)
+    run(first)
+    run(again, **options)
+    before = [interval for interval in first.intervals if interval[1] <= 4]
+    assert [step for a, b in before + again.intervals for step in range(a + 1, b + 1)] == [*range(1, 10)]
+    assert (again.agent.run, again.agent.modes()) == (first.agent.run, straight.agent.modes())
+    assert again.agent.modes()[(1, 0)] == "exact_delta"
+    assert again.agent.boot > first.agent.boot
+    assert again.listener.of(wire.Started)[0].step == 4
+    if trainer in ("transformers", "torchtitan"):  # which go on with the data too
+        assert again.losses[-5:] == pytest.approx(straight.losses[4:], rel=1e-6)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_qk_clip_is_one_argument_and_scales_16_bit_weights_that_the_trainers_optimizer_owns(
+    trainer: str, tmp_path: Path
+) -> None:
+    training = Training(tmp_path, 3, dtype=torch.bfloat16, qk_clip="always", qk_clip_threshold=1e-3)
+    TRAINERS[trainer](training)
+    assert "heads were scaled" in training.agent.report()
+    assert "left out" not in training.agent.report()
+    assert {head for told in training.listener.of(wire.Clipped) for head in told.heads} == {*training.agent.modes()}
+
+
+def fail(agent: Agent) -> None:
+    if agent.current_step == 2:
+        raise RuntimeError("the user's own fault")
+
+
+def test_a_training_under_lightning_that_fails_is_told_so(tmp_path: Path) -> None:
+    training = Training(tmp_path, 5, during=fail)
+    with pytest.raises(RuntimeError, match="the user's own fault"):
+        with_lightning(training)
+    assert [ended.status for ended in training.listener.of(wire.Finished)] == ["failed"]
+
+
+@pytest.mark.full
+def test_a_training_under_transformers_that_failed_can_be_started_again(tmp_path: Path) -> None:
+    training = Training(tmp_path, 3, during=fail)
+    trainer = trainers.trainer_of(training, save_strategy="no")
+    with pytest.raises(RuntimeError, match="the user's own fault"):
+        trainer.train()
+    training.during = lambda agent: None
+    trainer.train()
+    assert [ended.status for ended in training.listener.of(wire.Finished)] == ["failed", "completed"]
+
+
+def test_the_gradient_norm_is_the_one_that_lightning_clips_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms: list[float] = []
+    original = torch.nn.utils.clip_grad_norm_
+
+    def counting(*args: Any, **kwargs: Any) -> Tensor:
+        norms.append(original(*args, **kwargs).item())
+        return torch.tensor(norms[-1])
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", counting)
+    training = Training(tmp_path, 3, accumulate=2)
+    with_lightning(training, gradient_clip_val=0.1)
+    assert [s.grad_norm for s in training.samples] == pytest.approx(norms, rel=1e-6)
+    assert len(norms) == 3  # nothing is computed a second time
+    assert min(norms) > 0.1
+    assert torch.nn.utils.clip_grad_norm_ is counting
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("Mixtral", EXPERTS), pytest.param("Qwen3", {}, marks=pytest.mark.full)])
+@pytest.mark.parametrize("attention", ["keep", pytest.param("kernels", marks=pytest.mark.full)])
+def test_a_mixture_of_experts_and_norms_of_queries_train_in_transformers_trainer_as_without_us(
+    kind: str, sizes: dict[str, Any], attention: Any, tmp_path: Path
+) -> None:
+    training = Training(tmp_path, 2, attention=attention, probe_rows=10**6)
+    weights = []
+    for watched in (True, False):
+        model = tiny(kind, **DECODER, **sizes)
+        with_transformers(training, model=model, watched=watched, save_strategy="no", optim="sgd")
+        weights.append([weight.detach() for weight in model.parameters()])
+    for got, expected in zip(*weights, strict=True):
+        if attention == "kernels":
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+        else:
+            assert torch.equal(got, expected)
+    assert training.rows == [{4 * 12}] * 2
+
+
+def test_a_checkpoint_names_no_foreshock_attention_and_holds_no_secret(tmp_path: Path) -> None:
+    training = Training(tmp_path, 4, token="very-secret-token")
+    with_transformers(training)
+    text = "".join(p.read_text() for p in (tmp_path / "checkpoint-4").glob("*.json"))
+    assert "very-secret-token" not in text
+    assert "foreshock" not in (tmp_path / "checkpoint-4" / "config.json").read_text()
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["Observed"]["attributes"]["saved"]["step"] == 4
+
+
+@pytest.mark.promise("A30")
+def test_a_trainer_whose_model_cannot_be_watched_trains_on(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    args, control = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), TrainerControl()
+    with pytest.raises(ValueError, match="hands its callbacks no model; transformers 5 does"):
+        ForeshockCallback(**EVERY_STEP).on_train_begin(args, TrainerState(), control)
+    args._n_gpu = 2
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        for given, why in (
+            ({}, "hands its callbacks no model"),
+            ({"model": gpt2()}, "use DistributedDataParallel, with torchrun"),
+        ):
+            callback = ForeshockCallback(**EVERY_STEP | {"strict": False})
+            callback.on_train_begin(args, TrainerState(), control, **given)
+            callback.on_step_end(args, TrainerState(global_step=1), control)
+            callback.on_train_end(args, TrainerState(global_step=1), control)
+            assert why in caplog.records[-1].message
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_where_the_trainer_restores_callbacks_the_settings_of_the_program_hold_or_a_line_says_that_they_do_not(
+    known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = TrainingArguments("unused", report_to=[], use_cpu=True)
+    before = ForeshockCallback(**EVERY_STEP, run="one")
+    stored = before.state()
+    model, program = gpt2(), ForeshockCallback(**EVERY_STEP, run="one", policy="auto", mitigation="exact_delta")
+    if known:
+        program.on_init_end(args, TrainerState(), TrainerControl(), model=model)
+    restored = ForeshockCallback(**stored["args"])  # as Trainer._load_callback_state makes it
+    for name, value in stored["attributes"].items():
+        setattr(restored, name, value)
+    restored.on_train_begin(args, TrainerState(global_step=4), TrainerControl(), model=model)
+    assert restored.agent is not None
+    assert (program.agent is restored.agent) == known
+    assert (restored.agent.config.policy, restored.agent.current_step) == ("auto" if known else "observe", 4)
+    assert ("the checkpoint's settings of foreshock hold" in caplog.text) == (not known)
+    restored.on_train_end(args, TrainerState(), TrainerControl())
+
+
+def test_a_process_beside_the_first_saves_and_takes_up_its_own_state(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-0").mkdir()
+    args, state = SimpleNamespace(n_gpu=0, process_index=1, output_dir=str(tmp_path)), TrainerState()
+    control: Any = TrainerControl()
+    found = []
+    for saves in (True, False):
+        callback = ForeshockCallback(**EVERY_STEP)
+        callback.on_train_begin(args, state, control, model=gpt2())
+        assert callback.agent is not None
+        if saves:
+            callback.agent.set_mode([(0, 1)], "exact_delta", "a test")
+            callback.on_save(args, state, control)
+        found.append((callback.agent.run, callback.agent.modes()[(0, 1)]))
+        callback.on_train_end(args, state, control)
+    assert found[1] == found[0] == (found[0][0], "exact_delta")
+
+
+def test_a_loop_that_never_calls_init_trackers_is_told_once_that_nothing_is_watched(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_gpt()
+    tracker = ForeshockTracker(model, **EVERY_STEP)
+    accelerator = Accelerator(log_with=tracker, cpu=True)
+    tracker.checkpoint_with(accelerator)
+    for _ in range(2):
+        accelerator.backward(next(model.parameters()).square().sum())
+    [said] = [record.message for record in caplog.records if record.name == "foreshock"]
+    assert said == "foreshock watches nothing: call accelerator.init_trackers before the first step"
+
+
+@pytest.mark.promise("A31")
+@pytest.mark.parametrize(("numbers", "start"), [(range(9, 200, 10), 8), (range(101, 121), 100), (range(20), 0)])
+def test_a_tracker_without_checkpoints_goes_on_where_the_loop_is(numbers: range, start: int) -> None:
+    tracker, listener = ForeshockTracker(tiny_gpt(), **EVERY_STEP | {"sample_every_steps": 10}), Listener()
+    tracker.start()
+    assert tracker.agent is not None
+    tracker.agent.subscribe(listener)
+    for step in numbers:
+        tracker.log({"loss": 1.0}, step=step)
+    tracker.finish()
+    assert listener.of(wire.Started)[0].step == start
+    assert {sample.step // 10 for sample in listener.of(wire.Sample)} == {step // 10 for step in numbers}
+
+
+class OneOfSeveral:
+    """What the tracker needs of an Accelerator."""
+
+    def __init__(self, process_index: int) -> None:
+        self.process_index = process_index
+        self.hooks: dict[str, Any] = {}
+        self.trackers: list[Any] = []
+        self.project_configuration = ProjectConfiguration()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def save_state(self) -> None:
+        """Nothing is written here: the tests call the hooks."""
+
+    def register_save_state_pre_hook(self, hook: Any) -> None:
+        self.hooks["save"] = hook
+
+    def register_load_state_pre_hook(self, hook: Any) -> None:
+        self.hooks["load"] = hook
+
+
+def test_each_process_under_accelerate_saves_and_takes_up_its_own_state(tmp_path: Path) -> None:
+    def modes_after(process: int, folder: str, *, switch: tuple[int, int] | None = None) -> Any:
+        tracker, accelerator = ForeshockTracker(tiny_gpt(), **EVERY_STEP), OneOfSeveral(process)
+        tracker.checkpoint_with(accelerator)
+        tracker.start()
+        assert tracker.agent is not None
+        if switch is None:
+            accelerator.hooks["load"]([], folder)
+        else:
+            tracker.agent.set_mode([switch], "exact_delta", "a test")
+            accelerator.hooks["save"]([], [], folder)
+        switched = [head for head, mode in tracker.agent.modes().items() if mode != "plain"]
+        tracker.finish()
+        return switched
+
+    for process, head in enumerate([(0, 0), (1, 1)]):
+        assert modes_after(process, str(tmp_path), switch=head) == [head]
+    assert [modes_after(process, str(tmp_path)) for process in range(3)] == [[(0, 0)], [(1, 1)], [(0, 0)]]
+    assert modes_after(0, str(tmp_path / "nothing")) == []
+
+
+def test_a_process_beside_the_first_is_watched_though_accelerate_leaves_its_trackers_alone() -> None:
+    tracker, accelerator = ForeshockTracker(tiny_gpt(), **EVERY_STEP), OneOfSeveral(1)
+    tracker.checkpoint_with(accelerator)
+    other: Any = accelerator
+    other.init_trackers("test")
+    assert tracker.agent is not None
+    other.log({"loss": 1.0}, step=1)
+    assert tracker.agent.current_step == 1
+    assert accelerator.trackers == [tracker]  # which end_training finishes
+    tracker.finish()
+    first = OneOfSeveral(0)
+    ForeshockTracker(tiny_gpt(), **EVERY_STEP).checkpoint_with(first)
+    assert not hasattr(first, "init_trackers")  # Accelerate's own serves
+
+
+def test_a_training_that_began_without_foreshock_goes_on_with_its_own_step_numbers(tmp_path: Path) -> None:
+    titan_shape.Trainer(4, tmp_path, interval=4).train()
+    training = Training(tmp_path, 6)
+    with_torchtitan(training)
+    assert training.intervals == [(4, 5), (5, 6)]
+
+
+def test_a_disk_that_takes_no_state_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("foreshock.monitor.callbacks.shared.os.replace", full)
+    training = Training(tmp_path, 4, every=2)
+    with_torchtitan(training)
+    assert training.intervals[-1] == (3, 4)
+    assert training.agent.faults == {}
+    assert not list(tmp_path.rglob("foreshock_0.json"))
+    assert "state was not saved; training continues: no space left on device" in caplog.text
+
+
+def test_a_stage_of_a_pipeline_keeps_torchtitans_layer_numbers(tmp_path: Path) -> None:
+    trainer = titan_shape.Trainer(1, tmp_path)
+    stages: list[nn.Module] = [
+        nn.ModuleDict({"layers": nn.ModuleDict({n: titan_shape.TransformerBlock(64)})}) for n in ("2", "6")
+    ]
+    trainer.model_parts = stages  # as an interleaved schedule gives one rank
+    with watch(trainer, **EVERY_STEP) as agent:
+        assert sorted({layer for layer, _ in agent.modes()}) == [2, 6]
+    with pytest.raises(ValueError, match=r"SimpleNamespace has no model_parts, .*: it is no Trainer of torchtitan"):
+        watch(SimpleNamespace())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # PyTorch's own
+@pytest.mark.execution("plain attention", "torch.compile")
+def test_blocks_that_torchtitan_compiled_before_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiled(titan_shape.Trainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            for block in self.model_parts[0].get_submodule("layers").children():
+                block.compile(backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(titan_shape, "Trainer", Compiled)
+    training = Training(tmp_path, 2)
+    with_torchtitan(training)
+    torch._dynamo.reset()
+    assert training.rows == [{4 * 64}] * 2
