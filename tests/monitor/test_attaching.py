@@ -352,7 +352,6 @@ def test_key_heads_that_nothing_tells_are_no_number_in_the_table_and_the_service
     assert all(each is None for sample in samples for each in (sample.key_norm, sample.query_key_norm))
 
 
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_service_is_corrected_about_a_layer_that_is_switched_refused_and_switched_back(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
@@ -385,7 +384,6 @@ def test_the_service_is_corrected_about_a_layer_that_is_switched_refused_and_swi
                 agent.set_mode([(0, 0)], mode, "a test")
             step(model, agent)
     assert told == [[ours, probe], [probe, probe]]
-    torch._dynamo.reset()
 
 
 def test_the_table_after_the_first_steps_tells_what_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,7 @@ def test_by_hand_it_is_switched_on_and_off_between_steps_with_an_event_and_a_lin
     caplog.set_level(logging.WARNING, "foreshock")
     model = two_layers()
     with listening(model, **EVERY) as (agent, listener):
+        wrong: Any
         for wrong in ("never", "always", "warned", 1, None):
             with pytest.raises(ValueError, match="takes True or False, got"):
                 agent.set_qk_clip(wrong, "the scores grow")
@@ -322,7 +323,6 @@ def test_only_steps_that_look_at_all_rows_scale_and_no_sampled_score_does() -> N
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_what_the_pass_cannot_look_at_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *operands: None)  # which refuses to train on a CPU
     model = two_layers(Flex(), CausalSelfAttention(16, 4))

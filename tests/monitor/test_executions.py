@@ -19,12 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from foreshock.contract.slots import COUNT_SLOTS, Slot
 from foreshock.monitor import attach
 
-pytestmark = [  # of torch.compile's own doing
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
-
 EVERY_ROW: dict[str, Any] = {"probe_rows": 10**6}
 KEPT = ("Mistral", "Gemma2")
 """Their windows are a mask to PyTorch's attention, and Gemma's softcap is computed by its own eager attention."""
@@ -45,12 +39,6 @@ def cases(attention: str) -> Iterator[Any]:
                 yield pytest.param(
                     attention, model, mode, id=label, marks=marks if quick else [*marks, pytest.mark.full]
                 )
-
-
-@pytest.fixture(autouse=True)
-def _compiled_code_is_forgotten() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 @functools.cache
@@ -81,25 +69,6 @@ def test_a_compiler_that_has_not_looked_pytorchs_functions_up_before_attach_take
     torch._dynamo.trace_rules.get_torch_obj_rule_map.cache_clear()  # as in a process that has compiled nothing yet
     mode = MODES["torch.compile"][0]
     assert watched(MODELS["nanoGPT"][0](mode), mode.loop).rows == [24 * STEPS] * 4
-
-
-@pytest.mark.full
-@pytest.mark.execution("nanoGPT", "keep")
-@pytest.mark.parametrize("by_block", [False, True])
-def test_inductor_compiles_the_probe_into_one_graph_and_block_by_block(by_block: bool) -> None:
-    def loop(model: Any, stepped: Callable[[Tensor], None]) -> list[Tensor]:
-        run: Any = model if by_block else torch.compile(model, fullgraph=True)
-        for block in model.blocks if by_block else ():
-            block.compile(fullgraph=True, backend="aot_eager")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = [train_step(run, optimizer, step).detach() for step in range(3)]
-        stepped(losses[-1])
-        return losses
-
-    expected = unwatched(tiny_gpt(), loop)
-    got = watched(tiny_gpt(), loop, attention="keep", probe_rows=5)
-    got.assert_same_bits(expected)
-    assert got.rows == [5 * 3] * 4
 
 
 LENGTHS = (12, 9, 11, 7)

@@ -27,7 +27,6 @@ from foreshock.monitor.attention import interception
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
@@ -44,7 +43,6 @@ def backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(flex, "_validate_device", lambda *operands: None)
     with torch.random.fork_rng():
         yield
-    torch._dynamo.reset()
 
 
 def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

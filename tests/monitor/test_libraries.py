@@ -56,11 +56,6 @@ from foreshock.monitor import attach
 from foreshock.monitor.attention import interception
 from foreshock.monitor.model.discovery import find_attention
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-]
-
 LIBRARIES = (flash_attn_2, flash_attn_3, flash_attn_4, xformers_fmha)
 
 
@@ -69,7 +64,6 @@ def _libraries_are_as_they_were() -> Iterator[None]:
     before = [dict(vars(library)) for library in LIBRARIES]
     yield
     assert [dict(vars(library)) for library in LIBRARIES] == before
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -124,8 +118,8 @@ REACHED: dict[str, Call] = {
     "imported when it runs": when_it_runs,
     "kept in a partial": functools.partial(imported_by_name, causal=True),
     "kept in a table": lambda q, k, v: TABLE["flash"](q, k, v),
-    "in a checkpoint": lambda *operands: checkpoint(by_name, *operands, use_reentrant=False),  # type: ignore[arg-type, return-value]
-    "in a reentrant checkpoint": lambda *operands: checkpoint(by_name, *operands, use_reentrant=True),  # type: ignore[arg-type, return-value]
+    "in a checkpoint": lambda *operands: checkpoint(by_name, *operands, use_reentrant=False),
+    "in a reentrant checkpoint": lambda *operands: checkpoint(by_name, *operands, use_reentrant=True),
 }
 
 

@@ -276,20 +276,10 @@ def rotated() -> GroupedQueryAttention:
     return module
 
 
-def noisy() -> nn.MultiheadAttention:
-    module = nn.MultiheadAttention(WIDTH, HEADS)
-    parametrize.register_parametrization(module, "in_proj_weight", Noisy())
-    return module
-
-
-AGAIN = "whose weight is computed again at every reading"
-
-
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (rotated, f"wk is {__name__.partition('.')[0]}'s Rotated, {AGAIN}"),
-        (noisy, AGAIN),
+        (rotated, f"wk is {__name__.partition('.')[0]}'s Rotated, whose weight is computed again at every reading"),
         (quantised, "the weight of wk is stored as Quantised"),
     ],
 )

@@ -17,7 +17,7 @@ from tests.monitor.tiny_models import (
 )
 from tests.monitor.transformers_models import tiny
 from tests.monitor.unusual_attention import ByHand
-from tests.monitor.watching import listening, train, watch
+from tests.monitor.watching import listening, train
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -268,38 +268,6 @@ def test_a_graph_that_cannot_be_read_stops_the_lookout_and_not_the_training(monk
     with attach(model, **EVERY_STEP):
         trained(model)
         assert torch.autograd.backward is PYTORCHS
-
-
-class Inner(nn.Module):
-    """As in torchtitan: attention without a weight of its own."""
-
-    num_heads = 2
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-class WithProjections(nn.Module):
-    """Holds W_Q and W_K next to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.ModuleDict({name: nn.Linear(16, 16) for name in "qkv"})
-        self.inner = Inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (w(x).unflatten(-1, (2, 8)).transpose(1, 2) for w in self.w.values())
-        out: Tensor = self.inner(query, key, value)
-        return out.transpose(1, 2).flatten(2)
-
-
-@pytest.mark.promise("A24")
-@pytest.mark.parametrize("attention", ["keep", "kernels"])
-def test_attention_that_is_met_apart_from_its_projections_is_named_once(attention: Any) -> None:
-    agent, _ = watch(tiny_gpt(WithProjections(), WithProjections()), 3, attention=attention)
-    assert "not monitored" not in agent.report()
-    *_, watched = agent.report().splitlines()
-    assert watched == "watched 2 of 2 attention layers"
 
 
 @pytest.mark.promise("A24")

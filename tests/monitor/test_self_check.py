@@ -20,18 +20,12 @@ from foreshock.monitor import Agent
 from foreshock.monitor.attention import self_check
 from foreshock.monitor.attention.self_check import Kind, difference, why_not_proven
 
-pytestmark = [  # of torch.compile's own doing
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
-
 
 @pytest.fixture(autouse=True)
 def _nothing_is_proven_before_and_nothing_after() -> Iterator[None]:
     self_check._compared.clear()
     yield
     self_check._compared.clear()
-    torch._dynamo.reset()
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

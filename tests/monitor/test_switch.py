@@ -19,15 +19,9 @@ from foreshock.contract import wire
 from foreshock.contract.modes import DEFAULT_MITIGATION, Mode, parse_mode
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import Agent, AgentConfig, attach
-from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.console import ConsoleReporter
 from foreshock.monitor.switching import AT_ONCE, MAX_ANSWERED, MAX_WAITING, Switchboard, Switching
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
 
 QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -209,15 +203,6 @@ def test_a_command_that_must_not_act_is_answered_and_changes_nothing(
     assert answer.outcome == outcome
     assert reason in answer.reason
     assert modes.tolist() == [0, 0, 0, 0]
-
-
-def test_a_command_for_every_head_reaches_every_head_and_compares_before_it_sets() -> None:
-    switchboard, modes = board()
-    switchboard.obey(command(heads=None, expires_step=6, expect="plain"), step=5, unix_seconds=0)
-    assert modes.tolist() == [1, 1, 1, 1]
-    late = switchboard.obey(command(id="c2", heads=None, mode="plain", expect="plain"), step=6, unix_seconds=0)
-    assert late is not None
-    assert late.outcome == "refused"
 
 
 def test_a_command_naming_heads_of_other_ranks_is_applied_to_those_that_are_here() -> None:
@@ -463,12 +448,10 @@ def test_an_order_for_every_head_leaves_out_those_that_it_would_not_change_and_s
 @pytest.mark.full
 def test_so_it_is_in_compiled_code_of_a_process_that_has_imported_transformers() -> None:
     importlib.import_module("transformers.modeling_utils")  # whose models alone can leave their masks out
-    torch._dynamo.reset()  # earlier tests use up the limit of compilations of one code, past which PyTorch runs eagerly
     with after_a_step(half_masked(), compiled=True, attention="keep") as agent:
         with pytest.raises(ValueError, match=r"layer 0 head 0: .*it passes a mask in compiled code; a switch"):
             agent.set_mode([(0, 0)], "row_corrected", "a test")
         agent.set_mode([(1, 0)], "row_corrected", "a test")
-    torch._dynamo.reset()
 
 
 def test_a_layer_that_passes_a_mask_in_some_calls_alone_is_switched_and_what_does_not_train_does_not_count() -> None:
@@ -485,13 +468,6 @@ def test_a_layer_that_passes_a_mask_in_some_calls_alone_is_switched_and_what_doe
         for first.masks in (False, True):
             train(agent, model, 1)
         agent.set_mode([(0, 1)], "row_corrected", "some calls can be served")
-
-
-def test_a_layer_whose_calls_our_kernels_compute_otherwise_cannot_be_switched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_layer, "why_not_proven", lambda *kind: "the output of our kernels is off by 3")
-    refused = pytest.raises(ValueError, match=r"our kernels is off by 3; a switch would change nothing")
-    with after_a_step(tiny_gpt(CausalSelfAttention(16, 2))) as agent, refused:
-        agent.set_mode([(0, 0)], "row_corrected", "a test")
 
 
 def test_a_policy_switches_the_heads_that_can_have_its_mitigation_and_says_why_not_the_others() -> None:

@@ -1,6 +1,6 @@
 """A switch of a kept layer is one path in every way to run a step: applied between steps, by what ran, and undone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,6 @@ from torch import Tensor, nn
 from foreshock.contract import wire
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
-
-pytestmark = [  # of torch.compile's own doing
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
 
 KEEP: dict[str, Any] = {**EVERY_STEP, "attention": "keep", "probe_rows": 5}
 SWITCH, UNDO, STEPS = 2, 4, 6
@@ -53,12 +47,6 @@ def accumulated(model: nn.Module, step: int) -> Tensor:
         torch.autograd.backward(loss)
     optimizer.step()
     return loss.detach()
-
-
-@pytest.fixture(autouse=True)
-def _compiled_code_is_forgotten() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def order(agent: Agent, **changes: Any) -> wire.Switched | None:
@@ -129,9 +117,9 @@ COMPILERS: dict[str, Callable[[nn.Module], Any]] = {
         ("Llama", "eager"),
         ("Llama", "compiled whole"),
         ("GPT2", "compiled whole"),
-        pytest.param("Llama with a cache", "compiled whole", marks=pytest.mark.full),
-        pytest.param("GPT2", "eager", marks=pytest.mark.full),
-        pytest.param("Llama", "compiled by inductor", marks=pytest.mark.full),
+        ("Llama with a cache", "compiled whole"),
+        ("GPT2", "eager"),
+        ("Llama", "compiled by inductor"),
     ],
 )
 def test_a_model_of_transformers_is_switched_and_switched_back_however_it_is_compiled(family: str, way: str) -> None:

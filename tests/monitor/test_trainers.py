@@ -48,6 +48,7 @@ def test_each_step_of_the_optimizer_is_one_with_its_loss_and_rate_and_all_its_mi
         )  # each on its own step
     assert [ended.status for ended in training.listener.of(wire.Finished)] == ["completed"]
     assert training.agent.faults == {}
+    assert "not monitored" not in training.agent.report()
     assert torch.nn.utils.clip_grad_norm_ is clip
 
 
@@ -343,7 +344,6 @@ def test_a_stage_of_a_pipeline_keeps_torchtitans_layer_numbers(tmp_path: Path) -
         watch(SimpleNamespace())
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # PyTorch's own
 @pytest.mark.execution("plain attention", "torch.compile")
 def test_blocks_that_torchtitan_compiled_before_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Compiled(titan_shape.Trainer):
@@ -355,5 +355,4 @@ def test_blocks_that_torchtitan_compiled_before_are_watched(tmp_path: Path, monk
     monkeypatch.setattr(titan_shape, "Trainer", Compiled)
     training = Training(tmp_path, 2)
     with_torchtitan(training)
-    torch._dynamo.reset()
     assert training.rows == [{4 * 64}] * 2

@@ -1,7 +1,7 @@
 """Models of transformers compute what they compute without us: padded, packed, compiled, with any implementation."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,20 +20,7 @@ from foreshock.contract import wire
 from foreshock.contract.slots import COUNT_SLOTS, Slot, slot_values
 from foreshock.monitor import attach
 
-pytestmark = [  # of torch.compile's own doing
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
-
 QUIET: dict[str, Any] = {"quiet": True, "url": None, "strict": True}
-
-
-@pytest.fixture(autouse=True)
-def _the_compiler_starts_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 FIRST_HALF = (torch.arange(12) < 6).long()[None]
@@ -291,8 +278,8 @@ def test_a_model_that_is_compiled_whole_and_counts_its_own_positions_is_served_b
     ("args", "named"),
     [
         pytest.param((), {"input_ids": X}, id="by name"),
-        pytest.param((), {"input_ids": X, "position_ids": PACKED}, id="packed, by name", marks=pytest.mark.full),
-        pytest.param((X, None, PACKED), {}, id="packed, by place", marks=pytest.mark.full),
+        pytest.param((), {"input_ids": X, "position_ids": PACKED}, id="packed, by name"),
+        pytest.param((X, None, PACKED), {}, id="packed, by place"),
     ],
 )
 def test_a_model_compiled_whole_for_lengths_that_change_has_the_graphs_and_positions_it_has_without_us(

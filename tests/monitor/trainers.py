@@ -46,7 +46,7 @@ class Training:
         steps: int,
         *,
         begun: Callable[[Agent], object] = lambda agent: None,
-        during: Callable[[Agent], object] = lambda agent: None,
+        during: Callable[[Agent], None] = lambda agent: None,
         resume: bool = False,
         accumulate: int = 1,
         every: int = 4,
