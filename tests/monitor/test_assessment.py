@@ -25,6 +25,7 @@ def with_frozen_bias() -> nn.Module:
 
 
 GROUPED = DECODER | {"num_key_value_heads": 1}
+PYTHIA = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 WHISPER: dict[str, Any] = {
     "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
     "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
@@ -34,7 +35,7 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], tuple[str, bool, bool]]] = {
     "frozen bias": (with_frozen_bias, ("frozen", False, False)),
     "grouped heads without biases": (lambda: tiny_gpt(GroupedQueryAttention(16, 2, 1)), ("none", False, False)),
     "GPT-2": (TRANSFORMERS["GPT-2"], ("trained", False, False)),
-    "Pythia": (lambda: tiny("GPTNeoX", "Model", **DECODER), ("trained", True, False)),
+    "Pythia": (lambda: tiny("GPTNeoX", "Model", **PYTHIA), ("trained", True, False)),
     "Qwen2": (lambda: tiny("Qwen2", **GROUPED), ("trained", True, False)),
     "Llama": (TRANSFORMERS["Llama"], ("none", True, False)),
     "Qwen3": (lambda: tiny("Qwen3", **GROUPED), ("none", True, True)),

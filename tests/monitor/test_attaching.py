@@ -251,7 +251,8 @@ LOUD = EVERY_STEP | {"quiet": False}
 
 def test_a_training_that_goes_on_with_another_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     watched, other = tiny_gpt(), tiny_gpt()
-    with attach(watched, **EVERY_STEP) as agent, caplog.at_level(logging.WARNING, "foreshock"):
+    settings = EVERY_STEP | {"sample_every_steps": 2}
+    with attach(watched, **settings) as agent, caplog.at_level(logging.WARNING, "foreshock"):
         train(agent, watched, 4)
         train(agent, other, 5)
         assert not [r for r in caplog.records if "no attention was recorded" in r.message]  # it may be a pause

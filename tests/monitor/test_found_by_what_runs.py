@@ -100,8 +100,14 @@ def test_attention_under_names_that_say_nothing_is_watched(attention: Any) -> No
 
 
 @pytest.mark.promise("A24")
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize(
+    ("holder", "compiled"),
+    [
+        *((holder, False) for holder in HOLDERS),
+        ("namespace", True),
+        *(pytest.param(holder, True, marks=pytest.mark.full) for holder in HOLDERS if holder != "namespace"),
+    ],
+)
 def test_pytorchs_function_in_an_object_from_before_attach_is_watched(holder: str, compiled: bool) -> None:
     model = tiny_gpt(Reached(held_by(holder)))
     with listening(model, attention="keep", probe_rows=999) as (agent, listener):
