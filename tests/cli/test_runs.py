@@ -34,9 +34,9 @@ def test_runs_lists_the_runs_and_shows_one(service: LiveService) -> None:
     ("words", "sentence"),
     [
         (["nope", "--mode", "exact_delta"], "There is no run 'nope'"),
-        (["run-1", "--mode", "fast"], "mode 'fast' does not exist; allowed are plain, exact_delta"),
-        (["run-1", "--mode", "plain", "--layer", "9"], "run run-1 has no layer 9; it has 0, 1"),
-        (["run-1", "--mode", "plain", "--layer", "0", "--head", "7"], "layer 0 has no head 7; it has 0 to 2"),
+        (["run-1", "--mode", "fast"], "Mode 'fast' does not exist; allowed are plain, exact_delta"),
+        (["run-1", "--mode", "plain", "--layer", "9"], "run run-1 has no layer 9; `foreshock runs run-1` lists them"),
+        (["run-1", "--mode", "plain", "--layer", "0", "--head", "7"], "Run run-1 has no layer 0 head 7"),
         (["run-1", "--mode", "plain", "--head", "1"], "--head was given without --layer"),
         (["run-1"], "give --mode"),
         (["run-1", "--mode", "plain", "--undo", "last"], "--undo or --cancel without a mode"),

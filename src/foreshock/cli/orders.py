@@ -1,6 +1,6 @@
 """`foreshock switch`, `approve` and `reject`: orders to a running training, and what became of them."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Final
 
 import typer
@@ -9,7 +9,8 @@ from foreshock.cli.errors import CommandError
 from foreshock.cli.options import asks_service
 from foreshock.cli.output import print_json, say
 from foreshock.client import SETTLED, Service
-from foreshock.contract.modes import MODE_NAMES, parse_mode
+from foreshock.contract.incident import heads_in_words
+from foreshock.contract.modes import MODE_NAMES
 from foreshock.contract.orders import OPEN
 from foreshock.contract.wire import HeadRef
 
@@ -92,12 +93,8 @@ def _changes(
     """The orders that a switch to `mode` takes: a mode and its heads, for each mode that comes of it.
 
     Without `layer` every head of the run is meant, and keeps its own mode beside the ordered one. With `layer` and no
-    `heads`, every head of that layer gets this mode alone. Raises CommandError for an unknown mode, layer or head.
+    `heads`, every head of that layer gets this mode alone. Raises CommandError for an unknown layer.
     """
-    try:
-        parse_mode(mode)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
     if layer is None:
         if heads:
             raise CommandError("--head was given without --layer; a head is named by both")
@@ -105,19 +102,10 @@ def _changes(
         if unchanged := planned["unchanged"]:
             typer.echo(f"{len(unchanged)} heads already have {mode} among their modes, and keep them.", err=True)
         return [(each["mode"], each["heads"]) for each in planned["changes"]]
-    layers = {entry["layer"]: entry["heads"] for entry in client.run(run)["layers"]}
-    if layer not in layers:
-        raise CommandError(f"run {run} has no layer {layer}; it has {_ranges(layers)}")
-    if unknown := sorted(set(heads or []) - set(layers[layer])):
-        raise CommandError(f"layer {layer} has no head {unknown[0]}; it has {_ranges(layers[layer])}")
-    return [(mode, [(layer, head) for head in heads or layers[layer]])]
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    ordered = sorted(numbers)
-    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
-        return f"{ordered[0]} to {ordered[-1]}"
-    return ", ".join(map(str, ordered)) or "none"
+    known = [head for entry in client.run(run)["layers"] if entry["layer"] == layer for head in entry["heads"]]
+    if not known:
+        raise CommandError(f"run {run} has no layer {layer}; `foreshock runs {run}` lists them")
+    return [(mode, [(layer, head) for head in heads or known])]
 
 
 def _stands(command: dict[str, Any]) -> bool:
@@ -141,20 +129,13 @@ def _waiting(client: Service, run: str, command: str | None) -> str:
         return next(iter(waiting))
     if command in waiting:
         return str(command)
-    known = "; ".join(f"--command {name} ({what(one['heads'])} to {one['mode']})" for name, one in waiting.items())
+    words = {name: f"{heads_in_words(one['heads'])} to {one['mode']}" for name, one in waiting.items()}
+    known = "; ".join(f"--command {name} ({what})" for name, what in words.items())
     if command is not None:
         raise CommandError(f"no proposal {command} waits in run {run}" + (f"; give {known}" if known else ""))
     raise CommandError(
         f"several proposals wait in run {run}: give {known}" if known else f"no proposal waits in run {run}"
     )
-
-
-def what(heads: list[HeadRef] | None) -> str:
-    """The heads of an order, at most two by name."""
-    if heads is None:
-        return "every head"
-    named = ", ".join(f"layer {layer} head {head}" for layer, head in heads[:2])
-    return named + (f" and {len(heads) - 2} more" if len(heads) > 2 else "")
 
 
 def finish(

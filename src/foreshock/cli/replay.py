@@ -11,7 +11,7 @@ import typer
 from foreshock.cli.options import AsJson, Token, TokenFile
 from foreshock.client import given_token
 from foreshock.contract import wire
-from foreshock.contract.incident import page_of
+from foreshock.contract.incident import heads_in_words, page_of
 
 
 def replay(
@@ -56,8 +56,7 @@ def replay(
             elif isinstance(event, wire.Verdict) and event.state != "updated":
                 console.print(f"[bold]step {event.step:>6}[/bold]  {event.state}: {event.sentence}", highlight=False)
             elif isinstance(event, wire.Switched):
-                heads = ", ".join(f"layer {layer} head {head}" for layer, head in event.heads)
-                text = f"{heads}: {event.outcome}, {', '.join(sorted(set(event.after)))}"
+                text = f"{heads_in_words(event.heads)}: {event.outcome}, {', '.join(sorted(set(event.after)))}"
                 console.print(f"[bold]step {event.step:>6}[/bold]  {text}", highlight=False)
 
         name = player.replay(
