@@ -23,7 +23,7 @@ from foreshock.contract.slots import Slot, Words, slot_values
 from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor.assessment import assess
 from foreshock.monitor.attention.probe import Sampling, new_ticks, probe, start_sampling, stop_sampling
-from foreshock.monitor.attention.trial import wrong_attention
+from foreshock.monitor.attention.self_check import wrong_attention
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 OWN: Any = torch.ops.aten.scaled_dot_product_attention
@@ -386,15 +386,15 @@ OF_LIBRARIES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Callable[..., Te
     "rows of another head": (lambda q, k, v, own: own(q, k, v).roll(1, 1), "its output is wrong at length 7"),
     "keys' gradient at small lengths": (
         lambda q, k, v, own: own(q, broken(k, 1.2 if k.shape[2] < 16 else 1.0), v),
-        "its gradient of keys is wrong at length 7",
+        "its gradient of the keys is wrong at length 7",
     ),
     "queries' gradient, forward right": (
         lambda q, k, v, own: own(broken(q, 0.0), k, v),
-        "its gradient of queries is wrong at length 129",
+        "its gradient of the queries is wrong at length 129",
     ),
     "a log-sum-exp of one key that is off in the backward": (
         lambda q, k, v, own: own(q, k, broken(v, math.e if v.shape[2] == 1 else 1.0)),
-        "its gradient of values is wrong at length 1,",
+        "its gradient of the values is wrong at length 1,",
     ),
 }
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words
-from foreshock.monitor.attention.trial import wrong_attention
+from foreshock.monitor.attention.self_check import wrong_attention
 from foreshock.monitor.config import make_config
 from foreshock.monitor.detect.levels import wrong_rows
 from foreshock.monitor.model.discovery import Found, find_attention

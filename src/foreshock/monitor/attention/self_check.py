@@ -1,4 +1,5 @@
-"""Proves that our kernels compute what PyTorch's attention computes, before they compute the first call of a kind.
+"""Proves that our kernels compute what PyTorch's attention computes, before they compute the first call of a kind; and
+that PyTorch's attention is right on random inputs of a model's shapes, before a run.
 
 Operands of the call's kind are drawn: its type, numerics, head dim, grouped heads, causality, window, softcap, scale
 and packing. Output and gradients of our kernels and of PyTorch's attention are compared with float64: our error may be
@@ -8,10 +9,12 @@ a small multiple of PyTorch's. The training's own operands, gradients and random
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, NamedTuple, cast
 
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -192,3 +195,32 @@ def _norm(x: Tensor) -> Tensor:
 
 def _largest(share: Tensor) -> str:
     return f"{float(share.nan_to_num().max()):.2g}"
+
+
+LENGTHS: Final = (1, 7, 129)
+"""One key, fewer than any tile holds, and one more than some tiles hold."""
+_OFF: Final = 16.0
+"""Units of rounding that a row may be off, in parts of the longest row of its head and at least of 1."""
+
+
+def wrong_attention(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> list[str]:
+    """What of PyTorch's causal attention with these shapes is farther from float64 than rounding explains, in words."""
+    found = []
+    unit = max(torch.finfo(dtype).eps / 2, 2.0**-11)  # operands of float32 may be multiplied in TF32
+    for length in LENGTHS:
+        generator = torch.Generator().manual_seed(length)
+        shapes = [(2, count, length, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
+        operands = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+        options: dict[str, Any] = {"is_causal": True, "enable_gqa": heads != kv_heads}
+        with sdpa_kernel(SDPBackend.MATH):
+            truth = _both_ways(partial(SDPA, **options), *(x.double() for x in operands))
+        given = _both_ways(partial(F.scaled_dot_product_attention, **options), *operands)
+        for name, true, own in zip(_NAMES, truth, given, strict=True):
+            bound = _OFF * unit * true.norm(dim=-1).amax(-1, keepdim=True).clamp(min=1.0)
+            error = (own.double() - true).norm(dim=-1) / bound
+            if not bool((error <= 1).all()):  # NaN too
+                worst = float(error.nan_to_num(nan=math.inf).max())
+                found.append(
+                    f"its {name} is wrong at length {length}, up to {worst:.3g} times as far as rounding explains"
+                )
+    return found
