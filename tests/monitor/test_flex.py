@@ -17,13 +17,12 @@ from tests.monitor.watching import listening, train
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
-from foreshock.monitor.attention import interception
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
@@ -328,45 +327,3 @@ def test_pytorchs_function_looks_as_ever_while_it_is_watched_and_is_itself_after
         torch.testing.assert_close(flex_attention(ones, ones, ones), ones)
     assert flex_attention.__code__ is code
     assert not [name for name in vars(flex) if "foreshock" in name]
-
-
-class AsksForTheLargest(CausalSelfAttention):
-    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, aux = flex_attention(query, key, value, return_aux=AuxRequest(max_scores=True))
-        assert aux.max_scores is not None
-        return out
-
-
-def with_largest(query: Tensor, key: Tensor, value: Tensor, *options: Any, return_aux: AuxRequest) -> Any:
-    """PyTorch gives them on GPUs alone; one row that sees nothing, and a largest score that no other row has."""
-    assert return_aux.max_scores
-    scores = query @ key.mT / query.shape[3] ** 0.5
-    largest = scores.amax(-1).detach()
-    largest[0, 0, 0], largest[0, 1, 0] = -float("inf"), -77.0
-    return scores.softmax(-1) @ value, AuxOutput(lse=None, max_scores=largest)
-
-
-def test_the_largest_score_is_that_of_every_row_of_a_call_that_asks_for_it_and_is_trained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch.manual_seed(0)
-    model, largest, above = tiny_gpt(AsksForTheLargest(16, 2), seed=1), [], 1000.0
-
-    def noted(*operands: Any, **options: Any) -> Any:
-        out, aux = with_largest(*operands, **options)
-        largest.append(aux.max_scores + above)
-        return out, aux._replace(max_scores=largest[-1])
-
-    with listening(model, attention="keep", probe_rows=1) as (agent, listener):
-        monkeypatch.setattr(interception._Rebound, "own", staticmethod(noted))
-        for step in range(3):
-            above = 1000.0
-            model(torch.zeros(1, 12, dtype=torch.int64))  # a forward without a backward tells nothing
-            above = 0.0
-            train(agent, model, [step])
-    for sample, rows in zip(listener.of(wire.Sample), largest[1::2], strict=True):
-        words, finite = sample.words(), rows.nan_to_num(neginf=0.0)
-        assert words is not None
-        np.testing.assert_allclose(slot_values(words, Slot.SCORE_MAX), rows.amax((0, 2)), rtol=1e-6)
-        np.testing.assert_allclose(slot_values(words, Slot.ROW_MAX_ABS), finite.abs().amax((0, 2)), rtol=1e-6)
-        assert slot_values(words, Slot.ROWS).tolist() == [1, 1]

@@ -34,7 +34,6 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foreshock.monitor import attach
-from foreshock.monitor.assessment import key_bias_of
 from foreshock.monitor.model.discovery import Found, find_attention
 from foreshock.monitor.model.layers import (
     base_of,
@@ -44,6 +43,7 @@ from foreshock.monitor.model.layers import (
     tensor_parallel_dims,
     why_unmeasured,
 )
+from foreshock.monitor.model.openness import key_bias_of
 from foreshock.monitor.sampler import ModelNorms
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.monitor import attach
-from foreshock.monitor.attention import coverage as module_of_lookouts
+from foreshock.monitor.attention import finder as module_of_lookouts
 
 WIDTH, HEADS = 16, 2
 QUIET = EVERY_STEP | {"attention": "keep"}

@@ -30,8 +30,8 @@ from foreshock.contract.metrics.catalog import read
 from foreshock.contract.slots import COUNT_SLOTS, SUM_SLOTS, Floats, Slot, Words, fitted, merge_words, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.monitor import AgentConfig, attach
+from foreshock.monitor.attached_model import GRADIENTS_EVERY
 from foreshock.monitor.attention import probe
-from foreshock.monitor.attention.backend_selector import GRADIENTS_EVERY
 from foreshock.monitor.attention.probe import Sampling, new_ticks, probe_rows, start_sampling, stop_sampling
 from foreshock.monitor.attention.probed_rows import HELD_BYTES, chosen_rows, drawn, sizes
 
@@ -289,7 +289,7 @@ def test_at_the_defaults_a_probe_takes_a_twentieth_of_the_products_of_a_step_at_
         model.zero_grad()
         other_flops, other_written = step(model, ids)
     with attach(model, run="cost", attention="keep", quiet=True, strict=True) as agent:
-        agent._attached.selector.sampling.gradients = False
+        agent._attached.sampling.gradients = False
         flops, written = step(model, ids)
     assert (other_flops, other_written - plain_written) == (plain_flops, 1)  # of its one layer
     mean_flops = flops - plain_flops + (compared_flops - flops) / GRADIENTS_EVERY

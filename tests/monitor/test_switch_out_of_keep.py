@@ -155,7 +155,7 @@ def replayed(model: nn.Module, agent: Agent) -> None:
     """Stands in for the replay of a captured step: no Python of the model runs, and nothing in it can change."""
     layers = [vars(module)[LAYER_ATTRIBUTE] for module in model.modules() if LAYER_ATTRIBUTE in vars(module)]
     assert layers
-    agent._attached.selector.sampling.captured = True
+    agent._attached.sampling.captured = True
     agent.step(1.0)
 
 

@@ -183,7 +183,7 @@ def reported_norms(model: nn.Module, agent: Any) -> Iterator[tuple[str, nn.Modul
     for _ in range(40):  # the iterations start from the last result
         measured = agent._sampler.norms.measure()
     start = 0
-    for layer, watched in zip(attached.layers, attached.selector.layers, strict=True):
+    for layer, watched in zip(attached.layers, attached.watched, strict=True):
         heads, module = len(layer.heads), watched.home()
         if (projection := watched.layout.current()) is not None:
             norms = {name: values[start : start + heads] for name, values in measured.items()}

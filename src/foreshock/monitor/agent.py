@@ -24,10 +24,10 @@ from foreshock.contract.incident import page_of
 from foreshock.contract.metrics.metric import GUARDED
 from foreshock.contract.wire import first_error
 from foreshock.monitor.attached_model import AttachedModel
-from foreshock.monitor.attention.coverage import CoverageReport, pause_steps
 from foreshock.monitor.checkpoints import KnownCheckpoints, Rounds, SaveRequests, store_of_processes
 from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.console import ConsoleReporter
+from foreshock.monitor.coverage import CoverageReport
 from foreshock.monitor.crisis import Crisis
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.levels import KERNEL, LEVEL
@@ -150,14 +150,13 @@ class Agent:
         self._undo: Callable[[], None] | None = attached.leave
         self._heads = wire.head_refs(attached.layers)
         self._switchboard = Switchboard(self._heads, attached.modes, self._new_id)
-        self._switchboard.on_change = attached.selector.follow
-        self._switchboard.why_refused = attached.selector.refusal
-        self._switchboard.runs_on_kernels = attached.selector.runs_on_kernels
-        attached.selector.faults = self.faults
+        self._switchboard.on_change = attached.follow
+        self._switchboard.why_refused = attached.refusal
+        self._switchboard.runs_on_kernels = attached.runs_on_kernels
+        attached.faults = self.faults
         head_dims = {layer.layer: layer.head_dim for layer in attached.layers}
         self.detectors = Detectors(self._heads, config.detectors, head_dims)
-        watched = attached.layers, attached.selector, attached.unwatched
-        self._coverage = CoverageReport(*watched, pause_steps(config), attached.layouts, shows=config.shows)
+        self._coverage = CoverageReport(attached, config)
         self._console = ConsoleReporter(config, attached.layers)
         me = weakref.proxy(self)  # in no circle: an agent that is dropped leaves there, and not in the midst of a step
         emit = lambda event: me._outbox.emit(event)  # noqa: E731
@@ -177,7 +176,7 @@ class Agent:
         """Watch what the first step showed to be attention."""
         self._known = True
         attached = self._attached
-        corrected = None if self._undo is None or attached.unfit else attached.corrected(attached)
+        corrected = None if self._undo is None or attached.unfit else attached.corrected()
         if corrected is not None:
             self._watch_instead(corrected)
         if self._saved is not None and self._attached.layers:
@@ -207,7 +206,7 @@ class Agent:
             why = "the first step showed that none of its calls can be met"
             logger.warning("foreshock: the switch of heads of %s is refused: %s", ", ".join(lost), why)
         self._watch(attached)
-        self._fresh = any(layer.late for layer in attached.selector.layers)
+        self._fresh = any(layer.late for layer in attached.watched)
         self.begin_at(step)
         self._switchboard.load_state_dict(board | {"modes": modes})
         self._clipping.take_over(clipping)
@@ -274,7 +273,7 @@ class Agent:
         health = lambda: (schedule.step, dict(faults))  # noqa: E731
         self._guards["sender"].run(self._outbox.start, self.config, self.run, self.boot, health)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
-        self._outbox.begin(self._attached.started(self.config, step=self._schedule.before, qk_clip=clip))
+        self._outbox.begin(self._attached.started(step=self._schedule.before, qk_clip=clip))
 
     def _boundary(self, loss: object, grad_norm: object, learning_rate: float | None) -> None:
         fresh, self._fresh = self._fresh, False
@@ -288,10 +287,10 @@ class Agent:
             self._coverage.add_unwatched(found)
         # before the sample, whose modes are those that ran
         self._guards["answers"].run(self._switching.settle, self._schedule.before, self.current_step)
-        self._attached.selector.step_done(self.current_step)
+        self._attached.step_done(self.current_step)
         self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due and not fresh))
         if not fresh:
-            self._attached.selector.plan(self.current_step, self._schedule.next_step, self._schedule.watch_until)
+            self._attached.plan(self.current_step, self._schedule.next_step, self._schedule.watch_until)
 
     def _look_for_a_crisis(self, loss: object, grad_norm: object) -> None:
         if (found := self._crisis.look(self.current_step, loss, grad_norm)) is not None:

@@ -1,12 +1,9 @@
 """`assess`: which of the two failures a model is open to, what is watched of it, and what to change first."""
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from types import FunctionType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +15,8 @@ from foreshock.monitor.attention.self_check import wrong_attention
 from foreshock.monitor.config import make_config
 from foreshock.monitor.detect.levels import wrong_rows
 from foreshock.monitor.model.discovery import Found, find_attention
-from foreshock.monitor.model.layers import KEY_PROJECTIONS, base_of, device_of, normalises_heads, stored
-
-KeyBias = Literal["trained", "frozen", "none", "unknown"]
+from foreshock.monitor.model.layers import device_of
+from foreshock.monitor.model.openness import KeyBias, openness, rounding
 
 _COSTS: Final = {
     "cuda": 'attention="keep" (default) leaves it as it is, at 0.4 % of a step (GPT-2 small) or 1.0 % (Llama 1B); '
@@ -37,10 +33,6 @@ _BACKENDS: Final = {
     "EFFICIENT_ATTENTION": "efficient",
     "MATH": "math",
 }
-_OF_LATENT: Final = ("kv_b_proj", "wkv_b")
-"""What makes the keys of latent attention, but for their rotary part, of the latent that all heads share. What biases
-the latent itself is none of the keys': the latent is normalised before."""
-_ROTARY: Final = re.compile(r"rotary|(?<![a-z])rope(?![a-z])|freqs_cis|rotate_half", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,49 +94,6 @@ def assess(
         ]
     lines += _of_optimizer(optimizer) if optimizer is not None else []
     return Assessment(len(watched), len(found), bias, rotary, normalised, tuple(lines))
-
-
-def key_bias_of(watched: Iterable[Found]) -> KeyBias:
-    """Whether the keys of any layer have a bias: one that is trained goes before one that is frozen, before none."""
-    holders = [_of_keys(found) for found in watched]
-    kinds: list[KeyBias] = ["unknown" if holder is None else _bias(holder) for holder in holders]
-    ranked: tuple[KeyBias, ...] = ("trained", "unknown", "frozen", "none")
-    return next((kind for kind in ranked if kind in kinds), "unknown")
-
-
-def _of_keys(found: Found) -> nn.Module | None:
-    """The projection that makes the keys; None where names do not show it."""
-    if found.projection is not None:
-        return found.projection.key.holder
-    owner = found.owner or found.module
-    children = (getattr(owner, name, None) for name in (*KEY_PROJECTIONS, *_OF_LATENT))
-    return next((child for child in children if isinstance(child, nn.Module)), None)
-
-
-def _bias(projection: nn.Module) -> KeyBias:
-    name = "in_proj_bias" if isinstance(projection, nn.MultiheadAttention) else "bias"
-    holder = base_of(projection)
-    bias = stored(holder, name)
-    if bias is None:
-        return "none" if getattr(holder, name, None) is None else "unknown"
-    if not isinstance(bias, Tensor) or bias.requires_grad:
-        return "trained"
-    return "frozen"
-
-
-def has_rotary(model: nn.Module, watched: Iterable[Found]) -> bool:
-    """Whether a name in the model, or one that the code of its attention looks up, says that positions rotate queries
-    and keys. A hint: names of functions are all that a model shows of them before it runs."""
-    named = ((name.rpartition(".")[2], type(m).__name__, *m._buffers.keys()) for name, m in model.named_modules())
-    kinds: set[Any] = {type(each.module) for each in watched}
-    looked_up = (kind.forward.__code__.co_names for kind in kinds if isinstance(kind.forward, FunctionType))
-    return any(any(map(_ROTARY.search, names)) for names in chain(named, looked_up))
-
-
-def openness(model: nn.Module, watched: Sequence[Found]) -> tuple[KeyBias, bool, bool]:
-    """Kind of the keys' bias, whether positions rotate, whether every watched layer normalises queries and keys."""
-    normalised = bool(watched) and all(normalises_heads(_owner(each)) for each in watched)
-    return key_bias_of(watched), has_rotary(model, watched), normalised
 
 
 def pytorchs_choice(device: str, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> str:
@@ -280,10 +229,6 @@ def _seen_type(batch: _Batch, likely: torch.dtype | None) -> torch.dtype:
     return likely or (torch.float32 if batch.types else torch.bfloat16)
 
 
-def _owner(found: Found) -> nn.Module:
-    return found.module if found.projection is None else found.projection.owner
-
-
 def _watching(found: Sequence[Found], watched: Sequence[Found]) -> str:
     if not found:
         return (
@@ -308,38 +253,6 @@ def _types(model: nn.Module, batch: _Batch) -> str:
     if names == ["float32"]:
         return held + "Rounding matters where attention runs in 16 bits: under autocast or FSDP's mixed precision."
     return held + "Attention runs in 16 bits where its inputs do, and there its output is rounded."
-
-
-def rounding(bias: KeyBias, rotary: bool, normalised: bool, *, rounds: bool = True) -> list[str]:
-    """Whether the model is open to the drift by rounding, and on what evidence; then the first remedy. `rounds`: its
-    attention is computed in 16 bits, or may be."""
-    if not rounds:
-        return ["Drift by rounding: not in this run. Its attention is computed in float32; the drift needs 16 bits."]
-    if bias == "trained" and not rotary and not normalised:
-        return [
-            "Drift by rounding: open to it. The keys have a bias, without rotary positions and qk-norm; 15 of 22 "
-            "unseen runs of small models of this kind reached scores past 512.",
-            "  First remedy: drop the bias of the keys or freeze it at zero. In this model it changes no output.",
-        ]
-    if bias == "trained":
-        beside, seen = (
-            ("qk-norm", "it held the one run that was tried at 20 nats instead of 120")
-            if normalised
-            else ("rotary positions", "none of five runs drifted far")
-        )
-        return [
-            f"Drift by rounding: perhaps. The keys have a bias, besides {beside}: {seen}.",
-            "  First remedy: watch it; a switch of mode is there if a head is warned about.",
-        ]
-    if bias == "unknown":
-        return ["Drift by rounding: not known, because the projection of the keys was not found."]
-    others = " and ".join(what for what, has in (("rotary positions", rotary), ("qk-norm", normalised)) if has)
-    differs = f" This model has {others}, which that one did not." if others else ""
-    return [
-        "Drift by rounding: perhaps. GPT-2 small without biases failed so, in the paper and here, at a rate of 1e-3."
-        f"{differs}",
-        "  First remedy: watch it; a switch of mode is there if a head is warned about.",
-    ]
 
 
 def _growth(*, normalised: bool) -> list[str]:

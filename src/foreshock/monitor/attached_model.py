@@ -1,54 +1,388 @@
-"""A model that an agent watches: its state on the device, its layers, and what computes and measures each."""
+"""A model that an agent watches: what was put into it, what computes each layer and why, and what is measured of it.
 
+Under "keep" a layer whose heads are all plain keeps its own attention, of which a sample is measured; under "kernels"
+none does. A layer with a switched head is computed by our kernels, which count every row; its peers stay where they
+are. torch.compile compiles the graphs that hold a layer that moves once more.
+"""
+
+import functools
 import importlib.metadata
+import itertools
+import math
+import re
+import sys
+import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Final, Self
 
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch._dynamo
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from foreshock.contract import wire
-from foreshock.monitor.attention.backend_selector import BackendSelector
-from foreshock.monitor.attention.coverage import UnwatchedAttentionFinder
+from foreshock.contract.modes import parse_mode
+from foreshock.contract.wire import first_error
+from foreshock.kernels.flash_attention import new_state
+from foreshock.monitor.attention.finder import UnwatchedAttentionFinder, lies_in
+from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
 from foreshock.monitor.attention.layout_check import LayoutCheck
+from foreshock.monitor.attention.probe import OutputSums, Sampling, new_ticks, start_sampling, stop_sampling
+from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig, versions
 from foreshock.monitor.detect.levels import KERNEL
 from foreshock.monitor.detect.non_finite import FIRST_UPDATE, place_by_outputs
 from foreshock.monitor.detect.readings import Readings, head_readings
+from foreshock.monitor.guard import default_torch_modes, logger
+from foreshock.monitor.model.discovery import Called, Found, find_attention, is_called_attention, table_of
+from foreshock.monitor.model.layers import device_of
+from foreshock.monitor.model.openness import openness, rounding
 from foreshock.monitor.sampling import collector as collecting
-from foreshock.monitor.sampling.collector import Counted, nonfinite
+from foreshock.monitor.sampling.collector import Counted, nonfinite, passes
+
+GRADIENTS_EVERY: Final = 16
+"""One measured step in so many compares rows of gradients: some 50 small operations a layer."""
+_NUMERICS: Final = {"auto": "auto (kernel for 16-bit operands, float32 for fp32, float64 for float64)"}
+_installing: Final = threading.RLock()
+"""A dropped agent leaves in a thread of its own, perhaps while another one is attached."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttachedModel:
-    """What `attach` put into the model. `state` int64 [N, SLOT_COUNT] and `modes` int32 [N] lie on its device."""
+    """The layers of `model` that `attach` watches, in the order of their rows in `state` and `modes`.
 
-    state: Tensor
-    modes: Tensor
-    layers: tuple[wire.Layer, ...]
-    layouts: tuple[LayoutCheck, ...]
-    """Where W_Q and W_K of each layer lie, once its calls showed it."""
-    kernels: str
-    """Which of our kernels compute attention here, as `Started` calls them."""
-    report: str
-    danger: Callable[[], str]
-    """Says in a line whether this run is open to the drift by rounding."""
-    selector: BackendSelector
-    """What computes each layer."""
-    finder: UnwatchedAttentionFinder
-    """Looks out for attention that is not watched."""
-    model: "weakref.ref[nn.Module]"
-    leave: Callable[[], None]
-    """Takes everything out of the model again."""
-    corrected: "Callable[[AttachedModel], AttachedModel | None]"
-    """Of this, the model watched as its first step showed, after `leave`; None: as it is."""
-    weights: tuple["weakref.ref[Tensor]", ...] = ()
-    """Some of the parameters, which change when an optimizer steps."""
-    unfit: str = ""
-    """Why nothing of the model can be watched, whatever runs."""
-    unwatched: int = 0
-    """Attention modules that were found and cannot be watched."""
+    found: attention modules, watched or not; before: the same model as it was watched until now, whose layers go on;
+    unfit: why nothing of the model can be watched, whatever runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: AgentConfig,
+        found: list[Found],
+        *,
+        before: "AttachedModel | None" = None,
+        unfit: str = "",
+    ) -> None:
+        self.model: Final = weakref.ref(model)
+        self.unfit: Final = unfit
+        self._settings, self._found = settings, found
+        watched = [f for f in found if f.problem is None]
+        self.unwatched: Final = len(found) - len(watched)
+        """Attention modules that were found and cannot be watched."""
+        device = device_of(*(f.module for f in watched[:1]), model) if not unfit else torch.device("cpu")
+        self._own = "kernel" if device.type == "cuda" and settings.numerics in ("auto", "kernel") else "reference"
+        """Which of our kernels compute attention here, as `Started` calls them."""
+        self._keeps = settings.attention != "kernels"
+        self._every_steps = settings.sample_every_steps
+        self.layers: Final = self._described(watched)
+        """As they are announced, but for what calls show."""
+        self.faults: Counter[str] = Counter()
+        """Where a contained fault of the probe is counted; the agent puts its own counter here."""
+        self._measured = self._samples = 0
+        self._waits_since: int | None = None
+        self._leave_out: Callable[[], Callable[[], None]] | None = None
+        self._masks_back: Callable[[], None] | None = None
+        self.sampling: Final = Sampling(settings.probe_rows, settings.sample_every_steps, strict=settings.strict)
+        """What is measured of the running step, and what became of it."""
+        self._key = start_sampling(self.sampling)
+        with default_torch_modes(device):
+            sizes = [f.heads for f in watched]
+            self.state: Final[Tensor] = new_state(max(sum(sizes), 1), device)[: sum(sizes)]
+            """int64 [N, SLOT_COUNT]"""
+            self.modes: Final = torch.zeros(len(self.state), dtype=torch.int32, device=device)
+            """int32 [N]"""
+            self.largest: Final = torch.full((len(self.state),), -math.inf, device=device)
+            """Of each head in a step that is computed in full: the largest score of all rows of a native attention."""
+            state, modes, largest = (torch.split(each, sizes) for each in (self.state, self.modes, self.largest))
+            ticks = new_ticks(len(watched), device)
+            former: dict[str, tuple[WatchedLayer, LayoutCheck]] = {} if before is None else before._by_name()
+            new = {f.name or "model": LayoutCheck(f.owner, f.heads, f.projection or f.unmeasured) for f in watched}
+            checks = {name: former[name][1] if name in former else check for name, check in new.items()}
+            self.layouts: Final[tuple[LayoutCheck, ...]] = tuple(checks.values())
+            """Where W_Q and W_K of each layer lie, once its calls showed it."""
+            places = zip(watched, self.layouts, state, modes, largest, ticks, strict=True)
+            self.watched: Final[tuple[WatchedLayer, ...]] = tuple(self._watch(*place) for place in places)
+            self._of_rows = [layer for layer in self.watched for _ in range(len(layer.state))]
+            if before is not None:
+                self._go_on(former, before.finder.called)
+        self._outputs = self.sampling.outputs = OutputSums([layer.state for layer in self.watched])
+        ends = [*watched[:1], *watched[1:][-1:]]
+        some = (each for f in ends for each in f.module.parameters() if not each.is_inference())
+        self.weights: Final[tuple[weakref.ref[Tensor], ...]] = tuple(map(weakref.ref, some))
+        """Some of the parameters, which change when an optimizer steps."""
+        self.report: Final = self._table()
+        self._open_to = openness(model, watched)
+        modules = list(zip((f.module for f in watched), self.layouts, strict=True))
+        known = [f.name for f in found]
+        self.finder: Final[UnwatchedAttentionFinder] = UnwatchedAttentionFinder(model, known, settings.heads, modules)
+        """Looks out for attention that is not watched."""
+        self._installed = self._install(model, modules)
+
+    def _watch(
+        self, f: Found, layout: LayoutCheck, state: Tensor, modes: Tensor, largest: Tensor, tick: Tensor
+    ) -> WatchedLayer:
+        layer = WatchedLayer(f.name or "model", state, modes, self._settings.numerics, strict=self._settings.strict)
+        # .data: a version of its own, as the layer's state; CUDA graphs must not count into a copy of it
+        layer.sample_counter, layer.largest = tick.data, largest.data
+        for buffer in (layer.sample_counter, layer.largest):
+            torch._dynamo.mark_static_address(buffer, guard=False)
+        layer.sampling, layer.backend, layer.layout = self._key, "native" if self._keeps else "kernels", layout
+        return layer
+
+    def _by_name(self) -> dict[str, tuple[WatchedLayer, LayoutCheck]]:
+        return {layer.name: (layer, check) for layer, check in zip(self.watched, self.layouts, strict=True)}
+
+    def _go_on(self, former: dict[str, tuple[WatchedLayer, LayoutCheck]], called: dict[str, Called]) -> None:
+        """Take up what the first step showed and counted."""
+        for layer in self.watched:
+            if layer.name in former:
+                layer.go_on(former[layer.name][0])
+                continue
+            layer.late = True
+            if self._settings.numerics == "auto":
+                layer.rounds = called[layer.name if layer.name in called else ""].rounds
+
+    def _install(self, model: nn.Module, watched: Sequence[tuple[nn.Module, LayoutCheck]]) -> ExitStack:
+        with _installing, ExitStack() as undo:  # each undoing is done, whatever becomes of the others
+            for one in (self._stop, self.finder.stop, leave_no_copies):
+                undo.callback(one)
+            for (module, check), layer in zip(watched, self.watched, strict=True):
+                undo.callback(watch_module(module, layer))
+                undo.callback(check.stop)
+                check.start()
+            if "transformers.modeling_utils" in sys.modules:
+                from foreshock.monitor.attention import transformers_attention
+
+                undo.callback(transformers_attention.watch_dispatch())
+                models = transformers_attention.models_inside(model)
+                inside = {id(module) for one in models for module in one.modules()}
+                for (module, _), layer in zip(watched, self.watched, strict=True):
+                    layer.may_lose_masks = id(module) in inside
+                if any(layer.may_lose_masks for layer in self.watched):
+                    self._leave_out = functools.partial(transformers_attention.watch_positions, models)
+                    self._leave_masks_out(serving=not self._keeps)
+            sdpa_rebinding.acquire()
+            undo.callback(sdpa_rebinding.release)
+            return undo.pop_all()
+
+    def leave(self) -> None:
+        """Take everything out of the model again."""
+        with _installing:
+            self._installed.close()
+
+    def _described(self, watched: Sequence[Found]) -> tuple[wire.Layer, ...]:
+        """The layers as the service gets them."""
+        settings = self._settings
+        layers: dict[int, wire.Layer] = {}
+        for index, f in enumerate(watched):
+            name, number = f.name or "model", settings.layers.get(f.name, settings.first_layer + index)
+            first_head = settings.first_head + f.first_head
+            if number in layers:
+                raise ValueError(
+                    f"{layers[number].name} and {name} both have the layer number {number}; give every attention "
+                    "module a number of its own: layers={name: number}"
+                )
+            try:
+                layers[number] = wire.Layer(
+                    layer=number,
+                    name=re.sub(r"[^\w.:/-]", "_", name, flags=re.ASCII)[
+                        -128:
+                    ],  # a key of nn.ModuleDict may be any text
+                    heads=tuple(range(first_head, first_head + f.heads)),
+                    kv_heads=f.kv_heads or f.heads,  # older services take no less than one
+                    kv_heads_known=f.kv_heads > 0,
+                    head_dim=f.head_dim,
+                    served_by="probe" if self._keeps else self._own,
+                    sampled=self._keeps,
+                )
+            except ValidationError as error:
+                raise ValueError(f"{name} cannot be watched: {first_error(error)}") from None
+        return tuple(layers.values())
+
+    def _table(self) -> str:
+        """The table of what was found; what is not watched is warned of."""
+        found, numerics = self._found, self._settings.numerics
+        if not found:
+            return ""
+        watched = any(f.problem is None for f in found)
+        for names, why in problems_of(found) if watched else ():
+            logger.warning("foreshock: the attention of %s is not watched: %s", names, why)
+        for f in found:
+            if f.also and f.problem is None:
+                same = ", ".join(f.also)
+                logger.warning("foreshock: %s is the same module as %s; their rows count into one layer", same, f.name)
+        now = "native attention, sampled" if self._keeps else self._own
+        measured = f"every {self._every_steps} steps {self.sampling.rows} rows of every head are measured"
+        how = f"the model's own attention runs unchanged; {measured}"
+        if not self._keeps:
+            how = f"foreshock's kernels compute the attention; in calls that they do not support {measured}"
+        return f"{table_of(found, now)}\nnumerics: {_NUMERICS.get(numerics, numerics)}\n{how}"
+
+    def danger(self) -> str:
+        """Says in a line whether this run is open to the drift by rounding."""
+        return rounding(*self._open_to, rounds=any(layer.rounds for layer in self.watched))[0]
+
+    def corrected(self) -> Self | None:
+        """The model watched as its first step showed, in the place of this, which leaves; None where this is right."""
+        model = self.model()
+        if model is None or self.sampling.captured or sdpa_rebinding.follow_imports():
+            return None  # calls of a library that the first step imported are met from now on
+        if (ran := self._as_it_ran(model)) is None:
+            return None
+        self.leave()
+        unfit = "; ".join(f"{names} cannot be watched: {why}" for names, why in problems_of(ran))
+        unfit = "" if any(f.problem is None for f in ran) else unfit
+        now = type(self)(model, self._settings, ran, before=self, unfit=unfit)
+        now.finder.scouted()
+        now.finder.broken_softmax = self.finder.broken_softmax
+        return now
+
+    def _as_it_ran(self, model: nn.Module) -> list[Found] | None:
+        """What computes attention, as the first step showed; None where it is what was found."""
+        found, finder = self._found, self.finder
+        sure = [f.name for f in found if f.certain]
+        called = {n: call for n, call in finder.called.items() if not any(lies_in(n, outer) for outer in sure)}
+        ran: list[Found] = []
+        watched = iter(self.watched)
+        for f in found:
+            layer = None if f.problem is not None else next(watched)
+            within = any(lies_in(name, f.name) for name in called) and f.name not in finder.direct
+            if within and not f.certain:
+                continue  # modules within it call attention, each for itself
+            if layer is None or f.certain or not layer.idle:
+                ran.append(f)
+            elif why := finder.why_unmet(f.name):
+                ran.append(replace(f, problem=f"it {why}; have it call scaled_dot_product_attention"))
+            elif not finder.has_read:
+                ran.append(f)  # no backward was read that would show it
+            elif is_called_attention(f.module):
+                ran.append(replace(f, problem=layer.why_not_counted))
+        ran += find_attention(model, {}, called)
+        if [f.problem for f in ran] == [f.problem for f in found] and len(ran) == len(found):
+            return None
+        places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+        return sorted(ran, key=lambda f: places[f.name])
+
+    # ---- step by step -----------------------------------------------------------------------------------------------
+
+    def step_done(self, step: int) -> None:
+        """Optimizer step `step` has ended. Called before its sample is read."""
+        self._outputs.end(step)
+
+    def plan(self, step: int, next_step: int, watch_until: int) -> None:
+        """After optimizer step `step`: whether the next one is measured, which will probably be `next_step`."""
+        if self.sampling.fault and not self.faults["probe"]:
+            self.faults["probe"] = 1
+        if self.sampling.due:
+            self._measured = step
+            self._samples += 1
+        # The step that a sample ends with; where numbers jump over it unforeseen, the next one after as many steps.
+        due = passes(step, next_step, self._every_steps) or next_step - self._measured >= self._every_steps
+        due = due or step < watch_until
+        self.sampling.due = due and not self.sampling.fault
+        self.sampling.gradients = self._samples % GRADIENTS_EVERY == 0
+        self._name_what_a_captured_step_hides(step)
+
+    def measured_since(self, step: int) -> bool:
+        """Whether the probe measured a step after `step`."""
+        return self._measured > step
+
+    def outputs_at(self, step: int) -> list[tuple[int, bool]]:
+        """Layers whose native attention's output was seen in `step`, and whether it broke. It waits for the device.
+
+        Empty if it is not known, as in a CUDA graph, whose replays all count for one step.
+        """
+        return [] if self.sampling.captured else self._outputs.broken_at(step)
+
+    def why_not_in_full(self, layer: WatchedLayer) -> str | None:
+        """Why the largest score of all rows of a layer's own attention cannot be had; None where it can."""
+        if self.sampling.fault:
+            return f"the probe is off ({self.sampling.fault})"
+        if self.sampling.captured:
+            return (
+                "its step was captured in a CUDA graph, so QK-Clip cannot scan all rows of native attention; use "
+                "attention='kernels'"
+            )
+        if layer.has_score_mod:
+            return "a function or ALiBi slopes change its scores, which the pass over all rows of it does not know"
+        return self.sampling.refused.get(layer.state.data_ptr())
+
+    def _name_what_a_captured_step_hides(self, step: int) -> None:
+        if not self._keeps or all(layer.sampled or layer.ran_on_kernels for layer in self.watched):
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = step
+        elif self.sampling.captured and step == self._waits_since + 1:
+            logger.warning(
+                "foreshock: a switch waits: the step was captured in a CUDA graph, which keeps the attention that it "
+                "was captured with. Capture it again, after a step that runs uncaptured; the switch takes effect then"
+            )
+
+    def follow(self, modes: npt.NDArray[np.int32]) -> None:
+        """Let each layer be computed by what `modes` [N], those that are wanted of all heads, ask for."""
+        switched = set(itertools.compress(self._of_rows, modes))
+        for layer in self.watched:
+            layer.ask("kernels" if not self._keeps or layer in switched else "native")
+        self._leave_masks_out(serving=any(layer.backend == "kernels" for layer in self.watched))
+
+    def _leave_masks_out(self, *, serving: bool) -> None:
+        """While our kernels compute a layer, compiled code passes no mask that says the same as is_causal."""
+        if serving and self._leave_out is not None and self._masks_back is None:
+            self._masks_back = self._leave_out()
+        elif not serving and self._masks_back is not None:
+            back, self._masks_back = self._masks_back, None
+            back()
+
+    def runs_on_kernels(self, row: int) -> bool:
+        """Whether our kernels compute head `row` of all, as far as what ran shows."""
+        return not self._keeps or self._of_rows[row].ran_on_kernels
+
+    def refusal(self, row: int, mode: int) -> str | None:
+        """Why head `row` of all cannot be given a mode, as its layer's calls are; None where it can."""
+        return self._refusal(self._of_rows[row], mode)
+
+    def _refusal(self, layer: WatchedLayer, mode: int) -> str | None:
+        never = self.sampling.refused.get(layer.state.data_ptr()) if mode and layer.backend == "native" else None
+        return layer.refusal(mode) if never is None else f"its own attention stays: {never}"
+
+    def what_a_switch_meets(self) -> list[str]:
+        """Lines: the run's own mitigation where a layer cannot have it, and dropout that a switch draws anew."""
+        mode = parse_mode(self._settings.mitigation)
+        whys = [self._refusal(layer, mode) for layer in self.watched]
+        lines = [
+            f"mitigation {self._settings.mitigation} will be refused in {count} of {len(whys)} layers: {why}"
+            for why, count in Counter(whys).items()
+            if why is not None
+        ]
+        if drops := sum(layer.backend == "native" and layer.dropout_p > 0 for layer in self.watched):
+            lines.append(
+                f"{drops} of {len(whys)} layers use dropout. Their masks stay the model's own until a switch. A "
+                "switched layer draws other masks, with the same probability."
+            )
+        return lines
+
+    def how_computed(self, index: int) -> str:
+        """What computes layer `index` now, in words."""
+        layer = self.watched[index]
+        if layer.backend == "native":
+            return "native attention, sampled"
+        return "kernels" + (f", but native and sampled in calls where {layer.reason}" if layer.reason else "")
+
+    def _stop(self) -> None:
+        """Measure nothing any more."""
+        self._leave_masks_out(serving=False)
+        stop_sampling(self._key)
+        for layer in self.watched:
+            layer.sample_counter = None
+
+    # ---- what the service and the detectors get ---------------------------------------------------------------------
 
     def announced(self) -> tuple[wire.Layer, ...]:
         """`layers` as they stand now: what computes each, and the head dim that calls showed where nothing else did."""
@@ -57,14 +391,15 @@ class AttachedModel:
                 update={
                     "head_dim": layer.head_dim or watched.head_dim,
                     "sampled": watched.sampled,
-                    "served_by": "probe" if watched.sampled else self.kernels,
+                    "served_by": "probe" if watched.sampled else self._own,
                 }
             )
-            for layer, watched in zip(self.layers, self.selector.layers, strict=True)
+            for layer, watched in zip(self.layers, self.watched, strict=True)
         )
 
-    def started(self, config: AgentConfig, *, step: int, qk_clip: wire.ClipState | None) -> wire.Started:
+    def started(self, *, step: int, qk_clip: wire.ClipState | None) -> wire.Started:
         """What the run is that starts after `step`."""
+        config = self._settings
         return wire.Started(
             step=step,
             unix_seconds=time.time(),
@@ -81,13 +416,11 @@ class AttachedModel:
 
     def is_served_as(self, layers: Sequence[wire.Layer]) -> bool:
         """Whether `layers`, which `announced` gave, still says what computes each layer."""
-        return [layer.sampled for layer in layers] == [watched.sampled for watched in self.selector.layers]
+        return [layer.sampled for layer in layers] == [watched.sampled for watched in self.watched]
 
     def computed_by(self, layer: int) -> str:
         """A sentence about what computes the attention of a layer, by its number: function, library and version."""
-        by = next(
-            (w.computed_by for one, w in zip(self.layers, self.selector.layers, strict=True) if one.layer == layer)
-        )
+        by = next((w.computed_by for one, w in zip(self.layers, self.watched, strict=True) if one.layer == layer))
         root = by.partition(".")[0]
         try:
             version = f" ({root} {importlib.metadata.version(root)})"
@@ -114,7 +447,7 @@ class AttachedModel:
             grad_norm=collecting.largest(counted.grad_norms),
             suspect_step=counted.suspect_step,
             learning_rate=counted.learning_rate,
-            rounds=any(layer.rounds for layer in self.selector.layers),
+            rounds=any(layer.rounds for layer in self.watched),
             broken_step=counted.broken_step,
             place=self._place(counted),
             softmax=self.finder.broken_softmax,
@@ -130,8 +463,17 @@ class AttachedModel:
             return FIRST_UPDATE
         if counted.broken_step is None or counted.broken_loss is None:
             return ""
-        seen = self.selector.outputs_at(counted.broken_step)
+        seen = self.outputs_at(counted.broken_step)
         outputs = [(self.layers[place].layer, broken) for place, broken in seen]
         # after a later step all gradients are broken
         every_gradient = looked is not None and looked.every_gradient and counted.step == counted.broken_step
         return place_by_outputs(outputs, loss=counted.broken_loss, every_gradient=every_gradient)
+
+
+def problems_of(found: list[Found]) -> list[tuple[str, str]]:
+    """The modules that cannot be watched, those of one problem together, and the problem of the first of them."""
+    groups: dict[str, list[Found]] = {}
+    for f in found:
+        if f.problem is not None:
+            groups.setdefault(f.problem.replace(f'"{f.name}"', '""'), []).append(f)
+    return [(", ".join(f.name or "the model" for f in alike), str(alike[0].problem)) for alike in groups.values()]

@@ -25,7 +25,6 @@ from foreshock.contract import wire
 from foreshock.contract.decision import cause_of, is_active
 from foreshock.contract.slots import Slot
 from foreshock.monitor.attached_model import AttachedModel
-from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
@@ -324,10 +323,10 @@ _COPIED: Final = ("main_param", "_hp_mapping", "ds_id")
 
 
 def projection_of(
-    layer: WatchedLayer, layout: LayoutCheck, selector: BackendSelector, optimizers: Sequence[Any]
+    layer: WatchedLayer, layout: LayoutCheck, attached: AttachedModel, optimizers: Sequence[Any]
 ) -> Projection | str:
     """Where the weights of a layer lie, or why it is not scaled."""
-    if layer.sampled and (why := selector.why_not_in_full(layer)) is not None:
+    if layer.sampled and (why := attached.why_not_in_full(layer)) is not None:
         return why
     if layer.unmeasured:
         return f"some of its calls are not watched ({next(iter(layer.unmeasured))})"
@@ -380,7 +379,7 @@ class Clipping:
         self._guard: Final = guard
         self._new_id: Final = new_id
         self._emit: Final = emit
-        self._watched: Final[Sequence[WatchedLayer]] = attached.selector.layers
+        self._watched: Final[Sequence[WatchedLayer]] = attached.watched
         self._heads: Final = wire.head_refs(attached.layers)
         self._asked = config.qk_clip != "never"
         self._held = False
@@ -401,7 +400,7 @@ class Clipping:
         """Heads that were ever scaled: how often, and by what factor the scores were scaled altogether at most."""
         self._looked: tuple[list[tuple[object, ...]], bool] | None = None
         """The state of the layers at the last search, and whether it found any that can be scaled."""
-        unknown, largest = ["no call has shown it yet"] * len(attached.layers), attached.selector.largest
+        unknown, largest = ["no call has shown it yet"] * len(attached.layers), attached.largest
         with default_torch_modes(attached.state.device):
             tau = config.qk_clip_threshold
             self._clip: Final = QKClip(attached.layers, unknown, attached.state, threshold=tau, largest=largest)
@@ -477,13 +476,13 @@ class Clipping:
         return refusals(self._attached.layers, self._projections(), self._attached.state.device)
 
     def _projections(self) -> list[Projection | str]:
-        both, selector = zip(self._watched, self._attached.layouts, strict=True), self._attached.selector
-        return [projection_of(*each, selector, self.optimizers) for each in both]
+        both = zip(self._watched, self._attached.layouts, strict=True)
+        return [projection_of(*each, self._attached, self.optimizers) for each in both]
 
     def _fingerprint(self) -> list[tuple[object, ...]]:
         """What shows, where it changes, that weights are to be looked for again."""
         both = zip(self._watched, self._attached.layouts, strict=True)
-        why_not_in_full = self._attached.selector.why_not_in_full
+        why_not_in_full = self._attached.why_not_in_full
         return [
             (layer.sampled, why_not_in_full(layer), len(layer.unmeasured), layout.proved or layout.describe())
             for layer, layout in both
@@ -512,7 +511,7 @@ class Clipping:
     def _ask_for_all_rows(self, step: int, next_step: int) -> None:
         """While it is on, some steps look at every row of what is kept; at the same numbers on every process."""
         due = self.on and not self._over and passes(step, next_step, self._config.qk_clip_every_steps)
-        self._attached.selector.sampling.in_full = due
+        self._attached.sampling.in_full = due
 
     def _scale(self) -> bool:
         self._clip.after_step(on=self.on, broken=bool(self._over))

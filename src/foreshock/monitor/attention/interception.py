@@ -29,8 +29,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
-from foreshock.contract.slots import Slot
-from foreshock.monitor.attention.libraries import stand_in
+from foreshock.monitor.attention.libraries import LibraryCall, stand_in, watched_call
 from foreshock.monitor.attention.probed_rows import UnmeasurableError
 from foreshock.monitor.attention.watched_layer import (
     LAYER_ATTRIBUTE,
@@ -154,32 +153,18 @@ def varlen_attn(
     def own() -> Any:
         return _own_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
 
-    layer = layer_of_this_call()
-    if layer is None:
-        note_call_outside(query.transpose(0, 1), key.transpose(0, 1))
-        return own()
-    note_interception(query.transpose(0, 1), key.transpose(0, 1))
-    asked = [name for name, option in more.items() if option is not None and name not in _HARMLESS]
-    if asked or cu_seq_k is None:
-        layer.count_unmeasured_call(
-            f"it passes {', '.join(asked) or 'no cu_seq_k'} to varlen_attn, which is not supported"
-        )
-        return own()
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        layer.count_unmeasured_call("query and key differ in heads without enable_gqa")
-        return own()
-    left, right = window_size
-    operands = [x.transpose(0, 1)[None] for x in (query, key, value)]  # [1, H, T, D]
-    out = layer.call(
-        lambda: own().transpose(0, 1)[None],
-        *operands,
-        packed=Packed(cu_seq_q, cu_seq_k, max_q, max_k),
-        causal="bottom_right" if right == 0 else "none",
-        window=(left, -1 if right == 0 else right),
-        scale=scale,
-        by="torch.varlen_attn",
-    )
-    return out[0].transpose(0, 1)
+    def described() -> LibraryCall | str:
+        asked = [name for name, option in more.items() if option is not None and name not in _HARMLESS]
+        if asked or cu_seq_k is None:
+            return f"it passes {', '.join(asked) or 'no cu_seq_k'} to varlen_attn, which is not supported"
+        if not enable_gqa and query.shape[1] != key.shape[1]:
+            return "query and key differ in heads without enable_gqa"
+        left, right = window_size
+        causal, packed = "bottom_right" if right == 0 else "none", Packed(cu_seq_q, cu_seq_k, max_q, max_k)
+        scores = {"causal": causal, "window": (left, -1 if right == 0 else right), "scale": scale}
+        return LibraryCall((query, key, value), scores, packed, four=lambda x: x[None], as_theirs=lambda x: x[0])
+
+    return watched_call(own, described, "torch.varlen_attn")
 
 
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -216,20 +201,7 @@ def end(
     probed = layer.probed(
         out, *operands, causal="none", scale=scale, score_mod=modified, rounds=rounds, by="torch.flex_attention"
     )
-    largest = getattr(more[0], "max_scores", None) if more else None
-    if largest is not None and probed.requires_grad and not torch.compiler.is_compiling():
-        probed.register_hook(partial(_raise_largest, layer, largest.detach()))  # type: ignore[no-untyped-call]
     return (probed, *more) if more else probed
-
-
-def _raise_largest(layer: WatchedLayer, largest: Tensor, grad: Tensor) -> None:
-    """Count the largest score of every row, [B, H, Sq], where the call was asked for them."""
-    if layer.sample_counter is None or largest.shape[1] != len(layer.state):
-        return
-    floats, unseen = layer.state.view(torch.float64), ~largest.isfinite()
-    for slot, values in ((Slot.SCORE_MAX, largest), (Slot.ROW_MAX_ABS, largest.abs())):
-        exact = values.masked_fill(unseen, float("-inf")).amax((0, 2))
-        floats[:, slot] = torch.maximum(floats[:, slot], exact.to(torch.float64))
 
 
 def _named_where_it_fails(score_mod: Any, block_mask: Any, layer: WatchedLayer, *scores: Tensor) -> Tensor:

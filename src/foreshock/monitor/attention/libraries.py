@@ -23,7 +23,7 @@ from foreshock.monitor.attention.watched_layer import (
 from foreshock.monitor.model.discovery import ORIGINAL, Entry, Make
 
 
-class _Call(NamedTuple):
+class LibraryCall(NamedTuple):
     """What a library was asked for, in the terms of `WatchedLayer.call`."""
 
     operands: tuple[Tensor, Tensor, Tensor]
@@ -51,26 +51,26 @@ def stand_in(original: Any, entry: Entry) -> Any:
     names, library, describe = tuple(entry.arguments), original.__module__, _DESCRIBED[entry.make]
     name = f"{library}.{original.__name__}"
 
-    def described(args: Any, kwargs: Any) -> _Call | str:
+    def described(args: Any, kwargs: Any) -> LibraryCall | str:
         return describe({**entry.arguments, **dict(zip(names, args, strict=False)), **kwargs}, library)
 
     if isinstance(original, type):
 
         def apply(*args: Any) -> Any:
-            return _watched(lambda: original.apply(*args), lambda: described(args, {}), name)  # type: ignore[attr-defined]
+            return watched_call(lambda: original.apply(*args), lambda: described(args, {}), name)  # type: ignore[attr-defined]
 
         methods = {name: value for name, value in vars(original).items() if isinstance(value, staticmethod)}
         return type(original.__name__, (), {**methods, "apply": staticmethod(apply), ORIGINAL: original})
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return _watched(lambda: original(*args, **kwargs), lambda: described(args, kwargs), name)
+        return watched_call(lambda: original(*args, **kwargs), lambda: described(args, kwargs), name)
 
     setattr(function, ORIGINAL, original)
     return function
 
 
-def _watched(own: Callable[[], Any], describe: Callable[[], _Call | str], name: str) -> Any:
+def watched_call(own: Callable[[], Any], describe: Callable[[], LibraryCall | str], name: str) -> Any:
     """The result of a call of a library's function, by its full name: of our kernels, or its own with a sample of its
     rows measured."""
     layer = layer_of_this_call()
@@ -123,7 +123,7 @@ _FLASH: Final = frozenset(
 )
 
 
-def _of_flash(given: dict[str, Any], library: str) -> _Call | str:
+def _of_flash(given: dict[str, Any], library: str) -> LibraryCall | str:
     """A call of flash_attn 2, 3 or 4: its causality and window are aligned bottom right."""
     slopes = given.get("alibi_slopes")
     asked = _asked(given, _FLASH)
@@ -160,8 +160,8 @@ def _of_flash(given: dict[str, Any], library: str) -> _Call | str:
             "it passes alibi_slopes, which our kernels do not take",
         )
     if packed is None:
-        return _Call(operands, scores, why=why)
-    return _Call(operands, scores, packed, why, four=lambda x: x[None], as_theirs=lambda x: x[0])
+        return LibraryCall(operands, scores, why=why)
+    return LibraryCall(operands, scores, packed, why, four=lambda x: x[None], as_theirs=lambda x: x[0])
 
 
 def _alibi(slopes: Tensor, packed: Packed | None, longer: int) -> ScoreMod:
@@ -198,7 +198,7 @@ _TRIANGULAR: Final = {
 """xformers' biases by name: where their causal diagonal starts in each sequence."""
 
 
-def _of_xformers(given: dict[str, Any], library: str) -> _Call | str:
+def _of_xformers(given: dict[str, Any], library: str) -> LibraryCall | str:
     """A call of xformers' memory_efficient_attention: operands [B, M, K], [B, M, H, K] or [B, M, G, H, K]."""
     asked = given["inp"]
     bias, kind, dims = asked.attn_bias, type(asked.attn_bias).__name__, asked.query.dim()
@@ -225,15 +225,15 @@ def _of_xformers(given: dict[str, Any], library: str) -> _Call | str:
         packed = Packed(queries.seqstart, keys.seqstart, queries.max_seqlen, keys.max_seqlen)
     operands = asked.query, asked.key, asked.value
     if dims == 4:
-        return _Call(operands, scores, packed)
+        return LibraryCall(operands, scores, packed)
     if dims == 3:
-        return _Call(operands, scores, packed, four=lambda x: x.unsqueeze(2), as_theirs=lambda x: x.squeeze(2))
+        return LibraryCall(operands, scores, packed, four=lambda x: x.unsqueeze(2), as_theirs=lambda x: x.squeeze(2))
     groups = asked.query.shape[2:4]
 
     def four(x: Tensor) -> Tensor:  # keys of a group are one, expanded
         return x[:, :, :, 0] if x.stride(3) == 0 and x.shape[3] > 1 else x.flatten(2, 3)
 
-    return _Call(operands, scores, packed, four=four, as_theirs=lambda x: x.reshape(*x.shape[:2], *groups, -1))
+    return LibraryCall(operands, scores, packed, four=four, as_theirs=lambda x: x.reshape(*x.shape[:2], *groups, -1))
 
 
 _TRANSFORMER_ENGINE: Final = frozenset(
@@ -248,7 +248,7 @@ _TRANSFORMER_ENGINE: Final = frozenset(
 _MASK_TYPES: Final = {"": "none", "causal": "top_left", "causal_bottom_right": "bottom_right"}
 
 
-def _of_transformer_engine(given: dict[str, Any], library: str) -> _Call | str:
+def _of_transformer_engine(given: dict[str, Any], library: str) -> LibraryCall | str:
     """A call of TransformerEngine's DotProductAttention: operands [S, B, H, D], [B, S, H, D] or packed [T, H, D], the
     output with its heads end to end."""
     module, query = given["self"], given["query_layer"]
@@ -292,7 +292,9 @@ def _of_transformer_engine(given: dict[str, Any], library: str) -> _Call | str:
     operands = query, given["key_layer"], given["value_layer"]
     axes = (1, 2, 0, 3) if order == "sbhd" else (0, 2, 1, 3)
     # which of its backends runs, and whether in 8 bits, its environment says
-    return _Call(operands, scores, packed, why, "unknown", axes, four, lambda x: (x[0] if packs else x).flatten(-2))
+    return LibraryCall(
+        operands, scores, packed, why, "unknown", axes, four, lambda x: (x[0] if packs else x).flatten(-2)
+    )
 
 
 def _processes(group: Any) -> int:
@@ -300,7 +302,7 @@ def _processes(group: Any) -> int:
     return max(torch.distributed.get_world_size(each) for each in groups)
 
 
-def _of_megatron(given: dict[str, Any], library: str) -> _Call | str:
+def _of_megatron(given: dict[str, Any], library: str) -> LibraryCall | str:
     """A call of Megatron's own DotProductAttention: operands [S, B, H, D], the output [S, B, H D]."""
     module, query, key, mask = (given[name] for name in ("self", "query", "key", "attention_mask"))
     softmax = module.scale_mask_softmax
@@ -329,10 +331,12 @@ def _of_megatron(given: dict[str, Any], library: str) -> _Call | str:
         return x if x.dim() == 4 else x.view(length, batch, heads, -1)
 
     operands = query, key, given["value"]
-    return _Call(operands, scores, rounds="scores", axes=(1, 2, 0, 3), four=four, as_theirs=lambda x: x.flatten(-2))
+    return LibraryCall(
+        operands, scores, rounds="scores", axes=(1, 2, 0, 3), four=four, as_theirs=lambda x: x.flatten(-2)
+    )
 
 
-_DESCRIBED: Final[dict[Make, Callable[[dict[str, Any], str], _Call | str]]] = {
+_DESCRIBED: Final[dict[Make, Callable[[dict[str, Any], str], LibraryCall | str]]] = {
     "flash_attn": _of_flash,
     "xformers": _of_xformers,
     "transformer_engine": _of_transformer_engine,

@@ -171,7 +171,7 @@ def _mask_of_scores(mask: Tensor | None, queries: int, keys: int) -> Tensor | No
 # they read the numbers back from the device to find out, as they do without us; under torch.compile they cannot, and
 # make a mask of the general kind, which no kernel takes. But packing is shown by giving `position_ids`: numbers that
 # the model makes itself count straight up from 0. This is so only while our kernels are to compute a layer
-# (backend_selector.py).
+# (attached_model.py).
 
 _NAME: Final = "_preprocess_mask_arguments"
 _POSITIONS: Final = "position_ids"

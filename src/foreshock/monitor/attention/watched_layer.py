@@ -125,9 +125,9 @@ class WatchedLayer:
         self.computed_by = ""
         """The function that computed its last sampled call, by its full name."""
         # What calls showed, in attributes that compiled code only writes: what it reads would compile it once more.
-        self.ran_on_kernels = self.once_on_kernels = self.could_run_on_kernels = False
-        """Our kernels computed a call that trained, since they were asked to or at any time; or could have, as far as
-        is known without a comparison."""
+        self.ran_on_kernels = self.fits_kernels = False
+        """Our kernels computed a call that trained, since they were asked to; or can compute one, as far as is known
+        without a comparison."""
         self.differs: str | None = None
         """How our kernels differ from PyTorch's attention, where they were compared in calls of this layer and do."""
         self.may_lose_masks = False
@@ -237,7 +237,7 @@ class WatchedLayer:
         if why is not None:
             self.keep_call(why)
         elif torch.is_grad_enabled():
-            self.could_run_on_kernels = True
+            self.fits_kernels = True
         return None
 
     def keep_call(self, reason: str) -> None:
@@ -330,7 +330,8 @@ class WatchedLayer:
 
     def _ran(self) -> None:
         if torch.is_grad_enabled():
-            self.ran_on_kernels = self.once_on_kernels = True
+            self.ran_on_kernels = self.fits_kernels = True
+            self.differs = None
 
     def _meets(self, query: Tensor, out: Tensor) -> bool:
         """Take note of a call and its output; whether a backward will run through it."""
@@ -349,7 +350,7 @@ class WatchedLayer:
         """Why this layer's heads cannot be given a mode, as its calls have been; None where they can."""
         if mode and self.silent and not self.met:
             return f"none of its calls is met: {self.why_not_counted}"
-        could = self.once_on_kernels or (self.could_run_on_kernels and self.differs is None)
+        could = self.fits_kernels and self.differs is None
         could |= self.backend == "native" and self.may_lose_masks and self.reason == _MASKED_IN_A_GRAPH
         stays = self.reason or self.differs
         if not mode or stays is None or could:

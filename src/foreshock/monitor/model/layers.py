@@ -411,7 +411,7 @@ def _by_name(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> lis
         return _of_multihead_attention(module, blocks, head_dim)
     for query_name, key_name in _SEPARATE:
         query = _child(module, query_name, heads * head_dim)
-        key = _child(module, key_name, kv_heads * head_dim) or _child(module, key_name, 2 * kv_heads * head_dim)
+        key = _child(module, key_name, kv_heads * head_dim * (2 if key_name == "to_kv" else 1))
         if query is not None and key is not None:
             rows = HeadRows(query, "weight", blocks, head_dim), HeadRows(key, "weight", kv_blocks, head_dim)
             return [Projection(f"separate ({query_name}, {key_name})", *rows, module)]

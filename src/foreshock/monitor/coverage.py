@@ -1,225 +1,36 @@
-"""A report of what is, not what was promised: what computes each layer, which layers count, which stopped counting.
-
-`UnwatchedAttentionFinder` shows who calls attention in the first step, what a backward runs in fact, and modules that
-are added after attach. A backward shows it in the first steps, and again after modules changed; neither costs a later
-step anything.
-"""
+"""A report of what is, not what was promised: what computes each layer, which layers count, which stopped counting."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
-from weakref import WeakSet, ref
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
-from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words
-from foreshock.monitor.attention.backend_selector import BackendSelector
-from foreshock.monitor.attention.interception import sdpa_rebinding
-from foreshock.monitor.attention.layout_check import LayoutCheck, table_of_norms
-from foreshock.monitor.attention.watched_layer import NOT_RUN, WatchedLayer, numerics_for, outside
+from foreshock.monitor.attached_model import AttachedModel
+from foreshock.monitor.attention.layout_check import table_of_norms
+from foreshock.monitor.attention.watched_layer import NOT_RUN, WatchedLayer, outside
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import logger, say
-from foreshock.monitor.model.discovery import Called, find_attention, listed
-from foreshock.monitor.model.executed import attention_in, broken_rows
-
-_LOOKS: Final = 2
-"""Backwards through the model that are read; the first may be of a part of it."""
-_TRIES: Final = 8
-"""Backwards at most that are asked whether they run through the model."""
-
-
-class UnwatchedAttentionFinder:
-    """Finds the attention of `model` that nobody watches. known: names of the attention modules that attach found;
-    given_heads: as attach was given them; layouts: of each watched module, the check to inform when it is gone.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        known: Sequence[str],
-        given_heads: dict[str, int],
-        layouts: Sequence[tuple[nn.Module, LayoutCheck]] = (),
-    ) -> None:
-        self._model: Final = ref(model)
-        self._known = {name: model.get_submodule(name) for name in known}
-        self._given_heads: Final = given_heads
-        self._layouts: Final = layouts
-        self._modules = {id(module) for module in model.modules()}
-        self._executed: dict[str, str] = {}
-        self._changed = False
-        self.called: dict[str, Called] = {}
-        """Modules that called attention in the first step and are not watched, by name; what their calls showed."""
-        self.broken_softmax = ""
-        """Where the first backwards showed that rows of an attention by hand became NaN; the end of a sentence."""
-        self.direct: set[str] = set()
-        """Watched modules that called attention themselves in the first step, and not a module within them."""
-        outside.scouts.add(self)
-        self._registration: Final = register_module_module_registration_hook(self._registered)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Look at the next backwards."""
-        self._looks, self._tries = _LOOKS, _TRIES
-        _looking.add(self)
-        if torch.autograd.backward is _original:
-            torch.autograd.backward = _backward
-
-    def note_call(self, module: nn.Module, query: Tensor, key: Tensor) -> bool:
-        """A module calls attention; whether it is of the model and not watched, and can be watched from now on."""
-        if query.is_nested or id(module) not in self._modules or (model := self._model()) is None:
-            return False
-        name = next((name for name, each in model.named_modules() if each is module), None)
-        if name is None:
-            return False
-        if self._known.get(name) is module:
-            self.direct.add(name)
-            return False
-        if next(module.parameters(), None) is None and any(lies_in(name, other) for other in self._known):
-            return False  # an inner module that only calls the kernel
-        heads, kv_heads = (x.shape[-3] if x.dim() > 3 else 1 for x in (query, key))
-        rounds = numerics_for(query, "auto") == "kernel"
-        self.called[name] = Called(heads, kv_heads, query.shape[-1], rounds)
-        return True
-
-    def why_unmet(self, name: str) -> str | None:
-        """How the module of this name computes attention that is not met, as a backward showed; None where none did."""
-        return next(
-            (why for other, why in self._executed.items() if lies_in(other, name) or lies_in(name, other)), None
-        )
-
-    @property
-    def has_read(self) -> bool:
-        """Whether a backward through the model was read."""
-        return self._looks < _LOOKS
-
-    def scouted(self) -> None:
-        """The first step is done: attention that is called from now on is no longer noted by its module."""
-        outside.scouts.discard(self)
-
-    def take_findings(self) -> dict[str, str]:
-        """Attention found since it was asked last that is not watched: by name of its module, and why. Free where
-        nothing happened."""
-        sdpa_rebinding.follow_imports()
-        if not self._changed and not self._executed:
-            return {}
-        found = {
-            name: f"it {why}"
-            for name, why in self._executed.items()
-            if not any(lies_in(name, other) or lies_in(other, name) for other in self._known)
-        }
-        self._executed.clear()
-        if self._changed:
-            self._changed = False
-            found |= self._added()
-        if found and (model := self._model()) is not None:
-            self._known |= {name: model.get_submodule(name) for name in found}
-        return found
-
-    def stop(self) -> None:
-        """Look no more."""
-        self.scouted()
-        self._registration.remove()
-        self._done()
-
-    def _added(self) -> dict[str, str]:
-        """Attention modules that were not there before."""
-        if (model := self._model()) is None:
-            return {}
-        now = dict(model.named_modules(remove_duplicate=False))
-        before, self._modules = self._modules, {id(module) for module in now.values()}
-        self._known = {name: module for name, module in self._known.items() if now.get(name) is module}
-        for module, layout in self._layouts:
-            layout.gone = id(module) not in self._modules
-        self._begin()
-        again = "it was added after attach; close the agent and attach again to watch it"
-        return {
-            each.name: again if each.problem is None else each.problem
-            for each in find_attention(model, self._given_heads)
-            if id(each.module) not in before
-        }
-
-    def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        self._changed |= id(parent) in self._modules and child is not None and id(child) not in self._modules
-
-    def inspect_graph(self, roots: Sequence[Tensor]) -> None:
-        """Take note of what a backward from `roots` is about to run."""
-        model = self._model()
-        executed = attention_in(roots, model) if model is not None else None
-        self._tries -= 1
-        if executed is not None:
-            self._looks -= 1
-            for name, found in executed.items():
-                rows, here = broken_rows(found)
-                self._executed[name] = f"{found.how}, and {rows}" if rows else found.how
-                if here and not self.broken_softmax:
-                    where = name or "the model"
-                    self.broken_softmax = f"first in the forward, in the softmax of {where}, where {rows}"
-        if not self._looks or not self._tries:
-            self._done()
-
-    def _done(self) -> None:
-        _looking.discard(self)
-        if not _looking and torch.autograd.backward is _backward:
-            torch.autograd.backward = _original
-
-
-def lies_in(name: str, outer: str) -> bool:
-    """Whether a module is another one or a part of it, by their names."""
-    return not outer or name == outer or name.startswith(f"{outer}.")
-
-
-_looking: Final[WeakSet[UnwatchedAttentionFinder]] = WeakSet()
-_original: Final[Any] = torch.autograd.backward
-
-
-def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        roots = [each for each in (tensors if isinstance(tensors, Sequence) else [tensors]) if isinstance(each, Tensor)]
-        for each in list(_looking):
-            try:
-                each.inspect_graph(roots)
-            except Exception as error:  # training continues
-                logger.debug("foreshock: a backward could not be read: %r", error)
-                each.stop()
-    return _original(tensors, *args, **kwargs)  # type: ignore[no-any-return]
-
+from foreshock.monitor.model.discovery import listed
 
 _SILENT_SAMPLES: Final = 3
 _STOPPED: Final = 4
 """A layer has stopped for good when it has been silent this many times as long as one is silent before it is named."""
 
 
-def pause_steps(config: AgentConfig) -> int:
-    """For how many steps no layer may count before that is a sign that another model trains."""
-    return _SILENT_SAMPLES * config.sample_every_steps
-
-
 class CoverageReport:
-    """How the layers of one agent stand, sample by sample. `unwatched` counts attention modules that have no layer;
-    `pause` is for how many steps none may count without a warning; `shows`: whether tables are printed."""
+    """How the layers of one agent stand, sample by sample."""
 
-    def __init__(
-        self,
-        layers: Sequence[wire.Layer],
-        selector: BackendSelector,
-        unwatched: int = 0,
-        pause: int | None = None,
-        layouts: Sequence[LayoutCheck] = (),
-        *,
-        shows: bool = False,
-    ) -> None:
-        self._layouts: Final = layouts
-        self._shows: Final = shows
-        self._pause: Final = pause
+    def __init__(self, attached: AttachedModel, config: AgentConfig) -> None:
+        self._attached: Final = attached
+        self._shows: Final = config.shows
+        self._pause: Final = _SILENT_SAMPLES * config.sample_every_steps
+        """For how many steps no layer may count before that is a sign that another model trains."""
         self._last_counted, self._silent_samples, self._warned_of_silence = 0, 0, False
-        self._layers: Final = tuple(layers)
-        self._selector: Final = selector
-        self._unwatched = unwatched
+        self._layers: Final = attached.layers
+        self._unwatched = attached.unwatched
         self._found: dict[str, str] = {}
         """Attention that was found after attach and has no layer, and why."""
         self._last: npt.NDArray[np.int64] = np.full(len(self._layers), -1)
@@ -322,7 +133,7 @@ class CoverageReport:
 
     def _warn_of_silence(self, step: int) -> None:
         """Warn that no layer counts any more, once, when that has lasted; never where few steps make a sample each."""
-        long = self._pause is not None and step - self._last_counted >= self._pause
+        long = step - self._last_counted >= self._pause
         if (self._last >= 0).any() and long and self._silent_samples >= _SILENT_SAMPLES and not self._warned_of_silence:
             self._warned_of_silence = True
             logger.warning(
@@ -343,7 +154,7 @@ class CoverageReport:
         layers = [self._watched(number) for number in range(len(self._layers))]
         sampled = np.array([layer.sampled for layer in layers])
         for alike in (sampled, ~sampled):
-            if not counted[alike].any() or (alike is sampled and not self._selector.measured_since(since_step)):
+            if not counted[alike].any() or (alike is sampled and not self._attached.measured_since(since_step)):
                 continue  # none of them: nothing was measured in this sample, or there was no backward; or those that
                 # counted did so while our kernels computed them, before they were switched back
             self._missed[alike & ~counted] += 1
@@ -370,7 +181,7 @@ class CoverageReport:
             logger.warning("foreshock: %s counted nothing in %s: %s", ", ".join(names), steps, why)
 
     def _watched(self, number: int) -> WatchedLayer:
-        return self._selector.layers[number]
+        return self._attached.watched[number]
 
     def show(self, step: int) -> None:
         """Print the table, where this process prints any."""
@@ -381,7 +192,7 @@ class CoverageReport:
         """A line for each group of layers that stand alike, and how many are watched in all; norms: then those whose
         weights lie elsewhere than `attach` printed."""
         names = [layer.name for layer in self._layers]
-        of_norms = table_of_norms(names, self._layouts) if norms and self._layouts else ""
+        of_norms = table_of_norms(names, self._attached.layouts) if norms else ""
         return "\n".join(filter(None, (self._of_layers(), of_norms)))
 
     def _of_layers(self) -> str:
@@ -390,7 +201,7 @@ class CoverageReport:
         groups: dict[str, list[str]] = {}
         states = self._states()
         for number, layer in enumerate(self._layers):
-            how = self._selector.how_computed(number)
+            how = self._attached.how_computed(number)
             if states[number] == "replaced":
                 continue
             if states[number] == "never":
@@ -404,6 +215,6 @@ class CoverageReport:
         every = len(self._layers) - states.count("replaced") + self._unwatched
         if not every:
             return ""
-        lines += self._selector.what_a_switch_meets()
+        lines += self._attached.what_a_switch_meets()
         lines += [self._empty_rows] if self._empty_rows else []
         return "\n".join([*lines, f"watched {states.count('counts')} of {every} attention layers"])
