@@ -31,7 +31,7 @@ from foreshock.kernels.flash_attention import AttentionSpec
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention import probe
 from foreshock.monitor.attention.probed_rows import Call, raise_largest
-from foreshock.monitor.model.layers import HeadRows, Projection
+from foreshock.monitor.model.layers import Projection
 from foreshock.monitor.qk_clip import QKClip
 
 TAU = 0.05
@@ -483,26 +483,6 @@ def test_maxima_that_are_negative_zero_at_the_threshold_or_not_finite_scale_noth
     clip.after_step()
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), weights, strict=True))
     assert taken(clip) == (1.0, 0, 0)
-
-
-def test_rows_that_lie_apart_are_scaled_and_key_heads_that_are_read_in_turn_are_left_alone() -> None:
-    # features before heads: feature d of head h is output d * HEADS + h; keys of two heads, read as 0, 1, 0, 1
-    module = separate(torch.ones(HEADS, DIM, WIDTH), torch.ones(2, DIM, WIDTH))
-    query, key = (module.get_submodule(name) for name in ("q_proj", "k_proj"))
-    projection = Projection(
-        "showed by a call",
-        HeadRows(query, "weight", tuple(range(HEADS)), DIM, HEADS),
-        HeadRows(key, "weight", (0, DIM, 0, DIM), DIM),
-        module,
-    )
-    state = fresh_state()
-    clip = QKClip([layer(0, 2)], [projection], state, threshold=THRESHOLD)
-    seen(state, [1.0, 4 * THRESHOLD, 1.0, 1.0])
-    clip.after_step()
-    weights = query.weight
-    assert isinstance(weights, Tensor)
-    assert weights[:, 0].tolist() == [1.0, 0.25, 1.0, 1.0] * DIM
-    assert torch.equal(key.weight, torch.ones_like(key.weight))  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

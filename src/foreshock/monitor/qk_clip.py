@@ -155,11 +155,9 @@ class QKClip:
             dim = 1 if held.dim() == 2 and is_conv1d(side.holder) else 0
             low, high = spans_of(parameter)[dim] if is_sharded(parameter) else (0, held.shape[dim])
             for head, first in enumerate(side.starts):
-                first += offset
-                rows = range(first, first + side.stride * side.head_dim, side.stride)
-                if here := [row - low for row in rows if low <= row < high]:
-                    span = slice(here[0], here[-1] + 1, side.stride)
-                    views.append(held[:, span] if dim else held[span])
+                start, stop = max(first + offset - low, 0), min(first + offset + side.head_dim, high) - low
+                if start < stop:
+                    views.append(held[:, start:stop] if dim else held[start:stop])
                     places.append(place + head)
 
     @property
@@ -239,7 +237,7 @@ def _roles(projection: Projection, heads: int) -> Iterator[tuple[HeadRows, int]]
     """The parts of the weights that are scaled, and what each is to the scores."""
     # Query heads that read one key head pass the threshold one by one. There queries alone are scaled: the scores of a
     # head change by its own gamma, and the other heads of its group do not change at all.
-    grouped = len(set(projection.key.starts)) < heads
+    grouped = len(projection.key.starts) < heads
     yield projection.query, _QUERY_ALONE if grouped else _QUERY
     if not grouped:
         yield projection.key, _KEY

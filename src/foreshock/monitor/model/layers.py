@@ -216,18 +216,17 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The rows of each head in one weight: `head_dim` from starts[h] on, each `stride` behind the last."""
+    """The rows of each head in one weight: `head_dim` from starts[h] on."""
 
     holder: nn.Module
     weight: str
     starts: tuple[int, ...]
     head_dim: int
-    stride: int = 1
 
     @property
     def outputs(self) -> npt.NDArray[np.int64]:
         """The rows by head and feature, int64 [H, D]."""
-        rows: npt.NDArray[np.int64] = np.array(self.starts)[:, None] + self.stride * np.arange(self.head_dim)
+        rows: npt.NDArray[np.int64] = np.array(self.starts)[:, None] + np.arange(self.head_dim)
         return rows
 
     def read(self) -> Held:
@@ -239,14 +238,13 @@ class HeadRows:
         if held != list(heads):
             raise UnreadableWeightError
         starts = [self.starts[h] - first for h in heads]
-        if self.stride == 1 and all(b - a == self.head_dim for a, b in pairwise(starts)):
+        if all(b - a == self.head_dim for a, b in pairwise(starts)):
             begin = starts[0] if starts else 0
             weights = torch.unflatten(
                 rows[begin : begin + len(starts) * self.head_dim], 0, (len(starts), self.head_dim)
             )
         else:
-            length = self.stride * (self.head_dim - 1) + 1
-            weights = torch.stack([rows[start : start + length : self.stride] for start in starts])
+            weights = torch.stack([rows[start : start + self.head_dim] for start in starts])
         return Held(heads, weights, part.columns == (0, inputs))
 
     def placed(self) -> list[list[int]] | None:
@@ -274,8 +272,8 @@ class HeadRows:
         return stored(self.holder, self.weight)
 
     def _within(self, rows: tuple[int, int]) -> list[int]:
-        last = self.stride * (self.head_dim - 1)
-        return [h for h, start in enumerate(self.starts) if rows[0] <= start and start + last < rows[1]]
+        starts = enumerate(self.starts)
+        return [head for head, start in starts if rows[0] <= start and start + self.head_dim <= rows[1]]
 
     def _rows(self) -> tuple[Tensor, Part, int]:
         """The part held as [rows, inputs], which part it is, and how many inputs there are."""
