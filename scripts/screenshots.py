@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # last: our kernels/ must not s
 from tests.server.ui.conftest import Feeder, headless
 
 from foreshock.contract.wire import Array, Event, Finished
-from foreshock.lab.recording.replay import replay_together
+from foreshock.lab.recording.replay import replay
 from foreshock.lab.shown.story import NAMES, recordings
 from foreshock.server.child import ServiceProcess
 from foreshock.server.testing import FakeRank, post
@@ -51,7 +51,7 @@ PICTURES = (Picture("demo", NAMES, 1280, 1500), Picture("fleet", ()), Picture("f
 
 def fill(url: str) -> None:
     """The runs that the pictures show."""
-    replay_together(recordings(), url=url)
+    replay(recordings(), url=url)
     with httpx.Client(base_url=url, timeout=120) as client:
         fill_fleet(client)
         fill_flood(client)
@@ -76,13 +76,13 @@ def fill_flood(client: httpx.Client) -> None:
     rank = Feeder(client, FLOOD, layers=12, heads=12, drift=0.003)
     rank.start()
     rank.train(200, every=3000)
-    first = rank.verdict(rank.step, 0, 2, name="warn-0", forecast_steps=2100.0)
-    refs = [ref for ref in np.ndindex(12, 12) if ref != (0, 2)]
-    others = [
-        rank.verdict(rank.step, *ref, name=f"warn-{place}", forecast_steps=2100.0 + 30 * place)
-        for place, ref in enumerate(refs, start=1)
-    ]
-    rank.send(first, *others)
+    heads = sorted(np.ndindex(12, 12), key=lambda place: place != (0, 2))
+    rank.send(
+        *(
+            rank.verdict(rank.step, layer, head, name=f"warn-{number}", forecast_steps=2100.0 + 30 * number)
+            for number, (layer, head) in enumerate(heads)
+        )
+    )
 
 
 def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:

@@ -85,25 +85,17 @@ def test_the_wheels_own_command_has_neither_the_laboratory_nor_benchmarks(
         assert f"No such command '{group}'" in refused.stderr
 
 
-def test_the_wheel_holds_the_page_the_boards_and_the_type_marker(wheel: zipfile.ZipFile) -> None:
-    names = set(wheel.namelist())
-    assert "foreshock/py.typed" in names
-    page = {f"foreshock/{path}" for path in tracked("server/ui/dist/*")}
-    assert "foreshock/server/ui/dist/index.html" in page
-    assert page <= names
-    assert {f"foreshock/{path}" for path in tracked("dashboards/generated/*")} <= names
-
-
-def test_the_wheel_is_small_and_holds_no_recorded_runs_but_those_of_the_demo(
+def test_the_wheel_is_small_and_holds_what_the_product_shows_and_nothing_of_tests_or_studies(
     built: Path, wheel: zipfile.ZipFile
 ) -> None:
+    names = set(wheel.namelist())
+    page = {f"foreshock/{path}" for path in tracked("server/ui/dist/*")}
+    boards = {f"foreshock/{path}" for path in tracked("dashboards/generated/*")}
+    assert {"foreshock/py.typed", "foreshock/server/ui/dist/index.html"} | page | boards <= names
     assert next(built.glob("foreshock-*.whl")).stat().st_size <= 2 * 2**20
-    recorded = {name for name in wheel.namelist() if name.endswith(".gz")}
+    recorded = {name for name in names if name.endswith(".gz")}
     assert recorded == {f"foreshock/{path}" for path in tracked("lab/shown/*.gz")} != set()
-
-
-def test_the_wheel_holds_no_test_and_no_foreign_top_level_package(wheel: zipfile.ZipFile) -> None:
-    tops = {name.partition("/")[0] for name in wheel.namelist()}
+    tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"foreshock"}
 
 

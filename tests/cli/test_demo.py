@@ -26,7 +26,7 @@ app(sys.argv[1:])
 
 @pytest.mark.full
 def test_the_whole_demo_shows_all_runs_on_its_page_and_tells_what_happened() -> None:
-    said = Looking("Left alone, the loss lay")
+    said = Looking("Left alone, the loss of")
     story = demo.play(Console(file=said, width=200), port=0, steps_per_second=None)
     text = said.getvalue()
     for name in NAMES:

@@ -24,18 +24,6 @@ def columns(text: str, title: str) -> list[str]:
     return next(line for line in text.splitlines() if line.startswith(title)).split()
 
 
-def test_what_is_printed_of_a_run_is_what_the_report_says_of_it(tmp_path: Path) -> None:
-    console, out = wide()
-    scores.score([TRACE], console, report=tmp_path / "report.json")
-    report = json.loads((tmp_path / "report.json").read_text())
-    [told] = report["traces"]
-    name, truth, steps, *rest = columns(out.getvalue(), TRACE.name.removesuffix(".trace.xz"))
-    assert (name, truth, int(steps)) == (TRACE.name.removesuffix(".trace.xz"), told["truth"], told["steps"])
-    assert told["first_warning_step"] is None
-    assert rest[0] == "-"
-    assert f"report: {tmp_path / 'report.json'}" in out.getvalue().replace("\n", "")
-
-
 def test_the_tables_are_those_of_the_report(tmp_path: Path) -> None:
     failing = TRACE.with_name("key-bias_fa2_batch32.trace.xz")
     console, out = wide()
@@ -43,8 +31,9 @@ def test_the_tables_are_those_of_the_report(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     told = {each["trace"]: each for each in report["traces"]}
     for name, each in told.items():
-        line = columns(out.getvalue(), name)
-        assert line[3] == scores.cell(each["first_warning_step"])
+        line = columns(out.getvalue(), f"{name} ")
+        assert line[1:4] == [each["truth"], str(each["steps"]), scores.cell(each["first_warning_step"])]
+    assert f"report: {tmp_path / 'report.json'}" in out.getvalue().replace("\n", "")
     assert told["key-bias_fa2_batch32"]["first_warning_step"] is not None
     for monitor in report["table"]:
         name = monitor["monitor"]

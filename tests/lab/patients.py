@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lab.planted import Attention
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -81,12 +81,20 @@ def large_scores() -> Made:
     return model, _loss(model, torch.float16)
 
 
-def negative_scores() -> Made:
-    """All scores of layer 1 head 2 are near -120 nats."""
-    model: Any = qwen("sdpa", 22.0)
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.bias.neg_()
-    return model, _loss(model)
+class Attention(nn.Module):
+    """One layer of two heads whose queries may be turned after W_Q; everything that enters attention is bf16."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 2, 8
+        self.qkv = nn.Linear(16, 48)
+        self.turn = turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        query, key, value = self.qkv(x).bfloat16().view(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(self.turn(query), key, value, is_causal=True)
+        return out.transpose(1, 2).flatten(2).float()
 
 
 class Adapter(nn.Module):
@@ -141,10 +149,6 @@ def hurt(name: str, layer: int, value: float = float("nan")) -> Made:
 
 def hurt_keys() -> Made:
     return hurt("k_proj", 2)
-
-
-def hurt_output() -> Made:
-    return hurt("o_proj", 3)
 
 
 def hurt_frozen() -> Made:
@@ -225,11 +229,6 @@ def rows_without_a_key() -> Made:
 
 def sliding() -> Made:
     model = gemma()
-    return model, _loss(model)
-
-
-def adapted_without_padding() -> Made:
-    model, _ = adapted()
     return model, _loss(model)
 
 

@@ -32,8 +32,7 @@ def test_a_batch_that_cannot_be_shared_is_refused_with_what_to_do() -> None:
 
 
 def test_a_process_alone_needs_nobody() -> None:
-    alone, model = Ranks(), torch.nn.Linear(2, 2)
-    assert alone.replica(model) is model
+    alone = Ranks()
     assert alone.gather("told") == ["told"]
     assert float(alone.mean(torch.tensor(3.0))) == 3.0
 

@@ -150,24 +150,25 @@ def test_a_replay_reaches_the_service_as_a_run_with_its_warning(tmp_path: Path) 
     said: list[wire.Event] = []
     with ServiceProcess(tmp_path) as service:
         url = service.url
-        run = replay(read_trace(FAILS), url=url, run="replayed", on_event=said.append)
+        replay({"replayed": read_trace(FAILS)}, url=url, on_event=lambda run, event: said.append(event))
         assert isinstance(said[0], wire.Started)
         assert isinstance(said[-1], wire.Finished)
         listed = {each["run"]: each for each in httpx.get(f"{url}/v1/runs").json()["runs"]}
-        assert listed[run]["status"] == "completed"
-        assert listed[run]["last_step"] == 20_600
-        assert listed[run]["active_warnings"] >= 1
-        assert listed[run]["numerics"] == "recorded"
+        assert listed["replayed"]["status"] == "completed"
+        assert listed["replayed"]["last_step"] == 20_600
+        assert listed["replayed"]["active_warnings"] >= 1
+        assert listed["replayed"]["numerics"] == "recorded"
 
 
 def test_a_replay_to_a_service_that_is_not_there_says_how_to_start_one() -> None:
     with pytest.raises(ValueError, match="start one: foreshock serve"):
-        replay(read_trace(FAILS), url="http://127.0.0.1:9")
+        replay({"replayed": read_trace(FAILS)}, url="http://127.0.0.1:9")
 
 
 def test_a_replay_at_a_pace_hands_each_event_on_when_its_step_has_come(tmp_path: Path) -> None:
     trace = read_trace(record(tmp_path / "made-up.jsonl.gz", fails=False))
     began, heard = time.monotonic(), dict[int, float]()
-    replay(trace, steps_per_second=20_000.0, on_event=lambda event: heard.update({event.step: time.monotonic()}))
+    due = {"played": trace}
+    replay(due, steps_per_second=20_000.0, on_event=lambda _, event: heard.update({event.step: time.monotonic()}))
     assert list(heard) == list(range(0, STEPS + 1, 50))
     assert all(at - began >= step / 20_000 for step, at in heard.items())

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from foreshock.contract import wire
 from foreshock.contract.incident import page_of
-from foreshock.lab.recording.replay import replay_together
+from foreshock.lab.recording.replay import replay
 from foreshock.lab.shown.story import NAMES, Story, opening, recordings
 from foreshock.server.child import ServiceProcess
 
@@ -48,7 +48,7 @@ def play(console: Console, *, port: int = 8765, steps_per_second: float | None =
                 reached = f"loss {record.losses[-1]:.3f}  largest score {record.largest[-1]:>6,.0f}"
                 console.print(_hanging(f"step {event.step:>6,}", run, reached), highlight=False)
 
-        replay_together(traces, url=url, steps_per_second=steps_per_second, on_event=hear)
+        replay(traces, url=url, steps_per_second=steps_per_second, on_event=hear)
         for sentence in story.ending():
             console.print(f"\n{sentence}", highlight=False)
         if console.is_terminal and sys.stdin.isatty():

@@ -71,7 +71,7 @@ def demo(
     port: Annotated[int, typer.Option(help="Port of the live page; 0 takes a free one.")] = 8765,
     seed: Annotated[
         int | None,
-        typer.Option(help="With --train: random seed. Default: 8 on a CPU, 2 on a GPU."),
+        typer.Option(help="With --train: random seed; 8 by default."),
     ] = None,
 ) -> None:
     """Play recorded failures next to a run that was switched, in two minutes and without PyTorch.

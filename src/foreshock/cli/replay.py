@@ -42,12 +42,13 @@ def replay(
         if own:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-replay-"))
             url = stack.enter_context(ServiceProcess(Path(directory), {"FORESHOCK_PORT": str(port)})).url
+        name = run or f"replay-{played.name}"
         if url is not None and not as_json:
-            console.print(f"Live page: {page_of(url, run or player.run_of(played))}", soft_wrap=True)
+            console.print(f"Live page: {page_of(url, name)}", soft_wrap=True)
 
         raised: list[wire.Verdict] = []
 
-        def print_event(event: wire.Event) -> None:
+        def print_event(_: str, event: wire.Event) -> None:
             if isinstance(event, wire.Verdict) and event.state == "raised":
                 raised.append(event)
             if as_json:
@@ -59,9 +60,7 @@ def replay(
                 text = f"{heads_in_words(event.heads)}: {event.outcome}, {', '.join(sorted(set(event.after)))}"
                 console.print(f"[bold]step {event.step:>6}[/bold]  {text}", highlight=False)
 
-        name = player.replay(
-            played, url=url, token=token, run=run, steps_per_second=steps_per_second, on_event=print_event
-        )
+        player.replay({name: played}, url=url, token=token, steps_per_second=steps_per_second, on_event=print_event)
         if as_json:
             output.print_json_line({"kind": "played", "trace": trace.name, "run": name if url else None, "url": url})
         else:

@@ -1,9 +1,7 @@
 """What the demo says of its recorded runs is true of the runs it was made from, read once more and another way."""
 
 import re
-from dataclasses import replace
 
-import numpy as np
 import pytest
 from tests.lab.short_traces import TRACES
 
@@ -16,7 +14,6 @@ from foreshock.lab.shown.story import (
     NAMES,
     OF_PYTORCH,
     SWITCHED,
-    WORTH_SAYING,
     Story,
     equal_until,
     opening,
@@ -56,17 +53,13 @@ def told() -> tuple[Story, list[tuple[int, str, str]]]:
     return story, said
 
 
-def test_the_recordings_are_those_of_lab_traces() -> None:
+def test_the_recordings_are_those_of_lab_traces_and_so_are_their_warnings() -> None:
     for name in NAMES:
         kinds = wire.Sample | wire.Switched
         whole = [event for event in WHOLE[name].events if isinstance(event, kinds) and event.step <= LAST_STEP]
         assert RUNS[name].events == whole
-    assert sum(file.stat().st_size for file in (TRACES.parent / "shown").glob("*.gz")) < 210_000
-
-
-def test_what_was_left_out_of_a_recording_changes_no_warning() -> None:
-    for name in NAMES:
         assert verdicts(RUNS[name]) == [v for v in verdicts(WHOLE[name]) if v.step <= LAST_STEP]
+    assert sum(file.stat().st_size for file in (TRACES.parent / "shown").glob("*.gz")) < 210_000
 
 
 def test_the_twins_are_equal_until_the_switch_and_the_opening_says_how_long() -> None:
@@ -86,12 +79,7 @@ def test_the_opening_says_of_each_run_which_kernel_trained_it() -> None:
     assert {layer.served_by for layer in WHOLE[LEFT_ALONE].started.layers} == {"kernel"}
     assert said[LEFT_ALONE].startswith("foreshock's Triton kernels")
     assert WHOLE[OF_PYTORCH].header["backend"] == "flash"
-    assert {layer.served_by for layer in WHOLE[OF_PYTORCH].started.layers} == {"probe"}
     assert said[OF_PYTORCH].startswith("PyTorch's own flash kernel, kept as it is")
-    cudnn = dict(
-        opening(RUNS | {OF_PYTORCH: replace(RUNS[OF_PYTORCH], header=RUNS[OF_PYTORCH].header | {"backend": "cudnn"})})
-    )
-    assert cudnn[OF_PYTORCH].startswith("PyTorch's own cudnn kernel")
 
 
 def test_nobody_acts_where_it_is_said_and_nothing_was_injected() -> None:
@@ -122,30 +110,6 @@ def test_the_warning_comes_before_the_switch_and_the_switch_before_the_score_of_
         assert max(score for step, score in scores.items() if step < story.dangerous[run]) < 512
 
 
-def test_the_gap_that_is_told_is_that_of_the_single_steps(told: tuple[Story, list[tuple[int, str, str]]]) -> None:
-    story, said = told
-
-    def gap(step: int) -> float:
-        means = [
-            WHOLE[name].steps.loss[(WHOLE[name].steps.step > step - 500) & (WHOLE[name].steps.step <= step)].mean()
-            for name in (LEFT_ALONE, SWITCHED)
-        ]
-        return float(100 * (means[0] / means[1] - 1))
-
-    opened = [
-        (int(number(r"up to ([\d,]+)", text)), number(r"lies ([\d.]+)% above", text))
-        for _, _, text in said
-        if "its loss over" in text
-    ]
-    for step, percent in opened:
-        assert percent == pytest.approx(gap(step), abs=TOLD)
-    end = list(story.ending())[-1]
-    worst = number(r"([\d.]+)% above it at worst", end)
-    assert len(opened) == sum(100 * share <= worst for share in WORTH_SAYING) >= 2
-    assert worst == pytest.approx(gap(int(number(r"at worst \(step ([\d,]+)\)", end))), abs=TOLD)
-    assert number(r"and ([\d.]+)% at the end", end) == pytest.approx(gap(story.shared_step), abs=TOLD)
-
-
 def test_the_ending_counts_steps_and_scores_as_they_were_recorded(
     told: tuple[Story, list[tuple[int, str, str]]],
 ) -> None:
@@ -161,6 +125,14 @@ def test_the_ending_counts_steps_and_scores_as_they_were_recorded(
     at = number(r"at step ([\d,]+); since", switched)
     since = max(score for step, score in largest(RUNS[SWITCHED]).items() if step > at)
     assert number(r"was larger than ([\d,]+)", switched) == pytest.approx(since, abs=1)
+    end = number(r"up to ([\d,]+) was", switched)
+    means = [
+        WHOLE[name].steps.loss[(WHOLE[name].steps.step > end - 500) & (WHOLE[name].steps.step <= end)].mean()
+        for name in (LEFT_ALONE, SWITCHED)
+    ]
+    gap = number(r"was ([\d.]+)% above it", switched)
+    assert gap == pytest.approx(float(100 * (means[0] / means[1] - 1)), abs=TOLD)
+    assert gap > 1
 
 
 def test_a_run_without_a_warning_is_not_said_to_have_one() -> None:
@@ -168,6 +140,5 @@ def test_a_run_without_a_warning_is_not_said_to_have_one() -> None:
     for run in NAMES:
         for event in judged(RUNS[run]):
             if event.step <= 1000:
-                assert not [text for _, text in story.hear(run, event) if "loss" in text], "twins are equal so far"
+                assert not list(story.hear(run, event))
     assert list(story.ending()) == [f"{LEFT_ALONE} was not warned about.", f"{OF_PYTORCH} was not warned about."]
-    assert np.isfinite(story.excess(story.shared_step))

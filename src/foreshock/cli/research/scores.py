@@ -1,6 +1,6 @@
 """`foreshock lab score` as text on the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +21,48 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> N
         bar = progress.add_task("scoring", total=len(traces))
         scores, result = lab_score(traces, report=report, on_trace=lambda _: progress.advance(bar))
     heads = ("truth", "steps", "warned", "layer", "head", "signal", "cause", "forecast", "at 512", "quality loss")
-    runs = _table("trace", heads)
-    for each in scores:
-        cells = (
-            *(each.truth, each.steps, each.first_warning_step, each.layer, each.head, each.signal, each.cause),
-            None if each.forecast_steps is None else round(each.forecast_steps),
-            *(each.dangerous_step, each.harm_step),
+    rows = [
+        (
+            *(each.trace, each.truth, each.steps, each.first_warning_step, each.layer, each.head, each.signal),
+            *(each.cause, each.forecast_steps and round(each.forecast_steps), each.dangerous_step, each.harm_step),
         )
-        runs.add_row(each.trace, *map(cell, cells))
-    print_whole(runs, console)
+        for each in scores
+    ]
+    _show(console, ("trace", *heads), rows)
     console.print(
         "warned: step of the first warning. forecast: steps from then until the head's largest |score| is 512. at 512: "
         "step at which that of any head was. quality loss: where it begins, in loss or gradient norm, against the "
         "control.\n"
     )
-    monitors = _table("monitor", ("threshold", "warned before 512", "lead", "range", "in time", "others"))
-    for name in ("healthy runs", "false alarms"):
-        monitors.add_column(name, justify="right")
-    for row in result["table"]:
-        monitors.add_row(
-            *(row["monitor"], cell(row["threshold"]), f"{row['warned']} of {row['dangerous']}"),
-            *(cell(row["median_lead"]), f"{cell(row['least_lead'])} to {cell(row['most_lead'])}"),
-            *(f"{row['in_time']} of {row['harmed']}", f"{row['others_warned']} of {row['others']}"),
-            *(f"{row['healthy_warned']} of {row['healthy']}", f"{row['false_alarms']} of {row['possible_alarms']}"),
+    of_monitors = (
+        "threshold",
+        "warned before 512",
+        "lead",
+        "range",
+        "in time",
+        "others",
+        "healthy runs",
+        "false alarms",
+    )
+    monitors = [
+        (
+            *(row["monitor"], row["threshold"], f"{row['warned']} of {row['dangerous']}", row["median_lead"]),
+            *(f"{cell(row['least_lead'])} to {cell(row['most_lead'])}", f"{row['in_time']} of {row['harmed']}"),
+            *(f"{row['others_warned']} of {row['others']}", f"{row['healthy_warned']} of {row['healthy']}"),
+            f"{row['false_alarms']} of {row['possible_alarms']}",
         )
-    print_whole(monitors, console)
+        for row in result["table"]
+    ]
+    _show(console, ("monitor", *of_monitors), monitors)
     console.print(
         "lead: steps to 512, median and range. in time: of those that lost quality. others: failures that are not of "
         "rounding. healthy runs: that were warned about.\n"
     )
-    sets = _table("healthy runs of", ("tuned", "runs", "steps", "warned about"))
-    for each in result["healthy"]:
-        tuned = "" if each["tuned"] is None else "yes" if each["tuned"] else "no"
-        sets.add_row(each["set"], tuned, *(f"{each[name]:,}" for name in ("runs", "steps", "warned")))
-    print_whole(sets, console)
+    tuned = {None: "", True: "yes", False: "no"}
+    sets = [
+        (e["set"], tuned[e["tuned"]], *(f"{e[n]:,}" for n in ("runs", "steps", "warned"))) for e in result["healthy"]
+    ]
+    _show(console, ("healthy runs of", "tuned", "runs", "steps", "warned about"), sets)
     came = result["precision"]
     console.print(
         f"Of {came['warned_as_rounding']} observed runs that were first warned about as rounding {came['failed']} "
@@ -71,12 +79,16 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> N
         console.print(f"report: {report}")
 
 
-def _table(first: str, rest: Sequence[str]) -> Table:
+def _show(console: Console, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table whose first column has names, and its others values."""
+    first, *rest = heads
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column(first)
     for name in rest:
         shown.add_column(name, justify="right")
-    return shown
+    for row in rows:
+        shown.add_row(*map(cell, row))
+    print_whole(shown, console)
 
 
 def score_synthetic(console: Console, *, report: Path | None) -> None:
@@ -91,16 +103,16 @@ def score_synthetic(console: Console, *, report: Path | None) -> None:
         "healthy": ("runs warned", "as rounding", "heads warned", "most in a sixth"),
     }
     for truth, names in columns.items():
-        table = Table(box=None, pad_edge=False, header_style="bold", title=f"{truth} runs", title_justify="left")
-        table.add_column("family")
-        for name in ("tuned", "runs", *names):
-            table.add_column(name, justify="right")
-        for row in (row for row in rows if row.truth == truth):
-            counts = (row.warned, row.as_rounding)
-            rest = (row.median_lead, row.least_lead, row.false_heads)
-            cells = (*counts, *(rest if truth == "failing" else (row.false_heads, row.most_in_a_stretch)))
-            table.add_row(row.family, "yes" if row.tuned else "no", str(row.runs), *map(cell, cells))
-        print_whole(table, console)
+        table = [
+            (
+                *(row.family, "yes" if row.tuned else "no", row.runs, row.warned, row.as_rounding),
+                *((row.median_lead, row.least_lead, row.false_heads) if truth == "failing" else ()),
+                *((row.false_heads, row.most_in_a_stretch) if truth == "healthy" else ()),
+            )
+            for row in rows
+            if row.truth == truth
+        ]
+        _show(console, (f"{truth} runs", "tuned", "runs", *names), table)
         console.print()
     console.print("Nothing was trained. tuned: whether runs of the family were looked at while the rule was chosen.")
     if report is not None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from heapq import merge
+from itertools import repeat
 
 import httpx
 
@@ -42,33 +43,7 @@ def verdicts(trace: Trace, config: DetectorConfig | None = None) -> list[wire.Ve
     return [event for event in judged(trace, config) if isinstance(event, wire.Verdict)]
 
 
-def run_of(trace: Trace) -> str:
-    """The run that a trace becomes which is given no name."""
-    return f"replay-{trace.name}"
-
-
 def replay(
-    trace: Trace,
-    *,
-    url: str | None = None,
-    token: str | None = None,
-    run: str | None = None,
-    steps_per_second: float | None = None,
-    on_event: Callable[[wire.Event], None] = lambda event: None,
-) -> str:
-    """Play a trace; the name of the run that it became. See `replay_together`."""
-    name = run or run_of(trace)
-    replay_together(
-        {name: trace},
-        url=url,
-        token=token,
-        steps_per_second=steps_per_second,
-        on_event=lambda _, event: on_event(event),
-    )
-    return name
-
-
-def replay_together(
     traces: Mapping[str, Trace],
     *,
     url: str | None = None,
@@ -81,19 +56,17 @@ def replay_together(
     Without `url` nothing is sent. steps_per_second: as fast as possible by default. Raises ValueError for a service
     that is not there or refuses.
     """
-    events = merge(*(_named(run, trace) for run, trace in traces.items()), key=lambda each: each[1].step)
+    events = merge(*(zip(repeat(run), judged(trace)) for run, trace in traces.items()), key=lambda each: each[1].step)
+    boots = {run: f"{time.time_ns() // 1_000_000:013d}-0-{secrets.token_hex(4)}" for run in traces}
+    sequences = dict.fromkeys(traces, 0)
     with ExitStack() as stack:
-        senders: dict[str, _Sender] = {}
-        if url is not None:
-            client = stack.enter_context(http_client(url, token, 30.0))
-            senders = {run: _Sender(client, url, run) for run in traces}
+        client = None if url is None else stack.enter_context(http_client(url, token, 30.0))
         for part in _due(events, steps_per_second or math.inf, on_event):
-            for run, sender in senders.items():
-                sender.send(tuple(event for name, event in part if name == run))
-
-
-def _named(run: str, trace: Trace) -> Iterator[tuple[str, wire.Event]]:
-    return ((run, event) for event in judged(trace))
+            for run, boot in boots.items():
+                own = tuple(event for name, event in part if name == run)
+                if client is not None and own:
+                    sequences[run] += 1
+                    _post(client, wire.Batch(run=run, rank=0, boot=boot, sequence=sequences[run], events=own))
 
 
 def _due(
@@ -116,25 +89,8 @@ def _due(
         yield part
 
 
-class _Sender:
-    """Sends one run to a service, as its agent would."""
-
-    def __init__(self, client: httpx.Client, url: str, run: str) -> None:
-        self._client, self._url, self._run, self._sequence = client, url, run, 0
-        self._boot = f"{time.time_ns() // 1_000_000:013d}-0-{secrets.token_hex(4)}"
-
-    def send(self, events: tuple[wire.Event, ...]) -> None:
-        """One batch, if there is anything in it."""
-        if events:
-            self._sequence += 1
-            _post(
-                self._client,
-                wire.Batch(run=self._run, rank=0, boot=self._boot, sequence=self._sequence, events=events),
-                self._url,
-            )
-
-
-def _post(client: httpx.Client, batch: wire.Batch, url: str) -> None:
+def _post(client: httpx.Client, batch: wire.Batch) -> None:
+    url = str(client.base_url).rstrip("/")
     try:
         for _ in range(50):
             reply = client.post(

@@ -17,9 +17,6 @@ from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 
 LEFT_ALONE, SWITCHED, OF_PYTORCH = NAMES = ("left-alone", "switched", "pytorch-flash")
 """The first two are twins; the third is on PyTorch's own kernel."""
-_TEXTS: Final = {"byte pairs": "documentation and source of Python packages"}
-WORTH_SAYING: Final = (0.01, 0.02, 0.04)
-"""Shares of the twin's loss: a sentence says when the loss first lies that far above it."""
 _STEPS_OF_A_LOSS: Final = 500
 """A single step's loss is mostly the luck of its batch."""
 
@@ -62,14 +59,6 @@ def equal_until(one: Trace, other: Trace) -> int:
     return last
 
 
-def kernel_of(trace: Trace) -> str:
-    """Whose attention a run trained with, in words."""
-    if backend := trace.header.get("backend"):
-        return f"PyTorch's own {backend} kernel, kept as it is and watched by a sample of its rows"
-    (served_by,) = {layer.served_by for layer in trace.started.layers}
-    return {"kernel": "foreshock's Triton kernels, where every row is counted"}[served_by]
-
-
 def opening(traces: dict[str, Trace]) -> Iterator[tuple[str, str]]:
     """What one is about to see: a sentence or two about each run, and under "" about all."""
     alone, twin, vendor = (traces[name] for name in NAMES)
@@ -79,14 +68,17 @@ def opening(traces: dict[str, Trace]) -> Iterator[tuple[str, str]]:
         f"Three recorded trainings in BF16, on an {model['device']}: GPTs of {model['layers']} layers and "
         f"{model['heads']} heads, {'rotary' if model['rotary'] else 'learned'} positions, "
         f"{'a' if model['key_bias'] else 'no'} bias on the keys, a {model['schedule']} learning rate of "
-        f"{model['learning_rate']:g}. They read real text: {_TEXTS[model['text']]}. Nothing was injected.",
+        f"{model['learning_rate']:g}. They read real text: documentation and source of Python packages. Nothing was "
+        "injected.",
     )
-    yield LEFT_ALONE, f"{kernel_of(alone)}; {_batches(alone)}; nobody acts."
+    ours, own = "foreshock's Triton kernels, where every row is counted", vendor.header["backend"]
+    theirs = f"PyTorch's own {own} kernel, kept as it is and watched by a sample of its rows"
+    yield LEFT_ALONE, f"{ours}; {_batches(alone)}; nobody acts."
     yield (
         SWITCHED,
         f"the same run, equal in every recorded number up to step {equal_until(alone, twin):,}; its agent may act.",
     )
-    yield OF_PYTORCH, f"{kernel_of(vendor)}; {_batches(vendor)}; nobody acts. It has no switched twin."
+    yield OF_PYTORCH, f"{theirs}; {_batches(vendor)}; nobody acts. It has no switched twin."
     yield (
         "",
         "Warnings are made now, by the detectors of this version. The switch is the one that happened then. "
@@ -106,8 +98,6 @@ class Story:
     records: dict[str, Record] = field(default_factory=lambda: {name: Record() for name in NAMES})
     dangerous: dict[str, int] = field(default_factory=dict)
     """The first step at which a run's largest score was `DANGEROUS_SCORE`."""
-    _shares_passed: int = 0
-    """How many of `WORTH_SAYING` the loss has passed."""
     _sentence: str = ""
     """Of the last warning, which twins share."""
 
@@ -121,41 +111,22 @@ class Story:
             yield run, f"{word}: {'the same as of its twin.' if known else event.sentence}"
         elif isinstance(event, wire.Switched) and event.outcome == "applied":
             yield run, f"its agent switches {len(event.heads)} heads from {event.before[0]} to {event.after[0]}."
-        elif isinstance(event, wire.Sample) and record.largest:
-            if run not in self.dangerous and record.largest[-1] >= DANGEROUS_SCORE:
-                self.dangerous[run] = event.step
-                yield run, f"its largest score reaches {DANGEROUS_SCORE:.0f}."
-            if run in (LEFT_ALONE, SWITCHED) and (excess := self._excess_to_say()) is not None:
-                span = f"the {_STEPS_OF_A_LOSS} steps up to {self.shared_step:,}"
-                yield LEFT_ALONE, f"its loss over {span} lies {excess:.1%} above its switched twin's."
-
-    @property
-    def shared_step(self) -> int:
-        """The last step that both twins have reached."""
-        return min((self.records[name].steps or [0])[-1] for name in (LEFT_ALONE, SWITCHED))
+        elif run not in self.dangerous and record.largest and record.largest[-1] >= DANGEROUS_SCORE:
+            self.dangerous[run] = event.step
+            yield run, f"its largest score reaches {DANGEROUS_SCORE:.0f}."
 
     def excess(self, step: int) -> float:
-        """How far the loss of the 500 steps up to `step` lies above the twin's, as a share of it; NaN before."""
-        alone, switched = (self._mean_loss(name, step) for name in (LEFT_ALONE, SWITCHED))
+        """How far the loss of the 500 steps up to `step` is above the twin's, as a share of it: over the same steps for
+        both twins, whose samples are of different steps."""
+        alone, switched = (self._mean_loss(self.records[name], step) for name in (LEFT_ALONE, SWITCHED))
         return alone / switched - 1
 
-    def _mean_loss(self, run: str, step: int) -> float:
-        """Over the same steps for both twins, whose samples are of different steps."""
-        record = self.records[run]
-        if step < _STEPS_OF_A_LOSS:
-            return float("nan")
+    @staticmethod
+    def _mean_loss(record: Record, step: int) -> float:
         steps = [0, *record.steps]
         sums = np.concatenate(([0.0], np.cumsum(np.diff(steps) * record.losses)))
         start, end = np.interp((step - _STEPS_OF_A_LOSS, step), steps, sums)
         return float((end - start) / _STEPS_OF_A_LOSS)
-
-    def _excess_to_say(self) -> float | None:
-        excess = self.excess(self.shared_step)
-        reached = sum(excess >= each for each in WORTH_SAYING)
-        if reached <= self._shares_passed:
-            return None
-        self._shares_passed = reached
-        return excess
 
     def ending(self) -> Iterator[str]:
         """What was seen, in sentences."""
@@ -163,15 +134,13 @@ class Story:
             yield f"{run} {self._failure(run)}"
         if not self.records[SWITCHED].switches:
             return
-        switched, end = self.records[SWITCHED], self.shared_step
+        switched, end = self.records[SWITCHED], min(self.records[name].steps[-1] for name in (LEFT_ALONE, SWITCHED))
         switch = switched.switches[0]
         since = max(score for step, score in zip(switched.steps, switched.largest, strict=True) if step > switch.step)
-        steps = [step for step in self.records[LEFT_ALONE].steps if switch.step < step <= end]
-        worst = max(steps, key=self.excess)
         yield (
             f"{SWITCHED}: {len(switch.heads)} heads went to {switch.after[0]} at step {switch.step:,}; since then no "
-            f"score was larger than {since:,.0f}. Left alone, the loss lay "
-            f"{self.excess(worst):.1%} above it at worst (step {worst:,}), and {self.excess(end):.1%} at the end."
+            f"score was larger than {since:,.0f}. Left alone, the loss of the {_STEPS_OF_A_LOSS} steps up to {end:,} "
+            f"was {self.excess(end):.1%} above it."
         )
 
     def _failure(self, run: str) -> str:

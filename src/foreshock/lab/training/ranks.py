@@ -2,14 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +32,6 @@ class Ranks:
         own = batch // self.world
         at_once = max(count for count in range(1, min(own, most or own) + 1) if own % count == 0)
         return slice(self.rank * own, (self.rank + 1) * own), at_once
-
-    def replica(self, model: nn.Module) -> nn.Module:
-        """`model`, whose gradients are those of all processes after a backward."""
-        if self.world == 1:
-            return model
-        return DistributedDataParallel(model)
-
-    def in_part(self, replica: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Round the passes of one part of a batch: only those of the last part wait for the other processes."""
-        if last or not isinstance(replica, DistributedDataParallel):
-            return nullcontext()
-        return cast(AbstractContextManager[None], replica.no_sync())
 
     def mean(self, values: Tensor) -> Tensor:
         """`values` of all processes, averaged. Every process calls it at the same place."""

@@ -9,6 +9,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 
 from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace_writer import TraceWriter
@@ -115,8 +116,8 @@ class Training:
             settings |= {"numerics": variant.numerics, "sample_every_steps": recipe.sample_every_steps}
         self.agent: Agent = attach(self.model, **settings | agent_settings)
         compiled = recipe.compiled and self.device.type == "cuda"
-        whole = torch.compile(self.model, dynamic=False, fullgraph=True) if compiled else self.model
-        self._whole = self.ranks.replica(cast(nn.Module, whole))
+        whole = cast(nn.Module, torch.compile(self.model, dynamic=False, fullgraph=True)) if compiled else self.model
+        self._whole = whole if self.ranks.world == 1 else DistributedDataParallel(whole)
 
     def advance(self) -> Tensor:
         """One optimizer step; its loss in nats, []."""
@@ -150,7 +151,8 @@ class Training:
         parts = torch.split(self._next_windows(), self._rows_at_once)
         losses = []
         for number, part in enumerate(parts, start=1):
-            with self.ranks.in_part(self._whole, last=number == len(parts)):
+            several = isinstance(self._whole, DistributedDataParallel)
+            with cast(Any, self._whole).no_sync() if several and number < len(parts) else nullcontext():
                 loss = self._loss_of(part) / len(parts)
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
