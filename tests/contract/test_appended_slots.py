@@ -19,7 +19,7 @@ OLDER = (
     "tests/monitor/test_samples.py",
     "tests/monitor/test_probe.py",
     "tests/lab/test_replay.py",
-    "tests/lab/test_trace_writer.py",
+    "tests/lab/test_trace.py",
     "tests/lab/test_trace.py",
 )
 

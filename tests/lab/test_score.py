@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.lab.made_up import STEPS, record
+from tests.lab.made_up import STEPS, noisy, record, steps
+from tests.lab.short_traces import TRACES
 
 from foreshock.contract import wire
 from foreshock.contract.slots import MAX_SLOTS, SUM_SLOTS, identity_row
-from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.recording.harm import first_harm
+from foreshock.lab.recording.trace import Steps, read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.baselines import BASELINES, Signal
 from foreshock.lab.scoring.four_conditions import blocks_met
@@ -94,3 +96,55 @@ def test_nan_in_every_field_is_a_run_without_a_verdict(tmp_path: Path) -> None:
     assert (score.first_warning_step, score.warnings, score.harm_step) == (None, 0, None)
     assert score.alarms["largest score of the model"] is None
     assert [each["truth"] for each in result["traces"]] == [score.truth]
+
+
+def test_a_z_score_sees_a_spike_and_does_not_let_it_hide_the_next() -> None:
+    loss = noisy(2.0, 900)
+    loss[[100, 600, 610]] += 1.0
+    made = Steps(np.arange(1, 901), loss, np.full(900, math.nan), np.ones(900, dtype=np.int64))
+    found = {each.name: each for each in BASELINES}["loss z-score"]
+    trace = read_trace(TRACES / "key-bias_fp32_batch32.trace.xz")
+    signal = found.signal(type(trace)(trace.path, {}, trace.started, [], made))
+    assert signal is not None
+    assert set(signal.step[signal.value > 10].tolist()) == {601, 611}
+    assert {each.name: each for each in BASELINES}["gradient-norm z-score"].signal(
+        type(trace)(trace.path, {}, trace.started, [], made)
+    ) is None
+
+
+# Harm, on losses and gradients whose course is known
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends", "excess", "harm"),
+    [(3000, STEPS, 0.06, 3001), (1000, 1200, 0.1, None), (1000, 1600, 0.08, None), (1000, 1600, 0.3, 1001)],
+    ids=["stays", "two blocks", "comes back", "comes back from far"],
+)
+def test_a_run_is_harmed_from_the_first_of_three_blocks_above_its_control_that_stay_or_are_far_above(
+    begins: int, ends: int, excess: float, harm: int | None
+) -> None:
+    control = noisy(2.0)
+    loss = control.copy()
+    loss[begins:ends] += excess
+    assert first_harm(steps(loss), steps(control)) == harm
+
+
+def test_a_gradient_norm_that_doubles_is_harm_and_what_comes_after_the_control_s_end_is_not_judged() -> None:
+    control, norm = noisy(2.0), np.full(STEPS, 0.5)
+    norm[4000:] = 1.2
+    assert first_harm(steps(control, norm), steps(control)) == 4001
+    assert first_harm(steps(control, norm), steps(control[:4000])) is None
+
+
+def test_a_loss_that_is_not_finite_is_harm_at_once_and_one_that_was_never_recorded_is_not() -> None:
+    loss, unknown = noisy(2.0), np.full(STEPS, math.nan)
+    loss[1234] = math.nan
+    assert first_harm(steps(loss), steps(noisy(2.0))) == 1235
+    assert first_harm(steps(unknown, unknown), steps(noisy(2.0))) is None
+
+
+def test_without_a_control_a_run_is_compared_with_its_own_past() -> None:
+    falling = 2.0 + 3.0 * np.exp(-np.arange(STEPS) / 500) + noisy(0.0)
+    assert first_harm(steps(falling)) is None
+    falling[4500:] += 0.4
+    assert first_harm(steps(falling)) == 4501

@@ -1,5 +1,6 @@
 """Recorded runs: read, written, refused, scored and replayed."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from tests.lab.short_traces import FAILS, sample, started, write
 
 from foreshock.contract import wire
 from foreshock.contract.metrics import catalog
-from foreshock.contract.slots import SLOT_COUNT, Slot
-from foreshock.lab.recording.trace import read_lines, read_trace
+from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
+from foreshock.lab.recording.trace import read_lines, read_trace, readings
 from foreshock.lab.recording.trace_writer import TraceWriter
 
 
@@ -81,20 +82,11 @@ def test_steps_that_go_backwards_are_refused(tmp_path: Path) -> None:
     header, start, first, second = read_lines(FAILS)[:4]
     with pytest.raises(ValueError, match="goes backwards in its samples; give a trace of one run without restarts"):
         read_trace(write(tmp_path / "back.jsonl.gz", [header, start, second, first]))
+    with pytest.raises(ValueError, match="goes backwards"):
+        read_trace(write(tmp_path / "twice.jsonl.gz", [header, start, first, first]))
     backwards = second | {"since_step": second["step"] + 100}
     with pytest.raises(ValueError, match=r"line 4 holds an event[\s\S]* since_step 300 is after step 200"):
         read_trace(write(tmp_path / "inside.jsonl.gz", [header, start, first, backwards]))
-
-
-def test_a_step_that_comes_twice_is_refused(tmp_path: Path) -> None:
-    words = np.zeros((1, SLOT_COUNT), dtype=np.int64)
-    path = tmp_path / "twice.jsonl.gz"
-    with TraceWriter(path, {}) as writer:
-        writer(started(1))
-        writer(sample(10, 0, words))
-        writer(sample(10, 0, words))
-    with pytest.raises(ValueError, match="goes backwards"):
-        read_trace(path)
 
 
 def test_what_older_recorders_measured_of_weights_is_passed_over(tmp_path: Path) -> None:
@@ -115,3 +107,39 @@ def test_what_the_old_traces_did_not_record_reads_nan_and_never_zero() -> None:
     assert np.isnan(catalog.read("head.row_max_abs", words)).all()
     assert trace.samples[50].modes is None
     assert words[0, Slot.TIED_ROWS_BF16] / words[0, Slot.ROWS] == pytest.approx(0.0035, abs=0.01)
+
+
+def counted(rows: int, offset: float, largest: float) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    words = np.tile(identity_row(), (2, 1))
+    words[:, Slot.ROWS] = rows
+    floats = words.view(np.float64)
+    floats[:, Slot.SCORE_OFFSET_SUM] = rows * offset
+    floats[:, Slot.ROW_MAX_ABS] = largest
+    floats[1, Slot.DELTA_BIAS_SUM] = math.nan
+    return words
+
+
+def test_samples_are_read_back_to_the_bit_and_single_steps_to_the_digits_that_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl.gz"
+    modes = wire.Array.of(np.zeros(2, dtype=np.int32))
+    given = []
+    with TraceWriter(path, {"recipe": "made-up", "seed": 3}) as writer:
+        writer(started(2))
+        for since, step, offset in ((4000, 4050, 1.0), (4050, 4100, 2.000049), (4100, 4200, 5.0)):
+            words = counted(100, offset, 0.0300004 * (step - 4000))
+            given.append(sample(step, since, words).model_copy(update={"modes": modes, "loss": 1 / 3}))
+            writer(given[-1])
+            writer.steps(since, [1.23456] * (step - since), [math.inf] * (step - since))
+        writer(sample(4210, 4200, np.tile(identity_row(), (2, 1))))
+    trace = read_trace(path)
+    assert trace.header == {"foreshock_trace": 1, "recipe": "made-up", "seed": 3}
+    assert trace.heads == [(3, 0), (3, 1)]
+    timeless = [each.model_copy(update={"unix_seconds": 0.0}) for each in given]
+    assert trace.samples[:-1] == timeless
+    *_, empty = readings(trace)
+    assert empty.rows.tolist() == [0.0, 0.0]
+    assert np.isnan(empty.largest_score).all()
+    assert empty.loss == math.inf
+    assert trace.steps.step.tolist() == list(range(4001, 4201))
+    assert set(trace.steps.loss.tolist()) == {1.23}
+    assert set(trace.steps.grad_norm.tolist()) == {math.inf}
