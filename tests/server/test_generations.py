@@ -1,12 +1,15 @@
 """A run that is resumed in another shape is what it is now: nothing of the ranks that it had before counts any more."""
 
+import asyncio
 import random
+import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.replaying import seen_after
 
 from foreshock.contract.wire import AgentHealth, Batch, Event, Finished
 from foreshock.server import recorder
@@ -51,7 +54,12 @@ def batches_of(life: Life, number: int, *, last: bool, finished: bool) -> list[l
         end: list[Event] = [] if last and rank else [warned]
         if finished or (not last and rank % 2):
             end.append(Finished(step=life.ends, unix_seconds=1.0, status="completed" if last else "failed"))
-        made.append([fake.batch(begun, taken[0]), fake.batch(*taken[1:], *end)])
+        first: list[Event] = [begun, taken[0]]
+        if last:  # the newest word counts, however they come
+            raised = fake.verdict(life.begins + 10, 0, heads[-1], f"l0h{heads[-1]}")
+            first += [raised, AgentHealth(step=life.begins + 10, dropped={"queue_full": 3})]
+            end += [raised.model_copy(update={"state": "cleared"}), AgentHealth(step=life.ends, dropped={"other": 4})]
+        made.append([fake.batch(*first), fake.batch(*taken[1:], *end)])
     return made
 
 
@@ -105,6 +113,32 @@ def history(lives: list[Life]) -> dict[int, float]:
     return {step: sum(losses) / len(losses) for step, losses in sorted(found.items()) if step <= last}
 
 
+def seen_after(
+    player: Any,
+    batches: list[Batch],
+    look: Callable[[Any], Awaitable[dict[str, Any]]],
+    at_once: int,
+    beside: Callable[[Batch, float], Headers],
+) -> dict[str, Any]:
+    """What `look` finds in a service on a new store that took the batches in their order, `at_once` at a time.
+
+    beside: what is told beside a batch, given when the story began on the monotonic clock.
+    """
+    seen: dict[str, Any] = {}
+
+    async def story(service: Any) -> None:
+        began = time.monotonic()
+        for i in range(0, len(batches), at_once):
+            sent = (service.post(batch, **beside(batch, began)) for batch in batches[i : i + at_once])
+            answers = await asyncio.gather(*sent)
+            assert {answer.status_code for answer in answers} == {200}
+        seen.update(await look(service))
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(player(f"sqlite:///{Path(folder) / 'foreshock.db'}", story))
+    return seen
+
+
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
@@ -113,7 +147,7 @@ def history(lives: list[Life]) -> dict[int, float]:
         for seed in range(2)
     ],
 )
-def test_in_any_order_of_arrival_a_resumed_run_is_what_its_last_life_makes_it(
+def test_in_any_order_repetition_and_interleaving_a_resumed_run_is_what_its_last_life_makes_it(
     player: Any, name: str, seed: int
 ) -> None:
     lives, draw = RUNS[name], random.Random(f"{name} {seed}")
@@ -133,6 +167,7 @@ def test_in_any_order_of_arrival_a_resumed_run_is_what_its_last_life_makes_it(
     since = lives[-1].begins
     only_last = [batch for own in made[-1] for batch in own]
     everything = [batch for of_life in made for own in of_life for batch in own]
+    everything += draw.choices(everything, k=draw.randrange(20))
     draw.shuffle(everything)
 
     async def look(service: Any) -> dict[str, Any]:
@@ -142,9 +177,10 @@ def test_in_any_order_of_arrival_a_resumed_run_is_what_its_last_life_makes_it(
         headers = [beside(own[0], time.monotonic()) for own in made[-1]]
         return await seen(service, since, finished, ranks, headers)
 
-    control = seen_after(player, only_last, look, beside=beside)
+    control = seen_after(player, only_last, look, 1, beside)
     assert control["detail"]["status"] == ("completed" if finished else "active")
-    found = seen_after(player, everything, look, beside=beside)
+    assert control["detail"]["agent_dropped"] == {"other": 4 * len(made[-1])}
+    found = seen_after(player, everything, look, draw.randint(1, 4), beside)
     assert found.pop("history") == history(lives)
     for key in found:
         assert timeless(found[key]) == timeless(control[key]), key

@@ -251,28 +251,31 @@ def record_incidents(connection: Connection, run_ids: Collection[int], verify_st
 
     The caller holds the runs (`Store.lock_runs`). Returns the incidents.
     """
-    now = time.time()
-    rows = []
+    now, rows = time.time(), list[dict[str, Any]]()
+
+    def write(run_id: int, change: IncidentChange) -> None:
+        shown = {"sentence": f"{change.state.capitalize()}: {change.sentence}", "outcome": change.cause}
+        own = {"kind": "incident", "step": change.step, "unix_seconds": now, "payload": change.model_dump_json()}
+        rows.append({"run_id": run_id, **own, **shown})
+
     known = incidents_of(connection, run_ids, verify_steps)
     for run_id, found in known.items():
         for incident in found:
-            before = _last_change(connection, run_id, incident.cause)
-            change = change_of(incident)
-            if before is None or is_news(before, change):
-                change.grown = before is not None and not is_news(before, change, growth=False)
-                rows.append(_event(run_id, now, change))
+            before, change = _last_change(connection, run_id, incident.cause), change_of(incident)
+            if before is None or _has_changed(before, change):
+                write(run_id, change)
+            elif len(str(change.standing)) > len(str(before.standing)):
+                write(run_id, change.model_copy(update={"grown": True}))
         for was, incident in _gone_over(found).items():
             before = _last_change(connection, run_id, was)
             if before is not None and before.state != "closed":
-                rows.append(_event(run_id, now, closed_by(before, incident)))
+                sentence = f"The incident {was} was reclassified as {incident.cause}."
+                if was in incident.causes:
+                    sentence = f"The incident {was} joins {incident.cause}: both are active in this run."
+                ends = {"state": "closed", "step": max(before.step, incident.step), "standing": 0, "steps_left": None}
+                write(run_id, before.model_copy(update={**ends, "grown": False, "sentence": sentence}))
     write_events(connection, rows)
     return known
-
-
-def _event(run_id: int, now: float, change: IncidentChange) -> dict[str, Any]:
-    shown = {"sentence": f"{change.state.capitalize()}: {change.sentence}", "outcome": change.cause}
-    own = {"kind": "incident", "step": change.step, "unix_seconds": now, "payload": change.model_dump_json()}
-    return {"run_id": run_id, **own, **shown}
 
 
 def _gone_over(found: Iterable[Incident]) -> dict[IncidentCause, Incident]:
@@ -283,29 +286,18 @@ def _gone_over(found: Iterable[Incident]) -> dict[IncidentCause, Incident]:
     return {was: incident for was, incident in (*corrected, *joined) if was is not None and was not in present}
 
 
-def closed_by(before: IncidentChange, goes_on: Incident) -> IncidentChange:
-    """The end of an incident that goes on in another, as the log keeps it."""
-    sentence = f"The incident {before.cause} was reclassified as {goes_on.cause}."
-    if before.cause in goes_on.causes:
-        sentence = f"The incident {before.cause} joins {goes_on.cause}: both are active in this run."
-    ends = {"state": "closed", "step": max(before.step, goes_on.step), "standing": 0, "steps_left": None}
-    return before.model_copy(update={**ends, "grown": False, "sentence": sentence})
-
-
 def change_of(incident: Incident) -> IncidentChange:
     """What the log keeps of an incident."""
     fields: Mapping[str, Any] = incident.model_dump(include=set(IncidentChange.model_fields))
     return IncidentChange.model_validate(fields)
 
 
-def is_news(before: IncidentChange, now: IncidentChange, *, growth: bool = True) -> bool:
-    """Whether an incident has changed so much since its last event that people should hear of it."""
+def _has_changed(before: IncidentChange, now: IncidentChange) -> bool:
+    """Whether an incident has another state, more causes, or is worse than at its last event."""
     joined = set(now.causes) - {before.cause, *before.causes}
-    if joined or (before.state, before.times) != (now.state, now.times):
-        return True
     worse = ("info", "warning", "critical")
-    grown = growth and len(str(now.standing)) > len(str(before.standing))
-    return grown or worse.index(now.severity) > worse.index(before.severity)
+    other = (before.state, before.times) != (now.state, now.times)
+    return bool(joined) or other or worse.index(now.severity) > worse.index(before.severity)
 
 
 def _last_change(connection: Connection, run_id: int, cause: str) -> IncidentChange | None:

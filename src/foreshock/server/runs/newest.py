@@ -221,11 +221,9 @@ def earlier_samples(
         for row in connection.execute(LIVE_SAMPLES.where(own)):
             if row.boot_id in wanted[row.run_id, row.step]:
                 rows[row.run_id].append(row)
-    return {run_id: (_arrays(names[run_id]), found) for run_id, found in rows.items() if found}
-
-
-def _arrays(names: set[str]) -> frozenset[str]:
-    return frozenset({*(names & PER_HEAD.keys()), *((_STATES,) if names & {_STATES, *_RARE} else ())})
+    arrays = {run_id: {_STATES if name in _RARE else name for name in own} for run_id, own in names.items()}
+    kept = {_STATES, *PER_HEAD}
+    return {run_id: (frozenset(arrays[run_id] & kept), found) for run_id, found in rows.items() if found}
 
 
 def _counted(words: Words) -> npt.NDArray[np.bool_]:
@@ -240,21 +238,12 @@ def _lacks(words: Words, slots: Sequence[Slot]) -> npt.NDArray[np.bool_]:
     return lacking
 
 
-def _carry_states(reading: MergedSteps, old: Words, known: npt.NDArray[np.bool_]) -> None:
-    words, counted = reading.words[-1], reading.counted[-1]
-    lacking = known & ~(counted & _counted(words))
-    words[lacking], counted[lacking] = old[lacking], True
-    for slots in _RARE.values():
-        rare = known & _lacks(words, slots)
-        for slot in slots:
-            words[rare, slot] = old[rare, slot]
-
-
 def carry(axis: Axis, reading: MergedSteps, earlier: Earlier) -> int | None:
     """Fill what the newest step of a reading lacks with what was measured last; the step of the norms that it took."""
     names, rows = earlier
     known = merge(axis, rows, names)
     norms_step = None
+    words, counted = reading.words[-1], reading.counted[-1]
     for at in reversed(range(len(known.steps))):
         for name in names - {_STATES}:
             now, then = reading.fields[name][-1], known.fields[name][at]
@@ -263,7 +252,12 @@ def carry(axis: Axis, reading: MergedSteps, earlier: Earlier) -> int | None:
             if name in NORMS and norms_step is None and lacking.any():
                 norms_step = int(known.steps[at])
         if _STATES in names:
-            _carry_states(reading, known.words[at], known.counted[at])
+            old, was_counted = known.words[at], known.counted[at]
+            lacking = was_counted & ~(counted & _counted(words))
+            words[lacking], counted[lacking] = old[lacking], True
+            for slots in _RARE.values():
+                rare = was_counted & _lacks(words, slots)
+                words[np.ix_(rare, slots)] = old[np.ix_(rare, slots)]
         for name, value in known.scalars[at].items():
             if reading.scalars[-1][name] is None:
                 reading.scalars[-1][name] = value
