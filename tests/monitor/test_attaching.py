@@ -16,7 +16,6 @@ from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.test_switch import half_masked
 from tests.monitor.tiny_models import (
-    AttentionWithMask,
     CausalSelfAttention,
     batch,
     tiny_gpt,
@@ -388,7 +387,7 @@ def test_the_service_is_corrected_about_a_layer_that_is_switched_refused_and_swi
 
 
 def test_the_table_after_the_first_steps_tells_what_is(capsys: pytest.CaptureFixture[str]) -> None:
-    masked = tiny_gpt(AttentionWithMask(16, 2), CausalSelfAttention(16, 2), ByHand())
+    masked = tiny_gpt(*half_masked().blocks, ByHand())
     with attach(masked, **{**EVERY_STEP, "quiet": False}) as agent:
         assert capsys.readouterr().err == "", "no step has shown yet what is attention"
         train(agent, masked, 2)

@@ -93,7 +93,7 @@ def through_the_compiler(model: nn.Module) -> list[Tensor]:
     [
         (Written, gradients),
         (OneMaskForAll, gradients),
-        (Written, through_the_compiler),
+        pytest.param(Written, through_the_compiler, marks=pytest.mark.full),
         pytest.param(OneMaskForAll, through_the_compiler, marks=pytest.mark.full),
     ],
 )

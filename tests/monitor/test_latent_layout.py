@@ -92,8 +92,14 @@ def left_out(agent: Any) -> str:
 
 
 @pytest.mark.promise("A26")
-@pytest.mark.parametrize("attention", ["keep", "kernels"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        *((kind, "keep") for kind in MODELS),
+        *((kind, "kernels") for kind in HAND_WRITTEN),
+        *(pytest.param(kind, "kernels", marks=pytest.mark.full) for kind in MODELS if kind not in HAND_WRITTEN),
+    ],
+)
 def test_each_part_of_a_head_is_scaled_as_a_float64_loop_has_it_and_its_scores_by_gamma(
     kind: str, attention: Any
 ) -> None:

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.monitor.executions import EVERY_STEP
 from tests.monitor.test_norms import PeftLinear
+from tests.monitor.watching import listening
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -22,15 +24,7 @@ from foreshock.monitor.attention.layout_check import Call, Numbers, confirmed, f
 from foreshock.monitor.model.layers import Projection, latent_projections, projections
 
 HEADS, KEYS, DIM, WIDTH = 4, 2, 8, 32
-EVERY: dict[str, Any] = {
-    "run": "x",
-    "url": None,
-    "quiet": True,
-    "strict": True,
-    "sample_every_steps": 1,
-    "sample_every_seconds": 0.0,
-    "norms_every_steps": 1,
-}
+EVERY = EVERY_STEP | {"attention": "keep", "norms_every_steps": 1}
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -99,24 +93,16 @@ def rotary(x: Tensor) -> Tensor:
     return torch.cat([one * angle.cos() - other * angle.sin(), one * angle.sin() + other * angle.cos()], -1)
 
 
-def turned(split: Callable[..., Heads]) -> Callable[..., Heads]:
-    def of(*outputs: Tensor) -> Heads:
-        query, key, value = split(*outputs)
-        return rotary(query), rotary(key), value
-
-    return of
-
-
-def normed_heads(split: Callable[..., Heads]) -> Callable[..., Heads]:
-    def of(*outputs: Tensor) -> Heads:
-        query, key, value = split(*outputs)
-        return rotary(gained(query)), rotary(gained(key)), value
-
-    return of
-
-
 def gained(x: Tensor) -> Tensor:
     return F.rms_norm(x, (DIM,)) * torch.linspace(0.5, 2, DIM)
+
+
+def turned(split: Callable[..., Heads], *, gains: bool = False) -> Callable[..., Heads]:
+    def of(*outputs: Tensor) -> Heads:
+        query, key, value = split(*outputs)
+        return rotary(gained(query) if gains else query), rotary(gained(key) if gains else key), value
+
+    return of
 
 
 def key_and_value_fused(query: Tensor, both: Tensor) -> Heads:
@@ -135,8 +121,6 @@ LAYOUTS: dict[str, Callable[[], Attention]] = {
 OTHERS: dict[str, Callable[[], Attention]] = {
     "V, K, Q": lambda: Attention(axes("vhd"), qkv=3 * WIDTH),
     "each feature its Q, K, V": lambda: Attention(axes("hdk"), Wqkv=3 * WIDTH),
-    "features, Q K V, heads": lambda: Attention(axes("dkh"), to_qkv=3 * WIDTH),
-    "Q, K, V, each with features before heads": lambda: Attention(axes("kdh"), qkv=3 * WIDTH),
     "separate, features before heads": lambda: Attention(features_first, **THREE),
     "key heads read in turn": lambda: Attention(in_turn, q_proj=WIDTH, k_proj=KEYS * DIM, v_proj=KEYS * DIM),
     "a convolution of the queries": lambda: Attention(convolved, **THREE),
@@ -153,39 +137,35 @@ def true_norms(module: Attention, split: Callable[..., Heads]) -> dict[str, Tens
     return {name: torch.linalg.matrix_norm(x, 2) for name, x in pairs}
 
 
+def losses_of(running: Any, model: nn.Module, steps: int, stepped: Callable[[Tensor], None]) -> list[float]:
+    torch.manual_seed(5)
+    losses, optimizer = [], torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(steps):
+        loss = running(torch.randn(2, 7, WIDTH)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        stepped(loss.detach())
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def train(
-    model: nn.Module,
-    steps: int,
-    running: Any = None,
-    change: Callable[[], None] | None = None,
-    optimizer: Any = None,
-    **settings: Any,
+    model: nn.Module, steps: int, running: Any = None, change: Callable[[], None] = lambda: None
 ) -> tuple[list[Any], list[str], list[float]]:
     """Samples, the layouts that were told at the end, and losses."""
-    torch.manual_seed(5)
-    events: list[Any] = []
-    losses = []
-    with attach(model, **{**EVERY, **settings}) as agent:
-        agent.subscribe(events.append)
-        if change is not None:
-            change()
-        optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.01)
-        for _ in range(steps):
-            loss = (model if running is None else running)(torch.randn(2, 7, WIDTH)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            agent.step(loss.detach())
-            losses.append(float(loss.detach()))
+    with listening(model, **EVERY) as (agent, listener):
+        change()
+        losses = losses_of(running or model, model, steps, agent.step)
         told = [layout.describe() for layout in agent._attached.layouts]
         assert all(layout in agent.report() for layout in told)
-    return [event for event in events if isinstance(event, wire.Sample)], told, losses
+    return listener.of(wire.Sample), told, losses
 
 
 POSITIONS: dict[str, Callable[[Callable[..., Heads]], Callable[..., Heads]]] = {
     "none": lambda split: split,
     "rotary": turned,
-    "rotary, behind norms with a gain": normed_heads,
+    "rotary, behind norms with a gain": lambda split: turned(split, gains=True),
 }
 
 
@@ -272,24 +252,13 @@ def test_layouts_are_shown_by_compiled_and_recomputed_code_without_a_bit_or_a_gr
         return torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
 
     alone = blocks(again=again)
-    torch.manual_seed(5)
-    running, optimizer, expected = around(alone), torch.optim.SGD(alone.parameters(), 0.01), []
-    for _ in range(3):
-        loss = running(torch.randn(2, 7, WIDTH)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss.detach()))
+    expected = losses_of(around(alone), alone, 3, lambda loss: None)
     graphs = counters["stats"]["unique_graphs"]
     model = blocks(again=again)
     samples, told, losses = train(model, 3, around(model))
     assert losses == expected
     assert counters["stats"]["unique_graphs"] == graphs
-    assert told == [
-        *["fused per key head (qkv_proj)"] * 2,
-        "separate (q_proj, k_proj)",
-        "separate (w_q, w_k)",
-    ]
+    assert told == [*["fused per key head (qkv_proj)"] * 2, "separate (q_proj, k_proj)", "separate (w_q, w_k)"]
     assert samples[0].query_norm is not None
     assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True))
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.faults.hostile_server import acknowledge, hostile_server
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import batch, tiny_gpt, train_step
-from tests.monitor.watching import listening, rows_of, train, watch
+from tests.monitor.watching import listening, train
 from torch import Tensor
 
 from foreshock.contract import wire
@@ -240,14 +240,6 @@ def test_the_table_of_step_1_is_on_lines_of_its_own_under_a_progress_bar(capsys:
     lines = re.split(r"[\r\n]+", capsys.readouterr().err)
     assert "foreshock, from step 1 on:" in lines
     assert any(line.startswith("watched 2 of 2") for line in lines)
-
-
-def test_every_row_of_every_head_is_counted_and_samples_tile_the_steps() -> None:
-    _, listener = watch(tiny_gpt(), steps=3)
-    samples = listener.of(wire.Sample)
-    assert [(s.since_step, s.step) for s in samples] == [(0, 1), (1, 2), (2, 3)]
-    assert rows_of(listener) == [3 * 2 * 12] * 4
-    assert [type(e) for e in listener.events[:1] + listener.events[-1:]] == [wire.Started, wire.Finished]
 
 
 def test_a_layer_that_stops_counting_is_named_when_it_does_and_again_when_it_does_it_again(

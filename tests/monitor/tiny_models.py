@@ -35,15 +35,6 @@ class CausalSelfAttention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=True)
 
 
-class AttentionWithMask(CausalSelfAttention):
-    """Passes an additive mask, which no kernel serves."""
-
-    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        length = query.shape[2]
-        mask = torch.full((length, length), float("-inf")).triu(1)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-
-
 class GroupedQueryAttention(nn.Module):
     """Separate projections, fewer key heads than query heads."""
 
