@@ -101,7 +101,7 @@ def create_app(settings: Settings) -> FastAPI:
     batches = Endpoint(writer, counters, Buckets(settings.run_batches_per_second))
     app.router.routes.insert(0, Route(BATCHES, batches, methods=["POST"]))
     for router in (endpoint.router, stream.router, webhooks.router, routes.router):
-        app.include_router(router)
+        app.router.routes.extend(router.routes)  # include_router would build them again for each app
     _serve_page(app)
     shares = ConcurrencyLimit(settings.connections, settings.body_bytes_at_once, settings.max_body_bytes)
     app.add_middleware(AuthMiddleware, settings=settings, keyring=keyring, shares=shares, counters=counters)
