@@ -7,6 +7,7 @@ not do. A switch changes rounding alone: only growth that looks like rounding ca
 from typing import Final, Literal, NamedTuple
 
 from foreshock.contract.causes import IncidentCause, curable
+from foreshock.contract.orders import OPEN
 from foreshock.contract.wire import Policy, Verdict
 
 Act = Literal["switch", "propose", "none"]
@@ -38,7 +39,6 @@ _RESUME: Final = "The run has ended. Resume it from {checkpoint}"
 _BY_HAND: Final = "Switch every head to {mitigation}."
 _WATCH: Final = "Watch the growth; if it continues,"
 _LATER: Final = f"{_WATCH} switch every head to {{mitigation}}."
-_WAIT: Final = "Wait for the agents' answer."
 _GROWS_ON: Final = "{given}, and the growth continues: rounding is not the only cause."
 UNDONE: Final = ("expired", "refused", "cancelled", "dry_run")
 _BY_POLICY: Final[dict[str, Text]] = {
@@ -70,8 +70,7 @@ _ROUNDING: Final[dict[str, Text]] = {
     "proposed": Text(
         "A switch of {whose} to {mode} waits for your approval.{so_far}", "Approve the switch to {mode}.", "approve"
     ),
-    "pending": Text("{by}; it goes out with the agents' next batch.", _WAIT),
-    "delivered": Text("{by}; not every rank has answered.", _WAIT),
+    **dict.fromkeys(OPEN, Text("{by}; not every rank has answered.", "Wait for the agents' answer.")),
     "rejected": Text("{by}: no machine asks for it again until one of these heads has a new warning.", _LATER),
     "applied": Text(
         "{by}: these heads are set to {mode}. A switch is not proposed again until one of them has a new warning.",

@@ -71,8 +71,8 @@ class Order:
     source: str
     issued_by: str
     reason: str
-    heads: Sequence[HeadRef] | None
-    mode: str
+    heads: Sequence[HeadRef] | None = None
+    mode: str = ""
     state: CommandState = "pending"
     expect: str | None = None
     dry_run: bool = False
@@ -227,10 +227,8 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
     row, _ = _decided(connection, command_id, "undo")
     if other := _undone(connection, [command_id]).get(command_id):
         raise ProblemError(409, f"Command {command_id} is undone by {other} already.")
-    former: dict[HeadRef, str] = {}
-    for one in carried_out(connection, commands.c.id == command_id)[command_id]:
-        if one.before != one.after == row.mode:
-            former.setdefault(one.ref, one.before)
+    done = carried_out(connection, commands.c.id == command_id)[command_id]
+    former = {one.ref: one.before for one in reversed(done) if one.before != one.after == row.mode}
     if not former:
         raise ProblemError(409, f"Command {command_id} changed no mode; there is nothing to undo.")
     if strange := [before for before in former.values() if not is_mode(before)]:
@@ -247,8 +245,6 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
         source="api",
         issued_by=who,
         reason=f"undo: {reason}",
-        heads=None,
-        mode="",
         expect=row.mode,
         dry_run=dry_run,
         expires=time.time() + expiry,
@@ -453,42 +449,28 @@ def _in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldo
     return f"{machines} orders of machines wait already" if machines >= _MOST_WAITING else None
 
 
-def _as_one(reported: Sequence[tuple[Batch, Switched]]) -> list[tuple[Batch, Switched, frozenset[str | None]]]:
-    """What ranks switched by themselves, one for each batch and outcome, with all the warnings that it names: a flood
-    of warnings is one order, and what no warning is named for is another. Each costs the writer a dozen statements.
-    """
-    groups: dict[tuple[int, str, bool], list[tuple[Batch, Switched]]] = defaultdict(list)
-    for batch, one in reported:
-        groups[id(batch), one.outcome, one.verdict is None].append((batch, one))
-    found = []
-    for some in groups.values():
-        batch, first = some[0]
-        before: dict[HeadRef, str] = {}
-        after: dict[HeadRef, str] = {}
-        for _, one in some:
-            before = dict(zip(one.heads, one.before, strict=True)) | before
-            after |= dict(zip(one.heads, one.after, strict=True))
-        reason = first.reason if len(some) < 2 else f"{first.reason} ({len(some)} switches)"[-500:]
-        modes = {"heads": tuple(after), "before": tuple(before[ref] for ref in after), "after": tuple(after.values())}
-        whole = first.model_copy(update={**modes, "step": max(one.step for _, one in some), "reason": reason})
-        found.append((batch, whole, frozenset(one.verdict for _, one in some)))
-    return found
-
-
 def _pass_on(
     connection: Connection,
     run_id: int,
     ranks: Ranks,
     describe: Callable[[int], Sequence[Mapping[str, Any]]],
     batch: Batch,
-    switched: Switched,
-    verdicts: frozenset[str | None],
+    some: Sequence[Switched],
 ) -> None:
     """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads.
 
-    ranks: who holds which heads of the run. describe: what each living process of a run says of itself. verdicts: the
-    warnings that are named for it.
+    ranks: who holds which heads of the run. describe: what each living process of a run says of itself. some: of one
+    batch and outcome, all with a warning or all without. They are one order: each costs the writer a dozen statements.
     """
+    before: dict[HeadRef, str] = {}
+    after: dict[HeadRef, str] = {}
+    for one in some:
+        before = dict(zip(one.heads, one.before, strict=True)) | before
+        after |= dict(zip(one.heads, one.after, strict=True))
+    reason = some[0].reason if len(some) < 2 else f"{some[0].reason} ({len(some)} switches)"[-500:]
+    modes = {"heads": tuple(after), "before": tuple(before[ref] for ref in after), "after": tuple(after.values())}
+    switched = some[0].model_copy(update={**modes, "step": max(one.step for one in some), "reason": reason})
+    verdicts = {one.verdict for one in some}
     actor, own = f"rank {batch.rank}", ranks.get(batch.rank)
     audit.append(connection, actor=actor, action="local switch", run=batch.run, details=_details_of(switched))
     if switched.outcome not in ("applied", "proposed") or own is None or own.boot != batch.boot:
@@ -508,8 +490,6 @@ def _pass_on(
         source="rank" if applied else "agent",
         issued_by=actor,
         reason=switched.reason or "local decision",
-        heads=None,
-        mode="",
         state="pending" if justified else "proposed",
         expires=time.time() + Settings.command_expiry_seconds,
         answered=(batch, switched) if applied else None,
@@ -563,12 +543,15 @@ def exchange(
         known = process_starts.of_now(connection, [run_id])[run_id]
         return [described([one]) for one in process_starts.newest(known).values() if one.finished_status is None]
 
+    alike: dict[tuple[int, str, bool], list[tuple[Batch, Switched]]] = defaultdict(list)
     for batch, answer in switched:
         if answer.command is not None:
             _answer(connection, run_ids[batch.run], held[run_ids[batch.run]], batch, answer)
-    for batch, answer, verdicts in _as_one([(b, answer) for b, answer in switched if answer.command is None]):
-        run_id = run_ids[batch.run]
-        _pass_on(connection, run_id, held.get(run_id, {}), describe, batch, answer, verdicts)
+        else:
+            alike[id(batch), answer.outcome, answer.verdict is None].append((batch, answer))
+    for some in alike.values():
+        batch, run_id = some[0][0], run_ids[some[0][0].run]
+        _pass_on(connection, run_id, held.get(run_id, {}), describe, batch, [answer for _, answer in some])
     rows = connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))}).all()
     if not rows:
         return {}

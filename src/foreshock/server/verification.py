@@ -175,7 +175,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     loose = [ref for ref in loose if ref in due.active]
     if next_mode is None or observed:
         return
-    order = commands.Order(row.run_id, row.run, "service", "service", sentence, None, next_mode, "proposed")
+    order = commands.Order(row.run_id, row.run, "service", "service", sentence, state="proposed")
     changes = changes_for(connection, row.run_id, loose, next_mode)
     propose(connection, order, loose, changes, settings.webhook_cooldown_seconds)
 

@@ -116,8 +116,6 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         source=SENDER,
         issued_by=SENDER,
         reason=f"alert {name}: {' and '.join(meant.causes)} since step {meant.opened_step:,}",
-        heads=None,
-        mode=mitigation,
         state="pending" if meant.act == "switch" else "proposed",
         expires=time.time() + settings.command_expiry_seconds,
     )
