@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from pydantic import Field
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
@@ -43,7 +43,6 @@ from foreshock.server.models import (
     Matrix,
     Problem,
     RunDetail,
-    RunEvent,
     RunList,
     Session,
     SwitchPlan,
@@ -195,9 +194,16 @@ def _verify_steps(request: Request) -> int:
     return settings.verify_steps
 
 
-async def _answer_in_turn(request: Request, read: Work[bytes], turns: Turns | None = None) -> Response:
-    """The answer, written beside the event loop."""
-    return Response(await _read_in_turn(request, read, turns), media_type="application/json")
+def _json(written: bytes) -> Response:
+    """An answer that was written beside the event loop."""
+    return Response(written, media_type="application/json")
+
+
+async def _of_run(
+    request: Request, run: str, read: Callable[[Connection, Row[Any]], T], turns: Turns | None = None
+) -> T:
+    """What is read of a run's row, in turn. Raises ProblemError when there is none."""
+    return await _read_in_turn(request, lambda connection: read(connection, find_run(connection, run)), turns)
 
 
 async def _read_in_turn(request: Request, read: Work[T], turns: Turns | None = None) -> T:
@@ -234,7 +240,7 @@ async def get_runs(
         found = list_runs(connection, known, prefix, search, cursor, limit, steps)
         return found.model_dump_json().encode()
 
-    return await _answer_in_turn(request, read)
+    return _json(await _read_in_turn(request, read))
 
 
 @router.get("/v1/runs/{run:path}/curves", response_model=Curves)
@@ -251,11 +257,10 @@ async def get_curves(
     METRIC:LAYER for the layer's worst head."""
     wanted = [curve_of(text) for text in line]
 
-    def read(connection: Connection) -> bytes:
-        found = find_run(connection, run)
-        return as_json(curves(connection, found, wanted, (from_step, to_step), max_points))
+    def read(connection: Connection, row: Row[Any]) -> bytes:
+        return as_json(curves(connection, row, wanted, (from_step, to_step), max_points))
 
-    return await _answer_in_turn(request, read, _store(request).large)
+    return _json(await _of_run(request, run, read, _store(request).large))
 
 
 @router.get("/v1/runs/{run:path}/matrix", response_model=Matrix)
@@ -271,11 +276,10 @@ async def get_matrix(
     """One per-head metric, layers by heads, at or just before a step."""
     wanted = metric_of(metric, per_head=True)
 
-    def read(connection: Connection) -> bytes:
-        run_id = find_run(connection, run).id
-        return matrix(connection, run_id, run, wanted, step, max_steps, from_layer).model_dump_json().encode()
+    def read(connection: Connection, row: Row[Any]) -> bytes:
+        return matrix(connection, row.id, run, wanted, step, max_steps, from_layer).model_dump_json().encode()
 
-    return await _answer_in_turn(request, read, _store(request).large)
+    return _json(await _of_run(request, run, read, _store(request).large))
 
 
 @router.get("/v1/runs/{run:path}/events")
@@ -289,11 +293,7 @@ async def get_events(
 ) -> EventList:
     """What happened in a run, newest first: events of every kind, or of those that are named."""
 
-    def read(connection: Connection) -> list[RunEvent]:
-        find_run(connection, run)
-        return events_of(connection, run, kind, cursor, limit + 1)
-
-    found = await _read_in_turn(request, read)
+    found = await _of_run(request, run, lambda connection, _: events_of(connection, run, kind, cursor, limit + 1))
     more = found[limit - 1].id if len(found) > limit else None
     return EventList(events=found[:limit], next_cursor=str(more) if more else None)
 
@@ -302,30 +302,28 @@ async def get_events(
 async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
     """The incidents of a run with their remedies, the most urgent first, closed ones included."""
 
-    def read(connection: Connection) -> list[Incident]:
-        run_id = find_run(connection, run).id
-        return incidents_of(connection, [run_id], _verify_steps(request)).get(run_id, [])
+    def read(connection: Connection, row: Row[Any]) -> list[Incident]:
+        return incidents_of(connection, [row.id], _verify_steps(request)).get(row.id, [])
 
-    return IncidentList(incidents=await _read_in_turn(request, read))
+    return IncidentList(incidents=await _of_run(request, run, read))
 
 
 @router.get("/v1/runs/{run:path}/resume-plan")
 async def get_resume_plan(request: Request, _: Reader, run: str) -> ResumePlan:
     """The checkpoint that a run that failed goes back to, and what to change: known checkpoints by its incidents."""
 
-    def read(connection: Connection) -> ResumePlan:
-        run_id = find_run(connection, run).id
-        known = process_starts.of_now(connection, [run_id])
-        starts = known.get(run_id, ())
+    def read(connection: Connection, row: Row[Any]) -> ResumePlan:
+        known = process_starts.of_now(connection, [row.id])
+        starts = known.get(row.id, ())
         return resume_plan(
             run,
-            checkpoints_of(connection, run_id),
-            incidents_of(connection, [run_id], _verify_steps(request), starts=known).get(run_id, []),
+            checkpoints_of(connection, row.id),
+            incidents_of(connection, [row.id], _verify_steps(request), starts=known).get(row.id, []),
             mitigation=described(starts).get("mitigation") or DEFAULT_MITIGATION,
             ended=status_of(starts) != "active",
         )
 
-    return await _read_in_turn(request, read)
+    return await _of_run(request, run, read)
 
 
 @router.post("/v1/runs/{run:path}/acknowledge")
@@ -348,16 +346,14 @@ async def post_acknowledge(request: Request, caller: Actor, run: str, care: Ackn
 async def get_commands(request: Request, _: Reader, run: str, limit: Limit = 100) -> CommandList:
     """Commands of a run, newest first."""
 
-    def read(connection: Connection) -> list[CommandStatus]:
-        return commands.status(connection, find_run(connection, run).id, None, limit)
-
-    return CommandList(commands=await _read_in_turn(request, read))
+    found = await _of_run(request, run, lambda connection, row: commands.status(connection, row.id, None, limit))
+    return CommandList(commands=found)
 
 
 @router.get("/v1/runs/{run:path}/switches")
 async def get_switches(request: Request, _: Reader, run: str, mode: ModeName) -> SwitchPlan:
     """The changes that a switch of every head would make; each head also keeps its present modes."""
-    return await _read_in_turn(request, lambda connection: plan(connection, find_run(connection, run).id, mode))
+    return await _of_run(request, run, lambda connection, row: plan(connection, row.id, mode))
 
 
 @router.post("/v1/runs/{run:path}/commands", status_code=201)
@@ -388,11 +384,10 @@ async def post_command(
 async def get_run(request: Request, _: Reader, run: str) -> Response:
     """Everything known of a run at its last step."""
 
-    def read(connection: Connection) -> bytes:
-        row = find_run(connection, run)
+    def read(connection: Connection, row: Row[Any]) -> bytes:
         return run_detail(connection, row, _verify_steps(request)).model_dump_json().encode()
 
-    return await _answer_in_turn(request, read)
+    return _json(await _of_run(request, run, read))
 
 
 @router.get("/v1/commands/{command}")
