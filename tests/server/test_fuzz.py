@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import quote
@@ -40,7 +39,6 @@ READS = (
     "/readyz",
     "/",
 )
-LONGEST_SECONDS = 5.0  # the machine may be busy; alone, a case takes milliseconds
 METHODS = ("get", "put", "post", "delete", "patch", "options", "head")
 
 
@@ -101,12 +99,10 @@ class Fuzzed:
         self.known = ("run-1", str(made.json()["id"]))
 
     def send(self, method: str, path: str, body: bytes | None, **headers: str) -> httpx.Response:
-        """Send; the answer, which is never a failure of the service and never late."""
+        """Send; the answer, which is never a failure of the service."""
         given = {"content-type": "application/json", **headers} if body is not None else headers
         raw = {name.encode(): value.encode("latin-1") for name, value in given.items()}
-        began = time.monotonic()
         answer = self.loop.run_until_complete(self._client.request(method, path, content=body, headers=raw))
-        assert time.monotonic() - began < LONGEST_SECONDS
         assert answer.status_code < 500, (method, path, body, answer.text)
         if answer.status_code >= 400 and method != "HEAD":
             problem = answer.json()
