@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families as parse_text
 from sqlalchemy import update
 from tests.server.orders import local, order, start
+from tests.server.scraped import series_of
 from tests.server.test_webhooks import delivery
 
 from foreshock.contract.wire import Array, Clipped, Policy, Verdict
@@ -83,9 +83,7 @@ async def test_a_scrape_tells_which_heads_were_scaled_how_strongly_and_how_often
             Clipped(id=f"c-{step}", step=step, on=True, total=0 if number else step, reason="x") for step in (5, 9)
         ]
         await service.store(rank, rank.started(qk_clip="on"), sample, *words)
-    text = (await service.client.get("/metrics")).text
-    samples = [each for family in parse_text(text) for each in family.samples]
-    shown = {(each.name, *(f"{k}={v}" for k, v in sorted(each.labels.items()))): each.value for each in samples}
+    shown = series_of((await service.client.get("/metrics")).text)
     assert shown["foreshock_run_clips_total", "run=run-1"] == 9.0
     assert shown["foreshock_run_clipped_heads", "run=run-1"] == 2.0
     assert shown["foreshock_layer_clip_factor_ratio", "layer=0", "run=run-1"] == 0.25

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families as parse_text
 from sqlalchemy import event
+from tests.server.scraped import series_of
 
 from foreshock.contract.metrics.catalog import METRICS
 from foreshock.contract.slots import Slot
@@ -25,14 +25,6 @@ async def a_full_run(service: Any, run: str = "run-1", layers: int = 2) -> FakeR
     health = AgentHealth(step=1, dropped={"queue_full": 3}, faults={"sender": 1})
     await service.store(rank, rank.verdict(1), health)
     return rank
-
-
-def series_of(text: str) -> dict[tuple[str, ...], float]:
-    return {
-        (sample.name, *(f"{k}={v}" for k, v in sorted(sample.labels.items()))): sample.value
-        for family in parse_text(text)
-        for sample in family.samples
-    }
 
 
 @pytest.mark.promise("S15")
