@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, settings
 
 ROOT: Final = Path(__file__).parents[1]
 ALONE: Final = (
-    "tests/e2e/",
+    "tests/e2e/test_from_training_to_switch.py",
+    "tests/e2e/test_remote_write.py",
     "tests/examples/test_quickstart.py",
     "tests/faults/test_host_cost.py",
     "tests/faults/test_kills.py",

@@ -5,7 +5,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -80,7 +79,6 @@ def test_a_newcomer_who_types_what_the_page_says_switches_a_head_and_takes_it_ba
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "COLUMNS": "120",
     }
-    began = time.monotonic()
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=checkout(tmp_path),
@@ -91,7 +89,6 @@ def test_a_newcomer_who_types_what_the_page_says_switches_a_head_and_takes_it_ba
         timeout=MOST_SECONDS,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{(tmp_path / 'training.log').read_text()[-2000:]}"
-    assert time.monotonic() - began < MOST_SECONDS
     assert "layer 0 head 2: plain -> row_corrected" in done.stdout
     assert "2 row_corrected" in done.stdout
     assert "layer 0 head 2: row_corrected -> plain" in done.stdout

@@ -200,9 +200,16 @@ def softmaxes(kernel: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("causal", "residual", "second"), [(False, True, True), (True, True, True), (True, False, False)]
+    ("causal", "residual", "second", "modes"),
+    [
+        (False, True, True, True),
+        (True, False, False, False),
+        pytest.param(False, True, True, False, marks=pytest.mark.full),
+        pytest.param(True, True, True, True, marks=pytest.mark.full),
+        pytest.param(True, True, True, False, marks=pytest.mark.full),
+        pytest.param(True, False, False, True, marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize("modes", [True, False])
 def test_it_compiles_into_a_loop_whose_softmax_runs_beside_a_product(
     causal: bool, residual: bool, second: bool, modes: bool, tmp_path: Path
 ) -> None:

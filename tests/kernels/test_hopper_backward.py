@@ -255,11 +255,20 @@ def test_where_memory_is_short_that_is_said_and_the_kernel_is_asked_again(monkey
     assert launches.of(Problem()) == ["rows", "hopper", "count"]
 
 
-VERSIONS = [(False, False, "bf16"), (False, True, "bf16"), (True, False, "bf16"), (True, False, "fp16")]
+VERSIONS = [
+    (False, True, "bf16", False),
+    (True, False, "bf16", True),
+    *(
+        pytest.param(causal, tail, dtype, shared, marks=pytest.mark.full)
+        for causal, tail, dtype in ((False, False, "bf16"), (True, False, "fp16"))
+        for shared in (False, True)
+    ),
+    pytest.param(False, True, "bf16", True, marks=pytest.mark.full),
+    pytest.param(True, False, "bf16", False, marks=pytest.mark.full),
+]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("causal", "tail", "dtype"), VERSIONS)
+@pytest.mark.parametrize(("causal", "tail", "dtype", "shared"), VERSIONS)
 def test_it_compiles_into_five_products_a_tile_that_keep_to_registers_and_shared_memory(
     causal: bool, tail: bool, dtype: str, shared: bool, tmp_path: Path
 ) -> None:
