@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.monitor.executions import Loop, Trained, alone, watched
+from tests.monitor.executions import Loop, alone, watched
 from tests.monitor.tiny_models import (
     VOCABULARY,
     CausalSelfAttention,
@@ -152,25 +152,18 @@ def pipeline(rank: int) -> Loop:
 
 def both(make: Callable[[], nn.Module], loop: Loop, **overrides: Any) -> dict[str, Any]:
     """Train alone and watched; what the tests need to know."""
-    expected = alone(make(), loop, "kernel")
-    return _told(watched(make(), loop, **QUIET, **overrides), expected)
-
-
-def _told(got: Trained, expected: Trained) -> dict[str, Any]:
+    expected, got = alone(make(), loop, "kernel"), watched(make(), loop, **QUIET, **overrides)
     started = got.listener.of(wire.Started)[0]
     norms = [s.query_norm for s in got.listener.of(wire.Sample)]
     return {
         "losses": got.losses,
-        "weights": got.weights,
         "same_bits": all(
             torch.equal(a, b) for a, b in zip(got.losses + got.weights, expected.losses + expected.weights, strict=True)
         ),
         "words": got.words,
         "layers": [(layer.layer, list(layer.heads), layer.kv_heads) for layer in started.layers],
-        "world_size": started.world_size,
         "query_norm": None if norms[-1] is None else norms[-1].numpy(),
         "run": got.run,
-        "report": got.report,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.monitor.doubles import Listener
-from tests.monitor.executions import operator_alone
+from tests.monitor.executions import EVERY_STEP, operator_alone
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,16 +21,7 @@ LENGTH = {"cpu": 12, "cuda": 200}
 OURS, REFERENCES = ("keep", "kernels"), ("plain", "operator")
 """Settings of `attention`, and trainings without foreshock that they must be equal to: with PyTorch's attention, and
 with the operator alone."""
-SETTINGS: dict[str, Any] = {
-    "run": "sharded",
-    "probe_rows": SAMPLED,
-    "sample_every_steps": 1,
-    "sample_every_seconds": 0.0,
-    "norms_every_steps": 1,
-    "strict": True,
-    "quiet": True,
-    "url": None,
-}
+SETTINGS = EVERY_STEP | {"run": "sharded", "probe_rows": SAMPLED, "norms_every_steps": 1}
 
 
 def whole(trained: nn.Module) -> list[Tensor]:
