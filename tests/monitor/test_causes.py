@@ -2,13 +2,15 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from tests.monitor.courses import (
-    EVERY,
     HEADS,
     HOWEVER_FAR,
     SICK,
+    Course,
     N,
     creep,
     explosion,
@@ -33,18 +35,17 @@ from foreshock.monitor.detect.verdicts import Finding, verdict
 SEEN = {"offset": 12.0, "offset_before": 3.0, "score": 40.0, "score_before": 30.0, "window_steps": 100.0}
 
 
-def test_rounding_is_taken_back_once_the_delta_bias_speaks_against_it() -> None:
+@pytest.mark.parametrize(
+    ("mode", "until", "cause"), [(Mode.PLAIN, 12_000, "score growth"), (Mode.EXACT_DELTA, 6500, "rounding")]
+)
+def test_rounding_is_taken_back_once_a_delta_bias_that_is_applied_speaks_against_it(
+    mode: Mode, until: int, cause: str
+) -> None:
     detectors, told = play(line, until=5000, bias=1.5)
     assert {verdict.cause for verdict in told} == {"rounding"}
-    told = play(line, 12_000, detectors, 5000, bias=-1.5)[1]
-    assert (told[-1].cause, told[-1].corrected_from) == ("score growth", "rounding")
-
-
-def test_rounding_is_not_taken_back_from_a_head_whose_delta_bias_is_applied_no_more() -> None:
-    detectors, _ = play(line, until=5000, bias=1.5)
-    told = play(line, 6500, detectors, 5000, bias=-1.5, mode=Mode.EXACT_DELTA)[1]
-    assert told
-    assert {verdict.cause for verdict in told} == {"rounding"}
+    told = play(line, until, detectors, 5000, bias=-1.5, mode=mode)[1]
+    assert told[-1].cause == cause
+    assert told[-1].corrected_from == (None if cause == "rounding" else "rounding")
 
 
 def test_the_example_of_the_page_is_what_the_detectors_say_of_it() -> None:
@@ -64,13 +65,24 @@ def test_the_example_of_the_page_is_what_the_detectors_say_of_it() -> None:
     assert f"> {told[0].sentence}\n" in page
 
 
-def test_growth_from_a_score_that_was_dangerous_before_shows_no_rounding() -> None:
-    def high(step: int) -> tuple[Floats, Floats]:
-        offset, score = line(step)
-        score[SICK] += 600.0
-        return offset, score
+def high(step: int) -> tuple[Floats, Floats]:
+    """A head that drifts from a score that was dangerous before."""
+    offset, score = line(step)
+    score[SICK] += 600.0
+    return offset, score
 
-    assert {verdict.cause for verdict in play(high, until=6000, bias=3.0)[1]} == {"score growth"}
+
+@pytest.mark.parametrize(
+    ("course", "fields"),
+    [(high, {"bias": 3.0}), (explosion, {"rounds": False}), (explosion, {"mode": Mode.EXACT_DELTA})],
+    ids=["dangerous before", "nothing rounds", "its bias is not applied"],
+)
+def test_no_rounding_is_named_of_a_head_if(course: Course, fields: dict[str, Any]) -> None:
+    told = play(course, until=9700, **({"bias": 0.6} | fields))[1]
+    assert raised(told) == [HEADS[SICK]]
+    assert {verdict.cause for verdict in told} == {"score growth"}
+    if course is explosion:
+        assert play(creep, detectors=Detectors(HEADS, HOWEVER_FAR), **({"bias": 0.6} | fields))[1] == []
 
 
 def word(step: int, cause: Cause, before: wire.Verdict | None) -> wire.Verdict:
@@ -147,43 +159,6 @@ def test_a_score_that_fell_is_not_said_to_grow() -> None:
         told = verdict(Finding("score", "score growth", "critical"), seen, math.nan, step=250, of=(0, 3), before=None)
         moved = f"from 4,840 to {score:,.0f} in 100 steps"
         assert f"head 3 {words}: its largest |score| went {moved}" in told.sentence
-
-
-def test_where_nothing_rounds_no_head_fails_by_rounding() -> None:
-    assert play(creep, bias=0.6, rounds=False, detectors=Detectors(HEADS, HOWEVER_FAR))[1] == []
-    _, told = play(explosion, until=9700, bias=0.6, rounds=False)
-    assert raised(told) == [HEADS[SICK]]
-    assert {verdict.cause for verdict in told} == {"score growth"}
-
-
-def test_a_loss_that_comes_and_goes_names_no_other_cause_and_parts_no_failure_in_two() -> None:
-    detectors, told = Detectors(HEADS), []
-    for step in range(EVERY, 6001, EVERY):
-        loss = 3.0 - 1e-4 * step + (0.9 if step % 700 < 300 else 0.0)
-        told += detectors.update(reading(step, line, bias=0.6, loss=loss))
-    assert raised(told) == [HEADS[SICK]]
-    assert {verdict.cause for verdict in told} == {"rounding"}
-
-
-def test_a_head_in_exact_delta_mode_is_not_said_to_fail_from_rounding() -> None:
-    exact = Detectors(HEADS, HOWEVER_FAR)
-    assert play(creep, mode=Mode.EXACT_DELTA, bias=0.6, detectors=exact)[1] == []  # its bias is not applied
-    _, told = play(explosion, until=9700, mode=Mode.EXACT_DELTA, bias=0.6)
-    assert raised(told) == [HEADS[SICK]]
-    assert told[0].cause == "score growth"
-
-
-def test_score_growth_without_a_shift_of_all_scores_is_named_so() -> None:
-    def spreading(step: int) -> tuple[Floats, Floats]:
-        offset, score = healthy(step)
-        score[SICK] = 20 * 2 ** (max(0, step - 2500) / 900)
-        return offset, score
-
-    _, told = play(spreading, until=7500)
-    assert raised(told) == [HEADS[SICK]]
-    assert told[0].signal == "score"
-    assert told[0].evidence["score"] > 256
-    assert told[0].cause == "score growth"
 
 
 def test_a_verdict_is_latched_until_the_head_was_quiet_and_the_head_may_warn_again() -> None:

@@ -113,14 +113,8 @@ def test_what_grows_evenly_goes_on_evenly(start: float, gained: float, far: floa
     assert until(far * end, start, start + gained, end) == pytest.approx((far - 1) * end / gained, rel=1e-5)
 
 
-@given(end=now, doublings=st.floats(0.05, 6.0), far=far)
-def test_what_compounds_goes_on_compounding(end: float, doublings: float, far: float) -> None:
-    likely = until(far * end, end / 4**doublings, end / 2**doublings, end)
-    assert likely == pytest.approx(math.log2(far) / doublings, rel=1e-6)
-
-
-@given(level=st.floats(-50.0, -0.1), grown=now, doublings=st.floats(0.2, 6.0), far=far)
-def test_what_compounds_from_below_zero_goes_on_from_there(
+@given(level=st.floats(-50.0, 0.0), grown=now, doublings=st.floats(0.2, 6.0), far=far)
+def test_what_compounds_from_zero_or_below_goes_on_from_there(
     level: float, grown: float, doublings: float, far: float
 ) -> None:
     start, middle, end = (level + grown / 2 ** (doublings * back) for back in (2, 1, 0))
@@ -203,26 +197,21 @@ def test_what_came_in_one_leap_is_not_foreseen_to_leap_again() -> None:
     assert leap >= math.log(512 / 20) / math.log(20 / 3) * (1 - 1e-9)
 
 
-def test_a_warning_may_be_asked_to_foresee_harm_within_some_times_the_life_of_the_run() -> None:
+def test_a_drift_is_warned_about_only_if_it_does_harm_within_some_windows_and_its_risk_says_how_near_that_is() -> None:
     """A drift of 1.5 nats in a thousand steps is worth none, as shipped; one that doubles is warned about as ever."""
-    assert play(creep, until=9000, bias=0.6)[1] == []
-    _, far = play(creep, until=9000, bias=0.6, detectors=Detectors(HEADS, HOWEVER_FAR))
-    assert raised(far) == [HEADS[SICK]]
-    _, unasked = play(explosion, until=5500, bias=0.6, detectors=Detectors(HEADS, HOWEVER_FAR))
-    detectors, told = play(explosion, until=5500, bias=0.6)
-    assert raised(told) == raised(unasked) == [HEADS[SICK]]
-    assert told[0].step - unasked[0].step <= 400
+    far, told = play(creep, until=9000, bias=0.6)
+    unasked, told_unasked = play(creep, until=9000, bias=0.6, detectors=Detectors(HEADS, HOWEVER_FAR))
+    assert (told, raised(told_unasked)) == ([], [HEADS[SICK]])
+    assert 0.0 < far.risk[SICK] < 0.5
+    assert unasked.risk[SICK] == 1.0
+    assert (far.risk <= unasked.risk).all()
+    _, unasked_doubling = play(explosion, until=5500, bias=0.6, detectors=Detectors(HEADS, HOWEVER_FAR))
+    doubling, told = play(explosion, until=5500, bias=0.6)
+    assert raised(told) == raised(unasked_doubling) == [HEADS[SICK]]
+    assert told[0].step - unasked_doubling[0].step <= 400
     assert told[0].forecast_steps is not None
     assert told[0].forecast_steps <= 6 * told[0].evidence["window_steps"]
-    assert detectors.risk[SICK] == 1.0
-
-
-def test_the_risk_of_a_head_is_no_larger_than_its_harm_is_near() -> None:
-    far, _ = play(creep, until=6000, bias=0.6)
-    unasked, _ = play(creep, until=6000, bias=0.6, detectors=Detectors(HEADS, HOWEVER_FAR))
-    assert unasked.risk[SICK] == 1.0
-    assert 0.0 < far.risk[SICK] < 0.5
-    assert (far.risk <= unasked.risk).all()
+    assert doubling.risk[SICK] == 1.0
 
 
 def test_heads_whose_scores_were_not_recorded_are_not_held_back() -> None:

@@ -118,15 +118,18 @@ class Detectors:
         ratios, conditions = self.run.warning_ratios, self._conditions
         sparse = self.run.past.newest_steps >= self.config.persist_blocks * self.config.block_steps
         ratios[slice(None) if sparse else self.run.past.closed % len(ratios)] = conditions.ratios
-        now = conditions.ratios[HeadSignal.SCORE, conditions.urgent]
-        ratios[:, HeadSignal.SCORE, conditions.urgent] = np.maximum(ratios[:, HeadSignal.SCORE, conditions.urgent], now)
+        for head in np.flatnonzero(conditions.urgent).tolist():
+            score = ratios[:, HeadSignal.SCORE, head]
+            np.maximum(score, conditions.ratios[HeadSignal.SCORE, head], out=score)
         lasting = self.warning_ratios >= 1.0
-        heads = np.flatnonzero(lasting.any(axis=0))
-        return {head: SIGNAL_NAMES[lasting[:, head].argmax()] for head in heads.tolist()}
+        heads = np.flatnonzero(np.logical_or(*lasting)).tolist()
+        return {head: SIGNAL_NAMES[lasting[:, head].argmax()] for head in heads}
 
     def _report(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
         """Verdicts of a sample whose heads trip with these signals: what drifted farthest is raised or updated first,
         then what no longer trips and may have settled."""
+        if not (tripped or block_closed):
+            return []
         alarms, due = self.run.alarms, step - self.config.update_steps
         signals = dict(tripped)
         for index, alarm in alarms.items():
@@ -134,8 +137,6 @@ class Detectors:
                 alarm.tripped_step = step
             if block_closed and alarm.verdict.step <= due and alarm.verdict.signal != NON_FINITE:
                 signals.setdefault(index, alarm.verdict.signal)
-        if not signals:
-            return []
         # Scores that grow for another reason push the delta bias too.
         growing = any((a.verdict.severity, a.verdict.cause) == ("critical", "score growth") for a in alarms.values())
         offsets = np.abs(self._conditions.growth.end[HeadSignal.OFFSET])

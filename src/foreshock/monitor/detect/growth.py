@@ -69,12 +69,13 @@ class Growth:
 class HeadPasts:
     """A ring of blocks of N heads. A block is closed by the first sample that makes it long enough for what is held.
 
-    The oldest block is written over by the newest. Steps are counted from where the past begins, whatever their number.
+    The oldest block is written over by the open one. Steps are counted from where the past begins, not by their number.
     """
 
     block_steps: int
     values: SavedFloats
-    """offset and score of each block, [blocks, 2, N]; NaN where not known"""
+    """offset and score of each block, [blocks, 2, N]; NaN where not known. The open one has the sum of rows times their
+    offset."""
     ends: SavedFloats
     """steps of the past at which each block was closed, [blocks]"""
     moved: SavedFloats
@@ -83,10 +84,6 @@ class HeadPasts:
     """square of the standard error of a block, [2, N]"""
     open_rows: SavedFloats
     """of the open block, [N]"""
-    open_offsets: SavedFloats
-    """rows times their offset"""
-    open_score: SavedFloats
-    """the largest; NaN where not known"""
     open_steps: int = 0
     held: int = 0
     """steps that the past is long, with the open block"""
@@ -101,17 +98,17 @@ class HeadPasts:
     @classmethod
     def begin(cls, heads: int, window_steps: int, block_steps: int) -> Self:
         """Of heads that nothing is known of yet."""
-        blocks = max(-(-window_steps // block_steps), BLOCKS_PER_PAST) + 1
-        return cls(
+        blocks = max(-(-window_steps // block_steps), BLOCKS_PER_PAST) + 2
+        made = cls(
             block_steps=block_steps,
             values=np.full((blocks, len(HeadSignal), heads), np.nan),
             ends=np.zeros(blocks),
             moved=np.zeros(blocks),
             jitter=np.full((len(HeadSignal), heads), np.nan),
             open_rows=np.zeros(heads),
-            open_offsets=np.zeros(heads),
-            open_score=np.full(heads, np.nan),
         )
+        made._open()
+        return made
 
     def add(self, steps: int, rows: Floats, offset: Floats, score: Floats, rate: float | None = None) -> bool:
         """Add a sample of so many steps, arrays [N]: a mean weighted by rows, and a maximum. True where it closes a
@@ -120,23 +117,20 @@ class HeadPasts:
         if not is_finite(total):
             known = np.isfinite(total)
             rows, total = np.where(known, rows, 0.0), np.where(known, total, 0.0)
+        place = self.closed % len(self.ends)
+        block, before = self.values[place], self.values[place - 1]
         self.open_rows += rows
-        self.open_offsets += total
+        block[HeadSignal.OFFSET] += total
         known_score = score if is_finite(score) else np.where(np.isfinite(score), score, np.nan)
-        np.fmax(self.open_score, known_score, out=self.open_score)
+        np.fmax(block[HeadSignal.SCORE], known_score, out=block[HeadSignal.SCORE])
         self.rate = rate if rate is not None and rate > 0 else self.rate
-        self.open_steps, self.held, self.rate_steps = (
-            self.open_steps + steps,
-            self.held + steps,
-            self.rate_steps + self.rate * steps,
-        )
+        self.open_steps += steps
+        self.held += steps
+        self.rate_steps += self.rate * steps
         if self.open_steps < min(self.block_steps, self.held / BLOCKS_PER_PAST):
             return False
-        place, self.newest_steps = self.closed % len(self.ends), self.open_steps
-        self.ends[place], self.moved[place] = self.held, self.rate_steps
-        block, before = self.values[place], self.values[place - 1]
-        np.divide(self.open_offsets, self.open_rows, out=block[HeadSignal.OFFSET])
-        block[HeadSignal.SCORE] = self.open_score
+        self.newest_steps, self.ends[place], self.moved[place] = self.open_steps, self.held, self.rate_steps
+        block[HeadSignal.OFFSET] /= self.open_rows
         if self.closed:
             square = (block - before) ** 2 / 2
             mixed = _JITTER_MEMORY * self.jitter + (1 - _JITTER_MEMORY) * square
@@ -147,9 +141,9 @@ class HeadPasts:
 
     def _open(self) -> None:
         """Begin a block."""
-        self.open_steps = 0
-        self.open_rows[:] = self.open_offsets[:] = 0.0
-        self.open_score[:] = np.nan
+        self.open_steps, block = 0, self.values[self.closed % len(self.ends)]
+        self.open_rows[:] = block[HeadSignal.OFFSET] = 0.0
+        block[HeadSignal.SCORE] = np.nan
 
     def set_back(self, steps: int) -> None:
         """Forget the newest steps."""
@@ -164,7 +158,7 @@ class HeadPasts:
 
     def _order(self) -> npt.NDArray[np.int64]:
         """The places of the blocks that are held, the oldest first."""
-        return np.arange(max(0, self.closed - len(self.ends)), self.closed) % len(self.ends)
+        return np.arange(max(0, self.closed - len(self.ends) + 1), self.closed) % len(self.ends)
 
     def growth(self, window_steps: float) -> Growth:
         """Over the newer half of the past, at most `window_steps`; NaN while fewer than four blocks are held."""

@@ -133,10 +133,8 @@ class NonFiniteTracker:
         any_row = bool(in_rows.any())
         # A GradScaler finds its scale by steps whose gradients overflow, and skips them. After a step that was not
         # skipped the loss would not be finite either.
-        finite_loss = loss is not None and not loss_broken
-        overflows = finite_loss and (norm_broken or (norm is None and any_row))
-        checked = bool(readings.parameters) and not readings.weights_broken
-        overflows = (overflows or (loss_broken and checked)) and not readings.weights_broken
+        skipped = loss is not None and not loss_broken and (norm_broken or (norm is None and any_row))
+        overflows = (skipped or (loss_broken and bool(readings.parameters))) and not readings.weights_broken
         suspected = max(readings.since_step, 1)
         if self.seen_finite and readings.suspect_step is not None:
             suspected = readings.suspect_step
@@ -151,13 +149,12 @@ class NonFiniteTracker:
         self.placed = False
         self.measured |= bool(readings.rows.any() or any_row)
         if self.harm or overflows:
-            if self.origin is None:
-                self.origin = Origin.of(readings, heads, measured=self.measured)
-            elif overflows and not self.origin.by_rows:  # the weights are sound: any such step shows the place
-                new = Origin.of(readings, heads, measured=self.measured)
-                self.placed = new.by_rows or (self.origin.place == _UNKNOWN != new.place)
-                if self.placed:
-                    self.origin.place, self.origin.by_rows = new.place, new.by_rows
+            seen = Origin.of(readings, heads, measured=self.measured)
+            self.origin = self.origin or seen
+            if overflows and not self.origin.by_rows:  # the weights are sound: any such step shows the place
+                self.placed = seen.by_rows or (self.origin.place == _UNKNOWN != seen.place)
+            if self.placed:
+                self.origin.place, self.origin.by_rows = seen.place, seen.by_rows
             self.origin.heads = max(self.origin.heads, int(in_rows.sum()))
             self.origin.parameters = self.origin.parameters or readings.parameters
         elif self.overflow is None:

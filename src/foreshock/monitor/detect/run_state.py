@@ -16,7 +16,7 @@ from foreshock.monitor.detect.non_finite import NonFiniteTracker
 from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.detect.rule import DetectorConfig, Flags
 
-LAYOUT: Final = 12
+LAYOUT: Final = 13
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
 _ENDS: Final = int(ROUNDING_ENDS) | 16
 """16 is the flag of a mode that only recorded runs have. A plain int: comparing an IntFlag with NumPy integers is 40
@@ -106,23 +106,19 @@ class RunState:
             found = _SAVED.validate_python(saved)
         except ValidationError as error:
             raise ValueError(f"the saved detectors are damaged: {first_error(error)}") from None
-        if found.heads != self.heads:
-            raise ValueError(
-                f"the saved detectors watched {len(found.heads)} heads, this run has {len(self.heads)} or others; "
-                "resume with the same model"
-            )
         if _measures(found) != _measures(self):
             raise ValueError(
-                "the saved detectors have other blocks or another window; resume with the same detector configuration"
+                "the saved detectors have other heads, other blocks or another window; resume with the same model and "
+                "detector configuration"
             )
         return found
 
 
 def _measures(state: RunState) -> list[object]:
-    """Type and shape of every array, and the length of blocks."""
+    """The heads, type and shape of every array, and the length of blocks."""
     values = [getattr(part, each.name) for part in (state, state.past, state.bias) for each in fields(part)]
     arrays = [(value.dtype.str, value.shape) for value in values if isinstance(value, np.ndarray)]
-    return [*arrays, state.past.block_steps]
+    return [state.heads, *arrays, state.past.block_steps]
 
 
 _SAVED: Final = TypeAdapter(RunState)
