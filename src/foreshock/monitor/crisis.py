@@ -170,9 +170,6 @@ class Crisis:
                 self._first = 0, math.nan
             if not first or (model := self._model()) is None or look_at(model.named_parameters())[0].broken is None:
                 return None
-            self.begin(step)
-            self._found, self._looked_at = broken_parameters(model, self._optimizers(), finite_loss=True), step
-            return self._found
         self.begin(step)
         if self._found is not None:
             if self._found.weights:

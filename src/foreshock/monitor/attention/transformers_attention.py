@@ -17,7 +17,6 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from foreshock.monitor.attention.watched_layer import (
     LAYER_ATTRIBUTE,
-    MASKED,
     WatchedLayer,
     expect_interception,
     layer_of_this_call,
@@ -70,7 +69,7 @@ def watch_dispatch() -> Callable[[], None]:
 
 
 def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`attention`, called as before, computed by our kernels or with a sample of its rows measured."""
+    """`attention`, called as before, with a sample of its rows measured where nothing else meets the call."""
 
     def watched_attention(*args: Any, **kwargs: Any) -> Any:
         module: nn.Module = args[0]
@@ -81,26 +80,17 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
                 tell_scouts(module, *args[1:3])
             return attention(*args, **kwargs)
         query, key, value = args[1:4]
-        mask = args[4] if len(args) > 4 else kwargs.get("attention_mask")
-        unknown = _unknown(name, query, mask, kwargs, len(args) > 5)
-        kept = unknown
-        if not name.startswith("flash_attention"):
-            kept = f"its attention is {name}, which stays"
-            if unknown is None and not kwargs.get("softcap"):  # of both transformers' sdpa would compute something else
-                kept += "; set_attn_implementation('sdpa') lets kernels compute it"
-        elif kept is None and (mask is not None or kwargs.get("position_bias") is not None):
-            kept = MASKED
-        options = unknown or _described(module, name, query, key, mask, kwargs)
-        if kept is None and not isinstance(options, str):
-            computed = layer.on_kernels(query, key, value, **options)
-            if computed is not None:
-                return computed.transpose(1, 2).contiguous(), None
         expect_interception()
         result = attention(*args, **kwargs)
-        if was_intercepted():  # as a call of PyTorch's or of a library
+        if was_intercepted():  # as a call of PyTorch's or of a library, which our kernels may have computed
             return result
-        if kept is not None:
-            layer.keep_call(kept)
+        mask = args[4] if len(args) > 4 else kwargs.get("attention_mask")
+        unknown = _unknown(name, query, mask, kwargs, len(args) > 5)
+        kept = unknown or f"its attention is {name}, which stays"
+        if unknown is None and not kwargs.get("softcap"):  # of both transformers' sdpa would compute something else
+            kept += "; set_attn_implementation('sdpa') lets kernels compute it"
+        layer.keep_call(kept)
+        options = unknown or _described(module, name, query, key, mask, kwargs)
         out, *rest = result
         rounds = "operands" if name.startswith("flash_attention") else "scores" if name == "eager" else "unknown"
         if isinstance(options, str):

@@ -381,11 +381,7 @@ def normalises_heads(module: nn.Module) -> bool:
 
 def why_unmeasured(module: nn.Module) -> str:
     """Why a module without a Projection has none."""
-    if type(module).__module__.startswith("x_transformers") and (getattr(module, "groups", 1) or 1) > 1:
-        return "x-transformers deals its query heads out to the key heads in turn"
     for name, child in module._modules.items():
-        if re.fullmatch(r"[qk]_?\w*conv\w*", name):
-            return f"queries or keys pass through a convolution ({name})"
         weight = stored(base_of(child)) if child is not None else None
         if isinstance(weight, Tensor) and weight.dtype not in _FLOATS:
             dtype = str(weight.dtype).removeprefix("torch.")

@@ -178,11 +178,6 @@ class Collector:
         """Last step of the last sample; the next one starts after it."""
 
     @property
-    def full(self) -> bool:
-        """Whether the most copies that may be are under way; then no other is started."""
-        return len(self._flights) >= MAX_FLIGHTS
-
-    @property
     def notes_full(self) -> bool:
         """Whether there are the most notes that may be; then a sample is due whatever the schedule is."""
         return max(len(self._losses), len(self._grad_norms)) >= MAX_NOTES
@@ -240,7 +235,7 @@ class Collector:
 
         `norms` gives what the weights show, on their device. False when too many copies are still under way.
         """
-        if self.full:
+        if len(self._flights) >= MAX_FLIGHTS:
             return False
         measured = norms() if norms is not None else {}
         transfer = Transfer()
