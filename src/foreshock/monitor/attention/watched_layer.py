@@ -51,22 +51,19 @@ class Packed(NamedTuple):
     max_seqlen_k: int | None
 
 
+def operand_type(query: Tensor) -> torch.dtype:
+    """The type that PyTorch's attention would use."""
+    autocast = query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type)
+    return torch.get_autocast_dtype(query.device.type) if autocast else query.dtype
+
+
 def numerics_for(query: Tensor, asked: str) -> Any:
     """The Numerics of one call: as `asked`, and under "auto" those of the type that PyTorch's attention would use."""
     if asked != "auto":
         return asked
     if query.dtype == torch.float64:
         return "float64"
-    autocast = query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type)
-    dtype = torch.get_autocast_dtype(query.device.type) if autocast else query.dtype
-    return "kernel" if dtype in (torch.bfloat16, torch.float16) else "float32"
-
-
-def head_dim_problem(head_dim: int, device: torch.device, numerics: str) -> str | None:
-    """Why no kernel supports this head dim, or None. Asked before torch.compile makes a graph that would fail."""
-    if device.type == "cpu" or numerics not in ("auto", "kernel") or (head_dim % 8 == 0 and head_dim <= 256):
-        return None
-    return f"its head dim is {head_dim}; the kernels support multiples of 8 up to 256"
+    return "kernel" if operand_type(query) in (torch.bfloat16, torch.float16) else "float32"
 
 
 def _why_not_third_last(query: Tensor, heads: int) -> str | None:
@@ -202,15 +199,13 @@ class WatchedLayer:
         """Whether calls of it stay native, and a sample of them is measured in some steps."""
         return self.backend == "native" or self.reason is not None
 
-    def call(self, own: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
+    def call(
+        self, own: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor, *, why: str | None, **call: Any
+    ) -> Tensor:
         """The output [..., H, Sq, D] of a call: by our kernels where they can, else by `own`, the model's own
-        attention, of which a sample is measured. `call`: as `on_kernels` and `probed` take it."""
-        by = {"by": call.pop("by")} if "by" in call else {}
-        computed = self.on_kernels(query, key, value, **call)
-        if computed is not None:
-            return computed
-        call.pop("why", None)
-        return self.probed(own(), query, key, value, **by, **call)
+        attention, of which a sample is measured. `why` and `call`: as `on_kernels` takes them."""
+        computed = self.on_kernels(query, key, value, why=why, **call)
+        return self.probed(own(), query, key, value, **call) if computed is None else computed
 
     def on_kernels(
         self,
@@ -258,13 +253,18 @@ class WatchedLayer:
             return f"{shapes}; our kernels take [B, H, S, D]"
         if key.shape[3] != query.shape[3] or value.shape[3] != query.shape[3]:
             return f"its queries have {query.shape[3]} features, its values {value.shape[3]}"
-        if self.numerics == "auto" and query.device.type != "cpu" and numerics_for(query, "auto") != "kernel":
+        numerics, head_dim = numerics_for(query, self.numerics), query.shape[3]
+        if query.device.type == "cpu":
+            return None
+        if self.numerics == "auto" and numerics != "kernel":
             # The reference is right there too, but its memory grows with the square of the length.
             return (
                 f"its operands are {str(query.dtype).removeprefix('torch.')}; the kernels are for 16 bits. Train under "
                 "autocast, or ask for numerics='float32', which is slow"
             )
-        return head_dim_problem(query.shape[3], query.device, numerics_for(query, self.numerics))
+        if numerics == "kernel" and (head_dim % 8 or head_dim > 256):  # or torch.compile would make a graph that fails
+            return f"its head dim is {head_dim}; the kernels support multiples of 8 up to 256"
+        return None
 
     def _misfit(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
         """Why a call can be neither computed nor measured."""
@@ -292,15 +292,13 @@ class WatchedLayer:
         self, query: Tensor, key: Tensor, packed: Packed | None, *, scale: float | None = None, **scores: Any
     ) -> str | None:
         """How our kernels differ from PyTorch's attention in calls of this kind; None where they do not."""
-        autocast = query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type)
-        dtype = torch.get_autocast_dtype(query.device.type) if autocast else query.dtype
         numerics = numerics_for(query, self.numerics)
         # in compiled code sizes may be symbols, of which index makes constants
         head_dim, group = operator.index(query.shape[3]), operator.index(query.shape[1] // key.shape[1])
         (softcap,) = constants(scores.get("softcap", 0.0))
         if scale is not None:
             (scale,) = constants(scale)
-        kind = (str(query.device), str(dtype).removeprefix("torch."), numerics, head_dim, group)
+        kind = (str(query.device), str(operand_type(query)).removeprefix("torch."), numerics, head_dim, group)
         rule = scores["causal"], scores.get("window", (-1, -1)), softcap, scale
         return cast("str | None", why_not_proven(*kind, *rule, packed is not None))
 
