@@ -162,11 +162,13 @@ async def test_rolled_up_spans_say_what_the_samples_say_and_are_read_in_their_pl
 HEADS = ("states", "modes", "risk")
 
 
-async def heads_read_once(service: Any) -> FakeRank:
+async def heads_read_once(service: Any, *others: FakeRank) -> FakeRank:
     """A run of five spans whose heads were read in the second alone, all rolled up but for the last."""
     rank = FakeRank(layers=1)
+    for other in others:
+        await service.store(other, other.started())
     losses = [rank.sample(step).model_copy(update=dict.fromkeys(HEADS)) for step in (100, 2100, 3200, 5000)]
-    await service.store(rank, rank.started(), *losses, rank.sample(1100))
+    await service.store(rank, rank.started(), *losses, rank.sample(1100, loss=100.0))
     for span in range(4):
         assert await build(service.app.state.store, 1, span)
     return rank
@@ -174,13 +176,15 @@ async def heads_read_once(service: Any) -> FakeRank:
 
 @pytest.mark.promise("S5")
 async def test_a_late_sample_is_drawn_at_once_though_its_span_was_rolled_up(service: Any) -> None:
-    rank = await heads_read_once(service)
-    await service.store(rank, rank.sample(1300, loss=99.0))
+    other = FakeRank(layers=1, rank=1)
+    rank = await heads_read_once(service, other)
+    await service.store(rank, rank.sample(1300))
+    await service.store(other, other.sample(1100, loss=0.0))
     for line in ("head.score_max", "head.score_max:0"):
         [drawn] = (await service.get("/v1/runs/run-1/curves", line=line, max_points=10))["lines"]
         assert [step for step, value in zip(drawn["steps"], drawn["last"], strict=True) if value is not None] == [1300]
     [drawn] = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=1))["lines"]
-    assert drawn["high"] == [99.0]
+    assert drawn["high"] == [50.0], "the mean of the ranks, and not what was rolled up before"
 
 
 def test_a_span_that_changed_is_rolled_up_again_after_a_restart_once_it_rests(play: Any) -> None:

@@ -437,20 +437,17 @@ class Roller:
 
     async def build_due(self, closing: asyncio.Event) -> None:
         """Build every span that has not changed since the last look: ranks that lag behind may still send of it."""
-        due = await self._store.read(_due)
+        own, later = rollup_spans.c, rollup_spans.alias("later").c
+        passed = select(later.span).where(later.run_id == own.run_id, later.span > own.span).exists()
+        query = select(own.run_id, own.span, own.changed).where(own.changed != own.built, passed)
+        found = await self._store.read(lambda connection: connection.execute(query).all())
+        due = {(row.run_id, row.span): row.changed for row in found}
         rested = [key for key, changed in due.items() if self._seen.get(key) == changed]
         self._seen = due
         for run_id, span in rested:
             if closing.is_set():
                 return
             await build(self._store, run_id, span)
-
-
-def _due(connection: Connection) -> dict[tuple[int, int], int]:
-    own, later = rollup_spans.c, rollup_spans.alias("later").c
-    passed = select(later.span).where(later.run_id == own.run_id, later.span > own.span).exists()
-    query = select(own.run_id, own.span, own.changed).where(own.changed != own.built, passed)
-    return {(row.run_id, row.span): row.changed for row in connection.execute(query)}
 
 
 async def build(store: Store, run_id: int, span: int) -> bool:

@@ -437,7 +437,7 @@ async def _act(
 async def get_audit(request: Request, caller: Reader, limit: Limit = 100, cursor: Cursor = None) -> AuditPage:
     """Every order, approval, delivery, answer and refusal, newest first. Only for tokens that reach every run."""
     _speaks_of_all(caller)
-    rows = await _read_in_turn(request, lambda connection: audit.page(connection, cursor, limit + 1))
+    rows = await _read_in_turn(request, lambda connection: audit.rows(connection, limit + 1, before=cursor))
     more = rows[limit - 1].sequence if len(rows) > limit else None
     return AuditPage(rows=rows[:limit], next_cursor=str(more) if more else None)
 
@@ -451,7 +451,7 @@ async def export_audit(
 ) -> Response:
     """The audit trail as JSON lines, oldest first, from the row after `after` on; an empty answer is the end."""
     _speaks_of_all(caller)
-    rows = await _read_in_turn(request, lambda connection: audit.after(connection, after, limit))
+    rows = await _read_in_turn(request, lambda connection: audit.rows(connection, limit, after=after))
     return Response("".join(row.model_dump_json() + "\n" for row in rows), media_type="application/x-ndjson")
 
 

@@ -2,10 +2,9 @@
 
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, desc, func, insert, select
+from sqlalchemy import Connection, desc, func, insert, select
 
 from foreshock.server.models import AuditRow
 from foreshock.server.store.database import lock_log
@@ -29,19 +28,12 @@ def append(
     connection.execute(insert(audit).values(**values))
 
 
-def page(connection: Connection, before: int | None, limit: int) -> list[AuditRow]:
-    """Rows, newest first."""
-    query = select(audit).order_by(desc(audit.c.sequence)).limit(limit)
+def rows(connection: Connection, limit: int, *, before: int | None = None, after: int | None = None) -> list[AuditRow]:
+    """Rows, newest first; with `after`, those that follow this one, oldest first."""
+    query = select(audit).order_by(desc(audit.c.sequence) if after is None else audit.c.sequence).limit(limit)
     if before is not None:
         query = query.where(audit.c.sequence < before)
-    return _read(connection.execute(query).all())
-
-
-def after(connection: Connection, sequence: int, limit: int) -> list[AuditRow]:
-    """Rows that follow this one, oldest first."""
-    query = select(audit).where(audit.c.sequence > sequence).order_by(audit.c.sequence).limit(limit)
-    return _read(connection.execute(query).all())
-
-
-def _read(rows: Sequence[Row[Any]]) -> list[AuditRow]:
-    return [AuditRow.model_validate({**row._mapping, "details": json.loads(row.details)}) for row in rows]
+    if after is not None:
+        query = query.where(audit.c.sequence > after)
+    found = connection.execute(query)
+    return [AuditRow.model_validate({**row._mapping, "details": json.loads(row.details)}) for row in found]
