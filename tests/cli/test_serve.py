@@ -26,7 +26,7 @@ def serve_with(variables: dict[str, str], folder: Path) -> tuple[int, str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     return done.returncode, done.stdout + done.stderr
 

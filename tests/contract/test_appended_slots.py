@@ -18,8 +18,7 @@ OLDER = (
     "tests/kernels/test_triton_sampled_rows.py",
     "tests/monitor/test_samples.py",
     "tests/monitor/test_probe.py",
-    "tests/lab/test_replay.py",
-    "tests/lab/test_trace.py",
+    "tests/lab/test_replay.py::test_a_replay_reaches_the_service_as_a_run_with_its_warning",
     "tests/lab/test_trace.py",
 )
 

@@ -85,7 +85,7 @@ def test_a_process_leaves_at_its_end_without_an_exception_while_the_server_hangs
         if ending == "interrupt":
             # what threads import meanwhile makes CPython forget that the interrupt is to be its exit status
             eventually("a request", lambda: server.requests_at)
-        output, errors = process.communicate("\n", timeout=60)
+        output, errors = process.communicate("\n", timeout=300)
         assert process.returncode in codes, errors
         said = [line[:24] for line in errors.splitlines() if "foreshock:" in line]
         ours = ending not in ("os._exit", "SIGTERM")
