@@ -143,6 +143,18 @@ async def test_what_a_former_process_did_is_noted_and_is_no_order(service: Any) 
     assert await states(service) == []
 
 
+async def test_a_switch_that_was_rejected_is_not_proposed_again_for_other_heads_of_the_same_warning(
+    service: Any,
+) -> None:
+    ranks = await three_ranks(service, "approve")
+    both: tuple[HeadRef, ...] = ((0, 1), (0, 2))
+    await service.store(ranks[0], ranks[0].verdict(20), local("proposed", heads=both))
+    [proposal] = await commands_of(service)
+    await service.client.post(f"/v1/commands/{proposal['id']}/reject", json=WHO)
+    await service.store(ranks[0], local("proposed", "local-2", heads=both))
+    assert await states(service) == ["rejected"]
+
+
 async def test_a_mode_of_a_newer_agent_is_kept_in_the_history_and_ordered_of_nobody(service: Any) -> None:
     first, second = FakeRank(rank=0), FakeRank(rank=1)
     await start(service, first, second)

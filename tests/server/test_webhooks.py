@@ -151,6 +151,15 @@ async def test_an_alert_acts_once_for_the_same_heads_and_again_for_a_head_that_j
     assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
 
 
+async def test_a_head_that_another_mode_has_cured_is_not_switched_again(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1))
+    await order(service, mode="row_corrected")
+    [sent] = (await service.store(rank, rank.sample(2))).commands
+    await service.store(rank, rank.answer(sent, 2))
+    assert await alert(service, delivery()) == "observed"
+
+
 async def test_one_odd_alert_holds_up_no_other_of_its_delivery(service: Any) -> None:
     """An Alertmanager does not repeat a delivery that was refused whole."""
     await start(service, "auto")
