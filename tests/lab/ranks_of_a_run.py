@@ -19,28 +19,27 @@ from foreshock.contract.slots import Slot
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.ranks import Ranks, launched
-from foreshock.lab.training.recipes import Recipe, find_recipe
+from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Recorder, Training, train
 from foreshock.lab.training.variant import find_variant
 
 TINY = replace(
     find_recipe("key-bias-small"),
     model=ModelConfig(layers=2, heads=2, width=16, context=16),
-    batch=8,
+    batch=4,
     micro_batch=2,
     steps=40,
     schedule="cosine",
 )
-HALVED = replace(TINY, batch=4)
-"""Of which two processes take one part each, and one takes two."""
+"""Two processes take one part each, and one takes two."""
 STEPS = 24
 
 
-def _trained(recipe: Recipe, ranks: Ranks, trace: Path | None, ends_at: int | None = None) -> dict[str, Any]:
+def _trained(ranks: Ranks, trace: Path | None, ends_at: int | None = None) -> dict[str, Any]:
     """On PyTorch's own attention; the second process wants to end at a step."""
     losses: list[float] = []
     rows: list[int] = []
-    training = Training(recipe, find_variant("flash-untreated"), 1, ranks=ranks)
+    training = Training(TINY, find_variant("flash-untreated"), 1, ranks=ranks)
 
     def hear(event: wire.Event) -> None:
         if isinstance(event, wire.Sample) and (words := event.words()) is not None:
@@ -54,7 +53,7 @@ def _trained(recipe: Recipe, ranks: Ranks, trace: Path | None, ends_at: int | No
                 recorder.flush()
         training.wants_to_end = ranks.rank == 1 and step == ends_at
 
-    header = recipe.header(training.variant, 1, training.agent.run)
+    header = TINY.header(training.variant, 1, training.agent.run)
     with TraceWriter(trace, header) if trace is not None else nullcontext() as writer:
         recorder = None if writer is None else Recorder(training, writer)
         training.agent.subscribe(hear)
@@ -65,11 +64,10 @@ def _trained(recipe: Recipe, ranks: Ranks, trace: Path | None, ends_at: int | No
 
 
 def main(folder: Path) -> None:
-    """Train both, and save what this process saw."""
+    """Train, and save what this process saw."""
     with launched() as ranks:
         trace = folder / "trace.jsonl.gz" if ranks.rank == 0 else None
-        runs = {"whole": _trained(TINY, ranks, trace), "halved": _trained(HALVED, ranks, None)}
-        runs["ended"] = _trained(HALVED, ranks, None, ends_at=10)
+        runs = {"whole": _trained(ranks, trace), "ended": _trained(ranks, None, ends_at=10)}
         told = ranks.gather(f"told by {ranks.rank}")
         torch.save(runs | {"told": told, "folder": folder}, folder / f"{ranks.rank}.pt")
 

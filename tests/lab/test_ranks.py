@@ -48,21 +48,8 @@ def test_two_processes_of_one_part_each_train_as_one_with_two_parts_to_the_last_
     """A sum of two has one order, and halves are exact."""
     [alone] = runs[1]
     for seen in runs[2]:
-        assert seen["halved"]["losses"] == alone["halved"]["losses"]
-        assert all(
-            torch.equal(one, alone["halved"]["weights"][name]) for name, one in seen["halved"]["weights"].items()
-        )
-
-
-@pytest.mark.full
-def test_two_processes_train_as_one_does_where_parts_are_summed_in_another_order(runs: Runs) -> None:
-    """The sums differ by a rounding of float32, 6e-8 of a loss; 24 steps and the rounding of attention to 16 bits may
-    make more of it, and 1e-5 is far below what another batch changes."""
-    [alone], several = runs[1], runs[2]
-    for seen in several:
-        assert seen["whole"]["losses"] == pytest.approx(alone["whole"]["losses"], rel=1e-5)
-    assert several[0]["whole"]["losses"] == several[1]["whole"]["losses"]
-    assert alone["halved"]["losses"] != pytest.approx(alone["whole"]["losses"], rel=1e-4)
+        assert seen["whole"]["losses"] == alone["whole"]["losses"]
+        assert all(torch.equal(one, alone["whole"]["weights"][name]) for name, one in seen["whole"]["weights"].items())
 
 
 @pytest.mark.full
