@@ -41,7 +41,7 @@ def first_words(found: Outcome) -> str:
     return found.raised[0].sentence
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
 @pytest.mark.parametrize(("clip", "bounded"), [(None, True), (1.0, False)])
 def test_a_faulty_attention_backward_is_reported_before_the_loss(
@@ -108,7 +108,7 @@ def test_skipped_updates_are_a_warning_with_their_share_and_no_alarm() -> None:
     assert found.raised[0].severity == "warning"
 
 
-@pytest.mark.parametrize("again", [(90,), (58,), (45, 58, 66)])
+@pytest.mark.parametrize("again", [(45, 58, 66), *(pytest.param((n,), marks=pytest.mark.full) for n in (58, 90))])
 def test_a_loss_scaler_that_finds_its_scale_is_no_finding(again: tuple[int, ...]) -> None:
     def broken(model: Model, step: int) -> Any:
         return [poison(model.head, math.inf)] if step <= 12 or step in again else []
