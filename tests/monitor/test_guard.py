@@ -263,19 +263,15 @@ def test_a_detector_that_is_stuck_holds_a_boundary_for_a_bounded_time_and_is_hea
     free = threading.Event()
 
     def detect_when_free(sample: Counted) -> DetectorResult:
-        free.wait(20)
+        free.wait()
         return DetectorResult(sample, [], None)
 
     detectors = DetectorThread(detect_when_free)
     detectors.put(counted(1))
-    began = time.monotonic()
     assert detectors.take() == []
-    assert time.monotonic() - began < 5
-    monkeypatch.setattr(detector_thread, "LONGEST_WAIT_SECONDS", 20.0)
+    monkeypatch.setattr(detector_thread, "LONGEST_WAIT_SECONDS", 3600.0)
     detectors.put(counted(2))
-    began = time.monotonic()
-    assert detectors.take() == []
-    assert time.monotonic() - began < 5  # who waited in vain does not wait again
+    assert detectors.take() == []  # who waited in vain does not wait again
     free.set()
     heard: list[DetectorResult] = []
     while len(heard) < 2:
