@@ -49,8 +49,8 @@ def incident(severity: Severity) -> IncidentChange:
     ("changes", "condition", "severity"),
     [
         ({}, "active", None),
-        ({"last_seen_unix_seconds": NOW - 960}, "silent", "warning"),
-        ({"last_step_unix_seconds": NOW - 960}, "hung", "warning"),
+        ({"last_seen_unix_seconds": NOW - 301}, "silent", "warning"),
+        ({"last_step_unix_seconds": NOW - 301}, "hung", "warning"),
         ({"incidents": [incident("warning"), incident("critical")]}, "active", "critical"),
         ({"loss": math.nan}, "active", "critical"),
         ({"status": "completed", "last_seen_unix_seconds": 0.0}, "completed", None),
