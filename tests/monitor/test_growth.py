@@ -88,8 +88,7 @@ def test_growth_is_what_single_numbers_give_at_every_age_of_the_run(seed: int, u
             pasts.add(step - since, rows, *values)
         for (signal, head), one in single.items():
             one.add(step, since, rows[head], float(values[signal, head]))
-        with np.errstate(invalid="ignore"):
-            found = pasts.growth(WINDOW)
+        found = pasts.growth(WINDOW)
         for (signal, head), one in single.items():
             wanted = one.growth(WINDOW)
             assert math.isnan(found.steps) == (wanted is None)

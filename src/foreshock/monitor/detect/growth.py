@@ -160,6 +160,7 @@ class HeadPasts:
         """The places of the blocks that are held, the oldest first."""
         return np.arange(max(0, self.closed - len(self.ends) + 1), self.closed) % len(self.ends)
 
+    @np.errstate(invalid="ignore")  # the mean of no value is not known
     def growth(self, window_steps: float) -> Growth:
         """Over the newer half of the past, at most `window_steps`; NaN while fewer than four blocks are held."""
         order = self._order()
