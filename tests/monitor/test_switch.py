@@ -144,8 +144,9 @@ def test_every_step_is_sampled_while_the_cause_of_a_drift_is_undecided(monkeypat
     assert all(slot_values(s.words(), Slot.ROWS).min() > 0 for s in samples), "and measured"
 
 
-def test_auto_switches_all_heads_at_the_first_warning_unless_told_otherwise() -> None:
-    agent, listener = run(tiny_gpt(), {2: [verdict(1, 0)], 3: [verdict(0, 1)]}, 5, policy="auto")
+def test_auto_switches_all_heads_once_at_the_first_warnings_unless_told_otherwise() -> None:
+    warned = {2: [verdict(1, 0), verdict(0, 1)], 3: [verdict(0, 0)]}
+    agent, listener = run(tiny_gpt(), warned, 5, policy="auto", attention="kernels")
     agent.close()
     (switched,) = listener.of(wire.Switched)
     assert switched.heads == tuple(HEADS)
