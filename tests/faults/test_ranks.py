@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections import Counter
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,11 @@ def boots(database: Path) -> list[tuple[int, str, int | None, str | None]]:
 @pytest.mark.promise("A13")
 def test_a_rank_that_dies_and_comes_back_is_a_new_boot_and_no_step_counts_twice(tmp_path: Path, sizes: Any) -> None:
     ranks = sizes("ranks", quick=2, long=4)
-    with LiveService(tmp_path) as service, service.client() as client:
+    with LiveService(tmp_path) as service, service.client() as client, ExitStack() as ending:
         first = start_ranks(service, tmp_path, ranks, 0, 100_000)
+        for process in first:
+            ending.callback(process.wait)
+            ending.callback(process.kill)  # where this test fails before
         eventually(
             "the ranks train", lambda: (client.get("/v1/runs/ranks").json().get("last_step") or 0) > RESUMED_AT + 4, 400
         )
