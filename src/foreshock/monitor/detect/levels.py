@@ -77,6 +77,9 @@ def passed_levels(
     offset = np.abs(readings.score_offset)
     compare("offset", offset, OFFSET, f"its scores are shifted by {{:,.0f}} nats as a whole; {healthy} {OFFSET:g}.")
 
+    least = int(scores.argmin())
+    if scores[least] < _SHARP_SCORE and words[least, Slot.ENTROPY_ROWS] > 0:
+        return found  # one head that is not sharp answers for all
     known = words[:, Slot.ENTROPY_ROWS] > 0
     if np.count_nonzero(known) > 1 and (scores[known] >= _SHARP_SCORE).all():
         slots = Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM, Slot.MOST_ENTROPY_SUM
