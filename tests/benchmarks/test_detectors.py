@@ -17,7 +17,8 @@ def warned(*, drifting: bool) -> set[tuple[int | None, int | None]]:
 
 def test_healthy_heads_are_not_warned_about_and_every_head_of_the_layer_that_drifts_is() -> None:
     assert warned(drifting=False) == set()
-    assert warned(drifting=True) == {(0, head) for head in range(HEADS)}
+    of_levels = (None, None)  # the offsets come to 160 nats, and none of a healthy run to 100
+    assert warned(drifting=True) == {(0, head) for head in range(HEADS)} | {of_levels}
 
 
 def test_the_command_writes_what_a_sample_costs(tmp_path: Path) -> None:
