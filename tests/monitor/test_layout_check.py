@@ -156,7 +156,7 @@ def train(
     """Samples, the layouts that were told at the end, and losses."""
     with listening(model, **EVERY) as (agent, listener):
         change()
-        losses = losses_of(running or model, model, steps, agent.step)
+        losses = losses_of(model if running is None else running, model, steps, agent.step)
         told = [layout.describe() for layout in agent._attached.layouts]
         assert all(layout in agent.report() for layout in told)
     return listener.of(wire.Sample), told, losses
