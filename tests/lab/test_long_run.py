@@ -1,4 +1,4 @@
-"""A run in a folder: it records all, ends when asked to, and goes on as if it had not. Its checkpoints are whole ones,
+"""A run in a folder: it records all, ends when asked to, and resumes as if it had not. Its checkpoints are whole ones,
 the newest few, and the one before the first warning."""
 
 import json

@@ -232,7 +232,7 @@ def test_a_field_that_was_not_recorded_silences_its_signal_and_nothing_else(
 
 @pytest.mark.parametrize(("apart", "unknown"), [(0.0, N), (0.02, N), (0.02, 0)])
 def test_heads_of_a_layer_that_drift_together_by_their_bias_are_all_warned_about(apart: float, unknown: int) -> None:
-    """Also where they are equal to the last bit, and beside one that nothing is known of."""
+    """Also where they are equal to the last bit, and next to one that nothing is known of."""
 
     def together(step: int) -> tuple[Floats, Floats]:
         offset, score = explosion(step)

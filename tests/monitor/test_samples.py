@@ -420,7 +420,7 @@ def on(kind: type[OnDevice], value: float) -> Tensor:
 def test_a_sample_is_read_when_every_device_has_copied_and_not_before(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state lies on the host, as where the model was moved after attach, or its weights are offloaded."""
+    """The state is on the host, as where the model was moved after attach, or its weights are offloaded."""
     devices, collector = Devices(monkeypatch), Collector(fresh_state())
     collector.note(on(OnDevice, 1.0), on(OnSecondDevice, 5.0), None)
     collector.note(on(OnSecondDevice, 2.0), 6.0, None)

@@ -1,4 +1,4 @@
-"""Callbacks of four trainers: each optimizer step counts once, also across a resume, and an end is told in any case."""
+"""Callbacks of four trainers: each optimizer step counts once, also across a resume, and each end is reported."""
 
 import json
 import logging

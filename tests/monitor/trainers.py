@@ -36,7 +36,7 @@ OF_LIGHTNING = (
 class Training:
     """What is asked of a training, and what came of it.
 
-    `begun` is given the agent before the first step, `during` after each. `resume` goes on from step 4, `every` so many
+    `begun` is given the agent before the first step, `during` after each. `resume` continues from step 4; every `every`
     steps there is a checkpoint, and `keep` of them stay.
     """
 
@@ -104,7 +104,7 @@ class Tokens(torch.utils.data.Dataset[Any]):
 
 
 class Observed(ForeshockCallback):
-    """The callback, which the Trainer may make anew; it tells the training that it belongs to."""
+    """The callback, which the Trainer may create again; it names the training that it belongs to."""
 
     of: ClassVar[Training]
 

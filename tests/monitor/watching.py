@@ -26,7 +26,7 @@ def listening(model: nn.Module, **settings: Any) -> Iterator[tuple[Agent, Listen
 
 
 def train(agent: Agent, model: Any, steps: int | Iterable[int], ids: Tensor | None = None) -> list[Tensor]:
-    """Train some steps, each of which the agent is told of; returns the losses."""
+    """Train some steps, and call the agent after each; returns the losses."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(steps) if isinstance(steps, int) else steps:
         losses.append(train_step(model, optimizer, step, ids).detach())

@@ -87,10 +87,10 @@ async def seen(
         body = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta"}
         made = await service.client.post("/v1/runs/run-1/commands", json=body)
         assert made.status_code == 201, made.text
-        for fake, beside in zip(ranks, headers, strict=True):
-            ack = await service.store(fake, fake.sample(200, since=190, loss=7.0), **beside)
+        for fake, own in zip(ranks, headers, strict=True):
+            ack = await service.store(fake, fake.sample(200, since=190, loss=7.0), **own)
             [command] = ack.commands
-            await service.store(fake, fake.answer(command, 201), **beside)
+            await service.store(fake, fake.answer(command, 201), **own)
         [order] = (await service.get("/v1/runs/run-1/commands"))["commands"]
         found["order"] = {key: value for key, value in order.items() if key not in ("id", "created", "expires")}
     return found
@@ -118,18 +118,18 @@ def seen_after(
     batches: list[Batch],
     look: Callable[[Any], Awaitable[dict[str, Any]]],
     at_once: int,
-    beside: Callable[[Batch, float], Headers],
+    headers_of: Callable[[Batch, float], Headers],
 ) -> dict[str, Any]:
     """What `look` finds in a service on a new store that took the batches in their order, `at_once` at a time.
 
-    beside: what is told beside a batch, given when the story began on the monotonic clock.
+    headers_of: the headers of a batch, given when the story began on the monotonic clock.
     """
     seen: dict[str, Any] = {}
 
     async def story(service: Any) -> None:
         began = time.monotonic()
         for i in range(0, len(batches), at_once):
-            sent = (service.post(batch, **beside(batch, began)) for batch in batches[i : i + at_once])
+            sent = (service.post(batch, **headers_of(batch, began)) for batch in batches[i : i + at_once])
             answers = await asyncio.gather(*sent)
             assert {answer.status_code for answer in answers} == {200}
         seen.update(await look(service))
@@ -160,7 +160,7 @@ def test_in_any_order_repetition_and_interleaving_a_resumed_run_is_what_its_last
     dead = {batch.boot for of_life in made[:-1] for own in of_life for batch in own}
     spooled = {boot for boot in sorted(dead) if draw.random() < 0.3}
 
-    def beside(batch: Batch, began: float) -> Headers:
+    def headers_of(batch: Batch, began: float) -> Headers:
         age = ages[batch.rank, batch.boot] + time.monotonic() - began
         return {"age": age, "replayed": batch.boot in spooled and batch.sequence > 1}
 
@@ -174,13 +174,13 @@ def test_in_any_order_repetition_and_interleaving_a_resumed_run_is_what_its_last
         ranks = [FakeRank(rank=own[0].rank, boot=own[0].boot, heads=lives[-1].shares[own[0].rank]) for own in made[-1]]
         for fake in ranks:
             fake.sequence = 10
-        headers = [beside(own[0], time.monotonic()) for own in made[-1]]
+        headers = [headers_of(own[0], time.monotonic()) for own in made[-1]]
         return await seen(service, since, finished, ranks, headers)
 
-    control = seen_after(player, only_last, look, 1, beside)
+    control = seen_after(player, only_last, look, 1, headers_of)
     assert control["detail"]["status"] == ("completed" if finished else "active")
     assert control["detail"]["agent_dropped"] == {"other": 4 * len(made[-1])}
-    found = seen_after(player, everything, look, draw.randint(1, 4), beside)
+    found = seen_after(player, everything, look, draw.randint(1, 4), headers_of)
     assert found.pop("history") == history(lives)
     for key in found:
         assert timeless(found[key]) == timeless(control[key]), key

@@ -53,7 +53,7 @@ def test_the_ranks_of_a_job_that_starts_on_all_replicas_at_once_deadlock_nobody(
 
     async def look() -> None:
         url = await new_database(postgres)
-        await with_replicas(url, player, 3, story, commit_batches=4)  # many small commits beside each other
+        await with_replicas(url, player, 3, story, commit_batches=4)  # many small commits at the same time
         assert await deadlocks(url) == 0
 
     asyncio.run(look())

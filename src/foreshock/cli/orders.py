@@ -92,7 +92,7 @@ def _changes(
 ) -> list[tuple[str, list[HeadRef]]]:
     """The orders that a switch to `mode` takes: a mode and its heads, for each mode that comes of it.
 
-    Without `layer` every head of the run is meant, and keeps its own mode beside the ordered one. With `layer` and no
+    Without `layer` every head of the run is meant, and keeps its own mode as well. With `layer` and no
     `heads`, every head of that layer gets this mode alone. Raises CommandError for an unknown layer.
     """
     if layer is None:

@@ -3,7 +3,7 @@
 Warnings are of heads, and every rank has its own; people need one message. An incident opens with the first warning of
 its cause, grows with every further one, and closes when all are quiet; its heads are ranked by how soon they come to
 harm. A warning whose cause is corrected is of the incident of that cause since it was raised. Where that incident has
-no other warning, it goes on under another name and says so. Rounding and score growth that stand at one time are one
+no other warning, it continues under another name and says so. Rounding and score growth that stand at one time are one
 incident.
 
 It is a function of what is known: the newest word of every warning, the present modes, what became of switches, and who

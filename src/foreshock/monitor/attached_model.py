@@ -353,7 +353,7 @@ class AttachedModel:
         return layer.refusal(mode) if never is None else f"its own attention stays: {never}"
 
     def what_a_switch_meets(self) -> list[str]:
-        """Lines: the run's own mitigation where a layer cannot have it, and dropout that a switch draws anew."""
+        """Lines: the run's own mitigation where a layer cannot have it, and dropout that a switch draws again."""
         mode = parse_mode(self._settings.mitigation)
         whys = [self._refusal(layer, mode) for layer in self.watched]
         lines = [

@@ -91,8 +91,9 @@ def test_a_fleet_is_ordered_by_need_searched_filtered_and_compared_and_the_addre
     button(chromium, "Compare 2 runs").click()
     wait("the chosen ones are compared", lambda: "Comparing 2 runs" in text(chromium, ".crumbs"))
     assert chromium.current_url.endswith(f"?runs={','.join(chosen)}")
-    legend = wait("their charts", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .legend"))[0]
-    assert [item.text for item in legend.find_elements(By.CSS_SELECTOR, ".name")] == chosen
+    first = "return [...document.querySelector('.chart .legend').querySelectorAll('.name')].map(each => each.innerText)"
+    wait("their charts", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .legend .name"))
+    wait("their names in the first chart", lambda: chromium.execute_script(first) == chosen)
     rows = chromium.find_elements(By.CSS_SELECTOR, ".summary tbody tr")
     assert [row.find_element(By.TAG_NAME, "a").text for row in rows] == chosen
 
@@ -147,7 +148,7 @@ def test_what_people_say_of_a_run_is_on_its_page_and_finds_it_in_the_list_until_
     assert [tag.text for tag in chromium.find_elements(By.CSS_SELECTOR, ".tags li")] == ["keep", "seed study"]
     assert "<b>two</b>" in text(chromium, ".notes")
     wait("focus comes back", lambda: chromium.switch_to.active_element.text == "Name and notes")
-    wait("it is told", lambda: "Ada (local) changed the run's display name" in text(chromium, ".events"))
+    wait("the event is listed", lambda: "Ada (local) changed the run's display name" in text(chromium, ".events"))
     for asked in ({"q": "glory"}, {"label": "seed study"}, {"q": feeder.run}):
         open_list(chromium, service, **asked)
         assert listed(chromium) == ["Hope and glory"], asked

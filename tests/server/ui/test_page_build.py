@@ -89,7 +89,7 @@ def test_no_source_writes_markup_from_data() -> None:
 
 
 def test_no_source_imports_itself_over_others_or_keeps_a_list_of_metrics_of_its_own() -> None:
-    """Imports of types count too: what needs one another belongs into one file. How a metric is drawn stands in the
+    """Imports of types count too: what needs one another belongs into one file. How a metric is drawn is defined in the
     catalogue; a source may name one metric that it looks up."""
     texts = {source.stem: source.read_text() for source in (UI / "src").glob("*.ts*")}
     graph = {

@@ -58,7 +58,7 @@ def test_a_run_appears_moves_warns_is_switched_verified_and_switched_back(
     wait("the agent's answer stands on the page", lambda: "applied" in text(chromium, ".commands .state"))
     feeder.train(3)
     wait("the mode is shown", lambda: tile(chromium, "Switched heads").startswith("1 of 8"))
-    wait("it is told in the history", lambda: "row_corrected is applied" in text(chromium, ".events"))
+    wait("the history lists it", lambda: "row_corrected is applied" in text(chromium, ".events"))
 
     feeder.train(40)
     verified = "growth stopped"

@@ -96,7 +96,7 @@ class LongRun:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """The files that it goes on from."""
+        """The files that it resumes from."""
         return Checkpoints(self.folder / "checkpoints")
 
     @property
@@ -150,7 +150,7 @@ class LongRun:
         return newest or self.branch_from
 
     def _recorder(self, training: Training, stack: ExitStack) -> Recorder:
-        """Writes the trace and the losses, after what they held up to the step that the run goes on from."""
+        """Writes the trace and the losses, after what they held up to the step that the run resumes from."""
         path, header = self.trace, self.recipe.header(self.variant, self.seed, training.agent.run)
         earlier = list(lines_until(path, training.step)) if self.resume and path.exists() else []
         lines = self._progress.read_text().splitlines() if self.resume and self._progress.exists() else []

@@ -98,7 +98,7 @@ class Detectors:
         if step < run.last_step:
             run.set_back(readings.since_step)
             self._conditions = self._measured(run)
-        self._conditions.supported[run.modes != readings.modes] = False  # the evidence of a new mode begins anew
+        self._conditions.supported[run.modes != readings.modes] = False  # a new mode starts with no evidence
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
             broken = run.non_finite.update(readings, self.config.overflow_steps, self.heads)
             # One verdict on the run says where it began and how far it reaches. A head that is warned about breaks too.

@@ -78,13 +78,13 @@ def rounding(bias: KeyBias, rotary: bool, normalised: bool, *, rounds: bool = Tr
             "  First remedy: drop the bias of the keys or freeze it at zero. In this model it changes no output.",
         ]
     if bias == "trained":
-        beside, seen = (
+        also, seen = (
             ("qk-norm", "it held the one run that was tried at 20 nats instead of 120")
             if normalised
             else ("rotary positions", "none of five runs drifted far")
         )
         return [
-            f"Drift by rounding: perhaps. The keys have a bias, besides {beside}: {seen}.",
+            f"Drift by rounding: perhaps. The keys have a bias, besides {also}: {seen}.",
             "  First remedy: watch it; a switch of mode is there if a head is warned about.",
         ]
     if bias == "unknown":

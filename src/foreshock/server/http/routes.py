@@ -195,7 +195,7 @@ def _verify_steps(request: Request) -> int:
 
 
 def _json(written: bytes) -> Response:
-    """An answer that was written beside the event loop."""
+    """An answer that was written in a thread, outside the event loop."""
     return Response(written, media_type="application/json")
 
 

@@ -32,7 +32,7 @@ class LiveService(ServiceProcess):
     """A ServiceProcess whose /metrics is never older than the question, and clients of it."""
 
     def __init__(self, folder: Path, environment: dict[str, str] | None = None, **constants: float) -> None:
-        """constants: of Settings, beside what the environment sets."""
+        """constants: of Settings, in addition to what the environment sets."""
         super().__init__(folder, environment)
         self.module = ("foreshock.server.testing", json.dumps({"metrics_seconds": 0.0, **constants}))
 
