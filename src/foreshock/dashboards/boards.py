@@ -2,15 +2,14 @@
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeVar
 
-from grafana_foundation_sdk.builders import common, heatmap, prometheus, stat, statetimeline, table, timeseries, trend
+from grafana_foundation_sdk.builders import common, prometheus, table, timeseries
 from grafana_foundation_sdk.builders import dashboard as make
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as ui
 from grafana_foundation_sdk.models import dashboard as schema
-from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
@@ -19,27 +18,56 @@ from foreshock.contract.metrics.metric import Metric
 from foreshock.contract.metrics.run_metrics import RUN_METRICS
 from foreshock.contract.metrics.service_metrics import SERVICE_METRICS
 from foreshock.contract.modes import all_modes, mode_name
-from foreshock.dashboards.rules import DATASOURCE_UID, JOB, Links
+from foreshock.dashboards.rules import DATASOURCE_UID, Links
 
 Board = dict[str, Any]
 Filters = Mapping[str, str]
 """What a board's variables choose: a PromQL matcher for each label."""
-Panel = TypeVar("Panel", timeseries.Panel, stat.Panel, trend.Panel, table.Panel, heatmap.Panel, statetimeline.Panel)
-Lines = TypeVar("Lines", timeseries.Panel, trend.Panel, statetimeline.Panel)
+Panel = TypeVar("Panel", timeseries.Panel, table.Panel)
 
 MANY_RUNS: Final[Filters] = {"run": 'run=~"$run"'}
 # Equality, since Grafana does not escape a dot in a variable of a single value. Of layers, also the empty one: warnings
 # about a run as a whole have none.
 ONE_RUN: Final[Filters] = {"run": 'run="$run"', "layer": 'layer=~"$layer|"'}
 
-_TITLES: Final = {
-    "overview": ("Overview", "All runs"),
-    "run": ("Run", "The run"),
-    "layers": ("Layer by head", "Its layers and heads"),
-    "service": ("Fleet and service health", "Fleet and service health"),
+_BOARDS: Final = {
+    "overview": ("Overview", "All runs", MANY_RUNS),
+    "run": ("Run", "The run", ONE_RUN),
+    "layers": ("Layer by head", "Its layers and heads", ONE_RUN),
+    "service": ("Fleet and service health", "Fleet and service health", MANY_RUNS),
 }
-"""The title of each board, and the words of a link to it."""
-
+"""Of each board its title, the words of a link to it, and its filters."""
+_DECIDING: Final = ("run.loss", "head.score_offset", "head.score_max")
+"""The metrics that tell first whether a run is about to fail."""
+_CHARTS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "overview": {
+        "Incidents": tuple(
+            f"incident.{part}"
+            for part in ("active", "heads", "opened_step", "corrected_step", "forecast", "acknowledged")
+        ),
+        "Warnings and switches": (
+            *("run.worst_risk", "warning.forecast", "warning.raised"),
+            *("switch.outcomes", "switch.not_arrested"),
+        ),
+    },
+    "run": {
+        "What decides": (*_DECIDING, "run.worst_risk"),
+        "Incidents, warnings and switches": (
+            *("incident.active", "incident.forecast", "warning.active", "warning.forecast", "warning.raised"),
+            *("switch.outcomes", "switch.not_arrested"),
+        ),
+        "The training": tuple(m.key for m in RUN_METRICS if m.board == "run" and m.key not in _DECIDING),
+        "The worst heads": tuple(m.key for m in HEAD_METRICS if m.board == "run" and m.key not in _DECIDING),
+    },
+    "layers": {"The worst heads": tuple(m.key for m in HEAD_METRICS if m.board == "heads" and m.key != "head.mode")},
+    "service": {
+        "Over time": (
+            *(m.key for m in (*RUN_METRICS, *SERVICE_METRICS) if m.board == "service"),
+            *("run.step", "run.last_step", "run.last_heard", "run.active"),
+        ),
+    },
+}
+"""The metrics that each board shows over time, by the heading above them."""
 _UNITS: Final = {
     "": "short",
     "ratio": "short",
@@ -49,115 +77,19 @@ _UNITS: Final = {
     "timestamp_seconds": "s",  # shown as the time since
 }
 _SOURCE: Final = ui.DataSourceRef(type_val="prometheus", uid="${datasource}")
-_DECIDING: Final = ("run.loss", "head.score_offset", "head.score_max")
-"""The metrics that tell first whether a run is about to fail."""
 _CELLS: Final = ui.TableColoredBackgroundCellOptions(ui.TableCellBackgroundDisplayMode.BASIC)
 _COLOURS: Final = ("transparent", "semi-dark-orange", "semi-dark-red")
 
 
 def boards(links: Links) -> dict[str, Board]:
     """Every board by its file name, as the plain data of Grafana's classic dashboard JSON."""
-    return {
-        "overview.json": _board("overview", _overview(), links, MANY_RUNS),
-        "run.json": _board("run", _run(), links, ONE_RUN),
-        "layers.json": _board("layers", _layers(), links, ONE_RUN),
-        "service.json": _board("service", _service(), links, MANY_RUNS),
-    }
+    return {f"{name}.json": _board(name, links) for name in _BOARDS}
 
 
-def _overview() -> Iterator[Any]:
-    yield _number("run.active", "Active runs", f"sum({_select('run.active', MANY_RUNS)})")
-    yield from _state(MANY_RUNS)
-    by_run = {
-        name: f"max by (run) ({_select(f'run.{name}', MANY_RUNS)})"
-        for name in ("active", "step", "last_step", "worst_risk", "last_heard")
-    }
-    living = f"and on (run) {_select('run.active', MANY_RUNS)} == 1"
-    runs = _table(
-        "Runs",
-        "Every run with its state, the risk of its worst head and the forecast of steps left. Click a run for its "
-        "board, its layers or its page. Bad: a warning, risk near 1, few steps left, an active run whose last step is "
-        "old.",
-        {
-            "active": (by_run["active"], "bool_yes_no"),
-            "step": (by_run["step"], "locale"),
-            "last step": (f"(time() - {by_run['last_step']}) {living}", BY_KEY["run.last_step"]),
-            "worst risk": (by_run["worst_risk"], BY_KEY["run.worst_risk"]),
-            "heard of": (f"(time() - {by_run['last_heard']}) {living}", BY_KEY["run.last_heard"]),
-            "warnings": (f"sum by (run) ({_select('warning.active', MANY_RUNS)})", BY_KEY["warning.active"]),
-            "steps left": (f"min by (run) ({_select('warning.forecast', MANY_RUNS)})", BY_KEY["warning.forecast"]),
-        },
-        values=[f"Value #{ref}" for ref in "ABCDEFG"],
-    )
-    yield runs.height(10).sort_by([common.TableSortByFieldState().display_name("worst risk").desc(True)])
-    yield _alerts(MANY_RUNS)
-    yield _listing(
-        "Warnings that are raised now",
-        f"{_describe(BY_KEY['warning.active'])} Click the run to see the evidence and to switch the head.",
-        "raised",
-        f"max by (run, layer, head, cause, signal, severity) ({_select('warning.active', MANY_RUNS)} == 1)",
-    )
-    words = BY_KEY["incident.words"]
-    yield _listing(
-        "Incidents in words",
-        f"{_describe(words)} This is what an alert says.",
-        "open",
-        f"max by ({', '.join(words.labels)}) ({_select(words.key, MANY_RUNS)})",
-    )
-    yield _row("Incidents")
-    parts = ("active", "heads", "opened_step", "corrected_step", "forecast", "acknowledged")
-    yield from _grid((f"incident.{part}" for part in parts), MANY_RUNS)
-    yield _row("Warnings and switches")
-    yield from _grid(
-        ("run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes", "switch.not_arrested"), MANY_RUNS
-    )
-
-
-def _run() -> Iterator[Any]:
-    step = f"max({_select('run.step', ONE_RUN)})"
-    yield _number("run.step", "Step", step)
-    yield from _state(ONE_RUN)
-    yield _alerts(ONE_RUN).height(5)
-    yield _row("What decides")
-    yield from _grid((*_DECIDING, "run.worst_risk"), ONE_RUN)
-    yield _row("Incidents, warnings and switches")
-    yield from _grid(("incident.active", "incident.forecast", "warning.forecast", "warning.raised"), ONE_RUN)
-    yield from _grid(("switch.outcomes", "switch.not_arrested"), ONE_RUN)
-    for title, metrics in (("The training", RUN_METRICS), ("The worst heads", HEAD_METRICS)):
-        yield _row(title)
-        yield from _grid((m.key for m in metrics if m.board == "run" and m.key not in _DECIDING), ONE_RUN)
-    yield _row("Against the step")
-    for key in ("run.loss", "head.score_max"):
-        yield _by_step(BY_KEY[key], step)
-
-
-def _layers() -> Iterator[Any]:
-    yield _row("The last value of every head")
-    for metric in (*(m for m in HEAD_METRICS if m.levels), BY_KEY["head.mode"]):
-        yield _matrix(metric)
-    yield _row("Over time")
-    for key in ("head.risk", "head.score_max"):
-        yield _layers_over_time(BY_KEY[key])
-    yield _modes_over_time(BY_KEY["head.mode"])
-    yield _row("The worst heads")
-    yield from _grid((m.key for m in HEAD_METRICS if m.board == "heads" and m.key != "head.mode"), ONE_RUN)
-
-
-def _service() -> Iterator[Any]:
-    words = "1 while Prometheus can scrape the service. Bad: 0; agents still detect failures, but the page is stale."
-    levels = [schema.Threshold(color="red"), schema.Threshold(1, "green")]
-    up = _stat("Service", words, "bool_on_off", _query(f'max(up{{job="{JOB}"}})', "service"))
-    yield up.thresholds(make.ThresholdsConfig().mode(schema.ThresholdsMode.ABSOLUTE).steps(levels))
-    yield _number("service.watchdog", "Since the last watchdog", _shown(BY_KEY["service.watchdog"], MANY_RUNS))
-    yield _number("service.store", "Store", BY_KEY["service.store"].name)
-    yield _number("service.series_dropped", "Series left out", BY_KEY["service.series_dropped"].name)
-    yield from _grid((m.key for m in (*RUN_METRICS, *SERVICE_METRICS) if m.board == "service"), MANY_RUNS)
-    yield from _grid(("run.step", "run.last_step", "run.last_heard", "run.active"), MANY_RUNS)
-
-
-def _board(name: str, panels: Iterable[Any], links: Links, filters: Filters) -> Board:
+def _board(name: str, links: Links) -> Board:
+    title, _, filters = _BOARDS[name]
     made = (
-        make.Dashboard(f"foreshock / {_TITLES[name][0]}")
+        make.Dashboard(f"foreshock / {title}")
         .uid(f"foreshock-{name}")
         .description("Generated from contract/metrics by `foreshock dashboards generate`; change that, not this.")
         .tags(["foreshock"])
@@ -169,18 +101,42 @@ def _board(name: str, panels: Iterable[Any], links: Links, filters: Filters) -> 
         .variables(_variables(links, filters))
         .annotations(_annotations({"run": filters["run"]}))
     )
-    for other, (_, words) in _TITLES.items():
+    for other, (_, words, _) in _BOARDS.items():
         if other != name:
             way = make.DashboardLink(words).type(schema.DashboardLinkType.LINK).icon("dashboard")
             made.link(way.url(f"/d/foreshock-{other}").include_vars(True).keep_time(True))
     page = make.DashboardLink("The service's page").type(schema.DashboardLinkType.LINK).icon("external link")
     made.link(page.url(links.service).target_blank(True))
-    for panel in panels:
-        made.with_row(panel) if isinstance(panel, make.Row) else made.with_panel(panel)
+    for panel in _tables(name, filters):
+        made.with_panel(panel)
+    for heading, keys in _CHARTS[name].items():
+        made.with_row(make.Row(heading).id(_id(f"row {heading}")))
+        for key in keys:
+            made.with_panel(_chart(BY_KEY[key], filters))
     board: Board = json.loads(JSONEncoder().encode(made.build()))
     for each in (*board["links"], *board["annotations"]["list"]):
         del each["placement"]  # the builders would hide both in a menu
     return board
+
+
+def _tables(name: str, filters: Filters) -> Iterator[table.Panel | timeseries.Panel]:
+    """What is above a board's charts."""
+    if name == "overview":
+        yield _runs(filters)
+    if name != "layers":
+        yield _alerts(filters)
+    if name == "overview":
+        words = BY_KEY["incident.words"]
+        yield _listing(
+            "Incidents in words",
+            f"{_describe(words)} This is what an alert says.",
+            f"max by ({', '.join(words.labels)}) ({_select(words, filters)})",
+        )
+    if name == "layers":
+        for metric in (*(m for m in HEAD_METRICS if m.levels), BY_KEY["head.mode"]):
+            yield _matrix(metric)
+        for key in ("head.risk", "head.score_max"):
+            yield _by_layer(BY_KEY[key])
 
 
 def _variables(links: Links, filters: Filters) -> list[Any]:
@@ -195,7 +151,7 @@ def _variables(links: Links, filters: Filters) -> list[Any]:
     ]
     asked = {
         "run": f"query_result(sort_desc({BY_KEY['run.last_step'].name}))",
-        "layer": f"label_values({_select('head.risk', {'run': ONE_RUN['run']}, of_layers=True)}, layer)",
+        "layer": f"label_values({_of_layers(BY_KEY['head.risk'], {'run': ONE_RUN['run']})}, layer)",
     }
     for name in filters:
         made = make.QueryVariable(name).label(name.capitalize()).datasource(_SOURCE)
@@ -218,13 +174,13 @@ def _annotations(run: Filters) -> list[Any]:
     `increase` cannot see.
     """
     warning, outcomes = BY_KEY["warning.active"], BY_KEY["switch.outcomes"]
-    counter = _select(outcomes.key, run)
+    counter = _select(outcomes, run)
     grown = f"increase({counter}[1m]) > 0 or ({counter} > 0 unless {counter} offset 1m)"
     warned, switched = (
         make.AnnotationQuery().name(name).icon_color(colour).datasource(_SOURCE).enable(True).step("15s")
         for name, colour in (("Warnings", "orange"), ("Switches", "blue"))
     )
-    warned.expr(f"max by ({', '.join(warning.labels)}) ({_select(warning.key, run)} == 1)").tag_keys("severity,cause")
+    warned.expr(f"max by ({', '.join(warning.labels)}) ({_select(warning, run)} == 1)").tag_keys("severity,cause")
     warned.title_format("{{run}}: layer {{layer}} head {{head}} warned")
     warned.text_format("{{signal}} tripped, cause: {{cause}}")
     switched.expr(f"sum by ({', '.join(outcomes.labels)}) ({grown})").tag_keys("mode,outcome")
@@ -242,21 +198,20 @@ def _describe(metric: Metric) -> str:
     return f"{metric.help} Bad: {metric.bad}"
 
 
-def _select(key: str, filters: Filters, *, of_layers: bool = False) -> str:
-    """A metric's selector, or that of its values per layer, with the filters of the board's variables."""
-    metric = BY_KEY[key]
-    name, labels = (metric.layer_name, ("run", "layer")) if of_layers else (metric.name, metric.labels)
-    matchers = ", ".join(filters[label] for label in labels if label in filters)
-    return f"{name}{{{matchers}}}" if matchers else name
+def _select(metric: Metric, filters: Filters) -> str:
+    """A metric's selector with the filters of the board's variables."""
+    matchers = ", ".join(filters[label] for label in metric.labels if label in filters)
+    return f"{metric.name}{{{matchers}}}" if matchers else metric.name
 
 
-def _of_heads(metric: Metric) -> str:
-    return f"max by (layer, head) ({_select(metric.key, ONE_RUN)})"
+def _of_layers(metric: Metric, filters: Filters) -> str:
+    """The same for the values that Prometheus holds of each layer as a whole."""
+    return f"{metric.layer_name}{{{', '.join(filters.values())}}}"
 
 
 def _shown(metric: Metric, filters: Filters) -> str:
     """What a metric's panel shows: a gauge as it is, a counter by its increase, a point in time by the time since."""
-    selector = _select(metric.key, filters)
+    selector = _select(metric, filters)
     if metric.kind == "counter":
         return f"increase({selector}[$__rate_interval])"
     if metric.unit == "timestamp_seconds":
@@ -264,10 +219,10 @@ def _shown(metric: Metric, filters: Filters) -> str:
     return selector
 
 
-def _query(expr: str, legend: str = "", *, table: bool = False) -> prometheus.Dataquery:
+def _query(expr: str, legend: str = "", *, last: bool = False) -> prometheus.Dataquery:
     """One query of a panel; a table asks for the last value only."""
     made = prometheus.Dataquery().datasource(_SOURCE).expr(expr).legend_format(legend)
-    return made.instant().format(PromQueryFormat.TABLE) if table else made.range().format(PromQueryFormat.TIME_SERIES)
+    return made.instant().format(PromQueryFormat.TABLE) if last else made.range().format(PromQueryFormat.TIME_SERIES)
 
 
 def _levels(metric: Metric, quiet: str, watch: str, alarm: str) -> make.ThresholdsConfig:
@@ -287,21 +242,21 @@ def _page_link(run: str = "${run:percentencode}") -> make.DashboardLink:
     return made.url(f"${{service}}/?runs={run}").target_blank(True)
 
 
+def _id(title: str) -> int:
+    """A hash of the title, so that links still work when neighbours change."""
+    return 1 + zlib.crc32(title.encode()) % 1_000_000
+
+
 def _panel(made: Panel, title: str, words: str, unit: str, *queries: prometheus.Dataquery) -> Panel:
-    """The parts of every panel. The id is a hash of the title, so that links still work when neighbours change."""
-    made.id(1 + zlib.crc32(title.encode()) % 1_000_000).title(title).description(words).datasource(_SOURCE).unit(unit)
+    """The parts of every panel."""
+    made.id(_id(title)).title(title).description(words).datasource(_SOURCE).unit(unit)
     for ref, query in zip("ABCDEFG", queries, strict=False):
         made.with_target(query.ref_id(ref))
     return made.span(12).height(8)
 
 
-def _row(title: str) -> make.Row:
-    """A heading; the panels below it fold with it."""
-    return make.Row(title).id(1 + zlib.crc32(f"row {title}".encode()) % 1_000_000)
-
-
-def _lines(made: Lines, metric: Metric) -> Lines:
-    """The legend, the tooltip and the axis of lines over time or steps."""
+def _lines(metric: Metric, title: str, words: str, query: prometheus.Dataquery) -> timeseries.Panel:
+    made = _panel(timeseries.Panel(), title, words, _unit(metric), query)
     tooltip = common.VizTooltipOptions().mode(ui.TooltipDisplayMode.MULTI).sort(ui.SortOrder.DESCENDING)
     legend = common.VizLegendOptions().display_mode(ui.LegendDisplayMode.LIST).placement(ui.LegendPlacement.BOTTOM)
     axis = common.ScaleDistributionConfig().type(ui.ScaleDistribution(metric.scale))
@@ -310,65 +265,26 @@ def _lines(made: Lines, metric: Metric) -> Lines:
     return made.tooltip(tooltip).legend(legend.show_legend(True).calcs(["lastNotNull"])).scale_distribution(axis)
 
 
-def _grid(keys: Iterable[str], filters: Filters) -> Iterator[timeseries.Panel]:
-    """The given metrics over time, two in a line; counters as bars."""
+def _chart(metric: Metric, filters: Filters) -> timeseries.Panel:
+    """A metric over time; a counter as bars."""
     named = {"layer": "layer {{layer}}", "head": "head {{head}}"}
-    for metric in map(BY_KEY.__getitem__, keys):
-        of_run = filters is ONE_RUN and "run" in metric.labels
-        labels = [label for label in metric.labels if not (of_run and label == "run")]
-        legend = " ".join(named.get(label, f"{{{{{label}}}}}") for label in labels) or metric.title
-        title = f"Since {metric.title.lower()}" if metric.unit == "timestamp_seconds" else metric.title
-        query = _query(_shown(metric, filters), legend)
-        made = _lines(_panel(timeseries.Panel(), title, _describe(metric), _unit(metric), query), metric)
-        if metric.kind == "counter":
-            made.draw_style(ui.GraphDrawStyle.BARS).fill_opacity(50).show_points(ui.VisibilityMode.NEVER)
-        yield made.data_links([_page_link()]) if of_run else made
+    of_run = filters is ONE_RUN and "run" in metric.labels
+    labels = [label for label in metric.labels if not (of_run and label == "run")]
+    legend = " ".join(named.get(label, f"{{{{{label}}}}}") for label in labels) or metric.title
+    title = f"Since {metric.title.lower()}" if metric.unit == "timestamp_seconds" else metric.title
+    made = _lines(metric, title, _describe(metric), _query(_shown(metric, filters), legend))
+    if metric.kind == "counter":
+        made.draw_style(ui.GraphDrawStyle.BARS).fill_opacity(50).show_points(ui.VisibilityMode.NEVER)
+    return made.data_links([_page_link()]) if of_run else made
 
 
-def _stat(title: str, words: str, unit: str, query: prometheus.Dataquery) -> stat.Panel:
-    made = _panel(stat.Panel(), title, words, unit, query).text_mode(ui.BigValueTextMode.VALUE)
-    return made.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"])).span(6).height(4)
+def _by_layer(metric: Metric) -> timeseries.Panel:
+    words = f"{_describe(metric)} Each line is the worst head of a layer."
+    query = _query(f"max by (layer) ({_of_layers(metric, ONE_RUN)})", "layer {{layer}}")
+    return _lines(metric, f"{metric.title} by layer", words, query).data_links([_page_link()])
 
 
-def _number(key: str, title: str, expr: str) -> stat.Panel:
-    """One number, coloured by the catalogue's levels."""
-    made = _stat(title, _describe(BY_KEY[key]), _unit(BY_KEY[key]), _query(expr, title))
-    return made.no_value("none").thresholds(_levels(BY_KEY[key], "text", "orange", "red"))
-
-
-def _state(filters: Filters) -> Iterator[stat.Panel]:
-    """Three numbers on how the chosen runs are."""
-    yield _number("warning.active", "Active warnings", f"sum({_select('warning.active', filters)}) or vector(0)")
-    yield _number("run.worst_risk", "Worst risk now", f"max({_select('run.worst_risk', filters)})")
-    yield _number("warning.forecast", "Least time left", f"min({_select('warning.forecast', filters)})")
-
-
-def _by_step(metric: Metric, step: str) -> trend.Panel:
-    """A metric against the optimizer step, for one run.
-
-    The trend panel refuses steps that do not ascend, as after a rollback; so its transformations group and sort by
-    step, and show the later value of a step that was taken twice. It has no annotations: those are on the time axis.
-    """
-    words = f"{_describe(metric)} Against the optimizer step; after a rollback the later value of a step is shown."
-    queries = [_query(step, "step"), _query(f"max({_select(metric.key, ONE_RUN)})", metric.title)]
-    for each in queries:
-        each.format(PromQueryFormat.TABLE)
-    made = _lines(_panel(trend.Panel(), f"{metric.title} by step", words, _unit(metric), *queries), metric)
-    fields = {
-        "Value #A": {"operation": "groupby", "aggregations": []},
-        "Value #B": {"operation": "aggregate", "aggregations": ["lastNotNull"]},
-    }
-    named = {"Value #A": "step", "Value #B (lastNotNull)": metric.title}
-    return _reshaped(
-        made.x_field("step").override_by_name("step", _properties(unit="short")),
-        ("merge", {}),
-        ("groupBy", {"fields": fields}),
-        ("sortBy", {"sort": [{"field": "Value #A"}]}),
-        ("organize", {"renameByName": named}),
-    )
-
-
-def _reshaped(made: Panel, *transformations: tuple[str, dict[str, Any]]) -> Panel:
+def _reshaped(made: table.Panel, *transformations: tuple[str, dict[str, Any]]) -> table.Panel:
     for name, options in transformations:
         made.with_transformation(schema.DataTransformerConfig(name, options=options))
     return made
@@ -384,15 +300,21 @@ def _matrix(metric: Metric) -> table.Panel:
     Rows and columns come in the order of the answer, and labels are text: "10" before "2". So the transformations make
     numbers of them and sort.
     """
-    words = "Rows are layers, columns heads; empty heads are not among the worst that Prometheus is given (the"
-    words = f"{_describe(metric)} {words} service's page shows all)."
-    query, corner = _query(_of_heads(metric), table=True), "layer\\head"
+    words = (
+        f"{_describe(metric)} Rows are layers, columns heads; empty heads are not among the worst that Prometheus is "
+        "given (the service's page shows all)."
+    )
+    query, corner = _query(f"max by (layer, head) ({_select(metric, ONE_RUN)})", last=True), "layer\\head"
     made = _panel(table.Panel(), f"{metric.title}: layer by head", words, _unit(metric), query).height(10)
     made.align(ui.FieldTextAlignment.CENTER).cell_options(_CELLS)
     made.override_by_name(corner, _properties(custom__cellOptions={"type": "auto"}, unit="string"))
     made.thresholds(_levels(metric, *_COLOURS)).data_links([_page_link()])
     if metric.key == "head.mode":
-        made.mappings(_modes())
+        named = {
+            str(int(mode)): schema.ValueMappingResult(mode_name(mode), "semi-dark-blue" if mode else None, index=index)
+            for index, mode in enumerate(all_modes())
+        }
+        made.mappings([schema.ValueMap(named)])
     shape = {"rowField": "layer", "columnField": "head", "valueField": "Value", "emptyValue": "null"}
     for field, further in (("head", [("groupingToMatrix", shape)]), (corner, [])):
         conversions = [{"targetField": field, "destinationType": "number"}]
@@ -401,75 +323,52 @@ def _matrix(metric: Metric) -> table.Panel:
     return made
 
 
-def _layers_over_time(metric: Metric) -> heatmap.Panel:
-    """The worst head of every layer over time, as a heat map with a row for each layer.
-
-    Its colours are a perceptually even scale that colour-blind people can read.
-    """
-    words = f"{_describe(metric)} Each row is a layer, coloured by its worst head."
-    query = _query(f"max by (layer) ({_select(metric.key, ONE_RUN, of_layers=True)})", "{{layer}}")
-    made = _panel(heatmap.Panel(), f"{metric.title} by layer over time", words, _unit(metric), query).height(9)
-    colour = heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Viridis").steps(64).exponent(0.5)
-    layers = heatmap.YAxisConfig().axis_label("layer").axis_placement(ui.AxisPlacement.LEFT).reverse(True)
-    made.color(colour).cell_gap(0).y_axis(layers).show_legend().show_value(ui.VisibilityMode.NEVER)
-    made.rows_frame(heatmap.RowsHeatmapOptions().value(metric.title))
-    made.tooltip(heatmap.HeatmapTooltip().mode(ui.TooltipDisplayMode.SINGLE).show_color_scale(True))
-    return made.cell_values(heatmap.CellValues().unit(_unit(metric)))
-
-
-def _modes() -> list[schema.ValueMapping]:
-    """Mode flags by their names, whatever is switched in blue."""
-    names = {
-        str(int(mode)): schema.ValueMappingResult(mode_name(mode), "semi-dark-blue" if mode else None, index=index)
-        for index, mode in enumerate(all_modes())
+def _runs(filters: Filters) -> table.Panel:
+    """A row for each run; each column is an expression and the metric that gives its unit and levels."""
+    living = f"and on (run) {_select(BY_KEY['run.active'], filters)} == 1"
+    columns = {
+        "active": ("max by (run) ({})", "run.active"),
+        "step": ("max by (run) ({})", "run.step"),
+        "last step": (f"(time() - max by (run) ({{}})) {living}", "run.last_step"),
+        "worst risk": ("max by (run) ({})", "run.worst_risk"),
+        "heard of": (f"(time() - max by (run) ({{}})) {living}", "run.last_heard"),
+        "warnings": ("sum by (run) ({})", "warning.active"),
+        "steps left": ("min by (run) ({})", "warning.forecast"),
     }
-    return [schema.ValueMap(names)]
+    queries = [expr.replace("{}", _select(BY_KEY[key], filters)) for expr, key in columns.values()]
+    words = (
+        "Every run with its state, the risk of its worst head and the forecast of steps left. Click a run for its "
+        "board, its layers or its page. Bad: a warning, risk near 1, few steps left, an active run whose last step is "
+        "old."
+    )
+    names = {f"Value #{ref}": name for ref, name in zip("ABCDEFG", columns, strict=True)}
+    made = _table("Runs", words, ["Time"], names, *queries)
+    for name, (_, key) in columns.items():
+        shown = {"custom__cellOptions": _CELLS, "thresholds": _levels(BY_KEY[key], *_COLOURS).build()}
+        unit = "bool_yes_no" if key == "run.active" else _unit(BY_KEY[key])
+        made.override_by_name(name, _properties(unit=unit, **(shown if BY_KEY[key].levels else {})))
+    return made.height(10).sort_by([common.TableSortByFieldState().display_name("worst risk").desc(True)])
 
 
-def _modes_over_time(metric: Metric) -> statetimeline.Panel:
-    """Which mode each head is in, over time."""
-    query = _query(_of_heads(metric), "layer {{layer}} head {{head}}")
-    made = _lines(_panel(statetimeline.Panel(), "Modes over time", _describe(metric), "short", query), metric)
-    return made.span(24).line_width(0).mappings(_modes()).data_links([_page_link()])
-
-
-def _table(
-    title: str, words: str, columns: Mapping[str, tuple[str, Metric | str]], values: Iterable[str] = ("Value",)
-) -> table.Panel:
-    """Rows that share labels, with columns by name: an expression, and a metric that gives unit and levels, or a unit.
-
-    values: the names that Grafana gives to the columns.
-    """
-    queries = [_query(expr, table=True) for expr, _ in columns.values()]
-    made = _panel(table.Panel(), title, words, "short", *queries)
-    for name, (_, shows) in columns.items():
-        if isinstance(shows, Metric):
-            coloured = {"custom__cellOptions": _CELLS, "thresholds": _levels(shows, *_COLOURS).build()}
-            made.override_by_name(name, _properties(unit=_unit(shows), **coloured))
-        else:
-            made.override_by_name(name, _properties(unit=shows))
+def _table(title: str, words: str, hidden: list[str], names: Mapping[str, str], *exprs: str) -> table.Panel:
+    """Rows that share labels; a run leads to its boards and its page."""
+    made = _panel(table.Panel(), title, words, "short", *(_query(expr, last=True) for expr in exprs))
     links = [
-        make.DashboardLink(words).url(
+        make.DashboardLink(_BOARDS[board][1]).url(
             f"/d/foreshock-{board}?var-run=${{__value.raw:percentencode}}&"
             "${datasource:queryparam}&${__url_time_range}"
         )
-        for board, words in (("run", "Board of the run"), ("layers", "Its layers and heads"))
+        for board in ("run", "layers")
     ]
     links.append(_page_link("${__value.raw:percentencode}"))
     made.override_by_name("run", _properties(links=[link.build() for link in links], unit="string"))
-    hidden = ["Time"]
-    if len(columns) > 1:
-        _reshaped(made, ("merge", {}))
-    else:
-        hidden.append("Value")
-    named = dict(zip(values, columns, strict=True))
-    _reshaped(made, ("organize", {"excludeByName": dict.fromkeys(hidden, True), "renameByName": named}))
-    return made.span(24).height(6)
+    columns = {"excludeByName": dict.fromkeys(hidden, True), "renameByName": dict(names)}
+    return _reshaped(made, ("merge", {}), ("organize", columns)).span(24).height(6)
 
 
-def _listing(title: str, words: str, name: str, expr: str) -> table.Panel:
+def _listing(title: str, words: str, expr: str) -> table.Panel:
     """Rows whose labels are what is read: the value is always 1."""
-    return _table(title, words, {name: (expr, "short")})
+    return _table(title, words, ["Time", "Value"], {}, expr)
 
 
 def _alerts(filters: Filters) -> table.Panel:
@@ -481,6 +380,5 @@ def _alerts(filters: Filters) -> table.Panel:
     return _listing(
         "Alerts that fire now",
         "Every alert of the run and of the service that fires. Bad: any; each has a page under docs/runbooks.",
-        "firing",
         f"max by (alertname, severity, run, layer, head) ({firing} or {ours})",
     )
