@@ -7,8 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from tests.reports.settings import adapted, attention_of, changed
-from tests.reports.training import BATCH, HEAD_DIM, HEADS, LAYERS, LENGTH, WIDTH, Attention, Model, Outcome, train
+from tests.reports.training import (
+    BATCH,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    Model,
+    Outcome,
+    train,
+)
 from torch import Tensor, nn
 
 PADDED = 3
@@ -125,6 +138,48 @@ class EncoderDecoder(Model):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
+class PackedLlama(nn.Module):
+    """Documents of these lengths in one row, which transformers tells by their positions. All scores are large."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__()
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS}
+        heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS // 2}
+        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
+        for layer in self.model.model.layers:
+            layer.self_attn.q_proj.weight.detach().mul_(25)
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        self.positions = positions.repeat(LENGTH // sum(lengths)).expand(BATCH, -1)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.model(tokens, position_ids=self.positions, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+class PaddedTranslation(nn.Module):
+    """A model of transformers that encodes padded sequences and decodes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        real = (torch.arange(LENGTH) < torch.tensor([LENGTH, LENGTH // 2, 1]).repeat(BATCH // 3)[:, None]).long()
+        return self.model(tokens, attention_mask=real, decoder_input_ids=tokens.flip(1), use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def t5() -> Any:
+    sizes = {"d_model": WIDTH, "d_kv": HEAD_DIM, "d_ff": 2 * WIDTH, "num_heads": HEADS, "num_layers": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCABULARY, **sizes))
+
+
+def bart() -> Any:
+    each = {"layers": 2, "attention_heads": HEADS, "ffn_dim": 2 * WIDTH}
+    sizes = {f"{part}_{name}": size for name, size in each.items() for part in ("encoder", "decoder")}
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(vocab_size=VOCABULARY, d_model=WIDTH, max_position_embeddings=LENGTH, **sizes)
+    )
+
+
 def packed(*lengths: int) -> Tensor:
     """A causal mask of documents of these lengths in one row, again and again."""
     document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -186,6 +241,20 @@ def accumulated(model: Model, step: int) -> Any:
             for given in ((1, 5, 4, 3), (25, 2, 1), (25, 1))
         ),
         pytest.param(lambda: train(30, lr=1e-3, make=EncoderDecoder), False, id="encoder and decoder"),
+        *(
+            pytest.param(
+                lambda make=make: train(30, lr=1e-3, make=lambda: PaddedTranslation(make())), False, id=make.__name__
+            )
+            for make in (t5, bart)
+        ),
+        *(
+            pytest.param(
+                lambda given=given: train(30, lr=1e-4, make=lambda: PackedLlama(*given)),
+                False,
+                id=f"packed by positions: {given}",
+            )
+            for given in ((5, 4, 3), (2, 1))
+        ),
         pytest.param(lambda: train(30, make=with_attention(Narrow)), False, id="head dim 2"),
         pytest.param(lambda: train(30, make=with_attention(Sink)), False, id="sink"),
         pytest.param(lambda: train(30, make=Experts), False, id="experts"),
