@@ -40,9 +40,11 @@ class Tagger(nn.Module):
         return hidden
 
 
-def tagger() -> tuple[nn.Module, Callable[[], Tensor]]:
+def tagger(checkpoint: str | None = None) -> tuple[nn.Module, Callable[[], Tensor]]:
     torch.manual_seed(11)
     model, draw = Tagger(), torch.Generator().manual_seed(12)
+    if checkpoint is not None:
+        model.load_state_dict(torch.load(checkpoint, weights_only=True))
 
     def loss() -> Tensor:
         tokens = torch.randint(40, (3, 20), generator=draw)
@@ -53,8 +55,8 @@ def tagger() -> tuple[nn.Module, Callable[[], Tensor]]:
     return model, loss
 
 
-def in_float32() -> tuple[nn.Module, Callable[[], Tensor]]:
-    model, _ = tagger()
+def in_float32(checkpoint: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    model, _ = tagger(checkpoint)
     return model, lambda: model(torch.arange(20)[None]).square().mean()
 
 
@@ -80,12 +82,10 @@ def key_bias(nats: float) -> dict[str, Tensor]:
     return weights(blocks__1__qkv__bias=biased)
 
 
-def diagnosed(tmp_path: Path, *states: object, build: str = "tagger", more: tuple[str, ...] = ()) -> Result:
-    words = ["diagnose", f"{__name__}:{build}", "--batches", "2", *more]
+def diagnosed(tmp_path: Path, *states: object, build: str = "tagger") -> Result:
+    words = ["diagnose", f"{__name__}:{build}", "--batches", "2"]
     for number, state in enumerate(states):
-        path = state if isinstance(state, Path) else tmp_path / f"state{number}.pt"
-        if not isinstance(state, Path):
-            torch.save(state, path)
+        torch.save(state, path := tmp_path / f"state{number}.pt")
         words += ["--state", str(path)]
     return foreshock(*words)
 

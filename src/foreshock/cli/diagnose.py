@@ -16,7 +16,6 @@ from foreshock.lab.diagnosis.verdict import diagnose
 from foreshock.lab.recording.trace import PUBLISHED, RECORDED
 
 _ROWS: Final = {
-    "warned": ("warned at step", ""),
     "offset": ("offset, nats", "+.1f"),
     "shift": ("shift of all scores together, nats", "+.1f"),
     "largest": ("largest |score|", ".0f"),
@@ -28,23 +27,15 @@ _ROWS: Final = {
 """Rows of the table: title and format by the name of a cell."""
 
 
-def report(
-    sources: Sequence[str],
-    console: Console,
-    *,
-    states: Sequence[Path],
-    heads: Sequence[str],
-    batches: int,
-    json: Path | None,
-) -> None:
+def report(sources: Sequence[str], console: Console, *, states: Sequence[str], batches: int, json: Path | None) -> None:
     """Diagnose traces, checkpoints (other files) and models (module:factory).
 
-    Raises ValueError with a sentence for a source or a head that does not exist.
+    Raises ValueError with a sentence for a source that does not exist.
     """
-    named = [_head(head) for head in heads]
     if states and not any(":" in source for source in sources):
         raise ValueError("--state belongs to a model: give module:factory too, which builds it")
-    found = diagnose([each for source in sources for each in _read(source, states, batches)], named)
+    read = [each for source in sources for each in _read(source, states, batches)]
+    found = diagnose(read)
     for start, words in zip(["[bold]Verdict[/bold]", *["Also"] * len(found.findings)], found.findings, strict=False):
         console.print(f"{start}: {escape(words.words)}", highlight=False)
     for note in found.notes:
@@ -56,11 +47,12 @@ def report(
     for sentence in dict.fromkeys(sentence for finding in found.findings for sentence in finding.advice):
         console.print(f"- {escape(sentence)}", highlight=False)
     if json is not None:
-        json.write_text(dumps(plain(asdict(found)), indent=2, allow_nan=False) + "\n")
+        whole = asdict(found) | {"heads": [asdict(head) for source in read for head in source.heads]}
+        json.write_text(dumps(plain(whole), indent=2, allow_nan=False) + "\n")
         console.print(f"JSON: {json}")
 
 
-def _read(source: str, states: Sequence[Path], batches: int) -> Iterator[Source]:
+def _read(source: str, states: Sequence[str], batches: int) -> Iterator[Source]:
     path = Path(source)
     if path.name.endswith((RECORDED, PUBLISHED)):
         yield of_recording(path)
@@ -82,14 +74,9 @@ def _table(heads: Sequence[Head]) -> Table:
     several = len({head.source for head in heads}) > 1
     names = (escape(f"{head} in {head.source}" if several else str(head)) for head in heads)
     table = Table("", *names, box=None, pad_edge=False, header_style="bold")
+    if any(head.warned for head in heads):
+        table.add_row("warned at step", *(", ".join(map(str, head.warned or "-")) for head in heads))
     for name, (title, form) in _ROWS.items():
         if any(name in head.cells for head in heads):
             table.add_row(title, *(format(head.cells[name], form) if name in head.cells else "-" for head in heads))
     return table
-
-
-def _head(text: str) -> tuple[int, int]:
-    layer, _, head = text.partition(".")
-    if not (layer.isdecimal() and head.isdecimal()):
-        raise ValueError(f"--head {text!r} names no head; write LAYER.HEAD, such as 0.1")
-    return int(layer), int(head)

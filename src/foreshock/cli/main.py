@@ -139,17 +139,13 @@ def diagnose(
         typer.Argument(help="A trace (.xz or .gz), a checkpoint of `lab run`, or module:factory; may be repeated."),
     ],
     state: Annotated[
-        list[Path],
-        typer.Option(
-            help="Weights for the model of module:factory, a file of torch or safetensors or a folder of them; may be "
-            "repeated, the oldest first."
-        ),
+        list[str],
+        typer.Option(help="A checkpoint for module:factory to load; may be repeated, the oldest first."),
     ] = [],  # noqa: B006
-    head: Annotated[list[str], typer.Option(help="Head to look at, as LAYER.HEAD; may be repeated.")] = [],  # noqa: B006
     batches: Annotated[int, typer.Option(help="Number of batches that a model is run on.", min=2)] = 16,
     json: Annotated[Path | None, typer.Option(help="File for every number, as JSON.")] = None,
 ) -> None:
     """Say whether attention failed, in which head, why, and what to do, from checkpoints or a trace."""
     from foreshock.cli import diagnose as text
 
-    text.report(source, console(), states=state, heads=head, batches=batches, json=json)
+    text.report(source, console(), states=state, batches=batches, json=json)

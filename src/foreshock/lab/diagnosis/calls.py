@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from foreshock.contract.metrics.catalog import read
-from foreshock.contract.slots import Floats, Slot
+from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import new_state
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.visibility import BLIND
@@ -28,10 +27,14 @@ from foreshock.monitor.attention.probed_rows import (
     wide,
 )
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, numerics_for
+from foreshock.monitor.model.discovery import listed
 
 _ROWS: Final = 256
 """Rows of each head that are computed again in a call; all where there are no more."""
 _COUNTED: Final = {"offset": "head.score_offset", "ties": "head.tied_rows_one", "entropy": "head.entropy"}
+_ONE_SIGN: Final = 0.75
+"""Least mean over RMS of what the scores of a row share. Drifting heads had 0.70 to 0.97, heads that a learning rate
+blew up 0.17 to 0.81, those with the other sign of offset; healthy heads with a large RMS have 0.1."""
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class AttentionCall:
     given: Call
     """the tensors as the model gave them"""
     spec: AttentionSpec
-    score_mod: ScoreMod | None = None
+    score_mod: ScoreMod | None
 
     def batched(self) -> Call:
         """The call as [B, H, S, D], its operands in the type that they were multiplied in."""
@@ -58,30 +61,23 @@ class Capture:
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[AttentionCall] = []
-        self._in_module: str | None = None
-        """the first module that gave or was given values that are not finite, before any such call"""
-        self._in_call: AttentionCall | None = None
-        """the first call that gave or was given values that are not finite"""
-        self._in_gradient: str | None = None
+        self._forward: str | None = None
+        """the first module or call that gave or was given values that are not finite, in words"""
+        self._backward: str | None = None
         """the first gradient that is not finite, in words"""
-        modules = dict(model.named_modules())
-        watched = [module.__dict__[LAYER_ATTRIBUTE] for module in modules.values() if LAYER_ATTRIBUTE in vars(module)]
+        self._harmed = False
+        """Whether a call or a gradient was: a module may give infinities that harm nothing, as masks are."""
+        self._model = model
+        modules = [vars(module) for module in model.modules()]
+        watched = [each[LAYER_ATTRIBUTE] for each in modules if LAYER_ATTRIBUTE in each]
         self.layers: dict[int, WatchedLayer] = dict(enumerate(watched))
-        # a module without parameters may make masks
-        self._modules = {name: each for name, each in modules.items() if each._parameters and not each._modules}
-        self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._undo = ExitStack()
 
     def broken(self, *, finite: bool) -> str | None:
-        """Where a value was the first that is not finite; `finite`: the loss is. A module may give infinities that harm
-        nothing, as masks are."""
-        if finite and self._in_call is None and self._in_gradient is None:
+        """Where a value was the first that is not finite; `finite`: the loss is."""
+        if finite and not self._harmed:
             return None
-        if self._in_module is not None:
-            return f"first in the forward, {self._in_module}"
-        if self._in_call is not None:
-            return f"first in the forward: {_broken_part(self._in_call)}"
-        return f"first in the backward, {self._in_gradient}" if finite else "first in the forward, in the loss"
+        return self._forward or self._backward or "first in the forward, in the loss"
 
     def __enter__(self) -> "Capture":
         for number, layer in self.layers.items():
@@ -89,11 +85,13 @@ class Capture:
             vars(layer).update(probed=kept, attend=ours)  # as its own attention and as our kernels compute
             for method in ("probed", "attend"):
                 self._undo.callback(vars(layer).pop, method)
-        for name, module in self._modules.items():
-            self._undo.callback(module.register_forward_hook(partial(self._left, name)).remove)
-        for name, parameter in self._parameters.items():
-            hook: Any = partial(self._trained, name)
-            self._undo.callback(parameter.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
+        for name, module in self._model.named_modules():
+            if module._parameters and not module._modules:  # a module without parameters may make masks
+                self._undo.callback(module.register_forward_hook(partial(self._left, name)).remove)
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                hook: Any = partial(self._trained, name)
+                self._undo.callback(parameter.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -127,40 +125,41 @@ class Capture:
         given = Call(torch.zeros_like(out), out, query, key, value, options.get("mask"), *ends)
         call = AttentionCall(number, layer.name, given, spec, options.get("score_mod"))
         self.calls.append(call)
-        if self._in_call is None and not finite(tensors):
-            self._in_call = call
+        if not finite(tensors):
+            self._harmed = True
+            self._forward = self._forward or f"first in the forward: {_broken_part(call)}"
         for name, tensor in zip(("out", "query", "key", "value"), tensors, strict=True):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._differentiated, call, name))  # type: ignore[no-untyped-call]
 
     def _left(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._in_module is None and self._in_call is None and not finite((output,)):
+        if self._forward is None and not finite((output,)):
             what = "the output of" if finite(args) else "what enters"
             after = f"after the attention of layer {self.calls[-1].layer}" if self.calls else "before any attention"
-            self._in_module = f"{after}: {what} {name or type(module).__name__} is not finite"
+            self._forward = f"first in the forward, {after}: {what} {name or type(module).__name__} is not finite"
 
     def _trained(self, name: str, parameter: Tensor) -> None:
-        if self._in_gradient is None and not finite([parameter.grad]):
-            self._in_gradient = f"the gradient of {name} is not finite"
+        self._note_gradient(parameter.grad, f"the gradient of {name} is not finite")
 
     def _differentiated(self, call: AttentionCall, name: str, grad: Tensor) -> None:
-        if self._in_gradient is not None or finite([grad]):
-            return
-        if name == "out":
-            self._in_gradient = f"the gradient that reaches the attention of layer {call.layer} is not finite"
-        else:
+        words = f"the gradient that reaches the attention of layer {call.layer} is not finite"
+        if name != "out":
             whose = f"{call.name}, {heads_of(grad)}: the gradient of its {name} is not finite"
-            self._in_gradient = f"in the attention of layer {call.layer} ({whose}, the one that reaches it is)"
+            words = f"in the attention of layer {call.layer} ({whose}, the one that reaches it is)"
+        self._note_gradient(grad, words)
+
+    def _note_gradient(self, grad: Tensor | None, words: str) -> None:
+        if self._backward is None and not finite([grad]):
+            self._harmed, self._backward = True, f"first in the backward, {words}"
 
 
 def heads_of(x: Tensor) -> str:
     """Which heads of [..., H, S, D] have values that are not finite, in words."""
     by_head = (~x.isfinite()).movedim(-3, 0).flatten(1).any(1) if x.dim() > 2 else x.isnan().any().view(1)
-    bad: list[int] = by_head.nonzero().flatten().tolist()
+    bad = [str(head) for head in by_head.nonzero().flatten().tolist()]
     if len(bad) == len(by_head):
         return f"all {len(bad)} heads" if len(bad) > 1 else "its head"
-    shown = ", ".join(map(str, bad[:3])) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-    return f"head{'s' * (len(bad) > 1)} {shown} of {len(by_head)}"
+    return f"head{'s' * (len(bad) > 1)} {listed(bad)} of {len(by_head)}"
 
 
 def finite(tensors: Iterable[Any]) -> bool:
@@ -169,50 +168,55 @@ def finite(tensors: Iterable[Any]) -> bool:
     return all(bool(torch.isfinite(x.detach()).all()) for x in floats)
 
 
-@torch.no_grad()
-def measured(call: AttentionCall) -> dict[str, Floats]:
-    """Quantities of one call by name, each [H]; NaN for what its tensors do not show.
+class Measured:
+    """Quantities of the heads of one layer, over all its calls: the agent's, of the same rows, and those beside which
+    float64 is computed."""
 
-    Those of `_COUNTED` are the agent's, of the same rows. The others are compared with float64.
-    """
-    with torch.autocast(call.given.query.device.type, enabled=False):
-        given = call.batched()
-        state = new_state(given.query.shape[1], given.query.device)
-        tick = torch.zeros(1, dtype=torch.int64, device=state.device)
-        measure(_ROWS, given, state, tick, call.spec, call.score_mod)
-        found = _beside_float64(call, given, tick)
-    words = state.cpu().numpy()
-    found |= {cell: read(key, words) for cell, key in _COUNTED.items()}
-    found["rows"] = words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]].sum(1).astype(np.float64)
-    found["empty"] = words[:, Slot.EMPTY_ROWS].astype(np.float64)
-    return found
+    def __init__(self, call: AttentionCall) -> None:
+        given = call.given.batched()
+        self._state = new_state(given.query.shape[1], given.query.device)
+        self._sums = torch.zeros(5, len(self._state), dtype=torch.float64, device=given.query.device)
+        """rows, what all scores of a row share, its square, and squares of the output's error and size"""
 
+    @torch.no_grad()
+    def add(self, call: AttentionCall) -> None:
+        """Count a call."""
+        with torch.autocast(call.given.query.device.type, enabled=False):
+            given, spec = call.batched(), replace(call.spec, numerics="float64")
+            tick = torch.zeros(1, dtype=torch.int64, device=given.query.device)
+            measure(_ROWS, given, self._state, tick, call.spec, call.score_mod)
+            chosen = chosen_rows(tick, _ROWS, *given.query.shape[::2])
+            for entries, rows, (scores, *_), keys in pieces(*chosen, given, spec, call.score_mod):
+                value, out = wide(given.value, entries, spec)[:, :, keys], of_rows(given.out, entries, rows).double()
+                seen = ~scores.isneginf()
+                shown = scores.masked_fill(~seen, 0.0)
+                good = seen.any(-1) & shown.isfinite().all(-1) & out.isfinite().all(-1)
+                truth = times(scores.masked_fill(~good.unsqueeze(-1), 0.0).softmax(-1), value)
+                common = shown.sum(-1) / seen.sum(-1).clamp_min(1)
+                squares = ((out - truth).square().sum(-1), truth.square().sum(-1))
+                columns = torch.stack([torch.ones_like(common), common, common.square(), *squares])
+                if spec.dropout_p > 0:  # only the kernel knows what it dropped
+                    columns[3:] = math.nan
+                self._sums += columns.masked_fill(~good, 0.0).sum((1, 3))
 
-def _beside_float64(call: AttentionCall, given: Call, tick: Tensor) -> dict[str, Floats]:
-    """What all scores of a row share, the largest |score|, and how far the output is from that in float64."""
-    spec = replace(call.spec, numerics="float64")
-    parts: list[Tensor] = []
-    chosen = chosen_rows(tick, _ROWS, *given.query.shape[::2])
-    for entries, rows, (scores, *_), keys in pieces(*chosen, given, spec, call.score_mod):
-        value, out = wide(given.value, entries, spec)[:, :, keys], of_rows(given.out, entries, rows).double()
-        seen = ~scores.isneginf()
-        shown = scores.masked_fill(~seen, 0.0)
-        good = seen.any(-1) & shown.isfinite().all(-1) & out.isfinite().all(-1)
-        truth = times(scores.masked_fill(~good.unsqueeze(-1), 0.0).softmax(-1), value)
-        common = shown.sum(-1) / seen.sum(-1).clamp_min(1)
-        squares = ((out - truth).square().sum(-1), truth.square().sum(-1))
-        columns = (good.double(), common, shown.abs().amax(-1), *squares)
-        parts.append(torch.stack([column.transpose(0, 1).flatten(1) for column in columns]))
-    found = torch.cat(parts, 2)
-    count, (common, largest, *squared) = (found[0] > 0).sum(1), found[1:].masked_fill(found[0] == 0, 0.0)
-    off, size = (each.sum(1).sqrt() for each in squared)
-    quantities = {
-        "common": common.sum(1) / count,
-        "common rms": (common.square().sum(1) / count).sqrt(),
-        "largest": largest.amax(1).masked_fill(count == 0, math.nan),
-        "output error": (off / size).masked_fill(torch.tensor(spec.dropout_p > 0, device=off.device), math.nan),
-    }
-    return {name: values.cpu().numpy() for name, values in quantities.items()}
+    def cells(self) -> list[dict[str, float]]:
+        """What is known of each head, by name."""
+        words = self._state.cpu().numpy()
+        found = {cell: read(key, words).tolist() for cell, key in _COUNTED.items()}
+        count, common, squared, off, size = self._sums.cpu()
+        mean, rms = common / count, (squared / count).sqrt()
+        offset = torch.tensor(found["offset"], dtype=torch.float64)
+        together = (mean * offset > 0) & (mean.abs() >= _ONE_SIGN * rms)
+        rows = words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]].sum(1)
+        found["shift"] = torch.where(together, torch.where(mean.abs() < offset.abs(), mean, offset), 0.0).tolist()
+        found["largest"] = [max(largest, 0.0) for largest in read("head.row_max_abs", words).tolist()]
+        found["even entropy"] = (words.view(float)[:, Slot.MOST_ENTROPY_SUM] / words[:, Slot.ROWS].clip(1)).tolist()
+        found["output error"] = (off / size).sqrt().tolist()
+        found |= {"rows": rows.tolist(), "empty": (words[:, Slot.EMPTY_ROWS] / rows.clip(1)).tolist()}
+        return [
+            {cell: float(values[head]) for cell, values in found.items() if math.isfinite(values[head])}
+            for head in range(len(words))
+        ]
 
 
 @torch.no_grad()

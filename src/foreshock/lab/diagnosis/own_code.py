@@ -7,11 +7,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+_LONGEST: Final = 300
+"""Characters of an error that a sentence has room for."""
 
 
-def made_by(path: str) -> Any:
-    """What the function that `module:factory` names returns; the current folder may be imported from.
+def made_by(path: str, *given: str) -> Any:
+    """What the function that `module:factory` names returns for `given`; the current folder may be imported from.
 
     Raises ValueError with a sentence where the module lacks the function, or where the function fails.
     """
@@ -23,8 +26,8 @@ def made_by(path: str) -> Any:
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         raise ValueError(f"{path} names no function: {module_name} has none that is called {factory_name!r}")
-    with explained(f"{path}()"):
-        return factory()
+    with explained(f"{path}({', '.join(given)})"):
+        return factory(*given)
 
 
 @contextmanager
@@ -35,7 +38,7 @@ def explained(what: str) -> Iterator[None]:
     except Exception as error:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
         place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-        message = str(error).strip().partition("\n")[0]
+        message = " ".join(str(error).split())[:_LONGEST]
         raise ValueError(f"{what} failed with {type(error).__name__}{': ' * bool(message)}{message}{place}") from error
 
 

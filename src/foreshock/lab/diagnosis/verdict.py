@@ -5,14 +5,13 @@ softmax cannot see, so that no exact gradient asks for it. Scores that only grew
 high makes them, are another failure, which no switch of numerics cures. Findings go by size, not by sign.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab.diagnosis.examination import Head, Source
-from foreshock.lab.diagnosis.weights import some
+from foreshock.monitor.model.discovery import listed
 
 _SHIFTED_NATS: Final = 10.0
 """A head's scores have moved as a whole from here on: three times the level from which detectors look at a drift."""
@@ -55,8 +54,8 @@ class Finding:
 
     kind: str
     words: str
-    advice: list[str]
-    heads: list[tuple[int, int]]
+    advice: Sequence[str]
+    heads: Sequence[Head] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,51 +67,38 @@ class Diagnosis:
     notes: list[str]
 
 
-def _finding(kind: str, words: str, *advice: str, heads: Sequence[Head] = ()) -> Finding:
-    return Finding(kind, words, list(advice), [head.place for head in heads])
-
-
-def diagnose(sources: Sequence[Source], named: Sequence[tuple[int, int]] = ()) -> Diagnosis:
-    """Judge the last model of `sources` beside those before it, and every recording; the table shows the `named` heads.
-
-    Raises ValueError for a head that a source does not have.
-    """
+def diagnose(sources: Sequence[Source]) -> Diagnosis:
+    """Judge the last model of `sources`, compared with those before it, and every recording."""
     models = [source for source in sources if source.bad_weights is not None]
     findings = [each for source in sources if source.bad_weights is None for each in _of_recording(source)]
     findings += _of_models(models) if models else []
     findings = [each for each in findings if each.kind not in ("quiet", "other")] or findings
     rows = [head for source in sources for head in source.heads]
-    heads = list(named) or list(dict.fromkeys(head for each in findings for head in each.heads))[:_SHOWN_HEADS]
-    if not heads and rows:  # the one whose scores drifted farthest
-        heads = [max(rows, key=lambda row: abs(float(row.cells.get("offset", 0.0)))).place]
-    for source in sources:
-        known = {head.place for head in source.heads}
-        if known and (missing := [head for head in named if head not in known]):
-            wanted, first, last = (f"{layer}.{head}" for layer, head in (missing[0], min(known), max(known)))
-            raise ValueError(f"{source.name} has no head {wanted}; it has {first} to {last}")
-    shown = [row for head in heads for row in rows if row.place == head]
+    places = list(dict.fromkeys(head.place for each in findings for head in each.heads))[:_SHOWN_HEADS]
+    if not places and rows:  # the one whose scores drifted farthest
+        places = [max(rows, key=lambda row: abs(row.cells.get("offset", 0.0))).place]
+    shown = [row for place in places for row in rows if row.place == place]
     return Diagnosis(findings, shown, [note for source in sources for note in source.notes])
 
 
 def _of_recording(source: Source) -> Iterator[Finding]:
-    said = ((*str(head.cells["warned"]).partition(", "), head) for head in source.heads if "warned" in head.cells)
-    warned = sorted(((int(step), cause, head) for step, _, cause, head in said), key=lambda each: each[0])
+    warned = sorted(((*head.warned, head) for head in source.heads if head.warned), key=lambda each: each[0])
     far = [head for head in source.heads if abs(head["offset"]) >= _FAR_NATS or head["largest"] >= _FAILED_SCORE]
     if far and not warned:
         words = f"{source.name}: no head was warned about, but scores of {_list(far)} are far from zero. The first has"
         words += f" an offset of {far[0]['offset']:+.1f} nats.{_moved(far[0])}"
         advice = "If attention runs in 16 bits, diagnose a checkpoint of it: module:factory with --state."
-        yield _finding("large", words, advice, heads=far)
+        yield Finding("large", words, (advice,), far)
     elif not warned:
-        yield _finding("quiet", f"{source.name}: no head was warned about.", "Nothing to do: keep watching.")
+        yield Finding("quiet", f"{source.name}: no head was warned about.", ("Nothing to do: keep watching.",))
     if rounding := [head for _, cause, head in warned if cause == "rounding"]:
         words = f"{source.name}: rounding was warned about, first at step {warned[0][0]}: {_list(rounding)}."
         # a switch of the warned head alone did not hold (lab/NOTEBOOK.md)
         switch = f"foreshock switch RUN --mode {DEFAULT_MITIGATION} --reason diagnosis; or attach with policy=auto."
-        yield _finding("rounding", words, f"Take the rounding out of all heads: {switch}", heads=rounding)
+        yield Finding("rounding", words, (f"Take the rounding out of all heads: {switch}",), rounding)
     if other := [head for _, cause, head in warned if cause != "rounding"]:
         words = f"{source.name}: {_list(other)} had a warning with another cause than rounding."
-        yield _finding("other cause", words, f"{_ELSEWHERE} {_NO_SWITCH}", heads=other)
+        yield Finding("other cause", words, (f"{_ELSEWHERE} {_NO_SWITCH}",), other)
 
 
 def _of_models(models: Sequence[Source]) -> list[Finding]:
@@ -120,27 +106,30 @@ def _of_models(models: Sequence[Source]) -> list[Finding]:
     if last.bad_weights:
         words = (
             f"It cannot be judged from {last.name}: {len(last.bad_weights)} of its parameters hold values that are "
-            f"not finite, {some(last.bad_weights)} among them."
+            f"not finite: {listed(last.bad_weights)}."
         )
-        return [_finding("not finite", words, "Give the last checkpoint whose weights are finite, and an earlier one.")]
+        advice = "Give the last checkpoint whose weights are finite, and an earlier one."
+        return [Finding("not finite", words, (advice,))]
     found = list[Finding]()
     if last.broken:
         words = f"The weights of {last.name} are finite, but not all that they compute: {last.broken}."
-        found.append(_finding("out of range", words, next(do for said, do in _BROKEN.items() if said in last.broken)))
-    layers = {head.layer for head in last.heads}
-    if blind := [head for head in last.heads if head["empty"] > 0]:
+        found.append(
+            Finding("out of range", words, tuple(do for said, do in _BROKEN.items() if said in last.broken)[:1])
+        )
+    judged = last.heads
+    if not judged:
+        words = f"The attention of {last.name} was not judged: none of its layers was measured."
+        advice = "The notes say why; foreshock doctor MODULE:FACTORY says what to change."
+        return [*found, Finding("not judged", words, (advice,))]
+    layers = {head.layer for head in judged}
+    if blind := [head for head in judged if head["empty"] > 0]:
         worst = max(blind, key=lambda head: head["empty"])
         words = (
             f"{worst['empty'] * worst['rows']:.0f} of {worst['rows']:.0f} rows of {worst} see no key, and so in "
             f"{len({head.layer for head in blind})} of {len(layers)} layers: the mask hides every key from them, as "
             "left padding under a causal mask does. Some kernels give NaN for such rows."
         )
-        found.append(_finding("rows that see no key", words, _BLIND_ROWS))
-    judged = [head for head in last.heads if math.isfinite(head["largest"])]
-    if not judged:
-        words = f"The attention of {last.name} was not judged: none of its layers was measured."
-        advice = "The notes say why; foreshock doctor MODULE:FACTORY says what to change."
-        return [*found, _finding("not judged", words, advice)]
+        found.append(Finding("rows that see no key", words, (_BLIND_ROWS,)))
     shifted = sorted((h for h in judged if abs(h["shift"]) >= _SHIFTED_NATS), key=lambda h: -abs(h["shift"]))
     sharp = sorted((h for h in judged if _apart(h) >= _LARGE_SCORE), key=_apart, reverse=True)
     if shifted and not (sharp and _apart(sharp[0]) > abs(shifted[0]["shift"])):
@@ -151,16 +140,16 @@ def _of_models(models: Sequence[Source]) -> list[Finding]:
             f"They reach {sharp[0]['largest']:.0f} and share {sharp[0]['shift']:+.1f} nats.{_moved(sharp[0])}"
         )
         advice = f"{_ELSEWHERE} A norm of queries and keys, or a cap on the scores, holds them. {_NO_SWITCH}"
-        found.append(_finding("sharp", words, advice, heads=sharp))
-    peaked = [h for h in judged if h["entropy"] < min(_PEAKED_NATS, _PEAKED_SHARE * h["log keys"])]
+        found.append(Finding("sharp", words, (advice,), sharp))
+    peaked = [h for h in judged if h["entropy"] < min(_PEAKED_NATS, _PEAKED_SHARE * h["even entropy"])]
     if 2 * len(peaked) >= len(judged):
-        entropy, even = (sum(h[name] for h in peaked) / len(peaked) for name in ("entropy", "log keys"))
+        entropy, even = (sum(h[name] for h in peaked) / len(peaked) for name in ("entropy", "even entropy"))
         words = (
             f"Attention is nearly one-hot in {len(peaked)} of {len(judged)} heads: their entropy is {entropy:.2f} nats "
             f"on average, and evenly spread it would be {even:.1f}."
         )
         advice = "Check the scale of the scores and the norms of queries and keys; gradients of such softmax burst."
-        found.append(_finding("one-hot", words, advice, heads=peaked))
+        found.append(Finding("one-hot", words, (advice,), peaked))
     if found:
         return found
     top = max(judged, key=lambda h: h["largest"])
@@ -170,35 +159,44 @@ def _of_models(models: Sequence[Source]) -> list[Finding]:
     )
     if off := max((h["output error"] for h in judged if "output error" in h.cells), default=0.0):
         words += f" Attention is {off:.2%} off its float64 truth at most: two implementations may differ by as much."
-    return [_finding("other", words, f"Run the same steps with attention in float32; if they fail too: {_ELSEWHERE}")]
+    advice = f"Run the same steps with attention in float32; if they fail too: {_ELSEWHERE}"
+    return [Finding("other", words, (advice,))]
 
 
 def _of_a_shift(shifted: Sequence[Head], models: Sequence[Source]) -> Finding:
+    """All scores of some heads moved together: by how much in each checkpoint decides what that means."""
     worst = shifted[0]
     shift = f"the scores of {_list(shifted)} moved as a whole, by {worst['shift']:+.1f} nats.{_moved(worst)}"
     course = [head for source in models for head in source.heads if head.place == worst.place]
     sizes = [abs(each["shift"]) for each in course]
     shifts = ", ".join(f"{each['shift']:+.1f} nats in {each.source}" for each in course)
-    grew, ended = max(sizes) >= _GROWTH * sizes[0], sizes[-1] >= _GROWTH * sizes[0]
+    advice: Sequence[str]
     if models[-1].exact:
-        words = f"Attention is shifted, but not by this rounding, because it ran in float32 here: {shift}"
-        advice = "Run the model under the autocast, or in the dtype, of your training, and diagnose again."
-        return _finding("float32", words, advice, heads=shifted)
-    if len(course) == 1:
+        kind, words = (
+            "float32",
+            f"Attention is shifted, but not by this rounding, because it ran in float32 here: {shift}",
+        )
+        advice = ("Run the model under the autocast, or in the dtype, of your training, and diagnose again.",)
+    elif len(course) == 1:
+        kind = "shifted"
         words = f"Attention, with the mark of this rounding: {shift} One checkpoint cannot say whether it grows."
         first = f"Add an earlier checkpoint: --state EARLIER --state THIS. If the shift does not grow: {_ELSEWHERE}"
-        return _finding("shifted", words, first, _AGAIN, _CONFIRM, heads=shifted)
-    if ended:
-        words = f"Attention, most likely this rounding: {shift} It grew: {shifts}."
-        return _finding("rounding", words, _AGAIN, _CONFIRM, heads=shifted)
-    if grew:
+        advice = (first, _AGAIN, _CONFIRM)
+    elif sizes[-1] >= _GROWTH * sizes[0]:
+        kind, words = "rounding", f"Attention, most likely this rounding: {shift} It grew: {shifts}."
+        advice = (_AGAIN, _CONFIRM)
+    elif max(sizes) >= _GROWTH * sizes[0]:
+        kind, advice = "came back", (_AGAIN, _ELSEWHERE)
         words = (
             f"Attention: {shift} It grew and is back: {shifts}. If the last one was trained with the switch and the "
             "one before without, it is this rounding."
         )
-        return _finding("came back", words, _AGAIN, _ELSEWHERE, heads=shifted)
-    words = f"Attention is shifted, but the shift does not grow: {shifts}. Many healthy models have one. Here {shift}"
-    return _finding("settled", words, _ELSEWHERE, heads=shifted)
+    else:
+        kind, advice = "settled", (_ELSEWHERE,)
+        words = (
+            f"Attention is shifted, but the shift does not grow: {shifts}. Many healthy models have one. Here {shift}"
+        )
+    return Finding(kind, words, advice, shifted)
 
 
 def _apart(head: Head) -> float:
@@ -214,4 +212,4 @@ def _moved(head: Head) -> str:
 
 
 def _list(heads: Sequence[Head]) -> str:
-    return some(map(str, heads))
+    return listed([str(head) for head in heads])
