@@ -3,15 +3,18 @@
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from tests.monitor import titan_shape
 from tests.monitor.doubles import Listener
 from tests.monitor.tiny_models import tiny_gpt
 
 from foreshock.contract import wire
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.callbacks.shared import read_state, take_up, write_state
+from foreshock.monitor.callbacks.torchtitan import watch
+from foreshock.monitor.checkpoints import second_name
 from foreshock.monitor.detect.run_state import LAYOUT
 
 QUICK: dict[str, Any] = {
@@ -166,6 +169,49 @@ def test_a_damaged_file_is_named_and_the_next_one_is_read(
     assert read_state(own, first) == {"version": 1}
     assert read_state(own) is None
     assert (str(own) in caplog.text) == (content not in (None, b"[1]"))
+
+
+class Bucket(titan_shape.CheckpointManager):
+    """Checkpoints somewhere else; only steps matter."""
+
+    last: ClassVar[int] = 0
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        saved = curr_step % self.interval == 0
+        Bucket.last = curr_step if saved else self.last
+        return saved
+
+    def load(self, step: int = -1) -> bool:
+        self.trainer.step = self.last
+        return self.last > 0
+
+
+@pytest.mark.promise("A15")
+def test_the_state_lies_in_the_remote_folder_of_torchtitan_and_is_back_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def trained(steps: int) -> Agent:
+        trainer = titan_shape.Trainer(steps, tmp_path)
+        trainer.checkpointer = Bucket(trainer, tmp_path, 4)
+        trainer.checkpointer.folder = "memory://bucket/run"
+        agent = watch(trainer, **QUICK)
+        if not Bucket.last:
+            agent.set_mode([(0, 1)], "exact_delta", "a person")
+        trainer.train()
+        trainer.close()
+        return agent
+
+    first, second = trained(5), trained(6)
+    assert (second.run, second.modes()[0, 1]) == (first.run, "exact_delta")
+    assert not list(tmp_path.iterdir())
+    saved = wire.Checkpoint(step=4, path="memory://bucket/run/step-4", trainer="torchtitan")
+    assert second_name(saved) is None
+    assert "exclude memory://bucket/run/step-4 from the rule that deletes old checkpoints" in caplog.text
+    write_state(second, "nosuchstore://bucket/state.json")
+    assert read_state("nosuchstore://bucket/state.json") is None
+    assert "the agent's state was not saved as nosuchstore://bucket/state.json; training continues" in caplog.text
 
 
 @pytest.mark.promise("A17")

@@ -157,6 +157,11 @@ class KnownCheckpoints:
         return None if last is None or path is None else last.model_copy(update={"path": str(path)})
 
 
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether this is the URL of a remote store, by the same sign as PyTorch's distributed checkpoints."""
+    return "://" in str(path)
+
+
 def second_name(checkpoint: wire.Checkpoint) -> Path | None:
     """Hard links to a checkpoint under a name that its trainer does not count among its own; None for a plain loop, and
     where the disk has no links, which is logged."""
@@ -169,6 +174,8 @@ def second_name(checkpoint: wire.Checkpoint) -> Path | None:
     target = folder / f"{SECOND_NAME}{name}"
     unfinished = target.with_name(f"{target.name}.unfinished")
     try:
+        if is_remote(checkpoint.path):
+            raise OSError("a remote store has no links")
         if target.exists():
             return target
         if path.is_dir():
@@ -182,7 +189,7 @@ def second_name(checkpoint: wire.Checkpoint) -> Path | None:
         logger.warning(
             "foreshock: exclude %s from the rule that deletes old checkpoints: it is the last one from before the "
             "warning, and could not be linked: %s",
-            *(path, error),
+            *(checkpoint.path, error),
         )
         return None
     logger.warning(

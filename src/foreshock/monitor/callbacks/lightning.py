@@ -7,7 +7,6 @@ Modes and detector state are saved in every checkpoint and are back when trainin
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -82,8 +81,8 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
         self.agent.step(loss, self._norm.take(), self._learning_rate, step=trainer.global_step)
         own = trainer.checkpoint_callback  # None where the program wants no checkpoints
         if own is not None:
-            folder = Path(getattr(own, "dirpath", None) or trainer.default_root_dir)
-            path = folder / f"foreshock-step={trainer.global_step}.ckpt"
+            folder = getattr(own, "dirpath", None) or trainer.default_root_dir  # which may be a URL
+            path = f"{folder}/foreshock-step={trainer.global_step}.ckpt"
             save_if_asked(self.agent, lambda: trainer.save_checkpoint(path))
 
     # ---- the end ----------------------------------------------------------------------------------------------------

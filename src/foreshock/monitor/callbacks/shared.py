@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import fsspec
 import torch
 from torch import Tensor
 
 from foreshock.monitor.agent import Agent
+from foreshock.monitor.checkpoints import is_remote
 from foreshock.monitor.guard import logger
 from foreshock.monitor.model.layers import is_sharded
 
@@ -58,27 +60,36 @@ class GradientNorm:
         self._original = self._keeping = self._last = None
 
 
-def write_state(agent: Agent, path: Path) -> None:
-    """Write `agent.state_dict()` whole or not at all. A disk that fails is named and ends no training."""
+def write_state(agent: Agent, path: str | Path) -> None:
+    """Write `agent.state_dict()` whole or not at all, to a file or a URL that fsspec knows. A disk or a store that
+    fails is named and ends no training."""
     state = json.dumps(agent.state_dict())
-    unfinished = path.with_name(f"{path.name}.unfinished")
     try:
+        if is_remote(path):
+            with fsspec.open(str(path), "w") as file:
+                file.write(state)
+            return
+        path = Path(path)
+        unfinished = path.with_name(f"{path.name}.unfinished")
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.unlink(missing_ok=True)
         with unfinished.open("x") as file:  # a new file: where a team writes, a link may lie under that name
             file.write(state)
         os.replace(unfinished, path)
-    except OSError as error:
-        logger.warning("foreshock: the agent's state was not saved; training continues: %s", error)
+    except Exception as error:  # clients of remote stores raise their own
+        logger.warning("foreshock: the agent's state was not saved as %s; training continues: %s", path, error)
 
 
-def read_state(*paths: Path) -> dict[str, Any] | None:
-    """The state in the first of these files that holds one; None where none does. A damaged file is named."""
+def read_state(*paths: str | Path) -> dict[str, Any] | None:
+    """The state in the first of these files or URLs that holds one; None where none does. A damaged one is named."""
     for path in paths:
         try:
-            if path.is_file() and isinstance(saved := json.loads(path.read_text()), dict):
-                return saved
-        except (OSError, ValueError, RecursionError) as error:
+            with fsspec.open(str(path)) if is_remote(path) else Path(path).open("rb") as file:
+                if isinstance(saved := json.load(file), dict):
+                    return saved
+        except FileNotFoundError:
+            continue
+        except Exception as error:
             logger.warning("foreshock: %s cannot be read; training continues without it: %s", path, error)
     return None
 

@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final, Unpack
 
 import torch
@@ -114,8 +113,11 @@ class _Hooks:
         first = next(iter(self._trainer.optimizers), None)
         return None if first is None else float(first.param_groups[0]["lr"])
 
-    def _file(self, step: int, rank: int) -> Path:
-        return Path(self._trainer.checkpointer.folder) / f"step-{step}" / f"foreshock_{rank}.json"
+    def _folder(self, step: int) -> str:
+        return f"{self._trainer.checkpointer.folder}/step-{step}"  # which may be a URL
+
+    def _file(self, step: int, rank: int) -> str:
+        return f"{self._folder(step)}/foreshock_{rank}.json"
 
     def save(self, curr_step: int, last_step: bool = False) -> Any:
         """Where torchtitan saves, or a warning asks for a checkpoint, save the agent's state in it."""
@@ -138,9 +140,8 @@ class _Hooks:
                 checkpointer.interval = interval
         # the last one has no optimizer by default, and no training resumes from it
         if asked and not (last_step and getattr(checkpointer, "last_save_model_only", False)):
-            file = self._file(curr_step, self._agent.config.rank)
-            write_state(self._agent, file)
-            self._agent.checkpoint_saved(file.parent, step=curr_step, trainer="torchtitan")
+            write_state(self._agent, self._file(curr_step, self._agent.config.rank))
+            self._agent.checkpoint_saved(self._folder(curr_step), step=curr_step, trainer="torchtitan")
         return saved
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
