@@ -1,13 +1,16 @@
 """The one writer: a batch is stored once, acknowledged after its commit, and one that fails holds up nobody."""
 
 import asyncio
+from collections import defaultdict
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 
 from foreshock.contract.wire import MAX_EVENTS, Sample
+from foreshock.server.process_order import Arrival
+from foreshock.server.recorder import record
 from foreshock.server.testing import FakeRank
 
 SECRET = "a-secret-of-sixteen-or-more"
@@ -122,3 +125,23 @@ async def test_a_batch_that_cannot_be_stored_is_refused_and_holds_up_nobody(serv
     answers = await asyncio.gather(service.post(bad.batch(*huge)), service.post(good.batch(good.sample(1))))
     assert [answer.status_code for answer in answers] == [422, 200]
     assert "too large" in answers[0].json()["detail"]
+
+
+@pytest.mark.parametrize("described", [True, False])
+async def test_a_group_of_many_batches_takes_as_many_queries_as_one_batch(service: Any, described: bool) -> None:
+    """Also of processes that have not said which heads they watch, whose samples must agree all the same."""
+    store, said = service.app.state.store, list[str]()
+    ranks = [FakeRank(rank=number) for number in range(20)]
+    for rank in ranks:
+        await service.store(rank, *([rank.started()] if described else []), rank.sample(1))
+    event.listen(store.writer.engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+
+    async def queries(senders: list[FakeRank], step: int) -> int:
+        group = [rank.batch(rank.sample(step)) for rank in senders]
+        said.clear()
+        done = await store.write(lambda connection: record(connection, group, defaultdict(Arrival)))
+        assert len(done.new) == len(group)
+        return len(said)
+
+    await queries(ranks, 2)  # a topology is read once
+    assert await queries(ranks, 3) == await queries(ranks[:1], 4) < 10

@@ -79,7 +79,8 @@ def test_which_samples_measured_what_does_not_depend_on_their_order_of_arrival(m
         for one in order:
             known = with_sample(known, one)
         steps = json.loads(known or "")
-        newest, always = steps.pop("")
+        newest, always, heads = steps.pop("")
+        assert heads == 1
         left.add((newest, frozenset(always), frozenset(steps.items())))
         for name in RARE:
             last = max((step for step, rare in enumerate(measured, 1) if name in rare), default=None)

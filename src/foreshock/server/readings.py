@@ -214,7 +214,7 @@ _ACROSS_RANKS: Final[dict[str, AcrossRanks]] = {m.sample: m.across_ranks for m i
 _REDUCE: Final[dict[AcrossRanks, Callable[[Sequence[float]], Any]]] = {"mean": np.mean, "max": np.max, "min": np.min}
 _HEADS_AT_ONCE: Final = 2**18
 """Heads of all steps that are read at once, some 100 MiB."""
-_NOTHING_SEEN: Final = identity_row()
+NOTHING_SEEN: Final = identity_row()
 ARRAYS_OF_MODES: Final = frozenset({"modes"})
 """For `merge`, where nothing but the heads' modes is wanted."""
 
@@ -359,7 +359,7 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
             for name, values in head_arrays(row, len(where), names).items():
                 if name == "states":
                     if not seen and at is not _ALL:
-                        words[i] = _NOTHING_SEEN
+                        words[i] = NOTHING_SEEN
                     seen = True
                     known = counted[i, at].any()
                     words[i, at] = merge_words([words[i, at], values]) if known else values
@@ -371,7 +371,7 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
                     old = fields[name][i, at]
                     fields[name][i, at] = pick(old, values.astype(np.float64))
         if not seen and words.size:
-            words[i] = _NOTHING_SEEN
+            words[i] = NOTHING_SEEN
     steps = np.array([step for step, _ in by_step], dtype=np.int64)
     return MergedSteps(steps, words, counted, fields, scalars)
 

@@ -26,9 +26,9 @@ from foreshock.contract.wire import (
     Verdict,
 )
 from foreshock.server.process_order import Arrival, place, record_shared_ranks, supersede
-from foreshock.server.readings import SPAN, changed_runs, changed_spans, heads_of_layers, pack_sample, unpack_arrays
+from foreshock.server.readings import SPAN, changed_runs, changed_spans, heads_of_layers, pack_sample
 from foreshock.server.runs.eventlog import Told, sentence_of, write_events
-from foreshock.server.runs.newest import with_sample
+from foreshock.server.runs.newest import heads_measured, with_sample
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import Many, insert_or_ignore, lock_runs
 from foreshock.server.store.schema import batches, boots, runs, samples, topologies, warnings
@@ -255,7 +255,7 @@ def _check_heads(connection: Connection, done: Recorded, rows: dict[int, Row[Any
                 want = watched[boot_id] = sum(len(layer.heads) for layer in event.layers)
         if want != known or want is None:  # samples that came before must stay readable
             if boot_id not in stored:
-                stored[boot_id] = _heads_of_samples(connection, rows[boot_id])
+                stored[boot_id] = heads_measured(rows[boot_id].measured)
             if want is None:
                 want = stored[boot_id]
             elif stored[boot_id] not in (None, want):
@@ -273,16 +273,6 @@ def _check_heads(connection: Connection, done: Recorded, rows: dict[int, Row[Any
                 )
             if counts and boot_id in stored:
                 stored[boot_id] = want
-
-
-def _heads_of_samples(connection: Connection, boot: Row[Any]) -> int | None:
-    """How many heads the stored samples of a process start speak of; None where none of them has any."""
-    if boot.earliest_step is None:
-        return None
-    own = samples.c.run_id == boot.run_id, samples.c.step >= boot.earliest_step, samples.c.boot_id == boot.id
-    query = select(samples.c.arrays).where(*own, samples.c.arrays.is_not(None)).order_by(samples.c.step).limit(1)
-    arrays = unpack_arrays(connection.execute(query).scalar())
-    return next((len(array) for array in arrays.values()), None)
 
 
 def _write_samples(connection: Connection, done: Recorded) -> None:

@@ -18,11 +18,12 @@ import numpy.typing as npt
 from sqlalchemy import Connection, Row, and_, case, desc, func, select, tuple_
 
 from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
-from foreshock.contract.slots import Slot, Words, fitted, identity_row
+from foreshock.contract.slots import Slot, Words, fitted
 from foreshock.contract.wire import PER_HEAD, HeadRef, Layer, Sample, Severity, Started
 from foreshock.server.models import RunStatus
 from foreshock.server.readings import (
     LIVE_SAMPLES,
+    NOTHING_SEEN,
     SCALARS,
     Axis,
     MergedSteps,
@@ -168,7 +169,8 @@ def newest_samples(connection: Connection, run_ids: Collection[int]) -> dict[int
 
 
 _ALWAYS: Final = ""
-"""Under this name: the newest sample's step, and what every sample of the process start so far has held."""
+"""Under this name: the newest sample's step, what every sample of the process start so far has held, and, once
+one has data for heads, for how many: that number is the same in all of them."""
 _STATES: Final = "states"
 _RARE: Final = {"entropy": (Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM), "gradient_error": (Slot.GRADIENT_ERROR_MAX,)}
 """What some samples lack although rows were seen: the first of its slots shows whether."""
@@ -188,11 +190,16 @@ def with_sample(known: str | None, sample: Sample) -> str:
         given |= {name for name, slots in _RARE.items() if not _lacks(words, slots).all()}
         given |= {_STATES} if _counted(words).any() else set()
     steps: dict[str, Any] = json.loads(known) if known else {_ALWAYS: [sample.step, sorted(given)]}
-    newest, always = steps[_ALWAYS]
+    newest, always, *heads = steps[_ALWAYS]
     for name in given.symmetric_difference(always):
         steps[name] = max(steps.get(name, 0), sample.step if name in given else newest)
-    steps[_ALWAYS] = [max(newest, sample.step), [name for name in always if name in given]]
+    steps[_ALWAYS] = [max(newest, sample.step), sorted(given.intersection(always)), *(sample.head_counts() or heads)]
     return json.dumps(steps, separators=(",", ":"))
+
+
+def heads_measured(known: str | None) -> int | None:
+    """For how many heads the samples of a process start have data, by its `boots.measured`; None until one has any."""
+    return next(iter(json.loads(known)[_ALWAYS][2:]), None) if known else None
 
 
 def earlier_samples(
@@ -228,13 +235,14 @@ def earlier_samples(
 
 def _counted(words: Words) -> npt.NDArray[np.bool_]:
     """Of which heads any row was seen."""
-    seen: npt.NDArray[np.bool_] = np.any(words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]], axis=1)
+    rows, empty, nonfinite = (words[:, slot] for slot in (Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS))
+    seen: npt.NDArray[np.bool_] = rows | empty | nonfinite != 0
     return seen
 
 
 def _lacks(words: Words, slots: Sequence[Slot]) -> npt.NDArray[np.bool_]:
     """Of which heads a sample did not measure this."""
-    lacking: npt.NDArray[np.bool_] = words[:, slots[0]] == identity_row()[slots[0]]
+    lacking: npt.NDArray[np.bool_] = words[:, slots[0]] == NOTHING_SEEN[slots[0]]
     return lacking
 
 
