@@ -52,16 +52,25 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Runs of one kind. `make` gives the course of a run from its generator."""
+    """Runs of one kind, as synthetic.toml describes them."""
 
     name: str
-    truth: Truth
-    make: Callable[[Random], Course]
+    kind: str
+    given: dict[str, Any]
     runs: int = 10
     tuned: bool = True
     """whether its runs were looked at while the rule was chosen"""
     stride: int = 1
     """A course of every step is sampled as the agent does: one step in so many, and every one where that decides."""
+
+    @property
+    def truth(self) -> Truth:
+        """Whether head 0 fails."""
+        return "failing" if self.kind in ("exploding", "drifting") else "healthy"
+
+    def make(self, rng: Random) -> Course:
+        """The course of a run from its generator."""
+        return _KINDS[self.kind](rng, **self.given)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -199,7 +208,8 @@ _COURSES: Final[dict[str, Callable[[Floats, float], Floats]]] = {
 """The offset of a head that fails, by the steps since it began."""
 
 
-def drifting(
+def _drifting(
+    rng: Random,
     course: tuple[str, float] = ("doubles", 1000.0),
     *,
     onset: int = 2000,
@@ -211,32 +221,20 @@ def drifting(
     push: float = 0.65,
     returns: bool = False,
     change: Sequence[Any] = (),
-) -> Callable[[Random], Course]:
-    """Runs whose head 0 drifts from `onset` on, and is pushed from then on; `change` does the rest."""
-    shape, pace = course
-
-    def make(rng: Random) -> Course:
-        at = _returning(1500, 500, last) if returns else np.arange(every, last + 1, every)
-        run = _blank(rng, at, heads=heads, rate=rate)
-        age = np.maximum(at - onset, 0).astype(np.float64)
-        run.offset[:, 0] = 1.0 + _COURSES[shape](age, pace) + 0.15 * rng.standard_normal(len(at))
-        blocks = np.diff(at, prepend=run.since).clip(1) / 100
-        run.bias[:, 0] += blocks * np.where(at <= onset, before, push)
-        run = _scored(rng, run)
-        return _CHANGES[change[0]](run, rng, *change[1:]) if change else run
-
-    return make
-
-
-def _returning(every: int, back: int, last: int) -> Steps:
-    """The steps of a run that returns by `back` steps after `every` steps, again and again."""
-    steps: list[int] = []
-    reached = 0
-    while reached < last:
-        end = min(reached + every, last)
-        steps += range(reached + 100, end + 1, 100)
-        reached = end - back if end < last else end
-    return np.array(steps, dtype=np.int64)
+) -> Course:
+    """Head 0 drifts from `onset` on, and is pushed from then on; `change` does the rest. returns: the run goes back by
+    500 steps after every 1,500, again and again."""
+    at = np.arange(every, last + 1, every)
+    if returns:
+        begins = range(0, last - 500, 1000)
+        at = np.concatenate([np.arange(begin + 100, min(begin + 1500, last) + 1, 100) for begin in begins])
+    run = _blank(rng, at, heads=heads, rate=rate)
+    age = np.maximum(at - onset, 0).astype(np.float64)
+    run.offset[:, 0] = 1.0 + _COURSES[course[0]](age, course[1]) + 0.15 * rng.standard_normal(len(at))
+    blocks = np.diff(at, prepend=run.since).clip(1) / 100
+    run.bias[:, 0] += blocks * np.where(at <= onset, before, push)
+    run = _scored(rng, run)
+    return _CHANGES[change[0]](run, rng, *change[1:]) if change else run
 
 
 def _spike(run: Course, rng: Random, size: float, step: int) -> Course:
@@ -273,23 +271,20 @@ _CHANGES: Final[dict[str, Callable[..., Course]]] = {
 }
 
 
-def exploding(begin: int, set_back: bool = False) -> Callable[[Random], Course]:
+def _exploding(rng: Random, begin: int, set_back: bool = False) -> Course:
     """The largest score doubles each 100 steps from where the agent begins, or after a return by 500 steps; the offset
     does not move."""
-
-    def make(rng: Random) -> Course:
-        after = np.arange(10, 6001, 10)
-        at = np.concatenate([np.arange(10, 10_001, 10), 9500 + after]) if set_back else begin + after
-        run = _blank(rng, at, heads=16)
-        run.since = 0 if set_back else begin
-        tail = slice(-len(after), None)
-        run.score[tail, 0] = np.minimum(_BASE * 2.0 ** (np.maximum(after - 100.0 * set_back, 0.0) / 100.0), 1e9)
-        return run
-
-    return make
+    after = np.arange(10, 6001, 10)
+    at = np.concatenate([np.arange(10, 10_001, 10), 9500 + after]) if set_back else begin + after
+    run = _blank(rng, at, heads=16)
+    run.since = 0 if set_back else begin
+    tail = slice(-len(after), None)
+    run.score[tail, 0] = np.minimum(_BASE * 2.0 ** (np.maximum(after - 100.0 * set_back, 0.0) / 100.0), 1e9)
+    return run
 
 
-def settling(
+def _settling(
+    rng: Random,
     shape: str,
     *,
     push: float = 0.0,
@@ -299,17 +294,13 @@ def settling(
     steps: int = 20_000,
     since: int = 0,
     **given: float,
-) -> Callable[[Random], Course]:
-    """Runs whose heads all follow a course that does no harm, under a push that does nothing."""
-
-    def make(rng: Random) -> Course:
-        at = since + np.arange(every, steps + 1, every)
-        run = _blank(rng, at, heads=heads, push=push, rate=rate)
-        course = _SHAPES[shape](rng, at[:, None].astype(np.float64), heads, **given)
-        offset = course + 0.15 * rng.standard_normal((len(at), heads))
-        return _scored(rng, replace(run, offset=offset), rng.uniform(10, 90, heads))
-
-    return make
+) -> Course:
+    """All heads follow a course that does no harm, under a push that does nothing."""
+    at = since + np.arange(every, steps + 1, every)
+    run = _blank(rng, at, heads=heads, push=push, rate=rate)
+    course = _SHAPES[shape](rng, at[:, None].astype(np.float64), heads, **given)
+    offset = course + 0.15 * rng.standard_normal((len(at), heads))
+    return _scored(rng, replace(run, offset=offset), rng.uniform(10, 90, heads))
 
 
 def _plateau(rng: Random, at: Floats, heads: int) -> Floats:
@@ -379,34 +370,29 @@ _SHAPES: Final[dict[str, Callable[..., Any]]] = {
 """Offsets [T, N] of so many heads at some steps [T, 1]."""
 
 
-def sharpening(peak: float) -> Callable[[Random], Course]:
-    """Heads whose scores spread to less than 512 and stay there; no offset moves."""
-
-    def make(rng: Random) -> Course:
-        at = np.arange(100, 20_001, 100)
-        run = _blank(rng, at, heads=144)
-        tau = np.exp(rng.uniform(math.log(300), math.log(4000), 144))
-        level = rng.uniform(0.1, 1.0, 144) * peak
-        score = level * (1 - np.exp(-at[:, None] / tau)) * np.exp(0.05 * rng.standard_normal(run.score.shape))
-        return replace(run, score=score)
-
-    return make
+def _sharpening(rng: Random, peak: float) -> Course:
+    """Scores spread to less than 512 and stay there; no offset moves."""
+    at = np.arange(100, 20_001, 100)
+    run = _blank(rng, at, heads=144)
+    tau = np.exp(rng.uniform(math.log(300), math.log(4000), 144))
+    level = rng.uniform(0.1, 1.0, 144) * peak
+    score = level * (1 - np.exp(-at[:, None] / tau)) * np.exp(0.05 * rng.standard_normal(run.score.shape))
+    return replace(run, score=score)
 
 
-_KINDS: Final[dict[str, tuple[Truth, Callable[..., Callable[[Random], Course]]]]] = {
-    "exploding": ("failing", exploding),
-    "drifting": ("failing", drifting),
-    "settling": ("healthy", settling),
-    "sharpening": ("healthy", sharpening),
+_KINDS: Final[dict[str, Callable[..., Course]]] = {
+    "exploding": _exploding,
+    "drifting": _drifting,
+    "settling": _settling,
+    "sharpening": _sharpening,
 }
 
 
 def _read_families(text: str) -> Iterator[Family]:
     for kind, written in tomllib.loads(text).items():
-        truth, make = _KINDS[kind]
         for given in written:
             own = {name: given.pop(name) for name in ("name", "runs", "tuned", "stride") if name in given}
-            yield Family(truth=truth, make=make(**given), **own)
+            yield Family(kind=kind, given=given, **own)
 
 
 FAMILIES: Final = tuple(_read_families(Path(__file__).with_suffix(".toml").read_text()))
