@@ -5,7 +5,6 @@ Every contender's call is timed with device events after the cache was flushed, 
 median of its calls.
 """
 
-import inspect
 import json
 import statistics
 import sys
@@ -53,10 +52,10 @@ class Shape:
     causal: bool
 
 
-def grid(lengths: Iterable[int] = LENGTHS) -> list[Shape]:
-    """The shapes that are measured: the full grid, and grouped key heads at three lengths."""
-    shapes = [Shape(d, h, h, n, causal) for d, h in WIDTHS for causal in (True, False) for n in lengths]
-    grouped = [Shape(d, h, h // 8, n, True) for d, h in WIDTHS for n in lengths if n in (2048, 8192)]
+def grid() -> list[Shape]:
+    """The shapes that are measured: the full grid, and grouped key heads at two lengths."""
+    shapes = [Shape(d, h, h, n, causal) for d, h in WIDTHS for causal in (True, False) for n in LENGTHS]
+    grouped = [Shape(d, h, h // 8, n, True) for d, h in WIDTHS for n in (2048, 8192)]
     return shapes + grouped
 
 
@@ -168,51 +167,11 @@ def timed(
     return cells
 
 
-def measure_varlen(head_dim: int, heads: int, stopwatch: Stopwatch) -> list[Cell]:
-    """Packed causal sequences of mixed lengths, against torch's own varlen attention, on [tokens, heads, head_dim]."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    lengths = [256, 4096, 512, 2048, 1024, 128, 384, 1024, 2816, 4096]
-    cumulative = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
-    tensors = tuple(
-        torch.randn(TOKENS, heads, head_dim, dtype=torch.bfloat16, device="cuda").requires_grad_() for _ in range(3)
-    )
-    grad = torch.randn_like(tensors[0])
-    causal = (
-        {"is_causal": True} if "is_causal" in inspect.signature(varlen_attn).parameters else {"window_size": (-1, 0)}
-    )
-    state, modes = new_state(heads, "cuda"), torch.zeros(heads, dtype=torch.int32, device="cuda")
-    longest = max(lengths)
-
-    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = flash_attention(
-            *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
-            causal="bottom_right",
-            state=state,
-            modes=modes,
-            cu_seqlens_q=cumulative,
-            cu_seqlens_k=cumulative,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-        )
-        return out.squeeze(0).transpose(0, 1)
-
-    def theirs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return varlen_attn(query, key, value, cumulative, cumulative, longest, longest, **causal)  # type: ignore
-
-    runs = {_OWN: passes(ours, tensors, grad), "torch_varlen": passes(theirs, tensors, grad)}
-    kind = asdict(Shape(head_dim, heads, heads, longest, causal=True)) | {"lengths": lengths}
-    return [
-        kind | {"pass": which, "milliseconds": stopwatch.medians({name: run[which] for name, run in runs.items()})}
-        for which in PASSES
-    ]
-
-
 def line(cell: Cell, own: str) -> str:
     """One cell for people: milliseconds of each contender, and how many times as long as `own` it takes."""
     taken = cell["milliseconds"]
     shape = f"D {cell['head_dim']}, {cell['heads']}/{cell['kv_heads']} heads, S {cell['seq_len']}"
-    mask = "packed" if "lengths" in cell else "causal" if cell["causal"] else "full"
+    mask = "causal" if cell["causal"] else "full"
     found = (
         f"{name} -" if ms is None else f"{name} {ms:.3f}" + (f" ({ms / taken[own]:.2f})" if name != own else "")
         for name, ms in taken.items()
@@ -227,7 +186,7 @@ def ratios(cells: Sequence[Cell], own: str) -> dict[str, dict[str, float]]:
     for cell in cells:
         for name, ms in cell["milliseconds"].items():
             if cell["seq_len"] >= 2048 and ms and name != own:
-                key = f"D {cell['head_dim']} {cell['pass']} {name}{' packed' * ('lengths' in cell)}"
+                key = f"D {cell['head_dim']} {cell['pass']} {name}"
                 found.setdefault(key, []).append(ms / cell["milliseconds"][own])
     return {
         key: {"mean": statistics.geometric_mean(each), "least": min(each), "most": max(each)}
@@ -235,14 +194,14 @@ def ratios(cells: Sequence[Cell], own: str) -> dict[str, dict[str, float]]:
     }
 
 
-def main(file: Path | None = None, repeats: int = 15, *, modes: bool = False, lengths: Sequence[int] = LENGTHS) -> None:
+def main(file: Path | None = None, repeats: int = 15, *, modes: bool = False) -> None:
     """Measure the grid, or what each mode costs, print it, and write it to `file`. Needs a CUDA GPU."""
     option = " --modes" if modes else ""
     if not torch.cuda.is_available():
         raise SystemExit(f"foreshock bench attention{option} needs a CUDA GPU, and PyTorch sees none here")
     command = f"foreshock bench attention{option} --repeats {repeats}" + (f" --json {file.name}" if file else "")
     of_modes = [Shape(d, h, h, n, causal) for n, causal in MODE_LENGTHS for d, h in WIDTHS]
-    run(Stopwatch(repeats), file, machine.header(command), of_modes if modes else grid(lengths), modes=modes)
+    run(Stopwatch(repeats), file, machine.header(command), of_modes if modes else grid(), modes=modes)
 
 
 def run(
@@ -258,18 +217,14 @@ def run(
     began, own = time.monotonic(), _PLAIN_HEADS if modes else _OWN
     cells: list[Cell] = []
 
-    def add(found: list[Cell]) -> None:
-        cells.extend(found)
+    for shape in shapes:
+        given = modes_beside_plain(shape, device) if modes else contenders(shape)
+        found = timed(shape, stopwatch, given, PASSES[1:] if modes else PASSES, device)
+        cells += found
         print("\n".join(line(cell, own) for cell in found), flush=True)
         if file is not None:
             result = {"unit": "milliseconds, median", "seconds": round(time.monotonic() - began)}
             result |= {f"ratios to {own}": ratios(cells, own), "cells": cells}
             file.write_text(json.dumps(header | result, indent=1) + "\n")
-
-    for shape in shapes:
-        given = modes_beside_plain(shape, device) if modes else contenders(shape)
-        add(timed(shape, stopwatch, given, PASSES[1:] if modes else PASSES, device))
-    for head_dim, heads in () if modes else WIDTHS:
-        add(measure_varlen(head_dim, heads, stopwatch))
     for name, each in ratios(cells, own).items():
         print(f"{name}: {each['mean']:.3f} ({each['least']:.3f} to {each['most']:.3f}) times as long as {own}")
