@@ -270,8 +270,11 @@ class Service:
 
         Returns the order as it was taken; `wait` follows it. `dry_run` asks the agents what they would do.
         """
-        order = {"heads": heads, "mode": mode, "dry_run": dry_run, **self._said(reason)}
-        return self.post(path_of("runs", run, "commands"), order)
+        return self.order(run, "switch", reason=reason, heads=heads, mode=mode, dry_run=dry_run)
+
+    def order(self, run: str, action: str, *, reason: str, **more: Any) -> dict[str, Any]:
+        """Order something of a run's training; `more` as the API takes it. Returns the order as it was taken."""
+        return self.post(path_of("runs", run, "commands"), {"action": action, **more, **self._said(reason)})
 
     def switches(self, run: str, mode: str) -> dict[str, Any]:
         """What ordering `mode` for every head would change, where each keeps its own mode beside it: an order for each

@@ -41,12 +41,12 @@ def test_a_switch_by_hand_and_its_undo_are_listed_with_who_and_when(service: Liv
         command = client.post("/v1/runs/cut/commands", json=given).json()["id"]
         [sent] = service.post(rank.batch(rank.sample(2))).commands
         service.post(rank.batch(rank.answer(sent, 3)))
-        assert "switch of layer 0 head 2 to exact_delta: applied at step 3. ada (local): to look" in listed(service)
+        assert "switch layer 0 head 2 to exact_delta: applied at step 3. ada (local): to look" in listed(service)
         client.post(f"/v1/commands/{command}/undo", json={"who": "ada", "reason": "enough"})
         [sent] = service.post(rank.batch(rank.sample(4))).commands
         service.post(rank.batch(rank.answer(sent, 5)))
     told = listed(service)
-    assert "switch of layer 0 head 2 to plain: applied at step 5. ada (local): undo: enough" in told
+    assert "switch layer 0 head 2 to plain: applied at step 5. ada (local): undo: enough" in told
     assert "exact_delta: applied at step 3, undone since." in told
 
 

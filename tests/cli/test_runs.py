@@ -118,7 +118,7 @@ def test_who_waits_for_an_answer_is_told_when_the_run_ends_without_one(service: 
     ending.join()
     assert done.exit_code == 4, done.output
     said = " ".join(done.output.split())
-    assert ": refused Could not switch layer 0 head 0, layer 0 head 1 and layer 0 head 2:" in said
+    assert ": refused Could not switch layer 0 head 0, layer 0 head 1 and layer 0 head 2 to " in said
     assert "Order it again when the run is resumed." in said
 
 

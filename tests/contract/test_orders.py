@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from foreshock.contract.modes import Mode
-from foreshock.contract.orders import Ordered, switches
+from foreshock.contract.orders import Order, switches
 
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def ordered(**changes: Any) -> Ordered:
-    fields: dict[str, Any] = {"id": "c", "state": "pending", "mode": "row_corrected", "source": "agent", "who": "Ada"}
-    return Ordered(**{**fields, "decided": True, "unix_seconds": 41_040.0, "verification": None, **changes})
+def ordered(**changes: Any) -> Order:
+    fields: dict[str, Any] = {"mode": "row_corrected", "source": "agent", "issued_by": "rank 0", "reason": ""}
+    return Order(**{**fields, "decided_by": "Ada", "decided_unix_seconds": 41_040.0, **changes})
 
 
 def test_a_head_keeps_the_modes_that_a_person_gave_it_beside_the_mitigation() -> None:
@@ -42,9 +42,12 @@ def test_a_head_that_a_person_took_back_is_not_switched_and_calls_for_no_switch_
             "Approved by Ada at 11:24 UTC, delivered, applied, verified",
         ),
         ({"state": "rejected"}, "Rejected by Ada at 11:24 UTC"),
-        ({"state": "cancelled", "decided": False, "source": "api"}, "Ordered by Ada at 11:24 UTC, stopped"),
         (
-            {"state": "applied", "decided": False, "source": "rank", "who": "rank 0"},
+            {"state": "cancelled", "decided_by": None, "source": "api", "issued_by": "Ada"},
+            "Ordered by Ada at 11:24 UTC, stopped",
+        ),
+        (
+            {"state": "applied", "decided_by": None, "source": "rank"},
             "Switched by rank 0 at 11:24 UTC, applied",
         ),
     ],

@@ -206,6 +206,36 @@ def test_a_command_that_must_not_act_is_answered_and_changes_nothing(
     assert modes.tolist() == [0, 0, 0, 0]
 
 
+def test_an_order_of_another_kind_is_carried_out_once_by_what_knows_it_and_changes_no_mode() -> None:
+    switchboard, modes = board()
+    saved: list[int] = []
+
+    def save(order: wire.Command, step: int) -> None:
+        if order.reason == "disk full":
+            raise ValueError("no room for a checkpoint")
+        saved.append(step)
+
+    switchboard.actions["save"] = save
+    wanted: dict[str, Any] = {"action": "save", "mode": "save", "heads": None}
+    outcomes = []
+    for changes in (
+        {},
+        {"id": "try", "dry_run": True},
+        {"id": "late", "expires_step": 5},
+        {"reason": "disk full", "id": "c3"},
+    ):
+        for _ in range(2):
+            answer = switchboard.obey(command(**wanted, **changes), step=5, unix_seconds=0)
+            outcomes += [] if answer is None else [(answer.outcome, answer.heads, answer.reason)]
+    assert outcomes == [
+        ("applied", (), "ada: a person asked"),
+        ("dry_run", (), "dry run: a person asked"),
+        ("expired", (), "expired at step 5; this run is at step 5"),
+        ("refused", (), "no room for a checkpoint"),
+    ]
+    assert (saved, modes.tolist()) == ([5], [0] * 4)
+
+
 def test_a_command_naming_heads_of_other_ranks_is_applied_to_those_that_are_here() -> None:
     switchboard, modes = board()
     answer = switchboard.obey(command(heads=((1, 0), (1, 9))), step=5, unix_seconds=0)

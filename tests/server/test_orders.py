@@ -8,7 +8,8 @@ import pytest
 from sqlalchemy import update
 from tests.server.orders import commands_of, local, order, start, state_of
 
-from foreshock.contract.wire import MAX_ACK_BYTES, Ack, Command, Finished
+from foreshock.contract.orders import KINDS
+from foreshock.contract.wire import MAX_ACK_BYTES, Ack, Command, Finished, Switched
 from foreshock.server import commands
 from foreshock.server.commands import expire
 from foreshock.server.store import schema
@@ -203,6 +204,36 @@ async def test_the_answer_of_a_process_that_is_gone_does_not_close_the_order_of_
     assert (known["state"], [a["step"] for a in known["ranks"]]) == ("applied", [2])
 
 
+async def test_an_order_of_another_kind_goes_to_every_rank_and_is_stored_answered_shown_and_stopped_as_a_switch_is(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = FakeRank(), FakeRank(rank=1)
+    await start(service, *ranks)
+    wish = {"heads": None, "mode": None, "action": "save"}
+    assert (await order(service, **wish)).status_code == 422, "no such kind"
+    monkeypatch.setitem(KINDS, "save", "save a checkpoint")
+    assert (await order(service, **{**wish, "mode": "plain"})).status_code == 422, "a mode is of a switch"
+    made = (await order(service, "k1", **wish)).json()
+    assert (made["action"], made["what"], made["state"]) == ("save", "save a checkpoint", "pending")
+    for rank in ranks:
+        [sent] = (await service.store(rank, rank.sample(1))).commands
+        assert (sent.id, sent.action, sent.heads, sent.mode) == (made["id"], "save", None, "save")
+        done = Switched(
+            id="s", step=2, command=sent.id, outcome="applied", heads=(), before=(), after=(), reason="saved"
+        )
+        await service.store(rank, done, rank.verdict(3))
+    known = await service.get(f"/v1/commands/{made['id']}")
+    assert (known["state"], [answer["reason"] for answer in known["ranks"]]) == ("applied", ["saved", "saved"])
+    assert await newest(service) == "Command to save a checkpoint is applied at step 2."
+    assert (await act(service, made["id"], "undo")).status_code == 409
+    [incident] = (await service.get(f"{RUN}/incidents"))["incidents"]
+    assert (incident["order"], incident["switched"]) == (None, 0)
+    stopped = (await order(service, **wish)).json()["id"]
+    assert (await act(service, stopped, "cancel")).json()["state"] == "cancelled"
+    await verify(service.app.state.store, service.app.state.settings)
+    assert {one["verification"] for one in await commands_of(service)} == {None}
+
+
 # ---- stopped and expired ---------------------------------------------------------------------------------------------
 
 
@@ -288,7 +319,7 @@ async def test_nothing_is_ordered_approved_or_undone_where_nobody_is_left_and_a_
     assert (await order(service, heads=heads)).status_code == 201, "rank 1 may be alive"
     await end(service, ranks[1], status=status)
     refused = await order(service, heads=heads)
-    told = f"Could not switch {named}: all ranks of run run-1 that have them ended."
+    told = f"Could not switch {named} to exact_delta: every rank that could do it has ended."
     assert (refused.status_code, refused.json()["detail"]) == (409, f"{told} Order it again when the run is resumed.")
     for command, word in ((proposed, "approve"), (applied, "undo")):
         answer = await act(service, command, word)
@@ -322,7 +353,7 @@ async def test_an_order_under_way_is_refused_with_the_reason_when_the_last_rank_
     assert await state_of(service, command) == ("delivered" if delivered else "pending"), "rank 1 may answer"
     await end(service, ranks[1], status=status)
     known = await service.get(f"/v1/commands/{command}")
-    why = f"Could not switch {named}: all ranks that have them ended before they answered."
+    why = f"Could not switch {named} to exact_delta: every rank that could do it has ended."
     assert known["state"] == "refused"
     assert known["closed_because"] == f"{why} Order it again when the run is resumed."
     assert await newest(service) == f"Command to switch {named} to exact_delta is refused: {known['closed_because']}"

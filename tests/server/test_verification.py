@@ -11,9 +11,10 @@ from tests.server.switched_runs import grown, judge, switched
 from tests.server.test_notifier import Out, notifier_of
 
 from foreshock.contract.modes import Mode
+from foreshock.contract.orders import Order
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Policy, Sample, head_refs
-from foreshock.server.commands import Order, create
+from foreshock.server.commands import create
 from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank
 
@@ -157,9 +158,14 @@ def test_an_escalation_keeps_to_the_bounds_of_machines_and_to_what_a_person_reje
         await switched(service, mode="paper_softmax")
         with service.app.state.store.writer.engine.begin() as connection:
             run_id = connection.execute(select(runs.c.id)).scalar_one()
+            source: Any
             source, heads = ("agent", [(0, 2)]) if rejected else ("alertmanager", [(1, 0)])
             state: Any = "proposed" if rejected else "pending"
-            proposal = create(connection, Order(run_id, "run-1", source, "x", "it drifts", heads, "exact_delta", state))
+            proposal = create(
+                connection,
+                run_id,
+                Order(source=source, issued_by="x", reason="it drifts", heads=heads, mode="exact_delta", state=state),
+            )
         if rejected:
             no = {"who": "ann", "reason": "bad data"}
             await service.client.post(f"/v1/commands/{proposal}/reject", json=no)

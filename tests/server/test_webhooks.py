@@ -61,7 +61,7 @@ async def test_an_alert_does_what_the_runs_policy_lets_it_and_nothing_once_the_r
         await service.store(rank, Finished(step=2, unix_seconds=2.0, status="failed"))
         again = delivery()
         again["alerts"][0]["startsAt"] += "later"
-        assert await results(service, again) == ["refused: every rank that holds these heads has ended"]
+        assert "every rank that could do it has ended" in (await results(service, again))[0]
 
 
 @pytest.mark.parametrize(

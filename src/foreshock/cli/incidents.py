@@ -9,7 +9,6 @@ from foreshock.cli.errors import CommandError
 from foreshock.cli.options import asks_service
 from foreshock.cli.output import console, print_json, say
 from foreshock.client import Service
-from foreshock.contract.incident import heads_in_words
 
 _HEADS_SHOWN = 5
 _ORDERS_SHOWN = 5
@@ -90,4 +89,4 @@ def _print_orders(commands: list[dict[str, Any]]) -> None:
         at = f" at step {max(steps):,}" if steps else ""
         undone = ", undone since" if each["undone_by"] else ""
         done = f"{each['state']}{at}{undone}. {each['issued_by']}: {each['reason']}"
-        say(f"switch of {heads_in_words(each['heads'])} to {each['mode']}: {done}")
+        say(f"{each['what']}: {done}")

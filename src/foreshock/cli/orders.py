@@ -9,7 +9,6 @@ from foreshock.cli.errors import CommandError
 from foreshock.cli.options import asks_service
 from foreshock.cli.output import print_json, say
 from foreshock.client import SETTLED, Service
-from foreshock.contract.incident import heads_in_words
 from foreshock.contract.modes import MODE_NAMES
 from foreshock.contract.orders import OPEN
 from foreshock.contract.wire import HeadRef
@@ -129,8 +128,7 @@ def _waiting(client: Service, run: str, command: str | None) -> str:
         return next(iter(waiting))
     if command in waiting:
         return str(command)
-    words = {name: f"{heads_in_words(one['heads'])} to {one['mode']}" for name, one in waiting.items()}
-    known = "; ".join(f"--command {name} ({what})" for name, what in words.items())
+    known = "; ".join(f"--command {name} ({one['what']})" for name, one in waiting.items())
     if command is not None:
         raise CommandError(f"no proposal {command} waits in run {run}" + (f"; give {known}" if known else ""))
     raise CommandError(

@@ -33,7 +33,7 @@ from foreshock.contract.decision import (
     is_active,
 )
 from foreshock.contract.modes import ROUNDING_ENDS, is_mode, parse_mode, stronger
-from foreshock.contract.orders import Ordered
+from foreshock.contract.orders import Order
 from foreshock.contract.wire import HeadRef, Policy, Severity, Verdict
 
 IncidentState = Literal["open", "acknowledged", "switched", "arrested", "not arrested", "closed"]
@@ -139,7 +139,7 @@ class Incident(BaseModel):
     done: str = Field(description="the actions so far, in words")
     to_do: str = Field(description="the next actions of people, in words")
     ask: Ask = Field(description="what that asks for: to approve `order`, to order a switch, or neither")
-    order: Ordered | None = Field(description="the newest order for its heads, or the proposal that waits")
+    order: Order | None = Field(description="the newest order for its heads, or the proposal that waits")
 
     @property
     def standing_heads(self) -> int:
@@ -247,8 +247,8 @@ class RunContext(NamedTuple):
     scope: str | None = None
     last_step: int = 0
     """Steps left are counted from it."""
-    orders: Sequence[tuple[frozenset[HeadRef] | None, Ordered]] | None = None
-    """What was ordered and proposed, for which heads (None: every head), the newest first; None: not known."""
+    orders: Sequence[Order] | None = None
+    """Switches that were ordered and proposed, the newest first; None: not known."""
     held: Collection[HeadRef] = ()
     """Heads that a person took a mitigation from, which no machine switches."""
     ended: bool = False
@@ -258,12 +258,11 @@ class RunContext(NamedTuple):
 
 def _decide(
     episode: Sequence[Warned], standing: Sequence[IncidentHead], known: RunContext, before_step: int
-) -> tuple[Text, Ordered | None]:
+) -> tuple[Text, Order | None]:
     """What is done about what stands and what is left to people, and the order that shows how far that is."""
     if not standing:
         refs = {(one.verdict.layer, one.verdict.head) for one in episode}
-        applied = (order for heads, order in known.orders or () if order.state == "applied" and _of(refs, heads))
-        order = next(applied, None)
+        order = next((one for one in known.orders or () if one.state == "applied" and one.names(refs)), None)
         way = "" if order is None else f" {order.way}."
         return Text(f"All warnings are quiet.{way}", "Nothing."), order
     order, decided = None, []
@@ -282,7 +281,7 @@ def _decide(
 
 
 def _text(
-    cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, before_step: int, order: Ordered | None
+    cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, before_step: int, order: Order | None
 ) -> Text:
     """The line of `TEXTS` for these heads, which are warned about for this cause, filled in."""
     switched, all_of_them = switched_of(heads), len(heads)
@@ -304,7 +303,7 @@ def _text(
     return Text(text.done.format(**words), text.to_do.format(**words), text.ask)
 
 
-def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, order: Ordered | None) -> str:
+def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, order: Order | None) -> str:
     """The line of `TEXTS`: what was ordered counts more than what the policy would do."""
     progress = progress_of(heads) if curable(cause) else "unswitched"
     slows = all(head.severity == "info" for head in heads)
@@ -338,11 +337,6 @@ def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContex
     return "no proposal" if act == "propose" and known.orders is not None else act
 
 
-def _of(refs: Collection[AnyRef], heads: Collection[HeadRef] | None) -> bool:
-    """Whether an order for these heads, None for every head, speaks of some of `refs`."""
-    return heads is None or not set(heads).isdisjoint(refs)
-
-
 def switched_of(heads: Sequence[IncidentHead]) -> int:
     return sum(head.state not in ("quiet", "unswitched") for head in heads)
 
@@ -356,7 +350,7 @@ def falls(evidence: Mapping[str, float]) -> bool:
 
 def _order(
     episode: Sequence[Warned], standing: Sequence[IncidentHead], known: RunContext, cause: IncidentCause
-) -> Ordered | None:
+) -> Order | None:
     """The newest order that shows where the incident's heads stand.
 
     Of heads that are not switched: the newest one for any of them. A rejection or a switch that was taken back counts
@@ -370,7 +364,7 @@ def _order(
         for one in episode
         if one.rejected and is_active(one.verdict) and cause_of(one.verdict) == cause
     }
-    for heads, order in sorted(known.orders or (), key=lambda each: each[1].state != "proposed"):
+    for order in sorted(known.orders or (), key=lambda each: each.state != "proposed"):
         counts = cures = is_mode(order.mode) and bool(parse_mode(order.mode) & ROUNDING_ENDS)
         if progress != "unswitched":
             counts = cures and order.state in ("applied", "proposed")
@@ -378,7 +372,7 @@ def _order(
             counts = own <= rejected
         elif order.state == "applied":
             counts = not cures and own <= set(known.held)
-        if counts and _of(own, heads):
+        if counts and order.names(own):
             return order
     return None
 

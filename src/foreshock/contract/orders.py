@@ -1,38 +1,47 @@
-"""Orders: which heads a machine gives which mode, and how far an order is.
+"""Orders to a running training: their kinds, their states, and which heads a switch gives which mode.
 
-`switches` alone decides it: the agent, what is passed on to other ranks, and the webhooks ask it.
+An order has one id from the wish for it to the last rank's answer. `switches` alone decides what a machine switches:
+the agent, what is passed on to other ranks, and the webhooks ask it.
 """
 
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from foreshock.contract.modes import Mode, parse_mode
+from foreshock.contract.modes import Mode, is_mode, parse_mode
 from foreshock.contract.wire import HeadRef
 
+KINDS: Final[dict[str, str]] = {"switch": "switch {heads} to {mode}"}
+"""What an order of each kind does, by its `action`. The agent's side: monitor.switching.Switchboard.actions."""
 SwitchScope = Literal["head", "layer", "model"]
-CommandState = Literal[
+OrderState = Literal[
     "proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected", "cancelled"
 ]  # fmt: skip
-"""proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run.
-
-What is under way is refused when the last rank ends. An answer that comes late still says what was done.
-"""
 OPEN: Final = ("pending", "delivered")
 """Under way: it goes out until it is answered."""
 Decided = Literal["approve", "reject", "cancel"]
-_CANCEL: Final[tuple[CommandState, str]] = ("cancelled", "cancelled")
-PEOPLE_MAY: Final[Mapping[CommandState, Mapping[Decided | Literal["undo"], tuple[CommandState, str]]]] = {
-    "proposed": {"approve": ("pending", "approved"), "reject": ("rejected", "rejected")},
-    "pending": {"cancel": _CANCEL},
-    "delivered": {"cancel": _CANCEL},
-    "applied": {"undo": ("applied", "undone")},
-    "cancelled": {"undo": ("cancelled", "undone")},
+Deed = Decided | Literal["undo"]
+PEOPLE_MAY: Final[tuple[Deed, ...]] = ("approve", "reject", "cancel", "undo")
+"""What people do with an order; the rest of `TRANSITIONS` is of the service and of the answers of ranks."""
+_ANSWERED: Final[dict[str, OrderState]] = {
+    "applied": "applied", "refused": "refused", "expired": "expired", "dry_run": "dry_run",
+}  # fmt: skip
+TRANSITIONS: Final[Mapping[OrderState, Mapping[str, OrderState]]] = {
+    "proposed": {"approve": "pending", "reject": "rejected", "expired": "expired"},
+    "pending": {"cancel": "cancelled", "deliver": "delivered", **_ANSWERED},
+    "delivered": {"cancel": "cancelled", **_ANSWERED},
+    # an answer that comes late still says what was done
+    "applied": {"undo": "applied", **_ANSWERED},
+    "refused": _ANSWERED,
+    "expired": _ANSWERED,
+    "dry_run": _ANSWERED,
+    # what some ranks did before can be undone, by orders of its own
+    "cancelled": {"undo": "cancelled"},
+    "rejected": {},
 }
-"""What people may do with an order in each state, the state that it has then, and the word for it. What some ranks did
-before an order was cancelled can be undone, by orders of its own."""
+"""The state that each deed brings an order into, by the state that it has."""
 Verification = Literal["verified", "not arrested", "unknown"]
 OrderSource = Literal["api", "alertmanager", "agent", "rank", "service"]
 
@@ -46,13 +55,65 @@ _VERBS: Final[dict[OrderSource, str]] = {
     "rank": "Switched",
     "service": "Proposed",
 }
-_WAYS: Final[dict[CommandState, tuple[str, ...]]] = {
+_WAYS: Final[dict[OrderState, tuple[str, ...]]] = {
     "delivered": ("delivered",),
     "applied": ("delivered", "applied"),
     "refused": ("refused",),
     "expired": ("expired without an answer",),
     "cancelled": ("stopped",),
 }
+
+
+def can_order(action: str, mode: str) -> bool:
+    """Whether this version knows an order of this kind, and the mode of a switch."""
+    return is_mode(mode) if action == "switch" else action in KINDS
+
+
+def _stored_as(column: str) -> AliasChoices:
+    """The names of a time: its own, and the one that it has in the store."""
+    return AliasChoices(f"{column}_unix_seconds", column)
+
+
+class Order(BaseModel):
+    """An order or a proposal, from the wish for it to its last answer. `wire.Command` is what agents get of it."""
+
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
+    id: str = Field(default="", description="given when it is stored")
+    action: str = Field(default="switch", description="the kind of order")
+    heads: list[HeadRef] | None = Field(default=None, description="null: every head, or an order that names no head")
+    mode: str = Field(default="", description="the mode that a switch gives; of another kind of order its action")
+    state: OrderState = "pending"
+    source: OrderSource = Field(
+        description="agent: proposed by the agent under policy approve; rank: a local switch, passed on to other "
+        "ranks; service: proposed because a switch did not arrest its head"
+    )
+    issued_by: str
+    reason: str
+    expect: str | None = None
+    dry_run: bool = False
+    created_unix_seconds: float = Field(default=0.0, validation_alias=_stored_as("created"))
+    expires_unix_seconds: float | None = Field(default=None, validation_alias=_stored_as("expires"))
+    expires_step: int | None = None
+    undoes: str | None = Field(default=None, description="the order whose switch this one takes back")
+    verification: Verification | None = Field(
+        default=None, description="whether the heads' growth stopped; null until enough steps have passed"
+    )
+    decided_by: str | None = Field(default=None, description="who approved or rejected it")
+    decided_unix_seconds: float | None = Field(default=None, validation_alias=_stored_as("decided"))
+
+    def names(self, refs: Collection[object]) -> bool:
+        """Whether it is for some of these heads."""
+        return self.heads is None or not set(self.heads).isdisjoint(refs)
+
+    @property
+    def way(self) -> str:
+        """Who did what when, and what became of it, as `Approved by Ada at 11:24 UTC, delivered, applied`."""
+        decided = "Rejected" if self.state == "rejected" else "Approved"
+        verb, who = (_VERBS[self.source], self.issued_by) if self.decided_by is None else (decided, self.decided_by)
+        at = time.strftime("%H:%M", time.gmtime(self.decided_unix_seconds or self.created_unix_seconds))
+        verdict = () if self.verification in (None, "unknown") else (str(self.verification),)
+        steps = ("applied",) if self.source == "rank" and self.state == "applied" else _WAYS.get(self.state, ())
+        return ", ".join((f"{verb} by {who} at {at} UTC", *steps, *verdict))
 
 
 def switches(
@@ -76,27 +137,3 @@ def switches(
         if ref[:shared] in asked and ref not in held and mode != now:
             found.setdefault(mode, []).append(ref)
     return found
-
-
-class Ordered(BaseModel):
-    """An order or a proposal for heads of an incident, and how far it has come."""
-
-    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
-    id: str
-    state: CommandState
-    mode: str
-    source: OrderSource
-    who: str = Field(description="who approved or rejected it; else who ordered or proposed it")
-    decided: bool = Field(description="whether a person approved or rejected it")
-    unix_seconds: float = Field(description="when it was approved or rejected; else when it was ordered or proposed")
-    verification: Verification | None
-
-    @property
-    def way(self) -> str:
-        """Who did what when, and what became of it, as `Approved by Ada at 11:24 UTC, delivered, applied`."""
-        verb = ("Rejected" if self.state == "rejected" else "Approved") if self.decided else _VERBS[self.source]
-        at = time.strftime("%H:%M", time.gmtime(self.unix_seconds))
-        verdict = () if self.verification in (None, "unknown") else (str(self.verification),)
-        first = f"{verb} by {self.who} at {at} UTC"
-        steps = ("applied",) if self.source == "rank" and self.state == "applied" else _WAYS.get(self.state, ())
-        return ", ".join((first, *steps, *verdict))

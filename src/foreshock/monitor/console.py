@@ -81,10 +81,12 @@ class ConsoleReporter:
         for event in events:
             heads, known = f"{len(event.heads)} head{'s' * (len(event.heads) != 1)}", self._switched[event.outcome]
             if event.verdict is None and event.outcome == "applied":
-                lines.append(f"step {event.step:,}: {heads} switched to {'+'.join(set(event.after))}: {event.reason}")
+                done = f"{heads} switched to {'+'.join(set(event.after))}" if event.heads else "carried out an order"
+                lines.append(f"step {event.step:,}: {done}: {event.reason}")
                 self._switched["applied"] -= set(event.heads)
             elif event.verdict is None and event.outcome in ("refused", "expired"):
-                lines.append(f"step {event.step:,}: the order to switch {heads} was {event.outcome}: {event.reason}")
+                order = f"the order to switch {heads}" if event.heads else "an order"
+                lines.append(f"step {event.step:,}: {order} was {event.outcome}: {event.reason}")
             elif event.outcome in ("applied", "proposed"):
                 grown.setdefault(event.outcome, (len(known), event))
                 known |= set(event.heads)

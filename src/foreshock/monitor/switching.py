@@ -61,6 +61,9 @@ class Switchboard:
         """Why the head in a row cannot be given a mode; None where it can."""
         self.runs_on_kernels: Callable[[int], bool] = lambda row: True
         """Whether our kernels compute the head in a row, and read its mode."""
+        self.actions: dict[str, Callable[[wire.Command, int], None]] = {}
+        """What carries out orders of another kind than a switch, by their action (contract.orders.KINDS), after a step.
+        It raises ValueError where it cannot."""
         self._orders: list[_Order] = []
         self._late: list[wire.Switched] = []
         """Answers to orders that others replaced while they waited."""
@@ -187,7 +190,7 @@ class Switchboard:
         whys = ((head, self.why_refused(self._rows[head], mode)) for head in heads)
         return {head: f"layer {head[0]} head {head[1]}: {why}" for head, why in whys if why is not None}
 
-    def _takers(self, heads: list[wire.HeadRef], mode: int) -> tuple[list[wire.HeadRef], str]:
+    def _takers(self, heads: Sequence[wire.HeadRef], mode: int) -> tuple[list[wire.HeadRef], str]:
         """The heads that an order switches, and the answer's words about others. An order for every head leaves those
         out that cannot have the mode; else, and where none is left, they refuse it. Raises ValueError."""
         refused = self._refused(heads, mode)
@@ -206,33 +209,37 @@ class Switchboard:
         self._answered[command.id] = None
         while len(self._answered) > MAX_ANSWERED:
             self._answered.popitem(last=False)
-        heads = list(self._rows) if command.heads is None else list(command.heads)
         # ranks hold different heads; a command for a layer is for those who have it
-        mine = [head for head in heads if head in self._rows]
-
-        def no(outcome: wire.Outcome, why: str) -> wire.Switched:
-            return self._answer(_Order(tuple(mine), None, why, command), outcome, step)
-
-        if command.action != "switch":
-            mine = []
-            return no("refused", f"this agent does not carry out {command.action!r} orders")
-        if (why := _expired(command, step, unix_seconds)) is not None:
-            return no("expired", why)
-        if not mine:
-            return no("refused", "none of the named heads is watched by this process")
+        heads = self._rows if command.heads is None else [head for head in command.heads if head in self._rows]
+        asked = f"{'dry run' if command.dry_run else command.issued_by}: {command.reason}"
+        order = _Order(tuple(heads) if command.action == "switch" else (), None, asked, command)
+        outcome: wire.Outcome = "refused"
         try:
-            wanted = parse_mode(command.mode)
-            expected = None if command.expect is None else parse_mode(command.expect)
-            takers, left_out = self._takers(mine, wanted)
+            if command.action not in {"switch", *self.actions}:
+                raise ValueError(f"this agent does not carry out {command.action!r} orders")
+            if (why := _expired(command, step, unix_seconds)) is not None:
+                outcome = "expired"
+                raise ValueError(why)
+            if not heads:
+                raise ValueError("none of the named heads is watched by this process")
+            if command.action == "switch":
+                order = self._switch_of(order, command)
+            elif not command.dry_run:
+                self.actions[command.action](command, step)
         except ValueError as error:
-            return no("refused", str(error))
-        now = {head: Mode(self.host[self._rows[head]]) for head in mine}
-        if other := [head for head in mine if expected is not None and now[head] != expected]:
-            (layer, head), has = other[0], mode_name(now[other[0]])
-            return no("refused", f"expected {command.expect}, but layer {layer} head {head} has {has}")
-        asked = "dry run" if command.dry_run else command.issued_by
-        order = _Order(tuple(takers), wanted, f"{asked}: {command.reason}{left_out}", command)
+            return self._answer(order._replace(reason=str(error)), outcome, step)
         return self._answer(order, "dry_run", step) if command.dry_run else self._carry_out(order, step)
+
+    def _switch_of(self, order: _Order, command: wire.Command) -> _Order:
+        """The switch that a command orders. Raises ValueError if its heads cannot have it or are not as expected."""
+        wanted = parse_mode(command.mode)
+        expected = None if command.expect is None else parse_mode(command.expect)
+        takers, left_out = self._takers(order.heads, wanted)
+        for layer, head in order.heads:
+            has = Mode(self.host[self._rows[layer, head]])
+            if expected not in (None, has):
+                raise ValueError(f"expected {command.expect}, but layer {layer} head {head} has {mode_name(has)}")
+        return order._replace(heads=tuple(takers), mode=wanted, reason=order.reason + left_out)
 
     def _write(self) -> None:
         wanted = np.fromiter(self.wanted().values(), dtype=np.int32, count=len(self.host))

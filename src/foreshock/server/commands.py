@@ -10,7 +10,6 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Final, Literal, NamedTuple
 
@@ -20,27 +19,23 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, bindparam, desc, fu
 from foreshock.contract.causes import curable
 from foreshock.contract.incident import heads_in_words
 from foreshock.contract.modes import is_mode, mode_name, parse_mode
-from foreshock.contract.orders import OPEN, PEOPLE_MAY, Decided, switches
-from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, HeadRef, Switched
-from foreshock.server.models import (
-    CommandChange,
-    CommandRequest,
-    CommandState,
-    CommandStatus,
-    RankAnswer,
-    SwitchedTo,
-    SwitchPlan,
+from foreshock.contract.orders import (
+    OPEN,
+    PEOPLE_MAY,
+    TRANSITIONS,
+    Decided,
+    Deed,
+    Order,
+    OrderState,
     Verification,
+    can_order,
+    switches,
 )
+from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, HeadRef, Switched
+from foreshock.server.models import CommandRequest, CommandStatus, RankAnswer, SwitchedTo, SwitchPlan
 from foreshock.server.problems import ProblemError
 from foreshock.server.readings import passed_over, read_back
-from foreshock.server.runs.eventlog import (
-    ended_before_the_answer,
-    heads_of,
-    order_in_words,
-    printable,
-    write_events,
-)
+from foreshock.server.runs.eventlog import heads_of, nobody_answers, order_in_words, printable, write_events
 from foreshock.server.runs.incidents import carried_out, present, reject_evidence, rejected_heads
 from foreshock.server.runs.listing import active_warnings, find_run
 from foreshock.server.runs.newest import Ranks, all_ended, concerned, described, heads_by_rank, nobody_left
@@ -50,9 +45,9 @@ from foreshock.server.store.database import lock_runs
 from foreshock.server.store.schema import command_ranks, commands, runs
 
 WITH_RUN: Final = select(commands, runs.c.name.label("run")).join(runs)
-"""Commands, each with the name of its run."""
+"""Orders, each with the name of its run."""
 _OUTSIDE: Final = ("alertmanager", "service")
-"""Sources of orders outside of the training: it may have ended, and they share the cool-down."""
+"""Sources of orders outside of the training, which share the cool-down."""
 _MOST_WAITING: Final = 64
 """Orders and proposals of machines that wait in one run: nobody reads more."""
 _ANSWER_GRACE_SECONDS: Final = 60.0
@@ -60,62 +55,32 @@ _ANSWER_GRACE_SECONDS: Final = 60.0
 _MAX_PER_ACK: Final = 256
 _ACK_BYTES: Final = MAX_ACK_BYTES - 4096
 """What the orders of one ack may take; the rest is its envelope. One order of every head there can be fits."""
+_STORED: Final = {column.name for column in commands.c} & Order.model_fields.keys()
 
 
-@dataclass(frozen=True)
-class Order:
-    """A command about to be created."""
-
-    run_id: int
-    run: str
-    source: str
-    issued_by: str
-    reason: str
-    heads: Sequence[HeadRef] | None = None
-    mode: str = ""
-    state: CommandState = "pending"
-    expect: str | None = None
-    dry_run: bool = False
-    expires: float | None = None
-    expires_step: int | None = None
-    idempotency_key: str | None = None
-    request_hash: str | None = None
-    answered: tuple[Batch, Switched] | None = None
-    """The batch of the rank that has it already, and what it did, when a local switch is passed on."""
-    undoes: str | None = None
-
-
-_OF_ORDER: Final = {field.name for field in fields(Order)} & {column.name for column in commands.c}
-"""What a command is stored with as its order has it, but for what `create` words anew."""
-
-
-def create(connection: Connection, order: Order) -> str:
-    """Create a command with its audit row and event; its id."""
-    command_id = f"cmd-{uuid.uuid4().hex}"
-    heads = None if order.heads is None else [list(ref) for ref in order.heads]
+def create(connection: Connection, run_id: int, order: Order, **more: Any) -> str:
+    """Store an order with its audit row and event; its id."""
     words = {"issued_by": printable(order.issued_by[:128]), "reason": printable(order.reason[:500])}
-    own = {"id": command_id, "heads": heads, "created": time.time()}
-    connection.execute(commands.insert().values({**{c: getattr(order, c) for c in _OF_ORDER}, **words, **own}))
-    if order.answered is not None:
-        batch, switched = order.answered
-        answer = {"outcome": "applied", "switched": switched.model_dump_json(), "rank": batch.rank, "boot": batch.boot}
-        connection.execute(command_ranks.insert().values(command_id=command_id, deliveries=0, **answer))
-    row = connection.execute(WITH_RUN.where(commands.c.id == command_id)).one()
-    what = f"Command to {order_in_words(row.mode, heads_of(row))} is {order.state} ({row.issued_by}): {row.reason}"
+    own = {"id": f"cmd-{uuid.uuid4().hex}", "created": time.time(), "expires": order.expires_unix_seconds}
+    values = order.model_dump(include=_STORED) | words | own | more
+    connection.execute(commands.insert().values(run_id=run_id, **values))
+    row = connection.execute(WITH_RUN.where(commands.c.id == own["id"])).one()
+    what = f"Command to {order_in_words(row)} is {order.state} ({row.issued_by}): {row.reason}"
     record_transition(connection, row, order.state, order.issued_by, {"reason": order.reason[:500]}, what)
-    return command_id
+    return str(row.id)
 
 
-def move(
+def _move(
     connection: Connection,
     row: Row[Any],
-    state: CommandState,
+    deed: str,
     actor: str,
     details: dict[str, Any],
     sentence: str | None = None,
     **values: Any,
 ) -> bool:
-    """Bring a command into a state, with its audit row and event; False where it has moved on meanwhile."""
+    """Bring an order into its next state, with its audit row and event; False where it has moved on meanwhile."""
+    state = TRANSITIONS[row.state][deed]
     same = commands.c.id == row.id, commands.c.state == row.state
     if not connection.execute(update(commands).where(*same).values(state=state, **values)).rowcount:
         return False
@@ -126,7 +91,7 @@ def move(
 def record_transition(
     connection: Connection,
     row: Row[Any],
-    state: CommandState,
+    state: OrderState,
     actor: str,
     details: dict[str, Any],
     sentence: str | None = None,
@@ -135,11 +100,10 @@ def record_transition(
     """The audit row and the event of a transition, or of what became of the heads."""
     full = {**details, "state": state, "mode": row.mode, "heads": row.heads, "source": row.source}
     audit.append(connection, actor=actor, action="command", run=row.run, command=row.id, details=full)
-    same = {name: getattr(row, name) for name in ("id", "source", "issued_by", "reason", "heads", "mode")}
-    change = CommandChange.model_validate({**same, "state": state, "verification": verification})
+    news = Order.model_validate({**row._mapping, "state": state, "verification": verification})
     own = {"run_id": row.run_id, "kind": "command", "mode": row.mode, "outcome": state}
-    words = sentence or f"Command to {order_in_words(row.mode, change.heads)} is {state} ({printable(actor)})."
-    written = {"unix_seconds": time.time(), "sentence": words, "payload": change.model_dump_json()}
+    words = sentence or f"Command to {order_in_words(row)} is {state} ({printable(actor)})."
+    written = {"unix_seconds": time.time(), "sentence": words, "payload": news.model_dump_json()}
     write_events(connection, [{**own, **written}])
 
 
@@ -154,7 +118,7 @@ def create_from_request(
     idempotency_key: str | None,
     default_expiry_seconds: float,
 ) -> tuple[str, bool]:
-    """A person's command: goes out under every policy. Its id, and whether it is new."""
+    """A person's order: goes out under every policy. Its id, and whether it is new."""
     run_id = find_run(connection, run).id
     lock_runs(connection, [run_id])
     digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
@@ -165,66 +129,69 @@ def create_from_request(
             raise ProblemError(409, "This Idempotency-Key was used for another command; take a new key.")
         if old is not None:
             return old.id, False
-    ranks = heads_by_rank(connection, [run_id]).get(run_id, {})
     if request.heads == []:
         raise ProblemError(422, "heads is empty; name at least one [layer, head], or give null for every head.")
-    held = {ref for holding in ranks.values() for ref in holding.heads}
+    held = {ref for holding in _ranks(connection, run_id).values() for ref in holding.heads}
     if held and (unknown := [ref for ref in request.heads or () if ref not in held]):
         raise ProblemError(422, f"Run {run} has no {heads_in_words(unknown)}.")
-    _check_somebody_is_left(run, request.heads, ranks)
     order = Order(
-        run_id=run_id,
-        run=run,
+        **request.model_dump(include={"action", "heads", "reason", "expect", "dry_run", "expires_step"}),
+        mode=request.mode or request.action,
         source="api",
         issued_by=f"{request.who} ({caller})",
-        reason=request.reason,
-        heads=request.heads,
-        mode=request.mode,
-        expect=request.expect,
-        dry_run=request.dry_run,
-        expires=time.time() + (request.expires_in_seconds or default_expiry_seconds),
-        expires_step=request.expires_step,
-        idempotency_key=idempotency_key,
-        request_hash=digest,
+        expires_unix_seconds=time.time() + (request.expires_in_seconds or default_expiry_seconds),
     )
-    return create(connection, order), True
+    [made] = _ordered(connection, run_id, [order], idempotency_key=idempotency_key, request_hash=digest)
+    return made, True
 
 
-def _check_somebody_is_left(run: str, heads: Sequence[HeadRef] | None, ranks: Ranks) -> None:
-    """Raises ProblemError for an order that nobody can carry out: it would wait until it expires, and people too."""
-    if nobody_left(heads, ranks):
-        why = f"Could not switch {heads_in_words(heads)}: all ranks of run {run} that have them ended."
-        raise ProblemError(409, f"{why} Order it again when the run is resumed.")
+def _ordered(connection: Connection, run_id: int, orders: Sequence[Order], **stored: Any) -> Sequence[str]:
+    """The ids of what a person orders. Raises ProblemError where nobody is left to carry it out."""
+    gate = propose(connection, run_id, orders, **stored)
+    if gate.why:
+        raise ProblemError(409, gate.why)
+    return gate.ids
 
 
 def decide(connection: Connection, command_id: str, who: str, reason: str, *, how: Decided, expiry: float) -> list[str]:
-    """Let a proposed command go out for `expiry` seconds, turn it down, which holds for the warnings that stand (see
+    """Let a proposed order go out for `expiry` seconds, turn it down, which holds for the warnings that stand (see
     `reject_evidence`), or stop one that is under way, so that no further rank gets it. Its id.
     """
-    row, (state, verb) = _decided(connection, command_id, how)
+    row = _decided(connection, command_id, how)
     values: dict[str, Any] = {"decided_by": printable(who)[:160], "decided": time.time()}
     if how == "approve":
-        if not is_mode(row.mode):
+        if not can_order(row.action, row.mode):
             raise ProblemError(409, f"Command {row.id} is for {row.mode}, which this service cannot order; reject it.")
-        _check_somebody_is_left(row.run, heads_of(row), _ranks(connection, row.run_id))
+        if nobody_left(heads_of(row), _ranks(connection, row.run_id)):
+            raise ProblemError(409, nobody_answers(row))
         values["expires"] = time.time() + expiry
     elif how == "reject":
         reject_evidence(connection, row.run_id, heads_of(row))
     else:
         values = {}
-    what = f"{'Command' if how == 'cancel' else 'The proposal'} to {order_in_words(row.mode, heads_of(row))}"
-    sentence = f"{what} is {verb} ({printable(who)}): {printable(reason)}"
-    move(connection, row, state, who, {"reason": reason}, sentence, **values)
+    verb = "approved" if how == "approve" else TRANSITIONS[row.state][how]
+    what = f"{'Command' if how == 'cancel' else 'The proposal'} to {order_in_words(row)}"
+    _move(
+        connection,
+        row,
+        how,
+        who,
+        {"reason": reason},
+        f"{what} is {verb} ({printable(who)}): {printable(reason)}",
+        **values,
+    )
     return [row.id]
 
 
-def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_run: bool, expiry: float) -> list[str]:
-    """Order the modes back that a command changed: one order for each former mode; their ids.
+def undo(
+    connection: Connection, command_id: str, who: str, reason: str, *, dry_run: bool, expiry: float
+) -> Sequence[str]:
+    """Order the modes back that a switch changed: one order for each former mode; their ids.
 
-    Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the command was applied,
+    Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the switch was applied,
     wholly or by some ranks before it was cancelled, and nothing takes it back yet.
     """
-    row, _ = _decided(connection, command_id, "undo")
+    row = _decided(connection, command_id, "undo")
     if other := _undone(connection, [command_id]).get(command_id):
         raise ProblemError(409, f"Command {command_id} is undone by {other} already.")
     done = carried_out(connection, commands.c.id == command_id)[command_id]
@@ -235,38 +202,35 @@ def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_
         raise ProblemError(
             409, f"The mode before command {command_id} was {strange[0]}, which this service cannot order."
         )
-    _check_somebody_is_left(row.run, sorted(former), _ranks(connection, row.run_id))
-    by_mode: dict[str, list[HeadRef]] = defaultdict(list)
-    for ref, before in sorted(former.items()):
-        by_mode[before].append(ref)
-    order = Order(
-        run_id=row.run_id,
-        run=row.run,
-        source="api",
-        issued_by=who,
-        reason=f"undo: {reason}",
-        expect=row.mode,
-        dry_run=dry_run,
-        expires=time.time() + expiry,
-        undoes=command_id,
-    )
-    return [create(connection, replace(order, heads=heads, mode=mode)) for mode, heads in sorted(by_mode.items())]
+    orders = [
+        Order(
+            source="api",
+            heads=sorted(ref for ref, before in former.items() if before == mode),
+            mode=mode,
+            issued_by=who,
+            reason=f"undo: {reason}",
+            expect=row.mode,
+            dry_run=dry_run,
+            expires_unix_seconds=time.time() + expiry,
+            undoes=command_id,
+        )
+        for mode in sorted(set(former.values()))
+    ]
+    return _ordered(connection, row.run_id, orders)
 
 
-def _decided(
-    connection: Connection, command_id: str, how: Decided | Literal["undo"]
-) -> tuple[Row[Any], tuple[CommandState, str]]:
-    """A command, its run held, and what a person makes of it. Raises ProblemError unless its state allows that."""
+def _decided(connection: Connection, command_id: str, how: Deed) -> Row[Any]:
+    """An order, its run held. Raises ProblemError unless its state lets a person do this with it."""
     owners = connection.execute(select(commands.c.run_id).where(commands.c.id == command_id))
     lock_runs(connection, owners.scalars().all())
     row = connection.execute(WITH_RUN.where(commands.c.id == command_id)).first()
     if row is None:
         raise ProblemError(404, f"There is no command {command_id[:128]!r}.")
-    can = PEOPLE_MAY.get(row.state, {})
+    can = [deed for deed in PEOPLE_MAY if deed in TRANSITIONS[row.state]]
     if how not in can:
         instead = f"you can {' or '.join(can)} it" if can else "there is nothing to do"
         raise ProblemError(409, f"Command {row.id} is {row.state}, so you cannot {how} it; {instead}.")
-    return row, can[how]
+    return row
 
 
 def _ranks(connection: Connection, run_id: int) -> Ranks:
@@ -329,23 +293,14 @@ def status(connection: Connection, run_id: int | None, command_id: str | None, l
 
 
 def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) -> CommandStatus:
-    same = CommandStatus.model_fields.keys() & row._fields
     answers = []
     for rank, state in sorted(track.items()):
         switched = _answer_of(state)
         words = switched.model_dump(include={"step", "heads", "before", "after", "reason"}) if switched else {}
         answers.append(RankAnswer(rank=rank, deliveries=state.deliveries, outcome=state.outcome, **words))
     ended = row.state == "refused" and not any(answer.outcome == "refused" for answer in answers)
-    return CommandStatus.model_validate(
-        {
-            **{name: getattr(row, name) for name in same},
-            "created_unix_seconds": row.created,
-            "expires_unix_seconds": row.expires,
-            "ranks": answers,
-            "closed_because": ended_before_the_answer(heads_of(row)) if ended else None,
-            "undone_by": undone_by,
-        }
-    )
+    own = {"ranks": answers, "closed_because": nobody_answers(row) if ended else None, "undone_by": undone_by}
+    return CommandStatus.model_validate({**row._mapping, **own, "what": order_in_words(row)})
 
 
 def pending_by_run(connection: Connection) -> dict[int, int]:
@@ -375,54 +330,60 @@ def not_arrested_by_run(connection: Connection) -> dict[int, int]:
 
 
 class Gate(NamedTuple):
-    """What became of the wish of a machine for a switch: ordered, proposed, or why not."""
+    """What became of the wish for some orders: their ids, whether they are proposals, or why there are none."""
 
     result: Literal["ordered", "proposed", "observed", "refused"]
     why: str = ""
-    heads: tuple[HeadRef, ...] = ()
+    heads: Sequence[HeadRef] = ()
+    ids: Sequence[str] = ()
 
 
 def changes_for(
-    connection: Connection, run_id: int, called_for: Collection[HeadRef], mode: str, scope: str = "head"
-) -> dict[str, list[HeadRef]]:
-    """The heads that a mitigation is added to, by the mode that each has then; without those that a person took it
-    from. A mode of another version is given back as it is."""
-    if not is_mode(mode):
-        return {mode: sorted(called_for)}
+    connection: Connection, run_id: int, order: Order, called_for: Collection[HeadRef], scope: str = "head"
+) -> list[Order]:
+    """The orders that add the mitigation of `order` to the heads that call for it, one for each mode that comes of it;
+    without heads that a person took it from. A mode of another version is given back as it is."""
+    if not is_mode(order.mode):
+        return [order.model_copy(update={"heads": sorted(called_for)})]
     modes, held = _modes_here(connection, run_id)
     loose = set(called_for) - rejected_heads(connection, run_id)
-    return {mode_name(each): own for each, own in switches(loose, modes, mode, scope, held).items()}
+    changes = switches(loose, modes, order.mode, scope, held)
+    return [order.model_copy(update={"mode": mode_name(mode), "heads": heads}) for mode, heads in changes.items()]
 
 
 def propose(
     connection: Connection,
-    order: Order,
-    called_for: Collection[tuple[int | None, int | None]],
-    changes: Mapping[str, Sequence[HeadRef]],
+    run_id: int,
+    orders: Sequence[Order],
+    called_for: Collection[tuple[int | None, int | None]] = (),
     cooldown_seconds: float = 0.0,
+    **stored: Any,
 ) -> Gate:
-    """Order or propose, as `order` says, for the heads that warnings call for, to give `changes` their modes.
+    """Let `orders`, all of one source and state, go out or wait for a person, unless something is in the way.
 
-    The caller holds the run. What a person rejected or took back holds against every machine until a new warning.
-    cooldown_seconds: how long after an order of the service or of a webhook none follows.
+    The caller holds the run. People may always order. What a person rejected or took back holds against every machine
+    until one of the heads `called_for` has a new warning. cooldown_seconds: how long after an order of the service or
+    of a webhook none follows. stored: further columns.
     """
     until = "which holds until one of these heads has a new warning"
-    follows = order.source == "rank" and order.state == "pending"
-    if called_for and not follows and set(called_for) <= rejected_heads(connection, order.run_id):
+    source, state = next(((one.source, one.state) for one in orders), (None, None))
+    asks = source != "api" and not (source == "rank" and state == "pending")
+    if called_for and asks and set(called_for) <= rejected_heads(connection, run_id):
         return Gate("observed", f"a person rejected this switch, {until}")
-    if strange := [mode for mode in changes if not is_mode(mode)]:
-        return Gate("refused", f"mode {strange[0]} is not known to this service; it may be the older one")
-    heads = tuple(sorted(ref for own in changes.values() for ref in own))
-    if not heads:
+    if not orders:
         taken = f"a person took the switch of these heads back, {until}" if called_for else "its heads are switched"
         return Gate("observed", taken)
-    if order.source in _OUTSIDE and nobody_left(heads, _ranks(connection, order.run_id)):
-        return Gate("refused", "every rank that holds these heads has ended", heads)
-    if not follows and (why := _in_the_way(connection, order.run_id, set(heads), cooldown_seconds)):
+    if strange := [one.mode for one in orders if not can_order(one.action, one.mode)]:
+        return Gate("refused", f"mode {strange[0]} is not known to this service; it may be the older one")
+    named = [one.heads for one in orders if one.heads is not None]
+    heads = sorted(ref for own in named for ref in own)
+    all_of_them = heads if len(named) == len(orders) else None
+    if source in ("api", *_OUTSIDE) and nobody_left(all_of_them, _ranks(connection, run_id)):
+        return Gate("refused", nobody_answers(orders[0].model_copy(update={"heads": all_of_them})), heads)
+    if asks and (why := _in_the_way(connection, run_id, set(heads), cooldown_seconds)):
         return Gate("refused", why, heads)
-    for mode, own in changes.items():
-        create(connection, replace(order, mode=mode, heads=own))
-    return Gate("ordered" if order.state == "pending" else "proposed", heads=heads)
+    ids = [create(connection, run_id, one, **stored) for one in orders]
+    return Gate("ordered" if state == "pending" else "proposed", heads=heads, ids=ids)
 
 
 def _in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldown: float) -> str | None:
@@ -484,22 +445,28 @@ def _pass_on(
     applied = switched.outcome == "applied"
     standing = {w.id for w in raised if w.rank == batch.rank and curable(w.cause) and w.severity != "info"}
     justified = applied and verdicts <= standing and _is_of_policy(switched, describe(run_id))
-    order = Order(
-        run_id=run_id,
-        run=batch.run,
-        source="rank" if applied else "agent",
-        issued_by=actor,
-        reason=switched.reason or "local decision",
-        state="pending" if justified else "proposed",
-        expires=time.time() + Settings.command_expiry_seconds,
-        answered=(batch, switched) if applied else None,
-    )
-    others = concerned(switched.heads, ranks) - {batch.rank}
-    if others or not applied:
-        propose(connection, order, {(one.layer, one.head) for one in raised}, changes)
-        return
-    for mode, heads in changes.items():
-        create(connection, replace(order, mode=mode, heads=heads, state="applied"))
+    asks = bool(concerned(switched.heads, ranks) - {batch.rank}) or not applied
+    orders = [
+        Order(
+            heads=heads,
+            mode=mode,
+            state="pending" if justified else "proposed" if asks else "applied",
+            source="rank" if applied else "agent",
+            issued_by=actor,
+            reason=switched.reason or "local decision",
+            expires_unix_seconds=time.time() + Settings.command_expiry_seconds,
+        )
+        for mode, heads in changes.items()
+    ]
+    made: Sequence[str]
+    if asks:
+        made = propose(connection, run_id, orders, {(one.layer, one.head) for one in raised}).ids
+    else:
+        made = [create(connection, run_id, order) for order in orders]
+    if applied:
+        answer = {"outcome": "applied", "switched": switched.model_dump_json(), "rank": batch.rank, "boot": batch.boot}
+        for command_id in made:
+            connection.execute(command_ranks.insert().values(command_id=command_id, deliveries=0, **answer))
 
 
 def _is_of_policy(switched: Switched, living: Sequence[Mapping[str, Any]]) -> bool:
@@ -564,14 +531,14 @@ def exchange(
         ranks = held.get(row.run_id, {})
         asked = concerned(heads_of(row), ranks)
         track = tracks.get(row.id, {})
-        if _settle(connection, row, ranks, track):
+        if _settle(connection, row, ranks, track) or not can_order(row.action, row.mode):
             continue
         for boot_key in sorted({(b.run, b.rank, b.boot) for b in group if b.run == row.run}):
             _, rank, boot = boot_key
             state = track.get(rank)
             answered = state is not None and state.outcome is not None
             late = row.expires is not None and now > row.expires and state is None
-            if rank not in asked or answered or late or ranks[rank].boot != boot or not is_mode(row.mode):
+            if rank not in asked or answered or late or ranks[rank].boot != boot:
                 continue
             if len(orders[boot_key]) < _MAX_PER_ACK and (order := _as_wire(row)) is not None:
                 sizes[boot_key] += len(order.model_dump_json().encode()) + 1
@@ -597,7 +564,7 @@ def _delivered(connection: Connection, row: Row[Any], rank: int, track: Row[Any]
         connection.execute(again.values(deliveries=track.deliveries + 1))
         return
     connection.execute(command_ranks.insert().values(command_id=row.id, rank=rank, deliveries=1))
-    if row.state != "pending" or not move(connection, row, "delivered", "service", {"rank": rank}):
+    if row.state != "pending" or not _move(connection, row, "deliver", "service", {"rank": rank}):
         details = {"rank": rank, "state": "delivered"}
         audit.append(connection, actor="service", action="command", run=row.run, command=row.id, details=details)
 
@@ -646,11 +613,9 @@ def _settle(connection: Connection, row: Row[Any], ranks: Ranks, track: Mapping[
     silent = sorted(concerned(heads, ranks) - outcomes.keys())
     under_way = any(rank in track for rank in silent) and now < (row.expires or 0) + _ANSWER_GRACE_SECONDS
     details: dict[str, Any] = {"outcomes": {str(rank): one for rank, one in outcomes.items()}, "silent": silent}
-    state: CommandState | None = None
-    ends = ""
+    state, ends = "", ""
     if outcomes and not silent:
-        worst: tuple[CommandState, ...] = ("refused", "expired", "dry_run")
-        state = next((one for one in worst if one in outcomes.values()), "applied")
+        state = next((one for one in ("refused", "expired", "dry_run") if one in outcomes.values()), "applied")
         answers = [_answer_of(t) for t in track.values()] if state == "applied" else []
         if steps := [one.step for one in answers if one is not None and one.outcome == "applied"]:
             ends = f" at step {max(steps):,}."
@@ -659,12 +624,12 @@ def _settle(connection: Connection, row: Row[Any], ranks: Ranks, track: Mapping[
         some = ", ".join(map(str, silent[:16])) + (" and more" if len(silent) > 16 else "")
         ends = f"; no answer from rank{'s' if len(silent) > 1 else ''} {some}: {row.reason}" if silent else ""
     elif row.state in OPEN and all_ended(heads, ranks):
-        state, details["because"] = "refused", ended_before_the_answer(heads)
+        state, details["because"] = "refused", nobody_answers(row)
         ends = f": {details['because']}" if not outcomes else ""
-    if state is not None and state != row.state:
-        what = f"Command to {order_in_words(row.mode, heads)} is {state}{ends}"
-        move(connection, row, state, "service", details, what if ends else None)
-    return state is not None
+    if state not in ("", row.state):
+        what = f"Command to {order_in_words(row)} is {state}{ends}"
+        _move(connection, row, state, "service", details, what if ends else None)
+    return bool(state)
 
 
 def expire(connection: Connection) -> None:

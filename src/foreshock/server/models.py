@@ -7,22 +7,19 @@ which JSON can spell and no store can keep.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from foreshock.contract.causes import Cause, IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, IncidentState
 from foreshock.contract.metrics.run_metrics import FIRST_STEP_SECONDS
-from foreshock.contract.orders import CommandState as CommandState
-from foreshock.contract.orders import OrderSource
-from foreshock.contract.orders import Verification as Verification
+from foreshock.contract.orders import Order, can_order
 from foreshock.contract.wire import (
     MAX_LAYERS,
     Checkpoint,
     Clipped,
     HeadRef,
-    Identifier,
     ModeName,
     Outcome,
     Policy,
@@ -269,39 +266,16 @@ class RankAnswer(Response):
     reason: str = ""
 
 
-class CommandChange(Response):
-    """A command as it stands in the event log and the stream."""
-
-    id: Identifier
-    state: CommandState
-    source: OrderSource = Field(
-        description="agent: proposed by the agent under policy approve; rank: a local switch, passed on to other "
-        "ranks; service: proposed because a switch did not arrest its head"
-    )
-    issued_by: str
-    reason: str
-    heads: list[HeadRef] | None
-    mode: str
-    verification: Verification | None = Field(
-        default=None, description="whether the heads' growth stopped; null until enough steps have passed"
-    )
-
-
-class CommandStatus(CommandChange):
-    """A command and its way through the ranks."""
+class CommandStatus(Order):
+    """An order and its way through the ranks."""
 
     run: str
-    expect: str | None
-    dry_run: bool
-    created_unix_seconds: float
-    expires_unix_seconds: float | None
-    expires_step: int | None
+    what: str = Field(description="what it does, in words")
     ranks: list[RankAnswer]
     closed_because: str | None = Field(
         default=None, description="why it is refused though no rank refused it: all that could answer have ended"
     )
-    undoes: Identifier | None = Field(default=None, description="the command whose switch this one takes back")
-    undone_by: Identifier | None = Field(default=None, description="the command that takes this one's switch back")
+    undone_by: str | None = Field(default=None, description="the order that takes this one's switch back")
 
 
 class CommandList(Response):
@@ -352,7 +326,7 @@ class RunEvent(Response):
     switched: Switched | None = None
     clipped: Clipped | None = None
     checkpoint: Checkpoint | None = None
-    command: CommandChange | None = None
+    command: Order | None = None
     incident: IncidentChange | None = None
     acknowledged: Acknowledged | None = None
 
@@ -461,17 +435,26 @@ class Decision(Request):
 
 
 class CommandRequest(Decision):
-    """An order to switch heads."""
+    """An order to a running training."""
 
     who: Said = Field(min_length=1, max_length=128, description="who requests it; recorded in the audit trail")
     heads: list[HeadRef] | None = Field(
         default=None, max_length=MAX_LAYERS * 64, description="[[layer, head], ...]; null means every head of the run"
     )
-    mode: ModeName = Field(description="the mode that these heads get")
+    action: str = Field(default="switch", description="the kind of order")
+    mode: ModeName | None = Field(default=None, description="the mode that these heads get; of a switch alone")
     expect: ModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
     expires_in_seconds: float | None = Field(default=None, gt=0, le=30 * 86400)
     expires_step: Step | None = None
     dry_run: bool = False
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Self:
+        if not can_order(self.action, self.mode or "") or (self.action != "switch" and self.mode is not None):
+            raise ValueError(
+                f"{self.action!r} with mode {self.mode!r} is not an order; a switch, and it alone, has a mode"
+            )
+        return self
 
 
 class Acknowledgement(Decision):

@@ -287,7 +287,8 @@ class Notifier:
             await self._send("slack", slack.get_secret_value(), json.dumps({"text": plain}))
         if webhook is not None:
             brief = {
-                run: [one.model_dump(mode="json", exclude={"heads"}) for one in own] for run, own in changed.items()
+                run: [one.model_dump(mode="json", exclude={"heads": True, "order": {"heads"}}) for one in own]
+                for run, own in changed.items()
             }
             body = {"message": message, "event": event and event.model_dump(mode="json"), "incidents": brief}
             await self._send("webhook", webhook.get_secret_value(), json.dumps(body))

@@ -17,12 +17,12 @@ from sqlalchemy import Connection, Row, select, update
 from foreshock.contract.incident import heads_in_words
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.modes import is_mode, parse_mode, stronger
+from foreshock.contract.orders import Order, Verification
 from foreshock.contract.switch_verdict import POINTS, SIGNALS, SignalGrowth, growth_of
 from foreshock.contract.wire import HeadRef
 from foreshock.server import commands
 from foreshock.server.commands import changes_for, propose
 from foreshock.server.drawing import Curve, Window, draw, edges
-from foreshock.server.models import Verification
 from foreshock.server.readings import axis_of
 from foreshock.server.runs.incidents import SwitchedHead, carried_out, record_incidents, warned_of
 from foreshock.server.runs.newest import described
@@ -71,6 +71,7 @@ def _due(connection: Connection, settings: Settings) -> list[Due]:
     undone = select(table.c.undoes).where(table.c.undoes.is_not(None), table.c.state == "applied")
     query = commands.WITH_RUN.where(
         table.c.state == "applied",
+        table.c.action == "switch",
         table.c.mode != "plain",
         table.c.verification.is_(None),
         table.c.undoes.is_(None),
@@ -175,9 +176,9 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     loose = [ref for ref in loose if ref in due.active]
     if next_mode is None or observed:
         return
-    order = commands.Order(row.run_id, row.run, "service", "service", sentence, state="proposed")
-    changes = changes_for(connection, row.run_id, loose, next_mode)
-    propose(connection, order, loose, changes, settings.webhook_cooldown_seconds)
+    order = Order(source="service", issued_by="service", reason=sentence, state="proposed", mode=next_mode)
+    orders = changes_for(connection, row.run_id, order, loose)
+    propose(connection, row.run_id, orders, loose, settings.webhook_cooldown_seconds)
 
 
 def _growths(

@@ -77,7 +77,7 @@ def test_a_rejection_says_how_long_it_holds_an_order_is_stopped_and_an_ended_run
     wait("the order", lambda: button(chromium, "Stop")).click()
     fill(chromium, who="Grace", reason="not that one")
     button(chromium, "Continue").click()
-    sentence = f"Stop the switch of every head of {feeder.run} to exact_delta: ranks that have not received it yet"
+    sentence = f"Stop: switch every head to exact_delta in {feeder.run}. Ranks that have not received it yet"
     wait("what happens is said before it does", lambda: sentence in text(chromium, "dialog"))
     button(chromium, "Stop now").click()
     wait("it is stopped", lambda: "cancelled" in text(chromium, ".commands"))

@@ -68,7 +68,7 @@ def test_a_run_appears_moves_warns_is_switched_verified_and_switched_back(
     button(chromium, "Undo").click()
     fill(chromium, reason="enough seen")
     button(chromium, "Continue").click()
-    sentence = f"Undo the switch of layer 0 head 2 of {feeder.run} to row_corrected"
+    sentence = f"Undo: switch layer 0 head 2 to row_corrected in {feeder.run}."
     wait("what is undone is said before it goes", lambda: sentence in text(chromium, "dialog"))
     button(chromium, "Undo now").click()
     wait("the undo stands on the page", lambda: "undo: enough seen" in text(chromium, ".commands"))

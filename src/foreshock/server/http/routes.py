@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -418,7 +418,7 @@ async def decide(request: Request, caller: Actor, command: str, how: Decided, de
 
 
 async def _act(
-    request: Request, caller: Caller, command: str, decision: Decision, act: Callable[..., list[str]]
+    request: Request, caller: Caller, command: str, decision: Decision, act: Callable[..., Sequence[str]]
 ) -> list[CommandStatus]:
     """Do this with a command that the caller reaches; how those stand then whose ids `act` gives back."""
 

@@ -20,9 +20,10 @@ from sqlalchemy import Connection, delete, select
 from foreshock.contract.causes import curable
 from foreshock.contract.metrics.catalog import BY_KEY, WATCHDOG
 from foreshock.contract.modes import DEFAULT_MITIGATION
+from foreshock.contract.orders import Order
 from foreshock.contract.wire import first_error
 from foreshock.server.auth import Actor
-from foreshock.server.commands import Order, changes_for, propose
+from foreshock.server.commands import changes_for, propose
 from foreshock.server.models import Problem, Storable, WebhookResult
 from foreshock.server.runs.incidents import incidents_of
 from foreshock.server.runs.newest import described
@@ -109,27 +110,25 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         noted: dict[str, Any] = {"alert": name, "incident": meant.id, "why": why}
         audit.append(connection, actor=SENDER, action="webhook observed", run=run, details=noted)
         return f"observed: {why}"
-    mitigation, scope = description.get("mitigation", DEFAULT_MITIGATION), description.get("switch_scope") or "head"
     order = Order(
-        run_id=row.id,
-        run=run,
+        mode=description.get("mitigation", DEFAULT_MITIGATION),
         source=SENDER,
         issued_by=SENDER,
         reason=f"alert {name}: {' and '.join(meant.causes)} since step {meant.opened_step:,}",
         state="pending" if meant.act == "switch" else "proposed",
-        expires=time.time() + settings.command_expiry_seconds,
+        expires_unix_seconds=time.time() + settings.command_expiry_seconds,
     )
     bare = [head for head in meant.heads if head.state == "unswitched" and any(map(curable, head.causes))]
     asked = {(head.layer, head.head) for head in bare if head.layer is not None and head.head is not None}
-    changes = changes_for(connection, row.id, asked, mitigation, scope)
-    heads = sorted(ref for own in changes.values() for ref in own)
+    orders = changes_for(connection, row.id, order, asked, description.get("switch_scope") or "head")
+    heads = sorted(ref for one in orders for ref in one.heads or ())
     key = hashlib.sha256(f"alert:{alert.fingerprint}:{alert.startsAt}:{run}:{heads}".encode()).hexdigest()
     connection.execute(delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < time.time() - _REMEMBERED_SECONDS))
     if connection.execute(select(webhook_alerts.c.key).where(webhook_alerts.c.key == key)).first() is not None:
         return "duplicate: this alert has acted before"
-    gate = propose(connection, order, asked, changes, settings.webhook_cooldown_seconds)
+    gate = propose(connection, row.id, orders, asked, settings.webhook_cooldown_seconds)
     if gate.why:
-        noted = {"alert": name, "incident": meant.id, "why": gate.why, "mode": mitigation, "heads": gate.heads[:64]}
+        noted = {"alert": name, "incident": meant.id, "why": gate.why, "mode": order.mode, "heads": gate.heads[:64]}
         audit.append(connection, actor=SENDER, action=f"webhook {gate.result}", run=run, details=noted)
         return f"{gate.result}: {gate.why}"
     connection.execute(insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=time.time()))

@@ -12,8 +12,9 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, Select, bindparam, desc, func, select, update
 
 from foreshock.contract.incident import Acknowledged, heads_in_words
+from foreshock.contract.orders import KINDS, Order
 from foreshock.contract.wire import Checkpoint, Clipped, Finished, HeadRef, Started, Switched, Verdict
-from foreshock.server.models import CommandChange, IncidentChange, RunEvent
+from foreshock.server.models import IncidentChange, RunEvent
 from foreshock.server.readings import read_back
 from foreshock.server.store.database import lock_log
 from foreshock.server.store.schema import boots, events, runs
@@ -29,14 +30,15 @@ def heads_of(row: Any) -> tuple[HeadRef, ...] | None:
     return None if row.heads is None else tuple((layer, head) for layer, head in row.heads)
 
 
-def order_in_words(mode: str, heads: Sequence[HeadRef] | None) -> str:
+def order_in_words(row: Any) -> str:
     """What an order does: switch layer 0 head 2 to row_corrected."""
-    return f"switch {heads_in_words(heads)} to {mode}"
+    does: str = KINDS.get(row.action, row.action)
+    return does.format(heads=heads_in_words(heads_of(row)), mode=row.mode)
 
 
-def ended_before_the_answer(heads: Sequence[HeadRef] | None) -> str:
-    """Why an order is refused that was under way when the last rank that holds its heads ended."""
-    left = f"Could not switch {heads_in_words(heads)}: all ranks that have them ended before they answered."
+def nobody_answers(row: Any) -> str:
+    """Why an order is refused that no rank is left to carry out."""
+    left = f"Could not {order_in_words(row)}: every rank that could do it has ended."
     return f"{left} Order it again when the run is resumed."
 
 
@@ -93,7 +95,7 @@ _PAYLOADS: Final = {
     "switched": Switched,
     "clipped": Clipped,
     "checkpoint": Checkpoint,
-    "command": CommandChange,
+    "command": Order,
     "incident": IncidentChange,
     "acknowledged": Acknowledged,
 }

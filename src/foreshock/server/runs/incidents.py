@@ -17,7 +17,7 @@ from foreshock.contract.causes import IncidentCause
 from foreshock.contract.decision import calls_for_switch
 from foreshock.contract.incident import Acknowledged, Incident, RunContext, SwitchOutcome, Warned, incidents
 from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode, mode_name, parse_mode
-from foreshock.contract.orders import Ordered
+from foreshock.contract.orders import Order
 from foreshock.contract.wire import HeadRef, Switched, Verdict
 from foreshock.server.models import IncidentChange
 from foreshock.server.problems import ProblemError
@@ -42,7 +42,7 @@ class Given(NamedTuple):
 class Orders:
     """Orders and proposals of a run, the newest first, and what the newest that was carried out made of each head."""
 
-    known: list[tuple[frozenset[HeadRef] | None, Ordered]] = field(default_factory=list)
+    known: list[Order] = field(default_factory=list)
     given: dict[HeadRef, Given] = field(default_factory=dict)
     judged: list[SwitchOutcome] = field(default_factory=list)
     """Of each switch that was verified; `step` is the last one at which a rank carried it out."""
@@ -63,28 +63,18 @@ class Orders:
 
 
 def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Orders]:
-    """What was ordered of each of these runs; dry runs, which change nothing, are left out."""
+    """The switches of each of these runs; dry runs, which change nothing, are left out."""
     found: dict[int, Orders] = defaultdict(Orders)
-    mine = commands.c.run_id.in_(run_ids), ~commands.c.dry_run
+    mine = commands.c.run_id.in_(run_ids), ~commands.c.dry_run, commands.c.action == "switch"
     rows = connection.execute(select(commands).where(*mine).order_by(desc(commands.c.number))).all()
     done = carried_out(connection, *mine)
     for row in rows:
-        own = found[row.run_id]
-        heads = None if row.heads is None else frozenset(heads_of(row) or ())
-        order = Ordered(
-            id=row.id,
-            state=row.state,
-            mode=row.mode,
-            source=row.source,
-            who=row.decided_by or row.issued_by,
-            decided=row.decided_by is not None,
-            unix_seconds=row.decided or row.created,
-            verification=row.verification,
-        )
-        own.known.append((heads, order))
-        if row.verification in ("verified", "not arrested") and done[row.id]:
+        own, order = found[row.run_id], Order.model_validate(row._mapping)
+        own.known.append(order)
+        if order.verification in ("verified", "not arrested") and done[row.id]:
             last = max(one.step for one in done[row.id])
-            own.judged.append(SwitchOutcome(heads, last, row.verification == "verified"))
+            heads = None if order.heads is None else frozenset(order.heads)
+            own.judged.append(SwitchOutcome(heads, last, order.verification == "verified"))
         for step, ref, before, after in done[row.id]:
             if is_mode(before) and is_mode(after):
                 taken = row.source != "rank" and bool(parse_mode(before) & ~parse_mode(after))

@@ -128,7 +128,7 @@ events: Final = Table(
     Column("sentence", Text, nullable=False),
     Column("mode", String(64)),
     Column("outcome", String(16)),
-    Column("payload", Text),  # JSON of the Verdict, Switched or CommandChange
+    Column("payload", Text),  # JSON of the Verdict, Switched or Order
     Index("events_of_run", "run_id", "number", unique=True),
     Index("events_by_kind", "run_id", "kind", "outcome", "id"),
     sqlite_autoincrement=True,  # ids are never used again: the service reads on from them
@@ -161,8 +161,9 @@ commands: Final = Table(
     Column("source", String(16), nullable=False),
     Column("issued_by", String(128), nullable=False),
     Column("reason", Text, nullable=False),
+    Column("action", String(32), nullable=False, server_default="switch"),  # its kind: contract.orders.KINDS
     Column("heads", JSON(none_as_null=True)),
-    Column("mode", String(64), nullable=False),
+    Column("mode", String(64), nullable=False),  # of a switch; of another kind its action
     Column("expect", String(64)),
     Column("dry_run", Boolean, nullable=False),
     Column("created", Double, nullable=False),
@@ -171,7 +172,7 @@ commands: Final = Table(
     Column("idempotency_key", String(256)),
     Column("request_hash", String(64)),
     Column("undoes", String(128)),  # id of the command whose switch this one takes back
-    Column("verification", String(16)),  # models.Verification, once the steps have passed
+    Column("verification", String(16)),  # orders.Verification, once the steps have passed
     Column("decided_by", String(160)),  # who approved or rejected it
     Column("decided", Double),
     UniqueConstraint("run_id", "idempotency_key"),

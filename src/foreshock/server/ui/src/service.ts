@@ -120,34 +120,22 @@ export interface Command {
   dry_run?: boolean;
 }
 
-/** A command as it stands in the event log and the stream. */
-export interface CommandChange {
-  id: string;
-  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
-  /** agent: proposed by the agent under policy approve; rank: a local switch, passed on to other ranks; service: proposed because a switch did not arrest its head */
-  source: "api" | "alertmanager" | "agent" | "rank" | "service";
-  issued_by: string;
-  reason: string;
-  heads: [number, number][] | null;
-  mode: string;
-  /** whether the heads' growth stopped; null until enough steps have passed */
-  verification: "verified" | "not arrested" | "unknown" | null;
-}
-
 /** Commands of a run, newest first. */
 export interface CommandList {
   commands: CommandStatus[];
 }
 
-/** An order to switch heads. */
+/** An order to a running training. */
 export interface CommandRequest {
   /** who requests it; recorded in the audit trail */
   who: string;
   reason: string;
   /** [[layer, head], ...]; null means every head of the run */
   heads?: [number, number][] | null;
-  /** the mode that these heads get */
-  mode: string;
+  /** the kind of order */
+  action?: string;
+  /** the mode that these heads get; of a switch alone */
+  mode?: string | null;
   /** refuse unless every named head has this mode now */
   expect?: string | null;
   expires_in_seconds?: number | null;
@@ -155,30 +143,40 @@ export interface CommandRequest {
   dry_run?: boolean;
 }
 
-/** A command and its way through the ranks. */
+/** An order and its way through the ranks. */
 export interface CommandStatus {
+  /** given when it is stored */
   id: string;
+  /** the kind of order */
+  action: string;
+  /** null: every head, or an order that names no head */
+  heads: [number, number][] | null;
+  /** the mode that a switch gives; of another kind of order its action */
+  mode: string;
   state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
   /** agent: proposed by the agent under policy approve; rank: a local switch, passed on to other ranks; service: proposed because a switch did not arrest its head */
   source: "api" | "alertmanager" | "agent" | "rank" | "service";
   issued_by: string;
   reason: string;
-  heads: [number, number][] | null;
-  mode: string;
-  /** whether the heads' growth stopped; null until enough steps have passed */
-  verification: "verified" | "not arrested" | "unknown" | null;
-  run: string;
   expect: string | null;
   dry_run: boolean;
   created_unix_seconds: number;
   expires_unix_seconds: number | null;
   expires_step: number | null;
+  /** the order whose switch this one takes back */
+  undoes: string | null;
+  /** whether the heads' growth stopped; null until enough steps have passed */
+  verification: "verified" | "not arrested" | "unknown" | null;
+  /** who approved or rejected it */
+  decided_by: string | null;
+  decided_unix_seconds: number | null;
+  run: string;
+  /** what it does, in words */
+  what: string;
   ranks: RankAnswer[];
   /** why it is refused though no rank refused it: all that could answer have ended */
   closed_because: string | null;
-  /** the command whose switch this one takes back */
-  undoes: string | null;
-  /** the command that takes this one's switch back */
+  /** the order that takes this one's switch back */
   undone_by: string | null;
 }
 
@@ -285,7 +283,7 @@ export interface Incident {
   /** what that asks for: to approve `order`, to order a switch, or neither */
   ask: "approve" | "switch" | "none";
   /** the newest order for its heads, or the proposal that waits */
-  order: Ordered | null;
+  order: Order | null;
 }
 
 /** An incident in short: in the list of runs, in the event log, in the stream. */
@@ -427,19 +425,33 @@ export interface ModeChoice {
   cures: string;
 }
 
-/** An order or a proposal for heads of an incident, and how far it has come. */
-export interface Ordered {
+/** An order or a proposal, from the wish for it to its last answer. `wire.Command` is what agents get of it. */
+export interface Order {
+  /** given when it is stored */
   id: string;
-  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
+  /** the kind of order */
+  action: string;
+  /** null: every head, or an order that names no head */
+  heads: [number, number][] | null;
+  /** the mode that a switch gives; of another kind of order its action */
   mode: string;
+  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
+  /** agent: proposed by the agent under policy approve; rank: a local switch, passed on to other ranks; service: proposed because a switch did not arrest its head */
   source: "api" | "alertmanager" | "agent" | "rank" | "service";
-  /** who approved or rejected it; else who ordered or proposed it */
-  who: string;
-  /** whether a person approved or rejected it */
-  decided: boolean;
-  /** when it was approved or rejected; else when it was ordered or proposed */
-  unix_seconds: number;
+  issued_by: string;
+  reason: string;
+  expect: string | null;
+  dry_run: boolean;
+  created_unix_seconds: number;
+  expires_unix_seconds: number | null;
+  expires_step: number | null;
+  /** the order whose switch this one takes back */
+  undoes: string | null;
+  /** whether the heads' growth stopped; null until enough steps have passed */
   verification: "verified" | "not arrested" | "unknown" | null;
+  /** who approved or rejected it */
+  decided_by: string | null;
+  decided_unix_seconds: number | null;
 }
 
 /** RFC 9457 problem details, sent as application/problem+json for every error. */
@@ -555,7 +567,7 @@ export interface RunEvent {
   switched: Switched | null;
   clipped: Clipped | null;
   checkpoint: Checkpoint | null;
-  command: CommandChange | null;
+  command: Order | null;
   incident: IncidentChange | null;
   acknowledged: Acknowledged | null;
 }

@@ -35,23 +35,19 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
   const [state, send] = useSending();
 
   const { decide } = target;
-  const heads: HeadRef[] | null = decide
-    ? decide.command.heads
-    : every || !target.head
-      ? null
-      : [[target.head.layer, target.head.head]];
-  const wanted = decide ? decide.command.mode : mode;
+  const heads: HeadRef[] | null = every || !target.head ? null : [[target.head.layer, target.head.head]];
+  const what = `${decide?.command.what} in ${target.run}`;
   const undo = decide?.decision === "undo";
   const verb = decide && !(undo && dryRun) ? VERBS[decide.decision] : dryRun ? "Try" : "Switch";
   const changes = plan?.changes ?? [{ mode, heads }];
   const sentence = undo
-    ? `${dryRun ? "Dry run, which changes nothing: undo" : "Undo"} the switch of ${headNames(heads)} of ${target.run} to ${wanted}: each head returns to the mode it had before.`
+    ? `${dryRun ? "Dry run, which changes nothing: undo" : "Undo"}: ${what}. Each head returns to the mode it had before.`
     : decide?.decision === "cancel"
-    ? `Stop the switch of ${headNames(heads)} of ${target.run} to ${wanted}: ranks that have not received it yet will not receive it. Heads that are already switched stay switched; you can undo that.`
+    ? `Stop: ${what}. Ranks that have not received it yet will not receive it. Heads that are already switched stay switched; you can undo that.`
     : decide?.decision === "reject"
-    ? `Reject the proposed switch of ${headNames(heads)} of ${target.run} to ${wanted}. foreshock will not propose it again until one of these heads has a new warning; you can order a switch at any time.`
+    ? `Reject: ${what}. foreshock will not propose it again until one of these heads has a new warning; you can order a switch at any time.`
     : decide
-    ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${wanted}.`
+    ? `${verb}: ${what}.`
     : `${dryRun ? "Dry run, which changes nothing: switch" : "Switch"} ${changes
         .map((change) => `${headNames(change.heads)} of ${target.run} to ${change.mode}`)
         .join(", and ") || "no head"}.${plan?.unchanged.length ? ` Unchanged, because they already combine it with another mode: ${headNames(plan.unchanged)}.` : ""}`;
@@ -74,13 +70,14 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
     });
   };
   return (
-    <Dialog title={decide ? `${VERBS[decide.decision]} a switch` : "Switch attention"} close={close}>
+    <Dialog title={decide ? `${VERBS[decide.decision]} an order` : "Switch attention"} close={close}>
       <form onSubmit={submit}>
         {confirming ? (
           <div class="confirm">
             <p class="sentence">{sentence}</p>
             <p class="muted">
-              Every mode computes the same attention; modes differ in rounding only.{" "}
+              {(!decide || decide.command.action === "switch") &&
+                "Every mode computes the same attention; modes differ in rounding only. "}
               {decide?.decision !== "cancel" &&
                 "The agent applies the order at its next step boundary, and its answer appears here."}
             </p>
@@ -230,7 +227,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
                   <Name of={command.run} />:{" "}
                 </>
               )}
-              {headNames(command.heads)} to <b>{command.mode}</b>
+              {command.what}
               {command.dry_run && " (dry run)"}
               {command.undoes && " (undo)"}
               {command.undone_by && <span class="muted"> undone</span>}

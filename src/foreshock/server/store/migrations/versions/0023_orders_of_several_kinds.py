@@ -1,0 +1,11 @@
+"""Orders say of which kind they are; those that are stored are switches."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0023"
+down_revision = "0022"
+
+
+def upgrade() -> None:
+    op.add_column("commands", sa.Column("action", sa.String(32), nullable=False, server_default="switch"))
