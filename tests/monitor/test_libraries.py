@@ -1,8 +1,10 @@
 """Attention of libraries, by stand-ins with their signatures: kept to the last bit, and measured as PyTorch's own."""
 
 import functools
+import gc
 import logging
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,9 +63,9 @@ LIBRARIES = (flash_attn_2, flash_attn_3, flash_attn_4, xformers_fmha)
 
 @pytest.fixture(autouse=True)
 def _libraries_are_as_they_were() -> Iterator[None]:
-    before = [dict(vars(library)) for library in LIBRARIES]
+    before = [dict(vars(each)) for each in (*LIBRARIES, *CLASSES)]
     yield
-    assert [dict(vars(library)) for library in LIBRARIES] == before
+    assert [dict(vars(each)) for each in (*LIBRARIES, *CLASSES)] == before
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -189,6 +191,27 @@ def test_two_agents_and_their_end_in_any_order_leave_the_library_as_it_was() -> 
         assert not issubclass(flash_attn_2.FlashAttnFunc, torch.autograd.Function)
         agents[second].close()
         assert issubclass(flash_attn_2.FlashAttnFunc, torch.autograd.Function)
+
+
+def test_the_last_agent_searches_every_object_only_if_somebody_took_what_stood_in_for_a_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attach(tiny_gpt(), **EVERY_STEP).close()
+    search, searches = gc.get_referrers, []
+
+    def counted(*objects: Any) -> list[Any]:
+        searches.append(objects)
+        return search(*objects)
+
+    monkeypatch.setattr(gc, "get_referrers", counted)
+    importing = types.ModuleType("importing")
+    monkeypatch.setitem(sys.modules, "importing", importing)
+    for takes in (False, True):
+        with attach(tiny_gpt(), **EVERY_STEP):
+            if takes:
+                vars(importing)["taken"] = flash_attn_2.FlashAttnFunc
+        assert bool(searches) == takes
+    assert vars(importing)["taken"] is flash_attn_2.FlashAttnFunc
 
 
 ROWS, LENGTH = 2, 12
@@ -353,13 +376,6 @@ MODULES: dict[str, Case] = {
 def model_with(make: Callable[[], nn.Module], ask: Callable[..., Tensor]) -> nn.Module:
     torch.manual_seed(5)
     return tiny_gpt(*(WithCore(make(), ask) for _ in range(2)), seed=3)
-
-
-@pytest.fixture(autouse=True)
-def _classes_are_as_they_were() -> Iterator[None]:
-    before = [dict(vars(each)) for each in CLASSES]
-    yield
-    assert [dict(vars(each)) for each in CLASSES] == before
 
 
 @pytest.mark.parametrize("name", MODULES)

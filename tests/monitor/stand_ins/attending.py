@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -132,3 +133,18 @@ def function(module: str, name: str, arguments: str, *more: None) -> Any:
     shown.__signature__ = inspect.Signature([inspect.Parameter(each, POSITIONAL) for each in ("ctx", *names)])
     methods = {"forward": staticmethod(of_call), "backward": staticmethod(of_gradient), "__module__": module}
     return type(name, (torch.autograd.Function,), methods)
+
+
+def public(namespace: dict[str, Any], cls: str, arguments: str, **defaults: Any) -> Callable[..., Any]:
+    """A library's function with these arguments, which calls the class of that name in its module."""
+    names = arguments.replace(",", " ").split()
+
+    def function(*args: Any, **options: Any) -> Any:
+        given = {**defaults, **dict(zip(names, args, strict=False)), **options}
+        given["return_softmax"] = given.pop("return_attn_probs", False)
+        return namespace[cls].apply(*[given.get(name) for name in every])
+
+    every = list(inspect.signature(namespace[cls].forward).parameters)[1:]
+    shown: Any = function
+    shown.__signature__ = inspect.Signature([inspect.Parameter(name, POSITIONAL) for name in names])
+    return function

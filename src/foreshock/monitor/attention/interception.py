@@ -516,13 +516,14 @@ class SdpaRebinding:
             self._settings_before.clear()
 
     def _put_back(self) -> list[tuple[Any, Any]]:
-        """Give the names back; returns what stood in for objects of libraries, behind each object."""
+        """Give the names back; returns what stood in for objects of libraries and is still held, behind each object."""
         for space, name, before, ours in reversed(self._places):
             if held(space, name) is ours:
                 put(space, name, before)
         libraries = [(before, ours) for _, _, before, ours in self._places if hasattr(ours, ORIGINAL)]
         self._places.clear()
-        return libraries
+        of_class = 1 + sys.getrefcount(type("_", (), {}))  # a class holds itself; a function is held by its pair alone
+        return [pair for pair in libraries if sys.getrefcount(pair[1]) > (of_class if isinstance(pair[1], type) else 2)]
 
 
 sdpa_rebinding: Final = SdpaRebinding()
