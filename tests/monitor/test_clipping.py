@@ -13,13 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
 from tests.monitor.executions import EVERY_STEP
-from tests.monitor.latent_models import Adapted
 from tests.monitor.layouts import DIM, HEADS, LAYOUTS, WIDTH, located, separate
 from tests.monitor.probing import scores_of, tensors, visible
 from tests.monitor.test_flex import Flex
-from tests.monitor.test_transformers_attention import logits_and_gradients
 from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, batch, tiny_gpt, train_step
-from tests.monitor.transformers_models import DECODER, LATENT, tiny
 from tests.monitor.watching import listening
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
@@ -335,34 +332,6 @@ def test_what_the_pass_cannot_look_at_is_refused_with_a_sentence(monkeypatch: py
         monkeypatch.setattr(probe, "_capturing", lambda query: True)
         assert not changed(agent, model, 2)
         assert "left out: 2 layers (blocks.0, blocks.1): its step was captured in a CUDA graph" in agent.report()
-
-
-@pytest.mark.parametrize("norms_every_steps", [0, 1])
-@pytest.mark.parametrize(
-    ("kind", "sizes", "projection"),
-    [("Llama", {}, "q_proj"), ("DeepseekV3", LATENT | {"head_dim": LATENT["qk_rope_head_dim"]}, "kv_b_proj")],
-)
-def test_adapters_that_are_put_on_after_a_call_showed_the_layout_end_the_scaling_also_where_no_norms_are_read(
-    kind: str, sizes: dict[str, Any], projection: str, norms_every_steps: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    model: Any = tiny(kind, **DECODER | sizes)
-    settings = EVERY | {"qk_clip": "always", "qk_clip_threshold": 1e-6, "norms_every_steps": norms_every_steps}
-
-    def scalings(agent: Any) -> int:
-        """How often heads were scaled in all, after a step more."""
-        logits_and_gradients(model, {})
-        agent.step()
-        return sum(times for _, _, times, _ in agent.state_dict()["qk_clip"]["done"])
-
-    with attach(model, **settings) as agent:
-        before = [scalings(agent) for _ in range(3)][-1]
-        assert before > 0
-        for block in model.model.layers:
-            setattr(block.self_attn, projection, Adapted(getattr(block.self_attn, projection)))
-        assert [scalings(agent) for _ in range(2)] == [before] * 2
-        assert f"{projection} is tests's Adapted, which has adapters" in agent.report().partition("left out: ")[2]
-        assert agent.faults == {}
-    assert "QK-Clip leaves out" in caplog.text
 
 
 @pytest.mark.parametrize("attention", ["keep", "kernels"])

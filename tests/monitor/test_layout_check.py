@@ -1,7 +1,5 @@
 """Norms are of the right rows or unknown: numbers of a call tell where the weights of each head are."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -78,15 +76,6 @@ def grouped(query: Tensor, key: Tensor, value: Tensor) -> Heads:
     return heads_of(query), heads_of(key, KEYS), heads_of(value, KEYS)
 
 
-def features_first(query: Tensor, key: Tensor, value: Tensor) -> Heads:
-    return tuple(torch.unflatten(x, -1, (DIM, HEADS)).permute(0, 3, 1, 2) for x in (query, key, value))  # type: ignore[return-value]
-
-
-def in_turn(query: Tensor, key: Tensor, value: Tensor) -> Heads:
-    """Head h reads key head h % KEYS."""
-    return heads_of(query), *(heads_of(x, KEYS).repeat(1, HEADS // KEYS, 1, 1) for x in (key, value))  # type: ignore[return-value]
-
-
 def rotary(x: Tensor) -> Tensor:
     angle = torch.arange(x.shape[2])[:, None] * 10.0 ** -torch.arange(DIM // 2)
     one, other = x.chunk(2, -1)
@@ -121,8 +110,6 @@ LAYOUTS: dict[str, Callable[[], Attention]] = {
 OTHERS: dict[str, Callable[[], Attention]] = {
     "V, K, Q": lambda: Attention(axes("vhd"), qkv=3 * WIDTH),
     "each feature its Q, K, V": lambda: Attention(axes("hdk"), Wqkv=3 * WIDTH),
-    "separate, features before heads": lambda: Attention(features_first, **THREE),
-    "key heads read in turn": lambda: Attention(in_turn, q_proj=WIDTH, k_proj=KEYS * DIM, v_proj=KEYS * DIM),
     "a convolution of the queries": lambda: Attention(convolved, **THREE),
 }
 
@@ -318,20 +305,6 @@ def test_a_projection_that_computes_otherwise_than_its_weight_tells_says_that_th
     samples, (told,), _ = train(module, 2)
     assert told == f"separate (q_proj, k_proj){note.format('OfItsOwn')}"
     assert samples[-1].query_norm is not None
-
-
-def test_copies_and_pickles_of_a_projection_are_clean_and_nothing_is_left_after_close() -> None:
-    torch.manual_seed(1)
-    projection = nn.Linear(WIDTH, 3 * WIDTH)
-    module = Attention(axes("khd"), qkv=1)
-    module.qkv = projection
-    before = set(vars(projection))
-    with attach(module, **EVERY):
-        for other in (copy.deepcopy(projection), copy.copy(projection), pickle.loads(pickle.dumps(projection))):
-            assert set(vars(other)) == before
-            assert not other._forward_hooks
-    assert set(vars(projection)) == before
-    assert not projection._forward_hooks
 
 
 FIRST = np.array([True, False, True, False])

@@ -15,7 +15,6 @@ from tests.monitor.tiny_models import (
     tiny_gpt,
     train_step,
 )
-from tests.monitor.transformers_models import tiny
 from tests.monitor.unusual_attention import ByHand
 from tests.monitor.watching import listening, train
 from torch import Tensor, nn
@@ -148,16 +147,6 @@ def test_many_layers_of_one_problem_are_told_in_one_sentence(caplog: pytest.LogC
     assert all(f"{layer}.heads.{head}" in told for layer in range(3) for head in range(HEADS))
 
 
-def test_layers_that_count_nothing_for_one_reason_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    layers = nn.Sequential(*(CausalSelfAttention(WIDTH, HEADS) for _ in range(3)))
-    with caplog.at_level(logging.WARNING, "foreshock"), attach(layers, **QUIET) as agent:
-        with torch.no_grad():
-            layers(torch.randn(2, 5, WIDTH))
-        agent.step(1.0)
-    (line,) = [record.message for record in caplog.records if "counted nothing" in record.message]
-    assert "layer 0 (0), layer 1 (1), layer 2 (2) counted nothing in step 1: no backward ran through it" in line
-
-
 def test_gradients_that_are_differentiated_again_are_named_where_our_kernels_do_not_count_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -190,25 +179,6 @@ def test_more_heads_than_were_announced_are_told_with_the_way_to_announce_them(
     told = told_of(model, caplog)
     assert "model is not watched in this call: its query has 4 heads, 2 were announced; attach(heads=...)" in told
     assert "watched 1 of 1 attention layers" in told_of(model, caplog, heads={"": 4})
-
-
-def test_calls_under_torch_func_are_told_as_such_and_not_as_calls_outside(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(CausalSelfAttention(WIDTH, HEADS))
-    weights: dict[str, Tensor] = dict(model.named_parameters())
-    x = torch.randn(2, 5, WIDTH)
-
-    def loss(weights: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, weights, (x,)).square().sum()  # type: ignore[no-any-return]
-
-    with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **QUIET) as agent:
-        for _ in range(2):
-            torch.func.grad(loss)(weights)
-            agent.step(1.0)
-        report = agent.report()
-    why = "torch.func, forward mode or a tracer runs it, and sees the model without foreshock"
-    assert f"layer 0 (0) counted nothing in step 1: {why}" in caplog.text
-    assert f"native attention, not measured: {why} (0)" in report
-    assert "outside every watched module" not in caplog.text
 
 
 def test_calls_outside_every_watched_module_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -268,26 +238,6 @@ def test_a_graph_that_cannot_be_read_stops_the_lookout_and_not_the_training(monk
     with attach(model, **EVERY_STEP):
         trained(model)
         assert torch.autograd.backward is PYTORCHS
-
-
-@pytest.mark.promise("A24")
-def test_a_wav2vec2_that_drops_half_its_layers_ends_with_all_of_them_watched_and_few_words(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16, "layerdrop": 0.5,
-        "conv_dim": (8,), "conv_stride": (4,), "conv_kernel": (4,), "num_feat_extract_layers": 1,
-        "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0,
-    }  # fmt: skip
-    model = tiny("Wav2Vec2", "Model", **sizes).train()
-    torch.manual_seed(0)
-    with attach(model, **EVERY_STEP) as agent:
-        for _ in range(24):
-            loss = model(torch.randn(2, 64)).last_hidden_state.square().mean()
-            torch.autograd.backward(loss)
-            agent.step(loss)
-        assert "watched 3 of 3 attention layers" in agent.report()
-    assert caplog.text.count("counted nothing") <= 8
 
 
 @pytest.mark.promise("A24")

@@ -1,9 +1,7 @@
 """The probe against brute force and our own kernels: what it counts, how its rows are drawn, and what it costs."""
 
-import json
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -300,18 +298,6 @@ def test_at_the_defaults_a_probe_takes_a_twentieth_of_the_products_of_a_step_at_
     assert 0 < (compared_written - written) / GRADIENTS_EVERY <= most / 10
 
 
-ROOT = Path(__file__).parents[2]
-FIGURES: dict[str, Any] = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "power.json").read_text())
-
-
-def test_at_the_defaults_a_failing_head_is_told_as_rounding_within_500_steps_of_a_count_of_every_row() -> None:
-    defaults = AgentConfig.model_fields["probe_rows"].default, AgentConfig.model_fields["sample_every_steps"].default
-    rows = defaults[0] / defaults[1]
-    [row] = [row for row in FIGURES["rows"] if row["rows"] == rows]
-    assert row["named"] == row["failures"]
-    assert row["in_time"] >= 0.9 * row["failures"]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -338,20 +324,6 @@ def test_entropies_are_those_of_a_float64_loop(
     np.testing.assert_allclose(slot_values(words, Slot.MOST_ENTROPY_SUM), most, rtol=3e-6)
 
 
-@pytest.mark.parametrize("kind", ["bool", "-inf", "-1e9"])
-def test_a_row_that_a_mask_hides_from_every_key_has_no_entropy_and_is_not_counted(kind: str) -> None:
-    query, key, value, grad = tensors(torch.float64, length=10)
-    seen = torch.rand(3, 1, 10, 10, generator=torch.Generator().manual_seed(1)) < 0.6
-    seen[..., 0] = True
-    seen[1, :, 5] = False
-    mask = seen if kind == "bool" else torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float(kind))
-    words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), mask=mask, numerics="float64")
-    assert slot_values(words, Slot.ENTROPY_ROWS).tolist() == [3 * 10 - 1] * 4
-    assert_counts(words, truth(scores_of(query, key, seen)), 1e-12, *ENTROPY)
-    most = np.log([int(row.sum()) for row in seen.flatten(0, -2) if row.any()]).sum()
-    np.testing.assert_allclose(slot_values(words, Slot.MOST_ENTROPY_SUM), most, rtol=1e-12)
-
-
 ENTROPY = (Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM)
 
 
@@ -370,17 +342,6 @@ def test_an_entropy_lies_between_0_and_the_logarithm_of_the_keys(seed: int, keys
     found = entropies(query, key, numerics=how)
     assert (found >= 0).all()
     assert (found <= math.log(keys) + 1e-6).all()
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.floats(-1e3, 1e3))
-def test_an_offset_that_all_scores_of_a_row_share_does_not_move_it(seed: int, keys: int, offset: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(1, 2, 3, 4, generator=generator, dtype=torch.float64)
-    key = torch.randn(1, 1, keys, 4, generator=generator, dtype=torch.float64)
-    query[..., 0] = 2.0  # so that a key's first number is an offset of every score, by 1: the scale is a half
-    moved = key.clone()
-    moved[..., 0] += offset
-    np.testing.assert_allclose(entropies(query, moved), entropies(query, key), rtol=1e-9, atol=1e-9)
 
 
 def test_a_mean_is_of_the_rows_that_were_sampled_alone() -> None:

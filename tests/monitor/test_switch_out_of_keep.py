@@ -223,33 +223,6 @@ def test_a_switch_taken_back_before_the_next_sample_makes_no_peer_look_as_if_it_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("step_of", [eager, compiled])
-@pytest.mark.parametrize("saved_after", [SWITCH, SWITCH + 1])
-def test_a_switched_run_that_resumes_goes_on_to_the_last_bit(saved_after: int, step_of: Step) -> None:
-    def train(model: nn.Module, agent: Agent, steps: range) -> None:
-        for step in steps:
-            agent.step(step_of(model, step))
-            if step + 1 == SWITCH:
-                assert agent.set_mode([(1, 0)], "row_corrected", "a test") is None
-            if step + 1 == saved_after:
-                saved.update(agent=agent.state_dict(), model={n: w.clone() for n, w in model.state_dict().items()})
-
-    saved: dict[str, Any] = {}
-    whole, again = tiny_gpt(), tiny_gpt(seed=5)
-    with attach(whole, **KEEP) as agent:
-        train(whole, agent, range(STEPS))
-        assert agent.modes()[(1, 0)] == "row_corrected"
-    torch._dynamo.reset()
-    again.load_state_dict(saved["model"])
-    with attach(again, **KEEP) as agent:
-        agent.load_state_dict(saved["agent"])
-        saved_after = 0
-        train(again, agent, range(agent.current_step, STEPS))
-        assert agent.modes()[(1, 0)] == "row_corrected"
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
-
-
-@pytest.mark.full
 @pytest.mark.promise("A14")
 @pytest.mark.parametrize("step_of", [eager, compiled, accumulated])
 @pytest.mark.parametrize("drops", [False, True])

@@ -16,7 +16,6 @@ from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import tiny_gpt
 from tests.monitor.trainers import TRAINERS, Training, gpt2, with_lightning, with_torchtitan, with_transformers
-from tests.monitor.transformers_models import DECODER, EXPERTS, tiny
 from torch import Tensor, nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -138,25 +137,6 @@ def test_the_gradient_norm_is_the_one_that_lightning_clips_by(tmp_path: Path, mo
     assert len(norms) == 3  # nothing is computed a second time
     assert min(norms) > 0.1
     assert torch.nn.utils.clip_grad_norm_ is counting
-
-
-@pytest.mark.parametrize(("kind", "sizes"), [("Mixtral", EXPERTS), pytest.param("Qwen3", {}, marks=pytest.mark.full)])
-@pytest.mark.parametrize("attention", ["keep", pytest.param("kernels", marks=pytest.mark.full)])
-def test_a_mixture_of_experts_and_norms_of_queries_train_in_transformers_trainer_as_without_us(
-    kind: str, sizes: dict[str, Any], attention: Any, tmp_path: Path
-) -> None:
-    training = Training(tmp_path, 2, attention=attention, probe_rows=10**6)
-    weights = []
-    for watched in (True, False):
-        model = tiny(kind, **DECODER, **sizes)
-        with_transformers(training, model=model, watched=watched, save_strategy="no", optim="sgd")
-        weights.append([weight.detach() for weight in model.parameters()])
-    for got, expected in zip(*weights, strict=True):
-        if attention == "kernels":
-            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
-        else:
-            assert torch.equal(got, expected)
-    assert training.rows == [{4 * 12}] * 2
 
 
 def test_a_checkpoint_names_no_foreshock_attention_and_holds_no_secret(tmp_path: Path) -> None:

@@ -4,123 +4,20 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.monitor.executions import EVERY_STEP, Logits, Mode, Trained, watched
+from tests.monitor.executions import EVERY_STEP, Logits, Mode
 from tests.monitor.probing import counted_rows
 from tests.monitor.tiny_models import batch
-from tests.monitor.transformers_models import DECODER, EXPERTS, LATENT, TRANSFORMERS, X, tiny
+from tests.monitor.transformers_models import DECODER, TRANSFORMERS, X, tiny
 from tests.monitor.watching import listening
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from foreshock.contract import wire
-from foreshock.contract.slots import COUNT_SLOTS, Slot, slot_values
 from foreshock.monitor import attach
 
 QUIET: dict[str, Any] = {"quiet": True, "url": None, "strict": True}
-
-
-FIRST_HALF = (torch.arange(12) < 6).long()[None]
-
-
-def encoder_decoder(**more: Any) -> dict[str, Any]:
-    return {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-        "max_position_embeddings": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 2,
-        "forced_eos_token_id": None,
-        **more,
-    }
-
-
-ACROSS: dict[str, Any] = {"attention_mask": FIRST_HALF, "decoder_input_ids": X}
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "M2M100 over a padded source": (lambda: tiny("M2M100", "ForConditionalGeneration", **encoder_decoder()), ACROSS),
-    "PegasusX over a padded source": (
-        lambda: tiny("PegasusX", "ForConditionalGeneration", **encoder_decoder(block_size=4, num_global_tokens=2)),
-        ACROSS,
-    ),
-    "NllbMoe, causal by its mask": (
-        lambda: tiny("NllbMoe", "ForConditionalGeneration", **encoder_decoder(num_experts=2, expert_capacity=12)),
-        ACROSS,
-    ),
-    "DeepSeek-V4, sinks": (lambda: tiny("DeepseekV4", **DECODER | LATENT), {}),
-    "Granite with windows, sinks": (lambda: tiny("GraniteSWA", **DECODER, sliding_window=4), {}),
-    "MiMo-V2-Flash, sinks": (lambda: tiny("MiMoV2Flash", **DECODER, **EXPERTS, sliding_window=4), {}),
-    "DeepSeek-V3.2, sparse indices": (lambda: tiny("DeepseekV32", **DECODER | LATENT), {}),
-    "GLM-MoE-DSA, sparse indices": (lambda: tiny("GlmMoeDsa", **DECODER | LATENT), {}),
-    "Mistral, padding inside, a window": (
-        lambda: tiny("Mistral", **DECODER, sliding_window=4),
-        {"attention_mask": ((torch.arange(12) < 4) | (torch.arange(12) >= 8)).long()[None]},
-    ),
-    "Llama, padding on the left": (lambda: tiny("Llama", **DECODER), {"attention_mask": FIRST_HALF.flip(1)}),
-}
-
-
-def logits_and_gradients(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-    model.zero_grad()
-    logits = model(X, **inputs).logits
-    weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
-    torch.autograd.backward((logits * weights).sum())
-    return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def assert_the_same(got: list[Tensor], expected: list[Tensor], *, to_the_bit: bool) -> None:
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        if to_the_bit:
-            assert torch.equal(a, b), float((a - b).abs().max())
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * max(1.0, float(b.abs().max())))
-
-
-@pytest.mark.parametrize("attention", ["kernels", "keep"])
-@pytest.mark.parametrize("name", CASES)
-def test_a_model_computes_what_it_computes_without_us(name: str, attention: Any) -> None:
-    make, inputs = CASES[name]
-    model = make()
-    expected = logits_and_gradients(model, inputs)
-    with attach(model, **QUIET, attention=attention):
-        got = logits_and_gradients(model, inputs)
-    assert_the_same(got, expected, to_the_bit=attention != "kernels")
-    assert_the_same(logits_and_gradients(model, inputs), expected, to_the_bit=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "side"), [("GPT-2", "right"), ("Mistral", "left")])
-def test_a_compiled_model_measures_a_padded_batch_as_an_eager_one_does(name: str, side: str) -> None:
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[0, 7:] = 0
-    mask = mask.flip(1) if side == "left" else mask
-
-    def loop(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
-        inner: Any = model
-        run: Any = torch.compile(inner.model, backend="aot_eager", fullgraph=True) if compiled else inner.model
-        loss = run(input_ids=batch(0), attention_mask=mask).logits[mask.bool()].square().mean()
-        torch.autograd.backward(loss)
-        stepped(loss)
-        return [loss.detach()]
-
-    compiled = False
-    plain = watched(Logits(name, Mode()), loop, probe_rows=10**6)
-    compiled = True
-    got = watched(Logits(name, Mode()), loop, probe_rows=10**6)
-    assert {int(words[0, [Slot.ROWS, Slot.EMPTY_ROWS]].sum()) for words in got.words} == {2 * 12}
-    np.testing.assert_array_equal(counts(got), counts(plain))
-    torch.testing.assert_close(got.losses, plain.losses, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -137,10 +34,6 @@ def test_sequences_packed_by_position_numbers_are_never_taken_for_one(compiled: 
     agent.close()
     for logits in got:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-
-
-def counts(trained: Trained) -> Any:
-    return np.stack(trained.words)[..., list(COUNT_SLOTS)]
 
 
 @pytest.mark.parametrize(("name", "advised"), [("Llama", True), ("Gemma2", False)])
@@ -178,22 +71,6 @@ def test_any_kernel_that_transformers_knows_by_name_is_measured(caplog: pytest.L
     assert calls == [type(None)] * 2
     assert counted_rows(listener) == [[12] * 8]
     assert "outside" not in caplog.text
-
-
-def test_padding_inside_a_sequence_stays_with_its_own_attention_under_kernels_and_is_measured() -> None:
-    mask = torch.ones(1, 12, dtype=torch.long)
-    mask[0, 4:8] = 0
-    model: Any = tiny("Mistral", **DECODER, sliding_window=4)
-    expected = model(X, attention_mask=mask).logits
-    with listening(model, probe_rows=10**6) as (agent, listener):
-        got = model(X, attention_mask=mask).logits
-        torch.autograd.backward(got.square().mean())
-        agent.step(1.0)
-    assert "2 x kernels, but native and sampled in calls where it passes a mask" in agent.report()
-    assert torch.equal(got, expected)
-    counted = [slot_values(listener.of(wire.Sample)[0].words(), slot) for slot in (Slot.ROWS, Slot.EMPTY_ROWS)]
-    assert (counted[0] + counted[1]).tolist() == [12] * 8
-    assert counted[0].min() >= 8
 
 
 PACKED = torch.cat([torch.arange(5), torch.arange(7)])[None]
