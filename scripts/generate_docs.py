@@ -17,7 +17,6 @@ from pydantic import AliasChoices, BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.cli import get_docs_for_click
-from typer.core import TyperGroup
 
 from foreshock.cli.main import app
 from foreshock.contract.modes import MODES, stronger
@@ -39,41 +38,11 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
             yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
 
 
-RESEARCH = ("lab", "bench")
-"""The groups of commands that only a checkout has."""
-
-
-_COMMON = re.compile(
-    r"^\* `--(?:help|json|token <str>|token-file <path>|url <str>|reason <str>|wait <float>|command COMMAND"
-    r"|database-url <str>)`: (?!File for|Service to|Store:).*\n",
-    re.MULTILINE,
-)
-"""Options that many commands share; the page lists them once."""
-
-
 def commands() -> Iterator[str]:
-    """Every command with its arguments and options, by Typer's own tool; a checkout's own commands as a list."""
+    """Every command with its arguments and options, by Typer's own tool."""
     whole = typer.main.get_command(app)
-    assert isinstance(whole, TyperGroup)
-    research = {name: whole.commands.pop(name) for name in RESEARCH}
     page = get_docs_for_click(obj=whole, ctx=typer.Context(whole), name="foreshock", title="Command line")
-    page = re.sub(
-        r"\*\*(Commands|Usage)\*\*:\n\n(\* .*\n|```console\n.*\n```\n)+\n|\[/?bold\]", "", page
-    )  # cut at 45 letters
-    page = re.sub(r"  \[required\]$|\n\*\*(?:Options|Arguments)\*\*:\n$", "", page, flags=re.MULTILINE)
-    product, *sections = re.split(r"(?=^##+ `)", page, flags=re.MULTILINE)
-    yield product.rstrip() + "\n"
-    yield "Options of many commands:\n"
-    yield "".join(dict.fromkeys(_COMMON.findall("".join(sections))))
-    for section in sections:
-        options = re.sub(r"\n{3,}", "\n\n", _COMMON.sub("", section))
-        yield re.sub(r"^(\* `.*\n)\n(?=\* `)", r"\1", options, flags=re.MULTILINE).rstrip() + "\n"
-    yield "# Laboratory and benchmarks\n"
-    yield "Only a checkout has these commands; `--help` of each lists its options.\n"
-    for name, group in research.items():
-        assert isinstance(group, TyperGroup)
-        for command in group.commands.values():
-            yield f"- `foreshock {name} {command.name}`: {' '.join((command.help or '').split())}"
+    yield re.sub(r"\[/?bold\]", "", page)
 
 
 def model(kind: type[BaseModel]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from foreshock.cli.errors import Commands
 bench = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    help="Benchmarks of the kernels, the agent, the detectors and the service.",
+    help="Benchmarks of the kernels, the agent, the detectors and the service; in a checkout only.",
 )
 
 

@@ -10,7 +10,7 @@ from foreshock.cli.errors import Commands
 lab = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    help="The failure laboratory: train small models until they fail, and score the detectors.",
+    help="The failure laboratory, in a checkout only: train small models until they fail, and score the detectors.",
 )
 
 
