@@ -114,7 +114,7 @@ def test_an_agent_sends_through_it_and_believes_the_certificate_that_it_is_told_
 ) -> None:
     stranger = started_sender(site.url, token=SECRET, request_seconds=30.0)
     send(stranger, 1, 2)
-    eventually("it does not believe a certificate that nobody named", lambda: stranger.retries > 0, seconds=60)
+    eventually("it does not believe a certificate that nobody named", lambda: stranger._failures > 0, seconds=60)
     stranger.close(0.1)
     monkeypatch.setenv("SSL_CERT_FILE", str(site.certificate))
     agent = started_sender(site.url, token=SECRET, request_seconds=30.0)
@@ -123,7 +123,7 @@ def test_an_agent_sends_through_it_and_believes_the_certificate_that_it_is_told_
         eventually("the run is there", lambda: client.get("/v1/runs/a-run").is_success, seconds=60)
         eventually("its last step too", lambda: client.get("/v1/runs/a-run").json()["last_step"] == 7, seconds=60)
     agent.close(30.0)
-    assert (agent.retries, dict(agent.dropped)) == (0, {})
+    assert (agent._failures, dict(agent.dropped)) == (0, {})
 
 
 @pytest.mark.servers

@@ -90,7 +90,7 @@ def test_a_proxy_that_cannot_be_used_is_named_and_batches_are_kept_until_it_can(
     with hostile_server(acknowledge) as proxy:
         to = started_sender(AWAY, tmp_path)
         send(to, 1)
-        eventually("it is spooled and tried", lambda: len(to._own) and to.retries >= 3)
+        eventually("it is spooled and tried", lambda: len(to._own) and to._failures >= 3)
         assert [name in line and AWAY in line for line in words(caplog)] == [True]
         assert "se:cret" not in caplog.text
         monkeypatch.setenv(name, proxy.url)
@@ -124,7 +124,7 @@ def test_certificates_that_cannot_be_used_are_named_and_read_again_until_they_ca
         url = f"https://hooks.example.com:{server.url.rpartition(':')[2]}"
         to = started_sender(url, tmp_path / "spool", request_seconds=10.0)
         send(to, 1)
-        eventually("it is spooled and tried", lambda: len(to._own) and to.retries >= 3)
+        eventually("it is spooled and tried", lambda: len(to._own) and to._failures >= 3)
         assert [name in line and url in line for line in words(caplog)] == [True]
         if trusted.is_dir():
             trusted.rmdir()
@@ -172,7 +172,7 @@ def test_what_the_environment_cost_is_told_at_the_end(
     monkeypatch.setenv("SSL_CERT_FILE", "/nope/ca.pem")
     to = started_sender("https://service.example")
     send(to, 1)
-    eventually("a try", lambda: to.retries)
+    eventually("a try", lambda: to._failures)
     to.close(IN_ORDER_SECONDS)
     assert "there is no spool: 1 batch; the last try: SSL_CERT_FILE=/nope/ca.pem cannot be used" in words(caplog)[-1]
 

@@ -47,4 +47,4 @@ def test_an_agent_takes_more_than_a_mebibyte_of_orders_and_sends_no_batch_twice(
     assert sum(len(command.model_dump_json()) for command in taken.values()) > wire.MAX_ACK_BYTES
     assert sorted(taken) == sorted(wanted)
     assert 'foreshock_service_batches_total{result="duplicate"} 0\n' in counted
-    assert (sender.retries, dict(sender.dropped), dict(sender.faults)) == (0, {}, {})
+    assert (sender._failures, dict(sender.dropped), dict(sender.faults)) == (0, {}, {})

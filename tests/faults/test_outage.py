@@ -19,7 +19,7 @@ def test_a_service_that_nobody_reaches_is_told_once_however_often_it_is_tried(
     url = closed_port()
     to = started_sender(url, tmp_path)
     send(to, 1)
-    eventually("many tries", lambda: to.retries >= 6)
+    eventually("many tries", lambda: to._failures >= 6)
     assert [line for line in said(caplog) if f"no service answers at {url}" in line] == said(caplog)
     assert len(said(caplog)) == 1
     assert "training continues" in said(caplog)[0]
@@ -30,7 +30,7 @@ def test_a_service_that_nobody_reaches_is_told_once_however_often_it_is_tried(
 def test_what_is_lost_without_a_spool_is_told_at_the_end(quick_retries: None, caplog: pytest.LogCaptureFixture) -> None:
     to = started_sender(closed_port())
     send(to, 1, 2)
-    eventually("a try", lambda: to.retries)
+    eventually("a try", lambda: to._failures)
     to.dropped["queue_full"] += 3
     to.close(IN_ORDER_SECONDS)
     assert any("and there is no spool: " in line for line in said(caplog))
@@ -47,9 +47,9 @@ def test_a_service_that_is_back_is_told_and_one_that_comes_and_goes_is_not_told_
         server.behaviour = acknowledge
         eventually("it is told to be back", lambda: any("answers again" in line for line in said(caplog)))
         server.behaviour = hang
-        before = to.retries
+        before = to._failures
         send(to, 2)
-        eventually("tries", lambda: to.retries >= before + 4)
+        eventually("tries", lambda: to._failures >= before + 4)
         server.behaviour = acknowledge
         eventually("all is stored", lambda: not len(to._own))
         to.close(IN_ORDER_SECONDS)

@@ -108,7 +108,7 @@ def test_a_server_that_never_finishes_tls_is_given_up_at_the_deadline(quick_retr
     with socket.create_server(("127.0.0.1", 0)) as listener:
         to = started_sender(f"https://127.0.0.1:{listener.getsockname()[1]}")
         send(to, 1)
-        eventually("two tries", lambda: to.retries >= 2)
+        eventually("two tries", lambda: to._failures >= 2)
         began = time.monotonic()
         to.close(1)
         assert time.monotonic() - began < 1 + BUSY_SECONDS

@@ -46,7 +46,7 @@ def test_a_certificate_that_nobody_vouches_for_or_of_another_host_is_refused(
     with hostile_server(acknowledge, tls_of_hooks()) as server:
         to = started_sender(server.url.replace("http:", "https:"))
         send(to, 1)
-        eventually("two tries", lambda: to.retries >= 2)
+        eventually("two tries", lambda: to._failures >= 2)
         to.close(1)
     assert server.batches == []
 

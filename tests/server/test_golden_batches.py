@@ -15,6 +15,8 @@ from foreshock.contract.wire import WIRE_VERSION, Batch, Event, Unknown
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = range(1, WIRE_VERSION + 1)
 _WHEN = {"first_seen_unix_seconds", "last_seen_unix_seconds", "unix_seconds", "id"}
+_SKIPPED = {"revision", "loss_max", "retries", "spool_bytes", "oldest_unsent_seconds"}
+"""Fields that agents sent and nothing read."""
 
 pytestmark = pytest.mark.promise("S16")
 
@@ -23,11 +25,15 @@ def lines(version: int) -> list[str]:
     return (GOLDEN / f"wire_{version}.jsonl").read_text("utf-8").splitlines()
 
 
+def without(names: set[str], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without(names, inner) for key, inner in value.items() if key not in names}
+    return [without(names, inner) for inner in value] if isinstance(value, list) else value
+
+
 def timeless(value: Any) -> Any:
     """An answer without what depends on the clock or on the order of arrival."""
-    if isinstance(value, dict):
-        return {key: timeless(inner) for key, inner in value.items() if key not in _WHEN}
-    return [timeless(inner) for inner in value] if isinstance(value, list) else value
+    return without(_WHEN, value)
 
 
 async def state_of(service: Any) -> Any:
@@ -61,7 +67,7 @@ async def test_the_batches_of_a_released_version_still_mean_what_they_meant(
 def test_a_golden_batch_is_written_again_as_it_was_read(version: int) -> None:
     for line in lines(version):
         written = Batch.model_validate_json(line).model_dump_json(exclude_unset=True)
-        assert json.loads(written) == json.loads(line)
+        assert json.loads(written) == without(_SKIPPED, json.loads(line))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -73,4 +79,4 @@ def test_the_golden_batches_hold_every_kind_of_event_with_every_field(version: i
     known = [kind for kind in get_args(get_args(Event)[0]) if kind is not Unknown]
     kinds = {kind.model_fields["kind"].default: set(kind.model_fields) for kind in known}
     assert set(said) == set(kinds)
-    assert all(said[kind] <= fields for kind, fields in kinds.items())
+    assert all(said[kind] - _SKIPPED <= fields for kind, fields in kinds.items())

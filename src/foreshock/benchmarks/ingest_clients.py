@@ -69,7 +69,7 @@ def template() -> bytes:
     rank = FakeRank(run=_RUN, boot=_BOOT, layers=LAYERS, heads=range(HEADS))
     norms = Array.of(np.linspace(1.0, 20.0, rank.count).astype(np.float32))
     sample = rank.sample(_STEP, since=0).model_copy(
-        update={"since_step": _SINCE, "query_norm": norms, "key_norm": norms, "query_key_norm": norms, "loss_max": 3.5}
+        update={"since_step": _SINCE, "query_norm": norms, "key_norm": norms, "query_key_norm": norms}
     )
     return rank.batch(sample, sequence=_SEQUENCE).model_dump_json().encode()
 

@@ -37,8 +37,6 @@ from foreshock.contract.modes import DEFAULT_MITIGATION, MODE_PATTERN, mode_name
 from foreshock.contract.slots import MOST_SLOTS, OLDEST_SLOT_COUNT, Words, fitted
 
 WIRE_VERSION: Final = 1
-WIRE_REVISION: Final = 1
-"""Each batch names the revision of its sender. It rises when a reader has to know one build from another."""
 MAX_LAYERS: Final = 1024
 MAX_LAYER_NUMBER: Final = 99_999
 MAX_HEADS: Final = 1024
@@ -227,7 +225,6 @@ class Sample(Message):
     key_norm: Array | None = Field(default=None, description="spectral norm of W_K per head, float32 [heads]")
     query_key_norm: Array | None = Field(default=None, description="spectral norm of W_Q W_K^T, float32 [heads]")
     loss: float | None = Field(default=None, description="mean raw loss over the steps that reported one")
-    loss_max: float | None = None
     loss_nonfinite_steps: Count = 0
     grad_norm: float | None = Field(default=None, description="largest gradient norm of the steps")
     grad_norm_nonfinite_steps: Count = 0
@@ -379,10 +376,6 @@ class AgentHealth(Message):
     faults: Annotated[dict[Identifier, Count], _at_most(256)] = Field(
         default_factory=dict, max_length=256, description="contained faults, by component"
     )
-    # agents no longer send these, since nothing reads them
-    retries: Count = 0
-    spool_bytes: Count = 0
-    oldest_unsent_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
 
 class Finished(Message):
@@ -412,7 +405,6 @@ class Batch(Message):
     """What the agent posts to /v1/batches. Written whole or not at all."""
 
     wire: Literal[1] = 1
-    revision: int = Field(default=0, ge=0, le=2**31, description="revision of the wire that the sender writes")
     run: Identifier
     rank: int = Field(ge=0, lt=10**6)
     boot: Identifier = Field(description="new at every process start of a rank")

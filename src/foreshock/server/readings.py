@@ -78,7 +78,7 @@ def heads_of_layers(stored: str) -> tuple[HeadRef, ...]:
     return tuple((layer.layer, head) for layer in layers_of(stored) for head in layer.heads)
 
 
-SCALARS: Final = ("loss", "loss_max", "grad_norm", "learning_rate", "step_seconds", "agent_seconds")
+SCALARS: Final = ("loss", "grad_norm", "learning_rate", "step_seconds", "agent_seconds")
 ARRAYS: Final = ("states", *PER_HEAD)
 """Positions are stored: append, never reorder."""
 _DTYPES: Final = ("<i8", "<f8", "<f4", "<i4")
@@ -102,9 +102,6 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
     return {
         "step": sample.step,
         "since_step": sample.since_step,
-        "unix_seconds": sample.unix_seconds,
-        "loss_nonfinite_steps": sample.loss_nonfinite_steps,
-        "grad_norm_nonfinite_steps": sample.grad_norm_nonfinite_steps,
         "arrays": b"".join(parts) or None,
         "nan_columns": sum(1 << position for position, is_nan in enumerate(nan) if is_nan),
         **{name: None if is_nan else value for (name, value), is_nan in zip(scalars.items(), nan, strict=True)},

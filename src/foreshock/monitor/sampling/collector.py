@@ -325,7 +325,6 @@ class SampleDraft:
             states=_array(counted.words),
             modes=_array(counted.modes),
             loss=mean(counted.losses),
-            loss_max=largest(counted.losses),
             loss_nonfinite_steps=nonfinite(counted.losses),
             grad_norm=largest(counted.grad_norms),
             grad_norm_nonfinite_steps=nonfinite(counted.grad_norms),

@@ -67,8 +67,6 @@ class Sender:
         self.dropped: Counter[str] = Counter()
         """Events lost, by reason."""
         self.faults: Counter[str] = Counter()
-        self.retries = 0
-        """How often it waited to try again."""
         self._events: deque[tuple[int, wire.Event | SampleDraft]] = deque()
         self._bytes_in = self._bytes_out = 0  # one writer each, so no lock
         self._commands: deque[wire.Command] = deque()
@@ -246,7 +244,6 @@ class Sender:
 
     def _append(self, events: Sequence[wire.Event], *, force: bool) -> bool:
         batch = wire.Batch(
-            revision=wire.WIRE_REVISION,
             run=self._run,
             rank=self._config.rank,
             boot=self._boot,
@@ -300,7 +297,6 @@ class Sender:
     async def _back_off(self) -> bool:
         """Wait before the next try; True when the agent closes meanwhile."""
         assert self._stop is not None
-        self.retries += 1
         until = time.monotonic() + retry_delay(self._failures, self._retry_after)
         closing = False
         while not closing and (left := until - time.monotonic()) > 0:

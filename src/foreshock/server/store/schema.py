@@ -71,7 +71,7 @@ boots: Final = Table(
     Column("replayed", Boolean, nullable=False, server_default=false()),  # it has never spoken for itself
     Column("newest_step", BigInteger, nullable=False, server_default="0"),  # of its samples and heartbeats
     Column("stepped", Double),  # when it came, on the service's clock: since then no step is known to have ended
-    Column("measured", Text),  # runs.last_measured.with_sample
+    Column("measured", Text),  # newest.with_sample
     UniqueConstraint("run_id", "rank", "boot"),
     Index("boots_by_place", "run_id", "rank", "place"),
     Index("newest_boots", "run_id", "newest", "place"),
@@ -100,17 +100,13 @@ samples: Final = Table(
     Column("position", Integer, nullable=False),
     Column("step", BigInteger, nullable=False),
     Column("since_step", BigInteger, nullable=False),
-    Column("unix_seconds", Double, nullable=False),
     Column("loss", Double),
-    Column("loss_max", Double),
     Column("grad_norm", Double),
     Column("learning_rate", Double),
     Column("step_seconds", Double),
     Column("agent_seconds", Double),
     Column("nan_columns", Integer, nullable=False),  # bit i: SCALARS[i] is NaN, which SQLite stores as NULL
-    Column("loss_nonfinite_steps", BigInteger, nullable=False),
-    Column("grad_norm_nonfinite_steps", BigInteger, nullable=False),
-    Column("arrays", LargeBinary),  # packing.pack_arrays
+    Column("arrays", LargeBinary),  # readings.pack_sample
     Index("samples_by_step", "run_id", "step"),
 )
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from foreshock.contract.slots import Slot, Words, identity_row
 from foreshock.contract.wire import (
-    WIRE_REVISION,
     Ack,
     Array,
     Batch,
@@ -60,7 +59,6 @@ class FakeRank:
         self, run: str = "run-1", rank: int = 0, boot: str = "b1", layers: int = 2, heads: Sequence[int] = (0, 1, 2)
     ) -> None:
         self.run, self.rank, self.boot, self.sequence = run, rank, boot, 0
-        self.revision = WIRE_REVISION
         self.layers = tuple(
             Layer(
                 layer=number,
@@ -77,9 +75,7 @@ class FakeRank:
     def batch(self, *events: Event, sequence: int | None = None) -> Batch:
         """The next batch, or the one with this sequence."""
         self.sequence = self.sequence + 1 if sequence is None else sequence
-        return Batch(
-            run=self.run, rank=self.rank, boot=self.boot, sequence=self.sequence, events=events, revision=self.revision
-        )
+        return Batch(run=self.run, rank=self.rank, boot=self.boot, sequence=self.sequence, events=events)
 
     def started(
         self, step: int = 0, policy: Policy = "auto", mitigation: str = "exact_delta", **others: Any

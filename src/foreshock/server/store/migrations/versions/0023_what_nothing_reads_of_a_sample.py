@@ -1,0 +1,13 @@
+"""Samples lose the columns that nothing read; the bits of `nan_columns` move up by the one that had a bit."""
+
+from alembic import op
+
+revision = "0023"
+down_revision = "0022"
+
+
+def upgrade() -> None:
+    op.execute("UPDATE samples SET nan_columns = (nan_columns & 1) + (nan_columns >> 2) * 2 WHERE nan_columns > 1")
+    with op.batch_alter_table("samples") as samples:
+        for column in ("unix_seconds", "loss_max", "loss_nonfinite_steps", "grad_norm_nonfinite_steps"):
+            samples.drop_column(column)
