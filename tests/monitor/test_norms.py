@@ -38,8 +38,8 @@ from foreshock.monitor.model.discovery import Found, find_attention
 from foreshock.monitor.model.layers import (
     base_of,
     find_projection,
-    part_of,
     query_width,
+    spans_of,
     tensor_parallel_dims,
     why_unmeasured,
 )
@@ -372,11 +372,11 @@ def test_a_weight_cut_over_two_dimensions_of_the_mesh_is_told_apart_into_storage
         fully_shard(layer, mesh=mesh["dp"])
         dims = tensor_parallel_dims(layer.weight, under_fsdp=True)
         assert dims == [1]
-        assert part_of(layer.weight).rows == (24, 32)
-        assert part_of(layer.weight, dims).rows == (16, 32)
+        assert spans_of(layer.weight)[0] == (24, 32)
+        assert spans_of(layer.weight, dims)[0] == (16, 32)
         for dp, tp in itertools.product(range(2), repeat=2):
-            assert part_of(layer.weight, dims, (dp, tp)).rows == (16 * tp, 16 * tp + 16)
-            assert part_of(layer.weight, None, (dp, tp)).rows == (16 * tp + 8 * dp, 16 * tp + 8 * dp + 8)
+            assert spans_of(layer.weight, dims, (dp, tp))[0] == (16 * tp, 16 * tp + 16)
+            assert spans_of(layer.weight, None, (dp, tp))[0] == (16 * tp + 8 * dp, 16 * tp + 8 * dp + 8)
         assert layer.weight.to_local().shape == (8, WIDTH)  # type: ignore[attr-defined]
     finally:
         torch.distributed.destroy_process_group()

@@ -35,7 +35,6 @@ from foreshock.monitor.model.layers import (
     HeadRows,
     Projection,
     is_conv1d,
-    is_sharded,
     is_wrapped,
     local_tensor,
     spans_of,
@@ -153,7 +152,7 @@ class QKClip:
             self._sources.append(_Source(side.holder, name, parameter, held.data_ptr()))
             views, places = parts.setdefault(held.dtype, ([], []))
             dim = 1 if held.dim() == 2 and is_conv1d(side.holder) else 0
-            low, high = spans_of(parameter)[dim] if is_sharded(parameter) else (0, held.shape[dim])
+            low, high = spans_of(parameter)[dim]
             for head, first in enumerate(side.starts):
                 start, stop = max(first + offset - low, 0), min(first + offset + side.head_dim, high) - low
                 if start < stop:

@@ -36,7 +36,6 @@ from foreshock.monitor.model.layers import (
     outputs_of,
     projections,
     stored,
-    why_projection_unread,
     why_unmeasured,
 )
 
@@ -327,8 +326,7 @@ class LayoutCheck:
             except InconclusiveCallError:
                 pass  # another call may show it
             except ValueError as error:
-                unread = (why_projection_unread(*child) for child in self._owner.named_children())
-                self._tries, self._why = self._tries - 1, "; ".join(filter(None, (*unread, str(error))))
+                self._tries, self._why = self._tries - 1, str(error)
         return self._proved
 
     def _now(self) -> list[tuple[Any, ...]]:

@@ -27,8 +27,8 @@ from foreshock.monitor.model.layers import (
     find_projection,
     is_sharded,
     key_heads_by_width,
-    part_of,
     query_width,
+    spans_of,
     stored,
     tensor_parallel_dims,
     under_fsdp,
@@ -302,24 +302,19 @@ def _describe(
         _number(owner, _HEAD_DIM) or (query_width(owner, heads, kv_heads) or _number(owner, _WIDTH) or 0) // heads
     )
     if not head_dim:  # nor then a projection of a known name
-        unmeasured = why_unmeasured(owner)
-        return Found(name, module, heads, known_kv_heads or 0, unmeasured=unmeasured)
+        return Found(name, module, heads, known_kv_heads or 0, unmeasured=why_unmeasured(owner))
     heads_by_weight = all_query_heads(owner, head_dim)
     if heads_by_weight and heads_by_weight > heads:  # some models keep the number of heads of their own rank
         heads, kv_heads = heads_by_weight, heads_by_weight * kv_heads // heads
-    if heads % kv_heads:
+    elif not known_kv_heads:
+        kv_heads = key_heads_by_width(owner, heads, head_dim)
+    if heads % (kv_heads or heads):
         unmeasured = f"{heads} heads do not divide into {kv_heads} key heads"
         return Found(name, module, heads, 0, head_dim, unmeasured=unmeasured)
-    projection = find_projection(owner, heads, kv_heads, head_dim)
-    if projection is None and not known_kv_heads:
-        kv_heads = key_heads_by_width(owner, heads, head_dim)
-        if 0 < kv_heads < heads:
-            projection = find_projection(owner, heads, kv_heads, head_dim)
-    if projection is not None:
-        return Found(name, module, heads, kv_heads, head_dim, projection=projection)
-    why = why_unmeasured(owner)
+    projection = find_projection(owner, heads, kv_heads or heads, head_dim)
+    why = "" if projection is not None else why_unmeasured(owner)
     unnamed = owner if why == NOT_FOUND else None
-    return Found(name, module, heads, kv_heads, head_dim, unmeasured=why, owner=unnamed)
+    return Found(name, module, heads, kv_heads, head_dim, projection=projection, unmeasured=why, owner=unnamed)
 
 
 def _share(found: Found, model: nn.Module) -> Found:
@@ -333,7 +328,7 @@ def _share(found: Found, model: nn.Module) -> Found:
         dims = tensor_parallel_dims(weight, under_fsdp=under_fsdp(model, found.name)) if is_sharded(weight) else []
         if not dims:
             return found
-        first, last = part_of(weight, dims).rows
+        first, last = spans_of(weight, dims)[0]
         ends = [(start, start + rows.head_dim) for start in rows.starts]
         held = [head for head, (start, stop) in enumerate(ends) if first <= start and stop <= last]
         if not held or any(start < edge < stop for start, stop in ends for edge in (first, last)):

@@ -18,12 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-
-class Part(NamedTuple):
-    """Rows and columns [start, stop) of a weight."""
-
-    rows: tuple[int, int]
-    columns: tuple[int, int]
+Spans = list[tuple[int, int]]
+"""[start, stop) in each dimension of a weight."""
 
 
 def is_sharded(weight: object) -> bool:
@@ -36,45 +32,29 @@ def is_wrapped(weight: Tensor) -> bool:
     return not is_sharded(weight) and type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def part_of(weight: Any, mesh_dims: Sequence[int] | None = None, coordinate: Sequence[int] | None = None) -> Part:
-    """What the process at `coordinate` of the mesh, this one by default, holds of a DTensor of two dimensions.
+def spans_of(weight: Any, mesh_dims: Sequence[int] | None = None, coordinate: Sequence[int] | None = None) -> Spans:
+    """What the process at `coordinate` of the mesh, this one by default, holds of a weight, cut as torch.chunk cuts it.
 
     `mesh_dims` limits it to the shards over those dimensions of the mesh.
     """
-    rows, columns = spans_of(weight, mesh_dims, coordinate)
-    return Part(rows, columns)
-
-
-def spans_of(
-    weight: Any, mesh_dims: Sequence[int] | None = None, coordinate: Sequence[int] | None = None
-) -> list[tuple[int, int]]:
-    """The same for a DTensor of any dimensions: [start, stop) in each of them, cut as torch.chunk cuts it."""
-    mesh, placements = weight.device_mesh, weight.placements
-    where = _coordinate(mesh) if coordinate is None else coordinate
     spans = [(0, int(size)) for size in weight.shape]
+    if not is_sharded(weight):
+        return spans
+    mesh, placements = weight.device_mesh, weight.placements
+    if coordinate is None:
+        found = (mesh.mesh == torch.distributed.get_rank()).nonzero().tolist()
+        if not found:  # this process is outside the mesh
+            return [(0, 0)] * len(spans)
+        coordinate = found[0]
     dims = range(len(placements)) if mesh_dims is None else mesh_dims
     # FSDP's shard of a tensor-parallel weight stands to the left, but was cut last; PyTorch marks it so
     for dim in sorted(dims, key=lambda d: hasattr(placements[d], "split_factor")):
         cut: int | None = getattr(placements[dim], "dim", None)
-        if where is None:
-            return [(0, 0)] * len(spans)
         if cut is not None:
             start, stop = spans[cut]
             size = -(-(stop - start) // mesh.size(dim))
-            spans[cut] = (min(start + where[dim] * size, stop), min(start + (where[dim] + 1) * size, stop))
+            spans[cut] = (min(start + coordinate[dim] * size, stop), min(start + (coordinate[dim] + 1) * size, stop))
     return spans
-
-
-def _coordinate(mesh: Any) -> Sequence[int] | None:
-    """The coordinate of this process in the mesh; None outside it."""
-    found = (mesh.mesh == torch.distributed.get_rank()).nonzero().tolist()
-    return found[0] if found else None
-
-
-def parts_of(weight: Any) -> Iterator[Part]:
-    """What each process of the mesh holds of a DTensor of two dimensions."""
-    for coordinate in itertools.product(*(range(weight.device_mesh.size(d)) for d in range(len(weight.placements)))):
-        yield part_of(weight, coordinate=coordinate)
 
 
 def tensor_parallel_dims(weight: Any, *, under_fsdp: bool) -> list[int]:
@@ -128,15 +108,6 @@ def device_of(*modules: nn.Module) -> torch.device:
     """Where the first parameter of these modules lies; the CPU without one that has numbers."""
     parameters = (parameter for module in modules for parameter in module.parameters())
     return next((each.device for each in parameters if not each.is_meta), torch.device("cpu"))
-
-
-def why_unread(projection: nn.Module) -> str | None:
-    """Why the weight that a projection computes with cannot be read; None where it can, or where it has none."""
-    if has_adapters(projection):
-        return "which has adapters"
-    if stored(projection) is None and (hasattr(type(projection), "weight") or "base_layer" in projection._modules):
-        return "whose weight is computed again at every reading"
-    return None
 
 
 def computes_otherwise(module: nn.Module) -> bool:
@@ -231,9 +202,16 @@ class HeadRows:
 
     def read(self) -> Held:
         """The heads' weights as they are now. Raises UnreadableWeightError where they cannot be read now."""
-        rows, part, inputs = self._rows()
-        first = part.rows[0]
-        held = self._within(part.rows)
+        weight = stored(self.holder, self.weight)
+        # computed since, for example by a spectral norm that was registered
+        if not isinstance(weight, Tensor) or has_adapters(self.holder):
+            raise UnreadableWeightError
+        local, spans = local_tensor(weight), spans_of(weight)
+        if list(local.shape) != [stop - start for start, stop in spans]:
+            raise UnreadableWeightError
+        (first, stop), inputs = self._rows_first(spans)
+        rows = local.t() if is_conv1d(self.holder) else local
+        held = self._within((first, stop))
         heads = range(held[0], held[-1] + 1) if held else range(0)
         if held != list(heads):
             raise UnreadableWeightError
@@ -245,49 +223,32 @@ class HeadRows:
             )
         else:
             weights = torch.stack([rows[start : start + self.head_dim] for start in starts])
-        return Held(heads, weights, part.columns == (0, inputs))
+        return Held(heads, weights, inputs == (0, self._rows_first([(0, size) for size in weight.shape])[1][1]))
 
-    def placed(self) -> list[list[int]] | None:
-        """The heads that each process of the mesh holds whole; None where every process holds all of them."""
-        weight = self._stored()
-        if not is_sharded(weight):
-            return None
-        return [self._within(_turned(part, self.holder).rows) for part in parts_of(weight)]
-
-    def straddling(self) -> list[int]:
-        """Heads that no process holds whole, because their rows lie in more than one."""
-        placed = self.placed()
-        held = {head for heads in placed for head in heads} if placed is not None else set(range(len(self.starts)))
-        return [head for head in range(len(self.starts)) if head not in held]
+    def placed(self) -> list[set[int]]:
+        """The heads that each process of the mesh holds whole; one entry where every process holds all of them."""
+        whole = [set(self._within(rows)) for rows, _ in self._parts()]
+        return whole or [set(range(len(self.starts)))]
 
     def spread_inputs(self) -> bool:
         """Whether a process holds only some of the inputs of each row."""
-        weight = self._stored()
-        if not is_sharded(weight):
-            return False
-        return len({_turned(part, self.holder).columns for part in parts_of(weight)}) > 1
+        return len({inputs for _, inputs in self._parts()}) > 1
 
-    def _stored(self) -> Any:
-        """The weight as it lies there; None where code of the model computes it, which may write or draw numbers."""
-        return stored(self.holder, self.weight)
+    def _parts(self) -> list[Spans]:
+        """Rows and inputs of each process of the mesh; none where every process holds all."""
+        weight = stored(self.holder, self.weight)
+        if not is_sharded(weight):
+            return []
+        mesh = weight.device_mesh
+        places = itertools.product(*(range(mesh.size(dim)) for dim in range(len(weight.placements))))
+        return [self._rows_first(spans_of(weight, coordinate=place)) for place in places]
+
+    def _rows_first(self, spans: Spans) -> Spans:
+        return spans[::-1] if is_conv1d(self.holder) else spans
 
     def _within(self, rows: tuple[int, int]) -> list[int]:
         starts = enumerate(self.starts)
         return [head for head, start in starts if rows[0] <= start and start + self.head_dim <= rows[1]]
-
-    def _rows(self) -> tuple[Tensor, Part, int]:
-        """The part held as [rows, inputs], which part it is, and how many inputs there are."""
-        weight = self._stored()
-        if not isinstance(weight, Tensor) or has_adapters(
-            self.holder
-        ):  # computed since, for example by a spectral norm that was registered
-            raise UnreadableWeightError
-        local = local_tensor(weight)
-        part = part_of(weight) if is_sharded(weight) else Part((0, weight.shape[0]), (0, weight.shape[1]))
-        if local.shape != tuple(stop - start for start, stop in part):
-            raise UnreadableWeightError
-        turned = _output_dim(self.holder) == 1
-        return local.t() if turned else local, _turned(part, self.holder), weight.shape[0 if turned else 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,16 +284,17 @@ class Projection:
 
     @property
     def unmeasured(self) -> list[int]:
-        """Heads (key heads stand for those who read them) that straddle processes."""
-        return sorted(set(self.query.straddling()) | self._readers(self.key.straddling()))
+        """Heads (key heads stand for those who read them) that straddle processes: none holds all of their rows."""
+        query, key = (set[int]().union(*rows.placed()) for rows in (self.query, self.key))
+        return sorted(set(range(len(self.query.starts))) - (query & self._readers(key)))
 
     @property
     def apart(self) -> list[int]:
         """Heads of which no process holds W_Q and W_K together, though each lies whole in one."""
         query, key = self.query.placed(), self.key.placed()
-        if query is None or key is None or len(query) != len(key):
+        if len(query) != len(key):
             return []
-        together = {head for q, k in zip(query, key, strict=True) for head in set(q) & self._readers(k)}
+        together = set[int]().union(*(q & self._readers(k) for q, k in zip(query, key, strict=True)))
         return sorted(set(range(len(self.query.starts))) - together - set(self.unmeasured))
 
     def gaps(self, first_head: int = 0) -> str:
@@ -357,6 +319,8 @@ def projections(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> 
     says why."""
     if why_unmeasured(module) != NOT_FOUND:
         return []
+    if isinstance(inner := getattr(module, "qkv_linear", None), nn.Module) and outputs_of(inner) is None:
+        return projections(inner, heads, kv_heads, head_dim)  # torchtitan keeps them in a module of their own
     found = _by_name(module, heads, kv_heads, head_dim)
     return [each.of_weights_alone("heads are normalised") if normalises_heads(module) else each for each in found]
 
@@ -388,51 +352,52 @@ def why_unmeasured(module: nn.Module) -> str:
             return f"the weight of {name} is stored as {dtype} and scaled elsewhere"
         if isinstance(weight, Tensor) and is_wrapped(weight):
             return f"the weight of {name} is stored as {type(weight).__name__}"
-        if name in _PROJECTIONS and child is not None and (why := why_projection_unread(name, child)):
-            return why
+        if name not in _PROJECTIONS or child is None:
+            continue
+        kind = f"{name} is {type(child).__module__.partition('.')[0]}'s {type(child).__name__}"
+        if has_adapters(child):
+            return f"{kind}, which has adapters"
+        if weight is None and (hasattr(type(child), "weight") or "base_layer" in child._modules):
+            return f"{kind}, whose weight is computed again at every reading"
     return NOT_FOUND
-
-
-def why_projection_unread(name: str, projection: nn.Module) -> str:
-    """Why the weight of a module's projection cannot be read, in words; "" where it can."""
-    package, why = type(projection).__module__.partition(".")[0], why_unread(projection)
-    return "" if why is None else f"{name} is {package}'s {type(projection).__name__}, {why}"
 
 
 def _by_name(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> list[Projection]:
     blocks, kv_blocks = _blocks(heads, head_dim), _blocks(kv_heads, head_dim)
+
+    def placed(layout: str, query: tuple[nn.Module, str, Any], key: tuple[nn.Module, str, Any]) -> Projection:
+        sides = (HeadRows(holder, weight, tuple(starts), head_dim) for holder, weight, starts in (query, key))
+        return Projection(layout, *sides, module)
+
     if isinstance(module, nn.MultiheadAttention):
-        return _of_multihead_attention(module, blocks, head_dim)
+        fused = module._qkv_same_embed_dim
+        names = ("in_proj_weight",) * 2 if fused else ("q_proj_weight", "k_proj_weight")
+        if any(hasattr(type(module), name) for name in names):
+            return []  # computed by a property, a parametrization's for example
+        layout = "fused Q, K, V (in_proj_weight)" if fused else f"separate ({', '.join(names)})"
+        keys = [module.embed_dim + start for start in blocks] if fused else blocks
+        return [placed(layout, (module, names[0], blocks), (module, names[1], keys))]
     for query_name, key_name in _SEPARATE:
         query = _child(module, query_name, heads * head_dim)
         key = _child(module, key_name, kv_heads * head_dim * (2 if key_name == "to_kv" else 1))
         if query is not None and key is not None:
-            rows = HeadRows(query, "weight", blocks, head_dim), HeadRows(key, "weight", kv_blocks, head_dim)
-            return [Projection(f"separate ({query_name}, {key_name})", *rows, module)]
-    if isinstance(inner := getattr(module, "qkv_linear", None), nn.Module) and outputs_of(inner) is None:
-        return projections(inner, heads, kv_heads, head_dim)  # torchtitan keeps them in a module of their own
+            layout = f"separate ({query_name}, {key_name})"
+            return [placed(layout, (query, "weight", blocks), (key, "weight", kv_blocks))]
     group = heads // kv_heads
+    behind = [heads * head_dim + start for start in kv_blocks]
+    of_queries = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
+    of_keys = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
     for name in (*_FUSED_PER_KEY_HEAD, *_FUSED):
-        if (fused := _child(module, name, (heads + 2 * kv_heads) * head_dim)) is None:
+        if (holder := _child(module, name, (heads + 2 * kv_heads) * head_dim)) is None:
             continue
-        kind = "Conv1D" if is_conv1d(fused) else "Linear"
-        behind = [heads * head_dim + start for start in kv_blocks]
-        of_queries = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
-        of_keys = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
+        kind = "Conv1D" if is_conv1d(holder) else "Linear"
         orders = [
             (f"fused Q, K, V ({name}, {kind})", blocks, behind),
             (f"fused per key head ({name})", of_queries, of_keys),  # each key head: its queries, K, V
         ]
         if name in _FUSED_PER_KEY_HEAD or name in _also_per_key_head(module):
             orders.reverse()
-
-        def within(starts: Sequence[int], holder: nn.Module = fused) -> HeadRows:
-            return HeadRows(holder, "weight", tuple(starts), head_dim)
-
-        return [
-            Projection(layout, within(query_starts), within(key_starts), module)
-            for layout, query_starts, key_starts in orders
-        ]
+        return [placed(layout, (holder, "weight", of_q), (holder, "weight", of_k)) for layout, of_q, of_k in orders]
     return []
 
 
@@ -478,40 +443,43 @@ def _child(module: nn.Module, name: str, outputs: int) -> nn.Module | None:
     return child if isinstance(child, nn.Module) and outputs_of(child) == outputs else None
 
 
+def query_projection(module: nn.Module) -> nn.Module | None:
+    """The module that makes the queries alone, by its name."""
+    children = (getattr(module, name, None) for name, _ in _SEPARATE)
+    return next((child for child in children if isinstance(child, nn.Module) and _width(child) is not None), None)
+
+
 def all_query_heads(module: nn.Module, head_dim: int) -> int | None:
     """The heads of a query projection that is sharded, all processes together; None for any other."""
-    for name, _ in _SEPARATE:
-        child = getattr(module, name, None)
-        if (width := outputs_of(child)) is not None:
-            return width // head_dim if is_sharded(child.weight) else None  # type: ignore[union-attr]
-    return None
+    query = query_projection(module)
+    return None if query is None or not is_sharded(stored(query)) else (_width(query) or 0) // head_dim
 
 
 def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
     """heads * head_dim as the module's own projections show it, or None."""
-    for query_name, _ in _SEPARATE:
-        if (width := _width(getattr(module, query_name, None))) is not None:
-            return width
-    for name in (*_FUSED, *_FUSED_PER_KEY_HEAD):
-        width = _width(getattr(module, name, None))
-        if width is not None and width * heads % (heads + 2 * kv_heads) == 0:
-            return width * heads // (heads + 2 * kv_heads)
-    return None
+    if (query := query_projection(module)) is not None:
+        return _width(query)
+    parts = heads + 2 * kv_heads
+    return next((width * heads // parts for width in _fused_widths(module) if width * heads % parts == 0), None)
 
 
 def key_heads_by_width(module: nn.Module, heads: int, head_dim: int) -> int:
     """Key heads as the module's own projections show them, or 0."""
     if isinstance(module, nn.MultiheadAttention):
         return heads
-    for query_name, key_name in _SEPARATE:
-        query, key = (_width(getattr(module, name, None)) for name in (query_name, key_name))
+    for names in _SEPARATE:
+        query, key = (_width(getattr(module, name, None)) for name in names)
         if query is not None and key is not None:
-            kv_heads = key // head_dim
-            fits = query == heads * head_dim and key % head_dim == 0 and kv_heads > 0 and heads % kv_heads == 0
+            kv_heads, rest = divmod(key, head_dim)
+            fits = query == heads * head_dim and not rest and kv_heads > 0 and heads % kv_heads == 0
             return kv_heads if fits else 0
-    fused = (_width(getattr(module, name, None)) for name in (*_FUSED, *_FUSED_PER_KEY_HEAD))
-    own = next((width // head_dim - heads for width in fused if width is not None and width % head_dim == 0), 0)
-    return own // 2 if own > 0 and own % 2 == 0 and heads % (own // 2) == 0 else 0
+    of_keys = next((width // head_dim - heads for width in _fused_widths(module) if width % head_dim == 0), 0)
+    return of_keys // 2 if of_keys > 0 and of_keys % 2 == 0 and heads % (of_keys // 2) == 0 else 0
+
+
+def _fused_widths(module: nn.Module) -> Iterator[int]:
+    widths = (_width(getattr(module, name, None)) for name in (*_FUSED, *_FUSED_PER_KEY_HEAD))
+    return (width for width in widths if width is not None)
 
 
 def outputs_of(module: object) -> int | None:
@@ -519,7 +487,7 @@ def outputs_of(module: object) -> int | None:
     if not isinstance(module, nn.Module) or has_adapters(module):
         return None  # the base's weight alone would give the norm of a W_Q that nobody uses
     weight = stored(module)
-    return weight.shape[_output_dim(module)] if isinstance(weight, Tensor) and weight.dim() == 2 else None
+    return weight.shape[is_conv1d(module)] if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def _width(module: object) -> int | None:
@@ -528,23 +496,3 @@ def _width(module: object) -> int | None:
         return outputs
     width = getattr(getattr(module, "base_layer", module), "out_features", None)
     return width if isinstance(width, int) else None
-
-
-def _output_dim(module: nn.Module) -> int:
-    return 1 if is_conv1d(module) else 0
-
-
-def _turned(part: Part, module: nn.Module) -> Part:
-    return Part(part.columns, part.rows) if _output_dim(module) else part
-
-
-def _of_multihead_attention(module: nn.MultiheadAttention, blocks: tuple[int, ...], head_dim: int) -> list[Projection]:
-    names = ("in_proj_weight", "q_proj_weight", "k_proj_weight")
-    if any(hasattr(type(module), name) for name in names):
-        return []  # computed by a property, a parametrization's for example
-    if getattr(module, "_qkv_same_embed_dim", True):
-        keys = tuple(module.embed_dim + start for start in blocks)
-        query, key = (HeadRows(module, "in_proj_weight", starts, head_dim) for starts in (blocks, keys))
-        return [Projection("fused Q, K, V (in_proj_weight)", query, key, module)]
-    query, key = (HeadRows(module, name, blocks, head_dim) for name in ("q_proj_weight", "k_proj_weight"))
-    return [Projection("separate (q_proj_weight, k_proj_weight)", query, key, module)]
