@@ -46,7 +46,7 @@ from foreshock.monitor.outbox import Outbox
         (tiny_gpt, {"run": "two words"}, "is not an identifier"),
         (tiny_gpt, {"world_size": 4}, "4 processes need one name for their run"),
         (tiny_gpt, {"qk_clip_threshold": float("inf")}, "qk_clip_threshold: Input should be a finite number"),
-        (tiny_gpt, {"sample_every_steps": 1001}, "1001 steps between samples show no failure before it has come"),
+        (tiny_gpt, {"sample_every_steps": 1001}, "sample_every_steps: Input should be less than or equal to 1000"),
         (tiny_gpt, {"config": "my-run"}, "config is an AgentConfig, got str; give settings by name"),
         (tiny_gpt, {"heads": {"blocks.0": 0}}, "heads.blocks.0: Input should be greater than 0"),
         (tiny_gpt, {"heads": {"blocks.O": 2}}, "heads names 'blocks.O', which is no module of the model; did you mean"),

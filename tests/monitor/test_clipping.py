@@ -220,7 +220,7 @@ def test_a_fault_ends_it_and_the_training_goes_on(
         def fails(*_: object, **__: object) -> None:
             raise RuntimeError("no weights today")
 
-        monkeypatch.setattr("foreshock.monitor.qk_clip._Parts.scale", fails)
+        monkeypatch.setattr("foreshock.monitor.qk_clip.QKClip.after_step", fails)
         assert not changed(agent, model)
         monkeypatch.undo()
         assert not changed(agent, model, 3)

@@ -78,12 +78,6 @@ def read_saved(state: object, heads: Sequence[wire.HeadRef]) -> SavedState:
     return saved
 
 
-def step_in(state: object) -> int | None:
-    """The step at which a state was saved, also where nothing else of it can be used."""
-    step = state.get("step") if isinstance(state, dict) else None
-    return step if isinstance(step, int) and step >= 0 else None
-
-
 def steps_done(step: object) -> int:
     """A number of steps, from whatever a checkpoint holds it as. Raises ValueError with a sentence for what is none."""
     done = int(step) if isinstance(step, SupportsInt) and step == step else -1  # NaN is not itself
@@ -206,7 +200,7 @@ class Agent:
             why = "the first step showed that none of its calls can be met"
             logger.warning("foreshock: the switch of heads of %s is refused: %s", ", ".join(lost), why)
         self._watch(attached)
-        self._fresh = any(layer.late for layer in attached.watched)
+        self._fresh = attached.fresh
         self.begin_at(step)
         self._switchboard.load_state_dict(board | {"modes": modes})
         self._clipping.take_over(clipping)
@@ -338,11 +332,9 @@ class Agent:
         self._guards["qk_clip"].run(self._clipping.follow, said, step=self.current_step)
         self._saves.follow(said, self._active)
         if self.config.save_on_warning and self.config.rank == 0:
-            self._guards["checkpoints"].run(self._protect, said)
-
-    def _protect(self, said: Sequence[wire.Verdict]) -> None:
-        if (protected := self._checkpoints.follow(said, self._active)) is not None:
-            self._outbox.emit(protected)
+            protected = self._guards["checkpoints"].run(self._checkpoints.follow, said, self._active)
+            if protected is not None:
+                self._outbox.emit(protected)
 
     def _record_coverage(self, counted: Counted) -> None:
         """Record which layers a sample counts, and send what computes and measures each again where that changed."""
@@ -469,7 +461,8 @@ class Agent:
                 raise ValueError(f"it came after step {self.current_step}; call it before the first step")
             self._take_up(read_saved(state, self._heads))
         except UNREADABLE as error:
-            self.begin_at(step_in(state) or self.current_step)
+            step = state.get("step") if isinstance(state, dict) else None  # of use also where nothing else is
+            self.begin_at(step if isinstance(step, int) and step > 0 else self.current_step)
             if isinstance(error, OtherHeadsError) and not self._known:
                 self._saved = state  # which heads there are the first step shows
                 return

@@ -35,13 +35,13 @@ from foreshock.monitor.attention.finder import UnwatchedAttentionFinder, lies_in
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
 from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.attention.probe import OutputSums, Sampling, new_ticks, start_sampling, stop_sampling
-from foreshock.monitor.attention.watched_layer import WatchedLayer
+from foreshock.monitor.attention.watched_layer import Backend, WatchedLayer
 from foreshock.monitor.config import AgentConfig, versions
 from foreshock.monitor.detect.levels import KERNEL
 from foreshock.monitor.detect.non_finite import FIRST_UPDATE, place_by_outputs
 from foreshock.monitor.detect.readings import Readings, head_readings
 from foreshock.monitor.guard import default_torch_modes, logger
-from foreshock.monitor.model.discovery import Called, Found, find_attention, is_called_attention, table_of
+from foreshock.monitor.model.discovery import Found, find_attention, is_called_attention, table_of
 from foreshock.monitor.model.layers import device_of
 from foreshock.monitor.model.openness import openness, rounding
 from foreshock.monitor.sampling import collector as collecting
@@ -102,16 +102,40 @@ class AttachedModel:
             """Of each head in a step that is computed in full: the largest score of all rows of a native attention."""
             state, modes, largest = (torch.split(each, sizes) for each in (self.state, self.modes, self.largest))
             ticks = new_ticks(len(watched), device)
-            former: dict[str, tuple[WatchedLayer, LayoutCheck]] = {} if before is None else before._by_name()
-            new = {f.name or "model": LayoutCheck(f.owner, f.heads, f.projection or f.unmeasured) for f in watched}
-            checks = {name: former[name][1] if name in former else check for name, check in new.items()}
-            self.layouts: Final[tuple[LayoutCheck, ...]] = tuple(checks.values())
+            former = {} if before is None else {layer.name: layer for layer in before.watched}
+            names = [f.name or "model" for f in watched]
+            new = (LayoutCheck(f.owner, f.heads, f.projection or f.unmeasured) for f in watched)
+            self.layouts: Final[tuple[LayoutCheck, ...]] = tuple(
+                known.layout if (known := former.get(name)) is not None and known.layout is not None else check
+                for name, check in zip(names, new, strict=True)
+            )
             """Where W_Q and W_K of each layer lie, once its calls showed it."""
-            places = zip(watched, self.layouts, state, modes, largest, ticks, strict=True)
-            self.watched: Final[tuple[WatchedLayer, ...]] = tuple(self._watch(*place) for place in places)
+            places = zip(names, self.layouts, state, modes, largest, ticks, strict=True)
+            backend: Backend = "native" if self._keeps else "kernels"
+            self.watched: Final[tuple[WatchedLayer, ...]] = tuple(
+                WatchedLayer(
+                    name,
+                    layer_state,
+                    layer_modes,
+                    settings.numerics,
+                    strict=settings.strict,
+                    sampling=self._key,
+                    sample_counter=tick,
+                    largest=layer_largest,
+                    backend=backend,
+                    layout=layout,
+                )
+                for name, layout, layer_state, layer_modes, layer_largest, tick in places
+            )
             self._of_rows = [layer for layer in self.watched for _ in range(len(layer.state))]
-            if before is not None:
-                self._go_on(former, before.finder.called)
+            called = {} if before is None else {name or "model": call for name, call in before.finder.called.items()}
+            for layer in self.watched:
+                if (last := former.get(layer.name)) is not None:
+                    layer.go_on(last)
+                elif settings.numerics == "auto" and layer.name in called:
+                    layer.rounds = called[layer.name].rounds
+            self.fresh: Final = before is not None and not former.keys() >= set(names)
+            """Whether some layers have seen no step yet: the first step showed that they compute attention."""
         self._outputs = self.sampling.outputs = OutputSums([layer.state for layer in self.watched])
         ends = [*watched[:1], *watched[1:][-1:]]
         some = (each for f in ends for each in f.module.parameters() if not each.is_inference())
@@ -120,34 +144,11 @@ class AttachedModel:
         self.report: Final = self._table()
         self._open_to = openness(model, watched)
         modules = list(zip((f.module for f in watched), self.layouts, strict=True))
-        known = [f.name for f in found]
-        self.finder: Final[UnwatchedAttentionFinder] = UnwatchedAttentionFinder(model, known, settings.heads, modules)
+        self.finder: Final[UnwatchedAttentionFinder] = UnwatchedAttentionFinder(
+            model, [f.name for f in found], settings.heads, modules
+        )
         """Looks out for attention that is not watched."""
         self._installed = self._install(model, modules)
-
-    def _watch(
-        self, f: Found, layout: LayoutCheck, state: Tensor, modes: Tensor, largest: Tensor, tick: Tensor
-    ) -> WatchedLayer:
-        layer = WatchedLayer(f.name or "model", state, modes, self._settings.numerics, strict=self._settings.strict)
-        # .data: a version of its own, as the layer's state; CUDA graphs must not count into a copy of it
-        layer.sample_counter, layer.largest = tick.data, largest.data
-        for buffer in (layer.sample_counter, layer.largest):
-            torch._dynamo.mark_static_address(buffer, guard=False)
-        layer.sampling, layer.backend, layer.layout = self._key, "native" if self._keeps else "kernels", layout
-        return layer
-
-    def _by_name(self) -> dict[str, tuple[WatchedLayer, LayoutCheck]]:
-        return {layer.name: (layer, check) for layer, check in zip(self.watched, self.layouts, strict=True)}
-
-    def _go_on(self, former: dict[str, tuple[WatchedLayer, LayoutCheck]], called: dict[str, Called]) -> None:
-        """Take up what the first step showed and counted."""
-        for layer in self.watched:
-            if layer.name in former:
-                layer.go_on(former[layer.name][0])
-                continue
-            layer.late = True
-            if self._settings.numerics == "auto":
-                layer.rounds = called[layer.name if layer.name in called else ""].rounds
 
     def _install(self, model: nn.Module, watched: Sequence[tuple[nn.Module, LayoutCheck]]) -> ExitStack:
         with _installing, ExitStack() as undo:  # each undoing is done, whatever becomes of the others
@@ -315,7 +316,7 @@ class AttachedModel:
         return self.sampling.refused.get(layer.state.data_ptr())
 
     def _name_what_a_captured_step_hides(self, step: int) -> None:
-        if not self._keeps or all(layer.sampled or layer.ran_on_kernels for layer in self.watched):
+        if not self._keeps or all(layer.sampled or layer.kernels == "ran" for layer in self.watched):
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since = step
@@ -342,7 +343,7 @@ class AttachedModel:
 
     def runs_on_kernels(self, row: int) -> bool:
         """Whether our kernels compute head `row` of all, as far as what ran shows."""
-        return not self._keeps or self._of_rows[row].ran_on_kernels
+        return not self._keeps or self._of_rows[row].kernels == "ran"
 
     def refusal(self, row: int, mode: int) -> str | None:
         """Why head `row` of all cannot be given a mode, as its layer's calls are; None where it can."""
@@ -418,21 +419,19 @@ class AttachedModel:
         """Whether `layers`, which `announced` gave, still says what computes each layer."""
         return [layer.sampled for layer in layers] == [watched.sampled for watched in self.watched]
 
-    def computed_by(self, layer: int) -> str:
-        """A sentence about what computes the attention of a layer, by its number: function, library and version."""
-        by = next((w.computed_by for one, w in zip(self.layers, self.watched, strict=True) if one.layer == layer))
+    def with_library(self, verdict: wire.Verdict) -> wire.Verdict:
+        """The same verdict; a new one about wrong rows says what computes them: function, library and version."""
+        if verdict.signal != KERNEL or verdict.layer is None or verdict.state != "raised":
+            return verdict
+        both = zip(self.layers, self.watched, strict=True)
+        by = next((watched.computed_by for layer, watched in both if layer.layer == verdict.layer), "")
         root = by.partition(".")[0]
         try:
             version = f" ({root} {importlib.metadata.version(root)})"
         except (importlib.metadata.PackageNotFoundError, ValueError):
             version = ""
-        return f" It is computed by {by}{version}." if by else ""
-
-    def with_library(self, verdict: wire.Verdict) -> wire.Verdict:
-        """The same verdict; a new one about wrong rows says what computes them."""
-        if verdict.signal != KERNEL or verdict.layer is None or verdict.state != "raised":
-            return verdict
-        return verdict.model_copy(update={"sentence": (verdict.sentence + self.computed_by(verdict.layer))[:500]})
+        said = f" It is computed by {by}{version}." if by else ""
+        return verdict.model_copy(update={"sentence": (verdict.sentence + said)[:500]})
 
     def readings(self, counted: Counted) -> Readings:
         """What was counted, as the detectors read it."""

@@ -15,7 +15,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -48,36 +48,21 @@ _QUERY, _KEY, _QUERY_ALONE = range(3)
 """What a part of the weights is to the scores: scaled together with the other, or for both."""
 
 
-class _Source(NamedTuple):
-    """A parameter that is scaled, and where its numbers lay when it was found."""
+def _scaler(views: list[Tensor], places: list[int]) -> Callable[[Tensor], None]:
+    """Multiplies parts of weights, all of one dtype, by those of the factors, float64 [N], that `places` number."""
+    if views[0].is_cuda:
+        from foreshock.kernels import scaling  # Triton's
 
-    holder: nn.Module
-    name: str
-    parameter: nn.Parameter
-    address: int
+        table, largest = scaling.table_of(views, places), max(view.numel() for view in views)
+        return functools.partial(scaling.scale, table, dtype=views[0].dtype, largest=largest)
 
-
-class _Parts:
-    """Parts of weights, all of one dtype, with the place of each one's factor."""
-
-    def __init__(self, views: list[Tensor], places: list[int]) -> None:
-        self._views, self._places = views, places
-        self._scale: Callable[[Tensor], None] = self._one_by_one
-        if views[0].is_cuda:
-            from foreshock.kernels import scaling  # Triton's
-
-            table, largest = scaling.table_of(views, places), max(view.numel() for view in views)
-            self._scale = functools.partial(scaling.scale, table, dtype=views[0].dtype, largest=largest)
-
-    def scale(self, factors: Tensor) -> None:
-        """Multiply each part by its factor, float64 [N]."""
-        self._scale(factors)
-
-    def _one_by_one(self, factors: Tensor) -> None:
+    def one_by_one(factors: Tensor) -> None:
         known = factors.tolist()
-        for view, place in zip(self._views, self._places, strict=True):
+        for view, place in zip(views, places, strict=True):
             if known[place] != 1.0:
                 view.mul_(known[place])
+
+    return one_by_one
 
 
 class QKClip:
@@ -112,8 +97,9 @@ class QKClip:
         self._held_back = torch.full_like(self._scores, -math.inf)
         """Largest scores since the last sample; the state holds those of the step under way alone."""
         self._total = len(self._scores)
-        self._sources: list[_Source] = []
-        self._parts: list[_Parts] = []
+        self._sources: list[tuple[nn.Module, str, nn.Parameter, int]] = []
+        """Parameters that are scaled: holder, name, and where the numbers were when it was found."""
+        self._scalers: list[Callable[[Tensor], None]] = []
         exponents = [[ALPHA], [1.0 - ALPHA], [1.0]]
         self._exponents: Final = torch.tensor(exponents, dtype=torch.float64, device=state.device)
         """Of each head's gamma, by what a part is to the scores."""
@@ -143,13 +129,13 @@ class QKClip:
                     self._add(side, role * self._total + start, parts)
             start += len(layer.heads)
         self._unfit.copy_(torch.from_numpy(unfit))
-        self._parts = [_Parts(*of_dtype) for of_dtype in parts.values() if of_dtype[0]]
+        self._scalers = [_scaler(*of_dtype) for of_dtype in parts.values() if of_dtype[0]]
 
     def _add(self, side: HeadRows, place: int, parts: dict[torch.dtype, tuple[list[Tensor], list[int]]]) -> None:
         """The rows of each head that lie here, whose factors stand from `place` on."""
         for name, parameter, offset in _of(side):
             held = local_tensor(parameter)
-            self._sources.append(_Source(side.holder, name, parameter, held.data_ptr()))
+            self._sources.append((side.holder, name, parameter, held.data_ptr()))
             views, places = parts.setdefault(held.dtype, ([], []))
             dim = 1 if held.dim() == 2 and is_conv1d(side.holder) else 0
             low, high = spans_of(parameter)[dim]
@@ -164,9 +150,8 @@ class QKClip:
     def stale(self) -> bool:
         """Whether a parameter was replaced since `find`, or its numbers moved."""
         return any(
-            stored(source.holder, source.name) is not source.parameter
-            or local_tensor(source.parameter).data_ptr() != source.address
-            for source in self._sources
+            stored(holder, name) is not parameter or local_tensor(parameter).data_ptr() != address
+            for holder, name, parameter, address in self._sources
         )
 
     @property
@@ -205,8 +190,8 @@ class QKClip:
         torch.minimum(self.done[0], gamma, out=self.done[0])
         self.done[1] += passed
         factors = gamma.pow(self._exponents).view(-1)
-        for parts in self._parts:
-            parts.scale(factors)
+        for scale in self._scalers:
+            scale(factors)
 
     def _agreed(self, scores: Tensor, unfit: Tensor, *, on: bool, broken: bool) -> tuple[Tensor, Tensor]:
         """Largest scores of the group's processes, and which heads are unfit in any of them: all, where nobody asks or
@@ -384,7 +369,10 @@ class Clipping:
         """Why nothing is scaled any more."""
         self._ready = False
         """Whether the processes that are to agree have found each other."""
-        self._found: list[tuple[object, ...]] = []
+        self._looked: object = None
+        """How the layers were when their weights were looked for last, and whether they were to be scaled."""
+        self._left_out: dict[int, str] = {}
+        """Layers that the log has named, and why they are not scaled."""
         self.optimizers: Sequence[Any] = ()
         """Those that were given."""
         self._group: torch.distributed.ProcessGroup | None = None
@@ -395,8 +383,6 @@ class Clipping:
         """The step of the newest sample that showed scalings."""
         self._done: dict[wire.HeadRef, tuple[int, float]] = {}
         """Heads that were ever scaled: how often, and by what factor the scores were scaled altogether at most."""
-        self._looked: tuple[list[tuple[object, ...]], bool] | None = None
-        """The state of the layers at the last search, and whether it found any that can be scaled."""
         unknown, largest = ["no call has shown it yet"] * len(attached.layers), attached.largest
         with default_torch_modes(attached.state.device):
             tau = config.qk_clip_threshold
@@ -417,7 +403,7 @@ class Clipping:
                 )
             self.optimizers = several
         self._group = group if group is not None else self._group
-        self._found, self._looked = [], None
+        self._looked = None
 
     def take_over(self, other: "Clipping") -> None:
         """Begin where another stands, of the same model with other layers."""
@@ -432,10 +418,9 @@ class Clipping:
         # several processes can only begin in the same step
         if self._over or (not self._ready and group_of_replicas(self._group) is not None):
             return None
-        now = self._fingerprint()
-        if self._looked is None or self._looked[0] != now:
-            self._looked = now, len(self._refused_now()) < len(self._watched)
-        return None if not self._looked[1] else "warned" if self._config.qk_clip == "warned" else "never"
+        if len(self._refused()) == len(self._watched):
+            return None
+        return "warned" if self._config.qk_clip == "warned" else "never"
 
     def set(self, on: bool, *, step: int, reason: str) -> wire.Clipped:
         """Switch it on or off, as a person asked. Raises ValueError where it cannot be on."""
@@ -469,21 +454,27 @@ class Clipping:
                 self._switched(True, step, f"qk_clip warned: {verdict.sentence}")
                 return
 
-    def _refused_now(self) -> dict[int, str]:
-        return refusals(self._attached.layers, self._projections(), self._attached.state.device)
-
-    def _projections(self) -> list[Projection | str]:
-        both = zip(self._watched, self._attached.layouts, strict=True)
-        return [projection_of(*each, self._attached, self.optimizers) for each in both]
-
-    def _fingerprint(self) -> list[tuple[object, ...]]:
-        """What shows, where it changes, that weights are to be looked for again."""
-        both = zip(self._watched, self._attached.layouts, strict=True)
-        why_not_in_full = self._attached.why_not_in_full
-        return [
-            (layer.sampled, why_not_in_full(layer), len(layer.unmeasured), layout.proved or layout.describe())
+    def _refused(self) -> dict[int, str]:
+        """Why layers are not scaled, by their numbers. It looks for the weights again where a call has shown them, or
+        they or what computes the layers has changed."""
+        attached, clip = self._attached, self._clip
+        scales = self.on or clip.group is not None
+        both = list(zip(self._watched, attached.layouts, strict=True))
+        how = [
+            (layer.sampled, attached.why_not_in_full(layer), len(layer.unmeasured), layout.proved or layout.describe())
             for layer, layout in both
         ]
+        if (scales, how) != self._looked or (scales and clip.stale):
+            self._looked = scales, how
+            projections = [projection_of(*each, attached, self.optimizers) for each in both]
+            if not scales:
+                clip.refused = refusals(attached.layers, projections, attached.state.device)
+                return clip.refused
+            clip.find(projections, [layer.sampled for layer in self._watched])
+            if clip.refused and clip.refused != self._left_out:
+                self._left_out = clip.refused
+                logger.warning("foreshock: QK-Clip leaves out %s", "; ".join(self._by_reason()))
+        return clip.refused
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -529,17 +520,10 @@ class Clipping:
         self._clip.group, self._ready = group, True
 
     def _look_again(self) -> bool:
-        """Find the weights again where a call has shown them, or they or what computes the layers has changed."""
+        """Find the weights that calls have shown since."""
         for layout in self._attached.layouts:
             layout.locate()
-        now, clip = self._fingerprint(), self._clip
-        if now == self._found and not clip.stale:
-            return True
-        before = clip.refused
-        clip.find(self._projections(), [layer.sampled for layer in self._watched])
-        self._found = now
-        if clip.refused and clip.refused != before and (self.on or clip.group is not None):
-            logger.warning("foreshock: QK-Clip leaves out %s", "; ".join(self._refusals(clip.refused)))
+        self._refused()
         return True
 
     # ---- what was done --------------------------------------------------------------------------------------------
@@ -606,10 +590,10 @@ class Clipping:
             )
         )
 
-    def _refusals(self, refused: dict[int, str]) -> list[str]:
+    def _by_reason(self) -> list[str]:
         by_why: dict[str, list[str]] = {}
         names = {layer.layer: layer.name for layer in self._attached.layers}
-        for number, why in refused.items():
+        for number, why in self._clip.refused.items():
             by_why.setdefault(why, []).append(names[number])
         return [f"{len(each)} layers ({listed(each)}): {why}" for why, each in by_why.items()]
 
@@ -626,10 +610,8 @@ class Clipping:
             scalings = sum(times for times, _ in self._done.values())
             least = min(least for _, least in self._done.values())
             line += f"; {len(self._done)} heads were scaled, {scalings} times in all, smallest factor {least:.3g}"
-        refused: list[str] = []
-        if self._ready:  # it looks at the weights only while it is on
-            refused = self._refusals(self._clip.refused if self.on or self._over else self._refused_now())
-        return line + (f"; left out: {'; '.join(refused)}" if refused else "")
+        left_out = self._ready and (self._clip.refused if self._over else self._refused())
+        return line + (f"; left out: {'; '.join(self._by_reason())}" if left_out else "")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

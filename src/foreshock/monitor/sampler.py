@@ -31,10 +31,7 @@ class _Shape(NamedTuple):
     held: range
     """The query heads held whole."""
     kv_held: range
-
-
-_Groups = dict[tuple[_Shape, torch.device], list[tuple[int, Tensor, Tensor]]]
-"""By shape and device: where a layer's heads stand in a sample, and their Gram matrices of query and key."""
+    device: torch.device
 
 
 class ModelNorms:
@@ -50,7 +47,7 @@ class ModelNorms:
 
     def measure(self) -> dict[str, Tensor]:
         """The norms now: by name, each float32 [N] on the weights' device, NaN where unmeasured; {} when all are."""
-        groups: _Groups = {}
+        groups: dict[_Shape, list[tuple[int, Tensor, Tensor]]] = {}
         for start, located in self._layers:
             if (projection := located()) is None:
                 continue
@@ -60,25 +57,20 @@ class ModelNorms:
                 continue
             if query.whole_inputs and key.whole_inputs and (query.heads or key.heads):
                 heads, kv_heads = len(projection.query.starts), len(projection.key.starts)
-                shape = _Shape(heads, kv_heads, projection.query.head_dim, query.heads, key.heads)
+                sizes = heads, kv_heads, projection.query.head_dim
+                shape = _Shape(*sizes, query.heads, key.heads, query.weights.device)
                 # weights become Gram matrices layer by layer: where they are gathered, only one layer's are at a time
-                own = groups.setdefault((shape, query.weights.device), [])
-                own.append((start, _grams(query, heads), _grams(key, kv_heads)))
-        return self._follow(groups)
-
-    def _follow(self, groups: _Groups) -> dict[str, Tensor]:
+                groups.setdefault(shape, []).append((start, _grams(query, heads), _grams(key, kv_heads)))
         if not groups:
             return {}
-        device = next(iter(groups))[1]
+        device = next(iter(groups)).device
         measured = torch.full((len(NORM_NAMES), self._total), float("nan"), dtype=torch.float32, device=device)
-        for (shape, _), group in groups.items():
-            starts = tuple(start for start, _, _ in group)
+        for shape, group in groups.items():
+            starts, queries, keys = zip(*group, strict=True)
             if (shape, starts) not in self._followers:
                 self._followers[shape, starts] = _Follower(shape, starts, device)
             follower = self._followers[shape, starts]
-            measured[:, follower.index] = follower(
-                torch.stack([query for _, query, _ in group]), torch.stack([key for _, _, key in group])
-            )
+            measured[:, follower.index] = follower(torch.stack(queries), torch.stack(keys))
         return dict(zip(NORM_NAMES, measured.unbind(), strict=True))
 
 
@@ -192,16 +184,17 @@ class SamplingSchedule:
             stride *= 2
         return stride
 
-    def norms_due(self, step: int) -> bool:
-        """Whether a sample of `step` carries norms."""
+    @property
+    def norms_due(self) -> bool:
+        """Whether a sample of the step that is done carries norms."""
         every = self._config.norms_every_steps
         if not every or self._norms_at is None:
             return bool(every)
-        return step - self._norms_at >= every
+        return self.step - self._norms_at >= every
 
-    def norms_measured(self, step: int) -> None:
+    def norms_measured(self) -> None:
         """The norms were measured."""
-        self._norms_at = step
+        self._norms_at = self.step
 
     def seconds_per_step(self) -> tuple[float, float]:
         """Mean wall time of a step since the last sample, and the agent's share of it."""
@@ -287,16 +280,14 @@ class Sampler:
         return counted
 
     def _start(self, modes: npt.NDArray[np.int32]) -> None:
-        step_seconds, agent_seconds = self.schedule.seconds_per_step()
-        measured, seconds = self._measure_weights, {"step_seconds": step_seconds, "agent_seconds": agent_seconds}
-        if self.collector.snapshot(self.schedule.step, modes, norms=measured, **seconds):
+        seconds = dict(zip(("step_seconds", "agent_seconds"), self.schedule.seconds_per_step(), strict=True))
+        if self.collector.snapshot(self.schedule.step, modes, norms=self._measure_weights, **seconds):
             self.schedule.sampled()
 
     def _measure_weights(self) -> dict[str, Tensor]:
         """Norms, where they are due, and what QK-Clip did."""
         clipped = self._guards["qk_clip"].run(self._before_sample) or {}
-        due = self.schedule.norms_due(self.schedule.step)
-        if due and (measured := self._guards["norms"].run(self.norms.measure)) is not None:
-            self.schedule.norms_measured(self.schedule.step)
+        if self.schedule.norms_due and (measured := self._guards["norms"].run(self.norms.measure)) is not None:
+            self.schedule.norms_measured()
             return measured | clipped
         return clipped

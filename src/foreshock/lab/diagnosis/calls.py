@@ -98,7 +98,7 @@ class Capture:
         self._undo.close()
 
     def _kept(self, number: int, layer: WatchedLayer, out: Tensor, *operands: Tensor, **options: Any) -> Tensor:
-        layer.met = True  # as its own method notes, in whose place this is
+        layer.head_dim = operands[0].shape[-1]  # as its own method notes, in whose place this is
         self._take(number, layer, (out, *operands), **options)
         return out
 

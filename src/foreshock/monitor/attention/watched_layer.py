@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, cast
 from weakref import WeakSet
 
 import torch
@@ -31,6 +31,9 @@ from foreshock.kernels.flash_attention.spec import constants
 from foreshock.monitor.attention.probe import probe
 from foreshock.monitor.attention.self_check import UNCOMPARED, why_not_proven
 from foreshock.monitor.guard import logger
+
+if TYPE_CHECKING:
+    from foreshock.monitor.attention.layout_check import LayoutCheck
 
 LAYER_ATTRIBUTE: Final = "_foreshock_layer"
 MASKED: Final = "it passes a mask"
@@ -79,13 +82,6 @@ def _why_not_third_last(query: Tensor, heads: int) -> str | None:
     return f"its query has shape {list(query.shape)}: {unclear}; [B, ..., H, S, D] is measured"
 
 
-class Layout(Protocol):
-    """Shows where W_Q and W_K of a layer's heads lie (layout_check.py)."""
-
-    def observe_call(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Attention is given these operands."""
-
-
 class WatchedLayer:
     """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT] and `modes` int32 [H], both views.
 
@@ -93,7 +89,20 @@ class WatchedLayer:
     is computed by our kernels or by the model's own attention, of which a sample is measured.
     """
 
-    def __init__(self, name: str, state: Tensor, modes: Tensor, numerics: str, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        state: Tensor,
+        modes: Tensor,
+        numerics: str,
+        *,
+        strict: bool = False,
+        sampling: str = "",
+        sample_counter: Tensor | None = None,
+        largest: Tensor | None = None,
+        backend: Backend = "kernels",
+        layout: "LayoutCheck | None" = None,
+    ) -> None:
         self.name = name
         # .data: a version of its own. Views of one buffer share theirs, so that one layer's backward would make
         # autograd refuse what the graph of another layer, compiled by itself, has saved.
@@ -103,30 +112,28 @@ class WatchedLayer:
         self.strict = strict
         self.rounds = numerics not in _EXACT
         """Whether its attention is computed in a type that rounds; under "auto" taken from the last eager call."""
-        self.sample_counter: Tensor | None = None
-        """The probe's counter, int64 [1]; None before and after a BackendSelector looks after the layer."""
-        self.largest: Tensor | None = None
+        self.sample_counter = None if sample_counter is None else sample_counter.data
+        """The probe's counter, int64 [1]; None where no agent samples the layer."""
+        self.largest = None if largest is None else largest.data
         """The largest score of all rows of each head in a step that is computed in full, float32 [H], else -inf."""
         self.has_score_mod = False
         """A call gave its scores to a function, which the pass over all rows does not know."""
-        self.sampling = ""
+        self.sampling = sampling
         """Key of the agent's sampling, for the probe."""
-        self.backend: Backend = "kernels"
+        self.backend = backend
         """What is asked to compute its calls; "native": the model's own attention, of which a sample is measured."""
         self.reason: str | None = None
         """Why the last call of training that our kernels could not compute stayed native, since they were asked to."""
-        self.layout: Layout | None = None
+        self.layout = layout
         """Shows where W_Q and W_K of its heads lie."""
         self.dropout_p = 0.0
         """The dropout probability of the last call that trained."""
         self.computed_by = ""
         """The function that computed its last sampled call, by its full name."""
         # What calls showed, in attributes that compiled code only writes: what it reads would compile it once more.
-        self.ran_on_kernels = self.fits_kernels = False
-        """Our kernels computed a call that trained, since they were asked to; or can compute one, as far as is known
-        without a comparison."""
-        self.differs: str | None = None
-        """How our kernels differ from PyTorch's attention, where they were compared in calls of this layer and do."""
+        self.kernels: Literal["", "fit", "ran"] = ""
+        """What is known of our kernels: they can compute a call that trained, as far as is known without a comparison,
+        or computed one since they were asked to."""
         self.may_lose_masks = False
         """Masks of compiled code may be left out once our kernels are asked to compute it."""
         self.stayed_native: set[str] = set()
@@ -136,15 +143,14 @@ class WatchedLayer:
         self.home: Callable[[], nn.Module | None] = lambda: None
         """The module that it watches, as a weak reference."""
         self.head_dim = 0
-        """Features of a query of the last call; 0 before the first, and not set by compiled code."""
+        """Features of a query of the last call that was met; 0 before the first, and not set by compiled code."""
         self.silent = False
         """Samples came in, and none showed a row of it."""
-        self.late = False
-        """The first step showed that it is attention: it is watched from the second on."""
-        self.ran = self.met = False
-        """Its module's forward ran, and called an attention that is met; not set by compiled code."""
-        for buffer in (self.state, self.modes):  # spares torch.compile's CUDA graphs a copy of them in every step
-            torch._dynamo.mark_static_address(buffer, guard=False)
+        self.ran = False
+        """Its module's forward ran; not set by compiled code."""
+        for buffer in (self.state, self.modes, self.sample_counter, self.largest):
+            if buffer is not None:  # spares torch.compile's CUDA graphs a copy of it in every step
+                torch._dynamo.mark_static_address(buffer, guard=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is not watched
@@ -157,35 +163,32 @@ class WatchedLayer:
         """Why the layer counted nothing, as far as it is known."""
         if self.unmeasured:
             return "; ".join(self.unmeasured)
-        if self.met:
+        if self.head_dim:
             again = ", or only backwards that are differentiated again, which are not counted"
             return "no backward ran through it" + ("" if self.backend == "native" else again)
         if self.ran and isinstance(self.home(), nn.MultiheadAttention):
             return "it computes its probabilities itself under need_weights=True, its default; give need_weights=False"
         if self.ran:
             return "its forward pass called no attention function that foreshock supports"
-        return (
-            "the first step showed that it computes attention; it is watched from the second on"
-            if self.late
-            else NOT_RUN
-        )
+        return NOT_RUN
 
     def go_on(self, before: "WatchedLayer") -> None:
         """Take up what another layer, of the same module, counted and saw."""
         self.state.copy_(before.state)
-        for name in ("rounds", "head_dim", "dropout_p", "ran", "met", "unmeasured", "stayed_native"):
+        for name in ("rounds", "head_dim", "dropout_p", "ran", "unmeasured", "stayed_native"):
             setattr(self, name, getattr(before, name))
 
     @property
     def idle(self) -> bool:
         """Its module's forward ran uncompiled, and nothing of it was met or counted. It may wait for the device."""
         rows = self.state[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]]
-        return self.ran and not self.met and not self.unmeasured and not bool(rows.any())
+        return self.ran and not self.head_dim and not self.unmeasured and not bool(rows.any())
 
     def ask(self, backend: Backend) -> None:
         """From now on this is to compute its calls; what comes of it only calls show."""
         if backend != self.backend:
-            self.backend, self.ran_on_kernels, self.reason = backend, False, None
+            self.backend, self.kernels = backend, self.kernels and "fit"
+            self.reason = self.reason if backend == "native" else None
 
     def count_unmeasured_call(self, reason: str) -> None:
         """Take note of a call that is neither computed by our kernels nor measured, and say so once."""
@@ -228,11 +231,12 @@ class WatchedLayer:
             why = self._why_not_proven(query, key, packed, **scores)
             if why is None:
                 return self.attend(query, key, value, packed, **scores)
-            self.differs = None if why == UNCOMPARED else why
+            if why != UNCOMPARED and torch.is_grad_enabled():
+                self.kernels = ""
         if why is not None:
             self.keep_call(why)
         elif torch.is_grad_enabled():
-            self.fits_kernels = True
+            self.kernels = "fit"
         return None
 
     def keep_call(self, reason: str) -> None:
@@ -328,14 +332,13 @@ class WatchedLayer:
 
     def _ran(self) -> None:
         if torch.is_grad_enabled():
-            self.ran_on_kernels = self.fits_kernels = True
-            self.differs = None
+            self.kernels = "ran"
 
     def _meets(self, query: Tensor, out: Tensor) -> bool:
         """Take note of a call and its output; whether a backward will run through it."""
         if torch.compiler.is_compiling():
             return out.requires_grad
-        self.met, self.head_dim = True, query.shape[-1]
+        self.head_dim = query.shape[-1]
         if torch.is_grad_enabled() and not out.requires_grad:
             self.count_unmeasured_call("nothing that it depends on is trained, so no backward runs through it")
         return out.requires_grad
@@ -346,14 +349,12 @@ class WatchedLayer:
 
     def refusal(self, mode: int) -> str | None:
         """Why this layer's heads cannot be given a mode, as its calls have been; None where they can."""
-        if mode and self.silent and not self.met:
+        if mode and self.silent and not self.head_dim:
             return f"none of its calls is met: {self.why_not_counted}"
-        could = self.fits_kernels and self.differs is None
-        could |= self.backend == "native" and self.may_lose_masks and self.reason == _MASKED_IN_A_GRAPH
-        stays = self.reason or self.differs
-        if not mode or stays is None or could:
+        loses_mask = self.backend == "native" and self.may_lose_masks and self.reason == _MASKED_IN_A_GRAPH
+        if not mode or self.reason is None or self.kernels or loses_mask:
             return None
-        return f"its own attention stays in every call: {stays}; a switch would change nothing"
+        return f"its own attention stays in every call: {self.reason}; a switch would change nothing"
 
     def probed(
         self,

@@ -250,8 +250,8 @@ def _most_likely(alike: Mapping[str, nn.Module]) -> set[str]:
     module whose class alone is called attention is a helper of that, as the indexer of DeepSeek-V3.2."""
     parts: dict[str, list[str]] = {name: [] for name in alike}
     for name in alike:
-        path = name.split(".") if name else []
-        for outer in (".".join(path[:n]) for n in range(len(path))):
+        outers = [name[:at] for at, letter in enumerate(name) if letter == "."]
+        for outer in ("", *outers) if name else ():
             if outer in parts:
                 parts[outer].append(name)
     helpers = {
@@ -267,7 +267,7 @@ def _looks_like_attention(module: nn.Module) -> bool:
     show attention. The first step shows whether it is."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
-    if _own_number(module, _HEADS):
+    if _number(module, _HEADS, ()):
         return is_called_attention(module) or next(module.parameters(), None) is not None
     parts = (name for part in (module._modules, module._parameters) for name, _ in part.items())
     return bool(_number(module, _HEADS)) and (is_called_attention(module) or any(map(_QUERIES.fullmatch, parts)))
@@ -339,23 +339,17 @@ def _share(found: Found, model: nn.Module) -> Found:
     return replace(found, heads=len(heads), kv_heads=len(kv_heads), first_head=heads.start, projection=part)
 
 
-def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    """The first positive integer among the module's attributes, then among its configuration's."""
-    holders: list[Any] = [module, *(c for c in (getattr(module, n, None) for n in _CONFIGS) if c is not None)]
-    return next((number for number in (_own_number(holder, names) for holder in holders) if number), None)
-
-
-def _own_number(holder: Any, names: tuple[str, ...]) -> int | None:
-    """The first positive integer among these attributes."""
-    values = (_attribute(holder, name) for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
-
-
-def _attribute(holder: Any, name: str) -> Any:
-    try:
-        return getattr(holder, name, None)
-    except Exception:  # transformers' configurations refuse a number that differs from layer to layer
-        return None
+def _number(holder: Any, names: Sequence[str], within: Sequence[str] = _CONFIGS) -> int | None:
+    """The first positive integer among these attributes of `holder`, then among those of its attributes `within`."""
+    for name in names:
+        try:
+            value = getattr(holder, name, None)
+        except Exception:  # transformers' configurations refuse a number that differs from layer to layer
+            value = None
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    configs = (config for each in within if (config := getattr(holder, each, None)) is not None)
+    return next((number for config in configs if (number := _number(config, names, ()))), None)
 
 
 def places_of(*functions: Any) -> list[tuple[dict[str, Any], str, Any]]:
@@ -400,7 +394,9 @@ def table_of(found: Sequence[Found], how: str) -> str:
     for described, members in groups.values():
         labels, names = zip(*members, strict=True)
         together = f"{len(members)} x " if len(members) > 1 else ""
-        rows.append((_numbers(labels), together + listed(names), *described))  # type: ignore[arg-type]
+        in_turn = len(members) > 1 and described[-1] == how and int(labels[-1]) - int(labels[0]) + 1 == len(members)
+        numbers = f"{labels[0]} to {labels[-1]}" if in_turn else "-" if labels[0] == "-" else listed(labels)
+        rows.append((numbers, together + listed(names), *described))  # type: ignore[arg-type]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(("foreshock watches:", *lines))
@@ -413,12 +409,3 @@ def _described(found: Found, how: str) -> tuple[str, ...]:
     else:
         layout = f"norms are not measured: {found.unmeasured or 'it is not watched'}"
     return (*sizes, layout, f"not monitored: {found.problem}" if found.problem else how)
-
-
-def _numbers(labels: Sequence[str]) -> str:
-    """0 to 31, or 1, 3, ..., 11."""
-    if labels[0] == "-":
-        return "-"
-    first, last = int(labels[0]), int(labels[-1])
-    whole = len(labels) > 1 and last - first + 1 == len(labels)
-    return f"{first} to {last}" if whole else listed(labels)

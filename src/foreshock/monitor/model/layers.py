@@ -366,8 +366,8 @@ def _by_name(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> lis
     blocks, kv_blocks = _blocks(heads, head_dim), _blocks(kv_heads, head_dim)
 
     def placed(layout: str, query: tuple[nn.Module, str, Any], key: tuple[nn.Module, str, Any]) -> Projection:
-        sides = (HeadRows(holder, weight, tuple(starts), head_dim) for holder, weight, starts in (query, key))
-        return Projection(layout, *sides, module)
+        of_query, of_key = (HeadRows(one, name, tuple(starts), head_dim) for one, name, starts in (query, key))
+        return Projection(layout, of_query, of_key, module)
 
     if isinstance(module, nn.MultiheadAttention):
         fused = module._qkv_same_embed_dim
