@@ -8,7 +8,7 @@ import pytest
 from tests.contract.test_incident import of, warned
 
 from foreshock.contract.causes import CAUSES
-from foreshock.contract.decision import TEXTS, Progress, act_on, calls_for_switch
+from foreshock.contract.decision import Progress, act_on, calls_for_switch
 from foreshock.contract.incident import Incident, SwitchOutcome, Warned
 from foreshock.contract.wire import Policy
 
@@ -141,7 +141,7 @@ def test_scores_that_grow_are_left_to_people_whatever_the_policy(clip: Any, done
 
 def test_the_texts_ask_for_nothing_but_what_is_filled_in_and_every_cause_has_one_for_the_end() -> None:
     filled = {"checkpoint", "given", "ended", "so_far", "whose", "mitigation", "stronger", "mode", "by", "way"}
-    for texts in (TEXTS[cause] for cause in CAUSES):
+    for texts in (info.texts for info in CAUSES.values()):
         assert "ended" in texts
         for text in texts.values():
             asked = {name for words in text[:2] for _, name, _, _ in string.Formatter().parse(words)}

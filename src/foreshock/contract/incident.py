@@ -18,15 +18,12 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from foreshock.contract.causes import CAUSES, IncidentCause, curable, incident_id, mates
+from foreshock.contract.causes import CAUSES, Ask, IncidentCause, Text, curable, incident_id, mates
 from foreshock.contract.decision import (
-    TEXTS,
     UNDONE,
     WHOSE,
     Act,
-    Ask,
     Progress,
-    Text,
     act_on,
     cause_of,
     checkpoint_before,
@@ -283,9 +280,10 @@ def _decide(
 def _text(
     cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, before_step: int, order: Order | None
 ) -> Text:
-    """The line of `TEXTS` for these heads, which are warned about for this cause, filled in."""
+    """The text of these heads, which are warned about for this cause, filled in."""
     switched, all_of_them = switched_of(heads), len(heads)
-    text = TEXTS[cause].get(_state(cause, heads, known, order)) or TEXTS[cause][""]
+    texts = CAUSES[cause].texts
+    text = texts.get(_state(cause, heads, known, order)) or texts[""]
     count = f"All {all_of_them}" if switched >= all_of_them else f"{switched} of {all_of_them}"
     given, way = "The head is" if all_of_them < 2 else f"{count} heads are", "" if order is None else f" {order.way}."
     words = {
@@ -304,7 +302,7 @@ def _text(
 
 
 def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, order: Order | None) -> str:
-    """The line of `TEXTS`: what was ordered counts more than what the policy would do."""
+    """The line of `CauseInfo.texts`: what was ordered counts more than what the policy would do."""
     progress = progress_of(heads) if curable(cause) else "unswitched"
     slows = all(head.severity == "info" for head in heads)
     severe = any(head.severity == "critical" for head in heads)

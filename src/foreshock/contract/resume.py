@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from foreshock.contract.causes import IncidentCause, curable
+from foreshock.contract.causes import CAUSES, curable
 from foreshock.contract.decision import checkpoint_before
 from foreshock.contract.incident import Incident
 from foreshock.contract.wire import Checkpoint
@@ -55,10 +55,6 @@ _TRAINERS: Final = {
 """By the trainer that wrote the checkpoint."""
 
 
-_HARMS: Final[frozenset[IncidentCause]] = frozenset({"not finite", "attention kernel"})
-"""Causes that spoil the weights as soon as they are warned about."""
-
-
 class LabelledCheckpoint(BaseModel):
     """A checkpoint of a run, and what is known against it."""
 
@@ -89,7 +85,7 @@ def label_of(step: int, incidents: Sequence[Incident]) -> Label:
 
 def _harmed_step(incident: Incident) -> float:
     """The first step whose checkpoint holds the harm; infinite while there is only a warning."""
-    if not _HARMS.isdisjoint(incident.causes):
+    if any(CAUSES[cause].harms for cause in incident.causes):
         return incident.before_step
     if incident.severity != "critical":
         return math.inf
@@ -151,12 +147,9 @@ def _commands(
 ) -> list[str]:
     """How the training resumes, and what is to be different this time, so that it does not fail again."""
     causes = {cause for one in incidents for cause in one.causes}
-    settings, load, orders = [], [], []
-    if "score growth" in causes:
-        settings.append(f'{trainer.attaches}run={json.dumps(run)}, qk_clip="always")  # or a lower learning rate')
-    if "attention kernel" in causes:
-        other = "or another version of the attention library; another GPU if only one rank reports it"
-        settings.append(f'{trainer.attaches}run={json.dumps(run)}, attention="kernels")  # {other}')
+    load, orders = [], []
+    given = [info.resume_with for cause, info in CAUSES.items() if cause in causes and info.resume_with]
+    settings = [f"{trainer.attaches}run={json.dumps(run)}, {one}" for one in given]
     if back_to is not None:
         load = [line.format(path=back_to.path, step=back_to.step) for line in trainer.loads]
         if back_to.trainer == "torchtitan" and _is_second_name(back_to.path):

@@ -41,7 +41,7 @@ _RUNS_ALONE: Final = 3
 _NAMES: Final = 6
 _LETTERS: Final = 80
 _ORDERED: Final = re.compile(r"\b[Ss]witch (?:every head|on) to (\w+)")
-"""How contract.decision asks people for a switch, and to which mode."""
+"""How contract.causes asks people for a switch, and to which mode."""
 _WORDS: Final = {"critical": "Critical", "warning": "Warning", "info": "Note"}
 
 

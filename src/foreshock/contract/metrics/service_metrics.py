@@ -7,6 +7,7 @@ the run's heads, mode and numbers.
 
 from typing import Final
 
+from foreshock.contract.causes import CAUSES
 from foreshock.contract.metrics.metric import Alert, Levels, Metric, ServiceMetric
 
 SERVICE_METRICS: Final = (
@@ -154,9 +155,13 @@ INCIDENT_METRICS: Final = (
                 + _in_words("heads", "some heads")
                 + " ({{ $labels.cause }})",
                 description=_in_words("sentence", "The page shows the incident."),
-                action="Look at the incident's first head on the run's page, and follow the page's instructions. If "
-                "the cause is rounding, switch every head first. If scores grow, lower the learning rate. "
-                "Otherwise look at the data, or resume from an earlier checkpoint.",
+                action=" ".join(
+                    [
+                        "Look at the incident's first head on the run's page, and follow the page's instructions.",
+                        *(info.advice for info in CAUSES.values() if info.advice),
+                        "Otherwise look at the data, or resume from an earlier checkpoint.",
+                    ]
+                ),
                 done=_in_words("done", "The page shows what was done."),
                 to_do=_in_words("to_do", "Open the run's page and follow its instructions."),
             ),
