@@ -66,7 +66,7 @@ def test_what_scores_grew_by_counts_less_its_error(error: float, together: bool)
 @pytest.mark.parametrize(("held", "undecided"), [(400, False), (600, True)])
 def test_closer_samples_are_asked_for_once_a_drift_may_be_warned_about(held: int, undecided: bool) -> None:
     found = judged((-0.5, -4.0, -8.0), (2.0, 6.0, 10.0), capital=ASKED / 8, held=held)
-    assert found.undecided.all() == undecided
+    assert found.undecided == undecided
 
 
 def test_a_far_offset_warns_without_evidence_but_not_before_the_earliest_step() -> None:

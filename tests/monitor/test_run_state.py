@@ -83,13 +83,13 @@ def test_a_damaged_state_is_refused_with_a_sentence_and_the_detectors_go_on_as_t
 def test_the_evidence_of_a_head_begins_anew_with_its_mode_in_the_middle_of_a_block_too(mode: Mode) -> None:
     state = after(*range(EVERY, 1001, EVERY), bias=3.0)
     state.add(reading(1010, since_step=1000, bias=3.0))
-    assert state.bias.open_bias[0].all()
+    assert state.bias.pending[0, 0].all()
     assert state.bias.of(np.ones(N))[SICK] > 5
     modes = np.zeros(N, dtype=np.int32)
     modes[SICK] = int(mode)
     changed = reading(1020, since_step=1010, modes=modes)
     state.add(changed)
-    assert state.bias.open_bias[0, SICK] == changed.delta_bias_sum[SICK]
+    assert state.bias.pending[0, 0, SICK] == changed.delta_bias_sum[SICK]
     assert (state.bias.capital[..., SICK] == 1.0).all()
     assert not state.can_round()[SICK]
     assert state.can_round()[SICK + 1]
@@ -119,7 +119,7 @@ def test_a_run_that_is_set_back_forgets_its_ratios_and_the_open_bet_and_overlapp
     state.set_back(5000)
     assert not state.warning_ratios.any()
     assert not state.bias.open_samples
-    assert not state.bias.open_rows.any()
+    assert not state.bias.pending.any()
     late = after(EVERY)
     late.add(reading(2 * EVERY, since_step=0))
     assert late.past.held == 2 * EVERY

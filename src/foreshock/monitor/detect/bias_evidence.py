@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.growth import SavedFloats
-from foreshock.monitor.detect.readings import is_finite
 
 MEMORY_BETS: Final = 1000
 """For which the error is stated. A bet is on a block, so these are about 100,000 steps."""
@@ -47,10 +46,8 @@ class BiasEvidence:
     """size of a bet's bias for each root of a row"""
     bets: SavedFloats
     """that showed any"""
-    open_bias: SavedFloats
-    """delta bias since the last bet on samples, and of the block up to then"""
-    open_rows: SavedFloats
-    """its rows"""
+    pending: SavedFloats
+    """delta bias and rows since the last bet on samples, and of the block up to then, [2, 2, N]"""
     open_samples: int = 0
     """since the last bet on samples"""
     apart: bool = False
@@ -59,29 +56,30 @@ class BiasEvidence:
     @classmethod
     def begin(cls, heads: int) -> Self:
         """Of heads that nothing is known of yet."""
-        usual, bets, bias, rows = np.zeros((4, 2, heads))
-        return cls(capital=np.ones((2, 2, heads)), usual=usual, bets=bets, open_bias=bias, open_rows=rows)
+        usual, bets = np.zeros((2, 2, heads))
+        return cls(capital=np.ones((2, 2, heads)), usual=usual, bets=bets, pending=np.zeros((2, 2, heads)))
 
     def forget(self, heads: npt.NDArray[np.bool_]) -> None:
-        """Begin anew for these heads, whose mode has changed."""
+        """Begin again for these heads, whose mode has changed."""
         self.capital[..., heads] = 1.0
-        for part in (self.usual, self.bets, self.open_bias, self.open_rows):
-            part[:, heads] = 0.0
+        for part in (self.usual, self.bets, self.pending):
+            part[..., heads] = 0.0
 
     def drop_open(self) -> None:
         """Forget the samples since the last bets."""
-        self.open_bias[:] = self.open_rows[:] = self.open_samples = 0
+        self.pending[:] = self.open_samples = 0
 
-    def add(self, bias: Floats, rows: Floats) -> None:
-        """Add a sample: the sum of its delta bias, [N], over its rows."""
+    def add(self, bias: Floats, rows: Floats, *, finite: bool = False) -> None:
+        """Add a sample: the sum of its delta bias, [N], over its rows. finite: whether all of it is known to be."""
         if self.open_samples >= SAMPLES_OF_A_BET:
             if not self.apart:
                 self.apart = True
                 for part in (self.capital, self.usual, self.bets):
                     part[1] = part[0]
             self._bet(0)
-        self.open_bias[0] += bias if is_finite(bias) else np.where(np.isfinite(bias), bias, 0.0)
-        self.open_rows[0] += rows
+        bias_since, rows_since = self.pending[0]
+        bias_since += bias if finite else np.where(np.isfinite(bias), bias, 0.0)
+        rows_since += rows
         self.open_samples += 1
 
     def close(self) -> None:
@@ -92,22 +90,25 @@ class BiasEvidence:
         self.drop_open()
 
     def _bet(self, pace: int) -> None:
-        size = self.open_bias[pace] / np.sqrt(np.maximum(self.open_rows[pace], 1.0))
-        for part in (self.open_bias, self.open_rows):
-            part[1] += part[0]
-            part[0] = 0.0
-        self.open_samples = 0
+        bias, rows = self.pending[pace]
+        size = bias / np.sqrt(np.maximum(rows, 1.0))
+        if pace == 0:
+            self.pending[1] += self.pending[0]
+            self.pending[0] = self.open_samples = 0
         capital, usual, bets = self.capital[pace], self.usual[pace], self.bets[pace]
-        known = bets >= _FIRST_BETS
-        won = size / np.where(known & (usual > 0), usual, np.inf)
-        capital += capital * np.multiply.outer((-_STAKE, _STAKE), np.clip(won, -1.0, 1.0, out=won))
+        unit = np.where(bets >= _FIRST_BETS, usual, np.inf)
+        won = size / unit
+        np.clip(won, -1.0, 1.0, out=won)
+        capital += capital * np.multiply.outer((-_STAKE, _STAKE), won)
         capital += (1.0 - capital) / MEMORY_BETS
         np.minimum(capital, _MOST, out=capital)
         np.abs(size, out=size)
-        np.minimum(size, np.where(known, _OUTLIER * usual, np.inf), out=size)
+        np.minimum(size, _OUTLIER * unit, out=size)
         showed = size > 0
         bets += showed
-        usual += (size - usual) / np.clip(bets, 1.0, _USUAL_BETS) * showed
+        size -= usual
+        size /= np.clip(bets, 1.0, _USUAL_BETS)
+        usual += size * showed
 
     def of(self, direction: Floats) -> Floats:
         """The capital that was won on each head's bias having this sign, [N]; 1 is none."""

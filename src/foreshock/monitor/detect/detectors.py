@@ -79,7 +79,7 @@ class Detectors:
     @property
     def undecided(self) -> bool:
         """Whether closer samples would show the cause of a drift that matters, as of the last block."""
-        return bool(self._conditions.undecided.any())
+        return self._conditions.undecided
 
     @property
     def active(self) -> list[wire.Verdict]:
@@ -98,7 +98,8 @@ class Detectors:
         if step < run.last_step:
             run.set_back(readings.since_step)
             self._conditions = self._measured(run)
-        self._conditions.supported[run.modes != readings.modes] = False  # a new mode starts with no evidence
+        if (changed := run.modes != readings.modes).any():
+            self._conditions.supported[changed] = False  # a new mode starts with no evidence
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
             broken = run.non_finite.update(readings, self.config.overflow_steps, self.heads)
             # One verdict on the run says where it began and how far it reaches. A head that is warned about breaks too.
@@ -118,12 +119,11 @@ class Detectors:
         ratios, conditions = self.run.warning_ratios, self._conditions
         sparse = self.run.past.newest_steps >= self.config.persist_blocks * self.config.block_steps
         ratios[slice(None) if sparse else self.run.past.closed % len(ratios)] = conditions.ratios
-        for head in np.flatnonzero(conditions.urgent).tolist():
+        for head in conditions.urgent.tolist():
             score = ratios[:, HeadSignal.SCORE, head]
             np.maximum(score, conditions.ratios[HeadSignal.SCORE, head], out=score)
-        lasting = self.warning_ratios >= 1.0
-        heads = np.flatnonzero(np.logical_or(*lasting)).tolist()
-        return {head: SIGNAL_NAMES[lasting[:, head].argmax()] for head in heads}
+        offset, score = self.warning_ratios >= 1.0
+        return {head: SIGNAL_NAMES[not offset[head]] for head in np.flatnonzero(offset | score).tolist()}
 
     def _report(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
         """Verdicts of a sample whose heads trip with these signals: what drifted farthest is raised or updated first,
@@ -133,7 +133,7 @@ class Detectors:
         alarms, due = self.run.alarms, step - self.config.update_steps
         signals = dict(tripped)
         for index, alarm in alarms.items():
-            if index in tripped or (block_closed and index != RUN and self._conditions.dangerous[index]):
+            if index in tripped or (block_closed and index != RUN and self._conditions.dangerous(index)):
                 alarm.tripped_step = step
             if block_closed and alarm.verdict.step <= due and alarm.verdict.signal != NON_FINITE:
                 signals.setdefault(index, alarm.verdict.signal)
@@ -164,11 +164,11 @@ class Detectors:
         cause: Cause = "score growth"
         named = before is not None and before.cause == "rounding"
         supported = of_head and conditions.supported[index]
-        grave = of_head and conditions.dangerous[index]
+        grave = of_head and conditions.dangerous(index)
         if signal == NON_FINITE:
             cause = "rounding" if named or supported else "other"
             grave = grave or self.run.non_finite.harm == "weights"
-        elif (named and not conditions.refuted[index]) or (supported and not growing):
+        elif (named and not conditions.refutes(index)) or (supported and not growing):
             cause, grave = "rounding", conditions.growth.end[HeadSignal.SCORE, index] >= self.config.growing_score
         return Finding(signal, cause, "critical" if grave else "warning")
 
@@ -178,13 +178,14 @@ class Detectors:
         heads = [index for index in chosen if index != RUN]
         ahead = dict(zip(heads, courses(growth, np.array(heads, dtype=np.int64)).tolist(), strict=True))
         made = []
+        columns: dict[str, list[float]] = {}
+        for name, now, was in zip(SIGNAL_NAMES, growth.end[:, heads], growth.start[:, heads], strict=True):
+            columns |= {name: now.tolist(), f"{name}_before": was.tolist()}
+        columns |= {"window_steps": [growth.steps] * len(heads)}
+        columns |= {"bias_evidence": self._conditions.evidence[heads].tolist()}
+        seen = {} if math.isnan(growth.steps) else dict(zip(heads, zip(*columns.values(), strict=True), strict=True))
         for index, found in chosen.items():
-            before, evidence = run.alarms.get(index), dict[str, float]()
-            if index != RUN and not math.isnan(growth.steps):
-                for signal in HeadSignal:
-                    name, now, was = SIGNAL_NAMES[signal], growth.end[signal, index], growth.start[signal, index]
-                    evidence |= {name: float(now), f"{name}_before": float(was)}
-                evidence |= {"window_steps": growth.steps, "bias_evidence": float(self._conditions.evidence[index])}
+            before, evidence = run.alarms.get(index), dict(zip(columns, seen.get(index, ()), strict=False))
             course, words = ahead.get(index, math.nan), ""
             if found.signal == NON_FINITE:
                 known = before.verdict.evidence.get("suspect_step") if before else None
@@ -198,16 +199,15 @@ class Detectors:
     def _pass_levels(self, readings: Readings) -> list[wire.Verdict]:
         """The warnings about wrong rows and levels that this sample raises."""
         run, step, words = self.run, readings.step, readings.words
-        if words is None or not readings.rows.any():
+        if words is None:
             return []
         if run.first_score is None:
+            if not readings.rows.any():
+                return []
             run.first_score, run.first_step = float(np.nan_to_num(readings.largest_score, posinf=0.0).max()), step
         first = run.first_score if step - run.first_step < FIRST_STEPS else math.inf
-
-        def warned_before(index: int) -> bool:
-            alarm = run.alarms.get(index)
-            return alarm is not None and (alarm.verdict.state, alarm.verdict.step) != ("raised", step)
-
+        alarms = ((index, alarm.verdict) for index, alarm in run.alarms.items())
+        warned_before = {index for index, last in alarms if (last.state, last.step) != ("raised", step)}
         found = wrong_rows(words, self.heads, step)
         found |= passed_levels(readings, words, self.heads, self._head_dims, warned_before, first)
         made = [each for name, each in found.items() if name not in run.levels]

@@ -110,19 +110,29 @@ class HeadPasts:
         made._open()
         return made
 
-    def add(self, steps: int, rows: Floats, offset: Floats, score: Floats, rate: float | None = None) -> bool:
+    def add(
+        self,
+        steps: int,
+        rows: Floats,
+        offset: Floats,
+        score: Floats,
+        rate: float | None = None,
+        *,
+        finite: bool = False,
+    ) -> bool:
         """Add a sample of so many steps, arrays [N]: a mean weighted by rows, and a maximum. True where it closes a
-        block. What is not finite leaves its signal of that head as it was. rate: the learning rate."""
+        block. What is not finite leaves its signal of that head as it was. rate: the learning rate. finite: whether all
+        of it is known to be finite."""
         total = rows * offset
-        if not is_finite(total):
+        if not finite:
             known = np.isfinite(total)
             rows, total = np.where(known, rows, 0.0), np.where(known, total, 0.0)
+            score = np.where(np.isfinite(score), score, np.nan)
         place = self.closed % len(self.ends)
         block, before = self.values[place], self.values[place - 1]
         self.open_rows += rows
         block[HeadSignal.OFFSET] += total
-        known_score = score if is_finite(score) else np.where(np.isfinite(score), score, np.nan)
-        np.fmax(block[HeadSignal.SCORE], known_score, out=block[HeadSignal.SCORE])
+        np.fmax(block[HeadSignal.SCORE], score, out=block[HeadSignal.SCORE])
         self.rate = rate if rate is not None and rate > 0 else self.rate
         self.open_steps += steps
         self.held += steps
@@ -132,8 +142,11 @@ class HeadPasts:
         self.newest_steps, self.ends[place], self.moved[place] = self.open_steps, self.held, self.rate_steps
         block[HeadSignal.OFFSET] /= self.open_rows
         if self.closed:
-            square = (block - before) ** 2 / 2
-            mixed = _JITTER_MEMORY * self.jitter + (1 - _JITTER_MEMORY) * square
+            square = block - before
+            square *= square
+            square /= 2
+            mixed = _JITTER_MEMORY * self.jitter
+            mixed += (1 - _JITTER_MEMORY) * square
             self.jitter = mixed if is_finite(mixed) else np.where(np.isnan(mixed), np.fmin(self.jitter, square), mixed)
         self.closed += 1
         self._open()

@@ -6,13 +6,14 @@ its recomputation than rounding explains (kernels/flash_attention/output_check.p
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Container, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final
 
 import numpy as np
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Floats, Slot, Words, slot_values
+from foreshock.contract.slots import Slot, Words, slot_values
 from foreshock.monitor.detect.readings import Readings
 
 LEVEL: Final = "level"
@@ -38,6 +39,13 @@ _SHARP_SCORE: Final = 10.0
 _LARGEST_HALF: Final = 65504.0
 _LARGEST: Final = float(np.finfo(np.float64).max)
 """A distance past it is shown as this: messages hold finite numbers."""
+_SENTENCES: Final = {
+    "score": "its largest |score| is {size:,.0f}; no healthy recorded run reached {level:,.0f}.{others}",
+    "first-score": "its largest |score| rose to {size:,.0f} from {first:.3g} within the first {steps} steps; no "
+    "healthy recorded run reached {level:g} so early.{others} The learning rate is too high, or its warm-up too short.",
+    "offset": "its scores are shifted by {size:,.0f} nats as a whole; no healthy recorded run reached {level:g}."
+    "{others}",
+}
 Found = dict[str, wire.Verdict]
 """Warnings by the name of their level or of the layer with wrong rows."""
 
@@ -47,35 +55,33 @@ def passed_levels(
     words: Words,
     heads: Sequence[wire.HeadRef],
     head_dims: Mapping[int, int],
-    is_silent: Callable[[int], bool],
+    silent: Container[int],
     first_score: float,
 ) -> Found:
     """The levels that a sample passes.
 
-    is_silent: whether the head of a row needs no warning. first_score: the largest |score| of the run's first sample,
-    or infinity once its first steps are over.
+    silent: the rows of heads that need no warning. first_score: the largest |score| of the run's first sample, or
+    infinity once its first steps are over.
     """
     scores, found = readings.largest_score, Found()
-
-    def compare(name: str, values: Floats, level: float, what: str, advice: str = "") -> None:
-        rows = (values >= level).nonzero()[0].tolist()
-        past = [row for row in rows if values[row] < math.inf and not is_silent(row)]
-        if past:
+    early = FIRST_SCORE if first_score < FIRST_SCORE / 4 else math.inf
+    compared = (
+        ("score", scores, SCORE),
+        ("first-score", scores, early),
+        ("offset", np.abs(readings.score_offset), OFFSET),
+    )
+    for name, values, level in compared:
+        if not np.fmax.reduce(values) >= level or (name == "first-score" and found):
+            continue
+        rows = np.flatnonzero((values >= level) & (values < math.inf)).tolist()
+        if past := [row for row in rows if row not in silent]:
             worst = past[int(values[past].argmax())]
             (layer, head), size = heads[worst], float(values[worst])
             others = f" {len(past)} of {len(heads)} heads are past it." if len(past) > 1 else ""
-            text = f"Layer {layer} head {head}: {what.format(size)}{others}{advice} "
+            what = _SENTENCES[name].format(size=size, level=level, first=first_score, steps=FIRST_STEPS, others=others)
+            sentence = f"Layer {layer} head {head}: {what} {_in_16_bits(size, head_dims.get(layer, 0))}"
             seen = {name.removeprefix("first-"): size, "heads": float(len(past))}
-            found[name] = _level(name, readings.step, seen, text + _in_16_bits(size, head_dims.get(layer, 0)))
-
-    healthy = "no healthy recorded run reached"
-    compare("score", scores, SCORE, f"its largest |score| is {{:,.0f}}; {healthy} {SCORE:,.0f}.")
-    if not found and first_score < FIRST_SCORE / 4:
-        rose = f"its largest |score| rose to {{:,.0f}} from {first_score:.3g} within the first {FIRST_STEPS} steps"
-        advice = " The learning rate is too high, or its warm-up too short."
-        compare("first-score", scores, FIRST_SCORE, f"{rose}; {healthy} {FIRST_SCORE:g} so early.", advice)
-    offset = np.abs(readings.score_offset)
-    compare("offset", offset, OFFSET, f"its scores are shifted by {{:,.0f}} nats as a whole; {healthy} {OFFSET:g}.")
+            found[name] = _raised(f"level-{name}", readings.step, seen, sentence)
 
     least = int(scores.argmin())
     if scores[least] < _SHARP_SCORE and words[least, Slot.ENTROPY_ROWS] > 0:
@@ -83,16 +89,17 @@ def passed_levels(
     known = words[:, Slot.ENTROPY_ROWS] > 0
     if np.count_nonzero(known) > 1 and (scores[known] >= _SHARP_SCORE).all():
         slots = Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM, Slot.MOST_ENTROPY_SUM
-        rows, sums, most = (slot_values(words, slot)[known] for slot in slots)
-        entropy = sums / rows
+        entropy_rows, sums, most = (slot_values(words, slot)[known] for slot in slots)
+        entropy = sums / entropy_rows
         if np.where(most > 0, sums < ENTROPY_SHARE * most, (sums > 0) & (entropy < ENTROPY)).all():
-            worst = float(entropy.max(initial=0.0))
-            text = (
+            largest = float(entropy.max(initial=0.0))
+            sentence = (
                 f"All {len(sums)} measured heads look at about one key each: the entropy of their rows is "
-                f"{worst:.2g} nats at most, and no healthy recorded run came near that in all heads. Check the "
+                f"{largest:.2g} nats at most, and no healthy recorded run came near that in all heads. Check the "
                 f"scale of the scores and the norms of queries and keys: gradients hardly pass a one-hot attention."
             )
-            found["entropy"] = _level("entropy", readings.step, {"entropy": worst, "heads": float(len(sums))}, text)
+            seen = {"entropy": largest, "heads": float(len(sums))}
+            found["entropy"] = _raised("level-entropy", readings.step, seen, sentence)
     return found
 
 
@@ -103,10 +110,10 @@ def wrong_rows(words: Words, heads: Sequence[wire.HeadRef], step: int) -> Found:
         (Slot.WRONG_ROWS, Slot.OUTPUT_ERROR_MAX),
         (Slot.WRONG_GRADIENT_ROWS, Slot.GRADIENT_ERROR_MAX),
     ):
-        by_layer: dict[int, list[int]] = {}
-        for row in words[:, counted].nonzero()[0].tolist():
-            by_layer.setdefault(heads[row][0], []).append(row)
-        for layer, rows in by_layer.items():
+        for layer, group in groupby(words[:, counted].nonzero()[0].tolist(), lambda row: heads[row][0]):
+            if (name := f"kernel-l{layer}") in found:
+                continue  # the gradient of a wrong output says nothing more
+            rows = list(group)
             wrong, checked, errors = (slot_values(words[rows], of) for of in (counted, Slot.CHECKED_ROWS, measured))
             worst, size = int(wrong.argmax()), float(errors.max())
             seen = {"heads": float(len(rows)), measured.name.lower().removesuffix("_max"): min(size, _LARGEST)}
@@ -115,24 +122,12 @@ def wrong_rows(words: Words, heads: Sequence[wire.HeadRef], step: int) -> Found:
                 worst = int((wrong / checked).argmax())
                 seen["wrong_share"] = float(wrong[worst] / checked[worst])
                 what = f"{wrong[worst]:.0f} of {checked[worst]:.0f} compared rows of its attention output"
-            own = sum(head[0] == layer for head in heads)
+            own, head = sum(each[0] == layer for each in heads), heads[rows[worst]][1]
             others = f" {len(rows)} of {own} heads of the layer have such rows." if len(rows) > 1 else ""
-            layer, head = heads[rows[worst]]
-            name = f"kernel-l{layer}"
-            if name not in found:  # the gradient of a wrong output says nothing more
-                found[name] = wire.Verdict(
-                    id=f"{name}-{step}",
-                    step=step,
-                    state="raised",
-                    severity="critical",
-                    layer=layer,
-                    head=head,
-                    cause="attention kernel",
-                    signal=KERNEL,
-                    evidence=seen,
-                    sentence=f"Layer {layer} head {head}: {what} are wrong, up to {size:.3g} times as far from their "
-                    f"recomputation as rounding explains.{others}",
-                )
+            sentence = f"Layer {layer} head {head}: {what} are wrong, up to {size:.3g} times as far from their "
+            sentence += f"recomputation as rounding explains.{others}"
+            at: dict[str, Any] = {"layer": layer, "head": head, "severity": "critical"}
+            found[name] = _raised(name, step, seen, sentence, cause="attention kernel", signal=KERNEL, **at)
     return found
 
 
@@ -146,14 +141,9 @@ def _in_16_bits(score: float, head_dim: int) -> str:
     return text
 
 
-def _level(name: str, step: int, evidence: dict[str, float], sentence: str) -> wire.Verdict:
+def _raised(name: str, step: int, evidence: dict[str, float], sentence: str, **given: Any) -> wire.Verdict:
+    """A warning about a level, or about what is given."""
+    fields: dict[str, Any] = {"severity": "warning", "cause": "score growth", "signal": LEVEL} | given
     return wire.Verdict(
-        id=f"level-{name}-{step}",
-        step=step,
-        state="raised",
-        severity="warning",
-        cause="score growth",
-        signal=LEVEL,
-        evidence=evidence,
-        sentence=sentence[:500],
+        id=f"{name}-{step}", step=step, state="raised", evidence=evidence, sentence=sentence[:500], **fields
     )

@@ -128,7 +128,8 @@ class NonFiniteTracker:
     def update(self, readings: Readings, overflow_steps: int, heads: Sequence[HeadRef]) -> list[int]:
         """The run and its heads that are broken, first the run; overflow alone breaks them after `overflow_steps`."""
         loss, norm, in_rows = readings.loss, readings.grad_norm, readings.nonfinite_rows > 0
-        in_rows |= np.isinf(readings.score_offset) | (readings.largest_score == np.inf)
+        if not readings.finite:
+            in_rows |= np.isinf(readings.score_offset) | (readings.largest_score == np.inf)
         loss_broken, norm_broken = (value is not None and not math.isfinite(value) for value in (loss, norm))
         any_row = bool(in_rows.any())
         # A GradScaler finds its scale by steps whose gradients overflow, and skips them. After a step that was not
@@ -147,7 +148,7 @@ class NonFiniteTracker:
         else:
             self.harm = ("weights" if loss is None or norm is None else "rows") if any_row else ""
         self.placed = False
-        self.measured |= bool(readings.rows.any() or any_row)
+        self.measured = self.measured or any_row or bool(readings.rows.any())
         if self.harm or overflows:
             seen = Origin.of(readings, heads, measured=self.measured)
             self.origin = self.origin or seen

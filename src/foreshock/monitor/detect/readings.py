@@ -31,6 +31,8 @@ class Readings:
     learning_rate: float | None = None
     rounds: bool = True
     """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
+    finite: bool = False
+    """whether no offset, score or delta bias is infinite or NaN; False if that is not known"""
     words: Words | None = None
     """all that was counted, [N, SLOT_COUNT]: levels, wrong rows and places are read of it"""
     broken_step: int | None = None
@@ -52,11 +54,11 @@ def head_readings(words: Words) -> dict[str, Any]:
     # Runs between two steps of a training: each slot is passed over once. A test compares with the catalogue.
     floats, rows = words.view(np.float64), slot_values(words, Slot.ROWS)
     largest_score, bias = floats[:, Slot.ROW_MAX_ABS].copy(), floats[:, Slot.DELTA_BIAS_SUM].copy()
-    if not (finite := is_finite(largest_score)):  # the first recordings hold the largest score alone
-        largest_score = np.fmax(largest_score, floats[:, Slot.SCORE_MAX])
     with np.errstate(divide="ignore", invalid="ignore"):
         offset = floats[:, Slot.SCORE_OFFSET_SUM] / rows
-    if not (finite and is_finite(offset)):
+        finite = is_finite(offset + largest_score + bias)
+    if not finite:
+        largest_score = np.fmax(largest_score, floats[:, Slot.SCORE_MAX])  # the first recordings hold it alone
         empty = rows <= 0
         offset[empty] = bias[empty] = largest_score[np.isneginf(largest_score)] = np.nan
     return {
@@ -65,6 +67,7 @@ def head_readings(words: Words) -> dict[str, Any]:
         "largest_score": largest_score,
         "delta_bias_sum": bias,
         "nonfinite_rows": slot_values(words, Slot.NONFINITE_ROWS),
+        "finite": finite,
         "words": words,
     }
 

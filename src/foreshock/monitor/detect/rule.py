@@ -13,7 +13,7 @@ from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, courses
 from foreshock.monitor.detect.growth import Growth, HeadSignal
 
 Flags = npt.NDArray[np.bool_]
-_WORTH_A_FORECAST: Final = 0.6
+_CLOSE: Final = 0.6
 """A forecast is made of heads whose ratio comes to this by what costs less."""
 _WORTH_A_LOOK: Final = 0.1
 """Capital from which on closer samples may support a drift."""
@@ -68,19 +68,19 @@ class WarningConditions(NamedTuple):
     """What the closed blocks show of every head, [N]."""
 
     growth: Growth
+    rounds: Flags
+    """the heads whose delta bias is applied"""
+    won: Floats
+    """capital of the bets that the delta bias has the offset's sign"""
     evidence: Floats
-    """for a delta bias of the offset's sign, in parts of what supports a drift"""
+    """that capital in parts of what supports a drift"""
     supported: Flags
-    refuted: Flags
-    """the delta bias, which is applied, speaks against a push the way of the offset"""
-    undecided: Flags
-    """it drifts and that matters, and closer samples may yet support that"""
     ratios: Floats
     """[2, N]: the least ratio of all conditions but persistence, 0 or more; 0 where one is unknown"""
-    urgent: Flags
-    """its score is dangerous and does not fall, or will be dangerous before growth could last"""
-    dangerous: Flags
-    """its score is dangerous"""
+    urgent: npt.NDArray[np.int64]
+    """the heads whose score is dangerous and does not fall, or will be dangerous before growth could last"""
+    undecided: bool
+    """whether a head drifts, that matters, and closer samples may yet support it"""
 
     @classmethod
     @np.errstate(divide="ignore", invalid="ignore")  # an unknown value is NaN, and no condition holds of it
@@ -95,15 +95,14 @@ class WarningConditions(NamedTuple):
         asked = 1.0 + early * (config.young_growth - 1.0)
         factor = (far + 1.0) / (np.abs(offset_before) + 1.0)
         drift = np.minimum(np.minimum(far / config.offset_level, moved / config.offset_change), factor / asked)
-        drift = np.fmax(drift, 0.0) * (together & (growth.held >= config.earliest_steps))
+        np.fmax(drift, 0.0, out=drift)
+        drift *= together & (growth.held >= config.earliest_steps)
 
         # Heads that may drift soon are tested too, or each would be the only one when it begins to.
         tested = together & (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
         won = bias.of(offset)
         capital = won * (rounds & ~(score_before >= DANGEROUS_SCORE))  # from there on rounding follows from the scores
         evidence = capital / (ASKED * max(int(np.count_nonzero(tested)), 1))
-        supported = (drift >= 1.0) & (evidence >= 1.0)
-        undecided = (drift >= 1.0) & ~supported & (capital >= _WORTH_A_LOOK) & (bias.bets[0] > 0)
 
         first = away * (growth.middle[HeadSignal.OFFSET] - offset_before)  # a jump has no older half
         steep = np.minimum(
@@ -111,22 +110,31 @@ class WarningConditions(NamedTuple):
         )
         bare = np.fmax(far / config.bare_offset, steep)
         ratios = np.empty_like(growth.end)
-        ratios[HeadSignal.OFFSET] = np.minimum(drift, np.maximum(np.minimum(evidence, 1.0), bare))
-        ratios[HeadSignal.SCORE] = np.minimum(latest / config.growing_score, score / score_before)
+        np.minimum(drift, np.maximum(np.minimum(evidence, 1.0), bare), out=ratios[HeadSignal.OFFSET])
+        np.minimum(latest / config.growing_score, score / score_before, out=ratios[HeadSignal.SCORE])
         np.fmax(ratios, 0.0, out=ratios)
 
-        ahead = np.full(len(far), math.inf)
-        heads = np.flatnonzero((np.maximum(*ratios) >= _WORTH_A_FORECAST) | undecided)
-        if len(heads):
-            ahead[heads] = courses(growth, heads)
-            longest = config.horizon_windows or math.inf
+        supported, undecided, urgent = np.zeros_like(rounds), False, np.zeros(0, dtype=np.int64)
+        close = (np.maximum(*ratios) >= _CLOSE) | (drift >= 1.0) | (latest >= config.growing_score)
+        if len(heads := np.flatnonzero(close)):  # of the others no forecast is worth its time
+            drifts, evident, newest = drift[heads] >= 1.0, evidence[heads] >= 1.0, latest[heads]
+            supported[heads] = drifts & evident
+            ahead, longest = courses(growth, heads), config.horizon_windows or math.inf
             windows = np.stack([np.where(supported[heads], longest, longest / 3), np.ones(len(heads))])
-            # Where no score was recorded, nothing is held back.
-            ratios[:, heads] = np.fmin(ratios[:, heads], windows * growth.steps / ahead[heads])
-            undecided &= ~(ahead > longest * growth.steps)
-        now = (latest >= DANGEROUS_SCORE) & ~(latest < score_before)
-        ratios[HeadSignal.SCORE] = np.fmax(ratios[HeadSignal.SCORE], latest / DANGEROUS_SCORE * now)
-        soon = min(config.persist_blocks * config.block_steps, growth.steps)
-        urgent = now | ((latest >= config.growing_score) & (ahead < soon))
-        refuted = rounds & (won < 1.0)
-        return cls(growth, evidence, supported, refuted, undecided, ratios, urgent, score >= DANGEROUS_SCORE)
+            near = np.fmin(ratios[:, heads], windows * growth.steps / ahead)  # as it was where no score was recorded
+            may_show = drifts & ~evident & (capital[heads] >= _WORTH_A_LOOK) & (bias.bets[0, heads] > 0)
+            undecided = bool((may_show & ~(ahead > longest * growth.steps)).any())
+            now = (newest >= DANGEROUS_SCORE) & ~(newest < score_before[heads])
+            near[HeadSignal.SCORE] = np.fmax(near[HeadSignal.SCORE], newest / DANGEROUS_SCORE * now)
+            ratios[:, heads] = near
+            soon = min(config.persist_blocks * config.block_steps, growth.steps)
+            urgent = heads[now | ((newest >= config.growing_score) & (ahead < soon))]
+        return cls(growth, rounds, won, evidence, supported, ratios, urgent, undecided)
+
+    def refutes(self, head: int) -> bool:
+        """Whether the delta bias, which is applied, speaks against a push the way of the offset."""
+        return bool(self.rounds[head] and self.won[head] < 1.0)
+
+    def dangerous(self, head: int) -> bool:
+        """Whether the score of this head is dangerous."""
+        return bool(self.growth.end[HeadSignal.SCORE, head] >= DANGEROUS_SCORE)

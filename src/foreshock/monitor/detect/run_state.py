@@ -16,7 +16,7 @@ from foreshock.monitor.detect.non_finite import NonFiniteTracker
 from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.detect.rule import DetectorConfig, Flags
 
-LAYOUT: Final = 13
+LAYOUT: Final = 14
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
 _ENDS: Final = int(ROUNDING_ENDS) | 16
 """16 is the flag of a mode that only recorded runs have. A plain int: comparing an IntFlag with NumPy integers is 40
@@ -84,12 +84,12 @@ class RunState:
         """Add a sample to the open block; whether that closes it."""
         steps = readings.step - max(readings.since_step, min(self.last_step, readings.step - 1))
         self.last_step, self.rounds, changed = readings.step, readings.rounds, self.modes != readings.modes
-        if np.count_nonzero(changed):
+        if changed.any():
             self.bias.forget(changed)
             self.modes = readings.modes.astype(np.int32)
-        self.bias.add(readings.delta_bias_sum, readings.rows)
-        counted = readings.rows, readings.score_offset, readings.largest_score
-        closed = self.past.add(steps, *counted, readings.learning_rate)
+        finite, counted = readings.finite, (readings.rows, readings.score_offset, readings.largest_score)
+        self.bias.add(readings.delta_bias_sum, readings.rows, finite=finite)
+        closed = self.past.add(steps, *counted, readings.learning_rate, finite=finite)
         if closed:
             self.bias.close()
         return closed
