@@ -25,7 +25,7 @@ def free_port() -> int:
         return port
 
 
-def eventually(what: str, look: Callable[[], T | None], seconds: float = 120.0, every: float = 0.1) -> T:
+def eventually(what: str, look: Callable[[], T | None], seconds: float = 600.0, every: float = 0.1) -> T:
     """The first truthy answer of `look`; fails with `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
@@ -74,7 +74,7 @@ def starter(tmp_path: Path) -> Iterator[Start]:
             if process.poll() is not None:
                 pytest.fail(f"{program} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
             try:
-                return httpx.get(server.url + ready, timeout=1.0).status_code == httpx.codes.OK
+                return httpx.get(server.url + ready, timeout=10.0).status_code == httpx.codes.OK
             except httpx.HTTPError:
                 return False
 

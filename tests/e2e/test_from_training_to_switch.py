@@ -21,8 +21,8 @@ from tests.e2e.running import Start, alertmanager, eventually, free_port, promet
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "src/foreshock/dashboards" / "generated" / "prometheus-rules.yml"
 SEED = 110
-MOST_SECONDS = 900.0
-"""Until the warning; it comes after some 2000 steps, and a machine with other work takes them slowly."""
+MOST_SECONDS = 3000.0
+"""Until a training is where it is waited for; the warning comes after some 2000 steps, slowly beside other work."""
 
 TRAIN = """
 import sys, torch
@@ -48,11 +48,11 @@ class Stack:
     prometheus: str
 
     def get(self, path: str, **query: Any) -> Any:
-        return httpx.get(self.service + path, params=query, timeout=10).raise_for_status().json()
+        return httpx.get(self.service + path, params=query, timeout=60).raise_for_status().json()
 
     def alerts(self) -> list[dict[str, Any]]:
         """What Prometheus fires now, the watchdog aside."""
-        data = httpx.get(self.prometheus + "/api/v1/alerts", timeout=10).raise_for_status().json()["data"]
+        data = httpx.get(self.prometheus + "/api/v1/alerts", timeout=60).raise_for_status().json()["data"]
         return [
             alert["labels"]
             for alert in data["alerts"]
@@ -93,7 +93,7 @@ def trainings(stack: Stack, tmp_path: Path) -> Iterator[dict[str, subprocess.Pop
 
 @pytest.mark.full
 @pytest.mark.servers
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(7200)
 def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_silent(
     stack: Stack, trainings: dict[str, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_sil
 
     # A person approves; the command reaches the agent with its next batch, and the next samples show the new mode.
     decision = {"who": "tester", "reason": "the evidence convinces"}
-    httpx.post(f"{stack.service}/v1/commands/{command['id']}/approve", json=decision, timeout=10).raise_for_status()
+    httpx.post(f"{stack.service}/v1/commands/{command['id']}/approve", json=decision, timeout=60).raise_for_status()
     answered = eventually(
         "the agent answers", lambda: (c := stack.get(f"/v1/commands/{command['id']}"))["state"] == "applied" and c
     )
@@ -141,11 +141,11 @@ def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_sil
     eventually("the samples show the new mode", lambda: head_mode(stack, layer, head) == command["mode"])
     eventually("Prometheus shows the new mode", lambda: prometheus_mode(stack, layer, head) > 0)
 
-    # Every step of it stands in the audit trail, whose chain holds; the watchdog proves the alert path.
+    # Every step of it is in the audit trail; the watchdog proves the alert path.
     audit = stack.get("/v1/audit", limit=100)
     states = [row["details"].get("state") for row in audit["rows"] if row["command"] == command["id"]]
     assert {"proposed", "pending", "delivered", "applied"} <= set(states)
-    assert "foreshock_service_watchdog_timestamp_seconds" in httpx.get(stack.service + "/metrics", timeout=10).text
+    assert "foreshock_service_watchdog_timestamp_seconds" in httpx.get(stack.service + "/metrics", timeout=60).text
 
     # The control trains on to at least the same step and says nothing.
     switched_at = answered["ranks"][0]["step"]
@@ -155,7 +155,7 @@ def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_sil
         step = stack.get("/v1/runs/control")["last_step"]
         return step is not None and step >= switched_at
 
-    eventually("the control reaches the switch step", control_caught_up, 120.0, every=0.5)
+    eventually("the control reaches the switch step", control_caught_up, MOST_SECONDS, every=0.5)
     assert stack.get("/v1/runs/control")["warnings"] == []
     assert [e for e in stack.get("/v1/runs/control/events")["events"] if e["kind"] == "verdict"] == []
     assert [alert for alert in stack.alerts() if alert.get("run") == "control"] == []
@@ -171,6 +171,6 @@ def head_mode(stack: Stack, layer: int, head: int) -> str | None:
 def prometheus_mode(stack: Stack, layer: int, head: int) -> float:
     """The mode flag of a head as Prometheus knows it; 0 when it has no such series."""
     query = f'foreshock_head_mode{{run="untreated",layer="{layer}",head="{head}"}}'
-    reply = httpx.get(stack.prometheus + "/api/v1/query", params={"query": query}, timeout=10).raise_for_status()
+    reply = httpx.get(stack.prometheus + "/api/v1/query", params={"query": query}, timeout=60).raise_for_status()
     result = reply.json()["data"]["result"]
     return float(result[0]["value"][1]) if result else 0.0

@@ -46,9 +46,11 @@ def with_mlflow(folder: Path) -> tuple[Stored, dict[str, int]]:
     with mlflow.start_run() as run:
         faults = train("mlflow", lambda loss, step: mlflow.log_metric("loss", loss, step=step))
     client = mlflow.MlflowClient()
+    data = client.get_run(run.info.run_id).data
+    assert data.tags["foreshock.warning"].startswith("step 3: "), data.tags
     stored = {
         name: [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
-        for name in client.get_run(run.info.run_id).data.metrics
+        for name in data.metrics
     }
     return stored, faults
 

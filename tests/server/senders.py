@@ -29,7 +29,7 @@ class Sender:
         while not self._stop.is_set():
             try:
                 body, headers = batch.model_dump_json(), {"content-type": "application/json"}
-                answer = httpx.post(f"{self.url()}/v1/batches", content=body, headers=headers, timeout=10.0)
+                answer = httpx.post(f"{self.url()}/v1/batches", content=body, headers=headers, timeout=60.0)
             except httpx.HTTPError:
                 time.sleep(0.05)
                 continue
@@ -47,5 +47,5 @@ class Sender:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join(60)
+        self._thread.join(600)
         assert not self._thread.is_alive()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.e2e.running import eventually
 from tests.server.postgresql import PostgresServer, new_database
 from tests.server.senders import Sender
 from tests.server.test_postgres import MIGRATE, stored
@@ -51,14 +52,14 @@ def test_killed_under_ingest_nothing_acknowledged_is_lost_and_the_service_says_t
                 time.sleep(when.uniform(0, 0.3))
                 server.kill()
                 try:
-                    _until(lambda: client.get("/readyz").status_code == 503)
+                    eventually("it says that it waits", lambda: client.get("/readyz").status_code == 503)
                     assert client.get("/healthz").status_code == 200
                     refused = client.get("/v1/runs")
                     assert (refused.status_code, refused.json()["detail"]) == (503, AWAY)
                 finally:
                     server.start()
             _until_each_has_sent_more(senders)
-            _until(lambda: client.get("/readyz").status_code == 200)
+            eventually("it is ready", lambda: client.get("/readyz").status_code == 200)
         finally:
             for sender in senders:
                 sender.stop()
@@ -75,16 +76,13 @@ def test_killed_under_ingest_nothing_acknowledged_is_lost_and_the_service_says_t
 AWAY = "The store cannot be used just now; try again."
 
 
-def _until(done: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def _until_each_has_sent_more(senders: list[Sender]) -> None:
     before = [sender.acknowledged for sender in senders]
-    _until(lambda: all(sender.acknowledged > said for sender, said in zip(senders, before, strict=True)))
+
+    def more() -> bool:
+        return all(sender.acknowledged > said for sender, said in zip(senders, before, strict=True))
+
+    eventually("each sender's batches are acknowledged", more)
 
 
 @pytest.mark.full
@@ -99,7 +97,7 @@ def test_killed_while_replicas_migrate_the_next_start_ends_the_migration(server:
     time.sleep(random.Random(5).uniform(0.5, 1.5))
     server.kill()
     server.start()
-    migrating.communicate(timeout=60)
+    migrating.communicate()
 
     async def look() -> None:
         store = Store(url)
