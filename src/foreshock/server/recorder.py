@@ -7,7 +7,7 @@ the value with the highest sequence.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -18,6 +18,7 @@ from foreshock.contract.wire import (
     AgentHealth,
     Batch,
     Clipped,
+    Event,
     Finished,
     Layer,
     Sample,
@@ -37,6 +38,19 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+BootKey = tuple[str, int, str]
+Brought = Sequence[tuple[Row[Any], list[Batch]]]
+"""Each process start as it was before, in the order of their ids, with its batches that are new, by sequence."""
+
+
+def _events_of(brought: Brought) -> Iterator[tuple[Row[Any], Batch, int, Event]]:
+    """(process start, batch, position in the batch, event) of each."""
+    for start, new in brought:
+        for batch in new:
+            for position, event in enumerate(batch.events):
+                yield start, batch, position, event
+
+
 def _keep(insert: sqlite.Insert | postgresql.Insert) -> Many:
     changed = {column.name: insert.excluded[column.name] for column in warnings.c if not column.primary_key}
     key = [column.name for column in warnings.primary_key]
@@ -46,34 +60,33 @@ def _keep(insert: sqlite.Insert | postgresql.Insert) -> Many:
 _KEEP: Final = {"sqlite": _keep(sqlite.insert(warnings)), "postgresql": _keep(postgresql.insert(warnings))}
 
 
-def merge_warnings(connection: Connection, group: Sequence[tuple[int, int, Batch]]) -> None:
-    """Keep each warning's newest word, whatever order the words came in. group: (run id, boot id, batch) of each."""
+def merge_warnings(connection: Connection, brought: Brought) -> None:
+    """Keep each warning's newest word, whatever order the words came in."""
     verdicts = [
-        (run_id, boot_id, batch, position, event)
-        for run_id, boot_id, batch in group
-        for position, event in enumerate(batch.events)
+        (start, batch, position, event)
+        for start, batch, position, event in _events_of(brought)
         if isinstance(event, Verdict) and event.severity != "info"  # a note never stands
     ]
     if not verdicts:
         return
     query = select(warnings).where(
-        warnings.c.run_id.in_({run_id for run_id, *_ in verdicts}),
+        warnings.c.run_id.in_({start.run_id for start, *_ in verdicts}),
         warnings.c.uid.in_({verdict.id for *_, verdict in verdicts}),
     )
     newest = {(row.run_id, row.rank, row.uid): dict(row._mapping) for row in connection.execute(query)}
-    spoke = {old["boot_id"] for old in newest.values()} | {boot_id for _, boot_id, *_ in verdicts}
+    spoke = {old["boot_id"] for old in newest.values()} | {start.id for start, *_ in verdicts}
     starts = connection.execute(select(boots).where(boots.c.id.in_(spoke))) if len(spoke) > 1 else ()
     places = {row.id: i for i, row in enumerate(process_starts.in_order(starts))}
     touched: set[tuple[int, int, str]] = set()
-    for run_id, boot_id, batch, position, verdict in verdicts:
-        key = run_id, batch.rank, verdict.id
+    for start, batch, position, verdict in verdicts:
+        key = start.run_id, batch.rank, verdict.id
         old = newest.get(key)
         touched.add(key)
         row = {
             "run_id": key[0],
             "rank": key[1],
             "uid": key[2],
-            "boot_id": boot_id,
+            "boot_id": start.id,
             "boot": batch.boot,
             "sequence": batch.sequence,
             "position": position,
@@ -96,7 +109,6 @@ def _newness(row: dict[str, Any], places: dict[int, int]) -> tuple[int, int, int
     return places.get(row["boot_id"], 0), row["sequence"], row["position"]
 
 
-BootKey = tuple[str, int, str]
 _NOT_MERGED = ("id", "run_id", "rank", "boot", "newest", "until_step")
 _MERGED = [column.name for column in boots.c if column.name not in _NOT_MERGED]
 """What batches change of their process start; the last two follow from all process starts (process_order)."""
@@ -137,7 +149,6 @@ class Recorded:
     """What a group of batches changed."""
 
     new: list[Batch] = field(default_factory=list)
-    boot_ids: dict[BootKey, int] = field(default_factory=dict)
     run_ids: dict[str, int] = field(default_factory=dict)
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
     stepped: set[tuple[int, int]] = field(default_factory=set)
@@ -159,24 +170,21 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
     done = Recorded(run_ids=_find_runs(connection, group, now))
     # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
     lock_runs(connection, done.run_ids.values())
-    found = _find_boots(connection, group, now, done)
-    _keep_new(connection, group, done)
+    brought = _new_of(connection, group, _find_boots(connection, group, now, done.run_ids))
+    done.new = [batch for _, new in brought for batch in new]
     if not done.new:
         return done
-    run_ids = {done.run_ids[b.run] for b in done.new}
-    rows = {i: found[i] for i in sorted({done.boot_ids[key_of(b)] for b in done.new})}
-    _check_heads(connection, done, rows)
-    _write_samples(connection, done)
-    arrived = {done.boot_ids[key_of(batch)]: arrivals[key_of(batch)] for batch in done.new}
-    placed = place(connection, rows, arrived, now)
+    _check_heads(connection, brought)
+    done.stepped = _write_samples(connection, brought)
+    arrived = {start.id: arrivals[key_of(new[0])] for start, new in brought}
+    placed = place(connection, {start.id: start for start, _ in brought}, arrived, now)
     living = {i for i, arrival in arrived.items() if not arrival.replayed}
-    _merge_boots(connection, done, rows, placed, living, now)
-    _write_events(connection, done, rows, now)
-    record_shared_ranks(connection, [rows[i] for i in sorted(living)], now)
-    brought = [(done.run_ids[batch.run], done.boot_ids[key_of(batch)], batch) for batch in done.new]
+    _merge_boots(connection, done, brought, placed, living, now)
+    _write_events(connection, done, brought, now)
+    record_shared_ranks(connection, [start for start, _ in brought if start.id in living], now)
     merge_warnings(connection, brought)
     seen = {"now": now, "soon": now + _AHEAD_SECONDS}
-    _SEE_RUNS.execute(connection, [{"own": run_id, **seen} for run_id in sorted(run_ids)])
+    _SEE_RUNS.execute(connection, [{"own": run, **seen} for run in sorted({start.run_id for start, _ in brought})])
     return done
 
 
@@ -210,10 +218,12 @@ def _find_runs(connection: Connection, group: Sequence[Batch], now: float) -> di
     return _found_or_made(connection, runs, find, names, new)
 
 
-def _find_boots(connection: Connection, group: Sequence[Batch], now: float, done: Recorded) -> dict[int, Row[Any]]:
-    """The rows of the process starts by id."""
+def _find_boots(
+    connection: Connection, group: Sequence[Batch], now: float, run_ids: Mapping[str, int]
+) -> dict[BootKey, Row[Any]]:
+    """The rows of the process starts."""
     keys = sorted({key_of(batch) for batch in group})
-    run_names = {run_id: name for name, run_id in done.run_ids.items()}
+    run_names = {run_id: name for name, run_id in run_ids.items()}
     wanted = {"run_ids": sorted(run_names), "names": sorted({boot for _, _, boot in keys})}
 
     def find() -> dict[BootKey, Row[Any]]:
@@ -221,101 +231,86 @@ def _find_boots(connection: Connection, group: Sequence[Batch], now: float, done
         return {(run_names[row.run_id], row.rank, row.boot): row for row in rows}
 
     def new(key: BootKey) -> dict[str, Any]:
-        own = {"run_id": done.run_ids[key[0]], "rank": key[1], "boot": key[2]}
+        own = {"run_id": run_ids[key[0]], "rank": key[1], "boot": key[2]}
         return {**own, "place": process_starts.place_of(None, key[2]), "last_seen": now}
 
-    found = _found_or_made(connection, boots, find, keys, new)
-    done.boot_ids = {key: row.id for key, row in found.items()}
-    return {row.id: row for row in found.values()}
+    return _found_or_made(connection, boots, find, keys, new)
 
 
-def _keep_new(connection: Connection, group: Sequence[Batch], done: Recorded) -> None:
-    wanted = {(done.boot_ids[key_of(b)], b.sequence): b for b in reversed(group)}
+def _new_of(connection: Connection, group: Sequence[Batch], starts: Mapping[BootKey, Row[Any]]) -> Brought:
+    wanted = {(starts[key_of(batch)].id, batch.sequence): batch for batch in reversed(group)}
     values = [{"boot_id": boot_id, "sequence": sequence} for boot_id, sequence in sorted(wanted)]
     statement = insert_or_ignore(connection, batches).returning(batches.c.boot_id, batches.c.sequence)
-    stored = {(row.boot_id, row.sequence) for row in connection.execute(statement, values)}
-    done.new = [wanted[key] for key in sorted(stored)]
+    brought: dict[BootKey, list[Batch]] = {}
+    for boot_id, sequence in sorted((row.boot_id, row.sequence) for row in connection.execute(statement, values)):
+        batch = wanted[boot_id, sequence]
+        brought.setdefault(key_of(batch), []).append(batch)
+    return [(starts[key], new) for key, new in brought.items()]
 
 
-def _check_heads(connection: Connection, done: Recorded, rows: dict[int, Row[Any]]) -> None:
+def _check_heads(connection: Connection, brought: Brought) -> None:
     """Raises MisfitError when a sample has data for other heads than its process is known to have registered."""
     if len(_heads_of) > _REMEMBERED:
         _heads_of.clear()
-    if unknown := {row.topology for row in rows.values()} - {None} - _heads_of.keys():
+    if unknown := {start.topology for start, _ in brought} - {None} - _heads_of.keys():
         for row in connection.execute(select(topologies).where(topologies.c.hash.in_(unknown))):
             _heads_of[row.hash] = len(heads_of_layers(row.layers))
-    watched: dict[int, int] = {}
-    stored: dict[int, int | None] = {}
-    for batch in done.new:
-        boot_id = done.boot_ids[key_of(batch)]
-        known = watched.get(boot_id, _heads_of.get(rows[boot_id].topology))
-        want = known
-        for event in batch.events:
+    for start, new in brought:
+        registered, measured = _heads_of.get(start.topology), heads_measured(start.measured)
+        for *_, event in _events_of([(start, new)]):
             if isinstance(event, Started):
-                want = watched[boot_id] = sum(len(layer.heads) for layer in event.layers)
-        if want != known or want is None:  # samples that came before must stay readable
-            if boot_id not in stored:
-                stored[boot_id] = heads_measured(rows[boot_id].measured)
-            if want is None:
-                want = stored[boot_id]
-            elif stored[boot_id] not in (None, want):
-                raise MisfitError(
-                    f"The process start watches {want} heads, and samples of it were acknowledged that speak of "
-                    f"{stored[boot_id]}; nothing of the batch was stored. Give the new process another `boot`."
-                )
-        for event in batch.events:
-            counts = event.head_counts() if isinstance(event, Sample) else set()
-            want = min(counts, default=None) if want is None else want
-            if want is not None and not counts <= {want}:
-                raise MisfitError(
-                    f"The sample of step {event.step} has data for {max(counts - {want})} heads, but this process "
-                    f"registered {want}. Nothing in the batch was stored."
-                )
-            if counts and boot_id in stored:
-                stored[boot_id] = want
+                registered = sum(len(layer.heads) for layer in event.layers)
+                if measured not in (None, registered):  # samples that came before must stay readable
+                    raise MisfitError(
+                        f"The process start watches {registered} heads, and samples of it were acknowledged that speak "
+                        f"of {measured}; nothing of the batch was stored. Give the new process another `boot`."
+                    )
+            elif isinstance(event, Sample):
+                wanted = measured if registered is None else registered
+                for measured in event.head_counts():
+                    if wanted not in (None, measured):
+                        raise MisfitError(
+                            f"The sample of step {event.step} has data for {measured} heads, but this process "
+                            f"registered {wanted}. Nothing in the batch was stored."
+                        )
 
 
-def _write_samples(connection: Connection, done: Recorded) -> None:
-    rows = []
-    for batch in done.new:
-        for position, sample in enumerate(batch.events):
-            if isinstance(sample, Sample):
-                rows.append(
-                    {
-                        "run_id": done.run_ids[batch.run],
-                        "boot_id": done.boot_ids[key_of(batch)],
-                        "sequence": batch.sequence,
-                        "position": position,
-                        **pack_sample(sample),
-                    }
-                )
+def _write_samples(connection: Connection, brought: Brought) -> set[tuple[int, int]]:
+    """The (run id, step) of each."""
+    rows = [
+        {"run_id": start.run_id, "boot_id": start.id, "sequence": batch.sequence, "position": position}
+        | pack_sample(event)
+        for start, batch, position, event in _events_of(brought)
+        if isinstance(event, Sample)
+    ]
+    stepped = {(row["run_id"], row["step"]) for row in rows}
     if rows:
         _WRITE_SAMPLES.execute(connection, rows)
-        done.stepped = {(row["run_id"], row["step"]) for row in rows}
-        changed_spans(connection, {(run_id, step // SPAN) for run_id, step in done.stepped})
+        changed_spans(connection, {(run_id, step // SPAN) for run_id, step in stepped})
+    return stepped
 
 
 def _merge_boots(
     connection: Connection,
     done: Recorded,
-    rows: dict[int, Row[Any]],
-    placed: dict[int, dict[str, Any]],
+    brought: Brought,
+    placed: Mapping[int, dict[str, Any]],
     living: Collection[int],
     now: float,
 ) -> None:
-    merged: dict[int, dict[str, Any]] = {}
+    merged: list[dict[str, Any]] = []
     layers_by_hash: dict[str, str] = {}
-    moved = {*placed, *(i for i, row in rows.items() if row.last_sequence == 0)}
-    for batch in done.new:
-        boot_id = done.boot_ids[key_of(batch)]
-        boot = merged.setdefault(boot_id, {**rows[boot_id]._asdict(), **placed.get(boot_id, {})})
-        boot["last_sequence"] = max(boot["last_sequence"], batch.sequence)
+    moved = {*placed, *(start.id for start, _ in brought if start.last_sequence == 0)}
+    for start, new in brought:
+        boot_id = start.id
+        boot = start._asdict() | placed.get(boot_id, {})
+        boot["last_sequence"] = max(start.last_sequence, new[-1].sequence)
+        merged.append(boot)
         if boot_id in living:
-            if process_starts.may_be_gone_or_back(rows[boot_id], now):
+            if process_starts.may_be_gone_or_back(start, now):
                 moved.add(boot_id)
-            boot["last_seen"] = now
-            boot["beside"] |= rows[boot_id].last_sequence > 0 and not rows[boot_id].newest
-        for event in batch.events:
+            boot |= {"last_seen": now, "beside": start.beside or (start.last_sequence > 0 and not start.newest)}
+        for _, batch, _, event in _events_of([(start, new)]):
             if isinstance(event, Started | Sample | AgentHealth) and (
                 boot["stepped"] is None or event.step > boot["newest_step"]
             ):
@@ -339,14 +334,16 @@ def _merge_boots(
                 boot["health_sequence"] = batch.sequence
             elif isinstance(event, Finished):
                 boot["finished_status"] = event.status
-    done.unexplained = {key for key, i in done.boot_ids.items() if i in merged and merged[i]["description"] is None}
+        if boot["description"] is None:
+            done.unexplained.add(key_of(new[0]))
     if layers_by_hash:
         values = [{"hash": digest, "layers": layers} for digest, layers in sorted(layers_by_hash.items())]
         connection.execute(insert_or_ignore(connection, topologies), values)
-    changes = [{"row_id": i, **{f"new_{c}": boot[c] for c in _MERGED}} for i, boot in sorted(merged.items())]
+    changes = [{"row_id": boot["id"], **{f"new_{c}": boot[c] for c in _MERGED}} for boot in merged]
     _MERGE_BOOTS.execute(connection, changes)
-    supersede(connection, [rows[i] for i in sorted(moved)])
-    changed_runs(connection, {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology})
+    supersede(connection, [start for start, _ in brought if start.id in moved])
+    both = zip(brought, merged, strict=True)
+    changed_runs(connection, {start.run_id for (start, _), boot in both if boot["topology"] != start.topology})
 
 
 def _topology(layers: tuple[Layer, ...], seen: dict[str, str]) -> str:
@@ -356,27 +353,26 @@ def _topology(layers: tuple[Layer, ...], seen: dict[str, str]) -> str:
     return digest
 
 
-def _write_events(connection: Connection, done: Recorded, before: dict[int, Row[Any]], now: float) -> None:
+def _write_events(connection: Connection, done: Recorded, brought: Brought, now: float) -> None:
     rows: list[dict[str, Any]] = []
     clipped: list[tuple[Batch, Clipped]] = []
-    introduced = {boot_id for boot_id, row in before.items() if row.description is not None}
-    for batch in done.new:
-        run_id, boot_id = done.run_ids[batch.run], done.boot_ids[key_of(batch)]
-        for event in batch.events:
-            if not isinstance(event, Told) or (isinstance(event, Started) and boot_id in introduced):
+    for start, new in brought:
+        introduced = start.description is not None
+        for _, batch, _, event in _events_of([(start, new)]):
+            if not isinstance(event, Told) or (isinstance(event, Started) and introduced):
                 continue  # a process that starts says so again when it is asked to
-            row: dict[str, Any] = {"run_id": run_id, "boot_id": boot_id, "rank": batch.rank, "kind": event.kind}
+            row: dict[str, Any] = {"run_id": start.run_id, "boot_id": start.id, "rank": batch.rank, "kind": event.kind}
             row |= {"step": event.step, "unix_seconds": now, "sentence": sentence_of(batch.rank, event)}
             row |= {"mode": None, "outcome": None, "payload": None}
             if isinstance(event, Started):
-                introduced.add(boot_id)
+                introduced = True
             elif not isinstance(event, Finished):
                 row["payload"] = event.model_dump_json()
             if isinstance(event, Verdict):
-                done.changed.add(run_id)
+                done.changed.add(start.run_id)
                 row["outcome"] = event.state
             elif isinstance(event, Switched):
-                done.changed.add(run_id)
+                done.changed.add(start.run_id)
                 done.switched.append((batch, event))
                 row |= {"mode": event.after[0] if event.after else None, "outcome": event.outcome}
             elif isinstance(event, Clipped):
