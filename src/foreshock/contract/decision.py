@@ -15,7 +15,7 @@ Progress = Literal["unswitched", "switched", "arrested", "not arrested"]
 
 STEPS_BEFORE: Final = 1000
 """A chart that alerts and messages open begins so long before its incident, or twice as long as that has lasted."""
-_ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
+ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
 UNDONE: Final = ("expired", "refused", "cancelled", "dry_run")
 """States of an order that changed nothing."""
 WHOSE: Final = {"head": "the heads that are warned about", "layer": "their layers", "model": "every head"}
@@ -46,7 +46,7 @@ def calls_for_switch(verdict: Verdict) -> bool:
 
 def act_on(cause: IncidentCause, policy: Policy | None) -> Act:
     """What a machine may do about a cause; a run whose policy is unknown is only observed."""
-    return _ACTS[policy or "observe"] if curable(cause) else "none"
+    return ACTS[policy or "observe"] if curable(cause) else "none"
 
 
 def checkpoint_before(step: float) -> str:

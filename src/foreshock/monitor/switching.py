@@ -11,7 +11,7 @@ against this process's own heads, modes, clock and step.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.decision import Act, act_on, because_of, calls_for_switch, cause_of
+from foreshock.contract.decision import ACTS, because_of, calls_for_switch
 from foreshock.contract.modes import Mode, mode_name, parse_mode
-from foreshock.contract.orders import SwitchScope, switches
+from foreshock.contract.orders import switches
 from foreshock.monitor.config import AgentConfig
 
 MAX_ANSWERED: Final = 4096
@@ -101,21 +101,21 @@ class Switchboard:
         return self._carry_out(_Order(tuple(takers), flags, reason + left_out), step)
 
     def follow(
-        self, heads: Iterable[wire.HeadRef], mode: Mode, verdict: wire.Verdict, *, step: int, act: Act, policy: str
+        self, heads: Sequence[wire.HeadRef], mode: Mode, verdict: wire.Verdict, *, step: int, policy: wire.Policy
     ) -> list[wire.Switched]:
-        """Give `heads` this mode for a verdict, or only propose it; what cannot have it refuses, with the reason of the
-        first. `policy` stands before the reasons."""
-        wanted = list(heads)
-        refused = self._refused(wanted, mode)
-        takers = tuple(head for head in wanted if head not in refused)
-        order = _Order(takers, mode, because_of(verdict, policy), verdict=verdict.id)
+        """Give `heads` this mode for a verdict, or only propose it, as the policy says; what cannot have it refuses,
+        with the reason of the first."""
+        refused = self._refused(heads, mode)
+        takers = tuple(head for head in heads if head not in refused)
+        words = f"policy {policy}"
+        order = _Order(takers, mode, because_of(verdict, words), verdict=verdict.id)
         done = []
-        if takers and act == "propose":
+        if takers and ACTS[policy] == "propose":
             done.append(self._answer(order, "proposed", step))
         elif takers and (now := self._carry_out(order, step)) is not None:
             done.append(now)
         if refused:
-            why = f"{policy}: {next(iter(refused.values()))}"
+            why = f"{words}: {next(iter(refused.values()))}"
             done.append(self._answer(order._replace(heads=tuple(refused), reason=why), "refused", step))
         return done
 
@@ -307,18 +307,13 @@ class Switching:
 
     def settle(self, since_step: int, step: int) -> None:
         """The switches that waited, as the step since `since_step` shows what became of them."""
-        done = self._switchboard.settle(since_step, step, time.time())
-        for switched in done:
-            self._emit(switched)
-        self._report(done)
+        self._tell(self._switchboard.settle(since_step, step, time.time()))
 
     def obey(self, arrived: Iterable[wire.Command], step: int) -> None:
         """Carry out the oldest orders; the rest waits for the boundaries that follow."""
         for command in self.due(arrived):
             done = self._switchboard.obey(command, step=step, unix_seconds=time.time())
-            if done is not None:
-                self._emit(done)
-                self._report([done])
+            self._tell([] if done is None else [done])
 
     def due(self, arrived: Iterable[wire.Command]) -> list[wire.Command]:
         """What to carry out now, in the order of arrival, each once."""
@@ -329,38 +324,28 @@ class Switching:
 
     def act(self, verdicts: Sequence[wire.Verdict], step: int) -> None:
         """Make or propose the switches that verdicts call for, or say which heads refuse them. A new warning ends every
-        hold that a person has put on its head."""
+        hold that a person has put on its head.
+
+        Only what contract.decision says calls for one (a mitigation changes rounding alone), and what moves a layer
+        with wrong attention to our kernels; only on heads that do not have it yet: the one that was warned about, those
+        of its layer, or all.
+        """
         board, config = self._switchboard, self._config
         board.held -= {(v.layer, v.head) for v in verdicts if v.state == "raised"}
         modes = {head: mode for head, mode in board.wanted().items() if head not in board.held}
+        moves = config.policy == "auto" and config.replace_wrong_attention
         done: list[wire.Switched] = []
-        for verdict, heads, mode in decide(verdicts, config.mitigation, modes, config.switch_scope):
-            if (act := act_on(cause_of(verdict), config.policy)) != "none":
-                done += board.follow(heads, mode, verdict, step=step, act=act, policy=f"policy {config.policy}")
-        if config.policy == "auto" and config.replace_wrong_attention:
-            mode = parse_mode(config.mitigation)
-            for verdict in verdicts:
-                if verdict.cause == "attention kernel" and verdict.state == "raised":
-                    layer = [head for head in modes if head[0] == verdict.layer]
-                    done += board.follow(layer, mode, verdict, step=step, act="switch", policy="policy auto")
+        for verdict in verdicts:
+            wrong = moves and verdict.cause == "attention kernel" and verdict.state == "raised"
+            if verdict.layer is None or verdict.head is None or not (wrong or calls_for_switch(verdict)):
+                continue
+            scope = "layer" if wrong else config.switch_scope
+            for mode, heads in switches([(verdict.layer, verdict.head)], modes, config.mitigation, scope).items():
+                modes.update(dict.fromkeys(heads, int(mode)))
+                done += board.follow(heads, mode, verdict, step=step, policy=config.policy)
+        self._tell(done)
+
+    def _tell(self, done: Sequence[wire.Switched]) -> None:
         for switched in done:
             self._emit(switched)
         self._report(done)
-
-
-def decide(
-    verdicts: Iterable[wire.Verdict], mitigation: str, modes: dict[wire.HeadRef, int], scope: SwitchScope
-) -> Iterator[tuple[wire.Verdict, tuple[wire.HeadRef, ...], Mode]]:
-    """The switches that `verdicts` call for, each with its heads and their mode.
-
-    `modes` holds the present mode of every (layer, head) that may change.
-
-    Only what contract.decision says calls for one (a mitigation changes rounding alone), and only on heads that do not
-    have it yet: the one that was warned about, those of its layer, or all.
-    """
-    modes = dict(modes)
-    for verdict in verdicts:
-        if calls_for_switch(verdict) and verdict.layer is not None and verdict.head is not None:
-            for mode, heads in switches([(verdict.layer, verdict.head)], modes, mitigation, scope).items():
-                modes.update(dict.fromkeys(heads, int(mode)))
-                yield verdict, tuple(heads), mode
