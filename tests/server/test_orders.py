@@ -229,6 +229,10 @@ async def test_an_order_of_another_kind_goes_to_every_rank_and_is_stored_answere
     [incident] = (await service.get(f"{RUN}/incidents"))["incidents"]
     assert (incident["order"], incident["switched"]) == (None, 0)
     stopped = (await order(service, **wish)).json()["id"]
+    await service.store(ranks[0], local("proposed"))
+    assert [one["state"] for one in await commands_of(service)] == ["proposed", "delivered", "applied"], (
+        "in no switch's way"
+    )
     assert (await act(service, stopped, "cancel")).json()["state"] == "cancelled"
     await verify(service.app.state.store, service.app.state.settings)
     assert {one["verification"] for one in await commands_of(service)} == {None}

@@ -104,35 +104,39 @@ class IncidentHead(BaseModel):
         return self.layer, self.head
 
 
-class Incident(BaseModel):
-    """All warnings of one cause in a run, or of rounding and score growth where both stood at one time.
-
-    `id` names it within its run: its cause, with a dash for a space.
-    """
+class IncidentInShort(BaseModel):
+    """An incident without its heads. `id` names it within its run: its cause, with a dash for a space."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings", json_schema_serialization_defaults_required=True)
     id: str
     cause: IncidentCause = Field(description="the first of `causes`")
-    causes: list[IncidentCause] = Field(description="every cause that its warnings have")
+    causes: list[IncidentCause] = Field(default_factory=list, description="every cause that its warnings have")
     state: IncidentState
     severity: Severity = Field(description="of its worst head that is neither quiet nor arrested")
     opened_step: int = Field(description="the first warning, also if it had another cause")
-    before_step: int = Field(description="checkpoints before this step are older than what the incident warns about")
-    corrected_from: IncidentCause | None = Field(description="the cause that the incident was reported under before")
-    corrected_step: int | None = Field(description="the step at which its cause was corrected")
     step: int = Field(description="of its newest word")
-    closed_step: int | None
     times: int = Field(description="how often it has opened in this run")
+    corrected_from: IncidentCause | None = Field(
+        default=None, description="the cause that the incident was reported under before"
+    )
+    corrected_step: int | None = Field(default=None, description="the step at which its cause was corrected")
     standing: int = Field(description="heads that are warned about now; the whole run counts as one")
+    steps_left: float | None = Field(description="of the head that comes to harm first")
+    sentence: str = Field(description="the incident in words")
+
+
+class Incident(IncidentInShort):
+    """All warnings of one cause in a run, or of rounding and score growth where both stood at one time."""
+
+    before_step: int = Field(description="checkpoints before this step are older than what the incident warns about")
+    closed_step: int | None
     switched: int = Field(description="how many of those that rounding drives have a mode under which that ends")
     layers: list[int] = Field(description="of the heads with active warnings, or of all heads if there are none")
-    steps_left: float | None = Field(description="of the head that comes to harm first")
     harm_step: int | None
     harm_first_step: int | None
     heads: list[IncidentHead] = Field(description="soonest harm first; quiet ones last")
     acknowledged: Acknowledged | None
     act: Act = Field(description="what machines do about it under the run's policy: switch, propose or none")
-    sentence: str = Field(description="the incident in words")
     done: str = Field(description="the actions so far, in words")
     to_do: str = Field(description="the next actions of people, in words")
     ask: Ask = Field(description="what that asks for: to approve `order`, to order a switch, or neither")

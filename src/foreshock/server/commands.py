@@ -311,19 +311,22 @@ def pending_by_run(connection: Connection) -> dict[int, int]:
 
 def not_arrested_by_run(connection: Connection) -> dict[int, int]:
     """How many switches of each run stand that did not arrest their heads: neither undone nor replaced since."""
-    applied = select(commands).where(commands.c.state == "applied")
+    applied = select(commands).where(commands.c.state == "applied", commands.c.action == "switch")
     failed = connection.execute(applied.where(commands.c.verification == "not arrested")).all()
     if not failed:
         return {}
     rows = connection.execute(applied.where(commands.c.run_id.in_({row.run_id for row in failed}))).all()
     found: Counter[int] = Counter()
     for row in failed:
-        since = [other for other in rows if other.run_id == row.run_id and other.number > row.number]
-        every = [other.undoes == row.id or None in (other.heads, row.heads) for other in since]
-        shared = (any(ref in row.heads for ref in other.heads or ()) for other in since)
-        if not any(every) and not any(shared):
+        since = (other for other in rows if other.run_id == row.run_id and other.number > row.number)
+        if not any(other.undoes == row.id or _share_heads(other, row) for other in since):
             found[row.run_id] += 1
     return found
+
+
+def _share_heads(one: Row[Any], other: Row[Any]) -> bool:
+    """Whether two orders are for some of the same heads; an order without heads is for every one."""
+    return None in (one.heads, other.heads) or any(ref in other.heads for ref in one.heads)
 
 
 # ---- what machines ask for -------------------------------------------------------------------------------------------
@@ -398,8 +401,8 @@ def _in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldo
     last = connection.execute(select(func.max(commands.c.created)).where(*ours)).scalar()
     if cooldown and last is not None:
         return f"the run's cool-down lasts {cooldown - (now - last):.0f} s more"
-    waiting = select(commands.c.heads, commands.c.state, commands.c.source)
-    rows = connection.execute(waiting.where(mine, commands.c.state.in_((*OPEN, "proposed")), ~commands.c.dry_run)).all()
+    waiting = select(commands).where(mine, commands.c.state.in_((*OPEN, "proposed")), ~commands.c.dry_run)
+    rows = connection.execute(waiting.where(commands.c.action == "switch")).all()
     for row in rows:
         named = heads if row.heads is None else set(heads_of(row) or ())
         if row.state == "proposed" and heads <= named:

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from foreshock.contract.causes import Cause, IncidentCause
-from foreshock.contract.incident import Acknowledged, Incident, IncidentState
+from foreshock.contract.incident import Acknowledged, Incident, IncidentInShort
 from foreshock.contract.metrics.run_metrics import FIRST_STEP_SECONDS
 from foreshock.contract.orders import Order, can_order
 from foreshock.contract.wire import (
@@ -68,27 +67,10 @@ class Session(Response):
     csrf_token: str | None = None
 
 
-class IncidentChange(Response):
+class IncidentChange(IncidentInShort):
     """An incident in short: in the list of runs, in the event log, in the stream."""
 
-    id: str
-    cause: IncidentCause
-    causes: list[IncidentCause] = Field(
-        default_factory=list, description="as of the incident; empty where an older service wrote it"
-    )
-    state: IncidentState
-    severity: Severity
-    opened_step: int
-    step: int
-    times: int = Field(description="how often it has opened in this run")
-    corrected_from: IncidentCause | None = Field(
-        default=None, description="the cause that was named before, until `corrected_step`"
-    )
-    corrected_step: int | None = None
-    standing: int = Field(description="heads that are warned about now; the whole run counts as one")
-    steps_left: Number
     grown: bool = Field(default=False, description="in the log: written because it grew tenfold, nothing else changed")
-    sentence: str
 
 
 class IncidentList(Response):
@@ -169,25 +151,12 @@ class LayerState(Response):
     risk: list[Number]
 
 
-class ActiveWarning(Response):
+class ActiveWarning(Verdict):
     """A warning that is raised and not cleared, in its latest wording. layer and head are null for the whole run."""
 
-    id: str
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
     rank: int
-    layer: int | None
-    head: int | None
-    severity: Severity
-    cause: Cause
-    signal: str
     raised_step: int
-    step: int = Field(description="step of the latest update")
-    corrected_from: IncidentCause | None = Field(description="the cause that was named before")
-    corrected_step: int | None
-    forecast_steps: Number
-    forecast_low_steps: Number
-    harm_in_sight: bool | None = Field(description="false: on its course the head levels off before; null: no forecast")
-    evidence: dict[str, float]
-    sentence: str
 
 
 class RunDetail(RunSummary):

@@ -109,15 +109,9 @@ def carried_out(connection: Connection, *only: ColumnElement[bool]) -> dict[str,
 
 def reject_evidence(connection: Connection, run_id: int, heads: Collection[HeadRef] | None) -> None:
     """Mark the active warnings that call for a switch of these heads, None for every head, as rejected."""
-    standing = select(warnings).where(warnings.c.run_id == run_id, warnings.c.active)
-    for row in connection.execute(standing).all():
-        verdict = read_back(Verdict, row.verdict, "warning", (run_id, row.rank, row.uid))
-        if (
-            verdict is not None
-            and calls_for_switch(verdict)
-            and (heads is None or (verdict.layer, verdict.head) in heads)
-        ):
-            same = warnings.c.run_id == run_id, warnings.c.rank == row.rank, warnings.c.uid == row.uid
+    for rank, _, verdict, _ in warned_of(connection, [run_id], warnings.c.active).get(run_id, ()):
+        if calls_for_switch(verdict) and (heads is None or (verdict.layer, verdict.head) in heads):
+            same = warnings.c.run_id == run_id, warnings.c.rank == rank, warnings.c.uid == verdict.id
             connection.execute(update(warnings).where(*same).values(rejected=True))
 
 

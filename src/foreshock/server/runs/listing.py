@@ -137,12 +137,7 @@ def active_warnings(
     """Warnings that are raised, not cleared, and not of steps that a later boot does again; all, or of these names."""
     picked = (warnings.c.active,) if named is None else (warnings.c.active, warnings.c.uid.in_(named))
     return {
-        run_id: [
-            ActiveWarning(
-                **one.verdict.model_dump(exclude={"kind", "state"}), rank=one.rank, raised_step=one.raised_step
-            )
-            for one in own
-        ]
+        run_id: [ActiveWarning(**dict(one.verdict), rank=one.rank, raised_step=one.raised_step) for one in own]
         for run_id, own in warned_of(connection, run_ids, *picked).items()
     }
 

@@ -30,25 +30,31 @@ export interface Acknowledgement {
 
 /** A warning that is raised and not cleared, in its latest wording. layer and head are null for the whole run. */
 export interface ActiveWarning {
+  kind: "verdict";
   id: string;
-  rank: number;
+  step: number;
+  state: "raised" | "updated" | "cleared";
+  severity: "info" | "warning" | "critical";
   layer: number | null;
   head: number | null;
-  severity: "info" | "warning" | "critical";
   cause: "attention kernel" | "rounding" | "score growth" | "other";
+  /** the signal that tripped; monitor/detect/growth.py names them */
   signal: string;
-  raised_step: number;
-  /** step of the latest update */
-  step: number;
-  /** the cause that was named before */
-  corrected_from: "attention kernel" | "rounding" | "score growth" | "not finite" | "other" | null;
-  corrected_step: number | null;
-  forecast_steps: number | null;
-  forecast_low_steps: number | null;
-  /** false: on its course the head levels off before; null: no forecast */
-  harm_in_sight: boolean | null;
   evidence: Record<string, number>;
+  /** the cause that this warning was reported under before; null: it is the first one */
+  corrected_from: "attention kernel" | "rounding" | "score growth" | "not finite" | "other" | null;
+  /** the step at which the cause was corrected */
+  corrected_step: number | null;
+  /** steps until the largest |score| reaches 512 */
+  forecast_steps: number | null;
+  /** at the earliest; no latest one can be given, since some heads settle */
+  forecast_low_steps: number | null;
+  /** false: on its course the head levels off before; null: there is no forecast */
+  harm_in_sight: boolean | null;
+  /** the verdict in words */
   sentence: string;
+  rank: number;
+  raised_step: number;
 }
 
 /** The audit trail, newest first. */
@@ -236,7 +242,7 @@ export interface Health {
   checks: Record<string, string>;
 }
 
-/** All warnings of one cause in a run, or of rounding and score growth where both stood at one time. `id` names it within its run: its cause, with a dash for a space. */
+/** All warnings of one cause in a run, or of rounding and score growth where both stood at one time. */
 export interface Incident {
   id: string;
   /** the first of `causes` */
@@ -248,25 +254,27 @@ export interface Incident {
   severity: "info" | "warning" | "critical";
   /** the first warning, also if it had another cause */
   opened_step: number;
-  /** checkpoints before this step are older than what the incident warns about */
-  before_step: number;
+  /** of its newest word */
+  step: number;
+  /** how often it has opened in this run */
+  times: number;
   /** the cause that the incident was reported under before */
   corrected_from: "attention kernel" | "rounding" | "score growth" | "not finite" | "other" | null;
   /** the step at which its cause was corrected */
   corrected_step: number | null;
-  /** of its newest word */
-  step: number;
-  closed_step: number | null;
-  /** how often it has opened in this run */
-  times: number;
   /** heads that are warned about now; the whole run counts as one */
   standing: number;
+  /** of the head that comes to harm first */
+  steps_left: number | null;
+  /** the incident in words */
+  sentence: string;
+  /** checkpoints before this step are older than what the incident warns about */
+  before_step: number;
+  closed_step: number | null;
   /** how many of those that rounding drives have a mode under which that ends */
   switched: number;
   /** of the heads with active warnings, or of all heads if there are none */
   layers: number[];
-  /** of the head that comes to harm first */
-  steps_left: number | null;
   harm_step: number | null;
   harm_first_step: number | null;
   /** soonest harm first; quiet ones last */
@@ -274,8 +282,6 @@ export interface Incident {
   acknowledged: Acknowledged | null;
   /** what machines do about it under the run's policy: switch, propose or none */
   act: "switch" | "propose" | "none";
-  /** the incident in words */
-  sentence: string;
   /** the actions so far, in words */
   done: string;
   /** the next actions of people, in words */
@@ -289,24 +295,31 @@ export interface Incident {
 /** An incident in short: in the list of runs, in the event log, in the stream. */
 export interface IncidentChange {
   id: string;
+  /** the first of `causes` */
   cause: "attention kernel" | "rounding" | "score growth" | "not finite" | "other";
-  /** as of the incident; empty where an older service wrote it */
+  /** every cause that its warnings have */
   causes: ("attention kernel" | "rounding" | "score growth" | "not finite" | "other")[];
   state: "open" | "acknowledged" | "switched" | "arrested" | "not arrested" | "closed";
+  /** of its worst head that is neither quiet nor arrested */
   severity: "info" | "warning" | "critical";
+  /** the first warning, also if it had another cause */
   opened_step: number;
+  /** of its newest word */
   step: number;
   /** how often it has opened in this run */
   times: number;
-  /** the cause that was named before, until `corrected_step` */
+  /** the cause that the incident was reported under before */
   corrected_from: "attention kernel" | "rounding" | "score growth" | "not finite" | "other" | null;
+  /** the step at which its cause was corrected */
   corrected_step: number | null;
   /** heads that are warned about now; the whole run counts as one */
   standing: number;
+  /** of the head that comes to harm first */
   steps_left: number | null;
+  /** the incident in words */
+  sentence: string;
   /** in the log: written because it grew tenfold, nothing else changed */
   grown: boolean;
-  sentence: string;
 }
 
 /** A head of an incident, or the whole run where layer and head are null. All ranks that speak of it together. */

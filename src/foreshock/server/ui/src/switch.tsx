@@ -258,7 +258,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
               <button onClick={() => decide(command, "cancel")}>Stop</button>
             </span>
           )}
-          {standing(command) && !command.undoes && !command.undone_by && mayDecide(command.run) && (
+          {command.action === "switch" && standing(command) && !command.undoes && !command.undone_by && mayDecide(command.run) && (
             <span class="buttons">
               <button onClick={() => decide(command, "undo")}>Undo</button>
             </span>
