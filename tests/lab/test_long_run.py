@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +50,6 @@ def newest(run: LongRun) -> dict[str, Any]:
     assert path is not None
     saved: dict[str, Any] = torch.load(path, weights_only=True)
     return saved
-
-
-def progress(run: LongRun) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.folder / "progress.jsonl").read_text().splitlines()]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -124,58 +119,37 @@ def losses_into(seen: list[float]) -> Callable[[int, Any], None]:
 
 
 @pytest.mark.full
-def test_a_run_that_resumes_is_the_one_that_was_never_interrupted(begin: Begin) -> None:
+def test_a_run_that_died_and_resumes_is_the_one_that_was_never_interrupted(begin: Begin) -> None:
+    """What it made after its last checkpoint is made again, and its trace is torn."""
     expected: list[float] = []
     seen: list[float] = []
-    whole = begin("whole", steps=34, on_step=losses_into(expected))
-    assert whole.train() == 34
-    assert begin(steps=17, on_step=losses_into(seen)).train() == 17
-    resumed = begin(steps=34, resume=True, on_step=losses_into(seen))
-    assert resumed.train() == 34
-    assert seen == expected
-    one, other = newest(whole), newest(resumed)
-    assert all(same(one[part], other[part]) for part in CARRIED)
-    traces = [read_trace(run.trace) for run in (whole, resumed)]
-    assert [trace.steps.step.tolist() for trace in traces] == [list(range(1, 35))] * 2
-    assert traces[0].steps.loss.tolist() == traces[1].steps.loss.tolist()
-    assert traces[1].samples[-1].step == 34
-    assert [line["step"] for line in progress(resumed)] == [10, 17, 20, 30, 34]
 
-
-@pytest.mark.full
-def test_the_agent_goes_on_with_what_it_knew(begin: Begin) -> None:
-    begin(steps=20).train()
-    saved = newest(begin())
-    seen: list[dict[str, Any]] = []
-
-    def stepped(step: int, loss: Any) -> None:
-        seen.append(newest(begin()))
-
-    begin(steps=21, resume=True, on_step=stepped).train()
-    assert seen[0]["agents"][0]["step"] == 21
-    training = Training(TINY, VARIANT, 3, corpus=begin().corpus)
-    module._take_up(training, begin().checkpoints.all()[-2], same_variant=True)
-    with training.agent:
-        assert training.agent.state_dict() == saved["agents"][0]
-        assert same(training.checkpoint()["optimizers"], saved["optimizers"])
-
-
-@pytest.mark.full
-def test_what_a_dead_process_made_after_its_last_checkpoint_is_made_again(begin: Begin) -> None:
     def dies(step: int, loss: Any) -> None:
         if step == 27:
             raise KeyboardInterrupt
 
+    whole = begin("whole", steps=44, on_step=losses_into(expected))
+    assert whole.train() == 44
     with pytest.raises(KeyboardInterrupt):
-        begin(steps=40, on_step=dies).train()
+        begin(steps=44, on_step=dies).train()
+    saved = newest(begin())
+    training = Training(TINY, VARIANT, 3, corpus=begin().corpus)
+    module._take_up(training, begin().checkpoints.all()[-1], same_variant=True)
+    with training.agent:
+        assert training.agent.state_dict() == saved["agents"][0], "the agent goes on with what it knew"
     trace = begin().trace
-    trace.write_bytes(trace.read_bytes()[:-20])  # torn
-    begin(steps=40, resume=True).train()
-    whole = begin("whole", steps=40)
-    whole.train()
-    assert same(newest(begin())["model"], newest(whole)["model"])
-    assert read_trace(trace).steps.loss.tolist() == read_trace(whole.trace).steps.loss.tolist()
-    assert [line["step"] for line in progress(begin())] == [10, 20, 30, 40]
+    trace.write_bytes(trace.read_bytes()[:-20])
+    resumed = begin(steps=44, resume=True, on_step=losses_into(seen))
+    assert resumed.train() == 44
+    assert seen == expected[20:]
+    one, other = newest(whole), newest(resumed)
+    assert all(same(one[part], other[part]) for part in CARRIED)
+    traces = [read_trace(run.trace) for run in (whole, resumed)]
+    assert [trace.steps.step.tolist() for trace in traces] == [list(range(1, 45))] * 2
+    assert traces[0].steps.loss.tolist() == traces[1].steps.loss.tolist()
+    assert traces[1].samples[-1].step == 44
+    lines = (resumed.folder / "progress.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [10, 20, 30, 40, 44]
 
 
 def test_time_that_is_over_ends_a_run_with_a_checkpoint(begin: Begin) -> None:
@@ -228,6 +202,7 @@ def test_another_variant_starts_from_the_checkpoint_before_the_warning(
         ({"resume": True, "steps": 10}, "is of step 10 already; give more --steps"),
         ({"resume": True, "branch_from": Path("x.pt")}, "give --branch-from at its first start alone"),
         ({"resume": True, "folder": "another"}, "holds no checkpoint to resume from; leave --resume out"),
+        ({"resume": True, "corpus": Corpus(torch.ones(99, dtype=torch.uint8), "0" * 64, "ones")}, "is of the text"),
     ],
 )
 def test_what_cannot_go_on_is_refused_with_what_to_do(begin: Begin, options: dict[str, Any], sentence: str) -> None:
@@ -236,12 +211,6 @@ def test_what_cannot_go_on_is_refused_with_what_to_do(begin: Begin, options: dic
     folder = asked.pop("folder", "run")
     with pytest.raises(ValueError, match=sentence):
         begin(folder, **{"steps": 20} | asked).train()
-
-
-def test_another_text_is_refused(begin: Begin, corpus: Corpus) -> None:
-    begin(steps=10).train()
-    with pytest.raises(ValueError, match="is of the text"):
-        begin(steps=20, resume=True, corpus=replace(corpus, sha256="0" * 64)).train()
 
 
 COMMAND = ("lab", "run", "key-bias-small", "--variant", "flash-untreated", "--seed", "5")
