@@ -1,4 +1,4 @@
-"""Write docs/reference/, docs/reliability.md and the page's types; --check says what is stale.
+"""Write docs/reference/, docs/metrics.md, docs/reliability.md and the page's types; --check says what is stale.
 
 Commands come from the command line's own definitions, settings and configuration from their typed models, routes and
 the page's types from the service's OpenAPI document, modes from their list: what is not documented does not exist, and
@@ -19,7 +19,11 @@ from pydantic_core import PydanticUndefined
 from typer.cli import get_docs_for_click
 
 from foreshock.cli.main import app
+from foreshock.contract.metrics.head_metrics import HEAD_METRICS
+from foreshock.contract.metrics.run_metrics import RUN_METRICS
+from foreshock.contract.metrics.service_metrics import SERVICE_METRICS
 from foreshock.contract.modes import MODES, stronger
+from foreshock.dashboards.rules import alerts
 from foreshock.monitor.config import AgentConfig
 from foreshock.server.app import create_app
 from foreshock.server.settings import Settings
@@ -218,8 +222,40 @@ def type_of(schema: dict[str, Any]) -> str:
     raise ValueError(f"no TypeScript for the schema {schema}; teach it to scripts/generate_docs.py")
 
 
+_SECTIONS = (
+    (
+        "Per head",
+        "The service stores every head of every sample. Prometheus gets the worst heads of each run, under a series "
+        "budget (labels run, layer, head), and the worst head's value of every layer (`foreshock_layer_*` instead of "
+        "`foreshock_head_*`, labels run, layer). Names that end in `_total` are counters; all others are gauges.",
+        HEAD_METRICS,
+    ),
+    ("Per run", "Each has the label run, and those in brackets.", RUN_METRICS),
+    ("Service", "The service's own state. Labels are in brackets.", SERVICE_METRICS),
+)
+
+
+def metrics() -> Iterator[str]:
+    """Every metric and alert of the catalogue."""
+    yield "# Metrics and alerts\n"
+    for title, text, group in _SECTIONS:
+        yield f"## {title}\n\n{text}\n"
+        rows = []
+        for metric in group:
+            labels = [] if metric.head else [label for label in metric.labels if label != "run"]
+            name = f"`{metric.name}`" + (f" ({', '.join(labels)})" if labels else "")
+            rows.append((name, metric.help, metric.bad))
+        yield from table(("Metric", "Meaning", "Bad"), rows)
+        yield ""
+    yield "## Alerts\n\nEach runbook begins with what to do. Rules: `generated/prometheus-rules.yml`.\n"
+    for watched, alert in alerts():
+        severity = "the warning's own severity" if watched and "severity" in watched.labels else alert.severity
+        yield f"- [{alert.name}](runbooks/{alert.name}.md): {severity}"
+
+
 REFERENCE = ROOT / "docs" / "reference"
 PAGES = {
+    ROOT / "docs" / "metrics.md": (NOTE, metrics),
     REFERENCE / "cli.md": (NOTE, commands),
     REFERENCE / "modes.md": (NOTE, modes),
     REFERENCE / "settings.md": (NOTE, settings),

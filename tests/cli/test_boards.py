@@ -14,11 +14,10 @@ def test_boards_and_rules_are_written_elsewhere_for_other_addresses_that_a_link_
     addresses = ["--grafana-url", "https://g.example", "--service-url", "https://s.example/"]
     every = [*addresses, "--runbooks-url", "https://r.example"]
     assert foreshock("dashboards", "generate", "--out", str(tmp_path), *every).exit_code == 0
-    rules = (tmp_path / "dashboards/generated/prometheus-rules.yml").read_text()
+    rules = (tmp_path / "prometheus-rules.yml").read_text()
     assert "https://g.example/d/foreshock-run" in rules
     assert "https://s.example/?runs=" in rules
     assert "runbook_url: https://r.example/ForeshockRunHung.html" in rules
     assert "127.0.0.1" not in rules
-    assert not (tmp_path / "docs").exists()
     refused = foreshock("dashboards", "generate", *addresses)
     assert (refused.exit_code, "--out" in refused.stderr) == (1, True)

@@ -11,12 +11,13 @@ from foreshock.cli import doctor
 from foreshock.monitor import assessment
 
 
-def test_doctor_checks_attention_and_says_what_is_absent() -> None:
+def test_doctor_checks_attention_and_says_what_is_absent_also_as_json() -> None:
     done = foreshock("doctor", "--url", "http://127.0.0.1:9")
     assert done.exit_code == 0, done.output
-    assert "within" in done.output
-    assert "every row counted" in done.output
-    assert "none answers at http://127.0.0.1:9" in done.output
+    for words in ("within", "every row counted", "none answers at http://127.0.0.1:9"):
+        assert words in done.output
+    examined = foreshock("doctor", "--json", "--url", "http://127.0.0.1:9")
+    assert {finding["what"] for finding in json.loads(examined.output)} >= {"foreshock", "service"}
 
 
 def test_doctor_says_what_pytorch_picks_here_and_what_each_choice_costs_as_it_was_measured() -> None:

@@ -13,8 +13,6 @@ from foreshock.contract.metrics.catalog import BY_KEY, SERVICE_DOWN, WATCHDOG
 from foreshock.dashboards.generate import GENERATED, check, generate
 from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, JOB, SCRAPE_INTERVAL_SECONDS, Links, _place, rules
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 def run(*command: str) -> str:
     """The output of a command that must succeed."""
@@ -31,12 +29,12 @@ def shipped(name: str) -> Any:
 @pytest.mark.servers
 @pytest.mark.parametrize("remote_write_url", [None, "http://127.0.0.1:8428/api/v1/write"])
 def test_prometheus_accepts_its_configuration(tmp_path: Path, remote_write_url: str | None) -> None:
-    generate(tmp_path)
+    generate(tmp_path, Links())
     config = tmp_path / "prometheus.yml"
     config.write_text(
         prometheus_config(
             "127.0.0.1:8765",
-            tmp_path / GENERATED / "prometheus-rules.yml",
+            tmp_path / "prometheus-rules.yml",
             "127.0.0.1:9093",
             scrape_interval="500ms",
             evaluation_interval="1s",
@@ -107,15 +105,13 @@ def test_the_link_of_an_alert_leads_to_the_lowest_head_where_low_is_bad(key: str
 
 
 def test_the_committed_files_are_what_the_catalogue_says() -> None:
-    assert check(REPOSITORY) == [], "run `foreshock dashboards generate` and commit the result"
+    assert check(GENERATED) == [], "run `foreshock dashboards generate` and commit the result"
 
 
 def test_check_finds_what_was_edited_what_is_missing_and_what_is_left_over(tmp_path: Path) -> None:
-    generate(tmp_path)
+    generate(tmp_path, Links())
     assert check(tmp_path) == []
-    edited, missing, left = (
-        GENERATED / name for name in ("boards/run.json", "prometheus-rules.yml", "boards/old.json")
-    )
+    edited, missing, left = (Path(name) for name in ("boards/run.json", "prometheus-rules.yml", "boards/old.json"))
     (tmp_path / edited).write_text("edited")
     (tmp_path / missing).unlink()
     (tmp_path / left).write_text("{}")

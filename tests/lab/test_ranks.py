@@ -1,7 +1,6 @@
 """Several processes share out the batches of one run."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from tests.monitor.torchrun import trained
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.training.ranks import Ranks
 
-Runs = dict[int, list[dict[str, Any]]]
 PROGRAM = Path(ranks_of_a_run.__file__)
 
 
@@ -31,46 +29,21 @@ def test_a_batch_that_cannot_be_shared_is_refused_with_what_to_do() -> None:
         Ranks(0, 3).rows(512)
 
 
-def test_a_process_alone_needs_nobody() -> None:
-    alone = Ranks()
-    assert alone.gather("told") == ["told"]
-    assert float(alone.mean(torch.tensor(3.0))) == 3.0
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """By number of processes what each of them saw. Each imports PyTorch, which takes seconds."""
-    return {world: trained(PROGRAM, world, tmp_path_factory.mktemp(f"ranks{world}")) for world in (1, 2)}
-
-
 @pytest.mark.full
-def test_two_processes_of_one_part_each_train_as_one_with_two_parts_to_the_last_bit(runs: Runs) -> None:
-    """A sum of two has one order, and halves are exact."""
-    [alone] = runs[1]
-    for seen in runs[2]:
+def test_two_processes_train_record_and_end_as_one_with_two_parts_to_the_last_bit(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A sum of two has one order, and halves are exact. Each process imports PyTorch, which takes seconds."""
+    [alone], several = (trained(PROGRAM, world, tmp_path_factory.mktemp(f"ranks{world}")) for world in (1, 2))
+    for seen in several:
         assert seen["whole"]["losses"] == alone["whole"]["losses"]
         assert all(torch.equal(one, alone["whole"]["weights"][name]) for name, one in seen["whole"]["weights"].items())
-
-
-@pytest.mark.full
-def test_each_process_has_an_agent_of_its_own_that_counts_its_rows(runs: Runs) -> None:
-    [alone], several = runs[1], runs[2]
     assert alone["whole"]["rows"] == sum(seen["whole"]["rows"] for seen in several) > 0
     name = "key-bias-small-flash-untreated-seed1"
     assert [seen["whole"]["place"] for seen in several] == [(0, 2, name), (1, 2, name)]
-    assert several[0]["told"] == ["told by 0", "told by 1"]
-    assert several[1]["told"] == []
-
-
-@pytest.mark.full
-def test_the_trace_of_the_first_process_holds_the_losses_of_all(runs: Runs) -> None:
-    trace = read_trace(runs[2][0]["folder"] / "trace.jsonl.gz")
-    assert trace.steps.loss.tolist() == pytest.approx(runs[1][0]["whole"]["losses"], rel=1e-2)  # kept to three digits
+    assert [seen["told"] for seen in several] == [["told by 0", "told by 1"], []]
+    trace = read_trace(several[0]["folder"] / "trace.jsonl.gz")
+    assert trace.steps.loss.tolist() == pytest.approx(alone["whole"]["losses"], rel=1e-2)  # kept to three digits
     assert trace.samples[-1].step == len(trace.steps.loss)
-
-
-@pytest.mark.full
-def test_all_processes_end_after_the_same_step_once_one_of_them_wants_to(runs: Runs) -> None:
-    [alone], several = runs[1], runs[2]
-    assert [len(seen["ended"]["losses"]) for seen in several] == [12, 12]
+    assert [len(seen["ended"]["losses"]) for seen in several] == [12, 12], "one of them wanted to end at 10"
     assert several[0]["ended"]["losses"] == alone["ended"]["losses"][:12]

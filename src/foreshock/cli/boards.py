@@ -39,7 +39,7 @@ def dashboards_generate(
         raise CommandError(
             "the checkout's own files keep the addresses of docker-compose.yml; name a folder with --out"
         )
-    written = [str(path) for path in generate.generate(out or _checkout(), links, checkout=out is None)]
+    written = [str(path) for path in generate.generate(out or _of_checkout(), links)]
     print_result({"written": written}, "\n".join(written), as_json=as_json)
 
 
@@ -48,16 +48,17 @@ def dashboards_check() -> None:
     """List the generated files that are not up to date."""
     from foreshock.dashboards import generate
 
-    changed = generate.check(_checkout())
+    changed = generate.check(_of_checkout())
     if changed:
         raise ValueError(f"stale: {', '.join(map(str, changed))}; run `make docs`")
 
 
-def _checkout() -> Path:
-    root = Path(__file__).resolve().parents[3]
-    if not (root / "pyproject.toml").is_file():
+def _of_checkout() -> Path:
+    from foreshock.dashboards.generate import GENERATED
+
+    if not (GENERATED.parents[3] / "pyproject.toml").is_file():
         raise ValueError("generated files belong to a checkout of foreshock; this is an installed copy")
-    return root
+    return GENERATED
 
 
 @boards.command("push")

@@ -1,9 +1,5 @@
 """`foreshock demo` as text on the terminal: recorded failures, played on a live page of their own."""
 
-import sys
-import tempfile
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Final
 
 from rich.console import Console, RenderableType
@@ -11,10 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from foreshock.contract import wire
-from foreshock.contract.incident import page_of
 from foreshock.lab.recording.replay import replay
+from foreshock.lab.shown.page import own_page
 from foreshock.lab.shown.story import NAMES, Story, opening, recordings
-from foreshock.server.child import ServiceProcess
 
 STEPS_PER_SECOND: Final = 100.0
 """The first warning comes within half a minute, the end within two."""
@@ -31,11 +26,7 @@ def play(console: Console, *, port: int = 8765, steps_per_second: float | None =
     console.print("[bold]Recorded failures, played back.[/bold] Nothing is trained: foreshock demo --train does that.")
     for name, text in opening(traces):
         console.print(_hanging("", name, text) if name else f"\n{text}\n", highlight=False)
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-demo-"))
-        url = stack.enter_context(ServiceProcess(Path(directory), {"FORESHOCK_PORT": str(port)})).url
-        page = page_of(url, *NAMES)
-        console.print(f"Live page: [link={page}]{page}[/link]\n", soft_wrap=True)
+    with own_page(console, port, *NAMES) as url:
         last_step = max(trace.samples[-1].step for trace in traces.values())
         told = dict.fromkeys(traces, -1)
 
@@ -51,8 +42,6 @@ def play(console: Console, *, port: int = 8765, steps_per_second: float | None =
         replay(traces, url=url, steps_per_second=steps_per_second, on_event=hear)
         for sentence in story.ending():
             console.print(f"\n{sentence}", highlight=False)
-        if console.is_terminal and sys.stdin.isatty():
-            console.input("\nThe live page stays up until you press Enter. ")
     return story
 
 

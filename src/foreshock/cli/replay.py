@@ -1,12 +1,11 @@
 """`foreshock replay`: a recorded run, played on the terminal and on a live page."""
 
-import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from foreshock.cli.options import AsJson, Token, TokenFile
 from foreshock.client import given_token
@@ -33,19 +32,18 @@ def replay(
     from foreshock.cli import output
     from foreshock.lab.recording import replay as player
     from foreshock.lab.recording.trace import read_trace
-    from foreshock.server.child import ServiceProcess
+    from foreshock.lab.shown.page import own_page
 
     token, console = given_token(token, token_file), output.console()
     played = read_trace(trace)  # before anything is started
+    name = run or f"replay-{played.name}"
     with ExitStack() as stack:
-        own = url is None and not offline
-        if own:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-replay-"))
-            url = stack.enter_context(ServiceProcess(Path(directory), {"FORESHOCK_PORT": str(port)})).url
-        name = run or f"replay-{played.name}"
-        if url is not None and not as_json:
+        if url is None and not offline:
+            url = stack.enter_context(
+                own_page(Console(quiet=True, force_terminal=False) if as_json else console, port, name)
+            )
+        elif url is not None and not as_json:
             console.print(f"Live page: {page_of(url, name)}", soft_wrap=True)
-
         raised: list[wire.Verdict] = []
 
         def print_event(_: str, event: wire.Event) -> None:
@@ -66,5 +64,3 @@ def replay(
         else:
             healthy = "" if raised else ": no head was warned about"
             console.print(f"{trace.name} was played" + (f" as run {name}" if url else "") + f"{healthy}.")
-        if own and not as_json and console.is_terminal and sys.stdin.isatty():
-            console.input("The live page stays up until you press Enter. ")

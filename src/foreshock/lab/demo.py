@@ -7,23 +7,19 @@ the live page shows them side by side.
 
 import logging
 import os
-import sys
-import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Final, SupportsFloat
 
 import torch
 from rich.console import Console
 
-from foreshock.contract.incident import page_of
+from foreshock.lab.shown.page import own_page
 from foreshock.lab.training.recipes import Recipe, find_recipe
 from foreshock.lab.training.run import Training, train
 from foreshock.lab.training.variant import VARIANTS, Variant
-from foreshock.server.child import ServiceProcess
 
 SECONDS: Final = 300.0
 """Most that the training takes; a slow machine then shows fewer steps instead of a longer demo."""
@@ -46,10 +42,7 @@ def main(
     """
     seed, stamp = SEED if seed is None else seed, time.strftime("%H%M%S")
     runs = {f"demo-{stamp}-{name}": replace(variant, name=name) for name, variant in SHOWN.items()}
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-demo-"))
-        url = stack.enter_context(ServiceProcess(Path(directory), {"FORESHOCK_PORT": str(port)})).url
-        page = page_of(url, *runs)
+    with own_page(console, port, *runs) as url:
         console.print(
             f"One small GPT is trained three times from seed {seed}, on the same batches, for {seconds / 60:.0f} "
             "minutes at most. The agent of rescued may switch, to "
@@ -62,7 +55,6 @@ def main(
             f"every row, every {recipe.sample_every_steps} steps, where by default it measures a sample of them.",
             highlight=False,
         )
-        console.print(f"\nLive page: [link={page}]{page}[/link]\n", soft_wrap=True)
         context = get_context("spawn")  # a forked torch may hang on its thread pool
         workers = {
             run: context.Process(target=_train, args=(recipe, variant, seed, run, url, seconds), daemon=True)
@@ -75,8 +67,6 @@ def main(
         if failed := [run for run, worker in workers.items() if worker.exitcode]:
             raise ChildProcessError(f"{', '.join(failed)} failed; see the errors above")
         console.print("All three have ended. Recorded failures, which take thousands of steps more: foreshock demo")
-        if console.is_terminal and sys.stdin.isatty():
-            console.input("The live page stays up until you press Enter. ")
 
 
 def _train(recipe: Recipe, variant: Variant, seed: int, run: str, url: str, seconds: float) -> None:
