@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 
-from foreshock.contract.wire import MAX_EVENTS, Sample
+from foreshock.contract.wire import MAX_EVENTS, Event, Sample
 from foreshock.server.process_order import Arrival
 from foreshock.server.recorder import record
 from foreshock.server.testing import FakeRank
@@ -145,3 +145,32 @@ async def test_a_group_of_many_batches_takes_as_many_queries_as_one_batch(servic
 
     await queries(ranks, 2)  # a topology is read once
     assert await queries(ranks, 3) == await queries(ranks[:1], 4) < 10
+
+
+WIDE, NARROW = FakeRank(layers=2), FakeRank(layers=1)
+OF_NO_HEAD = WIDE.sample(1).model_copy(update={"states": None, "modes": None, "risk": None})
+
+
+@pytest.mark.promise("S3")
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("said", "refusal"),
+    [
+        ([WIDE.started(), OF_NO_HEAD, WIDE.sample(2)], None),
+        ([OF_NO_HEAD, WIDE.sample(2), WIDE.started(), WIDE.sample(3)], None),
+        ([WIDE.started(), NARROW.started(), NARROW.sample(2)], None),
+        ([WIDE.started(), NARROW.sample(2)], "data for 3 heads, but this process registered 6"),
+        ([WIDE.sample(2), NARROW.sample(3)], "data for 3 heads, but this process registered 6"),
+        ([WIDE.sample(2), NARROW.started()], "watches 3 heads, and samples of it were acknowledged that speak of 6"),
+        ([WIDE.started(), WIDE.sample(2), NARROW.started()], "watches 3 heads"),
+    ],
+)
+async def test_every_sample_of_a_process_has_data_for_the_heads_that_it_registered(
+    service: Any, said: list[Event], refusal: str | None, together: bool
+) -> None:
+    """What differs is refused, whether it comes in one batch or in several; which head is which would be unknown."""
+    parts = [said] if together else [[event] for event in said]
+    sender = FakeRank()
+    answers = [await service.post(sender.batch(*part)) for part in parts]
+    assert [answer.status_code for answer in answers] == [200] * (len(parts) - 1) + [422 if refusal else 200]
+    assert refusal is None or refusal in answers[-1].json()["detail"]
