@@ -350,7 +350,14 @@ def test_an_explosion_is_reported_by_the_block_that_shows_it_wherever_the_agent_
 @pytest.mark.parametrize(
     "family",
     families(
-        "doubles each 1,000 steps from 2,000", "returns by", "one spike of 30", "gradients fall", "a sample each 500"
+        *(
+            "doubles each 1,000 steps from 2,000",
+            "returns by",
+            "one spike of 30",
+            "gradients fall",
+            "a sample each 500",
+        ),
+        *("learning rate: rises", "offset unknown"),
     ),
     ids=lambda family: family.name,
 )

@@ -1,14 +1,21 @@
 """The past of the heads, beside one that is kept and averaged number by number."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+from tests.monitor.courses import reading
 
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.growth import HeadPasts, HeadSignal
+from foreshock.monitor.detect.readings import Readings
 
 WINDOW, BLOCK, MEMORY = 900, 60, 0.9
+
+
+def sample(offset: Floats, score: Floats, **fields: Any) -> Readings:
+    return reading(50, lambda _: (offset, score), **({"rows": np.ones(len(offset))} | fields))
 
 
 def mean(values: list[float]) -> float:
@@ -85,7 +92,7 @@ def test_growth_is_what_single_numbers_give_at_every_age_of_the_run(seed: int, u
         rows = rng.integers(1, 9, heads).astype(np.float64)
         values = drawn(rng, heads, unknown=unknown)
         with np.errstate(invalid="ignore"):  # as the detectors call it: the mean of no rows is not known
-            pasts.add(step - since, rows, *values)
+            pasts.add(step - since, sample(*values, rows=rows))
         for (signal, head), one in single.items():
             one.add(step, since, rows[head], float(values[signal, head]))
         found = pasts.growth(WINDOW)
@@ -100,11 +107,11 @@ def test_growth_is_what_single_numbers_give_at_every_age_of_the_run(seed: int, u
     assert seen > 300
 
 
-def test_steps_count_by_their_learning_rate_and_by_the_last_one_where_none_is_given() -> None:
-    pasts = HeadPasts.begin(1, 4000, 100)
+def test_steps_count_by_their_learning_rate_and_by_the_last_one_where_it_is_unknown_or_zero() -> None:
+    pasts, one = HeadPasts.begin(1, 4000, 100), np.ones(1)
     for step in range(50, 6001, 50):
-        rate = None if step % 100 else 2e-3 if step <= 4000 else 1e-3
-        pasts.add(50, np.ones(1), np.ones(1), np.ones(1), rate)
+        rate = (2e-3 if step <= 4000 else 1e-3, None, 0.0)[step // 50 % 3]
+        pasts.add(50, sample(one, one, learning_rate=rate))
     growth = pasts.growth(4000)
     begin = 6000 - 100 - growth.steps
     assert growth.older + growth.newer == pytest.approx(growth.steps + 4000 - begin, abs=300)
@@ -113,7 +120,7 @@ def test_steps_count_by_their_learning_rate_and_by_the_last_one_where_none_is_gi
 def test_a_past_that_was_set_back_goes_on_as_one_that_never_went_further() -> None:
     def filled(pasts: HeadPasts, since: int, until: int) -> HeadPasts:
         for step in range(since + 50, until + 1, 50):
-            pasts.add(50, np.ones(2), np.full(2, float(step)), np.full(2, 2.0 * step), 1e-3)
+            pasts.add(50, sample(np.full(2, float(step)), np.full(2, 2.0 * step), learning_rate=1e-3))
         return pasts
 
     straight = filled(HeadPasts.begin(2, 4000, 100), 0, 9000)
@@ -123,11 +130,3 @@ def test_a_past_that_was_set_back_goes_on_as_one_that_never_went_further() -> No
     np.testing.assert_allclose(found.start[0], wanted.start[0], atol=600)  # the ring had written over the oldest ones
     np.testing.assert_array_equal(found.end, wanted.end)
     assert found.held == wanted.held
-
-
-@pytest.mark.parametrize("rate", [0.0, None])
-def test_a_learning_rate_that_is_zero_or_unknown_counts_as_the_last_one(rate: float | None) -> None:
-    past, one = HeadPasts.begin(1, WINDOW, BLOCK), np.ones(1)
-    past.add(10, one, one, one, 0.5)
-    past.add(10, one, one, one, rate)
-    assert past.rate_steps == 10.0

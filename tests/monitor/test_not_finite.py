@@ -1,14 +1,12 @@
 """Numbers that are not finite: where they were born, since which step, and that a loss scaler's search is none."""
 
+import itertools
 import math
-import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt
@@ -35,35 +33,18 @@ def rows(*, into: int = LAYERS, out: tuple[int, ...] = (), out_layer: int = LAYE
     return place_of(REFS, broken, by_input, by_output)
 
 
-def test_a_finite_sample_has_no_place_of() -> None:
+def test_the_place_of_a_break_is_between_the_layers_that_show_it_or_at_the_ends_of_the_model() -> None:
+    last, first = LAYERS - 1, "first in the forward"
     assert rows() == ""
-
-
-@given(st.integers(1, LAYERS - 1))
-def test_a_forward_that_breaks_between_two_layers_names_them(layer: int) -> None:
-    said = rows(into=layer, backward=LAYERS - 1)  # a NaN loss makes every gradient NaN
-    between = f"between the attention of layer {layer - 1} and the inputs of layer {layer}"
-    assert said == f"first in the forward, {between}, or in its mask"
-
-
-@given(st.integers(0, LAYERS - 2))
-def test_a_backward_that_breaks_between_two_layers_names_them_and_no_other(layer: int) -> None:
-    assert re.findall(r"layer (\d)", rows(backward=layer)) == [str(layer), str(layer + 1)]
-    assert "backward" in rows(backward=layer)
-
-
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_an_attention_that_breaks_itself_names_its_head(layer: int) -> None:
-    said = rows(into=layer + 1, out_layer=layer, out=(1,), backward=LAYERS - 1)
-    assert said == f"first in the forward, in the attention output of layer {layer} head 1; its inputs are finite"
-
-
-def test_the_ends_of_the_model_are_places_too() -> None:
-    assert "at or before the inputs of layer 0" in rows(into=0, backward=LAYERS - 1)
-    assert "after the attention of layer 3" in rows(backward=LAYERS - 1)
-
-
-def test_one_broken_projection_names_its_head() -> None:
+    for layer in range(LAYERS):  # a NaN loss makes every gradient NaN
+        own = rows(into=layer + 1, out_layer=layer, out=(1,), backward=last)
+        assert own == f"{first}, in the attention output of layer {layer} head 1; its inputs are finite"
+    for before, layer in itertools.pairwise(range(LAYERS)):
+        between = f"between the attention of layer {before} and the inputs of layer {layer}"
+        assert rows(into=layer, backward=last) == f"{first}, {between}, or in its mask"
+        assert rows(backward=before) == f"first in the backward, between layer {before} and layer {layer}"
+    assert "at or before the inputs of layer 0" in rows(into=0, backward=last)
+    assert "after the attention of layer 3" in rows(backward=last)
     by_input = np.array([8.0 if ref == (2, 1) or ref[0] > 2 else 0.0 for ref in REFS])
     said = place_of(REFS, np.full(len(REFS), 8.0), by_input, np.zeros(len(REFS)))
     assert said.endswith("between the attention of layer 1 and the inputs of layer 2 head 1, or in its mask")
@@ -113,6 +94,9 @@ def test_a_backward_that_breaks_names_the_module_at_which_it_broke() -> None:
         "4 of 6 gradients are not finite: "
         "the last one is that of second.bias, and third.weight, which follows it, is finite."
     )
+    [(every, _)] = look_at([("a", torch.tensor([math.nan])), ("b", torch.tensor([math.inf]))])
+    assert every is not None
+    assert sentence("weights", every) == "None of 2 weights is finite."
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -153,12 +137,6 @@ def test_tensors_that_hold_no_plain_numbers_are_left_alone() -> None:
     assert [each.broken for each in look_at(model.named_parameters(), others)] == [None, None]
 
 
-def test_all_of_them_is_said_as_all() -> None:
-    [(found, _)] = look_at([("a", torch.tensor([math.nan])), ("b", torch.tensor([math.inf]))])
-    assert found is not None
-    assert sentence("weights", found) == "None of 2 weights is finite."
-
-
 def said_of(model: nn.Module, *optimizers: torch.optim.Optimizer, finite_loss: bool = True) -> str:
     return broken_parameters(model, optimizers, finite_loss=finite_loss).sentence
 
@@ -175,11 +153,14 @@ def test_what_gradients_and_the_loss_show_together_is_said_and_nothing_of_gradie
     assert "The loss was finite" not in said_of(model, finite_loss=False)
 
 
-def test_gradients_whose_norm_overflows_are_traced_to_the_largest() -> None:
+def test_gradients_whose_norm_overflows_and_one_that_breaks_alone_are_traced_to_their_parameter() -> None:
     model = Block()
     for place, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, 3e30 if place == 2 else 1.0)
     assert "The largest one, 3e+30, is that of second.weight." in said_of(model)
+    assert model.second.bias.grad is not None
+    model.second.bias.grad[0] = math.nan
+    assert "It alone is broken, so look at the operation that uses it" in said_of(model)
 
 
 def test_an_optimizer_that_nobody_gave_is_found_and_its_learning_rate_named() -> None:
@@ -284,14 +265,6 @@ def test_a_loss_of_twice_the_first_one_has_early_steps_sampled(step: int, loss: 
         for each in range(1, step + 1):
             assert crisis.look(each, kind(loss if each == step else 4.0), 1.0) is None
         assert steps == [step] * watched
-
-
-def test_a_gradient_that_breaks_alone_is_traced_to_the_operation_that_uses_its_parameter() -> None:
-    model = Block()
-    model(torch.ones(2, 4)).sum().backward()
-    assert model.second.bias.grad is not None
-    model.second.bias.grad[0] = math.nan
-    assert "It alone is broken, so look at the operation that uses it" in said_of(model)
 
 
 @pytest.mark.parametrize("told", ["loss", "loss and gradient norm"])

@@ -32,7 +32,7 @@ def test_everything_that_a_long_run_left_comes_back_to_the_bit() -> None:
     assert told
     assert RUN in state.alarms
     assert state.non_finite.suspect_step == 6007
-    found = RunState.begin(HEADS, CONFIG).loaded(json.loads(json.dumps(state.saved())))
+    found = RunState.begin(HEADS, CONFIG).loaded(json.loads(json.dumps(detectors.state_dict())))
     for own, other in ((state, found), (state.past, found.past), (state.bias, found.bias)):
         for each in dataclasses.fields(own):
             if each.name not in ("past", "bias"):
@@ -40,8 +40,8 @@ def test_everything_that_a_long_run_left_comes_back_to_the_bit() -> None:
 
 
 def test_a_state_is_strict_json() -> None:
-    whole = play(line, until=3000, bias=0.6)[0].run.saved()
-    json.dumps([whole, RunState.begin(HEADS, CONFIG).saved()], allow_nan=False)
+    for detectors in (play(line, until=3000, bias=0.6)[0], Detectors(HEADS)):
+        json.dumps(detectors.state_dict(), allow_nan=False)
 
 
 def test_a_state_of_another_model_is_refused() -> None:

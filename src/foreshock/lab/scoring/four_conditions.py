@@ -44,9 +44,8 @@ def blocks_met(trace: Trace) -> list[tuple[int, Floats]]:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         for reading in readings(trace):
             block += np.nan_to_num(np.where(reading.modes & int(ROUNDING_ENDS), 0.0, reading.delta_bias_sum))
-            counted = reading.rows, reading.score_offset, reading.largest_score
             rates += [(reading.step, rate)] if (rate := reading.learning_rate) else []
-            if past.add(reading.step - reading.since_step, *counted, rate=rate):
+            if past.add(reading.step - reading.since_step, reading):
                 total += block
                 squares += block * block
                 block[:] = 0.0

@@ -1,17 +1,8 @@
-"""Early warning per head: what is measured, what trips, what is warned of. No clock, no I/O, no torch, no control run.
+"""Early warning per head: what trips, what is warned of, and for how long. No clock, no I/O, no torch, no control run.
 
-A head's scores may drift as a whole: softmax cannot see it, rounding can (paper, section 3.3). When a block of steps
-closes, each head is compared with itself over the newer half of the past that is held, at most `window_steps`:
-
-    a drift       |offset| >= 3 nats, 1.5 of them in this window, and the largest |score| moves along
-    supported     bets that the delta bias pushes that way have won enough (bias_evidence.py); or |offset| >= 50 nats
-    it matters    on this course the largest |score| is 512 within six windows
-    it lasts      all of this in three blocks in a row
-    or, whatever moves it, a largest |score| that is dangerous, or will be soon at the pace at which it grows
-
-One sample shows what is not finite (non_finite.py), wrong rows, and sizes that no healthy run has (levels.py).
-A verdict is latched until a head has been quiet for `quiet_steps`. run_state.py has what is remembered of the run,
-rule.py the conditions as ratios, verdicts.py the sentence.
+docs/detectors.md has the rule, rule.py its conditions as ratios, run_state.py what is remembered of the run, and
+verdicts.py the sentence. One sample shows what is not finite (non_finite.py), wrong rows, and sizes that no healthy run
+has (levels.py).
 """
 
 import math
@@ -30,7 +21,7 @@ from foreshock.monitor.detect.non_finite import NON_FINITE, RUN
 from foreshock.monitor.detect.readings import Readings as Readings
 from foreshock.monitor.detect.rule import DetectorConfig as DetectorConfig
 from foreshock.monitor.detect.rule import Flags, WarningConditions
-from foreshock.monitor.detect.run_state import Alarm, RunState
+from foreshock.monitor.detect.run_state import SAVED, Alarm, RunState
 from foreshock.monitor.detect.verdicts import Finding, cleared, verdict
 
 _MOST_RAISED: Final = 16
@@ -222,7 +213,7 @@ class Detectors:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next sample depends on; JSON-able."""
-        return self.run.saved()
+        return dict(SAVED.dump_python(self.run, mode="json"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Back to a saved state. Raises ValueError when it was saved with other heads or another configuration, or by a

@@ -12,7 +12,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
-from foreshock.monitor.detect.readings import is_finite
+from foreshock.monitor.detect.readings import Readings, is_finite
 
 _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
@@ -110,21 +110,12 @@ class HeadPasts:
         made._open()
         return made
 
-    def add(
-        self,
-        steps: int,
-        rows: Floats,
-        offset: Floats,
-        score: Floats,
-        rate: float | None = None,
-        *,
-        finite: bool = False,
-    ) -> bool:
-        """Add a sample of so many steps, arrays [N]: a mean weighted by rows, and a maximum. True where it closes a
-        block. What is not finite leaves its signal of that head as it was. rate: the learning rate. finite: whether all
-        of it is known to be finite."""
-        total = rows * offset
-        if not finite:
+    def add(self, steps: int, readings: Readings) -> bool:
+        """Add a sample of so many steps: a mean weighted by rows, and a maximum. True where it closes a block. What is
+        not finite leaves its signal of that head as it was."""
+        rows, score, rate = readings.rows, readings.largest_score, readings.learning_rate
+        total = rows * readings.score_offset
+        if not readings.finite:
             known = np.isfinite(total)
             rows, total = np.where(known, rows, 0.0), np.where(known, total, 0.0)
             score = np.where(np.isfinite(score), score, np.nan)

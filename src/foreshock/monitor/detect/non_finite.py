@@ -82,27 +82,21 @@ class Origin:
     def of(cls, readings: Readings, heads: Sequence[HeadRef], *, measured: bool) -> Self:
         """Of the first broken sample. measured: whether any sample held rows."""
         first = readings.step if readings.broken_step is None else readings.broken_step
-        place, empty, by_rows = readings.softmax or readings.place, "", False
+        place, shown, empty = readings.softmax or readings.place, "", ""
         if heads and (words := readings.words) is not None:
-            rows, by_input, by_output, unseen, sound = (
-                slot_values(words, slot)
-                for slot in (
-                    *(Slot.NONFINITE_ROWS, Slot.NONFINITE_INPUT_ROWS, Slot.NONFINITE_OUTPUT_ROWS),
-                    *(Slot.EMPTY_ROWS, Slot.ROWS),
-                )
-            )
+            broken = Slot.NONFINITE_ROWS, Slot.NONFINITE_INPUT_ROWS, Slot.NONFINITE_OUTPUT_ROWS
+            slots = *broken, Slot.EMPTY_ROWS, Slot.ROWS
+            rows, by_input, by_output, unseen, sound = (slot_values(words, slot) for slot in slots)
             # After a step that broke the weights, the inputs of the first layer are broken too, and show nothing.
             first_layer = [layer == heads[0][0] for layer, _ in heads]
-            shown = ""
             if first >= readings.step or not by_input[first_layer].any():
                 shown = place_of(heads, rows, by_input, by_output)
-            by_rows = bool(shown)
             place = readings.softmax or shown or place or (_UNKNOWN if measured else _UNMEASURED)
             worst = int(unseen.argmax())
             if unseen[worst]:
                 every = unseen[worst] + rows[worst] + sound[worst]
                 empty = f"{unseen[worst]:.0f} of {every:.0f} rows of a head see no key: suspect the mask first."
-        return cls(first, place, 0, empty, readings.parameters, by_rows)
+        return cls(first, place, 0, empty, readings.parameters, bool(shown))
 
 
 @dataclass(slots=True)

@@ -87,23 +87,18 @@ class RunState:
         if changed.any():
             self.bias.forget(changed)
             self.modes = readings.modes.astype(np.int32)
-        finite, counted = readings.finite, (readings.rows, readings.score_offset, readings.largest_score)
-        self.bias.add(readings.delta_bias_sum, readings.rows, finite=finite)
-        closed = self.past.add(steps, *counted, readings.learning_rate, finite=finite)
+        self.bias.add(readings.delta_bias_sum, readings.rows, finite=readings.finite)
+        closed = self.past.add(steps, readings)
         if closed:
             self.bias.close()
         return closed
-
-    def saved(self) -> dict[str, Any]:
-        """JSON-able, exact to the bit."""
-        return dict(_SAVED.dump_python(self, mode="json"))
 
     def loaded(self, saved: dict[str, Any]) -> "RunState":
         """A saved state, for the run that this one is of. Raises ValueError with a sentence where it does not fit."""
         if (layout := saved.get("layout", 1)) != LAYOUT:
             raise ValueError(f"the saved detectors have layout {layout!r}, this version reads layout {LAYOUT}")
         try:
-            found = _SAVED.validate_python(saved)
+            found = SAVED.validate_python(saved)
         except ValidationError as error:
             raise ValueError(f"the saved detectors are damaged: {first_error(error)}") from None
         if _measures(found) != _measures(self):
@@ -121,4 +116,5 @@ def _measures(state: RunState) -> list[object]:
     return [state.heads, *arrays, state.past.block_steps]
 
 
-_SAVED: Final = TypeAdapter(RunState)
+SAVED: Final = TypeAdapter(RunState)
+"""Reads and writes a state as JSON, exact to the bit."""
