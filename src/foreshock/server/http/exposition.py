@@ -23,7 +23,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from sqlalchemy import Connection, Row, case, func, select
+from sqlalchemy import Connection, Row, func, select
 
 from foreshock.contract.incident import Incident
 from foreshock.contract.metrics.catalog import BY_KEY, METRICS
@@ -35,12 +35,10 @@ from foreshock.contract.wire import Clipped
 from foreshock.server import commands
 from foreshock.server.auth import Keyring
 from foreshock.server.logs import Counters, lines
-from foreshock.server.models import ActiveWarning
 from foreshock.server.notifier import words_of
-from foreshock.server.readings import Axis, MergedSteps, merge, read_back, unreadable
-from foreshock.server.runs.incidents import incidents_of
-from foreshock.server.runs.listing import Losses, active_warnings, losses
-from foreshock.server.runs.newest import NORMS, Earlier, carry, earlier_samples, newest_samples, status_of
+from foreshock.server.readings import Axis, MergedSteps, read_back, unreadable
+from foreshock.server.runs.listing import Losses, RunNow, losses, runs_now
+from foreshock.server.runs.newest import NORMS, Earlier, carry, earlier_samples, status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, give_up_if_cancelled
@@ -221,14 +219,9 @@ class RunSeries:
 class RunRows:
     """What the store knows of a run, from which its series are made."""
 
-    name: str
-    boots: list[Row[Any]] = field(default_factory=list)
-    """The process starts of now."""
-    lost: Losses = field(default_factory=Losses)
-    raised: list[ActiveWarning] = field(default_factory=list)
-    incidents: list[Incident] = field(default_factory=list)
-    newest: tuple[Axis, list[Row[Any]]] | None = None
-    earlier: Earlier | None = None
+    now: RunNow
+    lost: Losses
+    earlier: Earlier | None
     """Samples with what the newest reading lacks."""
     causes: Counter[str] = field(default_factory=Counter)
     switches: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -239,58 +232,37 @@ class RunRows:
 
 def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: int) -> dict[int, RunRows]:
     """Read these runs, by id: in as many queries for many as for one. verify_steps: as for `incidents_of`."""
-    ids = [row.id for row in rows]
-    starts, lost = process_starts.of_now(connection, ids), losses(connection, ids)
-    raised, newest = active_warnings(connection, ids), newest_samples(connection, ids)
-    earlier = earlier_samples(connection, newest)
-    made = incidents_of(connection, list(raised), verify_steps, starts=starts, newest=newest)
-    found = {
-        row.id: RunRows(
-            row.name,
-            boots=starts.get(row.id, []),
-            lost=lost.get(row.id, Losses()),
-            raised=raised.get(row.id, []),
-            incidents=[one for one in made.get(row.id, ()) if one.state != "closed"],
-            newest=newest.get(row.id),
-            earlier=earlier.get(row.id),
-        )
-        for row in rows
-    }
+    lost, known = losses(connection, [row.id for row in rows]), runs_now(connection, rows, verify_steps)
+    earlier = earlier_samples(connection, {now.row.id: now.newest for now in known if now.newest is not None})
+    found = {now.row.id: RunRows(now, lost[now.row.id], earlier.get(now.row.id)) for now in known}
     causes = select(warnings.c.run_id, warnings.c.cause, func.count()).where(warnings.c.run_id.in_(found))
     for run_id, cause, count in connection.execute(causes.group_by(warnings.c.run_id, warnings.c.cause)):
         found[run_id].causes[cause] += count
-    clips = events.c.kind == "clipped"
-    key = events.c.run_id, events.c.mode, events.c.outcome, case((clips, events.c.rank))
-    counts = select(*key, func.count(), func.max(case((clips, events.c.id)))).where(events.c.run_id.in_(found))
-    clipped = []
-    for run_id, mode, outcome, _, count, last in connection.execute(
-        counts.where(events.c.kind.in_(("switched", "clipped"))).group_by(*key, clips)
-    ):
-        if last is not None:
-            clipped.append(last)
-            continue
-        named = mode if not mode or is_mode(mode) else OTHER
-        found[run_id].switches[named or "", outcome] += count
-    if clipped:
-        for event in connection.execute(select(events).where(events.c.id.in_(clipped))):
-            if (recorded := read_back(Clipped, event.payload, "event", event.id)) is not None:
-                found[event.run_id].clips = (found[event.run_id].clips or 0.0) + recorded.total
+    own = events.c.run_id.in_(found)
+    key = events.c.run_id, events.c.mode, events.c.outcome
+    switched = select(*key, func.count()).where(own, events.c.kind == "switched").group_by(*key)
+    for run_id, mode, outcome, count in connection.execute(switched):
+        found[run_id].switches["" if not mode else mode if is_mode(mode) else OTHER, outcome] += count
+    last = select(func.max(events.c.id)).where(own, events.c.kind == "clipped").group_by(events.c.run_id, events.c.rank)
+    for event in connection.execute(select(events).where(events.c.id.in_(last))):
+        if (recorded := read_back(Clipped, event.payload, "event", event.id)) is not None:
+            found[event.run_id].clips = (found[event.run_id].clips or 0.0) + recorded.total
     return found
 
 
 def series_of(rows: RunRows) -> tuple[RunSeries, MergedSteps | None]:
     """The series of a run, but for its tables, and its newest reading."""
-    reading = merge(*rows.newest) if rows.newest is not None else None
+    reading = rows.now.reading
     norms_step = None
-    if reading is not None and rows.newest is not None:
+    if reading is not None and rows.now.newest is not None:
         if any(not np.isnan(reading.fields[name][-1]).all() for name in NORMS):
             norms_step = int(reading.steps[-1])
         if rows.earlier is not None:
-            carried = carry(rows.newest[0], reading, rows.earlier)
+            carried = carry(rows.now.newest[0], reading, rows.earlier)
             norms_step = carried if norms_step is None else norms_step
-    series = RunSeries(finished=status_of(rows.boots) != "active")
+    series = RunSeries(finished=status_of(rows.now.starts) != "active")
     written: set[tuple[str, Labels]] = set()
-    series.urgent = [_lines(entries, written) for entries in _urgent(rows, reading, finished=series.finished)]
+    series.urgent = [_lines(entries, written) for entries in _urgent(rows.now, finished=series.finished)]
     series.whole = _lines(_whole(rows, reading, norms_step), written)
     return series, reading
 
@@ -305,14 +277,14 @@ def _lines(entries: Iterable[Entry], written: set[tuple[str, Labels]]) -> list[L
     return made
 
 
-def _urgent(rows: RunRows, reading: MergedSteps | None, *, finished: bool) -> list[list[Entry]]:
-    name = rows.name
+def _urgent(now: RunNow, *, finished: bool) -> list[list[Entry]]:
+    name = now.row.name
     first: list[Entry] = [(_NAMES["run.active"], (name,), float(not finished))]
-    if reading is not None:
-        first.append((_NAMES["run.step"], (name,), float(reading.steps[-1])))
-    incidents = [_of_incident(name, incident) for incident in rows.incidents]
+    if now.reading is not None:
+        first.append((_NAMES["run.step"], (name,), float(now.reading.steps[-1])))
+    incidents = [_of_incident(name, incident) for incident in now.incidents]
     shown: list[list[Entry]] = []
-    for warning in sorted(rows.raised, key=lambda w: _SEVERITIES.index(w.severity)):
+    for warning in sorted(now.raised, key=lambda w: _SEVERITIES.index(w.severity)):
         where = name, _text(warning.layer), _text(warning.head)
         signal = known(warning.signal, SIGNALS)
         entries: list[Entry] = [
@@ -348,7 +320,7 @@ def _whole(rows: RunRows, reading: MergedSteps | None, norms_step: int | None) -
 
     def add(key: str, value: float | None, *labels: str) -> None:
         if value is not None:
-            whole.append((_NAMES[key], (rows.name, *labels), value))
+            whole.append((_NAMES[key], (rows.now.row.name, *labels), value))
 
     add("run.norms_step", norms_step)
     add("run.nonfinite_steps", float(rows.lost.nonfinite_steps))
@@ -357,7 +329,7 @@ def _whole(rows: RunRows, reading: MergedSteps | None, norms_step: int | None) -
         add("agent.dropped", float(count), reason)
     for component, count in _by_known({"sender": 0, **rows.lost.faults}, FAULT_COMPONENTS).items():
         add("agent.faults", float(count), component)
-    living = process_starts.newest(rows.boots).values()
+    living = process_starts.newest(rows.now.starts).values()
     add("run.last_heard", max((boot.last_seen for boot in living), default=None))
     add("run.last_step", max((boot.stepped for boot in living if boot.stepped is not None), default=None))
     if reading is not None:
@@ -486,11 +458,11 @@ class Exposer:
             try:
                 made[run_id], reading = series_of(rows)
             except Exception:  # one run's fault stays that run's
-                log.exception("a run cannot be shown in /metrics", run=rows.name)
+                log.exception("a run cannot be shown in /metrics", run=rows.now.row.name)
                 made[run_id] = RunSeries(finished=False)
                 continue
-            if reading is not None and rows.newest is not None and rows.newest[0].heads:
-                waiting[run_id] = rows.name, rows.newest[0], reading
+            if reading is not None and rows.now.newest is not None and rows.now.newest[0].heads:
+                waiting[run_id] = rows.now.row.name, rows.now.newest[0], reading
             if sum(len(axis.heads) for _, axis, _ in waiting.values()) >= HEADS_AT_ONCE:
                 self._add_tables(made, waiting)
                 waiting = {}

@@ -6,16 +6,17 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 from sqlalchemy import Connection, Row, desc, func, or_, select, tuple_, update
 
+from foreshock.contract.incident import Incident
 from foreshock.contract.metrics.run_metrics import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS, SILENT_SECONDS
 from foreshock.contract.wire import AgentHealth, Layer
 from foreshock.server.models import ActiveWarning, Decision, Description, LayerState, RunDetail, RunList, RunSummary
 from foreshock.server.problems import ProblemError
-from foreshock.server.readings import MergedSteps, axis_of, layers_of, merge, read_back
+from foreshock.server.readings import Axis, MergedSteps, axis_of, layers_of, merge, read_back
 from foreshock.server.runs.eventlog import printable, shared_sentence, write_events
 from foreshock.server.runs.incidents import Orders, change_of, incidents_of, modes_of, orders_of, warned_of
 from foreshock.server.runs.newest import condition_of, described, newest_samples, status_of
@@ -39,15 +40,15 @@ class SummaryCache:
         new = [row for row in rows if kept.get(row.id, (None,))[0] != row.changes]
         if len(kept) > self._most:
             self._kept, new = (kept := {}), list(rows)
-        for row, (fields, _) in zip(new, summaries(connection, new, verify_steps), strict=True):
-            kept[row.id] = row.changes, fields
+        for now, fields in summaries(connection, new, verify_steps):
+            kept[now.row.id] = now.row.changes, fields
         found = {row.id: kept[row.id][1] for row in rows}
         fresh = {row.id for row in new}
         warned = [i for i, fields in found.items() if fields["active_warnings"] and i not in fresh]
         standing = incidents_of(connection, warned, verify_steps) if warned else {}
         open_ = {i: [change_of(one) for one in standing.get(i, ()) if one.state != "closed"] for i in warned}
-        now = [found[row.id] | ({"incidents": open_[row.id]} if row.id in open_ else {}) for row in rows]
-        return [fields | condition_of(fields) for fields in now]
+        shown = [found[row.id] | ({"incidents": open_[row.id]} if row.id in open_ else {}) for row in rows]
+        return [fields | condition_of(fields) for fields in shown]
 
 
 def list_runs(
@@ -78,45 +79,73 @@ def list_runs(
     return RunList(runs=found, next_cursor=f"{more.last_seen.hex()}-{more.name}" if more else None)
 
 
+@dataclass(frozen=True)
+class RunNow:
+    """What the store knows of a run now."""
+
+    row: Row[Any]
+    starts: list[Row[Any]]
+    """The process starts of now."""
+    raised: list[ActiveWarning]
+    incidents: list[Incident]
+    """Those that are not closed, the most urgent first."""
+    newest: tuple[Axis, list[Row[Any]]] | None
+    """Its heads and the samples of its newest reading."""
+
+    @cached_property
+    def reading(self) -> MergedSteps | None:
+        """Its newest reading."""
+        return None if self.newest is None else merge(*self.newest)
+
+
+def runs_now(connection: Connection, rows: Sequence[Row[Any]], verify_steps: int) -> list[RunNow]:
+    """These runs, in as many queries for many as for one. verify_steps: as for `incidents_of`."""
+    ids = [row.id for row in rows]
+    starts, raised = process_starts.of_now(connection, ids), active_warnings(connection, ids)
+    newest = newest_samples(connection, ids)
+    made = incidents_of(connection, list(raised), verify_steps, starts=starts, newest=newest)
+    standing = {run_id: [one for one in own if one.state != "closed"] for run_id, own in made.items()}
+    return [
+        RunNow(row, starts[row.id], raised.get(row.id, []), standing.get(row.id, []), newest.get(row.id))
+        for row in rows
+    ]
+
+
 def summaries(
     connection: Connection, rows: Sequence[Row[Any]], verify_steps: int
-) -> list[tuple[dict[str, Any], MergedSteps | None]]:
-    """The fields of RunSummary for each run, with its newest reading. verify_steps: as for `incidents_of`."""
-    ids = [row.id for row in rows]
-    starts, beside = process_starts.of_now(connection, ids), process_starts.beside(connection, ids)
-    raised, samples = active_warnings(connection, ids), newest_samples(connection, ids)
-    standing = incidents_of(connection, list(raised), verify_steps, starts=starts, newest=samples)
-    result = []
-    for row in rows:
-        own, warned = starts[row.id], raised.get(row.id, [])
-        reading = merge(*samples[row.id]) if row.id in samples else None
-        latest, description = reading.latest() if reading else {}, described(own)
-        stepped = [start.stepped for start in process_starts.newest(own).values() if start.stepped is not None]
-        forecasts = [one.forecast_steps for one in warned if one.forecast_steps is not None]
-        shared = list(process_starts.shared([*own, *beside[row.id]]))
-        keys = ("policy", "numerics", "mitigation", "switch_scope", "qk_clip", "world_size")
-        fields = {
-            "run": row.name,
-            "status": status_of(own),
-            "ranks": len({start.rank for start in own}),
-            "shared_ranks": shared_sentence(shared) if shared else None,
-            "first_seen_unix_seconds": row.first_seen,
-            "last_seen_unix_seconds": row.last_seen,
-            "last_step": int(reading.steps[-1]) if reading else None,
-            "last_step_unix_seconds": max(stepped, default=None),
-            "hung_after_seconds": hung_after(latest.get("run.step_time")),
-            "loss": latest.get("run.loss"),
-            "worst_risk": latest.get("run.worst_risk"),
-            "active_warnings": len(warned),
-            "forecast_steps": min(forecasts, default=None),
-            "incidents": [change_of(one) for one in standing.get(row.id, ()) if one.state != "closed"],
-            "display_name": row.display_name,
-            "tags": tags_of(row),
-            "labels": description.get("labels", {}),
-            **{key: description.get(key) for key in keys},
-        }
-        result.append((fields, reading))
-    return result
+) -> list[tuple[RunNow, dict[str, Any]]]:
+    """Each run with the fields of its RunSummary. verify_steps: as for `incidents_of`."""
+    beside = process_starts.beside(connection, [row.id for row in rows])
+    found = runs_now(connection, rows, verify_steps)
+    return [(now, _summary(now, beside[now.row.id])) for now in found]
+
+
+def _summary(now: RunNow, beside: Sequence[Row[Any]]) -> dict[str, Any]:
+    row, reading = now.row, now.reading
+    latest, description = reading.latest() if reading else {}, described(now.starts)
+    stepped = [start.stepped for start in process_starts.newest(now.starts).values() if start.stepped is not None]
+    shared = list(process_starts.shared([*now.starts, *beside]))
+    keys = ("policy", "numerics", "mitigation", "switch_scope", "qk_clip", "world_size")
+    return {
+        "run": row.name,
+        "status": status_of(now.starts),
+        "ranks": len({start.rank for start in now.starts}),
+        "shared_ranks": shared_sentence(shared) if shared else None,
+        "first_seen_unix_seconds": row.first_seen,
+        "last_seen_unix_seconds": row.last_seen,
+        "last_step": int(reading.steps[-1]) if reading else None,
+        "last_step_unix_seconds": max(stepped, default=None),
+        "hung_after_seconds": hung_after(latest.get("run.step_time")),
+        "loss": latest.get("run.loss"),
+        "worst_risk": latest.get("run.worst_risk"),
+        "active_warnings": len(now.raised),
+        "forecast_steps": min((w.forecast_steps for w in now.raised if w.forecast_steps is not None), default=None),
+        "incidents": [change_of(one) for one in now.incidents],
+        "display_name": row.display_name,
+        "tags": tags_of(row),
+        "labels": description.get("labels", {}),
+        **{key: description.get(key) for key in keys},
+    }
 
 
 def hung_after(step_seconds: float | None) -> float:
@@ -144,16 +173,15 @@ def active_warnings(
 
 def run_detail(connection: Connection, row: Row[Any], verify_steps: int) -> RunDetail:
     """Everything known of a run."""
-    [(summary, reading)] = summaries(connection, [row], verify_steps)
-    rows = process_starts.of_now(connection, [row.id])[row.id]
+    [(now, summary)] = summaries(connection, [row], verify_steps)
     lost = losses(connection, [row.id])[row.id]
     return RunDetail(
         **summary,
         **condition_of(summary),
-        versions=described(rows).get("versions", {}),
-        layers=_layers(connection, reading, row.id, {start.topology for start in rows}),
-        warnings=active_warnings(connection, [row.id]).get(row.id, []),
-        latest=reading.latest() if reading else {},
+        versions=described(now.starts).get("versions", {}),
+        layers=_layers(connection, now.reading, row.id, {start.topology for start in now.starts}),
+        warnings=now.raised,
+        latest=now.reading.latest() if now.reading else {},
         agent_dropped=dict(sorted(lost.dropped.items())),
         agent_faults=dict(sorted(lost.faults.items())),
         notes=row.notes or "",
