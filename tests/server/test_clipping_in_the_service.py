@@ -49,7 +49,7 @@ async def test_a_stored_proposal_of_an_older_version_can_be_rejected_and_goes_to
     await service.app.state.store.write(lambda connection: connection.execute(old))
     refused = await service.client.post(f"/v1/commands/{waits['id']}/approve", json=WHO)
     assert refused.status_code == 409
-    assert "is for qk_clip_always, which this service cannot order; reject it." in refused.json()["detail"]
+    assert "is for qk_clip_always, which this service does not know; reject it." in refused.json()["detail"]
     await service.app.state.store.write(lambda connection: connection.execute(update(commands).values(state="pending")))
     assert not (await service.store(rank, rank.sample(30))).commands
 

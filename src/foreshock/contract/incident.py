@@ -13,7 +13,7 @@ have incidents too. The agent reads its own warnings with the same function.
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -519,23 +519,17 @@ def _head(
         if driven and verdict.layer is not None and verdict.head is not None:
             latest = max(one.raised_step for one in driven)
             state = _cure((verdict.layer, verdict.head), latest, modes, judged)
-    return IncidentHead(
-        layer=verdict.layer,
-        head=verdict.head,
-        causes=_causes(standing or own),
-        state=state,
-        severity=_severity(standing or own),
-        signal=verdict.signal,
-        raised_step=raised,
-        step=max(one.verdict.step for one in own),
-        steps_left=None if harm is None else float(max(0, harm - last_step)),
-        harm_step=harm,
-        harm_first_step=low,
-        harm_in_sight=verdict.harm_in_sight,
-        corrected_from=verdict.corrected_from,
-        sentence=verdict.sentence,
-        evidence=verdict.evidence,
-    )
+    what_all_say: dict[str, Any] = {
+        "causes": _causes(standing or own),
+        "state": state,
+        "severity": _severity(standing or own),
+        "raised_step": raised,
+        "step": max(one.verdict.step for one in own),
+        "steps_left": None if harm is None else float(max(0, harm - last_step)),
+        "harm_step": harm,
+        "harm_first_step": low,
+    }
+    return IncidentHead.model_validate(dict(verdict) | what_all_say)
 
 
 def _severity(own: Sequence[Warned]) -> Severity:

@@ -161,7 +161,7 @@ def decide(connection: Connection, command_id: str, who: str, reason: str, *, ho
     values: dict[str, Any] = {"decided_by": printable(who)[:160], "decided": time.time()}
     if how == "approve":
         if not can_order(row.action, row.mode):
-            raise ProblemError(409, f"Command {row.id} is for {row.mode}, which this service cannot order; reject it.")
+            raise ProblemError(409, f"Command {row.id} is for {row.mode}, which this service does not know; reject it.")
         if nobody_left(heads_of(row), _ranks(connection, row.run_id)):
             raise ProblemError(409, nobody_answers(row))
         values["expires"] = time.time() + expiry
@@ -198,10 +198,6 @@ def undo(
     former = {one.ref: one.before for one in reversed(done) if one.before != one.after == row.mode}
     if not former:
         raise ProblemError(409, f"Command {command_id} changed no mode; there is nothing to undo.")
-    if strange := [before for before in former.values() if not is_mode(before)]:
-        raise ProblemError(
-            409, f"The mode before command {command_id} was {strange[0]}, which this service cannot order."
-        )
     orders = [
         Order(
             source="api",
@@ -337,7 +333,6 @@ class Gate(NamedTuple):
 
     result: Literal["ordered", "proposed", "observed", "refused"]
     why: str = ""
-    heads: Sequence[HeadRef] = ()
     ids: Sequence[str] = ()
 
 
@@ -377,16 +372,16 @@ def propose(
         taken = f"a person took the switch of these heads back, {until}" if called_for else "its heads are switched"
         return Gate("observed", taken)
     if strange := [one.mode for one in orders if not can_order(one.action, one.mode)]:
-        return Gate("refused", f"mode {strange[0]} is not known to this service; it may be the older one")
+        return Gate("refused", f"this service does not know {strange[0]}; it may be older than what reported it")
     named = [one.heads for one in orders if one.heads is not None]
     heads = sorted(ref for own in named for ref in own)
     all_of_them = heads if len(named) == len(orders) else None
     if source in ("api", *_OUTSIDE) and nobody_left(all_of_them, _ranks(connection, run_id)):
-        return Gate("refused", nobody_answers(orders[0].model_copy(update={"heads": all_of_them})), heads)
+        return Gate("refused", nobody_answers(orders[0].model_copy(update={"heads": all_of_them})))
     if asks and (why := _in_the_way(connection, run_id, set(heads), cooldown_seconds)):
-        return Gate("refused", why, heads)
+        return Gate("refused", why)
     ids = [create(connection, run_id, one, **stored) for one in orders]
-    return Gate("ordered" if state == "pending" else "proposed", heads=heads, ids=ids)
+    return Gate("ordered" if state == "pending" else "proposed", ids=ids)
 
 
 def _in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldown: float) -> str | None:

@@ -128,7 +128,7 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         return "duplicate: this alert has acted before"
     gate = propose(connection, row.id, orders, asked, settings.webhook_cooldown_seconds)
     if gate.why:
-        noted = {"alert": name, "incident": meant.id, "why": gate.why, "mode": order.mode, "heads": gate.heads[:64]}
+        noted = {"alert": name, "incident": meant.id, "why": gate.why, "mode": order.mode, "heads": heads[:64]}
         audit.append(connection, actor=SENDER, action=f"webhook {gate.result}", run=run, details=noted)
         return f"{gate.result}: {gate.why}"
     connection.execute(insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=time.time()))

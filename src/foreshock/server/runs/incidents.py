@@ -272,8 +272,7 @@ def _gone_over(found: Iterable[Incident]) -> dict[IncidentCause, Incident]:
 
 def change_of(incident: Incident) -> IncidentChange:
     """What the log keeps of an incident."""
-    fields: Mapping[str, Any] = incident.model_dump(include=set(IncidentChange.model_fields))
-    return IncidentChange.model_validate(fields)
+    return IncidentChange.model_validate(dict(incident))
 
 
 def _has_changed(before: IncidentChange, now: IncidentChange) -> bool:
