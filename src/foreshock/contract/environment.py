@@ -3,6 +3,7 @@
 The sentences hold no value: it may be a secret.
 """
 
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -25,10 +26,17 @@ def refuse_misspelt(environment: Mapping[str, str] | None = None) -> None:
     Case and underscores do not count. Others are left alone: a cluster sets FORESHOCK_SERVICE_HOST and the like for a
     service of this name.
     """
-    letters = {_letters(name): name for name in VARIABLES}
     for given in sorted(set(os.environ if environment is None else environment) - set(VARIABLES)):
-        for nearest in get_close_matches(_letters(given), letters, n=1, cutoff=_NEARLY):
-            raise ValueError(f"{given} is no setting of foreshock; did you mean {letters[nearest]}?")
+        if meant := _meant_by(_letters(given)):
+            raise ValueError(f"{given} is no setting of foreshock; did you mean {meant}?")
+
+
+@functools.cache
+def _meant_by(letters: str) -> str | None:
+    """The variable of which these letters are a slip."""
+    names = {_letters(name): name for name in VARIABLES}
+    nearest = get_close_matches(letters, names, n=1, cutoff=_NEARLY)
+    return names[nearest[0]] if nearest else None
 
 
 def _letters(name: str) -> str:

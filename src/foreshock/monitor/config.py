@@ -1,5 +1,6 @@
 """What the user may set. Every field can also come from the environment as FORESHOCK_<NAME>."""
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -309,6 +310,7 @@ def _sentence(error: dict[str, Any]) -> str:
     return f"{where}: {message}" if where else message
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Of Python, PyTorch and what the agent works with."""
     found = {"python": platform.python_version()}
