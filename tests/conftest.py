@@ -1,5 +1,6 @@
 """The tiers of the tests, their sizes, and what runs with the machine to itself."""
 
+import gc
 import logging
 import shlex
 import sys
@@ -145,6 +146,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:  # a test of the long tier may take hours; it says itself when it hangs
         for item in items:
             item.add_marker(pytest.mark.timeout(6 * 3600 if tier == "long" else 900), append=False)
+
+
+def pytest_collection_finish() -> None:
+    """What all tests import is half a million objects, which every later collection of garbage would go through."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

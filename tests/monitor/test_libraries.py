@@ -196,7 +196,6 @@ def test_two_agents_and_their_end_in_any_order_leave_the_library_as_it_was() -> 
 def test_the_last_agent_searches_every_object_only_if_somebody_took_what_stood_in_for_a_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    attach(tiny_gpt(), **EVERY_STEP).close()
     search, searches = gc.get_referrers, []
 
     def counted(*objects: Any) -> list[Any]:
@@ -207,9 +206,11 @@ def test_the_last_agent_searches_every_object_only_if_somebody_took_what_stood_i
     importing = types.ModuleType("importing")
     monkeypatch.setitem(sys.modules, "importing", importing)
     for takes in (False, True):
-        with attach(tiny_gpt(), **EVERY_STEP):
-            if takes:
-                vars(importing)["taken"] = flash_attn_2.FlashAttnFunc
+        agent = attach(tiny_gpt(), **EVERY_STEP)
+        if takes:
+            vars(importing)["taken"] = flash_attn_2.FlashAttnFunc
+        searches.clear()
+        agent.close()
         assert bool(searches) == takes
     assert vars(importing)["taken"] is flash_attn_2.FlashAttnFunc
 
