@@ -11,7 +11,7 @@ import pytest
 import foreshock
 from foreshock import callbacks, monitor
 from foreshock.monitor import AgentConfig
-from foreshock.monitor.agent_settings import AgentSettings
+from foreshock.monitor.config import AgentSettings
 
 ROOT = Path(__file__).parents[1]
 

@@ -274,21 +274,19 @@ class Agent:
         if self._known:
             self._begin()
         self._sampler.note(loss, grad_norm, learning_rate)
-        self._guards["crisis"].run(self._look_for_a_crisis, loss, grad_norm)
+        found = self._guards["crisis"].run(self._crisis.look, self.current_step, loss, grad_norm)
+        if found is not None:
+            self._sampler.collector.note_parameters(found)
         if not self._known:
             return
-        if found := self._attached.finder.take_findings():
-            self._coverage.add_unwatched(found)
+        if unwatched := self._attached.finder.take_findings():
+            self._coverage.add_unwatched(unwatched)
         # before the sample, whose modes are those that ran
         self._guards["answers"].run(self._switching.settle, self._schedule.before, self.current_step)
         self._attached.step_done(self.current_step)
         self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due and not fresh))
         if not fresh:
             self._attached.plan(self.current_step, self._schedule.next_step, self._schedule.watch_until)
-
-    def _look_for_a_crisis(self, loss: object, grad_norm: object) -> None:
-        if (found := self._crisis.look(self.current_step, loss, grad_norm)) is not None:
-            self._sampler.collector.note_parameters(found)
 
     def _collect_the_rest(self) -> bool:
         """Sample what was counted since the last sample and have it read; False where the detectors take too long."""

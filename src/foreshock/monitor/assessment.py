@@ -81,9 +81,10 @@ def assess(
         device = device_of(model).type
         types = batch.types or {p.dtype for p in model.parameters() if p.is_floating_point()}
         likely = next((dtype for dtype in (torch.float16, torch.bfloat16) if dtype in types), None)
+        dtype = likely or (torch.float32 if batch.types else torch.bfloat16)
         lines += [
-            f"Attention: {pytorchs_choice(device, watched[0].head_dim or 64, _seen_type(batch, likely))}.",
-            *_checked(device, watched, _seen_type(batch, likely)),
+            f"Attention: {pytorchs_choice(device, watched[0].head_dim or 64, dtype)}.",
+            *_checked(device, watched, dtype),
             f"Cost: {costs(device)}.",
             f"Types: {_types(model, batch)}",
             *_scores(watched, likely),
@@ -223,10 +224,6 @@ def _adapters(watched: Sequence[Found]) -> list[str]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _seen_type(batch: _Batch, likely: torch.dtype | None) -> torch.dtype:
-    return likely or (torch.float32 if batch.types else torch.bfloat16)
 
 
 def _watching(found: Sequence[Found], watched: Sequence[Found]) -> str:

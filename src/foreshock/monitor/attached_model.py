@@ -85,7 +85,8 @@ class AttachedModel:
         """As they are announced, but for what calls show."""
         self.faults: Counter[str] = Counter()
         """Where a contained fault of the probe is counted; the agent puts its own counter here."""
-        self._measured = self._samples = 0
+        self.last_measured = self._samples = 0
+        """The last step that the probe measured, and how many it did."""
         self._waits_since: int | None = None
         self._leave_out: Callable[[], Callable[[], None]] | None = None
         self._masks_back: Callable[[], None] | None = None
@@ -282,25 +283,14 @@ class AttachedModel:
         if self.sampling.fault and not self.faults["probe"]:
             self.faults["probe"] = 1
         if self.sampling.due:
-            self._measured = step
+            self.last_measured = step
             self._samples += 1
         # The step that a sample ends with; where numbers jump over it unforeseen, the next one after as many steps.
-        due = passes(step, next_step, self._every_steps) or next_step - self._measured >= self._every_steps
+        due = passes(step, next_step, self._every_steps) or next_step - self.last_measured >= self._every_steps
         due = due or step < watch_until
         self.sampling.due = due and not self.sampling.fault
         self.sampling.gradients = self._samples % GRADIENTS_EVERY == 0
         self._name_what_a_captured_step_hides(step)
-
-    def measured_since(self, step: int) -> bool:
-        """Whether the probe measured a step after `step`."""
-        return self._measured > step
-
-    def outputs_at(self, step: int) -> list[tuple[int, bool]]:
-        """Layers whose native attention's output was seen in `step`, and whether it broke. It waits for the device.
-
-        Empty if it is not known, as in a CUDA graph, whose replays all count for one step.
-        """
-        return [] if self.sampling.captured else self._outputs.broken_at(step)
 
     def why_not_in_full(self, layer: WatchedLayer) -> str | None:
         """Why the largest score of all rows of a layer's own attention cannot be had; None where it can."""
@@ -456,13 +446,15 @@ class AttachedModel:
         )
 
     def _place(self, counted: Counted) -> str:
-        """Where the first broken step broke, by the outputs of its layers; empty if that is not known."""
+        """Where the first broken step broke, by the outputs of its layers; empty if that is not known. It waits for the
+        device."""
         looked = counted.parameters
         if counted.broken_step is None and looked is not None and looked.update:
             return FIRST_UPDATE
         if counted.broken_step is None or counted.broken_loss is None:
             return ""
-        seen = self.outputs_at(counted.broken_step)
+        # not known in a CUDA graph, whose replays all count for one step
+        seen = [] if self.sampling.captured else self._outputs.broken_at(counted.broken_step)
         outputs = [(self.layers[place].layer, broken) for place, broken in seen]
         # after a later step all gradients are broken
         every_gradient = looked is not None and looked.every_gradient and counted.step == counted.broken_step

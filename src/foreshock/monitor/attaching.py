@@ -11,10 +11,9 @@ from torch import nn
 
 from foreshock.contract.wire import MAX_LAYERS
 from foreshock.monitor.agent import Agent
-from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, is_watched
-from foreshock.monitor.config import AgentConfig, make_config
+from foreshock.monitor.config import AgentConfig, AgentSettings, make_config
 from foreshock.monitor.guard import logger
 from foreshock.monitor.model.discovery import Found, find_attention
 
@@ -100,10 +99,9 @@ def _place(config: AgentConfig | None) -> dict[str, int]:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return {}
     given = {name.lower(): value for name, value in os.environ.items()}
-    numbered = not given.keys().isdisjoint(("rank", "world_size", "foreshock_rank", "foreshock_world_size"))
     known = max((int(n) for key in _SIZES if (n := given.get(key, "")).isdecimal()), default=1)
     world = torch.distributed.get_world_size()
-    return {} if numbered and known >= world else {"rank": torch.distributed.get_rank(), "world_size": world}
+    return {} if known >= world else {"rank": torch.distributed.get_rank(), "world_size": world}
 
 
 def _find(model: nn.Module, settings: AgentConfig) -> tuple[list[Found], str]:

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self, TypedDict
 
 from pydantic import AliasChoices, Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
@@ -240,6 +240,42 @@ class AgentConfig(BaseSettings):
                 f"{self.world_size} processes need one name for their run: give run=... or set FORESHOCK_RUN on all"
             )
         return self
+
+
+class AgentSettings(TypedDict, total=False):
+    """Every field of AgentConfig as a keyword of `attach` and of the callbacks, so that editors complete it."""
+
+    run: str
+    labels: dict[str, str]
+    url: str | None
+    token: str | SecretStr | None
+    token_file: str | Path | None
+    rank: int
+    world_size: int
+    mirror: str | None
+    policy: Policy
+    mitigation: str
+    switch_scope: SwitchScope
+    replace_wrong_attention: bool
+    save_on_warning: bool
+    qk_clip: ClipWhen
+    qk_clip_threshold: float
+    qk_clip_every_steps: int
+    numerics: Numerics
+    attention: Served
+    probe_rows: int
+    sample_every_steps: int
+    sample_every_seconds: float
+    norms_every_steps: int
+    detectors: DetectorConfig | dict[str, Any]
+    first_layer: int
+    layers: dict[str, int]
+    first_head: int
+    heads: dict[str, int]
+    spool_directory: str | Path | None
+    spool_bytes: int
+    quiet: bool
+    strict: bool
 
 
 _LAUNCHERS: Final = (

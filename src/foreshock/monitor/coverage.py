@@ -10,7 +10,7 @@ import numpy.typing as npt
 from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.layout_check import table_of_norms
-from foreshock.monitor.attention.watched_layer import NOT_RUN, WatchedLayer, outside
+from foreshock.monitor.attention.watched_layer import NOT_RUN, outside
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import logger, say
 from foreshock.monitor.model.discovery import listed
@@ -28,8 +28,9 @@ class CoverageReport:
         self._shows: Final = config.shows
         self._pause: Final = _SILENT_SAMPLES * config.sample_every_steps
         """For how many steps no layer may count before that is a sign that another model trains."""
-        self._last_counted, self._silent_samples, self._warned_of_silence = 0, 0, False
+        self._silent_samples, self._warned_of_silence = 0, False
         self._layers: Final = attached.layers
+        self._watched: Final = attached.watched
         self._unwatched = attached.unwatched
         self._found: dict[str, str] = {}
         """Attention that was found after attach and has no layer, and why."""
@@ -43,7 +44,6 @@ class CoverageReport:
         """Layers that were named and did not count since."""
         self._returns = 0
         """Samples in which one of them came back."""
-        self._looked = False
         self._outside_before: Final = outside.trained
         self._samples, self._wait, self._next_table = 0, 1, 0
         self._shown: list[str] = []
@@ -60,25 +60,22 @@ class CoverageReport:
     @property
     def table_is_stale(self) -> bool:
         """Whether the layers stand otherwise than the last table shows."""
-        return self._looked and self._shown != self._states()
+        return self._samples > 0 and self._shown != self._states()
 
     def record(self, words: Words, since_step: int, step: int) -> bool:
         """Record a sample's counts [N], and return whether the table is due: the first one, and one after a
         change, which waits for twice as many samples each time."""
-        counted = self._hits(words)
+        counted, first = self._hits(words), not self._samples
         self._samples += 1
         self._silent_samples = 0 if counted.any() else self._silent_samples + 1
         if self._silent_samples:
             self._warn_of_silence(step)
         else:
-            self._last_counted, self._warned_of_silence = step, False
+            self._warned_of_silence = False
         for number in np.flatnonzero(self._last < 0):
-            layer = self._watched(number)
+            layer = self._watched[number]
             layer.silent = not counted[number] and bool(layer.ran or counted.any())
         self._last[counted] = step
-        if counted.all() and not self._silent and not self._missed.any() and self._looked and not self.table_is_stale:
-            return False  # as nearly always: every layer counts, and the table shows it
-        first, self._looked = not self._looked, True
         if first:
             self._note_empty_rows(words)
             self._warn(np.flatnonzero(~counted), step, since_step)
@@ -88,15 +85,11 @@ class CoverageReport:
                     "calls are not watched",
                     calls,
                 )
-        else:
+        elif not counted.all() or self._silent or self._missed.any():
             self._warn_of_those_that_stopped(counted, since_step, step)
-        return self._table_is_due(first)
-
-    def _table_is_due(self, first: bool) -> bool:
-        if not first:
-            if not self.table_is_stale or self._samples < self._next_table:
-                return False
-            self._wait *= 2
+        if not first and (self._samples < self._next_table or not self.table_is_stale):
+            return False
+        self._wait *= 1 if first else 2
         self._shown, self._next_table = self._states(), self._samples + self._wait
         return True
 
@@ -133,13 +126,18 @@ class CoverageReport:
 
     def _warn_of_silence(self, step: int) -> None:
         """Warn that no layer counts any more, once, when that has lasted; never where few steps make a sample each."""
-        long = step - self._last_counted >= self._pause
-        if (self._last >= 0).any() and long and self._silent_samples >= _SILENT_SAMPLES and not self._warned_of_silence:
+        last = int(self._last.max(initial=-1))
+        if (
+            last >= 0
+            and step - last >= self._pause
+            and self._silent_samples >= _SILENT_SAMPLES
+            and not self._warned_of_silence
+        ):
             self._warned_of_silence = True
             logger.warning(
                 "foreshock: no attention was recorded since step %d. Either a different model is being trained, or no "
                 "backward pass reaches the monitored one. Attach to the model that you train",
-                self._last_counted,
+                last,
             )
 
     def warn_if_unstepped(self, words: Words) -> None:
@@ -151,10 +149,9 @@ class CoverageReport:
             )
 
     def _warn_of_those_that_stopped(self, counted: npt.NDArray[np.bool_], since_step: int, step: int) -> None:
-        layers = [self._watched(number) for number in range(len(self._layers))]
-        sampled = np.array([layer.sampled for layer in layers])
+        sampled = np.array([layer.sampled for layer in self._watched])
         for alike in (sampled, ~sampled):
-            if not counted[alike].any() or (alike is sampled and not self._attached.measured_since(since_step)):
+            if not counted[alike].any() or (alike is sampled and self._attached.last_measured <= since_step):
                 continue  # none of them: nothing was measured in this sample, or there was no backward; or those that
                 # counted did so while our kernels computed them, before they were switched back
             self._missed[alike & ~counted] += 1
@@ -171,7 +168,7 @@ class CoverageReport:
         """Name the layers that counted nothing, those of one reason together."""
         groups: dict[str, list[str]] = {}
         for number in numbers:
-            layer, watched = self._layers[number], self._watched(number)
+            layer, watched = self._layers[number], self._watched[number]
             self._silent.add(int(number))
             counted = self._last[number] >= 0  # then what it met before shows nothing of now
             why = "; ".join(watched.unmeasured) or NOT_RUN if counted else watched.why_not_counted
@@ -179,9 +176,6 @@ class CoverageReport:
         steps = f"step {step}" if step - since_step <= 1 else f"steps {since_step + 1} to {step}"
         for why, names in groups.items():
             logger.warning("foreshock: %s counted nothing in %s: %s", ", ".join(names), steps, why)
-
-    def _watched(self, number: int) -> WatchedLayer:
-        return self._attached.watched[number]
 
     def show(self, step: int) -> None:
         """Print the table, where this process prints any."""
@@ -196,7 +190,7 @@ class CoverageReport:
         return "\n".join(filter(None, (self._of_layers(), of_norms)))
 
     def _of_layers(self) -> str:
-        if not self._looked:
+        if not self._samples:
             return ""
         groups: dict[str, list[str]] = {}
         states = self._states()
@@ -205,7 +199,7 @@ class CoverageReport:
             if states[number] == "replaced":
                 continue
             if states[number] == "never":
-                how = f"native attention, not measured: {self._watched(number).why_not_counted}"
+                how = f"native attention, not measured: {self._watched[number].why_not_counted}"
             elif states[number] == "stopped":
                 how = f"{how}; it counted nothing since step {self._last[number]}"
             groups.setdefault(how, []).append(layer.name)

@@ -10,7 +10,6 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,25 +18,26 @@ from torch import Tensor, nn
 from foreshock.monitor.model.layers import is_sharded
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenParameters:
-    """Of `total` tensors in the order of the model's modules, `broken` are not finite."""
-
-    broken: int
-    total: int
-    last: str
-    """The last one that is not finite. A backward that breaks reaches what comes before it, and nothing after."""
-    after: str
-    """The next one, which is finite; empty if there is none."""
-
-
 class Looked(NamedTuple):
-    """What a look at a group of tensors shows."""
+    """What a look at named tensors, in the order of the model's modules, shows."""
 
-    broken: BrokenParameters | None
-    """None if every tensor is finite"""
+    total: int
+    broken: int = 0
+    """Tensors that are not finite."""
+    last: str = ""
+    """The last of them. A backward that breaks reaches what comes before it, and nothing after."""
+    after: str = ""
+    """The next one, which is finite; empty if there is none."""
     largest: tuple[str, float] = ("", 0.0)
-    """of those that are finite the one with the largest number, and that number"""
+    """Of those that are finite the one with the largest number, and that number."""
+
+    def sentence(self, what: str) -> str:
+        """In words; what: gradients, or weights."""
+        if self.broken == self.total:
+            return f"None of {self.total} {what} is finite."
+        bound = f", and {self.after}, which follows it, is finite" if self.after else ""
+        verb = "is" if self.broken == 1 else "are"
+        return f"{self.broken} of {self.total} {what} {verb} not finite: the last one is that of {self.last}{bound}."
 
 
 def look_at(*groups: Iterable[tuple[str, Any]]) -> list[Looked]:
@@ -81,26 +81,13 @@ def _largest(tensors: Sequence[Tensor]) -> list[tuple[bool, float]]:
 
 
 def _looked(names: Sequence[str], known: Sequence[tuple[bool, float]]) -> Looked:
-    largest = max(
-        ((name, each) for name, (sound, each) in zip(names, known, strict=True) if sound),
-        default=("", 0.0),
-        key=lambda one: one[1],
-    )
-    sound = [each for each, _ in known]
-    if all(sound):
-        return Looked(None, largest)
-    last = max(place for place, is_sound in enumerate(sound) if not is_sound)
+    finite = [(name, each) for name, (sound, each) in zip(names, known, strict=True) if sound]
+    largest = max(finite, default=("", 0.0), key=lambda one: one[1])
+    last = max((place for place, (sound, _) in enumerate(known) if not sound), default=None)
+    if last is None:
+        return Looked(len(names), largest=largest)
     after = names[last + 1] if last + 1 < len(names) else ""
-    return Looked(BrokenParameters(sound.count(False), len(sound), names[last], after), largest)
-
-
-def sentence(what: str, found: BrokenParameters) -> str:
-    """In words; what: gradients, or weights."""
-    if found.broken == found.total:
-        return f"None of {found.total} {what} is finite."
-    bound = f", and {found.after}, which follows it, is finite" if found.after else ""
-    verb = "is" if found.broken == 1 else "are"
-    return f"{found.broken} of {found.total} {what} {verb} not finite: the last one is that of {found.last}{bound}."
+    return Looked(len(names), len(names) - len(finite), names[last], after, largest)
 
 
 class ParametersFound(NamedTuple):
@@ -168,7 +155,7 @@ class Crisis:
             elif step < self._first[0] + _EARLY_STEPS and _number(loss) > 2 * self._first[1] > 0:
                 self._watch(step)  # a rate that is far too high shows in the rows before the loss is not finite
                 self._first = 0, math.nan
-            if not first or (model := self._model()) is None or look_at(model.named_parameters())[0].broken is None:
+            if not first or (model := self._model()) is None or not look_at(model.named_parameters())[0].broken:
                 return None
         self.begin(step)
         if self._found is not None:
@@ -205,36 +192,37 @@ def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finit
     parameters = list(model.named_parameters())
     optimizers = optimizers or _optimizers_of([parameter for _, parameter in parameters])
     held = [optimizer.state.get(parameter, {}) for _, parameter in parameters for optimizer in optimizers]
-    (gradients, largest), (weights, _), (states, _) = look_at(
+    gradients, weights, states = look_at(
         ((name, parameter.grad) for name, parameter in parameters),
         parameters,
         (("", value) for state in held for value in state.values() if isinstance(value, Tensor)),
     )
-    if gradients is not None and gradients == weights:
+    if gradients.broken and gradients[:4] == weights[:4]:
         nor = "is its weight" if gradients.broken == 1 else "are their weights"
-        said = [f"{sentence('gradients', gradients)} Nor {nor}."]
+        said = [f"{gradients.sentence('gradients')} Nor {nor}."]
     else:
-        said = [sentence(what, found) for what, found in (("gradients", gradients), ("weights", weights)) if found]
-    every = gradients is not None and gradients.broken == gradients.total
+        both = ("gradients", gradients), ("weights", weights)
+        said = [found.sentence(what) for what, found in both if found.broken]
+    every = 0 < gradients.broken == gradients.total
     if every and finite_loss:
         said.append(_FINITE_LOSS)
-    elif gradients is not None and gradients.broken == 1:
+    elif gradients.broken == 1:
         said.append("It alone is broken, so look at the operation that uses it, and at what else that is given.")
     no_gradients = all(parameter.grad is None for _, parameter in parameters)  # zero_grad came before
-    if weights is not None:
-        if gradients is None and not no_gradients:
+    if weights.broken:
+        if not gradients.broken and not no_gradients:
             said.append(_UPDATE)
         said += [*_rates(optimizers), *_in_half([parameter for _, parameter in parameters], optimizers)]
-    elif gradients is not None or no_gradients:
+    elif gradients.broken or no_gradients:
         said.append("Weights are finite.")
     elif finite_loss:
-        said.append(f"{_LARGE_NORM} The largest one, {largest[1]:.2g}, is that of {largest[0]}.")
+        said.append(f"{_LARGE_NORM} The largest one, {gradients.largest[1]:.2g}, is that of {gradients.largest[0]}.")
     else:
         said.append(_SOUND_MODEL)
-    if states is not None and weights is None:
+    if states.broken and not weights.broken:
         said.append("The optimizer's state is not finite: its next update breaks the weights.")
-    broken = weights is not None or states is not None
-    return ParametersFound(" ".join(said), broken, every, weights is not None and gradients is None)
+    broken = bool(weights.broken or states.broken)
+    return ParametersFound(" ".join(said), broken, every, bool(weights.broken and not gradients.broken))
 
 
 def _optimizers_of(parameters: Sequence[nn.Parameter]) -> list[Any]:

@@ -461,7 +461,7 @@ class Clipping:
         scales = self.on or clip.group is not None
         both = list(zip(self._watched, attached.layouts, strict=True))
         how = [
-            (layer.sampled, attached.why_not_in_full(layer), len(layer.unmeasured), layout.proved or layout.describe())
+            (layer.sampled, attached.why_not_in_full(layer), len(layer.unmeasured), layout.describe())
             for layer, layout in both
         ]
         if (scales, how) != self._looked or (scales and clip.stale):

@@ -314,10 +314,6 @@ def _enter(module: nn.Module, args: Any) -> None:
     enter(layer if torch.compiler.is_compiling() or layer is None or layer.home() is module else None)
 
 
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    leave()
-
-
 def _references(functions: tuple[Any, ...]) -> list[int]:
     """How often each is held: where by nobody but us, nothing has to be searched."""
     return list(map(sys.getrefcount, functions))
@@ -541,7 +537,7 @@ def watch_module(module: nn.Module, layer: WatchedLayer) -> Callable[[], None]:
     outside.layers.add(layer)
     places: list[tuple[dict[Any, Any], Any]] = [
         (module._forward_pre_hooks, _enter),
-        (module._forward_hooks, _leave),
+        (module._forward_hooks, leave),
         (module._forward_hooks_always_called, True),
     ]
     for place, value in places:

@@ -269,11 +269,6 @@ class LayoutCheck:
     def _unproved(self) -> bool:
         return bool(self._noted) and self._proved is None and self._tries > 0
 
-    @property
-    def proved(self) -> Projection | None:
-        """What `locate` gave last."""
-        return None if self.gone else self._proved
-
     # ---- in the forward -------------------------------------------------------------------------------------------
 
     def observe_call(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -318,8 +313,12 @@ class LayoutCheck:
         """Where the weights lie now, by what calls have shown."""
         if self.gone:
             return None
-        if self._owner is not None and self._now() != self._state:
-            self._find_again(self._owner)
+        if self._owner is not None and self._now() != self._state:  # replaced, wrapped or given adapters since
+            self.stop()
+            was = self._found
+            found = was and find_projection(self._owner, self._heads, len(was.key.starts), was.query.head_dim)
+            self._accept(found or why_unmeasured(self._owner))
+            self.start()
         if self._owner is not None and self._unproved and self._given is not None:
             try:
                 self._proved = self._prove(self._owner, self._given)
@@ -339,14 +338,6 @@ class LayoutCheck:
             (each, type(each), "forward" in vars(each), has_adapters(each), stored(each) is None) for each in modules
         ]
 
-    def _find_again(self, owner: nn.Module) -> None:
-        """A projection was replaced, wrapped or given adapters since."""
-        self.stop()
-        was = self._found
-        found = was and find_projection(owner, self._heads, len(was.key.starts), was.query.head_dim)
-        self._accept(found or why_unmeasured(owner))
-        self.start()
-
     def _prove(self, owner: nn.Module, given: Sequence[Tensor]) -> Projection:
         """Where the weights lie, as a call shows it. Raises as `confirmed`."""
         written = {each.holder: each.outputs for each in self._noted if each.outputs is not None}
@@ -354,10 +345,9 @@ class LayoutCheck:
         for each in self._noted:
             each.outputs = None
         error = max(torch.finfo(x.dtype).eps for x in (*given, *written.values()))
-        outputs = {holder: _numbers(x) for holder, x in written.items()}
-        names = ", ".join(each.name for each in self._noted)
-        query, key, value = map(_numbers, given)
-        call = Call(outputs, query, key, value, error, names)
+        query, key, value, *made = (x.cpu().double().numpy() for x in (*given, *written.values()))
+        outputs = dict(zip(written, made, strict=True))
+        call = Call(outputs, query, key, value, error, ", ".join(each.name for each in self._noted))
         if (found := self._found) is None:
             if any(outputs_of(holder) != x.shape[1] for holder, x in outputs.items()):
                 raise ValueError(_SPREAD)
@@ -385,8 +375,14 @@ def _note(module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         if _in_nested_checkpoints():
             return
-    elif not _is_to_be_noted(noted, module, args, output):
-        return
+    else:
+        transformed = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+        own = noted.holder is module and noted.check.open
+        if transformed or not own or type(output) is not Tensor or not output.numel():
+            return
+        if args and computes_otherwise(module):  # then it is compared with its weight
+            with torch.no_grad():
+                noted.change = change_by_weight(module, args[0], output)
     noted.outputs = _corners(output, 2)
 
 
@@ -398,18 +394,6 @@ def _in_nested_checkpoints() -> bool:
     return translator is not None and len(translator.output.tracers) > 2
 
 
-def _is_to_be_noted(noted: _Noted, module: nn.Module, args: Any, output: Tensor) -> bool:
-    """Whether it is, in code that is not compiled; one with a forward of its own is compared with its weight."""
-    if noted.holder is not module or not noted.check.open or type(output) is not Tensor or not output.numel():
-        return False
-    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
-        return False
-    if args and computes_otherwise(module):
-        with torch.no_grad():
-            noted.change = change_by_weight(module, args[0], output)
-    return True
-
-
 def _corners(x: Tensor, token_dims: int) -> Tensor:
     """The corners of x, of which all but the last token_dims dimensions number the sequences, and the last but one the
     tokens of each."""
@@ -417,11 +401,6 @@ def _corners(x: Tensor, token_dims: int) -> Tensor:
     while first.dim() > token_dims:
         first, last = first[0], last[-1]
     return torch.stack([each.select(-2, at) for each in (first, last) for at in (0, -1)])
-
-
-def _numbers(corners: Tensor) -> Numbers:
-    numbers: Numbers = corners.cpu().double().numpy()
-    return numbers
 
 
 def table_of_norms(names: Sequence[str], checks: Sequence[LayoutCheck]) -> str:

@@ -96,12 +96,9 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
         if isinstance(options, str):
             layer.count_unmeasured_call(options)
             return result
-        return (
-            layer.probed(
-                out.transpose(1, 2), query, key, value, rounds=rounds, by=f"transformers.{name}", **options
-            ).transpose(1, 2),
-            *rest,
-        )
+        by = f"transformers.{name}"
+        probed = layer.probed(out.transpose(1, 2), query, key, value, rounds=rounds, by=by, **options)
+        return probed.transpose(1, 2), *rest
 
     return watched_attention
 
@@ -118,16 +115,13 @@ def _unknown(name: str, query: Tensor, mask: Any, kwargs: dict[str, Any], more: 
     return None
 
 
-def _is_causal(module: nn.Module, query: Tensor, is_causal: bool | None) -> bool:
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
-
-
 def _described(
     module: nn.Module, name: str, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> dict[str, Any] | str:
     """The options of `WatchedLayer.probed`, or why there are none."""
     dropout, scaling, is_causal, window, softcap, bias = (kwargs.get(k) for k in _KNOWN[:6])
-    causal = name != "eager" and (mask is None or mask.dim() == 2) and _is_causal(module, query, is_causal)
+    causal = name != "eager" and (mask is None or mask.dim() == 2) and query.shape[2] > 1
+    causal = causal and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scores_mask = _mask_of_scores(mask, query.shape[2], key.shape[2])
     if scores_mask is not None and scores_mask.dim() != 4:
         return f"its mask has shape {list(scores_mask.shape)}, which is not probed"

@@ -308,44 +308,38 @@ class WatchedLayer:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed | None, **options: Any) -> Tensor | None:
         """The output of our operator, [B, H, Sq, D], or None when it refuses this call."""
-        if self.layout is not None:
-            self.layout.observe_call(query, key, value)
-        self._note(**options)
-        numerics = numerics_for(query, self.numerics)
-        options |= {"numerics": numerics, "state": self.state, "modes": self.modes}
-        if packed is not None:
-            options |= packed._asdict()
+        given = options | {
+            "numerics": numerics_for(query, self.numerics),
+            "state": self.state,
+            "modes": self.modes,
+            **({} if packed is None else packed._asdict()),
+        }
         if torch.compiler.is_compiling():
-            self._ran()
-            return cast(Tensor, flash_attention(query, key, value, **options))
-        self.rounds = numerics not in _EXACT
-        try:
-            out = cast(Tensor, flash_attention(query, key, value, **options))
-            self._meets(query, out)
-            self._ran()
-            return out
-        except Exception as refused:
-            if self.strict and not isinstance(refused, ValueError):
-                raise
-            self.keep_call(str(refused) or type(refused).__name__)
-            return None
-
-    def _ran(self) -> None:
+            out = cast(Tensor, flash_attention(query, key, value, **given))
+        else:
+            try:
+                out = cast(Tensor, flash_attention(query, key, value, **given))
+            except Exception as refused:
+                if self.strict and not isinstance(refused, ValueError):
+                    raise
+                self.keep_call(str(refused) or type(refused).__name__)
+                return None
+        self._meets(query, key, value, out, **options)
         if torch.is_grad_enabled():
             self.kernels = "ran"
+        return out
 
-    def _meets(self, query: Tensor, out: Tensor) -> bool:
+    def _meets(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, **options: Any) -> bool:
         """Take note of a call and its output; whether a backward will run through it."""
-        if torch.compiler.is_compiling():
-            return out.requires_grad
-        self.head_dim = query.shape[-1]
-        if torch.is_grad_enabled() and not out.requires_grad:
-            self.count_unmeasured_call("nothing that it depends on is trained, so no backward runs through it")
-        return out.requires_grad
-
-    def _note(self, *, dropout_p: float = 0.0, **_: Any) -> None:
+        if self.layout is not None:
+            self.layout.observe_call(query, key, value)
         if torch.is_grad_enabled():
-            self.dropout_p = dropout_p
+            self.dropout_p = options.get("dropout_p", 0.0)
+        if not torch.compiler.is_compiling():
+            self.head_dim, self.rounds = query.shape[-1], numerics_for(query, self.numerics) not in _EXACT
+            if torch.is_grad_enabled() and not out.requires_grad:
+                self.count_unmeasured_call("nothing that it depends on is trained, so no backward runs through it")
+        return out.requires_grad
 
     def refusal(self, mode: int) -> str | None:
         """Why this layer's heads cannot be given a mode, as its calls have been; None where they can."""
@@ -369,24 +363,19 @@ class WatchedLayer:
     ) -> Tensor:
         """`out` [..., H, Sq, D] of the model's own attention, the function `by`, of which the backward measures a
         sample where asked."""
-        if self.layout is not None:
-            self.layout.observe_call(query, key, value)
-        if self.sample_counter is None or not self._meets(query, out):
+        if not self._meets(query, key, value, out, **options) or self.sample_counter is None:
             return out
         if (reason := self._misfit(query, key, value)) is not None:
             self.count_unmeasured_call(reason)
             return out
-        self._note(**options)
         self.computed_by = by
-        numerics = numerics_for(query, self.numerics)
-        if not torch.compiler.is_compiling():
-            self.rounds = numerics not in _EXACT
         ends = None if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
         where = self.state, self.sample_counter, self.sampling
         if options.get("score_mod") is None:
             options["largest"] = self.largest
         else:
             self.has_score_mod = True
+        numerics = numerics_for(query, self.numerics)
         return probe(out, query, key, value, *where, numerics=numerics, cu_seqlens=ends, **options)
 
 
@@ -529,8 +518,8 @@ def enter(layer: WatchedLayer | None) -> None:
             layer.ran = True
 
 
-def leave() -> None:
-    """That forward is over; the one that called it continues. What is traced forgets both."""
+def leave(*_: object) -> None:
+    """That forward is over; the one that called it continues. What is traced forgets both. A hook of the module."""
     _traced.layer = None
     if not torch.compiler.is_compiling():
         _mine.layer, _mine.frame = _mine.outer.pop() if _mine.outer else (None, None)

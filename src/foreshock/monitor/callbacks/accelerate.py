@@ -22,9 +22,9 @@ from accelerate.tracking import GeneralTracker
 from torch import nn
 
 from foreshock.monitor.agent import Agent
-from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attaching import attach
 from foreshock.monitor.callbacks.shared import read_state, save_if_asked, write_state
+from foreshock.monitor.config import AgentSettings
 from foreshock.monitor.guard import logger
 
 _FILE: Final = "foreshock_{}.json"

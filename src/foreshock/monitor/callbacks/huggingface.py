@@ -18,11 +18,10 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 from transformers.training_args import TrainingArguments
 
 from foreshock.monitor.agent import Agent
-from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attaching import attach
 from foreshock.monitor.attention.watched_layer import leave_no_trace_in_copies
 from foreshock.monitor.callbacks.shared import GradientNorm, read_state, take_up, write_state
-from foreshock.monitor.config import make_config
+from foreshock.monitor.config import AgentSettings, make_config
 from foreshock.monitor.guard import logger
 
 _FILE: Final = "foreshock_{}.json"

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from foreshock.monitor.agent import Agent, Status
-from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attaching import attach
 from foreshock.monitor.callbacks.shared import GradientNorm, save_if_asked, take_up
+from foreshock.monitor.config import AgentSettings
 
 
 class ForeshockCallback(Callback):  # type: ignore[misc]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from foreshock.monitor.agent import Agent
-from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attaching import attach
 from foreshock.monitor.callbacks.shared import GradientNorm, log_unsaved, read_state, take_up, write_state
+from foreshock.monitor.config import AgentSettings
 from foreshock.monitor.model.discovery import find_attention
 
 _USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_step", "step", "close")

@@ -10,6 +10,7 @@ The softmax of such an attention saved its result for the backward, where rows t
 tensor that something else packs, as activation checkpointing does, is not read.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -168,24 +169,14 @@ def _owner(operands: list[Any], names: Mapping[int, str], modules: Mapping[str, 
     """The module that holds the nearest weights of both; None where there are none that show it."""
     paths = []
     for operand in operands:
-        for node in _near(operand, lambda _: True):
-            if (name := names.get(id(getattr(node, "variable", None)))) is not None:
-                paths.append(name.split(".")[:-1])
-                break
-    if len(paths) < 2:
-        return None
-    one, other = paths
-    same = 0
-    while same < min(len(one), len(other)) and one[same] == other[same]:
-        same += 1
-    path = one[:same]
-    if (
-        path
-        and type(modules[".".join(path)]).__module__.startswith("torch.nn.modules.")
-        and not isinstance(
-            modules[".".join(path)], nn.MultiheadAttention | nn.Sequential | nn.ModuleList | nn.ModuleDict
-        )
-    ):
+        named = (names.get(id(getattr(node, "variable", None))) for node in _near(operand, lambda _: True))
+        if (name := next(filter(None, named), None)) is None:
+            return None
+        paths.append(name.split(".")[:-1])
+    path = [one for one, other in itertools.takewhile(lambda both: both[0] == both[1], zip(*paths, strict=False))]
+    holder = modules[".".join(path)]
+    containers = nn.MultiheadAttention | nn.Sequential | nn.ModuleList | nn.ModuleDict
+    if path and type(holder).__module__.startswith("torch.nn.modules.") and not isinstance(holder, containers):
         path = path[:-1]  # a layer that makes queries and keys
     return ".".join(path)
 
