@@ -1,4 +1,5 @@
-"""Every command that a sentence of a page names exists at this commit, unless the sentence names another commit."""
+"""Every command that a page names, in a sentence or a block, exists at this commit, unless the sentence names another
+commit."""
 
 import importlib.util
 import re
@@ -26,10 +27,17 @@ COMMANDS: Final[Any] = typer.main.get_command(app)
 
 
 def cited(page: Path) -> Iterator[str]:
-    """The commands that a page names and does not say to be another commit's."""
-    for command, after in SPAN.findall(page.read_text()):
+    """The commands that a page names and does not say to be another commit's; a line of a block without its comment."""
+    text = page.read_text()
+    for command, after in SPAN.findall(text):
         if "at commit" not in after.split(".")[0].split(",")[0]:
             yield command
+    for language, block in re.findall(r"^```(\S*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if language not in ("", "sh", "bash", "console"):
+            continue
+        for line in re.sub(r"\$\([^)]*\)", "VALUE", block.replace("\\\n", " ")).splitlines():
+            if re.match(r"(?:[A-Z_]+=\S* )*foreshock ", line):
+                yield re.split(r" [#>&|<]", line)[0]
 
 
 def missing(command: str) -> str | None:

@@ -1,7 +1,6 @@
-"""Every Python block of the documentation runs as it stands, and every command line in a block is one that exists."""
+"""Every Python block of the documentation runs as it stands."""
 
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -9,12 +8,10 @@ from typing import Any, Final
 import pytest
 import torch
 import transformers
-import typer.main
 from tests.monitor.tiny_models import tiny_gpt, train_step
 from tests.monitor.titan_shape import Trainer
 from torch import nn
 
-from foreshock.cli.main import app
 from foreshock.monitor.agent import Agent
 
 ROOT: Final = Path(__file__).parents[1]
@@ -22,13 +19,12 @@ PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WATCHES: Final = re.compile(r"agent\.step\(|Callback\(run|Tracker\(|watch_torchtitan\(")
 
 
-def blocks(*languages: str) -> Iterator[Any]:
-    """(page, block) of every block in one of these languages; "" is a block without a language."""
+def blocks() -> Iterator[Any]:
+    """(page, block) of every block of Python."""
     for page in PAGES:
-        found = re.findall(r"^```(\S*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-        for number, (language, text) in enumerate(found):
-            if language in languages:
-                yield pytest.param(page, text, id=f"{page.relative_to(ROOT)}:{number}")
+        found = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+        for number, text in enumerate(found):
+            yield pytest.param(page, text, id=f"{page.relative_to(ROOT)}:{number}")
 
 
 # What a reader has already: small stand-ins for the names that blocks use without making them.
@@ -141,7 +137,7 @@ def names_for(text: str, folder: Path) -> dict[str, Any]:
     return of_own_loops()
 
 
-@pytest.mark.parametrize(("page", "text"), [*blocks("python")])
+@pytest.mark.parametrize(("page", "text"), [*blocks()])
 @pytest.mark.filterwarnings("ignore")  # those of the trainers and of torch.autocast without its device
 def test_a_python_block_runs_as_it_stands_and_watches_what_it_says(
     page: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,36 +172,3 @@ def test_a_python_block_runs_as_it_stands_and_watches_what_it_says(
         if "watch_torchtitan" in text:  # torchtitan's own main closes it
             names["trainer"].close()
     assert bool(steps) == bool(WATCHES.search(text)), "a block that attaches to a training watches its steps"
-
-
-def command_lines() -> Iterator[Any]:
-    """Every line of a shell block that begins with `foreshock`, without its comment; a backslash goes on."""
-    for block in blocks("", "sh", "bash", "console"):
-        page, text = block.values
-        for line in re.sub(r"\$\([^)]*\)", "VALUE", text.replace("\\\n", " ")).splitlines():
-            words = shlex.split(line, comments=True) if "foreshock " in line and line.count("'") % 2 == 0 else []
-            while words and re.fullmatch(r"\w+=.*", words[0]):
-                words = words[1:]
-            if words[:1] == ["foreshock"]:
-                ends = [at for at, word in enumerate(words) if word in (">", "&", "|", "<")]
-                yield pytest.param(words[1 : min(ends, default=len(words))], id=f"{page.name}: {line.strip()[:70]}")
-
-
-@pytest.mark.parametrize("words", [*command_lines()])
-def test_a_command_line_of_a_page_is_one_that_the_parser_takes(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GRAFANA_TOKEN", "as the page exports it")
-    command: Any = typer.main.get_command(app)
-    context = command.make_context("foreshock", list(words))
-    while hasattr(command, "resolve_command"):
-        rest = [*context._protected_args, *context.args]
-        _, found, rest = command.resolve_command(context, rest)
-        assert found is not None
-        command = found
-        context = command.make_context(command.name, rest, parent=context)
-
-
-def test_the_pages_hold_the_blocks_that_this_file_looks_for() -> None:
-    assert len(list(blocks("python"))) >= 13
-    assert len(list(command_lines())) >= 25

@@ -1,6 +1,5 @@
 """What a person types first, and the sentence that comes back, good input or bad."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -116,19 +115,10 @@ def test_no_token_and_a_wrong_one_read_differently_and_a_file_may_hold_it(
     assert "not-the-right-one" not in wrong.stderr
 
 
-def test_a_missing_module_names_an_extra_that_brings_it_and_boards_need_no_tools_of_developers() -> None:
+def test_a_missing_module_names_an_extra_that_brings_it() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     distributions = metadata.packages_distributions()
     for module, extra in errors._EXTRAS.items():
         names = {name.lower().replace("_", "-") for name in distributions.get(module, [module])}
         brought = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in extras[extra]}
         assert names & brought, f"the extra {extra} does not bring {module}"
-    used = {module for file in (ROOT / "src/foreshock/dashboards").glob("*.py") for module in imported(file)}
-    assert {errors._EXTRAS.get(module) for module in used} <= {None, "grafana"}
-
-
-def imported(file: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in names}

@@ -24,7 +24,7 @@ from foreshock.server.testing import FakeRank, LiveService
 def test_runs_lists_the_runs_and_shows_one(service: LiveService) -> None:
     listed = foreshock("runs", "--url", service.url)
     assert "run-1" in listed.output
-    assert "2.5000" in listed.output
+    assert "2.5" in listed.output
     shown = foreshock("runs", "run-1", "--url", service.url)
     assert "h.1.attn" in shown.output
     assert "No active warning." in shown.output

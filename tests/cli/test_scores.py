@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from tests.cli.typed import TRACE, foreshock
 
+from foreshock.cli.output import cell
 from foreshock.cli.research import scores
 
 
@@ -21,10 +22,10 @@ def test_the_tables_are_those_of_the_report_in_a_terminal_of_any_width(width: in
     assert [each["first_warning_step"] is None for each in report["traces"]] == [False, True]
     for each in report["traces"]:
         words = (each["trace"], each["truth"], each["steps"], each["first_warning_step"], each["layer"])
-        assert [line for line in lines if line.startswith(" ".join(map(scores.cell, words)))]
+        assert [line for line in lines if line.startswith(" ".join(map(cell, words)))]
     for rows in (report["table"], report["healthy"], [report["precision"]], [report["forecasts"]]):
         for row in rows:
-            assert " ".join(map(scores.cell, row.values())) in lines
+            assert " ".join(map(cell, row.values())) in lines
     assert "…" not in out.getvalue()
     assert f"report: {tmp_path / 'report.json'}" in out.getvalue().replace("\n", "")
 

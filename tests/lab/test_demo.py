@@ -14,8 +14,6 @@ from foreshock.lab.demo import SHOWN
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training
-from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.detect.detectors import DetectorConfig
 
 TINY = replace(
     find_recipe("key-bias-small"),
@@ -23,17 +21,6 @@ TINY = replace(
     steps=200,
     warmup_steps=10,
 )
-
-
-@pytest.mark.full
-def test_every_training_of_the_demo_has_the_shipped_detectors_and_the_shipped_cure() -> None:
-    for variant in SHOWN.values():
-        with Training(TINY, variant, 5).agent as agent:
-            assert agent.config.detectors == DetectorConfig()
-            assert agent.config.numerics == "paper"
-    assert [variant.policy for variant in SHOWN.values()] == ["observe", "auto", "observe"]
-    assert SHOWN["rescued"].mitigation == AgentConfig.model_fields["mitigation"].default == "row_corrected"
-    assert [variant.key_bias for variant in SHOWN.values()] == [True, True, False]
 
 
 @pytest.mark.full

@@ -11,16 +11,13 @@ from typing import Literal
 
 import httpx
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from foreshock import __version__
-from foreshock.cli.output import print_json
+from foreshock.cli.output import print_json, table_of
 from foreshock.client import ServiceError, http_client
 from foreshock.contract.route import unanswered
 
 State = Literal["ok", "absent", "wrong"]
-_MARKS: dict[State, str] = {"ok": "[green]ok[/green]", "absent": "[yellow]absent[/yellow]", "wrong": "[red]wrong[/red]"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +103,7 @@ def report(url: str, console: Console, *, as_json: bool) -> bool:
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("what", "state", "detail"):
-            table.add_column(column, overflow="fold")
-        for finding in findings:
-            table.add_row(escape(finding.what), _MARKS[finding.state], escape(finding.detail))
-        console.print(table)
+        console.print(table_of([asdict(finding) for finding in findings]))
     return all(finding.state != "wrong" for finding in findings)
 
 

@@ -3,11 +3,10 @@
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from foreshock.cli.errors import CommandError
 from foreshock.cli.options import asks_service
-from foreshock.cli.output import console, print_json, say
+from foreshock.cli.output import console, print_json, say, table_of
 from foreshock.client import Service
 
 _HEADS_SHOWN = 5
@@ -57,10 +56,11 @@ def resume_plan(
     for line in plan["commands"]:
         say(f"  {line}")
     if plan["checkpoints"]:
-        table = Table("step", "state", "keep", "path", box=None)
-        for one in plan["checkpoints"][:_CHECKPOINTS_SHOWN]:
-            table.add_row(f"{one['step']:,}", one["label"], "yes" if one["pinned"] else "", one["path"])
-        console().print(table)
+        rows = [
+            {"step": one["step"], "state": one["label"], "keep": "yes" if one["pinned"] else "", "path": one["path"]}
+            for one in plan["checkpoints"][:_CHECKPOINTS_SHOWN]
+        ]
+        console().print(table_of(rows))
         if (more := len(plan["checkpoints"]) - _CHECKPOINTS_SHOWN) > 0:
             say(f"and {more} older; --json lists them all")
 

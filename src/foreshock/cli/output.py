@@ -5,11 +5,12 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from typing import Any, Final
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -57,6 +58,22 @@ def console() -> Console:
 def say(text: str) -> None:
     """Print a sentence as it is: no markup, and no line break that it has not."""
     print(shown(text))
+
+
+def cell(value: Any) -> str:
+    """A value in a table: a dash for what is unknown, four digits of a float."""
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A table of rows with the same names, its numbers on the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in rows[0] if rows else ():
+        numbers = any(isinstance(row[name], int | float) for row in rows)
+        table.add_column(name.replace("_", " "), justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell(value)) for value in row.values()))
+    return table
 
 
 def print_whole(table: Table, to: Console) -> None:

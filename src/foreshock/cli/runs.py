@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from foreshock.cli.errors import CommandError
 from foreshock.cli.options import asks_service
-from foreshock.cli.output import console, print_csv, print_json, print_result, say
+from foreshock.cli.output import cell, console, print_csv, print_json, print_result, say, table_of
 from foreshock.client import Service
 
 _SWITCHED = {"head": "its head", "layer": "all heads of its layer", "model": "all heads"}
@@ -115,27 +114,22 @@ def _print_runs(rows: list[dict[str, Any]]) -> None:
     if not rows:
         say('The service has no runs yet. In a training: foreshock.attach(model, run="my-run", url=...)')
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state", "severity"):
-        table.add_column(name, overflow="fold")
-    for name in ("step", "loss", "risk", "warnings"):
-        table.add_column(name, justify="right", overflow="fold")
-    table.add_column("policy", overflow="fold")
-    table.add_column("heard from", justify="right", overflow="fold")
     now = time.time()
-    for run in rows:
-        table.add_row(
-            run["run"],
-            state_of(run, now),
-            run["severity"] or "-",
-            _text(run["last_step"], "{}"),
-            _text(run["loss"], "{:.4f}"),
-            _text(run["worst_risk"], "{:.2f}"),
-            str(run["active_warnings"]),
-            run["policy"] or "-",
-            f"{_duration(now - run['last_seen_unix_seconds'])} ago",
-        )
-    console().print(table)
+    shown = [
+        {
+            "run": run["run"],
+            "state": state_of(run, now),
+            "severity": run["severity"],
+            "step": run["last_step"],
+            "loss": run["loss"],
+            "risk": run["worst_risk"],
+            "warnings": run["active_warnings"],
+            "policy": run["policy"],
+            "heard from": f"{_duration(now - run['last_seen_unix_seconds'])} ago",
+        }
+        for run in rows
+    ]
+    console().print(table_of(shown))
     for run in rows:
         if shared := run.get("shared_ranks"):
             say(f"{run['run']}: {shared}")
@@ -144,25 +138,17 @@ def _print_runs(rows: list[dict[str, Any]]) -> None:
 def _print_run(run: dict[str, Any]) -> None:
     """One run: its layers, the modes of its heads, and its active warnings in words."""
     say(
-        f"{run['run']}  {state_of(run, time.time())}  step {_text(run['last_step'], '{}')}  "
-        f"loss {_text(run['loss'], '{:.4f}')}  {policy_of(run)}"
-        + (f"  QK-Clip {run['qk_clip']}" if run.get("qk_clip") else "")
+        f"{run['run']}  {state_of(run, time.time())}  step {cell(run['last_step'])}  "
+        f"loss {cell(run['loss'])}  {policy_of(run)}" + (f"  QK-Clip {run['qk_clip']}" if run.get("qk_clip") else "")
     )
-    table = Table(
-        "layer", "name", "heads", "switched heads", "worst risk", box=None, pad_edge=False, header_style="bold"
-    )
+    layers = []
     for layer in run["layers"]:
         modes = zip(layer["heads"], layer["modes"], strict=True)
         switched = [f"{head} {mode}" for head, mode in modes if mode not in (None, "plain")]
-        risks = [float(risk) for risk in layer["risk"] if risk is not None]
-        table.add_row(
-            str(layer["layer"]),
-            layer["name"],
-            str(len(layer["heads"])),
-            ", ".join(switched) or "-",
-            _text(max(risks, default=None), "{:.2f}"),
-        )
-    console().print(table)
+        own = {"layer": layer["layer"], "name": layer["name"], "heads": len(layer["heads"])}
+        worst = max((float(risk) for risk in layer["risk"] if risk is not None), default=None)
+        layers.append(own | {"switched heads": ", ".join(switched) or None, "worst risk": worst})
+    console().print(table_of(layers))
     _print_description(run)
     if shared := run.get("shared_ranks"):
         say(shared)
@@ -200,7 +186,3 @@ def policy_of(run: Mapping[str, Any]) -> str:
     if not scope or policy not in _AT_A_WARNING:
         return f"policy {policy}"
     return f"policy {policy} (a warning {_AT_A_WARNING[policy]} {_SWITCHED.get(scope, scope)})"
-
-
-def _text(value: float | str | None, pattern: str) -> str:
-    return "-" if value is None else value if isinstance(value, str) else pattern.format(value)

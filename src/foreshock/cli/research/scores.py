@@ -7,9 +7,8 @@ from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from foreshock.cli.output import print_whole
+from foreshock.cli.output import print_whole, table_of
 from foreshock.lab.scoring.score import lab_score
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -47,16 +46,6 @@ def score_synthetic(console: Console, *, report: Path | None) -> None:
 
 
 def _show(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table whose first column has names, and its others values."""
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(rows[0] if rows else ()):
-        shown.add_column(name.replace("_", " "), justify="right" if number else "left")
-    for row in rows:
-        shown.add_row(*map(cell, row.values()))
     console.print(f"[bold]{title}[/bold]")
-    print_whole(shown, console)
+    print_whole(table_of(rows), console)
     console.print()
-
-
-def cell(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

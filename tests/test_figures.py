@@ -1,0 +1,200 @@
+"""What README and docs/evidence.md say is so: code runs and prints what is below it, figures are those of results and
+recordings."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foreshock.contract import wire
+from foreshock.contract.metrics import catalog
+from foreshock.contract.modes import Mode
+from foreshock.lab.recording.trace import Trace, read_trace
+from foreshock.lab.scoring.score import score_traces
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "evidence.md").read_text()
+EVIDENCE = PAGE.split("### The paper's model explodes")[1].split("\n### ")[0]
+FAILING = (1, 9)
+"""Layer and head."""
+
+
+def run(name: str, seed: int = 1) -> Trace:
+    return read_trace(ROOT / f"src/foreshock/lab/traces/paper/{name}_seed{seed}.trace.xz")
+
+
+def raised(trace: Trace) -> list[wire.Verdict]:
+    """The warnings that were raised while the run was recorded."""
+    return [e for e in trace.events if isinstance(e, wire.Verdict) and e.state == "raised"]
+
+
+def explosion(trace: Trace) -> int | None:
+    """The first step at which the loss is a quarter above what it was 50 to 200 steps before, and stays a fifth above
+    in the mean of 20 steps."""
+    loss = trace.steps.loss
+    for at in range(200, len(loss) - 20):
+        before = float(np.median(loss[at - 200 : at - 50]))
+        if loss[at] > 1.25 * before and loss[at : at + 20].mean() > 1.2 * before:
+            return int(trace.steps.step[at])
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        *((f"paper-gpt2-64k{name}", 1) for name in ("_flash-untreated", "-bias_flash-untreated", "_untreated")),
+        *(("paper-gpt2-64k_flash-rescued", seed) for seed in (1, 2)),
+        ("paper-gpt2-64k_row-corrected", 1),
+        *((f"branched/paper-gpt2-64k_{name}", 1) for name in ("control", "exact-delta", "row-corrected", "qk-clip")),
+    ],
+)
+def test_each_run_explodes_and_is_warned_about_and_switched_where_the_table_says(name: str, seed: int) -> None:
+    trace, steps = run(name, seed), run(name, seed).steps
+    exploded = explosion(trace)
+    assert (f"not by {int(steps.step[-1]):,}" if exploded is None else f"{exploded:,}") in EVIDENCE
+    branched = name.startswith("branched/")
+    if warnings := [] if branched else raised(trace):
+        assert warnings[0].layer == FAILING[0]
+        assert f"| {warnings[0].step:,}, {warnings[0].cause} " in EVIDENCE
+    if not branched and "-bias" not in name:
+        means = [steps.loss[(steps.step > end - 100) & (steps.step <= end)].mean() for end in (3500, 4000, 4500)]
+        assert ", ".join(f"{mean:.3f}" for mean in means) in EVIDENCE
+    if "rescued" in name:
+        [warning] = warnings
+        modes = {s.step: set(s.modes.numpy().tolist()) for s in trace.samples if s.modes is not None}
+        assert all(found == {0} for step, found in modes.items() if step <= warning.step)
+        assert all(found == {int(Mode.ROW_CORRECTED)} for step, found in modes.items() if step > warning.step + 10)
+
+
+def test_the_warnings_came_as_long_before_the_untreated_runs_failed_as_is_said() -> None:
+    names = ("_untreated", "_flash-untreated", "-bias_flash-untreated", "_flash-rescued")
+    ours, flash, biased, switched = (run(f"paper-gpt2-64k{name}") for name in names)
+    within = sorted((explosion(trace) or 0) - raised(trace)[0].step for trace in (ours, flash, biased))
+    assert f"warned about {within[0]:,}, {within[1]:,} and {within[2]:,} steps before they exploded" in EVIDENCE
+    exploded, warned = explosion(flash) or 0, raised(switched)[0].step
+    assert f"came {exploded - warned:,} steps before its untreated twin exploded, which compares two runs" in EVIDENCE
+    first, second, *_ = (verdict for verdict in raised(ours) if verdict.cause == "rounding")
+    assert (second.layer, second.head) == FAILING
+    assert f"named head {first.head} first, and head {second.head}, which failed, at {second.step:,}" in EVIDENCE
+    shown = f"left its loss at step {exploded:,}. With an agent under `auto` it was warned about as rounding at step"
+    assert f"{shown} {warned:,}" in PAGE
+    assert f"The warning of the switched run came {exploded - warned:,} steps before its untreated twin" in PAGE
+
+
+def test_the_offset_of_its_failing_head_grows_unless_rows_are_corrected_and_shrinks_in_float32() -> None:
+    def offsets(name: str) -> dict[int, float]:
+        trace = run(name)
+        row, key = trace.heads.index(FAILING), "head.score_offset"
+        return {s.step: catalog.read(key, words)[row] for s in trace.samples if (words := s.words()) is not None}
+
+    failing = offsets("paper-gpt2-64k_flash-untreated")
+    assert f"from {failing[1500]:.1f} nats at step 1,500 to {failing[2960]:.0f} at 2,960" in EVIDENCE
+    assert max(map(abs, offsets("paper-gpt2-64k_row-corrected").values())) < 5
+    switched, control = offsets("paper-gpt2-64k_flash-rescued"), [*offsets("branched/paper-gpt2-64k_control").values()]
+    assert f"from {switched[2560]:.0f} nats to {abs(switched[6000]):.0f}" in EVIDENCE
+    assert f"from {control[0]:,.0f} to {control[-1]:.0f}" in EVIDENCE
+
+
+@pytest.mark.full
+def test_today_s_detectors_name_no_cause_in_recordings_of_a_sample_of_rows_and_leave_the_treated_run_alone() -> None:
+    names = ("_flash-untreated", "-bias_flash-untreated", "_flash-rescued", "_row-corrected")
+    flash, biased, rescued, corrected = score_traces([run(f"paper-gpt2-64k{name}") for name in names])
+    assert {flash.cause, biased.cause} == {"score growth"}
+    warned = f"at {flash.first_warning_step:,} (layer {flash.layer}) and {biased.first_warning_step:,}"
+    assert f"Today's detectors warn of these recordings {warned}, without a named cause." in EVIDENCE
+    [second] = score_traces([run("paper-gpt2-64k_flash-rescued", 2)])
+    assert (rescued.warnings, corrected.warnings, second.warnings) == (1, 0, 0)
+    warned = f"at {rescued.first_warning_step:,}, at layer {rescued.layer}"
+    assert f"the one of seed 1 is warned about {warned}, and that of seed 2 is not" in EVIDENCE
+
+
+# README
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "src/foreshock/benchmarks/results" / f"{name}.json").read_text())
+
+
+def test_the_five_lines_run_and_print_what_is_below_them(capsys: pytest.CaptureFixture[str]) -> None:
+    model = runpy.run_path(str(ROOT / "examples" / "plain_loop.py"))["Model"]()
+    torch.manual_seed(3)
+    stepped: list[int] = []
+
+    def train_step(model: torch.nn.Module, batch: int) -> torch.Tensor:
+        loss = model(torch.randint(256, (2, 16))).square().mean()
+        loss.backward()
+        stepped.append(batch)
+        return loss  # type: ignore[no-any-return]
+
+    (code,) = blocks("python")
+    exec(code, {"model": model, "batches": range(3), "train_step": train_step})
+    assert stepped == [0, 1, 2]
+    printed = capsys.readouterr()
+    assert printed.err == next(block for block in blocks("text") if "foreshock watches" in block)
+    assert printed.out == ""
+
+
+def test_the_costs_are_those_that_were_measured() -> None:
+    agent, kept = result("agent_h200")["shapes"], result("agent_kept_h200")["shapes"]
+    ratios = {each["ratios"]["kernels_agent / none"] for each in agent}
+    ratios |= {each["ratios"]["keep_agent / none"] for each in kept if each["probe_rows"] == 4096}
+    costs = README.partition("\n## Cost\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"\d+\.\d %", costs)) == {f"{100 * (ratio - 1):.1f} %" for ratio in ratios}
+    modes = result("attention_modes_h200")["summary"]
+    both = [each for each in modes if (each["pass"], each["name"]) == ("both", "row_corrected")]
+    least, most = sorted(100 * (each["mean_ratio"] - 1) for each in both)
+    assert f"[{least:.0f} to {most:.0f} % longer]" in costs
+
+
+def test_the_table_of_monitors_has_the_figures_of_the_report() -> None:
+    measured = {row["monitor"]: row for row in result("monitors")["table"]}
+    first, *rows = re.findall(r"^\| (.*) \|$", README.partition("## Evidence")[2], re.MULTILINE)
+    ours = measured["foreshock"]
+    assert f"of {ours['dangerous']} |" in first
+    assert f"of {ours['possible_alarms']} possible" in first
+    named = {
+        "foreshock": "foreshock",
+        "four conditions (the simplest rule that we found)": "four conditions",
+        "largest offset, 50": "largest offset of the model",
+        "largest score, 100 (Megatron)": "largest score of the model",
+        "gradient norm z-score, 2.5 (ZClip)": "gradient-norm z-score",
+    }
+    shown = {name: cells for name, *cells in (row.split(" | ") for row in rows) if name in named}
+    assert shown.keys() == named.keys()
+    for name, (warned, lead, false_alarms, *_) in shown.items():
+        row = measured[named[name]]
+        never_quiet = row["false_alarms"] > row["possible_alarms"] / 2
+        range_of = f"{row['median_lead']:,.0f} ({row['least_lead']:,.0f} to {row['most_lead']:,.0f})"
+        assert (int(warned), lead) == (row["warned"], "rings all the time" if never_quiet else range_of), name
+        assert int(false_alarms) == row["false_alarms"], name
+
+
+def test_the_picture_s_steps_are_those_of_the_runs() -> None:
+    runs = {
+        (each["variant"], each["seed"]): each
+        for each in result("paper_gpt2_fresh_seeds")["runs"]
+        if each["recipe"] == "paper-gpt2-64k"
+    }
+    untreated, rescued = ([runs[f"flash-{name}", seed] for seed in (9, 10)] for name in ("untreated", "rescued"))
+    past = [f"{each['first_score_of_512']:,}" for each in untreated]
+    switched = " and ".join(f"{each['switched'][0]['step']:,}" for each in rescued)
+    assert f"passes 512 at steps {past[0]} and {past[1]}; switched by foreshock at steps {switched}" in README
+    assert {each["verdicts"][0]["cause"] for each in untreated} == {"rounding"}
+    leads = [each["first_score_of_512"] - each["verdicts"][0]["step"] for each in untreated]
+    assert f"rounding was named {leads[0]} and {leads[1]} steps before a score of 512" in README
+
+
+def test_the_warning_that_is_quoted_is_the_one_that_the_detectors_give_on_that_run() -> None:
+    (quoted,) = re.findall(r"^> (.*)$", README, re.MULTILINE)
+    shown = (ROOT / "docs" / "examples.md").read_text()  # which tests/examples holds to what is printed today
+    assert re.search(rf"^step \d+: {re.escape(quoted)}$", shown, re.MULTILINE)
