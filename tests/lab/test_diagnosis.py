@@ -221,8 +221,8 @@ def test_a_healthy_trace_gets_no_advice_but_to_keep_watching_and_no_line_that_en
 
 def test_a_head_far_from_zero_is_a_finding_without_any_warning() -> None:
     heads = [Head("a.xz", 0, head, {"offset": offset, "largest": 1.0}) for head, offset in ((0, 1.0), (1, -117.9))]
-    assert [found.kind for found in diagnose([Source("a.xz", heads[:1])]).findings] == ["quiet"]
-    [found] = diagnose([Source("a.xz", heads)]).findings
+    assert [found.kind for found in diagnose([Source("a.xz", heads[:1])])] == ["quiet"]
+    [found] = diagnose([Source("a.xz", heads)])
     assert (found.kind, found.heads) == ("large", heads[1:])
     assert "layer 0 head 1 are far from zero. The first has an offset of -117.9 nats" in found.words
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from foreshock.cli.output import plain
 from foreshock.lab.diagnosis.examination import Head, Source, of_checkpoint, of_factory, of_recording
-from foreshock.lab.diagnosis.verdict import diagnose
+from foreshock.lab.diagnosis.verdict import diagnose, shown_heads
 from foreshock.lab.recording.trace import PUBLISHED, RECORDED
 
 _ROWS: Final = {
@@ -35,19 +35,20 @@ def report(sources: Sequence[str], console: Console, *, states: Sequence[str], b
     if states and not any(":" in source for source in sources):
         raise ValueError("--state belongs to a model: give module:factory too, which builds it")
     read = [each for source in sources for each in _read(source, states, batches)]
-    found = diagnose(read)
-    for start, words in zip(["[bold]Verdict[/bold]", *["Also"] * len(found.findings)], found.findings, strict=False):
-        console.print(f"{start}: {escape(words.words)}", highlight=False)
-    for note in found.notes:
+    findings, notes = diagnose(read), [note for source in read for note in source.notes]
+    for number, finding in enumerate(findings):
+        console.print(f"{'Also' if number else '[bold]Verdict[/bold]'}: {escape(finding.words)}", highlight=False)
+    for note in notes:
         console.print(f"Note: {escape(note)}", highlight=False)
-    if found.heads:
+    if heads := shown_heads(read, findings):
         console.print()
-        console.print(_table(found.heads), highlight=False)
+        console.print(_table(heads), highlight=False)
     console.print("\n[bold]What to do[/bold]")
-    for sentence in dict.fromkeys(sentence for finding in found.findings for sentence in finding.advice):
+    for sentence in dict.fromkeys(sentence for finding in findings for sentence in finding.advice):
         console.print(f"- {escape(sentence)}", highlight=False)
     if json is not None:
-        whole = asdict(found) | {"heads": [asdict(head) for source in read for head in source.heads]}
+        heads = [head for source in read for head in source.heads]
+        whole = {"findings": list(map(asdict, findings)), "heads": list(map(asdict, heads)), "notes": notes}
         json.write_text(dumps(plain(whole), indent=2, allow_nan=False) + "\n")
         console.print(f"JSON: {json}")
 

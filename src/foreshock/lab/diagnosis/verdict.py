@@ -58,27 +58,21 @@ class Finding:
     heads: Sequence[Head] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """`findings`, the gravest first, whose words are the verdict; `heads`, the columns of the table; `notes`."""
-
-    findings: list[Finding]
-    heads: list[Head]
-    notes: list[str]
-
-
-def diagnose(sources: Sequence[Source]) -> Diagnosis:
-    """Judge the last model of `sources`, compared with those before it, and every recording."""
+def diagnose(sources: Sequence[Source]) -> list[Finding]:
+    """Judge the last model of `sources`, compared with those before it, and every recording; the gravest first."""
     models = [source for source in sources if source.bad_weights is not None]
     findings = [each for source in sources if source.bad_weights is None for each in _of_recording(source)]
     findings += _of_models(models) if models else []
-    findings = [each for each in findings if each.kind not in ("quiet", "other")] or findings
+    return [each for each in findings if each.kind not in ("quiet", "other")] or findings
+
+
+def shown_heads(sources: Sequence[Source], findings: Sequence[Finding]) -> list[Head]:
+    """The heads of the findings in every source, else the one whose scores drifted farthest."""
     rows = [head for source in sources for head in source.heads]
-    places = list(dict.fromkeys(head.place for each in findings for head in each.heads))[:_SHOWN_HEADS]
-    if not places and rows:  # the one whose scores drifted farthest
-        places = [max(rows, key=lambda row: abs(row.cells.get("offset", 0.0))).place]
-    shown = [row for place in places for row in rows if row.place == place]
-    return Diagnosis(findings, shown, [note for source in sources for note in source.notes])
+    farthest = sorted(rows, key=lambda row: -abs(row.cells.get("offset", 0.0)))[:1]
+    heads = [head for each in findings for head in each.heads] or farthest
+    places = list(dict.fromkeys(head.place for head in heads))[:_SHOWN_HEADS]
+    return [row for place in places for row in rows if row.place == place]
 
 
 def _of_recording(source: Source) -> Iterator[Finding]:
