@@ -325,7 +325,7 @@ def test_ranks_measure_together_every_head_whose_rows_one_of_them_holds_whole(
     torch.manual_seed(0)
     query, key = torch.randn(HEADS, DIM, WIDTH), torch.randn(kv_heads, DIM, WIDTH)
     whole = layout(query, key)
-    seen, straddling = [], []
+    seen, told = [], []
     for rank in range(world):
         module = copy.deepcopy(whole)
         with process(rank, world) as mesh:
@@ -334,17 +334,17 @@ def test_ranks_measure_together_every_head_whose_rows_one_of_them_holds_whole(
             assert projection is not None
             norms = ModelNorms([layer_of(kv_heads)], [known(projection)])
             measured = [norms.measure() for _ in range(40)][-1]
-            straddling.append(projection.unmeasured)
+            told.append(projection.unmeasured)
         if measured:
-            seen.append(torch.stack([measured["query_norm"], measured["key_norm"]]))
+            seen.append(torch.stack([measured["query_norm"], measured["key_norm"], measured["query_key_norm"]]))
     of_head = key.repeat_interleave(HEADS // kv_heads, 0)
-    true = torch.stack([torch.linalg.matrix_norm(w, 2) for w in (query, of_head)])
+    true = torch.stack([torch.linalg.matrix_norm(w, 2) for w in (query, of_head, query.mT @ of_head)])
     together = torch.stack(seen)
     measured_by = together.isfinite().sum(0)
     torch.testing.assert_close(together.nan_to_num(0).amax(0), true * (measured_by > 0), rtol=1e-3, atol=0)
     assert measured_by.max() == 1
     lost = (measured_by == 0).any(0).nonzero().flatten().tolist()
-    assert straddling == [lost] * world  # every rank knows, without asking the others
+    assert told == [lost] * world  # every rank knows, without asking the others
 
 
 @pytest.mark.promise("A13")

@@ -55,7 +55,7 @@ class ModelNorms:
                 query, key = projection.query.read(), projection.key.read()
             except UnreadableWeightError:
                 continue
-            if query.whole_inputs and key.whole_inputs and (query.heads or key.heads):
+            if query.heads or key.heads:
                 heads, kv_heads = len(projection.query.starts), len(projection.key.starts)
                 sizes = heads, kv_heads, projection.query.head_dim
                 shape = _Shape(*sizes, query.heads, key.heads, query.weights.device)

@@ -180,9 +180,7 @@ class Held(NamedTuple):
     heads: range
     """The heads held whole, numbered from 0 within the module."""
     weights: Tensor
-    """[heads, D, E], E being the inputs held."""
-    whole_inputs: bool
-    """Whether E is all inputs, not a part of them."""
+    """[heads, D, E]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +199,8 @@ class HeadRows:
         return rows
 
     def read(self) -> Held:
-        """The heads' weights as they are now. Raises UnreadableWeightError where they cannot be read now."""
+        """The heads' weights as they are now. Raises UnreadableWeightError where they cannot be read now, or where this
+        process holds only some of the inputs of each row."""
         weight = stored(self.holder, self.weight)
         # computed since, for example by a spectral norm that was registered
         if not isinstance(weight, Tensor) or has_adapters(self.holder):
@@ -209,11 +208,11 @@ class HeadRows:
         local, spans = local_tensor(weight), spans_of(weight)
         if list(local.shape) != [stop - start for start, stop in spans]:
             raise UnreadableWeightError
-        (first, stop), inputs = self._rows_first(spans)
         rows = local.t() if is_conv1d(self.holder) else local
+        (first, stop), inputs = self._rows_first(spans)
         held = self._within((first, stop))
         heads = range(held[0], held[-1] + 1) if held else range(0)
-        if held != list(heads):
+        if held != list(heads) or inputs != (0, weight.shape[0 if is_conv1d(self.holder) else 1]):
             raise UnreadableWeightError
         starts = [self.starts[h] - first for h in heads]
         if all(b - a == self.head_dim for a, b in pairwise(starts)):
@@ -223,7 +222,7 @@ class HeadRows:
             )
         else:
             weights = torch.stack([rows[start : start + self.head_dim] for start in starts])
-        return Held(heads, weights, inputs == (0, self._rows_first([(0, size) for size in weight.shape])[1][1]))
+        return Held(heads, weights)
 
     def placed(self) -> list[set[int]]:
         """The heads that each process of the mesh holds whole; one entry where every process holds all of them."""
@@ -284,30 +283,18 @@ class Projection:
 
     @property
     def unmeasured(self) -> list[int]:
-        """Heads (key heads stand for those who read them) that straddle processes: none holds all of their rows."""
-        query, key = (set[int]().union(*rows.placed()) for rows in (self.query, self.key))
-        return sorted(set(range(len(self.query.starts))) - (query & self._readers(key)))
-
-    @property
-    def apart(self) -> list[int]:
-        """Heads of which no process holds W_Q and W_K together, though each lies whole in one."""
+        """Heads of which no process holds W_Q and W_K whole. Key heads stand for those who read them."""
         query, key = self.query.placed(), self.key.placed()
-        if len(query) != len(key):
-            return []
-        together = set[int]().union(*(q & self._readers(k) for q, k in zip(query, key, strict=True)))
-        return sorted(set(range(len(self.query.starts))) - together - set(self.unmeasured))
+        pairs = zip(query, key, strict=True) if len(query) == len(key) else itertools.product(query, key)
+        together = set[int]().union(*(of_query & self._readers(of_key) for of_query, of_key in pairs))
+        return sorted(set(range(len(self.query.starts))) - together)
 
     def gaps(self, first_head: int = 0) -> str:
         """What is not measured and why, for the table of what was found; heads are numbered from `first_head`."""
         if self.query.spread_inputs() or self.key.spread_inputs():
             return ", norms not measured: the inputs of W_Q or W_K are spread over processes"
-        gaps = ""
-        for heads, why in (
-            (self.unmeasured, "norms of heads {} not measured: they straddle processes"),
-            (self.apart, "norm of W_Q W_K^T of heads {} not measured: W_Q and W_K are in different processes"),
-        ):
-            gaps += f", {why.format(', '.join(str(first_head + head) for head in heads))}" if heads else ""
-        return gaps
+        heads = ", ".join(str(first_head + head) for head in self.unmeasured)
+        return heads and f", norms of heads {heads} not all measured: no process holds their W_Q and W_K whole"
 
     def _readers(self, kv_heads: Iterable[int]) -> set[int]:
         group = len(self.query.starts) // len(self.key.starts)

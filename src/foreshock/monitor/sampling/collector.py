@@ -318,6 +318,8 @@ class SampleDraft:
     def build(self) -> wire.Sample:
         """The message."""
         counted = self.counted
+        names = "query_norm", "key_norm", "query_key_norm", "clip_factor", "clipped_steps"
+        norms: dict[str, Any] = {name: _array(counted.norms.get(name), np.float32) for name in names}
         return wire.Sample(
             step=counted.step,
             since_step=counted.since_step,
@@ -331,25 +333,15 @@ class SampleDraft:
             learning_rate=counted.learning_rate,
             step_seconds=counted.step_seconds,
             agent_seconds=counted.agent_seconds,
-            risk=_single(self.risk),
-            query_norm=_array(counted.norms.get("query_norm")),
-            key_norm=_array(counted.norms.get("key_norm")),
-            query_key_norm=_array(counted.norms.get("query_key_norm")),
-            clip_factor=_single(counted.norms.get("clip_factor")),
-            clipped_steps=_single(counted.norms.get("clipped_steps")),
+            risk=_array(self.risk, np.float32),
+            **norms,
         )
 
 
-def _array(values: npt.NDArray[Any] | None) -> wire.Array | None:
-    return None if values is None else _encoded(values)
-
-
-def _single(values: npt.NDArray[Any] | None) -> wire.Array | None:
-    return None if values is None else _encoded(values.astype(np.float32))
-
-
-def _encoded(values: npt.NDArray[Any]) -> wire.Array:
+def _array(values: npt.NDArray[Any] | None, dtype: Any = None) -> wire.Array | None:
     """As wire.Array.of, without decoding again what was just encoded: these bytes are our own."""
-    little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
-    dtype: Any = little.dtype.str
-    return wire.Array.model_construct(dtype=dtype, shape=values.shape, data=pybase64.b64encode_as_string(little.data))
+    if values is None:
+        return None
+    little = np.ascontiguousarray(values, dtype=np.dtype(dtype or values.dtype).newbyteorder("<"))
+    kind: Any = little.dtype.str
+    return wire.Array.model_construct(dtype=kind, shape=values.shape, data=pybase64.b64encode_as_string(little.data))
