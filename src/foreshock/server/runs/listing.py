@@ -27,7 +27,7 @@ from foreshock.server.store.schema import boots, runs, topologies, warnings
 
 
 class SummaryCache:
-    """Summaries by run, kept until something of the run is stored; its incidents are read anew each time."""
+    """Summaries by run, kept until something of the run is stored. Their condition follows from the time too."""
 
     def __init__(self, most: int = 20_000) -> None:
         """most: runs whose summaries are kept; beyond, all are read again."""
@@ -42,13 +42,8 @@ class SummaryCache:
             self._kept, new = (kept := {}), list(rows)
         for now, fields in summaries(connection, new, verify_steps):
             kept[now.row.id] = now.row.changes, fields
-        found = {row.id: kept[row.id][1] for row in rows}
-        fresh = {row.id for row in new}
-        warned = [i for i, fields in found.items() if fields["active_warnings"] and i not in fresh]
-        standing = incidents_of(connection, warned, verify_steps) if warned else {}
-        open_ = {i: [change_of(one) for one in standing.get(i, ()) if one.state != "closed"] for i in warned}
-        shown = [found[row.id] | ({"incidents": open_[row.id]} if row.id in open_ else {}) for row in rows]
-        return [fields | condition_of(fields) for fields in shown]
+        found = [kept[row.id][1] for row in rows]
+        return [fields | condition_of(fields) for fields in found]
 
 
 def list_runs(
