@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -158,23 +159,13 @@ class ResolvingLoop(asyncio.SelectorEventLoop):
 
         def resolve() -> None:
             try:
-                found, error = socket.getaddrinfo(host, port, **options), None
+                settle = partial(future.set_result, socket.getaddrinfo(host, port, **options))
             except OSError as failure:
-                found, error = None, failure
+                settle = partial(future.set_exception, failure)
             except UnicodeError as failure:  # a name that is not one, as of a proxy in the environment
-                found, error = None, OSError(f"not the name of a host: {failure}")
-            try:
-                self.call_soon_threadsafe(settle, found, error)
-            except RuntimeError:
-                return  # the loop is closed; nobody waits any more
-
-        def settle(found: Any, error: OSError | None) -> None:
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(found)
+                settle = partial(future.set_exception, OSError(f"not the name of a host: {failure}"))
+            with suppress(RuntimeError):  # the loop is closed; nobody waits any more
+                self.call_soon_threadsafe(lambda: None if future.done() else settle())
 
         threading.Thread(target=resolve, name="foreshock-resolver", daemon=True).start()
         return await future

@@ -119,10 +119,7 @@ class Sender:
 
     def commands(self) -> list[wire.Command]:
         """The commands that came in since the last call."""
-        arrived = []
-        while self._commands:
-            arrived.append(self._commands.popleft())
-        return arrived
+        return [self._commands.popleft() for _ in range(len(self._commands))]
 
     def close(self, seconds: float) -> None:
         """Send what waits, for at most `seconds`; what is left stays in the spool."""

@@ -85,11 +85,6 @@ class Spool:
         """Words go where samples no longer fit, up to here."""
         return 2 * self._max_bytes
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the file."""
-        return self._end
-
     def __len__(self) -> int:
         return len(self._records)
 
@@ -179,7 +174,7 @@ def leftovers(folder: PrivateFolder, run: str, max_bytes: int) -> tuple[list[Spo
             continue
         except OSError:
             continue  # a living process holds it, or it is gone
-        total += spool.size_bytes
+        total += spool._end
         if len(spool) and total <= max_bytes:
             kept.append(spool)
             continue
