@@ -128,13 +128,6 @@ def peaked() -> Made:
     return adapted(3.0)
 
 
-def packed() -> Made:
-    """Two documents in each row, told apart by their positions."""
-    model = qwen("sdpa")
-    positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(3, -1)
-    return model, _loss(model, position_ids=positions)
-
-
 def hurt(name: str, layer: int, value: float = float("nan")) -> Made:
     """The backward of one projection gives NaN."""
     model: Any = gemma(num_hidden_layers=4, layer_types=["sliding_attention"] * 3 + ["full_attention"])
@@ -164,14 +157,6 @@ def overflowing_mlp() -> Made:
     with torch.no_grad():
         for projection in (model.model.layers[1].mlp.gate_proj, model.model.layers[1].mlp.up_proj):
             projection.weight.fill_(1e25)
-    return model, _loss(model)
-
-
-def partly_trained() -> Made:
-    """No gradient reaches the first two layers of three."""
-    model: Any = qwen("sdpa")
-    for part in (model.model.embed_tokens, *model.model.layers[:2]):
-        part.requires_grad_(False)
     return model, _loss(model)
 
 
@@ -225,11 +210,6 @@ def rows_without_a_key() -> Made:
         return found
 
     return model, loss
-
-
-def sliding() -> Made:
-    model = gemma()
-    return model, _loss(model)
 
 
 def checkpointed() -> Made:

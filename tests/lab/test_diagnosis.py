@@ -45,7 +45,6 @@ FOUND = {
     "peaked": r"Attention is nearly one-hot in 12 of 12 heads: their entropy is 0.\d\d nats",
     "attention_with_weights": r"in the forward, before any attention: what enters out is not finite",
     "by_hand": r"was not judged: none of its layers was measured.*\n.*it computes its attention by hand",
-    "partly_trained": r"^Verdict: Not this rounding: .* of 12 heads in 3 layers",
 }
 
 
@@ -56,7 +55,7 @@ def test_what_is_wrong_with_a_model_is_found_with_its_place(build: str) -> None:
     assert re.search(FOUND[build], said.output), said.output
 
 
-@pytest.mark.parametrize("build", ["eager", "packed", "sliding", "checkpointed"])
+@pytest.mark.parametrize("build", ["eager", "checkpointed"])
 def test_a_sound_model_has_no_finding_and_all_its_heads_are_judged(build: str) -> None:
     said = foreshock("diagnose", f"tests.lab.patients:{build}", "--batches", "2")
     assert said.exit_code == 0, said.output
