@@ -14,7 +14,6 @@ import numpy as np
 from foreshock.contract import wire
 from foreshock.contract.causes import Cause
 from foreshock.contract.slots import Floats
-from foreshock.monitor.detect.forecast import courses
 from foreshock.monitor.detect.growth import SIGNAL_NAMES, HeadSignal
 from foreshock.monitor.detect.levels import FIRST_STEPS, passed_levels, wrong_rows
 from foreshock.monitor.detect.non_finite import NON_FINITE, RUN
@@ -132,18 +131,19 @@ class Detectors:
         growing = any((a.verdict.severity, a.verdict.cause) == ("critical", "score growth") for a in alarms.values())
         offsets = np.abs(self._conditions.growth.end[HeadSignal.OFFSET])
         far = {index: math.inf if index == RUN else max(0.0, offsets[index]) for index in tripped}  # NaN: 0
-        chosen: dict[int, Finding] = {}
+        made: list[wire.Verdict] = []
         for index in sorted(signals, key=lambda index: far.get(index, -1.0), reverse=True):
             before = alarms.get(index)
             found = self._found(index, signals[index], before.verdict if before else None, growing=growing)
             if before is None:
-                wanted = len(chosen) < _MOST_RAISED
+                wanted = len(made) < _MOST_RAISED
             else:  # or people would do something else than after the verdict before
                 placed = index == RUN and self.run.non_finite.placed
                 wanted = before.verdict.step <= due or found.differs(before.verdict) or placed
             if wanted:
-                chosen[index] = found
-        return self._verdicts(chosen, step) if chosen else []
+                made.append(self._verdict(index, found, step, before))
+                alarms[index] = Alarm(made[-1], before.tripped_step if before else step)
+        return made
 
     def _found(self, index: int, signal: str, before: wire.Verdict | None, *, growing: bool) -> Finding:
         """What is found of a head, or of the run.
@@ -163,29 +163,21 @@ class Detectors:
             cause, grave = "rounding", conditions.growth.end[HeadSignal.SCORE, index] >= self.config.growing_score
         return Finding(signal, cause, "critical" if grave else "warning")
 
-    def _verdicts(self, chosen: Mapping[int, Finding], step: int) -> list[wire.Verdict]:
-        """Verdicts of these findings, latched."""
-        run, growth = self.run, self._conditions.growth
-        heads = [index for index in chosen if index != RUN]
-        ahead = dict(zip(heads, courses(growth, np.array(heads, dtype=np.int64)).tolist(), strict=True))
-        made = []
-        columns: dict[str, list[float]] = {}
-        for name, now, was in zip(SIGNAL_NAMES, growth.end[:, heads], growth.start[:, heads], strict=True):
-            columns |= {name: now.tolist(), f"{name}_before": was.tolist()}
-        columns |= {"window_steps": [growth.steps] * len(heads)}
-        columns |= {"bias_evidence": self._conditions.evidence[heads].tolist()}
-        seen = {} if math.isnan(growth.steps) else dict(zip(heads, zip(*columns.values(), strict=True), strict=True))
-        for index, found in chosen.items():
-            before, evidence = run.alarms.get(index), dict(zip(columns, seen.get(index, ()), strict=False))
-            course, words = ahead.get(index, math.nan), ""
-            if found.signal == NON_FINITE:
-                known = before.verdict.evidence.get("suspect_step") if before else None
-                evidence["suspect_step"] = float(run.non_finite.suspect_step or known or math.nan)
-                course, words = math.nan, run.non_finite.sentence(step, len(self.heads)) if index == RUN else ""
-            of = None if index == RUN else self.heads[index]
-            made.append(verdict(found, evidence, course, step=step, of=of, before=before, words=words))
-            run.alarms[index] = Alarm(made[-1], before.tripped_step if before else step)
-        return made
+    def _verdict(self, index: int, found: Finding, step: int, before: Alarm | None) -> wire.Verdict:
+        """The verdict of a finding, with its evidence."""
+        growth, non_finite, of = self._conditions.growth, self.run.non_finite, None
+        evidence, course, words = dict[str, float](), math.nan, ""
+        if index != RUN:
+            of, course = self.heads[index], self._conditions.course(index)
+            if not math.isnan(growth.steps):
+                for name, now, was in zip(SIGNAL_NAMES, growth.end[:, index], growth.start[:, index], strict=True):
+                    evidence |= {name: float(now), f"{name}_before": float(was)}
+                evidence |= {"window_steps": growth.steps, "bias_evidence": float(self._conditions.evidence[index])}
+        if found.signal == NON_FINITE:
+            known = before.verdict.evidence.get("suspect_step") if before else None
+            evidence["suspect_step"] = float(non_finite.suspect_step or known or math.nan)
+            course, words = math.nan, non_finite.sentence(step, len(self.heads)) if of is None else ""
+        return verdict(found, evidence, course, step=step, of=of, before=before, words=words)
 
     def _pass_levels(self, readings: Readings) -> list[wire.Verdict]:
         """The warnings about wrong rows and levels that this sample raises."""

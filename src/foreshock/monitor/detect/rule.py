@@ -1,6 +1,7 @@
 """When a head is warned about: every threshold, and each condition as a ratio that is 1 where it is just met."""
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -79,6 +80,8 @@ class WarningConditions(NamedTuple):
     """[2, N]: the least ratio of all conditions but persistence, 0 or more; 0 where one is unknown"""
     urgent: npt.NDArray[np.int64]
     """the heads whose score is dangerous and does not fall, or will be dangerous before growth could last"""
+    ahead: Mapping[int, float]
+    """the courses of the heads that are close to a warning"""
     undecided: bool
     """whether a head drifts, that matters, and closer samples may yet support it"""
 
@@ -115,11 +118,13 @@ class WarningConditions(NamedTuple):
         np.fmax(ratios, 0.0, out=ratios)
 
         supported, undecided, urgent = np.zeros_like(rounds), False, np.zeros(0, dtype=np.int64)
+        known: dict[int, float] = {}
         close = (np.maximum(*ratios) >= _CLOSE) | (drift >= 1.0) | (latest >= config.growing_score)
         if len(heads := np.flatnonzero(close)):  # of the others no forecast is worth its time
             drifts, evident, newest = drift[heads] >= 1.0, evidence[heads] >= 1.0, latest[heads]
             supported[heads] = drifts & evident
             ahead, longest = courses(growth, heads), config.horizon_windows or math.inf
+            known = dict(zip(heads.tolist(), ahead.tolist(), strict=True))
             windows = np.stack([np.where(supported[heads], longest, longest / 3), np.ones(len(heads))])
             near = np.fmin(ratios[:, heads], windows * growth.steps / ahead)  # as it was where no score was recorded
             may_show = drifts & ~evident & (capital[heads] >= _WORTH_A_LOOK) & (bias.bets[0, heads] > 0)
@@ -129,11 +134,15 @@ class WarningConditions(NamedTuple):
             ratios[:, heads] = near
             soon = min(config.persist_blocks * config.block_steps, growth.steps)
             urgent = heads[now | ((newest >= config.growing_score) & (ahead < soon))]
-        return cls(growth, rounds, won, evidence, supported, ratios, urgent, undecided)
+        return cls(growth, rounds, won, evidence, supported, ratios, urgent, known, undecided)
 
     def refutes(self, head: int) -> bool:
         """Whether the delta bias, which is applied, speaks against a push the way of the offset."""
         return bool(self.rounds[head] and self.won[head] < 1.0)
+
+    def course(self, head: int) -> float:
+        """The steps until its score is dangerous (forecast.py)."""
+        return self.ahead[head] if head in self.ahead else float(courses(self.growth, np.array([head]))[0])
 
     def dangerous(self, head: int) -> bool:
         """Whether the score of this head is dangerous."""
