@@ -20,6 +20,7 @@ def judged(
     capital: float = 2 * ASKED,
     held: int = 20_000,
     error: float = 0.01,
+    config: DetectorConfig = FAR_OFF,
 ) -> WarningConditions:
     """The conditions of one head whose offset and largest score went so from the start to the end of 4,000 steps, and
     whose delta bias won so much on a negative offset."""
@@ -27,7 +28,7 @@ def judged(
     growth = Growth(start, middle, end, end, np.full((2, 1), error), 4000.0, 2000.0, 2000.0, held)
     bias = BiasEvidence.begin(1)
     bias.capital[0], bias.bets[:] = capital, 50.0
-    return WarningConditions.of(growth, bias, np.array([True]), FAR_OFF)
+    return WarningConditions.of(growth, bias, np.array([True]), config)
 
 
 def ratio(found: WarningConditions, signal: HeadSignal) -> float:
@@ -72,6 +73,12 @@ def test_closer_samples_are_asked_for_once_a_drift_may_be_warned_about(held: int
 def test_a_far_offset_warns_without_evidence_but_not_before_the_earliest_step() -> None:
     assert ratio(judged((40.0, 50.0, 60.0), capital=1.0), HeadSignal.OFFSET) == pytest.approx(1.2)
     assert ratio(judged((1.0, 40.0, 80.0), (2.0, 50.0, 90.0), capital=1.0, held=400), HeadSignal.OFFSET) == 0.0
+
+
+@pytest.mark.parametrize(("horizon", "capital", "warns"), [(30, ASKED, True), (30, 1.0, False), (90, 1.0, True)])
+def test_harm_has_to_be_three_times_as_near_without_evidence(horizon: float, capital: float, warns: bool) -> None:
+    found = judged((40.0, 50.0, 60.0), capital=capital, config=DetectorConfig(horizon_windows=horizon))  # in 24 windows
+    assert (ratio(found, HeadSignal.OFFSET) >= 1.0) == warns
 
 
 def test_a_score_warns_by_its_growth_and_not_by_its_size_alone() -> None:

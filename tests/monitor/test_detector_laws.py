@@ -106,10 +106,6 @@ def test_an_offset_that_is_unknown_hushes_no_score_and_where_it_is_unknown_for_a
         assert (never.warning_ratios[HeadSignal.SCORE] > 0).any() == (known.warning_ratios[HeadSignal.SCORE] > 0).any()
 
 
-def watched_from(since: int, until: int, course: Course, **fields: Any) -> list[wire.Verdict]:
-    return play(course, until, Detectors(HEADS), since, **fields)[1]
-
-
 @pytest.mark.parametrize("since", [6_000, 40_000])
 def test_a_run_that_is_watched_from_its_middle_on_is_judged_as_soon_whatever_its_constant_learning_rate(
     since: int,
@@ -118,13 +114,13 @@ def test_a_run_that_is_watched_from_its_middle_on_is_judged_as_soon_whatever_its
         return explosion(max(0, step - since))
 
     until = since + 7000
-    told = watched_from(since, until, later, bias=0.6)
+    told = play(later, until, since=since, bias=0.6)[1]
     assert raised(told) == [HEADS[SICK]]
-    rated = watched_from(since, until, later, bias=0.6, learning_rate=3e-4)
+    rated = play(later, until, since=since, bias=0.6, learning_rate=3e-4)[1]
     assert [(each.step, each.cause, each.state) for each in rated] == [
         (each.step, each.cause, each.state) for each in told
     ]
-    from_zero = watched_from(0, 7000, explosion, bias=0.6)
+    from_zero = play(explosion, 7000, bias=0.6)[1]
     assert abs(told[0].step - since - from_zero[0].step) <= 300
 
 
@@ -301,16 +297,12 @@ def test_the_unit_of_the_delta_bias_does_not_matter(exponent: int) -> None:
 
 
 def test_the_length_of_a_sample_moves_a_warning_by_little() -> None:
-    steps = []
+    first = []
     for every in (10, 50, 90):
         detectors = Detectors(HEADS)
-        warned = None
-        for step in range(every, 6000, every):
-            if detectors.update(reading(step, line, since_step=step - every, bias=4.0)):
-                warned = warned or step
-        steps.append(warned)
-    assert None not in steps
-    assert max(s for s in steps if s) - min(s for s in steps if s) <= 600
+        samples = (reading(step, line, since_step=step - every, bias=4.0) for step in range(every, 6000, every))
+        first.append(next(verdict.step for seen in samples for verdict in detectors.update(seen)))
+    assert max(first) - min(first) <= 600
 
 
 @settings(max_examples=4, deadline=None)

@@ -283,15 +283,9 @@ def test_the_loss_after_an_overflow_tells_whether_it_was_skipped() -> None:
 
 
 def test_a_sample_raises_sixteen_warnings_at_most_and_no_risk_passes_one() -> None:
-    detectors, count = Detectors([(0, head) for head in range(20)]), 20
-    nothing = np.zeros(count)
-    many: dict[str, Any] = {
-        "rows": np.full(count, 1e5),
-        "score_offset": nothing,
-        "largest_score": np.full(count, 2000.0),
-    }
-    many |= {"delta_bias_sum": nothing, "nonfinite_rows": nothing, "modes": np.zeros(count, dtype=np.int32)}
-    raised_by = []
+    detectors, nothing, raised_by = Detectors([(0, head) for head in range(20)]), np.zeros(20), []
+    many: dict[str, Any] = dict.fromkeys(("score_offset", "delta_bias_sum", "nonfinite_rows"), nothing)
+    many |= {"rows": nothing + 1e5, "largest_score": nothing + 2000.0, "modes": nothing.astype(np.int32)}
     for step in (EVERY, 2 * EVERY):
         raised_by.append(len(raised(detectors.update(reading(step, **many)))))
         assert detectors.risk.max() == 1.0

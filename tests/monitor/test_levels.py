@@ -55,7 +55,9 @@ class Sampled(Detectors):
 
     def say(self, step: int, words: Words) -> list[wire.Verdict]:
         modes = np.zeros(len(HEADS), dtype=np.int32)
-        told = self.update(Readings(step=step, since_step=step - 1, modes=modes, **head_readings(words)))
+        seen = Readings(step=step, since_step=step - 1, modes=modes, **head_readings(words))
+        assert seen.finite
+        told = self.update(seen)
         return [verdict for verdict in told if verdict.signal == LEVEL]
 
 

@@ -45,6 +45,8 @@ def test_what_is_joined_while_it_is_gathered_is_what_the_catalogue_reads(words: 
     np.testing.assert_array_equal(seen.largest_score, np.fmax(apart["row_max_abs"], apart["score_max"]))
     np.testing.assert_array_equal(seen.delta_bias_sum, bias)
     np.testing.assert_array_equal(seen.nonfinite_rows, slot_values(words, Slot.NONFINITE_ROWS))
+    known = np.isfinite([seen.score_offset, seen.largest_score, seen.delta_bias_sum]).all()
+    assert known or not seen.finite
     assert not any(np.shares_memory(array, words) for array in (seen.rows, seen.delta_bias_sum, seen.nonfinite_rows))
 
 
