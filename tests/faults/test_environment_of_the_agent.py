@@ -165,18 +165,6 @@ def test_the_proxy_in_use_is_named_without_its_login(
     assert "certificates" not in caplog.text
 
 
-def test_what_the_environment_cost_is_told_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://[")
-    monkeypatch.setenv("SSL_CERT_FILE", "/nope/ca.pem")
-    to = started_sender("https://service.example")
-    send(to, 1)
-    eventually("a try", lambda: to._failures)
-    to.close(IN_ORDER_SECONDS)
-    assert "there is no spool: 1 batch; the last try: SSL_CERT_FILE=/nope/ca.pem cannot be used" in words(caplog)[-1]
-
-
 @pytest.mark.parametrize(
     ("host", "no_proxy", "direct"),
     [

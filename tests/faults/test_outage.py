@@ -27,13 +27,18 @@ def test_a_service_that_nobody_reaches_is_told_once_however_often_it_is_tried(
     assert f"not sent yet: 1 batch in {tmp_path}" in said(caplog)[-1]
 
 
-def test_what_is_lost_without_a_spool_is_told_at_the_end(quick_retries: None, caplog: pytest.LogCaptureFixture) -> None:
-    to = started_sender(closed_port())
+def test_what_is_lost_without_a_spool_is_told_at_the_end_with_what_kept_the_last_try_from_it(
+    quick_retries: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nope/ca.pem")
+    to = started_sender("https://service.example")
     send(to, 1, 2)
     eventually("a try", lambda: to._failures)
     to.dropped["queue_full"] += 3
     to.close(IN_ORDER_SECONDS)
-    assert any("and there is no spool: " in line for line in said(caplog))
+    assert any(
+        "there is no spool: " in line and "SSL_CERT_FILE=/nope/ca.pem cannot be used" in line for line in said(caplog)
+    )
     assert "foreshock: events that were never sent: 3 (queue_full)" in said(caplog)
 
 

@@ -42,15 +42,6 @@ def test_a_link_or_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, 
     assert list(own.iterdir()) == []
 
 
-def test_a_folder_is_made_for_this_user_alone_whatever_the_umask_and_those_above_it_too(tmp_path: Path) -> None:
-    umask = os.umask(0)
-    try:
-        PrivateFolder(tmp_path / "a" / "b" / "c")
-    finally:
-        os.umask(umask)
-    assert modes(tmp_path / "a") == [0o700] * 3
-
-
 def test_files_are_reached_through_the_folder_that_was_looked_at_wherever_its_path_leads_later(tmp_path: Path) -> None:
     path, victim = tmp_path / "spool", tmp_path / "victim"
     victim.mkdir()

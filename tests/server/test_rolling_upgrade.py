@@ -177,22 +177,6 @@ def series_of(exposition: str) -> set[str]:
     return {line for line in lines if not line.startswith(("foreshock_run_last_", "foreshock_run_silent"))}
 
 
-def test_the_modes_that_an_old_agent_saved_are_taken_up_and_its_detectors_are_refused() -> None:
-    torch = pytest.importorskip("torch")
-    from foreshock.monitor.detect.detectors import Detectors
-    from foreshock.monitor.detect.run_state import LAYOUT
-    from foreshock.monitor.switching import Switchboard
-
-    state = json.loads((old.FILES / "agent_state.json").read_text("utf-8"))
-    heads = [(layer, head) for layer, head in state["detectors"]["heads"]]
-    board = Switchboard(heads, torch.zeros(len(heads), dtype=torch.int32), lambda: "id")
-    board.load_state_dict(state["switch"])
-    assert board.modes()[1, 0] == 1
-    # the agent says so, and they begin anew (test_resuming.py)
-    with pytest.raises(ValueError, match=f"have layout 1, this version reads layout {LAYOUT}"):
-        Detectors(heads).load_state_dict(state["detectors"])
-
-
 @pytest.mark.parametrize("scope", ["head", "model", "of_tomorrow", None])
 def test_a_run_shows_what_a_warning_switches_where_its_agent_tells_it(play: Any, scope: str | None) -> None:
     async def story(service: Any) -> None:

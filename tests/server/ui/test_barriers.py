@@ -226,15 +226,6 @@ def test_every_view_and_dialog_is_whole_at_any_width_and_without_a_barrier(
     assert len(seen) == 5 + len(UNFOLDED) + len(dialogs) + sum(dialog.confirmed for dialog in dialogs)
 
 
-def test_long_names_break_no_card_on_a_telephone(screen: Chrome, service: Service, run: str) -> None:
-    see_at(screen, 390, 6000)
-    open_list(screen, service, q=LONG[:20])
-    assert screen.execute_script(OVERFLOW) == []
-    for shown in ([run], [run, f"{run}-ended"]):
-        open_at_size(screen, service, *shown)
-        assert screen.execute_script(OVERFLOW) == []
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("warnings", [3, 144])
 def test_the_first_chart_is_on_the_screen_however_many_warnings_there_are(
