@@ -10,7 +10,7 @@ from tests.lab.made_up import STEPS, noisy, record, steps
 from tests.lab.short_traces import TRACES
 
 from foreshock.contract import wire
-from foreshock.contract.slots import MAX_SLOTS, SUM_SLOTS, identity_row
+from foreshock.contract.slots import MAX_SLOTS, SUM_SLOTS, Floats, identity_row
 from foreshock.lab.recording.harm import first_harm
 from foreshock.lab.recording.trace import Steps, read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
@@ -115,36 +115,33 @@ def test_a_z_score_sees_a_spike_and_does_not_let_it_hide_the_next() -> None:
 # Harm, on losses and gradients whose course is known
 
 
-@pytest.mark.parametrize(
-    ("begins", "ends", "excess", "harm"),
-    [(3000, STEPS, 0.06, 3001), (1000, 1200, 0.1, None), (1000, 1600, 0.08, None), (1000, 1600, 0.3, 1001)],
-    ids=["stays", "two blocks", "comes back", "comes back from far"],
-)
-def test_a_run_is_harmed_from_the_first_of_three_blocks_above_its_control_that_stay_or_are_far_above(
-    begins: int, ends: int, excess: float, harm: int | None
-) -> None:
-    control = noisy(2.0)
-    loss = control.copy()
-    loss[begins:ends] += excess
-    assert first_harm(steps(loss), steps(control)) == harm
+def changed(values: Floats, begin: int, end: int, excess: float) -> Floats:
+    made = values.copy()
+    made[begin:end] += excess
+    return made
 
 
-def test_a_gradient_norm_that_doubles_is_harm_and_what_comes_after_the_control_s_end_is_not_judged() -> None:
-    control, norm = noisy(2.0), np.full(STEPS, 0.5)
-    norm[4000:] = 1.2
-    assert first_harm(steps(control, norm), steps(control)) == 4001
-    assert first_harm(steps(control, norm), steps(control[:4000])) is None
+CONTROL, UNKNOWN, HALF = noisy(2.0), np.full(STEPS, math.nan), np.full(STEPS, 0.5)
+FALLING = 2.0 + 3.0 * np.exp(-np.arange(STEPS) / 500) + noisy(0.0)
+HARM: dict[str, tuple[Steps, Steps | None, int | None]] = {
+    "stays above its control": (steps(changed(CONTROL, 3000, STEPS, 0.06)), steps(CONTROL), 3001),
+    "is above it for two blocks": (steps(changed(CONTROL, 1000, 1200, 0.1)), steps(CONTROL), None),
+    "comes back": (steps(changed(CONTROL, 1000, 1600, 0.08)), steps(CONTROL), None),
+    "comes back from far": (steps(changed(CONTROL, 1000, 1600, 0.3)), steps(CONTROL), 1001),
+    "doubles its gradient norm": (steps(CONTROL, changed(HALF, 4000, STEPS, 0.7)), steps(CONTROL), 4001),
+    "does so after the control's end": (
+        steps(CONTROL, changed(HALF, 4000, STEPS, 0.7)),
+        steps(CONTROL[:4000]),
+        None,
+    ),
+    "has a loss that is not finite": (steps(changed(CONTROL, 1234, 1235, math.nan)), steps(CONTROL), 1235),
+    "recorded no loss": (steps(UNKNOWN, UNKNOWN), steps(CONTROL), None),
+    "falls, and has no control": (steps(FALLING), None, None),
+    "leaves its own past": (steps(changed(FALLING, 4500, STEPS, 0.4)), None, 4501),
+}
 
 
-def test_a_loss_that_is_not_finite_is_harm_at_once_and_one_that_was_never_recorded_is_not() -> None:
-    loss, unknown = noisy(2.0), np.full(STEPS, math.nan)
-    loss[1234] = math.nan
-    assert first_harm(steps(loss), steps(noisy(2.0))) == 1235
-    assert first_harm(steps(unknown, unknown), steps(noisy(2.0))) is None
-
-
-def test_without_a_control_a_run_is_compared_with_its_own_past() -> None:
-    falling = 2.0 + 3.0 * np.exp(-np.arange(STEPS) / 500) + noisy(0.0)
-    assert first_harm(steps(falling)) is None
-    falling[4500:] += 0.4
-    assert first_harm(steps(falling)) == 4501
+@pytest.mark.parametrize("run", HARM)
+def test_the_first_harm_of_a_run_is_where_it_leaves_its_control_or_its_past_for_good_or_far(run: str) -> None:
+    of_run, control, harm = HARM[run]
+    assert first_harm(of_run, control) == harm
