@@ -124,37 +124,6 @@ class NormedOwnKeys(LatentAttention):
         return query, torch.cat([F.rms_norm(key[..., :NOPE], (NOPE,)), key[..., NOPE:]], -1), value
 
 
-class NormedRotaryQueries(LatentAttention):
-    """A norm of the rotary part of the queries, of all heads together."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super().heads(x)
-        rope = query[..., NOPE:]
-        rope = rope / rope.square().mean((1, 3), keepdim=True).sqrt()
-        return torch.cat([query[..., :NOPE], rope], -1), key, value
-
-
-class NormedSharedKeys(LatentAttention):
-    """A norm of the rotary key that all heads share: it is not scaled, so that nothing stands in the way."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super().heads(x)
-        return query, torch.cat([key[..., :NOPE], F.rms_norm(key[..., NOPE:], (ROPE,))], -1), value
-
-
-class OneKeyHead(LatentAttention):
-    """All query heads read one key head, which has all that is left of the latent."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super().heads(x)
-        return query, key[:, :1], value[:, :1]
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.heads(x)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
 def two_latent_layers(make: Callable[[], nn.Module] = LatentAttention) -> TinyGPT:
     """A model of two layers of this attention."""
     torch.manual_seed(5)

@@ -115,7 +115,6 @@ PACKED = (BOUNDS, BOUNDS.clone(), 12, 12)
 """Two tensors: torch.compile takes no torch.autograd.Function into its graph that is given one of them twice."""
 CALLS: dict[str, tuple[Call, dict[str, Any]]] = {
     "2": (lambda q, k, v: TWO.flash_attn_func(q, k, v, causal=True), {"causal": True}),
-    "2, every key": (lambda q, k, v: TWO.flash_attn_func(q, k, v, deterministic=True), {}),
     "2, window": (
         lambda q, k, v: TWO.flash_attn_func(q, k, v, 0.0, None, False, (3, 2)),
         {"window": (3, 2)},
@@ -159,15 +158,9 @@ CALLS: dict[str, tuple[Call, dict[str, Any]]] = {
         lambda q, k, v: THREE.flash_attn_qkvpacked_func(torch.cat((q, k, v), -2), causal=True, num_heads_q=4),
         {"causal": True},
     ),
-    "3, packed": (flat(THREE.flash_attn_varlen_func, *PACKED, causal=True), {"causal": True, "ends": BOUNDS}),
     "4": (lambda q, k, v: FOUR.flash_attn_func(q, k, v, causal=True), {"causal": True}),
     "4, window": (lambda q, k, v: FOUR.flash_attn_func(q, k, v, window_size=(3, None)), {"window": (3, -1)}),
-    "4, packed": (
-        flat(FOUR.flash_attn_varlen_func, cu_seqlens_q=PACKED[0], cu_seqlens_k=PACKED[1], causal=True),
-        {"causal": True, "ends": BOUNDS},
-    ),
     "xformers": (efficient(None), {}),
-    "xformers, causal": (efficient(XFORMERS.LowerTriangularMask()), {"causal": True}),
     "xformers, bias": (
         lambda q, k, v: efficient(masked(q.shape[1]), scale=0.3)(q, k, v),
         {"causal": True, "scale": 0.3},

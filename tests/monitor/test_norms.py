@@ -93,15 +93,6 @@ class PeftLinear(nn.Module):
         return self.base_layer(x) + added  # type: ignore[no-any-return]
 
 
-class ByHand(nn.Linear):
-    """Parameters next to the weight, as in loralib."""
-
-    def __init__(self, rows: Tensor) -> None:
-        super().__init__(rows.shape[1], rows.shape[0])
-        self.lora_A = nn.Parameter(torch.randn(2, rows.shape[1]))
-        self.lora_B = nn.Parameter(torch.randn(rows.shape[0], 2))
-
-
 class Wrapped(nn.Module):
     """Linear layers round a linear layer, with torchtune's names."""
 
@@ -115,7 +106,6 @@ class Wrapped(nn.Module):
 ADAPTERS: dict[str, Callable[[Tensor], Any]] = {
     "peft": lambda rows: PeftLinear(linear_with(rows), *rows.shape),
     "peft round Conv1D": lambda rows: PeftLinear(conv1d_with(rows), *rows.shape),
-    "parameters": ByHand,
     "torchtune's names": Wrapped,
 }
 

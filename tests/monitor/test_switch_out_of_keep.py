@@ -222,31 +222,6 @@ def test_a_switch_taken_back_before_the_next_sample_makes_no_peer_look_as_if_it_
     assert "counted nothing" not in caplog.text
 
 
-@pytest.mark.full
-@pytest.mark.promise("A14")
-@pytest.mark.parametrize("step_of", [eager, compiled, accumulated])
-@pytest.mark.parametrize("drops", [False, True])
-def test_by_default_a_training_is_the_same_to_the_last_bit_in_every_way_to_run_it(step_of: Step, drops: bool) -> None:
-    """Nothing that is decided here looks at the device: so it is on a GPU."""
-    results = []
-    for watched in (False, True):
-        torch.manual_seed(2)
-        model = tiny_gpt(*((Dropping if drops else CausalSelfAttention)(16, 2) for _ in range(2)))
-        agent = attach(model, strict=True, quiet=True) if watched else None
-        torch.manual_seed(8)
-        losses = []
-        for step in range(STEPS):
-            losses.append(step_of(model, step))
-            if agent is not None:
-                agent.step(losses[-1])
-        if agent is not None:
-            assert agent.config.policy == "observe"
-            agent.close()
-        torch._dynamo.reset()
-        results.append([*losses, *(weight.detach().clone() for weight in model.parameters()), torch.get_rng_state()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 class Dropping(CausalSelfAttention):
     """Drops a fifth of its weights while it trains, as GPT-2 of transformers drops a tenth."""
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
 from tests.monitor import titan_shape, trainers
 from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
@@ -230,64 +229,6 @@ def test_a_tracker_without_checkpoints_goes_on_where_the_loop_is(numbers: range,
     tracker.finish()
     assert listener.of(wire.Started)[0].step == start
     assert {sample.step // 10 for sample in listener.of(wire.Sample)} == {step // 10 for step in numbers}
-
-
-class OneOfSeveral:
-    """What the tracker needs of an Accelerator."""
-
-    def __init__(self, process_index: int) -> None:
-        self.process_index = process_index
-        self.hooks: dict[str, Any] = {}
-        self.trackers: list[Any] = []
-        self.project_configuration = ProjectConfiguration()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def save_state(self) -> None:
-        """Nothing is written here: the tests call the hooks."""
-
-    def register_save_state_pre_hook(self, hook: Any) -> None:
-        self.hooks["save"] = hook
-
-    def register_load_state_pre_hook(self, hook: Any) -> None:
-        self.hooks["load"] = hook
-
-
-def test_each_process_under_accelerate_saves_and_takes_up_its_own_state(tmp_path: Path) -> None:
-    def modes_after(process: int, folder: str, *, switch: tuple[int, int] | None = None) -> Any:
-        tracker, accelerator = ForeshockTracker(tiny_gpt(), **EVERY_STEP), OneOfSeveral(process)
-        tracker.checkpoint_with(accelerator)
-        tracker.start()
-        assert tracker.agent is not None
-        if switch is None:
-            accelerator.hooks["load"]([], folder)
-        else:
-            tracker.agent.set_mode([switch], "exact_delta", "a test")
-            accelerator.hooks["save"]([], [], folder)
-        switched = [head for head, mode in tracker.agent.modes().items() if mode != "plain"]
-        tracker.finish()
-        return switched
-
-    for process, head in enumerate([(0, 0), (1, 1)]):
-        assert modes_after(process, str(tmp_path), switch=head) == [head]
-    assert [modes_after(process, str(tmp_path)) for process in range(3)] == [[(0, 0)], [(1, 1)], [(0, 0)]]
-    assert modes_after(0, str(tmp_path / "nothing")) == []
-
-
-def test_a_process_beside_the_first_is_watched_though_accelerate_leaves_its_trackers_alone() -> None:
-    tracker, accelerator = ForeshockTracker(tiny_gpt(), **EVERY_STEP), OneOfSeveral(1)
-    tracker.checkpoint_with(accelerator)
-    other: Any = accelerator
-    other.init_trackers("test")
-    assert tracker.agent is not None
-    other.log({"loss": 1.0}, step=1)
-    assert tracker.agent.current_step == 1
-    assert accelerator.trackers == [tracker]  # which end_training finishes
-    tracker.finish()
-    first = OneOfSeveral(0)
-    ForeshockTracker(tiny_gpt(), **EVERY_STEP).checkpoint_with(first)
-    assert not hasattr(first, "init_trackers")  # Accelerate's own serves
 
 
 def test_a_training_that_began_without_foreshock_goes_on_with_its_own_step_numbers(tmp_path: Path) -> None:

@@ -141,16 +141,6 @@ def test_sequences_packed_after_a_forward_was_interrupted_stay_apart(compiled: b
 
 
 @pytest.mark.full
-def test_a_model_that_is_compiled_whole_and_counts_its_own_positions_is_served_by_kernels() -> None:
-    student, _ = models()
-    with listening(student, probe_rows=5) as (agent, listener):
-        run: Any = torch.compile(student, backend="aot_eager", fullgraph=True)
-        torch.autograd.backward(run(X).logits.square().mean())
-        agent.step(1.0)
-    assert counted_rows(listener) == [[12] * 8]  # a probe counts five
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("args", "named"),
     [

@@ -8,7 +8,6 @@ from tests.monitor.stand_ins.attending import function, public
 
 SCALES = "q_descale, k_descale, v_descale"
 REST = "window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin, return_softmax"
-PACKED = "cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k"
 DEFAULTS: dict[str, Any] = {
     "causal": False, "window_size": (-1, -1), "attention_chunk": 0, "softcap": 0.0, "num_splits": 1,
     "deterministic": False, "sm_margin": 0,
@@ -20,16 +19,7 @@ FlashAttnQKVPackedFunc = function(
     "sm_margin, return_softmax",
 )
 FlashAttnFunc = function(__name__, "FlashAttnFunc", f"q, k, v, softmax_scale, causal, qv, {SCALES}, {REST}")
-FlashAttnVarlenFunc = function(
-    __name__, "FlashAttnVarlenFunc", f"q, k, v, {PACKED}, softmax_scale, causal, qv, {SCALES}, {REST}"
-)
 flash_attn_qkvpacked_func = public(
     globals(), "FlashAttnQKVPackedFunc", "qkv, softmax_scale, causal, num_heads_q", **DEFAULTS
 )
 flash_attn_func = public(globals(), "FlashAttnFunc", "q, k, v, softmax_scale, causal", **DEFAULTS)
-flash_attn_varlen_func = public(
-    globals(),
-    "FlashAttnVarlenFunc",
-    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal",
-    **DEFAULTS,
-)

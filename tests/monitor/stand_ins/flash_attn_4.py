@@ -19,12 +19,4 @@ FlashAttnFunc = function(
     f"q, k, v, qv, gather_kv_indices, {SCORES}, {MODS}, aux_tensors, aux_scalars, block_sparse_tensors, "
     "block_sparse_tensors_bwd, return_lse",
 )
-FlashAttnVarlenFunc = function(
-    __name__,
-    "FlashAttnVarlenFunc",
-    "q, k, v, qv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, min_seqlen_k, "
-    f"gather_kv_indices, page_table, {SCORES}, {MODS}, block_sparse_tensors, aux_tensors, aux_scalars, return_lse, "
-    "scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata",
-)
 flash_attn_func = public(globals(), "FlashAttnFunc", "q, k, v", **DEFAULTS)
-flash_attn_varlen_func = public(globals(), "FlashAttnVarlenFunc", "q, k, v", **DEFAULTS)
