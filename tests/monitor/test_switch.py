@@ -21,7 +21,7 @@ from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.console import ConsoleReporter
-from foreshock.monitor.switching import AT_ONCE, MAX_ANSWERED, MAX_WAITING, Switchboard, Switching
+from foreshock.monitor.switching import AT_ONCE, MAX_ANSWERED, MAX_WAITING, Switchboard
 
 QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -280,8 +280,8 @@ def test_the_memory_of_answered_commands_is_bounded() -> None:
     for number in range(MAX_ANSWERED + 10):
         switchboard.obey(command(id=f"c{number}"), step=1, unix_seconds=0)
     assert len(switchboard.state_dict()["answered"]) == MAX_ANSWERED
-    assert switchboard.answered(f"c{MAX_ANSWERED + 9}")
-    assert not switchboard.answered("c0")
+    assert f"c{MAX_ANSWERED + 9}" in switchboard.state_dict()["answered"]
+    assert "c0" not in switchboard.state_dict()["answered"]
 
 
 @pytest.mark.parametrize(
@@ -406,17 +406,11 @@ def test_an_order_that_expires_while_it_waits_is_not_carried_out(agent: Agent, m
 
 
 def test_no_more_orders_wait_than_have_room_and_the_oldest_stay() -> None:
-    class Answered:
-        """Stands for the heads' modes: it carried out one order before."""
-
-        def answered(self, name: str) -> bool:
-            return name == "c3"
-
-    board: Any = Answered()
-    switching = Switching(AgentConfig(url=None), board, lambda _: None, lambda _: None)
-    first = switching.due(orders(range(2 * MAX_WAITING)))
+    switchboard, _ = board()
+    switchboard.obey(command(id="c3"), step=1, unix_seconds=0)
+    first = switchboard.due(orders(range(2 * MAX_WAITING)))
     assert [command.id for command in first] == ["c0", "c1", "c2", "c4"]
-    rest = [command.id for _ in range(MAX_WAITING) for command in switching.due([])]
+    rest = [command.id for _ in range(MAX_WAITING) for command in switchboard.due([])]
     assert (len(rest), rest[-1]) == (MAX_WAITING - AT_ONCE, f"c{MAX_WAITING}")
 
 

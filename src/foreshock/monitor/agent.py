@@ -38,7 +38,7 @@ from foreshock.monitor.qk_clip import Clipping
 from foreshock.monitor.sampler import Sampler
 from foreshock.monitor.sampling.collector import Counted, SampleDraft
 from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
-from foreshock.monitor.switching import Switchboard, Switching
+from foreshock.monitor.switching import Switchboard
 
 UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError)
 """What reading something raises that is not what it seems."""
@@ -153,8 +153,15 @@ class Agent:
         self._coverage = CoverageReport(attached, config)
         self._console = ConsoleReporter(config, attached.layers)
         me = weakref.proxy(self)  # in no circle: an agent that is dropped leaves there, and not in the midst of a step
-        emit = lambda event: me._outbox.emit(event)  # noqa: E731
-        self._switching = Switching(config, self._switchboard, emit, self._console.report_switched)
+        emit: Callable[[wire.Event], None] = lambda event: me._outbox.emit(event)  # noqa: E731
+        report = self._console.report_switched
+
+        def tell(done: Sequence[wire.Switched]) -> None:
+            for switched in done:
+                emit(switched)
+            report(done)
+
+        self._switchboard.tell = tell
         self._active: Sequence[wire.Verdict] = ()
         self.readings: Readings | None = None
         """What the detectors read of the newest sample; None before the first, and where they failed."""
@@ -282,7 +289,7 @@ class Agent:
         if unwatched := self._attached.finder.take_findings():
             self._coverage.add_unwatched(unwatched)
         # before the sample, whose modes are those that ran
-        self._guards["answers"].run(self._switching.settle, self._schedule.before, self.current_step)
+        self._guards["answers"].run(self._switchboard.settle, self._schedule.before, self.current_step, time.time())
         self._attached.step_done(self.current_step)
         self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due and not fresh))
         if not fresh:
@@ -306,7 +313,7 @@ class Agent:
         for sample in counted:
             self._guards["qk_clip"].run(self._clipping.arrived, sample)
             self._detector_thread.put(self._guards["detectors"], self.detectors, self._attached, sample)
-        self._guards["switch"].run(lambda: self._switching.obey(self._outbox.commands(), self.current_step))
+        self._guards["switch"].run(lambda: self._switchboard.obey_some(self._outbox.commands(), self.current_step))
 
     def _publish(self, result: DetectorResult) -> None:
         counted, said, risk, self._active, self.readings, undecided = result
@@ -326,7 +333,7 @@ class Agent:
                 lambda: console.log_lines(console.lines_for(said, modes, self._clipping.state, self._outbox.page))
             )
         if self.config.policy != "observe":
-            self._guards["policy"].run(self._switching.act, said, self.current_step)
+            self._guards["policy"].run(self._switchboard.act, said, self.config, self.current_step)
         self._guards["qk_clip"].run(self._clipping.follow, said, step=self.current_step)
         self._saves.follow(said, self._active)
         if self.config.save_on_warning and self.config.rank == 0:
@@ -484,7 +491,7 @@ class Agent:
         if self.config.policy != "observe":  # it may be another than that of the process that warned
             # "updated", since a new warning would end the hold that a person has put on a head
             active = [verdict.model_copy(update={"state": "updated"}) for verdict in self._active]
-            self._guards["policy"].run(self._switching.act, active, self.current_step)
+            self._guards["policy"].run(self._switchboard.act, active, self.config, self.current_step)
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

@@ -64,11 +64,15 @@ class Switchboard:
         self.actions: dict[str, Callable[[wire.Command, int], None]] = {}
         """What carries out orders of another kind than a switch, by their action (contract.orders.KINDS), after a step.
         It raises ValueError where it cannot."""
+        self.tell: Callable[[Sequence[wire.Switched]], None] = lambda done: None
+        """Is called with what became of switches and orders."""
         self._orders: list[_Order] = []
         self._late: list[wire.Switched] = []
         """Answers to orders that others replaced while they waited."""
         self._given: set[int] = set()
         """Rows that were switched since this process's start."""
+        self._arrived: dict[str, wire.Command] = {}
+        """Orders that no boundary has begun with, by their ids."""
         self._answered: OrderedDict[str, None] = OrderedDict()
         self.held: set[wire.HeadRef] = set()
         """Heads that a command took a mitigation from: until a new warning is raised, no policy gives it back."""
@@ -100,7 +104,29 @@ class Switchboard:
         takers, left_out = self._takers(wanted, flags)
         return self._carry_out(_Order(tuple(takers), flags, reason + left_out), step)
 
-    def follow(
+    def act(self, verdicts: Sequence[wire.Verdict], config: AgentConfig, step: int) -> None:
+        """Make or propose the switches that verdicts call for, or say which heads refuse them. A new warning ends every
+        hold that a person has put on its head.
+
+        Only what contract.decision says calls for one (a mitigation changes rounding alone), and what moves a layer
+        with wrong attention to our kernels; only on heads that do not have it yet: the one that was warned about, those
+        of its layer, or all.
+        """
+        self.held -= {(v.layer, v.head) for v in verdicts if v.state == "raised"}
+        modes = {head: mode for head, mode in self.wanted().items() if head not in self.held}
+        moves = config.policy == "auto" and config.replace_wrong_attention
+        done: list[wire.Switched] = []
+        for verdict in verdicts:
+            wrong = moves and verdict.cause == "attention kernel" and verdict.state == "raised"
+            if verdict.layer is None or verdict.head is None or not (wrong or calls_for_switch(verdict)):
+                continue
+            scope = "layer" if wrong else config.switch_scope
+            for mode, heads in switches([(verdict.layer, verdict.head)], modes, config.mitigation, scope).items():
+                modes.update(dict.fromkeys(heads, int(mode)))
+                done += self._follow(heads, mode, verdict, step=step, policy=config.policy)
+        self.tell(done)
+
+    def _follow(
         self, heads: Sequence[wire.HeadRef], mode: Mode, verdict: wire.Verdict, *, step: int, policy: wire.Policy
     ) -> list[wire.Switched]:
         """Give `heads` this mode for a verdict, or only propose it, as the policy says; what cannot have it refuses,
@@ -160,6 +186,7 @@ class Switchboard:
                 self._orders.append(order._replace(heads=waiting, command=None))
         if answers:
             self._write()
+        self.tell(answers)
         return answers
 
     def _answer(self, order: _Order, outcome: wire.Outcome, step: int) -> wire.Switched:
@@ -198,9 +225,18 @@ class Switchboard:
             raise ValueError(next(iter(refused.values())))
         return [head for head in heads if head not in refused], _left_out(refused)
 
-    def answered(self, command: str) -> bool:
-        """Whether the command of this id was carried out or refused before."""
-        return command in self._answered
+    def obey_some(self, arrived: Iterable[wire.Command], step: int) -> None:
+        """Carry out the oldest orders; the rest waits for the boundaries that follow."""
+        for command in self.due(arrived):
+            done = self.obey(command, step=step, unix_seconds=time.time())
+            self.tell([] if done is None else [done])
+
+    def due(self, arrived: Iterable[wire.Command]) -> list[wire.Command]:
+        """What to carry out now, in the order of arrival, each once."""
+        for command in arrived:
+            if len(self._arrived) < MAX_WAITING and command.id not in self._answered:
+                self._arrived.setdefault(command.id, command)
+        return [self._arrived.pop(name) for name in list(islice(self._arrived, AT_ONCE))]
 
     def obey(self, command: wire.Command, *, step: int, unix_seconds: float) -> wire.Switched | None:
         """Carry out a command at the step boundary after `step`. None when this id came before, and while it waits."""
@@ -287,65 +323,3 @@ def _expired(command: wire.Command, step: int, unix_seconds: float) -> str | Non
 
 def _left_out(refused: Mapping[wire.HeadRef, str]) -> str:
     return f" ({len(refused)} heads are left out: {next(iter(refused.values()))})" if refused else ""
-
-
-class Switching:
-    """Acts on verdicts and orders; hands every event to `emit`, and what became of a switch to `report`."""
-
-    def __init__(
-        self,
-        config: AgentConfig,
-        switchboard: Switchboard,
-        emit: Callable[[wire.Event], None],
-        report: Callable[[Sequence[wire.Switched]], None],
-    ) -> None:
-        self._config: Final = config
-        self._switchboard: Final = switchboard
-        self._emit: Final = emit
-        self._report: Final = report
-        self._waiting: dict[str, wire.Command] = {}
-
-    def settle(self, since_step: int, step: int) -> None:
-        """The switches that waited, as the step since `since_step` shows what became of them."""
-        self._tell(self._switchboard.settle(since_step, step, time.time()))
-
-    def obey(self, arrived: Iterable[wire.Command], step: int) -> None:
-        """Carry out the oldest orders; the rest waits for the boundaries that follow."""
-        for command in self.due(arrived):
-            done = self._switchboard.obey(command, step=step, unix_seconds=time.time())
-            self._tell([] if done is None else [done])
-
-    def due(self, arrived: Iterable[wire.Command]) -> list[wire.Command]:
-        """What to carry out now, in the order of arrival, each once."""
-        for command in arrived:
-            if len(self._waiting) < MAX_WAITING and not self._switchboard.answered(command.id):
-                self._waiting.setdefault(command.id, command)
-        return [self._waiting.pop(name) for name in list(islice(self._waiting, AT_ONCE))]
-
-    def act(self, verdicts: Sequence[wire.Verdict], step: int) -> None:
-        """Make or propose the switches that verdicts call for, or say which heads refuse them. A new warning ends every
-        hold that a person has put on its head.
-
-        Only what contract.decision says calls for one (a mitigation changes rounding alone), and what moves a layer
-        with wrong attention to our kernels; only on heads that do not have it yet: the one that was warned about, those
-        of its layer, or all.
-        """
-        board, config = self._switchboard, self._config
-        board.held -= {(v.layer, v.head) for v in verdicts if v.state == "raised"}
-        modes = {head: mode for head, mode in board.wanted().items() if head not in board.held}
-        moves = config.policy == "auto" and config.replace_wrong_attention
-        done: list[wire.Switched] = []
-        for verdict in verdicts:
-            wrong = moves and verdict.cause == "attention kernel" and verdict.state == "raised"
-            if verdict.layer is None or verdict.head is None or not (wrong or calls_for_switch(verdict)):
-                continue
-            scope = "layer" if wrong else config.switch_scope
-            for mode, heads in switches([(verdict.layer, verdict.head)], modes, config.mitigation, scope).items():
-                modes.update(dict.fromkeys(heads, int(mode)))
-                done += board.follow(heads, mode, verdict, step=step, policy=config.policy)
-        self._tell(done)
-
-    def _tell(self, done: Sequence[wire.Switched]) -> None:
-        for switched in done:
-            self._emit(switched)
-        self._report(done)
