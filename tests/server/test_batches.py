@@ -160,7 +160,7 @@ OF_NO_HEAD = WIDE.sample(1).model_copy(update={"states": None, "modes": None, "r
         ([OF_NO_HEAD, WIDE.sample(2), WIDE.started(), WIDE.sample(3)], None),
         ([WIDE.started(), NARROW.started(), NARROW.sample(2)], None),
         ([WIDE.started(), NARROW.sample(2)], "data for 3 heads, but this process registered 6"),
-        ([WIDE.sample(2), NARROW.sample(3)], "data for 3 heads, but this process registered 6"),
+        ([WIDE.sample(2), OF_NO_HEAD, NARROW.sample(3)], "data for 3 heads, but this process registered 6"),
         ([WIDE.sample(2), NARROW.started()], "watches 3 heads, and samples of it were acknowledged that speak of 6"),
         ([WIDE.started(), WIDE.sample(2), NARROW.started()], "watches 3 heads"),
     ],
