@@ -140,16 +140,16 @@ def test_what_people_say_of_a_run_is_on_its_page_and_finds_it_in_the_list_until_
     feeder.train(5)
     chromium.get(f"{service.url}/?{urlencode({'runs': feeder.run})}")
     wait("the page", lambda: button(chromium, "Name and notes")).click()
-    said = {"display_name": "Hope and glory", "tags": "keep, seed study,keep", "notes": "<b>two</b>\nlines"}
+    said = {"display_name": "Hope and glory", "tags": "keep, second study,keep", "notes": "<b>two</b>\nlines"}
     fill(chromium, **said, who="Ada")
     button(chromium, "Save").click()
     wait("its name", lambda: text(chromium, "header.title h1") == "Hope and glory")
     assert feeder.run in text(chromium, "header.title .identity"), "its own name stays in sight"
-    assert [tag.text for tag in chromium.find_elements(By.CSS_SELECTOR, ".tags li")] == ["keep", "seed study"]
+    assert [tag.text for tag in chromium.find_elements(By.CSS_SELECTOR, ".tags li")] == ["keep", "second study"]
     assert "<b>two</b>" in text(chromium, ".notes")
     wait("focus comes back", lambda: chromium.switch_to.active_element.text == "Name and notes")
     wait("the event is listed", lambda: "Ada (local) changed the run's display name" in text(chromium, ".events"))
-    for asked in ({"q": "glory"}, {"label": "seed study"}, {"q": feeder.run}):
+    for asked in ({"q": "glory"}, {"label": "second study"}, {"q": feeder.run}):
         open_list(chromium, service, **asked)
         assert listed(chromium) == ["Hope and glory"], asked
 
