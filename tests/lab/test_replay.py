@@ -115,7 +115,7 @@ def assert_replayed(training: Training, steps: int, path: Path, hurt: Callable[[
     return said
 
 
-@pytest.mark.parametrize("variant", ["flash-untreated", "untreated"])
+@pytest.mark.parametrize("variant", ["flash-untreated", pytest.param("untreated", marks=pytest.mark.full)])
 def test_a_replay_says_what_the_agent_said_of_its_own_attention_and_of_our_kernels(
     variant: str, tmp_path: Path
 ) -> None:
