@@ -11,7 +11,7 @@ from tests.dashboards.shipped import PROVISIONING, alertmanager_config, promethe
 
 from foreshock.contract.metrics.catalog import BY_KEY, SERVICE_DOWN, WATCHDOG
 from foreshock.dashboards.generate import GENERATED, check, generate
-from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, JOB, SCRAPE_INTERVAL_SECONDS, Links, _place, rules
+from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, SCRAPE_INTERVAL_SECONDS, Links, _place, rules
 
 
 def run(*command: str) -> str:
@@ -79,7 +79,8 @@ def test_the_files_name_alerts_and_places_that_there_are() -> None:
     assert {WATCHDOG.name, SERVICE_DOWN.name} <= named
     for name in ("prometheus.yml", "prometheus-victoriametrics.yml"):
         config = shipped(name)
-        assert [scrape["job_name"] for scrape in config["scrape_configs"]] == [JOB]
+        [scrape] = config["scrape_configs"]
+        assert f'{{job="{scrape["job_name"]}"}}' in SERVICE_DOWN.expr
         assert config["global"]["scrape_interval"] == f"{SCRAPE_INTERVAL_SECONDS}s"
     [source] = shipped("grafana/datasources/prometheus.yml")["datasources"]
     assert source["uid"] == DATASOURCE_UID

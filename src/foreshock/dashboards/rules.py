@@ -9,9 +9,6 @@ from foreshock.contract.decision import STEPS_BEFORE
 from foreshock.contract.metrics.catalog import EXTRA_ALERTS, METRICS
 from foreshock.contract.metrics.metric import Alert, Metric
 
-JOB: Final = "foreshock"
-"""The scrape job of the service; ForeshockServiceDown watches it."""
-
 FOLDER: Final = "foreshock"
 """The Grafana folder of the boards; its title and its uid."""
 
