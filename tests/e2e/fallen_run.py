@@ -1,4 +1,4 @@
-"""A training whose scores explode, for tests: python -P fallen_run.py TRAINER FOLDER RUN [LINE ...].
+"""A training whose scores explode or drift, for tests: python -P fallen_run.py TRAINER FOLDER RUN [LINE ...].
 
 Without lines it saves a checkpoint every 20 steps, and kills itself once it has exploded and the service knows. With
 the lines of a resume plan it trains on by them, word for word. FORESHOCK_URL names the service. What came of it is in
@@ -14,9 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.utils.data
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from foreshock.callbacks import AccelerateTracker, LightningCallback, TransformersCallback, watch_torchtitan
 from foreshock.client import Service
 from foreshock.contract import wire
+from foreshock.contract.metrics import catalog
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.training.model import GPT, ModelConfig
 from foreshock.monitor import Agent, attach
@@ -38,14 +40,41 @@ RATE, WARM_UP, ROWS, CONTEXT = 0.064, 100, 8, 32
 EXPLODED, END, EVERY = 200, 300, 20
 
 
-class Patient(nn.Module):
-    """Two layers without biases: the scores pass 512 within 160 steps, and the loss stays up."""
+@dataclass(frozen=True)
+class Failure:
+    """How a plain loop fails."""
 
-    def __init__(self) -> None:
+    model: ModelConfig
+    rate: float
+    rows: int
+    fell: int
+    """The step after which it kills itself."""
+    end: int
+    every: int
+    severity: str
+    """Of the incident that it then has."""
+    bias_rate: float = 1.0
+    """Of biases, in parts of the rate of all else."""
+
+
+_SMALL: Final[dict[str, Any]] = {"layers": 2, "heads": 2}
+EXPLOSION: Final = Failure(
+    ModelConfig(**_SMALL, width=32, context=CONTEXT, qkv_bias=False, attention_dtype="float32"),
+    *(RATE, ROWS, EXPLODED, END, EVERY),
+    severity="critical",
+)
+"""Two layers without biases: the scores pass 512 within 160 steps, and the loss stays up."""
+ROUNDING: Final = Failure(
+    ModelConfig(**_SMALL, width=64, context=64), 0.004, 16, 2000, 2500, 100, severity="warning", bias_rate=32.0
+)
+"""Under the paper's numerics the key bias, which learns fast, drifts away with the scores of its head."""
+
+
+class Patient(nn.Module):
+    def __init__(self, failure: Failure = EXPLOSION) -> None:
         super().__init__()
         torch.manual_seed(1)
-        sizes: dict[str, Any] = {"layers": 2, "heads": 2, "width": 32, "context": CONTEXT}
-        self.gpt = GPT(ModelConfig(**sizes, qkv_bias=False, attention_dtype="float32"))
+        self.gpt = GPT(failure.model)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Any:
         return {"loss": self.gpt(tokens, targets)}
@@ -56,36 +85,43 @@ def rate_at(step: int) -> float:
     return min(1.0, (step + 1) / WARM_UP)
 
 
-def trained_by(model: nn.Module) -> tuple[torch.optim.AdamW, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+def trained_by(model: nn.Module, failure: Failure = EXPLOSION) -> tuple[torch.optim.AdamW, Any]:
+    named = [(name.endswith("bias"), weight) for name, weight in model.named_parameters()]
+    groups: list[dict[str, Any]] = [
+        {"params": [weight for is_bias, weight in named if is_bias == of_biases], "lr": failure.rate * share}
+        for of_biases, share in ((False, 1.0), (True, failure.bias_rate))
+    ]
+    optimizer = torch.optim.AdamW([one for one in groups if one["params"]], betas=(0.9, 0.95), weight_decay=0.0)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate_at)
 
 
 class Slices(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Bytes of a module of the standard library, from places that depend on the number alone."""
 
-    def __init__(self) -> None:
-        self.text = torch.tensor(list(Path(random.__file__).read_bytes()))
+    def __init__(self, failure: Failure = EXPLOSION) -> None:
+        self.text, self.rows = torch.tensor(list(Path(random.__file__).read_bytes())), failure.rows
+        self.context, self.end = failure.model.context, failure.end
 
     def __len__(self) -> int:
-        return END * ROWS
+        return self.end * self.rows
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        start = int(torch.randint(len(self.text) - CONTEXT - 1, (), generator=torch.Generator().manual_seed(number)))
-        piece = self.text[start : start + CONTEXT + 1]
+        last = len(self.text) - self.context - 1
+        start = int(torch.randint(last, (), generator=torch.Generator().manual_seed(number)))
+        piece = self.text[start : start + self.context + 1]
         return {"tokens": piece[:-1], "targets": piece[1:]}
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """What step `step` reads, from 0."""
-        rows = [self[step * ROWS + row] for row in range(ROWS)]
+        rows = [self[step * self.rows + row] for row in range(self.rows)]
         return {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "targets")}
 
 
 class Watch:
     """Follows an agent, ends the run that fails, and says what came of it."""
 
-    def __init__(self, folder: Path, run: str, *, fails: bool) -> None:
-        self.folder, self.run, self.fails = folder, run, fails
+    def __init__(self, folder: Path, run: str, *, fails: bool, failure: Failure = EXPLOSION) -> None:
+        self.folder, self.run, self.fails, self.failure = folder, run, fails, failure
         self.samples: list[wire.Sample] = []
         self.following: Agent | None = None
 
@@ -95,17 +131,19 @@ class Watch:
         if self.following is None:
             self.following = agent
             agent.subscribe(lambda event: self.samples.append(event) if isinstance(event, wire.Sample) else None)
-        if self.fails and agent.current_step >= EXPLODED:
+        if self.fails and agent.current_step >= self.failure.fell:
             self._die()
 
     def write(self) -> None:
-        """Between what steps it trained, and the loss and the largest |score| of the last 50 of them."""
+        """Between what steps it trained, and the loss and the largest |score| and |offset| of the last 50 of them."""
         last = [sample for sample in self.samples if sample.step > self.samples[-1].step - 50]
+        words = [words for sample in last if (words := sample.words()) is not None]
         found = {
             "first": self.samples[0].since_step,
             "last": self.samples[-1].step,
             "loss": sum(sample.loss or 0.0 for sample in last) / len(last),
-            "score": max(float(slot_values(w, Slot.ROW_MAX_ABS).max()) for s in last if (w := s.words()) is not None),
+            "score": max(float(slot_values(each, Slot.ROW_MAX_ABS).max()) for each in words),
+            "offset": max(float(abs(catalog.read("head.score_offset", each)).max()) for each in words),
         }
         (self.folder / "end.json").write_text(json.dumps(found))
 
@@ -113,10 +151,10 @@ class Watch:
         self.write()
         with Service(os.environ["FORESHOCK_URL"]) as service:
             for _ in range(600):
-                if any(one["severity"] == "critical" for one in service.incidents(self.run)):
+                if any(one["severity"] == self.failure.severity for one in service.incidents(self.run)):
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(0.1)
-        raise TimeoutError("the service knows of no explosion")
+        raise TimeoutError("the service knows of no such incident")
 
 
 class Plan:
@@ -230,11 +268,12 @@ def accelerate(folder: Path, run: str, lines: list[str]) -> None:
     watch.write()
 
 
-def own(folder: Path, run: str, lines: list[str]) -> None:
+def own(folder: Path, run: str, lines: list[str], failure: Failure = EXPLOSION) -> None:
     """A plain loop. The comment of a plan names the file to load."""
     plan = Plan(lines, f'attach(model, run="{run}")')
-    model, watch, data = Patient(), Watch(folder, run, fails=plan.fails), Slices()
-    optimizer, schedule = trained_by(model)
+    model, data = Patient(failure), Slices(failure)
+    watch = Watch(folder, run, fails=plan.fails, failure=failure)
+    optimizer, schedule = trained_by(model, failure)
     agent: Agent = eval(plan.attach, {"attach": attach, "model": model})
     for line in plan.others:
         if found := re.match("# load (.*), then, before the first step:", line):
@@ -243,7 +282,7 @@ def own(folder: Path, run: str, lines: list[str]) -> None:
             optimizer.load_state_dict(saved["optimizer"])
             schedule.load_state_dict(saved["schedule"])
     plan.load("", agent=agent)
-    for step in range(agent.current_step, END):
+    for step in range(agent.current_step, failure.end):
         loss = model(**data.batch(step))["loss"]
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -251,7 +290,7 @@ def own(folder: Path, run: str, lines: list[str]) -> None:
         schedule.step()
         optimizer.zero_grad()
         agent.step(loss.detach(), norm)
-        if agent.should_save or (plan.fails and (step + 1) % EVERY == 0):
+        if agent.should_save or (plan.fails and (step + 1) % failure.every == 0):
             parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
             path = folder / f"{step + 1}.pt"
             torch.save({name: part.state_dict() for name, part in parts.items()}, path)
@@ -259,6 +298,11 @@ def own(folder: Path, run: str, lines: list[str]) -> None:
         watch.step(agent)
     agent.close()
     watch.write()
+
+
+def rounding(folder: Path, run: str, lines: list[str]) -> None:
+    """A plain loop that no high rate harms."""
+    own(folder, run, lines, ROUNDING)
 
 
 class TitanShaped(titan_shape.Trainer):

