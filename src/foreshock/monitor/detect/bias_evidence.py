@@ -77,6 +77,7 @@ class BiasEvidence:
                 for part in (self.capital, self.usual, self.bets):
                     part[1] = part[0]
             self._bet(0)
+            self._carry()
         bias_since, rows_since = self.pending[0]
         bias_since += bias if finite else np.where(np.isfinite(bias), bias, 0.0)
         rows_since += rows
@@ -86,15 +87,18 @@ class BiasEvidence:
         """Bet on the block that closes, and on its samples since the last bet."""
         self._bet(0)
         if self.apart:
+            self._carry()
             self._bet(1)
         self.drop_open()
+
+    def _carry(self) -> None:
+        """Add what was bet on to its block."""
+        self.pending[1] += self.pending[0]
+        self.pending[0] = self.open_samples = 0
 
     def _bet(self, pace: int) -> None:
         bias, rows = self.pending[pace]
         size = bias / np.sqrt(np.maximum(rows, 1.0))
-        if pace == 0:
-            self.pending[1] += self.pending[0]
-            self.pending[0] = self.open_samples = 0
         capital, usual, bets = self.capital[pace], self.usual[pace], self.bets[pace]
         unit = np.where(bets >= _FIRST_BETS, usual, np.inf)
         won = size / unit

@@ -112,8 +112,10 @@ class Detectors:
         for head in conditions.urgent.tolist():
             score = ratios[:, HeadSignal.SCORE, head]
             np.maximum(score, conditions.ratios[HeadSignal.SCORE, head], out=score)
-        offset, score = self.warning_ratios >= 1.0
-        return {head: SIGNAL_NAMES[not offset[head]] for head in np.flatnonzero(offset | score).tolist()}
+        heads = list(conditions.ahead)  # no ratio of another one comes to 1
+        drifts, grows = ratios[..., heads].min(axis=0) >= 1.0
+        lasting = zip(heads, drifts, grows, strict=True)
+        return {head: SIGNAL_NAMES[not drift] for head, drift, growth in lasting if drift or growth}
 
     def _report(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
         """Verdicts of a sample whose heads trip with these signals: what drifted farthest is raised or updated first,

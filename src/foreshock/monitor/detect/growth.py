@@ -190,8 +190,8 @@ class HeadPasts:
 
 def _mean(blocks: Sequence[Floats]) -> Floats:
     """Of those blocks, [2, N] each, that know a value."""
-    total = blocks[0].copy()
-    for block in blocks[1:]:
+    total = blocks[0] + blocks[1] if len(blocks) > 1 else blocks[0].copy()
+    for block in blocks[2:]:
         total += block
     if is_finite(total):
         total /= len(blocks)
