@@ -56,7 +56,7 @@ class Sampled(Detectors):
     def say(self, step: int, words: Words) -> list[wire.Verdict]:
         modes = np.zeros(len(HEADS), dtype=np.int32)
         seen = Readings(step=step, since_step=step - 1, modes=modes, **head_readings(words))
-        assert seen.finite
+        assert seen.finite == np.isfinite(words.view(np.float64)[:, Slot.ROW_MAX_ABS]).all()
         told = self.update(seen)
         return [verdict for verdict in told if verdict.signal == LEVEL]
 
@@ -98,6 +98,9 @@ def test_scores_that_rise_within_the_first_hundred_steps_are_reported_and_those_
     assert not loaded.say(10, sample(FIRST_SCORE))
     [found] = rising.say(10, sample(FIRST_SCORE))
     assert "rose to 128 from 12 within the first 100 steps" in found.sentence
+    faster = Sampled()
+    assert not faster.say(1, sample())
+    assert [verdict.id for verdict in faster.say(10, sample(SCORE))] == ["level-score-10"]
     late.say(1, sample())
     assert not late.say(200, sample(FIRST_SCORE))
 
@@ -146,6 +149,22 @@ def test_few_keys_are_no_collapse_of_the_entropy() -> None:
     assert not raised(words)
     for entropy, keys in ((0.0, 1.0), (0.0, None), (0.35, 2.0), (0.3, 3.0)):
         assert not raised(sample(entropy=entropy, keys=keys)), (entropy, keys)
+
+
+@pytest.mark.parametrize(
+    ("scores", "measured"), [((1.0, 2.0, 12.0, 12.0), (1, 2, 3)), ((12.0, 12.0, 12.0, 12.0), (1,))]
+)
+def test_a_measured_head_that_is_not_sharp_or_a_single_one_shows_no_collapse(
+    scores: tuple[float, ...], measured: tuple[int, ...]
+) -> None:
+    words = sample(entropy=0.1)
+    words.view(np.float64)[:, [Slot.SCORE_MAX, Slot.ROW_MAX_ABS]] = np.array(scores)[:, None]
+    words[np.setdiff1d(range(4), measured), Slot.ENTROPY_ROWS] = 0
+    assert not raised(words)
+
+
+def test_an_infinite_score_is_no_level() -> None:
+    assert not raised(sample(math.inf))
 
 
 def _quiet(path: Path) -> float:
