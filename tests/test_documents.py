@@ -116,7 +116,7 @@ def test_every_command_and_every_option_is_explained() -> None:
 def test_every_picture_is_drawn_by_a_command_and_is_shown() -> None:
     shots = module_at(ROOT / "scripts" / "screenshots.py")
     drawn = [picture.name for picture in shots.PICTURES]
-    elsewhere = {"paper-run", "paper-seeds", "lab-explosion", "lab-leads"}  # of finished studies
+    elsewhere = {"paper-run", "paper-all-tokens", "paper-seeds", "lab-explosion", "lab-leads"}  # of finished studies
     there = {path.stem for path in (ROOT / "docs" / "images").glob("*.png")}
     assert there == {*drawn, *elsewhere}
     assert len(drawn) == len(set(drawn))
