@@ -186,6 +186,7 @@ class AttachedModel:
         for index, f in enumerate(watched):
             name, number = f.name or "model", settings.layers.get(f.name, settings.first_layer + index)
             first_head = settings.first_head + f.first_head
+            allowed = re.sub(r"[^\w.:/-]", "_", name, flags=re.ASCII)  # a key of nn.ModuleDict may be any text
             if number in layers:
                 raise ValueError(
                     f"{layers[number].name} and {name} both have the layer number {number}; give every attention "
@@ -194,9 +195,7 @@ class AttachedModel:
             try:
                 layers[number] = wire.Layer(
                     layer=number,
-                    name=re.sub(r"[^\w.:/-]", "_", name, flags=re.ASCII)[
-                        -128:
-                    ],  # a key of nn.ModuleDict may be any text
+                    name=allowed[-128:],
                     heads=tuple(range(first_head, first_head + f.heads)),
                     kv_heads=f.kv_heads or f.heads,  # older services take no less than one
                     kv_heads_known=f.kv_heads > 0,

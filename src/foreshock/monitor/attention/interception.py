@@ -18,6 +18,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any, Final
@@ -441,8 +442,7 @@ class SdpaRebinding:
         """Namespace, class or object, name in it, what it was and what we made it."""
         self._modules = 0
         """Modules that were imported when libraries were looked for last."""
-        self._settings_before: dict[str, Any] = {}
-        self._leave_flex: Callable[[], None] = lambda: None
+        self._undo: Final = ExitStack()
         self._elsewhere = sys.maxsize
         """The fewest references to PyTorch's functions that no module and no holder had, at any search."""
 
@@ -462,10 +462,10 @@ class SdpaRebinding:
             checkpoints = vars(torch.utils.checkpoint)
             self._bind(checkpoints, "_checkpoint_without_reentrant_generator", _non_reentrant)
             self._bind(checkpoints, "CheckpointFunction", _Reentrant)
-            self._leave_flex = rebind_flex()
+            self._undo.callback(rebind_flex())
             for name, value in _COMPILER_SETTINGS.items():
                 if hasattr(torch._dynamo.config, name):  # not every version has each
-                    self._settings_before[name] = getattr(torch._dynamo.config, name)
+                    self._undo.callback(setattr, torch._dynamo.config, name, getattr(torch._dynamo.config, name))
                     setattr(torch._dynamo.config, name, value)
         self.follow_imports()
 
@@ -499,7 +499,6 @@ class SdpaRebinding:
         self._users -= 1
         if self._users == 0:
             libraries = self._put_back()
-            self._leave_flex()
             if libraries or _references(_OURS) != _OURS_UNUSED:  # who imported a name in the meantime got ours
                 rebound = (*_REBOUND, *libraries)
                 originals = {id(ours): original for original, ours in rebound}
@@ -507,9 +506,7 @@ class SdpaRebinding:
                     put(space, name, of_holder(space, originals[id(ours)]))
             self._modules = 0
             forget()
-            for name, value in self._settings_before.items():
-                setattr(torch._dynamo.config, name, value)
-            self._settings_before.clear()
+            self._undo.close()
 
     def _put_back(self) -> list[tuple[Any, Any]]:
         """Give the names back; returns what stood in for objects of libraries and is still held, behind each object."""
@@ -535,6 +532,10 @@ def watch_module(module: nn.Module, layer: WatchedLayer) -> Callable[[], None]:
     module.__dict__[LAYER_ATTRIBUTE] = layer
     layer.home = weakref.ref(module)
     outside.layers.add(layer)
+    undo = ExitStack()
+    undo.callback(leave_no_trace_in_copies(module))
+    undo.callback(outside.layers.discard, layer)
+    undo.callback(module.__dict__.pop, LAYER_ATTRIBUTE, None)
     places: list[tuple[dict[Any, Any], Any]] = [
         (module._forward_pre_hooks, _enter),
         (module._forward_hooks, leave),
@@ -542,14 +543,5 @@ def watch_module(module: nn.Module, layer: WatchedLayer) -> Callable[[], None]:
     ]
     for place, value in places:
         place[_HOOK_ID] = value
-
-    stay_clean = leave_no_trace_in_copies(module)
-
-    def undo() -> None:
-        for place, _ in places:
-            place.pop(_HOOK_ID, None)
-        module.__dict__.pop(LAYER_ATTRIBUTE, None)
-        outside.layers.discard(layer)
-        stay_clean()
-
-    return undo
+        undo.callback(place.pop, _HOOK_ID, None)
+    return undo.close

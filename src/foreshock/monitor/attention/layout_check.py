@@ -10,8 +10,8 @@ In multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) a pa
 from a latent, and another part, which carries the positions, is the same in all heads.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -211,7 +211,7 @@ class LayoutCheck:
         self.gone = False
         """The layer's module is no part of the model any more: another may stand in its place."""
         self._owner, self._heads = owner, heads
-        self._undo: list[Callable[[], object]] = []
+        self._undo: Final = ExitStack()
         self._accept(found)
         self.announced: Final = found.layout if isinstance(found, Projection) else self.describe()
 
@@ -245,11 +245,9 @@ class LayoutCheck:
                 return
             vars(noted.holder)[LAYOUT_ATTRIBUTE] = noted
             noted.holder._forward_hooks[_HOOK_ID] = _note
-            self._undo += [
-                leave_no_trace_in_copies(noted.holder),
-                functools.partial(vars(noted.holder).pop, LAYOUT_ATTRIBUTE, None),
-                functools.partial(noted.holder._forward_hooks.pop, _HOOK_ID, None),
-            ]
+            self._undo.callback(leave_no_trace_in_copies(noted.holder))
+            self._undo.callback(vars(noted.holder).pop, LAYOUT_ATTRIBUTE, None)
+            self._undo.callback(noted.holder._forward_hooks.pop, _HOOK_ID, None)
 
     def refuse(self, why: str) -> None:
         """No call shows anything, for this reason."""
@@ -257,8 +255,7 @@ class LayoutCheck:
 
     def stop(self) -> None:
         """Take the hooks out again."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     @property
     def open(self) -> bool:

@@ -8,6 +8,7 @@ given.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
@@ -220,23 +221,20 @@ def watch_positions(models: Sequence[PreTrainedModel]) -> Callable[[], None]:
     undoing."""
     if _make_causal_mask is None:
         return lambda: None
-    handles, stay_clean = [], []
+    undo = ExitStack()
+    undo.callback(_stop_counting)
     for model in models:
         names = tuple(inspect.signature(type(model).forward).parameters)[1:]
-        handles.append(model.register_forward_pre_hook(_hook(names), with_kwargs=True))
-        handles.append(model.register_forward_hook(_forget, always_call=True))
-        stay_clean.append(leave_no_trace_in_copies(model))
+        undo.callback(leave_no_trace_in_copies(model))
+        undo.callback(model.register_forward_pre_hook(_hook(names), with_kwargs=True).remove)
+        undo.callback(model.register_forward_hook(_forget, always_call=True).remove)
     _counting.users += 1
     vars(masking_utils)[_NAME] = _preprocess
+    return undo.close
 
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-        for undo_copies in stay_clean:
-            undo_copies()
-        _counting.users -= 1
-        if _counting.users == 0:
-            vars(masking_utils)[_NAME] = _make_causal_mask
-            _counting.config = None
 
-    return undo
+def _stop_counting() -> None:
+    _counting.users -= 1
+    if _counting.users == 0:
+        vars(masking_utils)[_NAME] = _make_causal_mask
+        _counting.config = None

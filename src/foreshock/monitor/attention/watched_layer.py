@@ -273,19 +273,18 @@ class WatchedLayer:
     def _misfit(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
         """Why a call can be neither computed nor measured."""
         heads = self.state.shape[0]
-        shapes = f"its query has shape {list(query.shape)}, its key {list(key.shape)}, its value {list(value.shape)}"
         if query.is_nested:
             return "its query is a nested tensor; [B, H, S, D] is measured"
+        shapes = [list(x.shape) for x in (query, key, value)]
         if query.dim() < 4 and not (query.dim() == 3 and heads == 1):
-            return f"its query has shape {list(query.shape)}; [B, H, S, D] is measured"
+            return f"its query has shape {shapes[0]}; [B, H, S, D] is measured"
         if query.dim() > 4 and (reason := _why_not_third_last(query, heads)) is not None:
             return reason
         if query.dim() >= 4 and query.shape[-3] != heads:
             return f"its query has {query.shape[-3]} heads, {heads} were announced; attach(heads=...) announces others"
-        if key.dim() != query.dim() or value.shape[:-1] != key.shape[:-1]:
-            return shapes
-        if any(q != k and 1 not in (q, k) for q, k in zip(query.shape[:-3], key.shape[:-3], strict=True)):
-            return shapes
+        apart = key.dim() != query.dim() or value.shape[:-1] != key.shape[:-1]
+        if apart or any(q != k and 1 not in (q, k) for q, k in zip(query.shape[:-3], key.shape[:-3], strict=True)):
+            return "its query has shape {}, its key {}, its value {}".format(*shapes)
         if query.dim() >= 4 and query.shape[-3] % key.shape[-3]:
             return f"its query has {query.shape[-3]} heads, its key {key.shape[-3]}"
         if query.device != self.state.device:
