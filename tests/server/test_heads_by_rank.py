@@ -27,11 +27,3 @@ async def test_an_order_for_every_head_adds_to_modes_that_were_set_by_hand_and_s
     answer = await service.client.get("/v1/runs/run-1/switches?mode=nothing")
     assert answer.status_code == 422
     assert (await service.client.get("/v1/runs/run-9/switches?mode=plain")).status_code == 404
-
-
-async def test_a_rank_that_has_not_said_which_heads_it_holds_is_asked_as_well(service: Any) -> None:
-    rank, silent = FakeRank(), FakeRank(rank=1)
-    await start(service, rank)
-    await service.store(silent, silent.sample(1))
-    await order(service, heads=[[0, 1]], mode="exact_delta")
-    assert (await service.store(silent, silent.sample(2))).commands
