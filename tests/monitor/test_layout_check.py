@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from foreshock.contract import wire
 from foreshock.monitor import attach
 from foreshock.monitor.attention.layout_check import Call, Numbers, confirmed, features
+from foreshock.monitor.model.discovery import find_attention
 from foreshock.monitor.model.layers import Projection, latent_projections, projections
 
 HEADS, KEYS, DIM, WIDTH = 4, 2, 8, 32
@@ -147,6 +148,15 @@ def train(
         told = [layout.describe() for layout in agent._attached.layouts]
         assert all(layout in agent.report() for layout in told)
     return listener.of(wire.Sample), told, losses
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_key_heads_that_no_attribute_gives_are_read_off_the_widths_of_projections(name: str) -> None:
+    (found,) = find_attention(LAYOUTS[name](), {})
+    assert (found.heads, found.kv_heads) == (
+        HEADS,
+        KEYS if name in ("each key head its Q, K, V", "separate, grouped") else HEADS,
+    )
 
 
 POSITIONS: dict[str, Callable[[Callable[..., Heads]], Callable[..., Heads]]] = {

@@ -457,7 +457,7 @@ def key_heads_by_width(module: nn.Module, heads: int, head_dim: int) -> int:
     for names in _SEPARATE:
         query, key = (_width(getattr(module, name, None)) for name in names)
         if query is not None and key is not None:
-            kv_heads, rest = divmod(key, head_dim)
+            kv_heads, rest = divmod(key, head_dim * (2 if "to_kv" in names else 1))
             fits = query == heads * head_dim and not rest and kv_heads > 0 and heads % kv_heads == 0
             return kv_heads if fits else 0
     of_keys = next((width // head_dim - heads for width in _fused_widths(module) if width % head_dim == 0), 0)
