@@ -1,5 +1,6 @@
 """`foreshock demo` from its first line to its last, against a real service, without PyTorch."""
 
+import signal
 import subprocess
 import sys
 
@@ -45,7 +46,7 @@ def test_the_demo_needs_no_pytorch_and_warns_of_the_run_that_is_left_alone() -> 
             assert process.stdout.readline().startswith("Recorded failures, played back.")
             assert any("left-alone     warning: Layer " in line for line in process.stdout)
         finally:
-            process.kill()
+            process.send_signal(signal.SIGINT)  # it ends its service too
 
 
 def test_training_needs_pytorch_and_says_how_to_get_it() -> None:
