@@ -222,6 +222,58 @@ def test_a_switch_taken_back_before_the_next_sample_makes_no_peer_look_as_if_it_
     assert "counted nothing" not in caplog.text
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("step_of", [eager, compiled])
+@pytest.mark.parametrize("saved_after", [SWITCH, SWITCH + 1])
+def test_a_switched_run_that_resumes_goes_on_to_the_last_bit(saved_after: int, step_of: Step) -> None:
+    def train(model: nn.Module, agent: Agent, steps: range) -> None:
+        for step in steps:
+            agent.step(step_of(model, step))
+            if step + 1 == SWITCH:
+                assert agent.set_mode([(1, 0)], "row_corrected", "a test") is None
+            if step + 1 == saved_after:
+                saved.update(agent=agent.state_dict(), model={n: w.clone() for n, w in model.state_dict().items()})
+
+    saved: dict[str, Any] = {}
+    whole, again = tiny_gpt(), tiny_gpt(seed=5)
+    with attach(whole, **KEEP) as agent:
+        train(whole, agent, range(STEPS))
+        assert agent.modes()[(1, 0)] == "row_corrected"
+    torch._dynamo.reset()
+    again.load_state_dict(saved["model"])
+    with attach(again, **KEEP) as agent:
+        agent.load_state_dict(saved["agent"])
+        saved_after = 0
+        train(again, agent, range(agent.current_step, STEPS))
+        assert agent.modes()[(1, 0)] == "row_corrected"
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.promise("A14")
+@pytest.mark.parametrize("step_of", [eager, compiled, accumulated])
+@pytest.mark.parametrize("drops", [False, True])
+def test_by_default_a_training_is_the_same_to_the_last_bit_in_every_way_to_run_it(step_of: Step, drops: bool) -> None:
+    """Nothing that is decided here looks at the device: so it is on a GPU."""
+    results = []
+    for watched in (False, True):
+        torch.manual_seed(2)
+        model = tiny_gpt(*((Dropping if drops else CausalSelfAttention)(16, 2) for _ in range(2)))
+        agent = attach(model, strict=True, quiet=True) if watched else None
+        torch.manual_seed(8)
+        losses = []
+        for step in range(STEPS):
+            losses.append(step_of(model, step))
+            if agent is not None:
+                agent.step(losses[-1])
+        if agent is not None:
+            assert agent.config.policy == "observe"
+            agent.close()
+        torch._dynamo.reset()
+        results.append([*losses, *(weight.detach().clone() for weight in model.parameters()), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 class Dropping(CausalSelfAttention):
     """Drops a fifth of its weights while it trains, as GPT-2 of transformers drops a tenth."""
 
