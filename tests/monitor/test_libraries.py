@@ -202,6 +202,7 @@ def test_the_last_agent_searches_every_object_only_if_somebody_took_what_stood_i
         searches.append(objects)
         return search(*objects)
 
+    attach(tiny_gpt(), **EVERY_STEP).close()  # finds once what torch.overrides holds since code was compiled
     monkeypatch.setattr(gc, "get_referrers", counted)
     importing = types.ModuleType("importing")
     monkeypatch.setitem(sys.modules, "importing", importing)

@@ -17,7 +17,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import CellType, FunctionType
@@ -429,7 +429,6 @@ _REBOUND: Final[tuple[tuple[Any, Any], ...]] = (
     (_original_reentrant, _Reentrant),
 )
 _OURS: Final = tuple(ours for _, ours in _REBOUND)
-_OURS_UNUSED: Final = _references(_OURS)
 
 
 class SdpaRebinding:
@@ -445,6 +444,8 @@ class SdpaRebinding:
         self._undo: Final = ExitStack()
         self._elsewhere = sys.maxsize
         """The fewest references to PyTorch's functions that no module and no holder had, at any search."""
+        self._unbound = _references(_OURS)
+        """References to ours that remain when every name is given back: torch.overrides keeps some for good."""
 
     def acquire(self) -> None:
         """Rebind, unless another agent already did."""
@@ -499,11 +500,9 @@ class SdpaRebinding:
         self._users -= 1
         if self._users == 0:
             libraries = self._put_back()
-            if libraries or _references(_OURS) != _OURS_UNUSED:  # who imported a name in the meantime got ours
-                rebound = (*_REBOUND, *libraries)
-                originals = {id(ours): original for original, ours in rebound}
-                for space, name, ours in (*places_of(*(ours for _, ours in rebound)), *holders_of(*_OURS)):
-                    put(space, name, of_holder(space, originals[id(ours)]))
+            if libraries or _references(_OURS) != self._unbound:  # who imported a name in the meantime got ours
+                _give_back((*_REBOUND, *libraries))
+                self._unbound = _references(_OURS)
             self._modules = 0
             forget()
             self._undo.close()
@@ -517,6 +516,13 @@ class SdpaRebinding:
         self._places.clear()
         of_class = 1 + sys.getrefcount(type("_", (), {}))  # a class holds itself; a function is held by its pair alone
         return [pair for pair in libraries if sys.getrefcount(pair[1]) > (of_class if isinstance(pair[1], type) else 2)]
+
+
+def _give_back(rebound: Sequence[tuple[Any, Any]]) -> None:
+    """Give every name of what stood in for an object that object; `rebound` has both."""
+    originals = {id(ours): original for original, ours in rebound}
+    for space, name, ours in (*places_of(*(ours for _, ours in rebound)), *holders_of(*_OURS)):
+        put(space, name, of_holder(space, originals[id(ours)]))
 
 
 sdpa_rebinding: Final = SdpaRebinding()
