@@ -219,4 +219,8 @@ def test_the_table_of_the_run_with_all_tokens_is_what_its_recording_gave() -> No
     assert f"{failing['first_offset_of_50']:,}, {failing['first_offset_of_50'] - first['step']} steps" in section
     assert f"warned about at {second['step']:,}, and passed 512 at " in section
     assert healthy["first_score_of_512"] is None
+    compared = found["compared_outputs"]
+    said = f"{compared['rows']:,} rows were compared: none was wrong, and the largest distance was "
+    assert compared["wrong"] == 0
+    assert f"{said}{compared['largest_share_of_bound']:.2f} of the bound" in (ROOT / "docs" / "models.md").read_text()
     assert max(part["loss"] for part in found["parts"][-5:]) < min(part["loss"] for part in found["parts"][:-6])

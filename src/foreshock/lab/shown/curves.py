@@ -50,6 +50,19 @@ def head_curve(trace: Trace, layer: int, head: int) -> list[dict[str, float | No
     return curve
 
 
+def _compared(trace: Trace) -> dict[str, float]:
+    """Rows of the model's own attention that were compared with their recomputation, those that were wrong, and the
+    largest distance as a share of the bound."""
+    every = [words for sample in trace.samples if (words := sample.words()) is not None]
+    return {
+        "rows": sum(int(words[:, Slot.CHECKED_ROWS].sum()) for words in every),
+        "wrong": sum(int(words[:, Slot.WRONG_ROWS].sum()) for words in every),
+        "largest_share_of_bound": max(
+            [0.0, *(float(w.view(np.float64)[:, Slot.OUTPUT_ERROR_MAX].max()) for w in every)]
+        ),
+    }
+
+
 def course(trace: Trace, heads: Sequence[tuple[int, int]], every: int) -> dict[str, Any]:
     """The verdicts, and the last values of each part of `every` steps; loss and gradient norm as medians of a part."""
     part = (trace.steps.step - 1) // every
@@ -65,6 +78,7 @@ def course(trace: Trace, heads: Sequence[tuple[int, int]], every: int) -> dict[s
     return {
         "header": trace.header,
         "samples": len(trace.samples),
+        "compared_outputs": _compared(trace),
         "verdicts": [e.model_dump(mode="json") for e in trace.events if isinstance(e, wire.Verdict)],
         "parts": parts,
         "heads": {
