@@ -134,6 +134,8 @@ class WatchedLayer:
         self.kernels: Literal["", "fit", "ran"] = ""
         """What is known of our kernels: they can compute a call that trained, as far as is known without a comparison,
         or computed one since they were asked to."""
+        self.differs = False
+        """Our kernels differ from PyTorch's attention in the last calls that were compared."""
         self.may_lose_masks = False
         """Masks of compiled code may be left out once our kernels are asked to compute it."""
         self.stayed_native: set[str] = set()
@@ -231,8 +233,7 @@ class WatchedLayer:
             why = self._why_not_proven(query, key, packed, **scores)
             if why is None:
                 return self.attend(query, key, value, packed, **scores)
-            if why != UNCOMPARED and torch.is_grad_enabled():
-                self.kernels = ""
+            self.differs = why != UNCOMPARED
         if why is not None:
             self.keep_call(why)
         elif torch.is_grad_enabled():
@@ -325,7 +326,7 @@ class WatchedLayer:
                 return None
         self._meets(query, key, value, out, **options)
         if torch.is_grad_enabled():
-            self.kernels = "ran"
+            self.kernels, self.differs = "ran", False
         return out
 
     def _meets(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, **options: Any) -> bool:
@@ -344,8 +345,9 @@ class WatchedLayer:
         """Why this layer's heads cannot be given a mode, as its calls have been; None where they can."""
         if mode and self.silent and not self.head_dim:
             return f"none of its calls is met: {self.why_not_counted}"
-        loses_mask = self.backend == "native" and self.may_lose_masks and self.reason == _MASKED_IN_A_GRAPH
-        if not mode or self.reason is None or self.kernels or loses_mask:
+        could = bool(self.kernels) and not self.differs
+        could |= self.backend == "native" and self.may_lose_masks and self.reason == _MASKED_IN_A_GRAPH
+        if not mode or self.reason is None or could:
             return None
         return f"its own attention stays in every call: {self.reason}; a switch would change nothing"
 
