@@ -302,6 +302,33 @@ async def test_an_order_that_nobody_answers_any_more_says_who_was_silent_and_a_l
     assert [(a["rank"], a["outcome"]) for a in known["ranks"]] == [(0, "applied"), (1, "applied")]
 
 
+async def test_a_switch_of_one_rank_whose_other_ranks_end_is_applied_when_it_expires(service: Any) -> None:
+    """Chores run for all runs at once: one order that cannot be closed would stop them all."""
+    first, second = FakeRank(rank=0), FakeRank(rank=1)
+    await start(service, first, second)
+    await service.store(first, local("applied"))
+    [asked] = await commands_of(service)
+    assert (asked["state"], asked["source"]) == ("proposed", "rank")
+    await end(service, second)
+    with service.app.state.store.writer.engine.begin() as connection:
+        connection.execute(update(schema.commands).values(expires=time.time() - 1))
+        expire(connection)
+    assert await state_of(service, asked["id"]) == "applied"
+
+
+@pytest.mark.parametrize("rejected", [False, True])
+async def test_an_answer_to_an_order_that_nobody_sent_is_stored_like_any_batch(service: Any, rejected: bool) -> None:
+    rank = FakeRank()
+    await start(service, rank, policy="approve")
+    await service.store(rank, local("proposed"))
+    [proposal] = await commands_of(service)
+    if rejected:
+        await act(service, proposal["id"], "reject")
+    own = {"id": "s", "step": 3, "command": proposal["id"], "outcome": "applied", "reason": "made up"}
+    await service.store(rank, Switched(heads=(), before=(), after=(), **own))
+    assert await state_of(service, proposal["id"]) == "applied"
+
+
 # ---- at the end of a run ---------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,8 @@ _ANSWERED: Final[dict[str, OrderState]] = {
     "applied": "applied", "refused": "refused", "expired": "expired", "dry_run": "dry_run",
 }  # fmt: skip
 TRANSITIONS: Final[Mapping[OrderState, Mapping[str, OrderState]]] = {
-    "proposed": {"approve": "pending", "reject": "rejected", "expired": "expired"},
+    # a rank's own switch waits for the other ranks that it concerns, and is applied if they end
+    "proposed": {"approve": "pending", "reject": "rejected", **_ANSWERED},
     "pending": {"cancel": "cancelled", "deliver": "delivered", **_ANSWERED},
     "delivered": {"cancel": "cancelled", **_ANSWERED},
     # an answer that comes late still says what was done
@@ -39,7 +40,7 @@ TRANSITIONS: Final[Mapping[OrderState, Mapping[str, OrderState]]] = {
     "dry_run": _ANSWERED,
     # what some ranks did before can be undone, by orders of its own
     "cancelled": {"undo": "cancelled"},
-    "rejected": {},
+    "rejected": _ANSWERED,
 }
 """The state that each deed brings an order into, by the state that it has."""
 Verification = Literal["verified", "not arrested", "unknown"]

@@ -84,7 +84,8 @@ def _move(
     same = commands.c.id == row.id, commands.c.state == row.state
     if not connection.execute(update(commands).where(*same).values(state=state, **values)).rowcount:
         return False
-    record_transition(connection, row, state, actor, details, sentence)
+    moved = connection.execute(WITH_RUN.where(commands.c.id == row.id)).one()
+    record_transition(connection, moved, state, actor, details, sentence)
     return True
 
 
@@ -121,7 +122,9 @@ def create_from_request(
     """A person's order: goes out under every policy. Its id, and whether it is new."""
     run_id = find_run(connection, run).id
     lock_runs(connection, [run_id])
-    digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
+    # without the kind of a switch, so that a wish of an older client is the same one
+    said = request.model_dump_json(exclude={"action"} if request.action == "switch" else None)
+    digest = hashlib.sha256(said.encode()).hexdigest()
     if idempotency_key is not None:
         same = (commands.c.run_id == run_id, commands.c.idempotency_key == idempotency_key)
         old = connection.execute(select(commands.c.id, commands.c.request_hash).where(*same)).first()
@@ -448,7 +451,7 @@ def _pass_on(
         Order(
             heads=heads,
             mode=mode,
-            state="pending" if justified else "proposed" if asks else "applied",
+            state="applied" if not asks else "pending" if justified else "proposed",
             source="rank" if applied else "agent",
             issued_by=actor,
             reason=switched.reason or "local decision",
