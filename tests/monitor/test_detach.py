@@ -5,8 +5,10 @@ import gc
 import io
 import itertools
 import pickle
+import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +28,12 @@ from tests.monitor.unusual_attention import Mixing
 from tests.monitor.watching import listening, train
 from torch import Tensor, nn
 from torch.nn.attention import varlen
+from torch.nn.attention.flex_attention import flex_attention as FLEX
 from torch.optim.swa_utils import AveragedModel
 from transformers import masking_utils, modeling_utils
 
 from foreshock.monitor import Agent, attach
+from foreshock.monitor.attention import interception
 from foreshock.monitor.model import discovery
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
@@ -91,6 +95,37 @@ def test_detach_gives_everything_back_as_it_was(name: str, attention: Any) -> No
 
 
 @pytest.mark.execution("torch TransformerEncoder", "eager")
+@pytest.mark.promise("A25")
+@pytest.mark.parametrize("when", ["it comes", "it goes"])
+def test_an_agent_that_is_interrupted_while_it_comes_or_goes_leaves_pytorchs_names_to_pytorch(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C in a notebook, while all objects are searched for holders of a name."""
+    own = F.scaled_dot_product_attention, FLEX.__code__, torch._dynamo.config.skip_nnmodule_hook_guards
+
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    holder = types.ModuleType("holder")
+    monkeypatch.setitem(sys.modules, "holder", holder)
+    model = tiny_gpt()
+    if when == "it goes":
+        agent = attach(model, **EVERY_STEP)
+        vars(holder)["taken"] = F.scaled_dot_product_attention
+        monkeypatch.setattr(interception, "holders_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            agent.close()
+    else:
+        monkeypatch.setattr(interception, "rebind_flex", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            attach(model, **EVERY_STEP)
+    assert (F.scaled_dot_product_attention, FLEX.__code__, torch._dynamo.config.skip_nnmodule_hook_guards) == own
+    monkeypatch.undo()
+    with attach(tiny_gpt(), **EVERY_STEP):
+        assert F.scaled_dot_product_attention is not own[0]
+    assert F.scaled_dot_product_attention is own[0]
+
+
 def test_torchs_fast_path_in_evaluation_is_left_as_it_is_and_training_after_it_counts() -> None:
     torch.manual_seed(0)
     model = tiny_gpt(encoder_layer(), encoder_layer()).eval()

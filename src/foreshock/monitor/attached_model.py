@@ -170,8 +170,8 @@ class AttachedModel:
                 if any(layer.may_lose_masks for layer in self.watched):
                     self._leave_out = functools.partial(transformers_attention.watch_positions, models)
                     self._leave_masks_out(serving=not self._keeps)
-            sdpa_rebinding.acquire()
             undo.callback(sdpa_rebinding.release)
+            sdpa_rebinding.acquire()
             return undo.pop_all()
 
     def leave(self) -> None:

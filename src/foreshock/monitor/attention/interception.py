@@ -451,6 +451,7 @@ class SdpaRebinding:
         """Rebind, unless another agent already did."""
         self._users += 1
         if not self._places:
+            self._unbound = list(map(min, self._unbound, _references(_OURS)))  # some holders have gone since
             # torch.compile looks PyTorch's functions up by their names, once, when it first meets one. It has to before
             # they are rebound, or it takes ours for PyTorch's and leaves it whole in its graph, counting nothing.
             torch._dynamo.trace_rules.lookup(SDPA)
@@ -500,12 +501,12 @@ class SdpaRebinding:
         self._users -= 1
         if self._users == 0:
             libraries = self._put_back()
+            self._undo.close()  # first: what follows walks all objects, and may be interrupted
             if libraries or _references(_OURS) != self._unbound:  # who imported a name in the meantime got ours
                 _give_back((*_REBOUND, *libraries))
                 self._unbound = _references(_OURS)
             self._modules = 0
             forget()
-            self._undo.close()
 
     def _put_back(self) -> list[tuple[Any, Any]]:
         """Give the names back; returns what stood in for objects of libraries and is still held, behind each object."""

@@ -306,12 +306,13 @@ def _describe(
     heads_by_weight = all_query_heads(owner, head_dim)
     if heads_by_weight and heads_by_weight > heads:  # some models keep the number of heads of their own rank
         heads, kv_heads = heads_by_weight, heads_by_weight * kv_heads // heads
-    elif not known_kv_heads:
+    if not known_kv_heads:
         kv_heads = key_heads_by_width(owner, heads, head_dim)
     if heads % (kv_heads or heads):
         unmeasured = f"{heads} heads do not divide into {kv_heads} key heads"
         return Found(name, module, heads, 0, head_dim, unmeasured=unmeasured)
     projection = find_projection(owner, heads, kv_heads or heads, head_dim)
+    kv_heads = kv_heads or (heads if projection is not None else 0)
     why = "" if projection is not None else why_unmeasured(owner)
     unnamed = owner if why == NOT_FOUND else None
     return Found(name, module, heads, kv_heads, head_dim, projection=projection, unmeasured=why, owner=unnamed)

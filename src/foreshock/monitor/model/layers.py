@@ -357,7 +357,7 @@ def _by_name(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> lis
         return Projection(layout, of_query, of_key, module)
 
     if isinstance(module, nn.MultiheadAttention):
-        fused = module._qkv_same_embed_dim
+        fused = getattr(module, "_qkv_same_embed_dim", True)  # a subclass may leave its parent's constructor out
         names = ("in_proj_weight",) * 2 if fused else ("q_proj_weight", "k_proj_weight")
         if any(hasattr(type(module), name) for name in names):
             return []  # computed by a property, a parametrization's for example
