@@ -238,6 +238,16 @@ async def test_an_order_of_another_kind_goes_to_every_rank_and_is_stored_answere
     assert {one["verification"] for one in await commands_of(service)} == {None}
 
 
+async def test_a_rank_of_another_run_answers_no_order_of_this_one(service: Any) -> None:
+    rank, other = FakeRank(), FakeRank(run="run-2")
+    await start(service, rank, other)
+    command = (await order(service)).json()["id"]
+    [sent] = (await service.store(rank, rank.sample(10))).commands
+    await service.store(other, other.answer(sent, 11))
+    known = await service.get(f"/v1/commands/{command}")
+    assert (known["state"], [answer["outcome"] for answer in known["ranks"]]) == ("delivered", [None])
+
+
 # ---- stopped and expired ---------------------------------------------------------------------------------------------
 
 
