@@ -179,17 +179,28 @@ _TYPES = {"string": "string", "integer": "number", "number": "number", "boolean"
 def page_types() -> Iterator[str]:
     """The page's types, from the service's OpenAPI document. Raises ValueError for a schema of an unknown kind."""
     schemas: dict[str, Any] = create_app(Settings()).openapi()["components"]["schemas"]
+    parents = {model.__name__: model.__mro__[1].__name__ for model in _models_below(BaseModel)}
     for name in sorted(schemas.keys() - {"HTTPValidationError", "ValidationError"}):  # FastAPI's own answers
         schema = schemas[name]
         if "properties" not in schema:
             yield f"export type {name} = {type_of(schema)};\n"
             continue
         yield from comment(schema, "")
-        yield f"export interface {name} {{"
+        parent = schemas.get(parents.get(name, ""))
+        yield f"export interface {name} {f'extends {parents[name]} ' * (parent is not None)}{{"
+        inherited = parent or {"properties": {}}
         for key, value in schema["properties"].items():
+            required = key in schema.get("required", ())
+            if inherited["properties"].get(key) == value and required == (key in inherited.get("required", ())):
+                continue
             yield from comment(value, "  ")
-            yield f"  {key}{'' if key in schema.get('required', ()) else '?'}: {type_of(value)};"
+            yield f"  {key}{'' if required else '?'}: {type_of(value)};"
         yield "}\n"
+
+
+def _models_below(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for below in model.__subclasses__():
+        yield from (below, *_models_below(below))
 
 
 def comment(schema: dict[str, Any], indent: str) -> Iterator[str]:

@@ -21,25 +21,16 @@ export interface Acknowledged {
 }
 
 /** Somebody takes care of an incident. */
-export interface Acknowledgement {
-  who: string;
-  reason: string;
+export interface Acknowledgement extends Decision {
   /** its id: its cause, with a dash for a space */
   incident: string;
 }
 
 /** A warning that is raised and not cleared, in its latest wording. layer and head are null for the whole run. */
-export interface ActiveWarning {
+export interface ActiveWarning extends Verdict {
   kind: "verdict";
-  id: string;
-  step: number;
-  state: "raised" | "updated" | "cleared";
-  severity: "info" | "warning" | "critical";
   layer: number | null;
   head: number | null;
-  cause: "attention kernel" | "rounding" | "score growth" | "other";
-  /** the signal that tripped; monitor/detect/growth.py names them */
-  signal: string;
   evidence: Record<string, number>;
   /** the cause that this warning was reported under before; null: it is the first one */
   corrected_from: "attention kernel" | "rounding" | "score growth" | "not finite" | "other" | null;
@@ -51,8 +42,6 @@ export interface ActiveWarning {
   forecast_low_steps: number | null;
   /** false: on its course the head levels off before; null: there is no forecast */
   harm_in_sight: boolean | null;
-  /** the verdict in words */
-  sentence: string;
   rank: number;
   raised_step: number;
 }
@@ -132,10 +121,9 @@ export interface CommandList {
 }
 
 /** An order to a running training. */
-export interface CommandRequest {
+export interface CommandRequest extends Decision {
   /** who requests it; recorded in the audit trail */
   who: string;
-  reason: string;
   /** [[layer, head], ...]; null means every head of the run */
   heads?: [number, number][] | null;
   /** the kind of order */
@@ -150,32 +138,7 @@ export interface CommandRequest {
 }
 
 /** An order and its way through the ranks. */
-export interface CommandStatus {
-  /** given when it is stored */
-  id: string;
-  /** the kind of order */
-  action: string;
-  /** null: every head, or an order that names no head */
-  heads: [number, number][] | null;
-  /** the mode that a switch gives; of another kind of order its action */
-  mode: string;
-  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
-  /** agent: proposed by the agent under policy approve; rank: a local switch, passed on to other ranks; service: proposed because a switch did not arrest its head */
-  source: "api" | "alertmanager" | "agent" | "rank" | "service";
-  issued_by: string;
-  reason: string;
-  expect: string | null;
-  dry_run: boolean;
-  created_unix_seconds: number;
-  expires_unix_seconds: number | null;
-  expires_step: number | null;
-  /** the order whose switch this one takes back */
-  undoes: string | null;
-  /** whether the heads' growth stopped; null until enough steps have passed */
-  verification: "verified" | "not arrested" | "unknown" | null;
-  /** who approved or rejected it */
-  decided_by: string | null;
-  decided_unix_seconds: number | null;
+export interface CommandStatus extends Order {
   run: string;
   /** what it does, in words */
   what: string;
@@ -509,50 +472,7 @@ export interface ResumePlan {
 }
 
 /** Everything known of one run at its last step. */
-export interface RunDetail {
-  run: string;
-  /** as its processes reported it; `condition` is how it is by now */
-  status: "active" | "completed" | "failed" | "stopped";
-  /** silent: not heard of for five minutes; hung: heard of, but no step ends; else its status */
-  condition: "active" | "hung" | "silent" | "completed" | "failed" | "stopped";
-  /** since when it is silent or hung */
-  condition_since_unix_seconds: number | null;
-  /** of its worst open incident; at least warning when silent or hung, critical when its loss is not finite; null: nothing is known to be wrong */
-  severity: "info" | "warning" | "critical" | null;
-  /** the larger, the sooner it needs a person; ended runs are below the others */
-  urgency: number;
-  /** null until a process has described its layers */
-  policy: "observe" | "approve" | "auto" | null;
-  numerics: string | null;
-  mitigation: string | null;
-  /** QK-Clip: never, warned (off until scores grow) or on; null: it cannot scale here */
-  qk_clip: string | null;
-  /** the scope of a switch under approve and auto: head, layer or model */
-  switch_scope: string | null;
-  world_size: number | null;
-  /** ranks that have sent something */
-  ranks: number;
-  /** of which ranks several processes live, in a sentence; null: of none */
-  shared_ranks: string | null;
-  first_seen_unix_seconds: number;
-  last_seen_unix_seconds: number;
-  last_step: number | null;
-  /** when the newest step came, or the process started */
-  last_step_unix_seconds: number | null;
-  /** an active run that has ended no step for longer hangs */
-  hung_after_seconds: number;
-  loss: number | null;
-  worst_risk: number | null;
-  active_warnings: number;
-  /** the shortest forecast of them: steps until the largest |score| reaches 512 */
-  forecast_steps: number | null;
-  /** those that are not closed, the most urgent first */
-  incidents: IncidentChange[];
-  labels: Record<string, string>;
-  /** display name; null: none */
-  display_name: string | null;
-  /** its tags, sorted */
-  tags: string[];
+export interface RunDetail extends RunSummary {
   versions: Record<string, string>;
   layers: LayerState[];
   warnings: ActiveWarning[];
@@ -676,8 +596,7 @@ export interface SwitchedTo {
 }
 
 /** An order to take a switch back. */
-export interface Undo {
-  who: string;
+export interface Undo extends Decision {
   reason: string;
   dry_run?: boolean;
 }
