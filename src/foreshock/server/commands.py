@@ -27,7 +27,6 @@ from foreshock.contract.orders import (
     Deed,
     Order,
     OrderState,
-    Verification,
     can_order,
     switches,
 )
@@ -84,8 +83,7 @@ def _move(
     same = commands.c.id == row.id, commands.c.state == row.state
     if not connection.execute(update(commands).where(*same).values(state=state, **values)).rowcount:
         return False
-    moved = connection.execute(WITH_RUN.where(commands.c.id == row.id)).one()
-    record_transition(connection, moved, state, actor, details, sentence)
+    record_transition(connection, row, state, actor, details, sentence, **values)
     return True
 
 
@@ -96,12 +94,13 @@ def record_transition(
     actor: str,
     details: dict[str, Any],
     sentence: str | None = None,
-    verification: Verification | None = None,
+    **changed: Any,
 ) -> None:
-    """The audit row and the event of a transition, or of what became of the heads."""
+    """The audit row and the event of a transition, or of what became of the heads. `changed`: columns of `row` that
+    have another value since."""
     full = {**details, "state": state, "mode": row.mode, "heads": row.heads, "source": row.source}
     audit.append(connection, actor=actor, action="command", run=row.run, command=row.id, details=full)
-    news = Order.model_validate({**row._mapping, "state": state, "verification": verification})
+    news = Order.model_validate({**row._mapping, "verification": None, **changed, "state": state})
     own = {"run_id": row.run_id, "kind": "command", "mode": row.mode, "outcome": state}
     words = sentence or f"Command to {order_in_words(row)} is {state} ({printable(actor)})."
     written = {"unix_seconds": time.time(), "sentence": words, "payload": news.model_dump_json()}

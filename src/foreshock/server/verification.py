@@ -169,7 +169,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     }
     details = {"verification": verdict, "growth": growth}
     reported = verdict if due.heads else None
-    commands.record_transition(connection, row, "applied", "service", details, sentence, reported)
+    commands.record_transition(connection, row, "applied", "service", details, sentence, verification=reported)
     record_incidents(connection, [row.run_id], settings.verify_steps)
     known = process_starts.of_now(connection, [row.run_id])[row.run_id]
     observed = described(known).get("policy", "observe") == "observe"
