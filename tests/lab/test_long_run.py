@@ -136,7 +136,7 @@ def test_a_run_that_died_and_resumes_is_the_one_that_was_never_interrupted(begin
     training = Training(TINY, VARIANT, 3, corpus=begin().corpus)
     module._take_up(training, begin().checkpoints.all()[-1], same_variant=True)
     with training.agent:
-        assert training.agent.state_dict() == saved["agents"][0], "the agent goes on with what it knew"
+        assert training.agent.state_dict() == saved["agents"][0], "the agent continues with what it knew"
     trace = begin().trace
     trace.write_bytes(trace.read_bytes()[:-20])
     resumed = begin(steps=44, resume=True, on_step=losses_into(seen))

@@ -169,8 +169,8 @@ def finite(tensors: Iterable[Any]) -> bool:
 
 
 class Measured:
-    """Quantities of the heads of one layer, over all its calls: the agent's, of the same rows, and those beside which
-    float64 is computed."""
+    """Quantities of the heads of one layer, over all its calls: the agent's, and those that compare the
+    same rows with float64."""
 
     def __init__(self, call: AttentionCall) -> None:
         given = call.given.batched()

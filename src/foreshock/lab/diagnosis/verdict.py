@@ -11,6 +11,7 @@ from typing import Final
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab.diagnosis.examination import Head, Source
+from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 from foreshock.monitor.model.discovery import listed
 
 _SHIFTED_NATS: Final = 10.0
@@ -19,8 +20,6 @@ _LARGE_SCORE: Final = 256.0
 """As a critical warning: rounding q and k to bf16 can move a score of this size by two nats."""
 _FAR_NATS: Final = 60.0
 """Of the published recordings without a warning, only those that began from a failed model have such an offset."""
-_FAILED_SCORE: Final = 512.0
-"""A run with such a score has failed (README.md)."""
 _PEAKED_NATS: Final = 0.25
 """Attention of a head is nearly one-hot below: some heads of trained models are, half of all heads are not."""
 _PEAKED_SHARE: Final = 0.1
@@ -77,7 +76,7 @@ def shown_heads(sources: Sequence[Source], findings: Sequence[Finding]) -> list[
 
 def _of_recording(source: Source) -> Iterator[Finding]:
     warned = sorted(((*head.warned, head) for head in source.heads if head.warned), key=lambda each: each[0])
-    far = [head for head in source.heads if abs(head["offset"]) >= _FAR_NATS or head["largest"] >= _FAILED_SCORE]
+    far = [head for head in source.heads if abs(head["offset"]) >= _FAR_NATS or head["largest"] >= DANGEROUS_SCORE]
     if far and not warned:
         words = f"{source.name}: no head was warned about, but scores of {_list(far)} are far from zero. The first has"
         words += f" an offset of {far[0]['offset']:+.1f} nats.{_moved(far[0])}"

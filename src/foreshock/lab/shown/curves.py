@@ -7,7 +7,7 @@ what the named heads reached.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -18,6 +18,7 @@ from foreshock.contract import wire
 from foreshock.contract.metrics import catalog
 from foreshock.contract.slots import Slot
 from foreshock.lab.recording.trace import Trace, read_trace
+from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 
 _READ: Final = {
     "offset": "head.score_offset",
@@ -26,28 +27,37 @@ _READ: Final = {
     "delta_bias": "head.delta_bias",
 }
 """Names of the figures, and the metrics of the catalogue that they are."""
-_LIMIT: Final = 512
-"""The largest |score| that docs/detectors.md calls dangerous."""
+Curve = list[dict[str, float | None]]
+"""What is shown of one head, by sample."""
 
 
-def head_curve(trace: Trace, layer: int, head: int) -> list[dict[str, float | None]]:
-    """What _READ names of one head at each sample that holds it, and the norm of W_Q as it was measured last.
+def head_curves(trace: Trace, heads: Sequence[tuple[int, int]]) -> dict[str, Curve]:
+    """What _READ names of these heads at each sample that holds them, and the norm of W_Q as it was measured last.
 
     Raises ValueError for a head that was not recorded.
     """
-    if (layer, head) not in trace.heads:
-        raise ValueError(f"layer {layer} head {head} was not recorded; layers and heads count from 0")
-    row, norm = trace.heads.index((layer, head)), None
-    curve: list[dict[str, float | None]] = []
+    if strange := [head for head in heads if head not in trace.heads]:
+        raise ValueError("layer {} head {} was not recorded; layers and heads count from 0".format(*strange[0]))
+    rows = {name_of(head): trace.heads.index(head) for head in heads}
+    curves: dict[str, Curve] = {name: [] for name in rows}
+    norms: dict[str, float] = {}
     for sample in trace.samples:
         if sample.query_norm is not None:
-            norm = float(sample.query_norm.numpy()[row])
-        words = sample.words()
-        if words is None or not words[row, Slot.ROWS]:
+            measured = sample.query_norm.numpy()
+            norms = {name: float(measured[row]) for name, row in rows.items()}
+        if (words := sample.words()) is None:
             continue
-        read = {name: float(catalog.read(key, words[row : row + 1])[0]) for name, key in _READ.items()}
-        curve.append({"step": sample.step, **read, "query_norm": norm})
-    return curve
+        read = {name: catalog.read(key, words) for name, key in _READ.items()}
+        for name, row in rows.items():
+            if words[row, Slot.ROWS]:
+                values = {each: float(known[row]) for each, known in read.items()}
+                curves[name].append({"step": sample.step, **values, "query_norm": norms.get(name)})
+    return curves
+
+
+def name_of(head: tuple[int, int]) -> str:
+    """layer 1 head 5"""
+    return "layer {} head {}".format(*head)
 
 
 def _compared(trace: Trace) -> dict[str, float]:
@@ -63,7 +73,7 @@ def _compared(trace: Trace) -> dict[str, float]:
     }
 
 
-def course(trace: Trace, heads: Sequence[tuple[int, int]], every: int) -> dict[str, Any]:
+def course(trace: Trace, curves: Mapping[str, Curve], every: int) -> dict[str, Any]:
     """The verdicts, and the last values of each part of `every` steps; loss and gradient norm as medians of a part."""
     part = (trace.steps.step - 1) // every
     parts = [
@@ -74,7 +84,6 @@ def course(trace: Trace, heads: Sequence[tuple[int, int]], every: int) -> dict[s
         }
         for number in np.unique(part)
     ]
-    curves = {f"layer {layer} head {head}": head_curve(trace, layer, head) for layer, head in heads}
     return {
         "header": trace.header,
         "samples": len(trace.samples),
@@ -83,7 +92,9 @@ def course(trace: Trace, heads: Sequence[tuple[int, int]], every: int) -> dict[s
         "parts": parts,
         "heads": {
             name: {
-                "first_score_of_512": next((c["step"] for c in curve if (c["largest_score"] or 0) > _LIMIT), None),
+                "first_score_of_512": next(
+                    (c["step"] for c in curve if (c["largest_score"] or 0) >= DANGEROUS_SCORE), None
+                ),
                 "first_offset_of_50": next((c["step"] for c in curve if abs(c["offset"] or 0) >= 50), None),
                 "curve": list({(int(c["step"] or 0) - 1) // every: c for c in curve}.values()),
             }
@@ -92,7 +103,7 @@ def course(trace: Trace, heads: Sequence[tuple[int, int]], every: int) -> dict[s
     }
 
 
-def draw(trace: Trace, heads: Sequence[tuple[int, int]], path: Path) -> None:
+def draw(trace: Trace, curves: Mapping[str, Curve], path: Path) -> None:
     """Largest score of the heads and the loss by step, with a line at each first warning of one of them."""
     import matplotlib as mpl
 
@@ -101,17 +112,15 @@ def draw(trace: Trace, heads: Sequence[tuple[int, int]], path: Path) -> None:
 
     figure, (scores, losses) = plt.subplots(2, 1, sharex=True, figsize=(9, 6), height_ratios=[2, 1], layout="tight")
     raised = [event for event in trace.events if isinstance(event, wire.Verdict) and event.state == "raised"]
-    for number, (layer, head) in enumerate(heads):
-        curve = head_curve(trace, layer, head)
-        steps = [point["step"] for point in curve]
-        scores.plot(steps, [p["largest_score"] for p in curve], color=f"C{number}", label=f"layer {layer} head {head}")
+    for number, (name, curve) in enumerate(curves.items()):
+        colour = f"C{number}"
+        scores.plot([p["step"] for p in curve], [p["largest_score"] for p in curve], color=colour, label=name)
         for event in raised:
-            if (event.layer, event.head) == (layer, head):
-                scores.axvline(event.step, color=f"C{number}", linestyle="--", linewidth=1)
-                scores.text(
-                    event.step, 1.5, f" {event.step}: {event.cause}", color=f"C{number}", rotation=90, ha="right"
-                )
-    scores.axhline(_LIMIT, color="gray", linestyle=":", label=f"a score of {_LIMIT}")
+            if name == f"layer {event.layer} head {event.head}":
+                scores.axvline(event.step, color=colour, linestyle="--", linewidth=1)
+                words = f" {event.step}: {event.cause}"
+                scores.text(event.step, 1.5, words, color=colour, rotation=90, ha="right")
+    scores.axhline(DANGEROUS_SCORE, color="gray", linestyle=":", label=f"a score of {DANGEROUS_SCORE:.0f}")
     scores.set(yscale="log", ylabel="largest |score|")
     scores.legend()
     losses.plot(trace.steps.step, trace.steps.loss, color="black", linewidth=0.7)
@@ -129,12 +138,12 @@ def main(
 ) -> None:
     """Write the figures and the picture of one trace."""
     pairs = [tuple(map(int, name.split("."))) for name in head]
-    heads = [(pair[0], pair[1]) for pair in pairs]
     read = read_trace(trace)
+    curves = head_curves(read, [(pair[0], pair[1]) for pair in pairs])
     if json_path is not None:
-        json_path.write_text(json.dumps(course(read, heads, every), indent=1) + "\n")
+        json_path.write_text(json.dumps(course(read, curves, every), indent=1) + "\n")
     if picture is not None:
-        draw(read, heads, picture)
+        draw(read, curves, picture)
 
 
 if __name__ == "__main__":
