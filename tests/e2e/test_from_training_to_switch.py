@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 RULES = ROOT / "src/foreshock/dashboards" / "generated" / "prometheus-rules.yml"
 SEED = 110
 MOST_SECONDS = 3000.0
-"""Until a training is where it is waited for; the warning comes after some 2000 steps, slowly beside other work."""
+"""Until a training is where it is waited for; the warning comes after some 2000 steps, more slowly under load."""
 
 TRAIN = """
 import sys, torch

@@ -166,7 +166,7 @@ class OfAnotherMake(CausalSelfAttention):
 
 
 class WithoutItsParentsConstructor(nn.MultiheadAttention):
-    """Makes its weights by itself."""
+    """It makes its own weights."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
