@@ -260,3 +260,17 @@ def test_two_processes_that_torchrun_ends_go_on_to_the_same_bits(tmp_path: Path)
     assert all(same(one[part], other[part]) for part in CARRIED)
     traces = [read_trace(tmp_path / name / TRACE) for name in ("run", "whole")]
     assert traces[0].steps.loss.tolist() == traces[1].steps.loss.tolist()
+
+
+def test_a_late_agent_knows_nothing_of_the_steps_before_it(begin: Begin) -> None:
+    begin("first", steps=10).train()
+    checkpoint = begin("first").checkpoints.newest()
+    late = begin("late", branch_from=checkpoint, late_agent=True, steps=20)
+    late.train()
+    told = begin("told", branch_from=checkpoint, steps=20)
+    told.train()
+    assert same(newest(late)["model"], newest(told)["model"])
+    assert read_trace(late.trace).samples[0].step > 10
+    with pytest.raises(ValueError, match="give --late-agent with --resume or --branch-from"):
+        begin("alone", late_agent=True).train()
+    assert not same(newest(late)["agent"], newest(told)["agent"])

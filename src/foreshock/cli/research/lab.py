@@ -56,6 +56,9 @@ def lab_run(
     branch_from: Annotated[
         Path | None, typer.Option(help="Start from this checkpoint, which may be another variant's.")
     ] = None,
+    late_agent: Annotated[
+        bool, typer.Option("--late-agent", help="Start from a checkpoint with an agent that has seen nothing of it.")
+    ] = False,
 ) -> None:
     """Train one variant of a recipe and record every head of every sample.
 
@@ -93,6 +96,7 @@ def lab_run(
             resume=resume,
             minutes=minutes,
             branch_from=branch_from,
+            late_agent=late_agent,
             url=url,
             ranks=ranks,
             say=say,

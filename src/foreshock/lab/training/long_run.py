@@ -79,6 +79,8 @@ class LongRun:
     """go on from the newest checkpoint of the folder"""
     branch_from: Path | None = None
     """or from this one, of another variant of the same recipe, text and seed"""
+    late_agent: bool = False
+    """the agent takes up nothing of what another saw before, as one that is attached in the middle of a run"""
     minutes: float | None = None
     """end with a checkpoint when they are over"""
     url: str | None = None
@@ -117,7 +119,9 @@ class LongRun:
                 self.recipe, self.variant, self.seed, url=self.url, corpus=self.corpus, ranks=self.ranks
             )
             stack.callback(training.agent.close, "failed")  # one that trained to its end is closed by then
-            warned = [] if start is None else _take_up(training, start, same_variant=self.resume)
+            warned = (
+                [] if start is None else _take_up(training, start, same_variant=self.resume, late_agent=self.late_agent)
+            )
             if training.step >= self.last:
                 raise ValueError(f"{start} is of step {training.step} already; give more --steps than that")
             recorder = self._recorder(training, stack) if self.ranks.rank == 0 else None
@@ -145,6 +149,8 @@ class LongRun:
             raise ValueError(f"{self.folder} holds no checkpoint to resume from; leave --resume out for a first start")
         if not self.resume and newest is not None:
             raise ValueError(f"{self.folder} holds a run with {newest.name}; give --resume, or another folder")
+        if self.late_agent and not self.resume and self.branch_from is None:
+            raise ValueError("a run that starts has no earlier agent; give --late-agent with --resume or --branch-from")
         if self.resume and self.branch_from is not None:
             raise ValueError("a run that resumes is branched already; give --branch-from at its first start alone")
         return newest or self.branch_from
@@ -182,7 +188,7 @@ class LongRun:
         )
 
 
-def _take_up(training: Training, path: Path, *, same_variant: bool) -> list[int]:
+def _take_up(training: Training, path: Path, *, same_variant: bool, late_agent: bool = False) -> list[int]:
     """Go on from a checkpoint; the steps of warnings before it. Raises ValueError for one of another run."""
     saved = torch.load(path, map_location=training.device, weights_only=True)
     known = {"recipe": training.recipe.name, "seed": training.seed, "text": training.corpus.sha256}
@@ -196,7 +202,7 @@ def _take_up(training: Training, path: Path, *, same_variant: bool) -> list[int]
                 f"{path} is of the {what} {recorded[what]}, this run of {value}; give the same, or another folder"
             )
     agents = saved["agents"]
-    training.restore(saved | {"agent": agents[training.ranks.rank % len(agents)]})
+    training.restore(saved | {"agent": None if late_agent else agents[training.ranks.rank % len(agents)]})
     return list(saved["warned"]) if same_variant else []
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Final, SupportsFloat, cast
+from typing import Any, Final, Protocol, SupportsFloat, cast
 
 import numpy as np
 import torch
@@ -188,11 +188,15 @@ class Training:
         }
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Go on from `checkpoint`, which may be another variant's. Call it before the first step."""
+        """Continue from `checkpoint`, which may be another variant's, before the first step.
+
+        Its agent may be None: then the agent knows nothing of what was before, as one that is attached late.
+        """
         self.model.load_state_dict(checkpoint["model"])
         for optimizer, state in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        self.agent.load_state_dict(checkpoint["agent"])
+        if checkpoint["agent"] is not None:
+            self.agent.load_state_dict(checkpoint["agent"])
         self._batches.set_state(checkpoint["batches"].cpu())
         torch.set_rng_state(checkpoint["random"][0].cpu())
         if self.device.type == "cuda" and checkpoint["random"][1:]:
@@ -212,10 +216,18 @@ def train(
             training.agent.close("stopped")
 
 
+class Recorded(Protocol):
+    """A run that a trace can be written of."""
+
+    agent: Agent
+    step: int
+    grad_norm: Tensor
+
+
 class Recorder:
     """Hands a run to a trace: the agent's events, and loss and gradient norm of every step."""
 
-    def __init__(self, training: Training, writer: TraceWriter) -> None:
+    def __init__(self, training: Recorded, writer: TraceWriter) -> None:
         self._training, self._writer, self._since = training, writer, training.step
         self._waiting: list[Tensor] = []
         self.losses: Floats = np.zeros(0)
