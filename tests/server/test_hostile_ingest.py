@@ -29,7 +29,7 @@ TOKENS = (
 SETTINGS = {
     "FORESHOCK_TOKENS": json.dumps([token.model_dump(mode="json") for token in TOKENS]),
 }
-SMALL = {"connections": 64, "ingest_queue_batches": 8, "body_bytes_at_once": 32 * 2**20}
+SMALL = {"requests_at_once": 64, "ingest_queue_batches": 8, "body_bytes_at_once": 32 * 2**20}
 JSON: Final = {"content-type": "application/json"}
 SENDERS: Final = 1
 """Connections that send each kind of batch, one after another."""

@@ -71,7 +71,7 @@ def test_whoever_sends_much_or_what_is_long_to_write_waits_for_it_and_no_one_els
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
-@pytest.mark.settings(tokens=TOKENS, connections=32)
+@pytest.mark.settings(tokens=TOKENS, requests_at_once=32)
 async def test_requests_that_never_end_leave_room_for_others_whoever_sends_them(service: Any) -> None:
     """Of a token, of a session of its, of a stranger at an address that needs no token."""
     app = service.app

@@ -29,7 +29,7 @@ from foreshock.server.endpoint import Endpoint, Writer
 from foreshock.server.http import routes, stream, webhooks
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.http.routes import Readiness
-from foreshock.server.limits import BATCHES, Buckets, ConcurrencyLimit, bounded
+from foreshock.server.limits import BATCHES, Buckets, ConcurrencyLimit, Connection, raise_open_files
 from foreshock.server.logs import Counters, configure_logs
 from foreshock.server.notifier import Notifier
 from foreshock.server.readings import ROLLING_SECONDS, Roller
@@ -103,7 +103,7 @@ def create_app(settings: Settings) -> FastAPI:
     for router in (endpoint.router, stream.router, webhooks.router, routes.router):
         app.router.routes.extend(router.routes)  # include_router would build them again for each app
     _serve_page(app)
-    shares = ConcurrencyLimit(settings.connections, settings.body_bytes_at_once, settings.max_body_bytes)
+    shares = ConcurrencyLimit(settings.requests_at_once, settings.body_bytes_at_once, settings.max_body_bytes)
     app.add_middleware(AuthMiddleware, settings=settings, keyring=keyring, shares=shares, counters=counters)
     if proxies := list(settings.trusted_proxies):
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)
@@ -175,10 +175,11 @@ def _serve(settings: Settings, ready: Callable[[str], None]) -> None:
         proxy_headers=False,
         timeout_graceful_shutdown=10,
         timeout_keep_alive=75,
-        http=bounded(settings),
+        http=Connection,
     )
     server = Server(config, ready)
     _collect_rarely()
+    raise_open_files()
     server.run()  # on the event loop that uvicorn finds best
     if not server.started:
         raise SystemExit(1)

@@ -1,9 +1,7 @@
-"""What one caller may take at most: batches and attempts a second, requests and bytes at once, connections.
+"""What one caller may take at most: batches and attempts a second, requests and bytes at once.
 
-A request must come whole within a deadline, after the answer to the one before. Beyond a limit of connections the one
-that has waited longest without a request is closed, of the address that has most of those; a few more are let in when
-all of them are at work, and are answered at /healthz alone. All else that strangers can do with a connection is left
-to the proxy (docs/secure.md).
+A request must come whole within a deadline. All else that strangers can do with connections is left to the proxy
+(docs/secure.md).
 """
 
 import asyncio
@@ -16,9 +14,8 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address, ip_network
-from typing import ClassVar, Final
+from typing import Final
 
-import structlog
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -136,20 +133,11 @@ def at_most(size: float, headers: Headers, receive: Receive) -> Receive:
     return receive_some
 
 
-log = structlog.get_logger()
-_RESERVE: Final = 64
-_OTHER_FILES: Final = 128
-"""Open files beside connections: the store has up to three for each of its nine, and as many for what it sorts."""
 _HEAD_BYTES: Final = 65_536
 
 
-class _Connection(HttpToolsProtocol):
-    """uvicorn's, with a deadline for each request. `bounded` makes one for a service's settings."""
-
-    most: ClassVar[int]
-    request_seconds: ClassVar[float]
-    idle: ClassVar[dict["_Connection", None]]
-    """Connections without a request in progress, the one that has waited longest first."""
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with a deadline for each request and a bound of its headers."""
 
     _due: asyncio.TimerHandle | None = None
     _in_head = False
@@ -162,20 +150,10 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.idle[self] = None
-        self._end_in(self.request_seconds)
-        if len(self.connections) > self.most:
-            busiest = Counter(one._address() for one in self.idle).most_common(1)[0][0]
-            longest = next(one for one in self.idle if one._address() == busiest)
-            if longest is not self or len(self.connections) > self.most + _RESERVE:
-                longest.transport.abort()
-
-    def _address(self) -> str:
-        return self.client[0] if self.client else ""
+        self._end_in(Settings.request_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_in(None)
-        self.idle.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -188,39 +166,19 @@ class _Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        self._end_in(self.request_seconds)
+        self._end_in(Settings.request_seconds)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if self.cycle is not None and not self.cycle.response_complete:  # it did not wait for the answer before
-            self.cycle.disconnected = True
-            self.transport.abort()
-            return
-        self.idle.pop(self, None)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._end_in(None)
         super().on_message_complete()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self.idle[self] = None
 
-
-def bounded(settings: Settings) -> type[_Connection]:
-    """The protocol of one service's connections, of which there are at most as many as the process may open files for.
-
-    That limit is raised as far as it goes. Without a file left no connection is accepted, and none makes room.
-    """
-    wanted = settings.connections + _RESERVE + _OTHER_FILES
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files, hard = (wanted if limit == resource.RLIM_INFINITY else limit for limit in limits)
-    if files < wanted:
-        with suppress(ValueError, OverflowError, OSError):  # some systems allow less than their hard limit says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), limits[1]))
-            files = min(wanted, hard)
-    most = max(1, min(wanted, files) - _RESERVE - _OTHER_FILES)
-    if most < settings.connections:
-        log.warning("few connections: raise LimitNOFILE of the unit, or `ulimit -Hn`", connections=most)
-    return type("Connection", (_Connection,), {"most": most, "request_seconds": settings.request_seconds, "idle": {}})
+def raise_open_files() -> None:
+    """Let the process open as many files as its hard limit allows: each connection takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # some systems allow less than their hard limit says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

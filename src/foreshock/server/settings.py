@@ -110,8 +110,8 @@ class Settings(BaseSettings):
     # Fixed, since nobody can choose it with a reason. Tests make some of it small (server.testing).
     max_body_bytes: ClassVar[int] = MAX_BATCH_BYTES + 2**20
     """Largest request body: the largest batch of the wire, and room for what stands round it."""
-    connections: ClassVar[int] = 4096
-    """At once, as far as open files reach; beyond, the one that is idle longest is closed, and may come back."""
+    requests_at_once: ClassVar[int] = 4096
+    """Of all callers: a token gets half of them, all clients without one a quarter, then 429."""
     request_seconds: ClassVar[float] = 60.0
     """In which a request must come whole: the largest batch over 5 Mbit/s."""
     ingest_queue_batches: ClassVar[int] = 64
