@@ -108,8 +108,6 @@ def encoder(accept: str) -> tuple[Callable[[Mapping[str, Sequence[str]]], bytes]
 _HEAD_NAMES: Final = tuple(metric.name for metric in HEAD_METRICS)
 _LAYER_NAMES: Final = tuple(metric.layer_name for metric in HEAD_METRICS)
 _RISK, _SIZE = (HEAD_METRICS.index(BY_KEY[key]) for key in ("head.risk", "head.row_max_abs"))
-HEADS_AT_ONCE: Final = 2**15
-"""Heads whose tables are made together; numpy takes as long for a run's few as for thousands."""
 
 
 @dataclass
@@ -138,39 +136,14 @@ class Table:
         return list(self)
 
 
-Reading = tuple[str, Axis, MergedSteps]
-"""A run's name, its heads and its newest reading."""
-
-
-def head_tables(readings: Sequence[Reading], worst_heads: int) -> list[tuple[Table, Table]]:
-    """(one row for each layer, one for each of the worst heads) of each run, each of which has heads."""
-    values = _values([reading for _, _, reading in readings])
-    heads = np.array([len(axis.heads) for _, axis, _ in readings])
-    run_of = np.repeat(np.arange(len(readings)), heads)
-    worst = _worst_of_layers([own.stop - own.start for _, axis, _ in readings for own in axis.columns.values()], values)
-    first = _worst_first(run_of, values[:, _RISK], values[:, _SIZE])
-    firsts = np.split(first, np.searchsorted(run_of[first], np.arange(1, len(readings))))
-    tables, begin, layers_begin = [], 0, 0
-    for (run, axis, _), own in zip(readings, firsts, strict=True):
-        rows = worst[layers_begin : layers_begin + len(axis.columns)].copy()  # a view would keep the others' alive
-        layers = Table(_LAYER_NAMES, [(run, str(layer)) for layer in axis.columns], rows, by_place=False)
-        some = own[:worst_heads]
-        labels = [(run, str(axis.heads[i][0]), str(axis.heads[i][1])) for i in (some - begin).tolist()]
-        tables.append((layers, Table(_HEAD_NAMES, labels, values[some], by_place=True)))
-        begin, layers_begin = begin + len(axis.heads), layers_begin + len(axis.columns)
-    return tables
-
-
-def _values(readings: Sequence[MergedSteps]) -> Floats:
-    """[heads of all runs, metrics]: each metric of each head in the last step."""
-    last = MergedSteps(
-        np.zeros(1, np.int64),
-        np.concatenate([reading.words[-1:] for reading in readings], axis=1),
-        np.concatenate([reading.counted[-1:] for reading in readings], axis=1),
-        {name: np.concatenate([r.fields[name][-1:] for r in readings], axis=1) for name in readings[0].fields},
-        [],
-    )
-    return np.stack([last.head_values(metric)[0] for metric in HEAD_METRICS], axis=1)
+def head_tables(run: str, axis: Axis, reading: MergedSteps, worst_heads: int) -> tuple[Table, Table]:
+    """A run's last step: one row for each layer, and one for each of its worst heads. The run has heads."""
+    values = np.stack([reading.head_values(metric)[-1] for metric in HEAD_METRICS], axis=1)
+    worst = _worst_of_layers([own.stop - own.start for own in axis.columns.values()], values)
+    some = _worst_first(values[:, _RISK], values[:, _SIZE])[:worst_heads]
+    labels = [(run, *map(str, axis.heads[i])) for i in some.tolist()]
+    layers = Table(_LAYER_NAMES, [(run, str(layer)) for layer in axis.columns], worst, by_place=False)
+    return layers, Table(_HEAD_NAMES, labels, values[some], by_place=True)
 
 
 def _worst_of_layers(heads: Sequence[int], values: Floats) -> Floats:
@@ -190,9 +163,9 @@ def _worst_of_layers(heads: Sequence[int], values: Floats) -> Floats:
     return found
 
 
-def _worst_first(run: npt.NDArray[np.intp], risk: Floats, size: Floats) -> npt.NDArray[np.intp]:
-    """Heads by run, then by risk, by their largest |row maximum|, by number; those with neither are left out."""
-    order: npt.NDArray[np.intp] = np.lexsort((-np.nan_to_num(size, nan=-1.0), -np.nan_to_num(risk, nan=-1.0), run))
+def _worst_first(risk: Floats, size: Floats) -> npt.NDArray[np.intp]:
+    """Heads by risk, by their largest |row maximum|, by number; those with neither are left out."""
+    order: npt.NDArray[np.intp] = np.lexsort((-np.nan_to_num(size, nan=-1.0), -np.nan_to_num(risk, nan=-1.0)))
     measured: npt.NDArray[np.intp] = order[~(np.isnan(risk) & np.isnan(size))[order]]
     return measured
 
@@ -250,21 +223,24 @@ def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: in
     return found
 
 
-def series_of(rows: RunRows) -> tuple[RunSeries, MergedSteps | None]:
-    """The series of a run, but for its tables, and its newest reading."""
+def series_of(rows: RunRows, worst_heads: int) -> RunSeries:
+    """The series of a run."""
     reading = rows.now.reading
     norms_step = None
+    series = RunSeries(finished=status_of(rows.now.starts) != "active")
     if reading is not None and rows.now.newest is not None:
+        axis, _ = rows.now.newest
         if any(not np.isnan(reading.fields[name][-1]).all() for name in NORMS):
             norms_step = int(reading.steps[-1])
         if rows.earlier is not None:
-            carried = carry(rows.now.newest[0], reading, rows.earlier)
+            carried = carry(axis, reading, rows.earlier)
             norms_step = carried if norms_step is None else norms_step
-    series = RunSeries(finished=status_of(rows.now.starts) != "active")
+        if axis.heads:
+            series.layers, series.heads = head_tables(rows.now.row.name, axis, reading, worst_heads)
     written: set[tuple[str, Labels]] = set()
     series.urgent = [_lines(entries, written) for entries in _urgent(rows.now, finished=series.finished)]
     series.whole = _lines(_whole(rows, reading, norms_step), written)
-    return series, reading
+    return series
 
 
 def _lines(entries: Iterable[Entry], written: set[tuple[str, Labels]]) -> list[Line]:
@@ -428,8 +404,8 @@ class Exposer:
         for first in range(0, len(changed), _RUNS_AT_ONCE):
             give_up_if_cancelled(connection)
             some = changed[first : first + _RUNS_AT_ONCE]
-            series = self._make_all(self.read_changed(connection, some))
-            made |= {row.id: (row.changes, series[row.id]) for row in some}
+            found = self.read_changed(connection, some)
+            made |= {row.id: (row.changes, self._series_of(found[row.id])) for row in some}
         shown = [(row, made[row.id][1]) for row in rows if self._is_shown(row, made[row.id][1], now)]
         _fill(exposition, self._in_turns(shown), per_run)
         exposition.set("service.series_dropped", float(exposition.dropped))
@@ -451,29 +427,12 @@ class Exposer:
             placed.append((series.finished, turns[tenant, series.finished], len(placed), row, series))
         return [(row, series) for *_, row, series in sorted(placed, key=lambda place: place[:3])]
 
-    def _make_all(self, found: dict[int, RunRows]) -> dict[int, RunSeries]:
-        made: dict[int, RunSeries] = {}
-        waiting: dict[int, Reading] = {}
-        for run_id, rows in found.items():
-            try:
-                made[run_id], reading = series_of(rows)
-            except Exception:  # one run's fault stays that run's
-                log.exception("a run cannot be shown in /metrics", run=rows.now.row.name)
-                made[run_id] = RunSeries(finished=False)
-                continue
-            if reading is not None and rows.now.newest is not None and rows.now.newest[0].heads:
-                waiting[run_id] = rows.now.row.name, rows.now.newest[0], reading
-            if sum(len(axis.heads) for _, axis, _ in waiting.values()) >= HEADS_AT_ONCE:
-                self._add_tables(made, waiting)
-                waiting = {}
-        self._add_tables(made, waiting)
-        return made
-
-    def _add_tables(self, made: dict[int, RunSeries], readings: dict[int, Reading]) -> None:
-        if not readings:
-            return
-        for run_id, tables in zip(readings, head_tables([*readings.values()], self._settings.worst_heads), strict=True):
-            made[run_id].layers, made[run_id].heads = tables
+    def _series_of(self, rows: RunRows) -> RunSeries:
+        try:
+            return series_of(rows, self._settings.worst_heads)
+        except Exception:  # one run's fault stays that run's
+            log.exception("a run cannot be shown in /metrics", run=rows.now.row.name)
+            return RunSeries(finished=False)
 
     def read_changed(self, connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, RunRows]:
         """What the store knows of runs that changed."""
