@@ -8,6 +8,7 @@ what changes shows up in `make check`.
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,26 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
             yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
 
 
+_SAID_ELSEWHERE = re.compile(
+    r"\[/?bold\]|\*\*Usage\*\*:\n\n```console\n.*\n```\n\n|\*\*Commands\*\*:\n\n(?:\* .*\n)+\n"
+    r"|\*\*(?:Arguments|Options)\*\*:\n\n|^\* `--help`.*\n\n?",
+    re.MULTILINE,
+)
+"""What Typer writes twice, or under every command."""
+
+
 def commands() -> Iterator[str]:
-    """Every command with its arguments and options, by Typer's own tool."""
+    """Every command with its arguments and options, by Typer's own tool; an option of many commands once."""
     whole = typer.main.get_command(app)
     page = get_docs_for_click(obj=whole, ctx=typer.Context(whole), name="foreshock", title="Command line")
-    yield re.sub(r"\[/?bold\]", "", page)
+    first, *sections = re.split(r"^(?=##+ )", _SAID_ELSEWHERE.sub("", page), flags=re.MULTILINE)
+    times = Counter(re.findall(r"^\* `--.*\n", "".join(sections), re.MULTILINE))
+    shared = {line: f"`{re.split('[ `]', line[3:])[0]}`" for line, found in times.items() if found > 10}
+    yield f"{first.rstrip()}\n\nEvery command has `--help`. Options that many commands share:\n\n{''.join(shared)}"
+    for section in sections:
+        named = [name for line, name in shared.items() if line in section]
+        own = "".join(line for line in section.splitlines(keepends=True) if line not in shared).rstrip()
+        yield own + (f"\n\nShared: {', '.join(named)}\n" if named else "\n")
 
 
 def model(kind: type[BaseModel]) -> Iterator[str]:
