@@ -306,8 +306,7 @@ _ALL: Final = (
         train=_nanochat,
         layers=4,
         key_heads=2,
-        rows=separate("c_q.weight", "c_k.weight", width=16, group=2),
-        says=(r"4 x W_Q and W_K \(.*\): separate \(c_q, c_k\), norms of the weights only: heads are normalised$",),
+        says=(r"norms are not measured: in no known order do the outputs of its projections \(c_q, c_k\)",),
     ),
     Case(
         name="modded-nanogpt",
@@ -317,10 +316,9 @@ _ALL: Final = (
         layers=3,
         heads=2,
         key_heads=2,
-        rows=separate("q.weight", "k.weight", width=128),
         says=(
             r"Drift by rounding: perhaps\. The keys have a bias, besides rotary positions",
-            r"3 x W_Q and W_K \(.*\): separate \(q, k\), norms of the weights only: heads are normalised$",
+            r"norms are not measured: in no known order do the outputs of its projections \(q, k\)",
         ),
     ),
     Case(
@@ -348,7 +346,7 @@ _ALL: Final = (
         train=_litgpt("Qwen3-0.6B", n_query_groups=2, head_size=8, intermediate_size=64),
         layers=2,
         key_heads=2,
-        rows=fused("qkv.weight", width=8, heads=4, group=2),
+        says=("norms are not measured: its queries and keys are normalised",),
     ),
     Case(
         name="litgpt-llama",
@@ -414,7 +412,7 @@ _ALL: Final = (
         train=_olmo(qk_norm=True),
         layers=3,
         key_heads=2,
-        rows=outside(".backend", separate("w_q.weight", "w_k.weight", width=8, group=2)),
+        says=("norms are not measured: its queries and keys are normalised",),
         folder="src",
     ),
     Case(

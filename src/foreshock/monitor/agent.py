@@ -195,7 +195,7 @@ class Agent:
                 logger.warning("foreshock: no attention is watched, training continues: %s", why)
         self._attached.finder.scouted()
         if self.config.shows and self._attached.layers:
-            say(f"{self._attached.danger()}\n{self._attached.report}")
+            say(f"{self._attached.danger()}\n{self._attached.report()}")
 
     def _watch_instead(self, attached: AttachedModel) -> None:
         """Go on with other layers, before anything was announced: what was given to layers of both stays theirs."""
@@ -426,7 +426,7 @@ class Agent:
 
         Where attention is kept, with the sampling error of the last sample that measured some.
         """
-        parts = (self._attached.report, self._coverage.table(norms=self._started), self._clipping.report())
+        parts = (self._attached.report(), self._coverage.table(), self._clipping.report())
         return "\n".join(filter(None, parts))
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------

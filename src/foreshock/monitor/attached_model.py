@@ -142,7 +142,7 @@ class AttachedModel:
         some = (each for f in ends for each in f.module.parameters() if not each.is_inference())
         self.weights: Final[tuple[weakref.ref[Tensor], ...]] = tuple(map(weakref.ref, some))
         """Some of the parameters, which change when an optimizer steps."""
-        self.report: Final = self._table()
+        self._warn_of_problems()
         self._open_to = openness(model, watched)
         modules = list(zip((f.module for f in watched), self.layouts, strict=True))
         self.finder: Final[UnwatchedAttentionFinder] = UnwatchedAttentionFinder(
@@ -207,24 +207,27 @@ class AttachedModel:
                 raise ValueError(f"{name} cannot be watched: {first_error(error)}") from None
         return tuple(layers.values())
 
-    def _table(self) -> str:
-        """The table of what was found; what is not watched is warned of."""
-        found, numerics = self._found, self._settings.numerics
-        if not found:
-            return ""
-        watched = any(f.problem is None for f in found)
-        for names, why in problems_of(found) if watched else ():
+    def _warn_of_problems(self) -> None:
+        for names, why in problems_of(self._found) if self.watched else ():
             logger.warning("foreshock: the attention of %s is not watched: %s", names, why)
-        for f in found:
+        for f in self._found:
             if f.also and f.problem is None:
                 same = ", ".join(f.also)
                 logger.warning("foreshock: %s is the same module as %s; their rows count into one layer", same, f.name)
+
+    def report(self) -> str:
+        """The table of what was found. It may wait for the device, to see where weights lie."""
+        if not self._found:
+            return ""
+        for layout in self.layouts:
+            layout.locate()
+        numerics, layouts = self._settings.numerics, [layout.describe() for layout in self.layouts]
         now = "native attention, sampled" if self._keeps else self._own
         measured = f"every {self._every_steps} steps {self.sampling.rows} rows of every head are measured"
         how = f"the model's own attention runs unchanged; {measured}"
         if not self._keeps:
             how = f"foreshock's kernels compute the attention; in calls that they do not support {measured}"
-        return f"{table_of(found, now)}\nnumerics: {_NUMERICS.get(numerics, numerics)}\n{how}"
+        return f"{table_of(self._found, layouts, now)}\nnumerics: {_NUMERICS.get(numerics, numerics)}\n{how}"
 
     def danger(self) -> str:
         """Says in a line whether this run is open to the drift by rounding."""

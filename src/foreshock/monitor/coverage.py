@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.attached_model import AttachedModel
-from foreshock.monitor.attention.layout_check import table_of_norms
 from foreshock.monitor.attention.watched_layer import NOT_RUN, outside
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import logger, say
@@ -179,17 +178,11 @@ class CoverageReport:
 
     def show(self, step: int) -> None:
         """Print the table, where this process prints any."""
-        if self._shows and (table := self.table(norms=True)):
+        if self._shows and (table := self.table()):
             say(f"foreshock, from step {step} on:\n{table}")
 
-    def table(self, *, norms: bool = False) -> str:
-        """A line for each group of layers that stand alike, and how many are watched in all; norms: then those whose
-        weights lie elsewhere than `attach` printed."""
-        names = [layer.name for layer in self._layers]
-        of_norms = table_of_norms(names, self._attached.layouts) if norms else ""
-        return "\n".join(filter(None, (self._of_layers(), of_norms)))
-
-    def _of_layers(self) -> str:
+    def table(self) -> str:
+        """A line for each group of layers that stand alike, and how many are watched in all."""
         if not self._samples:
             return ""
         groups: dict[str, list[str]] = {}

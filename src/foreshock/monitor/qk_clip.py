@@ -34,6 +34,7 @@ from foreshock.monitor.model.discovery import listed
 from foreshock.monitor.model.layers import (
     HeadRows,
     Projection,
+    computes_otherwise,
     is_conv1d,
     is_wrapped,
     local_tensor,
@@ -249,9 +250,10 @@ def _why_refused(projection: Projection | str, device: torch.device) -> str | No
     """Why the heads of a layer cannot be scaled; None where they can."""
     if isinstance(projection, str):
         return projection
-    if "norms of the weights only" in projection.layout:
-        return f"its scores do not follow from its weights ({projection.layout})"
     for side in projection.sides:
+        if computes_otherwise(side.holder):
+            kind = type(side.holder).__name__
+            return f"its scores do not follow from its weights: {kind} has a forward of its own"
         weight = stored(side.holder, side.weight)
         if not isinstance(weight, nn.Parameter):
             return "its weight is computed from others"

@@ -1,10 +1,10 @@
-"""Norms are of the right rows or unknown: what a layer's projections gave and what its attention got are compared.
+"""Norms are of the right rows or not measured: what a layer's projections gave and its attention got are compared.
 
 Names propose where the heads of queries and keys lie among the outputs of a projection (monitor/model/layers.py). Hooks
 on the projections and the call of attention that follows note the first and the last token of two sequences, in
 compiled code as in any other. At the next reading of the norms these numbers confirm a proposal, or the norms stay
-unknown: the features of each head must be as long as those that attention was given, up to one factor for all heads and
-tokens. Rotary positions change no length, and other rows have other lengths. Norms of queries and keys are allowed for.
+unmeasured: the features of each head must be as long as those that attention was given, up to one factor for all heads
+and tokens. Rotary positions change no length, and other rows have other lengths.
 
 In multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) a part of each key is its head's own, made
 from a latent, and another part, which carries the positions, is the same in all heads.
@@ -12,7 +12,7 @@ from a latent, and another part, which carries the positions, is the same in all
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,10 @@ import torch._dynamo.symbolic_convert
 from torch import Tensor, nn
 
 from foreshock.monitor.attention.watched_layer import LAYOUT_ATTRIBUTE, leave_no_trace_in_copies
-from foreshock.monitor.model.discovery import listed
 from foreshock.monitor.model.layers import (
     NOT_FOUND,
     HeadRows,
     Projection,
-    change_by_weight,
-    computes_otherwise,
     find_projection,
     has_adapters,
     latent_children,
@@ -43,8 +40,6 @@ Numbers = npt.NDArray[np.float64]
 
 _LENGTH: Final = 1e-5
 """Relative difference of two lengths that are called equal, of operands that round less."""
-_FEATURE: Final = 1e-4
-"""The same of vectors of features."""
 _ENOUGH: Final = 4
 """Heads whose lengths in a single token tell one layout from another."""
 _ORDERS: Final = ((0, 1, 2, 3), (0, 2, 1, 3), (0, 3))
@@ -81,17 +76,15 @@ def confirmed(call: Call, proposed: Sequence[Projection]) -> tuple[Projection, b
         raise InconclusiveCallError
     used, shared = features(call)
     for projection in proposed:
+        key = call.key[..., used & ~shared]
         sides = [
             (projection.query, call.query[..., used & ~shared]),
-            (projection.key, call.key[..., used & ~shared]),
+            (projection.key, key),
             (projection.query_of_shared, call.query[..., shared]),
         ]
-        how = [_how(side, part, call) for side, part in sides]
-        if None not in how:
+        if all(_gives(side, part, call) for side, part in sides):
             values = call.value[..., : projection.key.head_dim]
-            names = "heads are normalised" if "normalised" in how else ""
-            found = projection.of_weights_alone(names) if names else projection
-            return found, values.shape == sides[1][1].shape and _how(projection.key, values, call) == "plain"
+            return projection, values.shape == key.shape and _gives(projection.key, values, call)
     of = f"the outputs of its projections ({call.names}) give its queries and keys"
     raise ValueError("in no known order do {}, {} heads of {} features".format(of, *call.query.shape[1:]))
 
@@ -104,25 +97,21 @@ def features(call: Call) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     return used, used & differ & np.all(keys == keys[:, :1], axis=(0, 1))
 
 
-def _how(side: HeadRows | None, part: Numbers, call: Call) -> Literal["plain", "normalised"] | None:
-    """How the outputs of a projection become this part [4, H, d] of all heads; None where they do not."""
+def _gives(side: HeadRows | None, part: Numbers, call: Call) -> bool:
+    """Whether the outputs of a projection become this part [4, H, d] of all heads."""
     if side is None or not part.shape[2]:
-        return "plain" if side is None and not part.shape[2] else None
+        return side is None and not part.shape[2]
     outputs = call.outputs.get(side.holder)
     heads = len(side.starts)
     if outputs is None or part.shape[2] != side.head_dim or part.shape[1] % heads:
-        return None
+        return False
     rows = side.outputs - (0 if outputs.shape[1] == outputs_of(side.holder) else side.starts[0])  # a process's own part
     if rows.max() >= outputs.shape[1]:
-        return None
+        return False
     of_heads = outputs[:, rows.repeat(part.shape[1] // heads, 0)]  # neighbours read one key head
-    for order in _ORDERS:
-        ours, theirs = of_heads[list(order)], part[[0, 3] if len(order) == 2 else slice(None)]
-        if _plain(ours, theirs, call.error):
-            return "plain"
-        if _normalised(ours, theirs, call.error):
-            return "normalised"
-    return None
+    return any(
+        _plain(of_heads[list(order)], part[[0, 3] if len(order) == 2 else slice(None)], call.error) for order in _ORDERS
+    )
 
 
 def _plain(ours: Numbers, theirs: Numbers, error: float) -> bool:
@@ -142,48 +131,11 @@ def _as_long(ours: Numbers, theirs: Numbers, error: float) -> bool:
     return bool(np.ptp(ratios) <= 2 * max(_LENGTH, 4 * error / theirs.shape[2] ** 0.5) * np.median(ratios))
 
 
-def _normalised(ours: Numbers, theirs: Numbers, error: float) -> bool:
-    """With each head, or all of a token, divided by their norms, less their mean or not, times a gain of each feature.
-
-    The gain is found in the tokens that no position turned, which are the first ones.
-    """
-    heads, features = theirs.shape[1:]
-    for each in (ours, ours - ours.mean(2, keepdims=True)):
-        if heads > 1 and all(_as_long(*both, error) for both in zip(each[:, None], theirs[:, None], strict=True)):
-            return True  # without a gain
-        first, given = each[::2], theirs[::2]
-        if _gained(_units(first, 2).reshape(-1, features), given.reshape(-1, features), error):
-            return True
-        if _gained(_units(first, (1, 2)).reshape(len(first), -1), given.reshape(len(first), -1), error):
-            return True
-    return False
-
-
-def _units(x: Numbers, axes: int | tuple[int, int]) -> Numbers:
-    sizes = np.sqrt(np.square(x).sum(axes, keepdims=True))
-    units: Numbers = x / np.where(sizes == 0, 1.0, sizes)
-    return units
-
-
-def _gained(ours: Numbers, theirs: Numbers, error: float) -> bool:
-    """Whether `theirs` [n, F] is `ours` times a gain for each of the F features, by least squares over n samples."""
-    if len(np.unique(ours, axis=0)) < 2:
-        return False
-    gain = (ours * theirs).sum(0) / np.maximum(np.square(ours).sum(0), np.finfo(np.float64).tiny)
-    allowed = max(_FEATURE, 4 * error) * np.linalg.norm(theirs)
-    return bool(np.linalg.norm(theirs - gain * ours) <= allowed)
-
-
 _TRIES: Final = 3
 """Calls that may fit no layout before the norms stay unknown: one may be of another kind, for example with a cache."""
-_UNSEEN: Final = "no call has shown yet which rows are which head's"
-_SPREAD: Final = (
-    "its projections are spread over processes by tensor parallelism, and no name shows which heads this process has"
-)
+_NORMALISED: Final = "its queries and keys are normalised, so its weights alone do not bound its scores"
 _HOOK_ID: Final = -1
 """The same in every module, as for watched modules (interception.py)."""
-_ALLOWED: Final = 2.0**-6
-"""Relative difference of outputs that passes for rounding: twice the precision of bfloat16."""
 
 
 class _Noted:
@@ -193,8 +145,6 @@ class _Noted:
         self.name, self.holder, self.check = name, holder, check
         self.outputs: Tensor | None = None
         """The corners of the last call, [4, C]."""
-        self.change: tuple[Tensor, Tensor] | None = None
-        """As change_by_weight, of a projection with a forward of its own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is not watched
@@ -208,31 +158,30 @@ class LayoutCheck:
 
     def __init__(self, owner: nn.Module | None, heads: int, found: Projection | str) -> None:
         """`found`: what names show, or why they show nothing; then `owner` may hold the names of latent attention."""
-        self.gone = False
-        """The layer's module is no part of the model any more: another may stand in its place."""
-        self._owner, self._heads = owner, heads
+        self._owner, self._heads = found.owner if isinstance(found, Projection) else owner, heads
         self._undo: Final = ExitStack()
-        self._accept(found)
-        self.announced: Final = found.layout if isinstance(found, Projection) else self.describe()
+        self.gone = False
+        """The layer's module is no part of the model any more: another may be in its place."""
+        self._propose(found)
 
-    def _accept(self, found: Projection | str) -> None:
+    def _propose(self, found: Projection | str) -> None:
         self._found = found if isinstance(found, Projection) else None
-        self._why = found if isinstance(found, str) else _UNSEEN
+        self._why = found if isinstance(found, str) else ""
         self._proved: Projection | None = None
         self._unscalable, self._tries = "", _TRIES
         self._given: list[Tensor] | None = None
         """The corners of query, key and value of the call that is to be compared, [4, H, D] each."""
         noted: list[tuple[str, nn.Module]] = []
-        if self._found is not None:
-            self._owner = self._found.owner
-            of_names = (self._found.query.holder, self._found.key.holder)
-            noted = [(name, child) for name, child in self._owner.named_children() if child in of_names]
-            if self._owner in of_names:
+        if self._owner is not None and self._found is not None:
+            holders = (self._found.query.holder, self._found.key.holder)
+            noted = [(name, child) for name, child in self._owner.named_children() if child in holders]
+            if self._found.normalised:
+                self.refuse(_NORMALISED)
+            elif self._owner in holders:
                 self._proved = self._found  # PyTorch's own module, whose layout is PyTorch's
         elif self._owner is not None and found == NOT_FOUND:
             noted = latent_children(self._owner)
-            self._why = _UNSEEN if noted else NOT_FOUND
-        self._noted = [_Noted(*each, self) for each in noted]
+        self._noted = [_Noted(*each, self) for each in noted] if self._tries else []
         self._state = self._now()
 
     def start(self) -> None:
@@ -294,17 +243,15 @@ class LayoutCheck:
 
     def scalable(self) -> Projection | str:
         """What QK-Clip may scale now, or why it may not."""
-        found = self.locate()
-        return self._unscalable or found or self.describe().removeprefix("norms unknown: ")
+        return self._unscalable or self.locate() or self._why or "no call has shown yet which rows are which head's"
 
     def describe(self) -> str:
-        """Where the weights lie, or why that is unknown."""
-        if self.gone:
-            return "norms unknown: its module was taken out of the model"
-        if self._proved is None:
-            return f"norms unknown: {self._why}"
-        shared = self._proved.query_of_shared is not None
-        return "norms unknown: a part of its keys is the same in all heads" if shared else self._proved.layout
+        """Where the weights lie, as far as calls have shown it, or why their norms are not measured."""
+        found = self._proved or self._found
+        why = "its module was taken out of the model" if self.gone else self._why
+        if found is not None and found.query_of_shared is not None:
+            why = "a part of its keys is the same in all heads"
+        return found.layout + found.gaps if found is not None and not why else f"norms are not measured: {why}"
 
     def locate(self) -> Projection | None:
         """Where the weights lie now, by what calls have shown."""
@@ -314,11 +261,11 @@ class LayoutCheck:
             self.stop()
             was = self._found
             found = was and find_projection(self._owner, self._heads, len(was.key.starts), was.query.head_dim)
-            self._accept(found or why_unmeasured(self._owner))
+            self._propose(found or why_unmeasured(self._owner))
             self.start()
         if self._owner is not None and self._unproved and self._given is not None:
             try:
-                self._proved = self._prove(self._owner, self._given)
+                self._proved, self._why = self._prove(self._owner, self._given), ""
             except InconclusiveCallError:
                 pass  # another call may show it
             except ValueError as error:
@@ -346,19 +293,12 @@ class LayoutCheck:
         outputs = dict(zip(written, made, strict=True))
         call = Call(outputs, query, key, value, error, ", ".join(each.name for each in self._noted))
         if (found := self._found) is None:
-            if any(outputs_of(holder) != x.shape[1] for holder, x in outputs.items()):
-                raise ValueError(_SPREAD)
             used, shared = features(call)
             proposed = latent_projections(owner, self._heads, int((used & ~shared).sum()), int(shared.sum()))
         else:
             sizes = len(found.query.starts), len(found.key.starts), found.query.head_dim
             proposed = [found, *(each for each in projections(owner, *sizes) if each != found)]
         placed, keys_are_values = confirmed(call, proposed)
-        for each in self._noted:
-            if computes_otherwise(each.holder):
-                changes = each.change
-                if changes is None or not bool((changes[0] - changes[1]).norm() <= _ALLOWED * changes[1].norm()):
-                    placed = placed.of_weights_alone(f"{type(each.holder).__name__} has a forward of its own")
         if keys_are_values:
             self._unscalable = "its keys are values as well"
         return placed
@@ -377,9 +317,6 @@ def _note(module: nn.Module, args: Any, output: Any) -> None:
         own = noted.holder is module and noted.check.open
         if transformed or not own or type(output) is not Tensor or not output.numel():
             return
-        if args and computes_otherwise(module):  # then it is compared with its weight
-            with torch.no_grad():
-                noted.change = change_by_weight(module, args[0], output)
     noted.outputs = _corners(output, 2)
 
 
@@ -398,12 +335,3 @@ def _corners(x: Tensor, token_dims: int) -> Tensor:
     while first.dim() > token_dims:
         first, last = first[0], last[-1]
     return torch.stack([each.select(-2, at) for each in (first, last) for at in (0, -1)])
-
-
-def table_of_norms(names: Sequence[str], checks: Sequence[LayoutCheck]) -> str:
-    """A line for each group of layers whose weights lie otherwise than the table of `attach` shows, or unknown."""
-    groups: dict[str, list[str]] = {}
-    for name, check in zip(names, checks, strict=True):
-        if (now := check.describe()) != check.announced:
-            groups.setdefault(now, []).append(name)
-    return "\n".join(f"{len(each)} x W_Q and W_K ({listed(each)}): {how}" for how, each in groups.items())

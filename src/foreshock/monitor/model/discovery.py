@@ -11,7 +11,7 @@ recognised here without importing any of them.
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Final, Literal, NamedTuple
@@ -380,15 +380,18 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= _NAMED else f"{names[0]}, {names[1]}, ..., {names[-1]}"
 
 
-def table_of(found: Sequence[Found], how: str) -> str:
-    """Modules that differ in their number alone share a line; `how` says how those are watched that are."""
+def table_of(found: Sequence[Found], layouts: Iterable[str], how: str) -> str:
+    """Modules that differ in their number alone share a line; of those that are watched `layouts` say where W_Q and W_K
+    lie, and `how` how they are watched."""
     groups: dict[tuple[str, ...], tuple[tuple[str, ...], list[tuple[str, str]]]] = {}
-    number = 0
+    number, where = 0, iter(layouts)
     for each in found:
         label = "-" if each.problem else str(number)
         number += not each.problem
         name = each.name or "(the model)"
-        described = _described(each, how)
+        sizes = [str(size) if size else "?" for size in (each.heads, each.kv_heads, each.head_dim)]
+        layout = "norms are not measured: it is not watched" if each.problem else next(where)
+        described = (*sizes, layout, f"not monitored: {each.problem}" if each.problem else how)
         like = (re.sub(r"\d+", "#", name), *described[:-1], re.sub(r"\d+", "#", described[-1]))
         groups.setdefault(like, (described, []))[1].append((label, name))
     rows = [_HEAD]
@@ -401,12 +404,3 @@ def table_of(found: Sequence[Found], how: str) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(("foreshock watches:", *lines))
-
-
-def _described(found: Found, how: str) -> tuple[str, ...]:
-    sizes = [str(size) if size else "?" for size in (found.heads, found.kv_heads, found.head_dim)]
-    if found.projection:
-        layout = found.projection.layout + found.projection.gaps(found.first_head)
-    else:
-        layout = f"norms are not measured: {found.unmeasured or 'it is not watched'}"
-    return (*sizes, layout, f"not monitored: {found.problem}" if found.problem else how)

@@ -5,9 +5,8 @@ its D query (key) features over the E inputs. A weight is read only where that r
 it this process holds is read off a DTensor's placements: no collective is needed for it.
 """
 
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
@@ -112,19 +111,8 @@ def device_of(*modules: nn.Module) -> torch.device:
 
 def computes_otherwise(module: nn.Module) -> bool:
     """Whether the projection has a forward of its own, which may scale or round its weight."""
-    return getattr(module.forward, "__func__", None) is not nn.Linear.forward and not is_conv1d(module)
-
-
-def change_by_weight(module: nn.Module, inputs: Any, outputs: Tensor) -> tuple[Tensor, Tensor] | None:
-    """How much the outputs [..., out] of the first and the last token differ, and how much they should by the weight,
-    each [out]; None where inputs [..., in] or weight are not to be had."""
-    weight = stored(module)
-    known = isinstance(weight, Tensor) and type(inputs) is Tensor and not is_sharded(weight) and not is_wrapped(weight)
-    if not known or inputs.shape[:-1] != outputs.shape[:-1] or weight.shape != (outputs.shape[-1], inputs.shape[-1]):
-        return None
-    given, change = (x.detach().flatten(0, -2)[[0, -1]].float().diff(dim=0)[0] for x in (inputs, outputs))
-    with torch.autocast(given.device.type, enabled=False):
-        return change, weight.detach().float() @ given
+    own = getattr(module.forward, "__func__", None)
+    return own not in (nn.Linear.forward, nn.MultiheadAttention.forward) and not is_conv1d(module)
 
 
 def has_adapters(module: object) -> bool:
@@ -224,24 +212,6 @@ class HeadRows:
             weights = torch.stack([rows[start : start + self.head_dim] for start in starts])
         return Held(heads, weights)
 
-    def placed(self) -> list[set[int]]:
-        """The heads that each process of the mesh holds whole; one entry where every process holds all of them."""
-        whole = [set(self._within(rows)) for rows, _ in self._parts()]
-        return whole or [set(range(len(self.starts)))]
-
-    def spread_inputs(self) -> bool:
-        """Whether a process holds only some of the inputs of each row."""
-        return len({inputs for _, inputs in self._parts()}) > 1
-
-    def _parts(self) -> list[Spans]:
-        """Rows and inputs of each process of the mesh; none where every process holds all."""
-        weight = stored(self.holder, self.weight)
-        if not is_sharded(weight):
-            return []
-        mesh = weight.device_mesh
-        places = itertools.product(*(range(mesh.size(dim)) for dim in range(len(weight.placements))))
-        return [self._rows_first(spans_of(weight, coordinate=place)) for place in places]
-
     def _rows_first(self, spans: Spans) -> Spans:
         return spans[::-1] if is_conv1d(self.holder) else spans
 
@@ -260,6 +230,8 @@ class Projection:
     owner: nn.Module
     query_of_shared: HeadRows | None = None
     """The query features that meet keys which all heads share, where `key` is only what is each head's own."""
+    normalised: bool = False
+    """A name or a flag says that queries and keys are divided by their norms."""
 
     @property
     def sides(self) -> list[HeadRows]:
@@ -272,33 +244,11 @@ class Projection:
         query, key = (replace(rows, starts=rows.starts[part.start : part.stop]) for rows, part in parts)
         return replace(self, query=query, key=key)
 
-    def of_weights_alone(self, why: str) -> "Projection":
-        """The same, with a note that its queries and keys do not follow from the weights alone."""
-        note = ", norms of the weights only: "
-        return (
-            self
-            if why in self.layout
-            else replace(self, layout=self.layout + (", " if note in self.layout else note) + why)
-        )
-
     @property
-    def unmeasured(self) -> list[int]:
-        """Heads of which no process holds W_Q and W_K whole. Key heads stand for those who read them."""
-        query, key = self.query.placed(), self.key.placed()
-        pairs = zip(query, key, strict=True) if len(query) == len(key) else itertools.product(query, key)
-        together = set[int]().union(*(of_query & self._readers(of_key) for of_query, of_key in pairs))
-        return sorted(set(range(len(self.query.starts))) - together)
-
-    def gaps(self, first_head: int = 0) -> str:
-        """What is not measured and why, for the table of what was found; heads are numbered from `first_head`."""
-        if self.query.spread_inputs() or self.key.spread_inputs():
-            return ", norms not measured: the inputs of W_Q or W_K are spread over processes"
-        heads = ", ".join(str(first_head + head) for head in self.unmeasured)
-        return heads and f", norms of heads {heads} not all measured: no process holds their W_Q and W_K whole"
-
-    def _readers(self, kv_heads: Iterable[int]) -> set[int]:
-        group = len(self.query.starts) // len(self.key.starts)
-        return {kv_head * group + member for kv_head in kv_heads for member in range(group)}
+    def gaps(self) -> str:
+        """What is not measured if the weights are spread over processes, for the table of what was found."""
+        weights = (stored(side.holder, side.weight) for side in (self.query, self.key))
+        return ", norms of heads that one process holds whole" if any(map(is_sharded, weights)) else ""
 
 
 def projections(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> list[Projection]:
@@ -309,7 +259,7 @@ def projections(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> 
     if isinstance(inner := getattr(module, "qkv_linear", None), nn.Module) and outputs_of(inner) is None:
         return projections(inner, heads, kv_heads, head_dim)  # torchtitan keeps them in a module of their own
     found = _by_name(module, heads, kv_heads, head_dim)
-    return [each.of_weights_alone("heads are normalised") if normalises_heads(module) else each for each in found]
+    return [replace(each, normalised=True) for each in found] if normalises_heads(module) else found
 
 
 def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
