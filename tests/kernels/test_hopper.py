@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from foreshock.kernels.flash_attention import AttentionSpec, launch
+from foreshock.kernels.flash_attention.known_modes import note_modes
 from foreshock.kernels.flash_attention.launch import Call, call_of
 from foreshock.kernels.flash_attention.spec import Arguments
 from foreshock.kernels.flash_attention.triton_kernels import forward, hopper
@@ -164,6 +165,13 @@ def test_where_heads_have_modes_triton_s_takes_those_that_shift_their_rows(monke
     launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
     assert launches.of(tensors(), modes) == ["hopper", "triton for heads that shift"]
     assert launches.of(tensors(), modes, softcap=30.0) == ["triton"]
+
+
+def test_triton_s_is_left_out_while_no_head_is_known_to_shift_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
+    for flags, shifted in ((0, 0, 0, 0), False), ((0, 8, 1, 0), False), ((0, 4, 0, 0), True):
+        note_modes(modes, flags)
+        assert launches.of(tensors(), modes) == ["hopper", *["triton for heads that shift"] * shifted]
 
 
 @pytest.mark.parametrize("failure", [ImportError("no module named gluon"), RuntimeError("PassManager::run failed")])

@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from foreshock.kernels.flash_attention import AttentionSpec, launch, new_state
+from foreshock.kernels.flash_attention.known_modes import note_modes
 from foreshock.kernels.flash_attention.launch import Call, call_of
 from foreshock.kernels.flash_attention.op import each_version
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
@@ -208,6 +209,18 @@ def test_where_heads_have_modes_dq_of_corrected_heads_comes_before_it(monkeypatc
     launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
     assert launches.of(Problem(modes=modes)) == [*CORRECTED, "hopper", "count"]
     assert launches.of(Problem(modes=modes, softcap=30.0)) == [*TRITON, "count"]
+
+
+def test_what_the_host_knows_of_modes_chooses_the_passes_and_each_choice_makes_launches_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
+    some, every, none = (0, 8, 0, 0), (8, 9, 8, 8), (0, 1, 4, 0)
+    passes = {some: [*CORRECTED, "hopper"], every: TRITON, none: ["rows", "hopper"]}
+    for flags in (some, every, none) * 2:
+        note_modes(modes, flags)
+        assert launches.of(Problem(modes=modes)) == [*passes[flags], "count"]
+    assert launches.addresses == [False] * 3 + [True] * 3
 
 
 def test_who_wants_equal_bits_gets_triton_s_passes_from_one_call_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, launch, new_state
+from foreshock.kernels.flash_attention.known_modes import note_modes
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 from foreshock.kernels.flash_attention.triton_kernels import backward, forward, hopper
@@ -298,7 +299,25 @@ def test_who_wants_equal_bits_gets_triton_s_from_one_call_to_the_next(modes: tup
             assert_equal_but_for_the_order_of_sums(given, ours)
 
 
-def test_a_captured_graph_computes_the_same_bits_and_obeys_a_mode_changed_between() -> None:
+def test_what_the_host_knows_of_modes_leaves_out_launches_and_chooses_passes_but_changes_no_result() -> None:
+    for modes, passes in (
+        ([Mode.PLAIN, Mode.EXACT_DELTA] * 4, ALONE),
+        (list(MIXED), BESIDE),
+        ([Mode.ROW_CORRECTED] * 8, TRITON),
+    ):
+        problem = with_modes(333, "top_left", 8, *modes)
+        unknown, triton = problem.as_served(), problem.by_triton()
+        assert problem.modes is not None
+        note_modes(problem.modes, modes)
+        assert problem.passes() == passes
+        if passes is TRITON:
+            assert all(torch.equal(a, b) for a, b in zip(problem.as_served(), triton, strict=True))
+        else:
+            assert_equal_but_for_the_order_of_sums(problem.as_served(), unknown)
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_captured_graph_computes_the_same_bits_and_obeys_a_mode_changed_between(noted: bool) -> None:
     plain = [Mode.PLAIN] * 8
     problem = with_modes(640, "top_left", 8, *plain)
     modes, state = problem.modes, new_state(8, "cuda")
@@ -319,6 +338,9 @@ def test_a_captured_graph_computes_the_same_bits_and_obeys_a_mode_changed_betwee
         with torch.cuda.stream(stream):
             eager.append(Backward(*(x.clone() for x in step())))
         torch.cuda.current_stream().wait_stream(stream)
+    modes.copy_(flags(*plain))
+    if noted:
+        note_modes(modes, plain)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

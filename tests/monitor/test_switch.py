@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from foreshock.contract import wire
 from foreshock.contract.modes import DEFAULT_MITIGATION, Mode, parse_mode
 from foreshock.contract.slots import Slot, slot_values
+from foreshock.kernels.flash_attention import reference
+from foreshock.kernels.flash_attention.known_modes import Known, known_modes
 from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.console import ConsoleReporter
@@ -538,3 +540,34 @@ def test_a_switch_of_a_layer_that_is_never_met_is_refused_within_one_sample_and_
     assert [(told.outcome, told.heads) for told in listener.of(wire.Switched)] == (
         [("refused", tuple(asked))] if heads else []
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_call_of_the_kernels_knows_the_modes_that_the_host_wrote_for_its_layer(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, Known]] = []
+    for which in ("attention_forward", "attention_backward"):
+        real = getattr(reference, which)
+
+        def spied(*given: Any, real: Any = real, which: str = which) -> Any:
+            seen.append((which, known_modes(given[3].modes)))
+            return real(*given)
+
+        monkeypatch.setattr(reference, which, spied)
+    model = tiny_gpt(CausalSelfAttention(16, 2), CausalSelfAttention(16, 2))
+    running: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    plain, some, every = (Known(*flags) for flags in ((False, False, False), (False, True, False), (True, True, False)))
+    with attach(model, **{**EVERY_STEP, "attention": "kernels"}) as agent:
+        train(agent, running, 1)  # in which the kernels are compared with PyTorch's attention
+        for heads, mode, known in (
+            ([], "plain", [plain, plain]),
+            ([(0, 0), (0, 1), (1, 1)], "row_corrected", [every, some]),
+            ([(0, 1), (1, 1)], "plain", [some, plain]),
+        ):
+            if heads:
+                agent.set_mode(heads, mode, "a test")
+            seen.clear()
+            train(agent, running, 1)
+            forwards = [("attention_forward", one) for one in known]
+            assert seen == [*forwards, *(("attention_backward", one) for _, one in reversed(forwards))]

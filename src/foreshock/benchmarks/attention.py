@@ -23,6 +23,7 @@ from foreshock.benchmarks import machine
 from foreshock.benchmarks.stopwatch import PASSES, Contender, Stopwatch, passes
 from foreshock.contract.modes import MODES, Mode
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
+from foreshock.kernels.flash_attention.known_modes import note_modes
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.spec import Arguments
 from foreshock.kernels.flash_attention.triton_kernels.backward import launch_backward
@@ -89,6 +90,7 @@ def foreshock(shape: Shape, mode: Mode, device: str = "cuda") -> Contender:
     """With statistics of all rows."""
     state = new_state(shape.heads, device)
     modes = torch.full((shape.heads,), int(mode), dtype=torch.int32, device=device)
+    note_modes(modes, [mode] * shape.heads)  # as an agent does
     causal = "top_left" if shape.causal else "none"
     return lambda q, k, v: flash_attention(  # type: ignore[call-overload]
         q, k, v, causal=causal, state=state, modes=modes

@@ -31,6 +31,7 @@ from foreshock.contract import wire
 from foreshock.contract.modes import parse_mode
 from foreshock.contract.wire import first_error
 from foreshock.kernels.flash_attention import new_state
+from foreshock.kernels.flash_attention.known_modes import note_modes
 from foreshock.monitor.attention.finder import UnwatchedAttentionFinder, lies_in
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
 from foreshock.monitor.attention.layout_check import LayoutCheck
@@ -128,6 +129,7 @@ class AttachedModel:
                 )
                 for name, layout, layer_state, layer_modes, layer_largest, tick in places
             )
+            self._note(np.zeros(len(self.modes), dtype=np.int32))
             self._of_rows = [layer for layer in self.watched for _ in range(len(layer.state))]
             called = {} if before is None else {name or "model": call for name, call in before.finder.called.items()}
             for layer in self.watched:
@@ -320,10 +322,19 @@ class AttachedModel:
 
     def follow(self, modes: npt.NDArray[np.int32]) -> None:
         """Let each layer be computed by what `modes` [N], those that are wanted of all heads, ask for."""
+        self._note(modes)
         switched = set(itertools.compress(self._of_rows, modes))
         for layer in self.watched:
             layer.ask("kernels" if not self._keeps or layer in switched else "native")
         self._leave_masks_out(serving=any(layer.backend == "kernels" for layer in self.watched))
+
+    def _note(self, modes: npt.NDArray[np.int32]) -> None:
+        """Let each layer's kernels know what `modes` [N] holds."""
+        first = 0
+        for layer in self.watched:
+            last = first + len(layer.modes)
+            note_modes(layer.modes, modes[first:last])
+            first = last
 
     def _leave_masks_out(self, *, serving: bool) -> None:
         """While our kernels compute a layer, compiled code passes no mask that says the same as is_causal."""

@@ -6,13 +6,14 @@ backwards of several streams may count into one state. The dQ
 pass comes before the dK, dV pass, for which it mends delta where a head's rows are corrected.
 
 Where Hopper's own backward is taken (hopper.py), that makes dQ, dK and dV in one pass, and adds to dQ in any order. The
-dQ pass then comes before it for heads whose rows are corrected.
+dQ pass then comes before it for heads whose rows are corrected, unless the host knows that none are (known_modes.py).
 """
 
 import torch
 from torch import Tensor
 
 from foreshock.contract.slots import Slot
+from foreshock.kernels.flash_attention.known_modes import known_modes
 from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 from foreshock.kernels.flash_attention.triton_kernels import hopper
@@ -58,11 +59,12 @@ def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: Grads) -
     """The three passes under given configurations, or Hopper's own in place of two, and the statistics."""
     by_hopper = hopper.takes_backward(call, given, grads)
     members = hopper.members_of(call, grads[0].device) if by_hopper else 0
-    name = ("made", chosen, members, *[tensor is None for tensor in given])
+    corrects = by_hopper and known_modes(given.modes).some_corrected
+    name = ("made", chosen, members, corrects, *[tensor is None for tensor in given])
     made = call.plans.get(name, False)
     rows = launch_rows(call, given, made and call.takes_addresses())
     if by_hopper:
-        if given.modes is not None:
+        if corrects:
             launch_grad_query(call, chosen.grad_query, given, rows, grads[0], corrected_only=True)
         if not hopper.BACKWARD.launched(call, given, rows, grads):
             launch_backward(call, chosen, given, grads)  # which begins again, as delta may have been mended

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreshock.kernels.flash_attention.known_modes import known_modes
 from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
 from foreshock.kernels.flash_attention.shift import PAPER_SHIFT_CAP
 from foreshock.kernels.flash_attention.spec import Arguments
@@ -251,7 +252,7 @@ def launch_fastest(
     of the kernel above for the heads that shift their rows."""
     config = configs(call.capability, call.block_d, call.mean_keys).forward
     served = hopper.launched(call, inputs, outputs, given.modes)
-    if not served or given.modes is not None:
+    if not served or known_modes(given.modes).some_shifted:
         launch_forward(call, config, inputs, outputs, given, shifted_only=served)
 
 

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from foreshock.kernels.flash_attention.known_modes import known_modes
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.triton_kernels.passes import Grads, Outputs, Tensors
 
@@ -97,8 +98,12 @@ def launched(
 
 def takes_backward(call: Call, given: Tensors, grads: Grads) -> bool:
     """Whether the backward is to be launched: it serves and is the faster one, and nobody wants equal bits, which its
-    sums have not (torch.use_deterministic_algorithms). That may change from one call to the next."""
-    slower = call.heads > call.kv_heads and call.spec.causal != "none" and call.longest_k <= _SHORT
+    sums have not (torch.use_deterministic_algorithms). That may change from one call to the next.
+
+    Where every head is corrected, Triton's passes are faster, of which the one that makes dQ runs anyway.
+    """
+    grouped = call.heads > call.kv_heads and call.spec.causal != "none" and call.longest_k <= _SHORT
+    slower = grouped or known_modes(given.modes).all_corrected
     if (slower and not _asked) or torch.are_deterministic_algorithms_enabled():
         return False
     return BACKWARD.chosen(call, *given.operands, *grads)

@@ -1,0 +1,54 @@
+"""What the host knows of the modes of a layer's heads. Reading them from device memory would wait for the device.
+
+A call needs none of it: the kernels obey the flags in device memory. It lets a call leave out launches for heads that
+the layer does not have, and choose the passes that are fastest for those that it has.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from foreshock.contract.modes import Mode
+
+_NAME: Final = "_foreshock_known_modes"
+
+
+class Known(NamedTuple):
+    """Of the heads of one layer."""
+
+    all_corrected: bool
+    """The rows of every head are known to be corrected. It may choose passes, all of which obey the flags."""
+    some_corrected: bool
+    """Those of some head may be corrected; else no launch need serve such heads."""
+    some_shifted: bool
+    """Some head may shift its rows; else no launch need serve such heads."""
+
+
+_UNKNOWN: Final = Known(all_corrected=False, some_corrected=True, some_shifted=True)
+_PLAIN: Final = Known(all_corrected=False, some_corrected=False, some_shifted=False)
+
+
+def note_modes(modes: Tensor, flags: Iterable[int]) -> None:
+    """Note that `modes` holds these `flags`, for launches from here on: whoever writes them calls this each time."""
+    numbers = [int(flag) for flag in flags]
+    corrected = [bool(number & Mode.ROW_CORRECTED) for number in numbers]
+    shifted = any(number & Mode.PAPER_SOFTMAX for number in numbers)
+    holder: Any = modes
+    setattr(holder, _NAME, (modes._version, Known(all(corrected), any(corrected), shifted)))
+
+
+def known_modes(modes: Tensor | None) -> Known:
+    """What is known of `modes`: nothing where nobody noted them, or they were written since.
+
+    A graph that is captured is replayed under other flags: its launches have to serve all heads.
+    """
+    if modes is None:
+        return _PLAIN
+    version, known = getattr(modes, _NAME, (None, _UNKNOWN))
+    if known is _UNKNOWN or version != modes._version:
+        return _UNKNOWN
+    if modes.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _UNKNOWN._replace(all_corrected=known.all_corrected)
+    return cast(Known, known)
