@@ -14,7 +14,7 @@ from foreshock.monitor.detect.run_state import Alarm
 
 CAME: Final = (0.14, 0.6)
 """The first and the middle of the heads that came to 512, in parts of the steps that their course took: of the tuning
-runs, rounded outwards (lab/NOTEBOOK.md has the table). No latest step can be given: some heads settle."""
+runs, rounded outwards (lab/NOTEBOOK.md). No latest step can be given: some heads settle."""
 _NEVER: Final = 1e9
 """Steps that no run has."""
 
