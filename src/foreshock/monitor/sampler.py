@@ -4,7 +4,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,18 +22,6 @@ from foreshock.monitor.sampling.collector import MAX_NOTES, Collector, Counted, 
 NORM_NAMES: Final = ("query_norm", "key_norm", "query_key_norm")
 
 
-class _Shape(NamedTuple):
-    """What layers must share to be followed together."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    held: range
-    """The query heads held whole."""
-    kv_held: range
-    device: torch.device
-
-
 class ModelNorms:
     """Follows W_Q, W_K and W_Q W_K^T of every head whose rows this process holds whole."""
 
@@ -43,67 +31,45 @@ class ModelNorms:
         starts = itertools.accumulate(sizes, initial=0)
         self._total = sum(sizes)
         self._layers = list(zip(starts, projections, strict=False))
-        self._followers: dict[object, _Follower] = {}
+        self._followers: dict[object, tuple[SpectralNorms, Tensor]] = {}
+        """By what layers share to be followed together and where they are: their norms, and the rows of their heads."""
 
     def measure(self) -> dict[str, Tensor]:
         """The norms now: by name, each float32 [N] on the weights' device, NaN where unmeasured; {} when all are."""
-        groups: dict[_Shape, list[tuple[int, Tensor, Tensor]]] = {}
+        groups: dict[tuple[torch.Size, torch.Size, torch.device], list[tuple[int, Tensor, Tensor]]] = {}
         for start, located in self._layers:
             if (projection := located()) is None:
                 continue
             try:
-                query, key = projection.query.read(), projection.key.read()
+                sides = [(side.read(), len(side.starts)) for side in (projection.query, projection.key)]
             except UnreadableWeightError:
                 continue
-            if query.heads or key.heads:
-                heads, kv_heads = len(projection.query.starts), len(projection.key.starts)
-                sizes = heads, kv_heads, projection.query.head_dim
-                shape = _Shape(*sizes, query.heads, key.heads, query.weights.device)
+            if any(held.heads for held, _ in sides):
                 # weights become Gram matrices layer by layer: where they are gathered, only one layer's are at a time
-                groups.setdefault(shape, []).append((start, _grams(query, heads), _grams(key, kv_heads)))
+                query, key = (_grams(*side) for side in sides)
+                groups.setdefault((query.shape, key.shape, query.device), []).append((start, query, key))
         if not groups:
             return {}
-        device = next(iter(groups)).device
+        device = next(iter(groups))[2]
         measured = torch.full((len(NORM_NAMES), self._total), float("nan"), dtype=torch.float32, device=device)
         for shape, group in groups.items():
             starts, queries, keys = zip(*group, strict=True)
             if (shape, starts) not in self._followers:
-                self._followers[shape, starts] = _Follower(shape, starts, device)
-            follower = self._followers[shape, starts]
-            measured[:, follower.index] = follower(torch.stack(queries), torch.stack(keys))
+                rows = [start + head for start in starts for head in range(len(queries[0]))]
+                self._followers[shape, starts] = SpectralNorms(), torch.tensor(rows, device=device)
+            norms, index = self._followers[shape, starts]
+            both = norms(torch.stack(queries), torch.stack(keys))
+            measured[:, index] = torch.stack([norm.flatten() for norm in both]).to(device)
         return dict(zip(NORM_NAMES, measured.unbind(), strict=True))
 
 
 def _grams(held: Held, heads: int) -> Tensor:
-    """W W^T of all heads, [heads, D, D]: zero for those that are not held."""
-    if len(held.heads) == heads:
-        return head_grams(held.weights)
+    """W W^T of all heads, [heads, D, D]: NaN, whose norm is NaN, for those that are not held."""
     dim = held.weights.shape[1]
-    grams = torch.zeros(heads, dim, dim, dtype=torch.float32, device=held.weights.device)
+    grams = torch.full((heads, dim, dim), float("nan"), dtype=torch.float32, device=held.weights.device)
     if held.heads:
         grams[held.heads.start : held.heads.stop] = head_grams(held.weights)
     return grams
-
-
-class _Follower:
-    """The norms of some layers of one shape, from call to call."""
-
-    def __init__(self, shape: _Shape, starts: Sequence[int], device: torch.device) -> None:
-        self._norms = SpectralNorms()
-        self.index = torch.tensor([start + head for start in starts for head in range(shape.heads)], device=device)
-        """Where the layers' heads stand in a sample."""
-        group = shape.heads // shape.kv_heads
-        known = [
-            [head in shape.held, head // group in shape.kv_held, head in shape.held and head // group in shape.kv_held]
-            for head in range(shape.heads)
-        ]
-        everything = all(map(all, known))
-        self._known = None if everything else torch.tensor(known, device=device).t().repeat(1, len(starts))
-
-    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
-        """Norms of query [layers, H, D, D] and key [layers, Hkv, D, D] Gram matrices, [3, layers * H]."""
-        norms = torch.stack([norm.flatten() for norm in self._norms(query, key)]).to(self.index.device)
-        return norms if self._known is None else torch.where(self._known, norms, float("nan"))
 
 
 _CHANGES: Final = 8

@@ -8,7 +8,7 @@ it this process holds is read off a DTensor's placements: no collective is neede
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -203,14 +203,8 @@ class HeadRows:
         if held != list(heads) or inputs != (0, weight.shape[0 if is_conv1d(self.holder) else 1]):
             raise UnreadableWeightError
         starts = [self.starts[h] - first for h in heads]
-        if all(b - a == self.head_dim for a, b in pairwise(starts)):
-            begin = starts[0] if starts else 0
-            weights = torch.unflatten(
-                rows[begin : begin + len(starts) * self.head_dim], 0, (len(starts), self.head_dim)
-            )
-        else:
-            weights = torch.stack([rows[start : start + self.head_dim] for start in starts])
-        return Held(heads, weights)
+        weights = [rows[start : start + self.head_dim] for start in starts]
+        return Held(heads, torch.stack(weights) if weights else rows.new_empty(0, self.head_dim, rows.shape[1]))
 
     def _rows_first(self, spans: Spans) -> Spans:
         return spans[::-1] if is_conv1d(self.holder) else spans
@@ -314,28 +308,37 @@ def _by_name(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> lis
         layout = "fused Q, K, V (in_proj_weight)" if fused else f"separate ({', '.join(names)})"
         keys = [module.embed_dim + start for start in blocks] if fused else blocks
         return [placed(layout, (module, names[0], blocks), (module, names[1], keys))]
-    for query_name, key_name in _SEPARATE:
-        query = _child(module, query_name, heads * head_dim)
-        key = _child(module, key_name, kv_heads * head_dim * (2 if key_name == "to_kv" else 1))
-        if query is not None and key is not None:
-            layout = f"separate ({query_name}, {key_name})"
-            return [placed(layout, (query, "weight", blocks), (key, "weight", kv_blocks))]
-    group = heads // kv_heads
-    behind = [heads * head_dim + start for start in kv_blocks]
+    group, wide = heads // kv_heads, heads * head_dim
+    behind = [wide + start for start in kv_blocks]
     of_queries = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
     of_keys = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
-    for name in (*_FUSED_PER_KEY_HEAD, *_FUSED):
-        if (holder := _child(module, name, (heads + 2 * kv_heads) * head_dim)) is None:
-            continue
-        kind = "Conv1D" if is_conv1d(holder) else "Linear"
-        orders = [
-            (f"fused Q, K, V ({name}, {kind})", blocks, behind),
-            (f"fused per key head ({name})", of_queries, of_keys),  # each key head: its queries, K, V
-        ]
-        if name in _FUSED_PER_KEY_HEAD or name in _also_per_key_head(module):
-            orders.reverse()
-        return [placed(layout, (holder, "weight", of_q), (holder, "weight", of_k)) for layout, of_q, of_k in orders]
+    for names, query, key in _named(module):
+        widths = outputs_of(query), outputs_of(key)
+        if query is not key and widths == (wide, kv_heads * head_dim * _parts(names)):
+            return [placed(f"separate ({', '.join(names)})", (query, "weight", blocks), (key, "weight", kv_blocks))]
+        if query is key and widths[0] == wide + 2 * kv_heads * head_dim:
+            name, kind = names[0], "Conv1D" if is_conv1d(key) else "Linear"
+            orders = [
+                (f"fused Q, K, V ({name}, {kind})", blocks, behind),
+                (f"fused per key head ({name})", of_queries, of_keys),  # each key head: its queries, K, V
+            ]
+            if name in _FUSED_PER_KEY_HEAD or name in _also_per_key_head(module):
+                orders.reverse()
+            return [placed(layout, (key, "weight", of_q), (key, "weight", of_k)) for layout, of_q, of_k in orders]
     return []
+
+
+def _named(module: nn.Module) -> Iterator[tuple[tuple[str, str], nn.Module, nn.Module]]:
+    """Names, query projection and key projection of each pair that the module has; both are one where it is fused."""
+    for names in (*_SEPARATE, *((name, name) for name in (*_FUSED_PER_KEY_HEAD, *_FUSED))):
+        query, key = (getattr(module, name, None) for name in names)
+        if isinstance(query, nn.Module) and isinstance(key, nn.Module) and _width(query) and _width(key):
+            yield names, query, key
+
+
+def _parts(names: tuple[str, str]) -> int:
+    """Of how many parts, each as wide as the keys, the outputs of the key projection are."""
+    return 2 if "to_kv" in names else 1
 
 
 def _also_per_key_head(module: nn.Module) -> Iterator[str]:
@@ -374,49 +377,34 @@ def _blocks(heads: int, head_dim: int) -> tuple[int, ...]:
     return tuple(head * head_dim for head in range(heads))
 
 
-def _child(module: nn.Module, name: str, outputs: int) -> nn.Module | None:
-    """The projection of this name, if it is one and has this many outputs."""
-    child = getattr(module, name, None)
-    return child if isinstance(child, nn.Module) and outputs_of(child) == outputs else None
-
-
-def query_projection(module: nn.Module) -> nn.Module | None:
-    """The module that makes the queries alone, by its name."""
-    children = (getattr(module, name, None) for name, _ in _SEPARATE)
-    return next((child for child in children if isinstance(child, nn.Module) and _width(child) is not None), None)
-
-
 def all_query_heads(module: nn.Module, head_dim: int) -> int | None:
     """The heads of a query projection that is sharded, all processes together; None for any other."""
-    query = query_projection(module)
-    return None if query is None or not is_sharded(stored(query)) else (_width(query) or 0) // head_dim
+    for _, query, key in _named(module):
+        return (_width(query) or 0) // head_dim if query is not key and is_sharded(stored(query)) else None
+    return None
 
 
 def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
     """heads * head_dim as the module's own projections show it, or None."""
-    if (query := query_projection(module)) is not None:
-        return _width(query)
-    parts = heads + 2 * kv_heads
-    return next((width * heads // parts for width in _fused_widths(module) if width * heads % parts == 0), None)
+    for _, query, key in _named(module):
+        width = (_width(query) or 0) * (1 if query is not key else heads)
+        parts = 1 if query is not key else heads + 2 * kv_heads
+        if width % parts == 0:
+            return width // parts
+    return None
 
 
 def key_heads_by_width(module: nn.Module, heads: int, head_dim: int) -> int:
     """Key heads as the module's own projections show them, or 0."""
     if isinstance(module, nn.MultiheadAttention):
         return heads
-    for names in _SEPARATE:
-        query, key = (_width(getattr(module, name, None)) for name in names)
-        if query is not None and key is not None:
-            kv_heads, rest = divmod(key, head_dim * (2 if "to_kv" in names else 1))
-            fits = query == heads * head_dim and not rest and kv_heads > 0 and heads % kv_heads == 0
-            return kv_heads if fits else 0
-    of_keys = next((width // head_dim - heads for width in _fused_widths(module) if width % head_dim == 0), 0)
-    return of_keys // 2 if of_keys > 0 and of_keys % 2 == 0 and heads % (of_keys // 2) == 0 else 0
-
-
-def _fused_widths(module: nn.Module) -> Iterator[int]:
-    widths = (_width(getattr(module, name, None)) for name in (*_FUSED, *_FUSED_PER_KEY_HEAD))
-    return (width for width in widths if width is not None)
+    for names, query, key in _named(module):
+        wide, width = heads * head_dim, _width(key) or 0
+        width, parts = (width - wide, 2) if query is key else (width, _parts(names))
+        kv_heads, rest = divmod(width, head_dim * parts)
+        fits = (query is key or _width(query) == wide) and not rest and kv_heads > 0 and heads % kv_heads == 0
+        return kv_heads if fits else 0
+    return 0
 
 
 def outputs_of(module: object) -> int | None:
