@@ -51,8 +51,9 @@ def served(inputs: tuple[Tensor, Tensor, Tensor], **options: object) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_head_dim_128_is_served_in_both_types_whole_and_causal(dtype: torch.dtype, causal: str) -> None:
-    assert served(tensors(dtype=dtype), causal=causal)
+@pytest.mark.parametrize("length", [1, 127, 128, 1000])
+def test_head_dim_128_is_served_in_both_types_at_any_length(length: int, causal: str, dtype: torch.dtype) -> None:
+    assert served(tensors((2, 4, length), (2, 4, length), dtype=dtype), causal=causal)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +67,6 @@ def test_only_versions_of_triton_whose_machine_code_was_searched_serve(
     assert served(tensors()) == known
 
 
-@pytest.mark.parametrize("length", [1, 127, 128, 1000])
-@pytest.mark.parametrize("causal", ["none", "top_left"])
-def test_any_length_is_served(length: int, causal: str) -> None:
-    assert served(tensors((1, 4, length), (1, 4, length)), causal=causal)
-
-
 def test_grouped_heads_other_lengths_and_views_with_aligned_strides_are_served() -> None:
     assert served(tensors((2, 8, 256), (2, 2, 256)), causal="top_left")
     assert served(tensors((2, 4, 100), (2, 4, 300)))
@@ -81,35 +76,29 @@ def test_grouped_heads_other_lengths_and_views_with_aligned_strides_are_served()
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("shapes", "options"),
     [
-        {"window_left": 64},
-        {"window_right": 64},
-        {"causal": "top_left", "window_left": 64},
-        {"softcap": 30.0},
-        {"dropout_p": 0.1},
-        {"scale": 0.0},
-        {"scale": -0.1},
+        ({}, {"window_left": 64}),
+        ({}, {"window_right": 64}),
+        ({}, {"causal": "top_left", "window_left": 64}),
+        ({}, {"softcap": 30.0}),
+        ({}, {"dropout_p": 0.1}),
+        ({}, {"scale": 0.0}),
+        ({}, {"scale": -0.1}),
+        *(
+            ({"queries": (2, 4, queries), "keys": (2, 4, keys)}, {"causal": causal})
+            for queries, keys in ((100, 300), (300, 100))
+            for causal in ("top_left", "bottom_right")
+        ),
+        *(({"dim": dim}, {}) for dim in (64, 96, 120, 136, 256)),
+        (
+            {"queries": (1, 4, 256), "keys": (1, 4, 256)},
+            {"packed": torch.tensor([0, 100, 256], dtype=torch.int32)},
+        ),
     ],
 )
-def test_what_the_kernel_does_not_compute_is_left_to_triton(options: dict[str, object]) -> None:
-    assert not served(tensors(), **options)
-
-
-@pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
-@pytest.mark.parametrize("lengths", [(100, 300), (300, 100)])
-def test_so_are_causal_masks_between_other_lengths(causal: str, lengths: tuple[int, int]) -> None:
-    assert not served(tensors((2, 4, lengths[0]), (2, 4, lengths[1])), causal=causal)
-
-
-@pytest.mark.parametrize("dim", [64, 96, 120, 136, 256])
-def test_so_are_other_head_dims(dim: int) -> None:
-    assert not served(tensors(dim=dim))
-
-
-def test_so_are_packed_sequences() -> None:
-    inputs = tensors((1, 4, 256), (1, 4, 256))
-    assert not served(inputs, packed=torch.tensor([0, 100, 256], dtype=torch.int32))
+def test_what_the_kernel_does_not_compute_is_left_to_triton(shapes: dict[str, Any], options: dict[str, object]) -> None:
+    assert not served(tensors(**shapes), **options)
 
 
 def test_so_are_tensors_that_the_copy_engine_cannot_read() -> None:

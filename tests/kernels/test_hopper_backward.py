@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,27 +79,50 @@ def test_head_dim_128_is_taken_in_both_types_whole_and_causal(length: int, causa
     assert Problem((length, length), dtype=dtype, causal=causal).taken
 
 
-def test_so_are_shared_heads_other_lengths_modes_and_gradients_of_the_log_sum_exp() -> None:
-    assert Problem(heads=(8, 2)).taken
-    assert Problem((2049, 2049), heads=(8, 2), causal="top_left").taken
-    assert Problem((100, 300)).taken
-    assert Problem((300, 100)).taken
-    assert Problem(modes=torch.zeros(4, dtype=torch.int32)).taken
-    assert Problem(grad_lse=torch.zeros(2, 4, 256)).taken
+SHAPE = (2, 4, 256, DIM)
+UNREADABLE = {
+    "shifted": torch.empty(2 * 4 * 256 * DIM + 1, dtype=torch.bfloat16)[1:].view(SHAPE),
+    "repeated": torch.empty(2, 1, 256, DIM, dtype=torch.bfloat16).expand(SHAPE),
+}
+"""Gradients that the copy engine cannot read."""
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"window_left": 64}, {"window_right": 64}, {"softcap": 30.0}, {"dropout_p": 0.1}, {"scale": 0.0}, {"scale": -0.1}],
+    ("given", "taken"),
+    [
+        ({"heads": (8, 2)}, True),
+        ({"lengths": (2049, 2049), "heads": (8, 2), "causal": "top_left"}, True),
+        ({"lengths": (2048, 2048), "heads": (8, 2), "causal": "top_left"}, False),  # where Triton is faster
+        ({"lengths": (2048, 2048), "causal": "top_left"}, True),
+        ({"lengths": (100, 300)}, True),
+        ({"lengths": (300, 100)}, True),
+        ({"modes": torch.zeros(4, dtype=torch.int32)}, True),
+        ({"grad_lse": torch.zeros(2, 4, 256)}, True),
+        ({"window_left": 64}, False),
+        ({"window_right": 64}, False),
+        ({"causal": "top_left", "window_left": 64}, False),
+        ({"softcap": 30.0}, False),
+        ({"dropout_p": 0.1}, False),
+        ({"scale": 0.0}, False),
+        ({"scale": -0.1}, False),
+        *(({"lengths": lengths, "causal": "top_left"}, False) for lengths in ((100, 300), (300, 100))),
+        *(({"dim": dim}, False) for dim in (64, 120, 136, 256)),
+        *(({"grad_out": grad_out}, False) for grad_out in UNREADABLE.values()),
+    ],
 )
-def test_what_the_kernel_does_not_compute_is_left_to_triton(options: dict[str, object]) -> None:
-    assert not Problem(**options).taken  # type: ignore[arg-type]
-    assert not Problem(causal="top_left", **({"window_left": 64} | options)).taken  # type: ignore[arg-type]
+def test_what_the_kernel_computes_is_taken_and_all_else_is_left_to_triton(given: dict[str, Any], taken: bool) -> None:
+    assert Problem(**given).taken == taken
 
 
-def test_so_are_short_calls_whose_heads_share_keys_under_a_causal_mask_where_triton_is_faster() -> None:
-    assert not Problem((2048, 2048), heads=(8, 2), causal="top_left").taken
-    assert Problem((2048, 2048), causal="top_left").taken
+@pytest.mark.parametrize("capability", [0, 80, 89, 100])
+def test_other_gpus_are_left_to_triton(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_capability", lambda device: capability)
+    assert not Problem().taken
+
+
+def test_who_asks_for_triton_s_alone_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORESHOCK_KERNELS", "triton")
+    assert not Problem().taken
 
 
 @pytest.mark.parametrize(
@@ -143,30 +167,6 @@ def test_without_a_gpu_or_shared_heads_there_is_one_version() -> None:
     assert list(each_version(DIM, 1)) == [None]
     if not torch.cuda.is_available():
         assert list(each_version(DIM, 4)) == [None]
-
-
-def test_so_are_causal_masks_between_other_lengths_and_other_head_dims() -> None:
-    assert not any(Problem(lengths, causal="top_left").taken for lengths in ((100, 300), (300, 100)))
-    assert not any(Problem(dim=dim).taken for dim in (64, 120, 136, 256))
-
-
-def test_so_are_gradients_that_the_copy_engine_cannot_read() -> None:
-    shape = (2, 4, 256, DIM)
-    shifted = torch.empty(2 * 4 * 256 * DIM + 1, dtype=torch.bfloat16)[1:].view(shape)
-    repeated = torch.empty(2, 1, 256, DIM, dtype=torch.bfloat16).expand(shape)
-    assert not Problem(grad_out=shifted).taken
-    assert not Problem(grad_out=repeated).taken
-
-
-@pytest.mark.parametrize("capability", [0, 80, 89, 100])
-def test_so_are_other_gpus(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_capability", lambda device: capability)
-    assert not Problem().taken
-
-
-def test_who_asks_for_triton_s_alone_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORESHOCK_KERNELS", "triton")
-    assert not Problem().taken
 
 
 class Launches(StandInLaunch):

@@ -26,17 +26,27 @@ def test_attention_that_is_right_is_told_by_how_much_it_errs() -> None:
     assert "allowed 2" in self_check.run("cpu")
 
 
-def test_a_wrong_output_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, lambda out, **_: out * 1.05)
-    with pytest.raises(RuntimeError, match=r"O is off by .* PyTorch's own bf16 by"):
-        self_check.run("cpu")
+def uncounted(out: Tensor, state: Tensor, **_: Any) -> Tensor:
+    state[:, Slot.ROWS] -= 1
+    return out
 
 
-def test_one_that_is_wrong_at_the_head_dim_of_hopper_s_own_kernels_alone_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    broken(monkeypatch, lambda out, **_: out * 1.05 if out.shape[3] == 128 else out)
-    with pytest.raises(RuntimeError, match=r"head dim 128 with 4 key heads: O is off by .* PyTorch's own bf16 by"):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda out, **_: out * 1.05, r"O is off by .* PyTorch's own bf16 by"),
+        (
+            lambda out, **_: out * 1.05 if out.shape[3] == 128 else out,  # as Hopper's own kernels have
+            r"head dim 128 with 4 key heads: O is off by .* PyTorch's own bf16 by",
+        ),
+        (lambda out, **_: out.detach() + 1.05 * (out - out.detach()), r"d[QKV] is off by"),
+        (uncounted, "rows were counted per head instead of 192"),
+    ],
+    ids=["output", "output at one head dim", "gradient", "count"],
+)
+def test_what_is_wrong_is_found(change: Callable[..., Tensor], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, change)
+    with pytest.raises(RuntimeError, match=said):
         self_check.run("cpu")
 
 
@@ -53,19 +63,3 @@ def test_one_that_is_wrong_in_one_version_of_the_kernels_alone_is_found(monkeypa
     with pytest.raises(RuntimeError, match=r"head dim 128 with 2 key heads: O is off"):
         self_check.run("cpu")
     assert versions == [0, 0, 0, 1]
-
-
-def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, lambda out, **_: out.detach() + 1.05 * (out - out.detach()))
-    with pytest.raises(RuntimeError, match=r"d[QKV] is off by"):
-        self_check.run("cpu")
-
-
-def test_a_row_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def uncounted(out: Tensor, state: Tensor, **_: Any) -> Tensor:
-        state[:, Slot.ROWS] -= 1
-        return out
-
-    broken(monkeypatch, uncounted)
-    with pytest.raises(RuntimeError, match="rows were counted per head instead of 192"):
-        self_check.run("cpu")

@@ -10,6 +10,7 @@ from tests.kernels.triton_calls import (
     Outputs,
     attend,
     attend_by_reference,
+    flags,
     largest_error,
     random_inputs,
     scaled,
@@ -54,10 +55,6 @@ if CUDA:
             (900, 96, 2, {"window_left": 100, "window_right": 50}, 1e4),
         )
     ]
-
-
-def flags(*modes: Mode) -> torch.Tensor:
-    return torch.tensor([int(mode) for mode in modes], dtype=torch.int32, device=DEVICE)
 
 
 def common(inputs: Inputs, offset: float) -> Inputs:
@@ -126,26 +123,6 @@ def test_a_row_correction_is_a_hundred_times_as_exact_at_an_offset_of_300() -> N
     )
     assert 100 * cured <= plain
     assert cured <= 0.006 * exact.norm().item()
-
-
-def test_packed_sequences_are_corrected_each_by_itself() -> None:
-    lengths_q, lengths_k, total = [5, 40, 1], [9, 33, 3], 60
-    inputs, spec = (
-        common(random_inputs(total, total, 32, heads=2, kv_heads=1), 300.0),
-        scaled(32, causal="bottom_right"),
-    )
-    modes = flags(Mode.PLAIN, Mode.ROW_CORRECTED)
-    cu_q, cu_k = (
-        torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
-        for lengths in (lengths_q, lengths_k)
-    )
-    packed = attend(inputs, spec, modes, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, longest=(40, 40))
-    for index in range(len(lengths_q)):
-        q, k = (slice(int(cu[index]), int(cu[index + 1])) for cu in (cu_q, cu_k))
-        one = Inputs(inputs.query[:, :, q], inputs.key[:, :, k], inputs.value[:, :, k], inputs.grad[:, :, q])
-        alone = attend(one, spec, modes)
-        for field, rows in (("out", q), ("lse", q), ("grad_query", q), ("grad_key", k), ("grad_value", k)):
-            assert torch.equal(getattr(packed, field)[:, :, rows], getattr(alone, field)), field
 
 
 def test_dropout_keeps_what_the_reference_keeps_under_a_cure() -> None:

@@ -54,6 +54,7 @@ def test_rows_past_a_length_told_too_small_are_nan_and_all_others_right() -> Non
         assert torch.equal(given[:, :, :whole], wanted[:, :, :whole]), name
 
 
+@pytest.mark.promise("K9")
 @pytest.mark.parametrize(("packed", "dtype"), [(False, torch.float16), (True, torch.bfloat16)])
 def test_what_memory_held_before_reaches_no_result(
     packed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
