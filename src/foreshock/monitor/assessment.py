@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -131,19 +132,19 @@ def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor])
             autocast = torch.is_autocast_enabled(x.device.type)
             batch.types.add(torch.get_autocast_dtype(x.device.type) if autocast else x.dtype)
 
-    hooks = [each.module.register_forward_pre_hook(note, with_kwargs=True) for each in watched]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     try:
-        with attach(model, sample_every_steps=1, sample_every_seconds=0.0, **_APART) as agent:
+        # our hooks go before the agent, which would take them for its own and leave its mark on their modules
+        with attach(model, sample_every_steps=1, sample_every_seconds=0.0, **_APART) as agent, ExitStack() as hooks:
             agent.subscribe(lambda event: samples.append(event) if isinstance(event, wire.Sample) else None)
+            for each in watched:
+                hooks.callback(each.module.register_forward_pre_hook(note, with_kwargs=True).remove)
             value = loss()
             if value.requires_grad:
                 value.backward()  # type: ignore[no-untyped-call]
             agent.step(value.detach())
     finally:
-        for hook in hooks:
-            hook.remove()
         for parameter, grad in grads:
             parameter.grad = grad
     if not bool(value.isfinite().all()):
