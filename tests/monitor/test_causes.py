@@ -21,7 +21,6 @@ from tests.monitor.courses import (
     raised,
     reading,
 )
-from tests.monitor.doubles import verdict as told_before
 
 from foreshock.contract import wire
 from foreshock.contract.causes import Cause
@@ -127,12 +126,6 @@ def test_a_head_that_settles_is_told_again_with_no_harm_in_sight_before_it_is_qu
     assert "Its growth slows down: on this course its largest |score| stays below 512." in last.sentence
     assert cleared.state == "cleared"
     assert last.step < cleared.step
-
-
-def test_a_verdict_of_an_agent_that_corrects_nothing_is_read_as_one_that_was_never_corrected() -> None:
-    newer = {"corrected_from", "corrected_step", "harm_in_sight"}
-    old = wire.Verdict.model_validate(told_before(0, 1).model_dump(exclude=newer))
-    assert (old.corrected_from, old.corrected_step, old.harm_in_sight) == (None, None, None)
 
 
 def test_scores_of_thousands_after_a_few_hundred_steps_are_never_called_rounding_in_any_head() -> None:
