@@ -31,10 +31,12 @@ from foreshock.contract.decision import (
 )
 from foreshock.contract.modes import ROUNDING_ENDS, is_mode, parse_mode, stronger
 from foreshock.contract.orders import Order
-from foreshock.contract.wire import HeadRef, Policy, Severity, Verdict
+from foreshock.contract.wire import SEVERITIES, HeadRef, Policy, Severity, Verdict
 
 IncidentState = Literal["open", "acknowledged", "switched", "arrested", "not arrested", "closed"]
 HeadState = Literal["unswitched", "switched", "arrested", "not arrested", "quiet"]
+AnyRef = tuple[int | None, int | None]
+"""(layer, head), or the whole run where both are None."""
 
 
 class Warned(NamedTuple):
@@ -45,6 +47,16 @@ class Warned(NamedTuple):
     verdict: Verdict
     rejected: bool = False
     """Whether a person rejected a switch while it stood."""
+
+    @property
+    def ref(self) -> AnyRef:
+        """Its (layer, head)."""
+        return self.verdict.layer, self.verdict.head
+
+    @property
+    def cause(self) -> IncidentCause:
+        """The cause that it is gathered under."""
+        return cause_of(self.verdict)
 
     @property
     def stands(self) -> bool:
@@ -99,9 +111,19 @@ class IncidentHead(BaseModel):
     evidence: dict[str, float]
 
     @property
-    def ref(self) -> tuple[int | None, int | None]:
+    def ref(self) -> AnyRef:
         """Its (layer, head)."""
         return self.layer, self.head
+
+    @property
+    def curable(self) -> bool:
+        """Whether a switch helps against something that it is warned about."""
+        return any(map(curable, self.causes))
+
+    @property
+    def cured(self) -> bool:
+        """Whether all that it is warned about has stopped."""
+        return self.state == "arrested" and all(map(curable, self.causes))
 
 
 class IncidentInShort(BaseModel):
@@ -155,8 +177,6 @@ class Incident(IncidentInShort):
 
 _NAMED_HEADS: Final = 3
 """The number of heads that are named one by one; of more, only a count is given."""
-AnyRef = tuple[int | None, int | None]
-"""(layer, head), or the whole run where both are None."""
 
 
 def _sentence(
@@ -262,7 +282,7 @@ def _decide(
 ) -> tuple[Text, Order | None]:
     """What is done about what stands and what is left to people, and the order that shows how far that is."""
     if not standing:
-        refs = {(one.verdict.layer, one.verdict.head) for one in episode}
+        refs = {one.ref for one in episode}
         order = next((one for one in known.orders or () if one.state == "applied" and one.names(refs)), None)
         way = "" if order is None else f" {order.way}."
         return Text(f"All warnings are quiet.{way}", "Nothing."), order
@@ -272,7 +292,7 @@ def _decide(
         own = order = _order(episode, heads, known, cause) if curable(cause) else order
         decided.append(_text(cause, heads, known, before_step, own if curable(cause) else None))
     what, *more = decided
-    broken = any(head.signal == "nonfinite" for head in standing if any(map(curable, head.causes)))
+    broken = any(head.signal == "nonfinite" for head in standing if head.curable)
     if not more or broken or known.ended:
         return what, order
     [growth] = more  # rounding drives heads, and scores grow too
@@ -319,7 +339,7 @@ def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContex
         return "slows" if slows else known.clip or ""
     if cause == "attention kernel":
         ours = {ref for ref, mode in known.modes.items() if mode != "plain"}
-        return "moved" if all((head.layer, head.head) in ours for head in heads) else ""
+        return "moved" if all(head.ref in ours for head in heads) else ""
     if not curable(cause):
         return "" if severe else "warning"
     if any(head.signal == "nonfinite" for head in heads):
@@ -361,13 +381,9 @@ def _order(
     """
     bare = {head.ref for head in standing if head.state == "unswitched"}
     own, progress = bare or {head.ref for head in standing}, progress_of(standing)
-    rejected = {
-        (one.verdict.layer, one.verdict.head)
-        for one in episode
-        if one.rejected and is_active(one.verdict) and cause_of(one.verdict) == cause
-    }
+    rejected = {one.ref for one in episode if one.rejected and is_active(one.verdict) and one.cause == cause}
     for order in sorted(known.orders or (), key=lambda each: each.state != "proposed"):
-        counts = cures = is_mode(order.mode) and bool(parse_mode(order.mode) & ROUNDING_ENDS)
+        counts = cures = _cures(order.mode)
         if progress != "unswitched":
             counts = cures and order.state in ("applied", "proposed")
         elif order.state == "rejected":
@@ -379,6 +395,11 @@ def _order(
     return None
 
 
+def _cures(mode: str) -> bool:
+    """Whether growth by rounding ends under a mode; one of another version may do anything."""
+    return is_mode(mode) and bool(parse_mode(mode) & ROUNDING_ENDS)
+
+
 def progress_of(standing: Sequence[IncidentHead]) -> Progress:
     states = {head.state for head in standing}
     if "not arrested" in states:
@@ -386,9 +407,6 @@ def progress_of(standing: Sequence[IncidentHead]) -> Progress:
     if not states or "unswitched" in states:
         return "unswitched"
     return "arrested" if states == {"arrested"} else "switched"
-
-
-_SEVERITIES: Final[tuple[Severity, ...]] = ("info", "warning", "critical")
 
 
 def incidents(warned: Iterable[Warned], known: RunContext) -> list[Incident]:
@@ -399,7 +417,7 @@ def incidents(warned: Iterable[Warned], known: RunContext) -> list[Incident]:
     together: dict[frozenset[IncidentCause], list[Warned]] = {}
     for one in warned:
         if one.verdict.severity != "info":
-            together.setdefault(mates(cause_of(one.verdict)), []).append(one)
+            together.setdefault(mates(one.cause), []).append(one)
     found: list[Incident] = []
     for all_of_it in together.values():
         at = max(known.last_step, *(one.verdict.step for one in all_of_it))
@@ -414,11 +432,11 @@ def urgency(incident: Incident) -> tuple[bool, int, float, int]:
     """Sorts the most urgent first: open before closed, severe before mild, soon before late."""
     left = math.inf if incident.steps_left is None else incident.steps_left
     closed = incident.state in ("closed", "arrested")
-    return closed, -_SEVERITIES.index(incident.severity), left, list(CAUSES).index(incident.cause)
+    return closed, -SEVERITIES.index(incident.severity), left, list(CAUSES).index(incident.cause)
 
 
 def _causes(warned: Iterable[Warned]) -> list[IncidentCause]:
-    return sorted({cause_of(one.verdict) for one in warned}, key=list(CAUSES).index)
+    return sorted({one.cause for one in warned}, key=list(CAUSES).index)
 
 
 def _episodes(warned: Sequence[Warned]) -> list[list[Warned]]:
@@ -437,29 +455,29 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step
     episode = episodes[-1]
     causes = _causes(episode)
     cause = causes[0]
-    by_head: dict[tuple[int | None, int | None], list[Warned]] = {}
+    by_head: dict[AnyRef, list[Warned]] = {}
     for one in episode:
-        by_head.setdefault((one.verdict.layer, one.verdict.head), []).append(one)
-    heads = [_head(own, known.modes, known.judged, last_step) for own in by_head.values()]
+        by_head.setdefault(one.ref, []).append(one)
+    heads = [_head(own, known, last_step) for own in by_head.values()]
     heads.sort(key=_soonest)
     standing = [head for head in heads if head.state != "quiet"]
-    loose = [head for head in standing if not _is_cured(head)]
+    loose = [head for head in standing if not head.cured]
     started = min(
-        (one for one in episode if cause_of(one.verdict) == cause),
+        (one for one in episode if one.cause == cause),
         key=lambda one: (one.joined_step, one.verdict.corrected_from is not None),
     )
     opened, was = min(one.raised_step for one in episode), started.verdict.corrected_from
     mine = [a for a in known.acknowledged if a.cause in (*causes, was) and a.step >= opened]
     seen = max(mine, key=lambda a: (a.step, a.unix_seconds, a.who, a.reason, a.cause), default=None)
     first = heads[0]
-    severity = max((head.severity for head in loose or heads), key=_SEVERITIES.index)
+    severity = max((head.severity for head in loose or heads), key=SEVERITIES.index)
     if not loose and standing:
         severity = "info"
     suspect = [head.evidence["suspect_step"] for head in standing if "suspect_step" in head.evidence]
     before = min([opened, *map(int, filter(math.isfinite, suspect))])
     what, order = _decide(episode, standing, known, before)
     acts = [act_on(one, known.policy) for one in causes if any(one in head.causes for head in standing)]
-    driven = [head for head in standing if any(map(curable, head.causes))]
+    driven = [head for head in standing if head.curable]
     progress = progress_of(driven)
     if progress == "arrested" and loose:
         progress = "unswitched"  # what grows by itself is open
@@ -496,17 +514,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step
     )
 
 
-def _is_cured(head: IncidentHead) -> bool:
-    """Whether all that a head is warned about has stopped."""
-    return head.state == "arrested" and all(map(curable, head.causes))
-
-
-def _head(
-    own: Sequence[Warned],
-    modes: Mapping[HeadRef, str],
-    judged: Sequence[SwitchOutcome],
-    last_step: int,
-) -> IncidentHead:
+def _head(own: Sequence[Warned], known: RunContext, last_step: int) -> IncidentHead:
     """One head as all ranks that hold it see it: the rank that expects harm first speaks for it."""
     standing = [one for one in own if one.stands]
     verdict = min(standing or own, key=_speaks_first).verdict
@@ -515,10 +523,9 @@ def _head(
     state: HeadState = "quiet"
     if standing:
         state = "unswitched"
-        driven = [one for one in standing if curable(cause_of(one.verdict))]
+        driven = [one.raised_step for one in standing if curable(one.cause)]
         if driven and verdict.layer is not None and verdict.head is not None:
-            latest = max(one.raised_step for one in driven)
-            state = _cure((verdict.layer, verdict.head), latest, modes, judged)
+            state = _cure((verdict.layer, verdict.head), max(driven), known)
     what_all_say: dict[str, Any] = {
         "causes": _causes(standing or own),
         "state": state,
@@ -535,7 +542,7 @@ def _head(
 def _severity(own: Sequence[Warned]) -> Severity:
     """The worst that any rank reports of a head. What falls is a warning at most; what slows down, so that its score
     stays below 512 on this course, is a note, of which no alert is made."""
-    worst = max((one.verdict.severity for one in own), key=_SEVERITIES.index)
+    worst = max((one.verdict.severity for one in own), key=SEVERITIES.index)
     if any(one.verdict.signal == "nonfinite" for one in own):
         return worst
     if all(one.verdict.harm_in_sight is False for one in own):
@@ -544,12 +551,11 @@ def _severity(own: Sequence[Warned]) -> Severity:
     return "warning" if fall and worst == "critical" else worst
 
 
-def _cure(ref: HeadRef, raised_step: int, modes: Mapping[HeadRef, str], judged: Sequence[SwitchOutcome]) -> Progress:
+def _cure(ref: HeadRef, raised_step: int, known: RunContext) -> Progress:
     """Where a head's cure stands. Who was arrested stays so until a warning is raised after that was found."""
-    mode = modes.get(ref, "plain")
-    if not is_mode(mode) or not parse_mode(mode) & ROUNDING_ENDS:
+    if not _cures(known.modes.get(ref, "plain")):
         return "unswitched"
-    spoken = [one for one in judged if (one.heads is None or ref in one.heads) and one.step >= raised_step]
+    spoken = [one for one in known.judged if (one.heads is None or ref in one.heads) and one.step >= raised_step]
     if not spoken:
         return "switched"
     newest = max(one.step for one in spoken)  # of several at one step the worse word counts
@@ -564,7 +570,7 @@ def _step_of(verdict: Verdict, steps: float | None) -> int | None:
 
 def _speaks_first(one: Warned) -> tuple[float, int, int, int, str]:
     harm = _step_of(one.verdict, one.verdict.forecast_steps)
-    severity = _SEVERITIES.index(one.verdict.severity)
+    severity = SEVERITIES.index(one.verdict.severity)
     return math.inf if harm is None else harm, -severity, -one.verdict.step, one.rank, one.verdict.id
 
 
@@ -572,10 +578,10 @@ def _soonest(head: IncidentHead) -> tuple[bool, bool, bool, float, int, int, int
     """What is not finite is harmed already; then by the step of harm; what is arrested or quiet comes last."""
     return (
         head.state == "quiet",
-        _is_cured(head),
+        head.cured,
         head.signal != "nonfinite",
         math.inf if head.harm_step is None else head.harm_step,
-        -_SEVERITIES.index(head.severity),
+        -SEVERITIES.index(head.severity),
         head.raised_step,
         -1 if head.layer is None else head.layer,
         -1 if head.head is None else head.head,

@@ -143,6 +143,8 @@ ModeName = Annotated[
 ReportedModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
 """The name of a mode as another process reports it, which may be newer than its reader."""
 Severity = Literal["info", "warning", "critical"]
+SEVERITIES: Final[tuple[Severity, ...]] = get_args(Severity)
+"""The worst last."""
 
 
 def _other_if_newer(known: tuple[str, ...]) -> BeforeValidator:

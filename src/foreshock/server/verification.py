@@ -99,18 +99,17 @@ def _judged(
     """The switched heads with a warning that was active at step `at` or was raised in the steps after it, if they kept
     their mode in these steps, of very many the first; and those whose warning is still active."""
     switched = {one.ref: one.after for one in done if one.before != row.mode}
-    warned: set[tuple[int | None, int | None]] = set()
-    active: set[tuple[int | None, int | None]] = set()
-    for one in warned_of(connection, [row.run_id]).get(row.run_id, ()):
-        ref, over = (one.verdict.layer, one.verdict.head), one.verdict.state == "cleared"
-        if one.verdict.severity != "info" and one.raised_step <= at + steps and not (over and one.verdict.step <= at):
-            warned.add(ref)
-            active |= set() if over else {ref}
-    heads = sorted(ref for ref in switched if ref in warned)[:_MOST_HEADS]
+    warned = [
+        one
+        for one in warned_of(connection, [row.run_id]).get(row.run_id, ())
+        if one.verdict.severity != "info" and one.raised_step <= at + steps and (one.stands or one.verdict.step > at)
+    ]
+    heads = sorted(switched.keys() & {one.ref for one in warned})[:_MOST_HEADS]
     window = Window(row.run_id, at + 1, at + steps, POINTS, (at + 1, at + steps))
     modes = draw(connection, axis_of(connection, row.run_id), [Curve(_MODE, *ref) for ref in heads], window)
     kept = [ref for ref, line in zip(heads, modes, strict=True) if not _left(switched[ref], line.last)]
-    return kept, {ref for ref in kept if ref in active}
+    standing = {one.ref for one in warned if one.stands}
+    return kept, {ref for ref in kept if ref in standing}
 
 
 def _left(mode: str, sampled: Sequence[float | None]) -> bool:

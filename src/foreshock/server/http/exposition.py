@@ -31,7 +31,7 @@ from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
 from foreshock.contract.modes import is_mode
 from foreshock.contract.slots import Floats
-from foreshock.contract.wire import Clipped
+from foreshock.contract.wire import SEVERITIES, Clipped
 from foreshock.server import commands
 from foreshock.server.auth import Keyring
 from foreshock.server.logs import Counters, lines
@@ -173,7 +173,6 @@ def _worst_first(risk: Floats, size: Floats) -> npt.NDArray[np.intp]:
 Entry = tuple[str, Labels, float]
 """(metric name, label values, value)."""
 _NAMES: Final = {metric.key: metric.name for metric in METRICS}
-_SEVERITIES: Final = ("critical", "warning", "info")
 
 
 @dataclass
@@ -260,7 +259,7 @@ def _urgent(now: RunNow, *, finished: bool) -> list[list[Entry]]:
         first.append((_NAMES["run.step"], (name,), float(now.reading.steps[-1])))
     incidents = [_of_incident(name, incident) for incident in now.incidents]
     shown: list[list[Entry]] = []
-    for warning in sorted(now.raised, key=lambda w: _SEVERITIES.index(w.severity)):
+    for warning in sorted(now.raised, key=lambda w: -SEVERITIES.index(w.severity)):
         where = name, _text(warning.layer), _text(warning.head)
         signal = known(warning.signal, SIGNALS)
         entries: list[Entry] = [

@@ -118,7 +118,7 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         state="pending" if meant.act == "switch" else "proposed",
         expires_unix_seconds=time.time() + settings.command_expiry_seconds,
     )
-    bare = [head for head in meant.heads if head.state == "unswitched" and any(map(curable, head.causes))]
+    bare = [head for head in meant.heads if head.state == "unswitched" and head.curable]
     asked = {(head.layer, head.head) for head in bare if head.layer is not None and head.head is not None}
     orders = changes_for(connection, row.id, order, asked, description.get("switch_scope") or "head")
     heads = sorted(ref for one in orders for ref in one.heads or ())

@@ -15,10 +15,10 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, desc, select, updat
 
 from foreshock.contract.causes import IncidentCause
 from foreshock.contract.decision import calls_for_switch
-from foreshock.contract.incident import Acknowledged, Incident, RunContext, SwitchOutcome, Warned, incidents
+from foreshock.contract.incident import Acknowledged, AnyRef, Incident, RunContext, SwitchOutcome, Warned, incidents
 from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode, mode_name, parse_mode
 from foreshock.contract.orders import Order
-from foreshock.contract.wire import HeadRef, Switched, Verdict
+from foreshock.contract.wire import SEVERITIES, HeadRef, Switched, Verdict
 from foreshock.server.models import IncidentChange
 from foreshock.server.problems import ProblemError
 from foreshock.server.readings import ARRAYS_OF_MODES, Axis, MergedSteps, merge, read_back
@@ -54,11 +54,10 @@ class Orders:
 
     def held(self, warned: Iterable[Warned]) -> set[HeadRef]:
         """Heads that a person took a mitigation from, until a warning of theirs is raised anew, as the agent has it."""
-        anew: dict[tuple[int | None, int | None], int] = {}
+        anew: dict[AnyRef, int] = {}
         for one in warned:
-            if one.verdict.state != "cleared":
-                ref = one.verdict.layer, one.verdict.head
-                anew[ref] = max(one.raised_step, anew.get(ref, 0))
+            if one.stands:
+                anew[one.ref] = max(one.raised_step, anew.get(one.ref, 0))
         return {ref for ref, one in self.given.items() if one.taken and anew.get(ref, -1) <= one.step}
 
 
@@ -109,9 +108,9 @@ def carried_out(connection: Connection, *only: ColumnElement[bool]) -> dict[str,
 
 def reject_evidence(connection: Connection, run_id: int, heads: Collection[HeadRef] | None) -> None:
     """Mark the active warnings that call for a switch of these heads, None for every head, as rejected."""
-    for rank, _, verdict, _ in warned_of(connection, [run_id], warnings.c.active).get(run_id, ()):
-        if calls_for_switch(verdict) and (heads is None or (verdict.layer, verdict.head) in heads):
-            same = warnings.c.run_id == run_id, warnings.c.rank == rank, warnings.c.uid == verdict.id
+    for one in warned_of(connection, [run_id], warnings.c.active).get(run_id, ()):
+        if calls_for_switch(one.verdict) and (heads is None or one.ref in heads):
+            same = warnings.c.run_id == run_id, warnings.c.rank == one.rank, warnings.c.uid == one.verdict.id
             connection.execute(update(warnings).where(*same).values(rejected=True))
 
 
@@ -192,10 +191,10 @@ def present(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], se
     return {ref: int(parse_mode(name)) for ref, name in names.items()}, held
 
 
-def rejected_heads(connection: Connection, run_id: int) -> set[tuple[int | None, int | None]]:
+def rejected_heads(connection: Connection, run_id: int) -> set[AnyRef]:
     """Heads with a standing warning on whose evidence a person rejected a switch."""
     warned = warned_of(connection, [run_id]).get(run_id, ())
-    return {(one.verdict.layer, one.verdict.head) for one in warned if one.rejected and one.verdict.state != "cleared"}
+    return {one.ref for one in warned if one.rejected and one.stands}
 
 
 def _modes(newest: Newest) -> tuple[dict[int, dict[HeadRef, str]], dict[int, int]]:
@@ -278,9 +277,8 @@ def change_of(incident: Incident) -> IncidentChange:
 def _has_changed(before: IncidentChange, now: IncidentChange) -> bool:
     """Whether an incident has another state, more causes, or is worse than at its last event."""
     joined = set(now.causes) - {before.cause, *before.causes}
-    worse = ("info", "warning", "critical")
     other = (before.state, before.times) != (now.state, now.times)
-    return bool(joined) or other or worse.index(now.severity) > worse.index(before.severity)
+    return bool(joined) or other or SEVERITIES.index(now.severity) > SEVERITIES.index(before.severity)
 
 
 def _last_change(connection: Connection, run_id: int, cause: str) -> IncidentChange | None:

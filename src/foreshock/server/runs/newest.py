@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Row, and_, case, desc, func, select, tuple_
 
 from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
 from foreshock.contract.slots import Slot, Words, fitted
-from foreshock.contract.wire import PER_HEAD, HeadRef, Layer, Sample, Severity, Started
+from foreshock.contract.wire import PER_HEAD, SEVERITIES, HeadRef, Layer, Sample, Severity, Started
 from foreshock.server.models import RunStatus
 from foreshock.server.readings import (
     LIVE_SAMPLES,
@@ -35,7 +35,7 @@ from foreshock.server.readings import (
 from foreshock.server.store import process_starts
 from foreshock.server.store.schema import boots, runs, samples, topologies
 
-_SEVERITIES: Final[tuple[Severity | None, ...]] = (None, "info", "warning", "critical")
+_SEVERITIES: Final[tuple[Severity | None, ...]] = (None, *SEVERITIES)
 
 
 def condition_of(fields: Mapping[str, Any], now: float | None = None) -> dict[str, Any]:
