@@ -118,16 +118,12 @@ class Table:
     labels: Sequence[Labels]
     values: Floats
     """[places, names]; NaN where nothing was counted."""
-    by_place: bool
-    """In which order the lines stand: place by place, or name by name."""
 
     def __len__(self) -> int:
         return int(np.count_nonzero(~np.isnan(self.values)))
 
     def __iter__(self) -> Iterator[Line]:
-        there = ~np.isnan(self.values)
-        where = np.argwhere(there) if self.by_place else np.argwhere(there.T)[:, ::-1]
-        for place, name in where.tolist():
+        for place, name in np.argwhere(~np.isnan(self.values)).tolist():
             yield line(self.names[name], self.labels[place], float(self.values[place, name]))
 
     @cached_property
@@ -139,27 +135,18 @@ class Table:
 def head_tables(run: str, axis: Axis, reading: MergedSteps, worst_heads: int) -> tuple[Table, Table]:
     """A run's last step: one row for each layer, and one for each of its worst heads. The run has heads."""
     values = np.stack([reading.head_values(metric)[-1] for metric in HEAD_METRICS], axis=1)
-    worst = _worst_of_layers([own.stop - own.start for own in axis.columns.values()], values)
     some = _worst_first(values[:, _RISK], values[:, _SIZE])[:worst_heads]
     labels = [(run, *map(str, axis.heads[i])) for i in some.tolist()]
-    layers = Table(_LAYER_NAMES, [(run, str(layer)) for layer in axis.columns], worst, by_place=False)
-    return layers, Table(_HEAD_NAMES, labels, values[some], by_place=True)
+    layers = Table(_LAYER_NAMES, [(run, str(layer)) for layer in axis.columns], _worst_of_layers(axis, values))
+    return layers, Table(_HEAD_NAMES, labels, values[some])
 
 
-def _worst_of_layers(heads: Sequence[int], values: Floats) -> Floats:
-    """[layers, metrics]: the value of each layer's worst head, the first of several; NaN where no head has one.
-
-    heads: how many each layer has, at least one; they stand together.
-    """
-    starts = np.cumsum([0, *heads[:-1]])
-    there = ~np.isnan(values)
+def _worst_of_layers(axis: Axis, values: Floats) -> Floats:
+    """[layers, metrics]: the value of each layer's worst head, the first of several; NaN where no head has one."""
     bad = np.stack([metric.badness(values[:, i]) for i, metric in enumerate(HEAD_METRICS)], axis=1)
-    size = np.where(there, bad, -np.inf)
-    layer = np.repeat(np.arange(len(heads)), heads)
-    # a value of -inf is worse than none
-    worst = (size == np.maximum.reduceat(size, starts)[layer]) & (there | ~np.logical_or.reduceat(there, starts)[layer])
-    place = np.where(worst, np.arange(len(values))[:, np.newaxis], len(values))
-    found: Floats = np.take_along_axis(values, np.minimum.reduceat(place, starts), axis=0)
+    size = np.where(np.isnan(values), -np.inf, np.maximum(bad, np.finfo(np.float64).min))  # -inf is worse than none
+    worst = np.array([own.start + size[own].argmax(axis=0) for own in axis.columns.values()])
+    found: Floats = np.take_along_axis(values, worst, axis=0)
     return found
 
 
