@@ -111,31 +111,19 @@ def resume_plan(
         for one in newest
     ]
     clean = (one for one in labelled if one.label == "clean" and (before is None or one.step < before))
-    best = next(clean, None)
+    best, since = next(clean, None), "" if before is None else f" The first open incident began at step {before:,}."
+    commands: list[str] = []
     if best is not None:
         best.pinned = before is not None
     if before is None and not ended:
-        return ResumePlan(
-            sentence=f"{run} trains and has no open incident: there is nothing to go back to.",
-            checkpoint=None,
-            commands=[],
-            checkpoints=labelled,
-        )
-    since = "" if before is None else f" The first open incident began at step {before:,}."
-    if best is None:
+        best, sentence = None, f"{run} trains and has no open incident: there is nothing to go back to."
+    else:
+        commands = _commands(run, open_ones, mitigation, best, _trainer(best or next(iter(labelled), None)))
         found = f"none of the {len(newest)} reported checkpoints is clean" if newest else "no checkpoint was reported"
-        return ResumePlan(
-            sentence=f"{run}: {found}.{since} Look for {checkpoint_before(before or 1)} on your disks.",
-            checkpoint=None,
-            commands=_commands(run, open_ones, mitigation, None, _trainer(next(iter(labelled), None))),
-            checkpoints=labelled,
-        )
-    return ResumePlan(
-        sentence=f"Resume {run} from step {best.step:,}, {best.path}.{since}",
-        checkpoint=best,
-        commands=_commands(run, open_ones, mitigation, best, _trainer(best)),
-        checkpoints=labelled,
-    )
+        sentence = f"{run}: {found}.{since} Look for {checkpoint_before(before or 1)} on your disks."
+        if best is not None:
+            sentence = f"Resume {run} from step {best.step:,}, {best.path}.{since}"
+    return ResumePlan(sentence=sentence, checkpoint=best, commands=commands, checkpoints=labelled)
 
 
 def _trainer(checkpoint: LabelledCheckpoint | None) -> _Trainer:
