@@ -9,8 +9,7 @@ import hashlib
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import ValidationError
@@ -160,7 +159,7 @@ def decide(connection: Connection, command_id: str, who: str, reason: str, *, ho
     `reject_evidence`), or stop one that is under way, so that no further rank gets it. Its id.
     """
     row = _decided(connection, command_id, how)
-    values: dict[str, Any] = {"decided_by": printable(who)[:160], "decided": time.time()}
+    values = {} if how == "cancel" else {"decided_by": printable(who)[:160], "decided": time.time()}
     if how == "approve":
         if not can_order(row.action, row.mode):
             raise ProblemError(409, f"Command {row.id} is for {row.mode}, which this service does not know; reject it.")
@@ -169,19 +168,10 @@ def decide(connection: Connection, command_id: str, who: str, reason: str, *, ho
         values["expires"] = time.time() + expiry
     elif how == "reject":
         reject_evidence(connection, row.run_id, heads_of(row))
-    else:
-        values = {}
     verb = "approved" if how == "approve" else TRANSITIONS[row.state][how]
     what = f"{'Command' if how == 'cancel' else 'The proposal'} to {order_in_words(row)}"
-    _move(
-        connection,
-        row,
-        how,
-        who,
-        {"reason": reason},
-        f"{what} is {verb} ({printable(who)}): {printable(reason)}",
-        **values,
-    )
+    said = f"{what} is {verb} ({printable(who)}): {printable(reason)}"
+    _move(connection, row, how, who, {"reason": reason}, said, **values)
     return [row.id]
 
 
@@ -414,14 +404,13 @@ def _pass_on(
     connection: Connection,
     run_id: int,
     ranks: Ranks,
-    describe: Callable[[int], Sequence[Mapping[str, Any]]],
     batch: Batch,
     some: Sequence[Switched],
 ) -> None:
     """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads.
 
-    ranks: who holds which heads of the run. describe: what each living process of a run says of itself. some: of one
-    batch and outcome, all with a warning or all without. They are one order: each costs the writer a dozen statements.
+    ranks: who holds which heads of the run. some: of one batch and outcome, all with a warning or all without. They are
+    one order: each costs the writer a dozen statements.
     """
     before: dict[HeadRef, str] = {}
     after: dict[HeadRef, str] = {}
@@ -444,7 +433,7 @@ def _pass_on(
     raised = active_warnings(connection, [run_id], named).get(run_id, []) if named else []
     applied = switched.outcome == "applied"
     standing = {w.id for w in raised if w.rank == batch.rank and curable(w.cause) and w.severity != "info"}
-    justified = applied and verdicts <= standing and _is_of_policy(switched, describe(run_id))
+    justified = applied and verdicts <= standing and _is_of_policy(connection, run_id, switched)
     asks = bool(concerned(switched.heads, ranks) - {batch.rank}) or not applied
     orders = [
         Order(
@@ -458,7 +447,6 @@ def _pass_on(
         )
         for mode, heads in changes.items()
     ]
-    made: Sequence[str]
     if asks:
         made = propose(connection, run_id, orders, {(one.layer, one.head) for one in raised}).ids
     else:
@@ -469,9 +457,11 @@ def _pass_on(
             connection.execute(command_ranks.insert().values(command_id=command_id, deliveries=0, **answer))
 
 
-def _is_of_policy(switched: Switched, living: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether every process of the run has the policy auto and the one mitigation that makes of the heads what a rank
-    made of them."""
+def _is_of_policy(connection: Connection, run_id: int, switched: Switched) -> bool:
+    """Whether every living process of the run has the policy auto and the one mitigation that makes of the heads what a
+    rank made of them."""
+    newest = process_starts.newest(process_starts.of_now(connection, [run_id])[run_id]).values()
+    living = [described([one]) for one in newest if one.finished_status is None]
     mitigations = {one.get("mitigation") for one in living}
     mitigation = next(iter(mitigations), None)
     if {one.get("policy") for one in living} != {"auto"} or len(mitigations) != 1 or not mitigation:
@@ -488,7 +478,8 @@ def _is_of_policy(switched: Switched, living: Sequence[Mapping[str, Any]]) -> bo
 _OPEN_ORDERS: Final = WITH_RUN.where(
     commands.c.run_id.in_(bindparam("run_ids", expanding=True)), commands.c.state.in_(OPEN)
 ).order_by(commands.c.number)
-Orders = dict[tuple[str, int, str], tuple[Command, ...]]
+BootKey = tuple[str, int, str]
+Orders = dict[BootKey, tuple[Command, ...]]
 """What each boot, by run, rank and boot, is ordered to do."""
 
 
@@ -504,12 +495,6 @@ def exchange(
     """
     switched_runs = {run_ids[batch.run] for batch, _ in switched}
     held = heads_by_rank(connection, switched_runs) if switched_runs else {}
-
-    @cache
-    def describe(run_id: int) -> list[dict[str, Any]]:
-        known = process_starts.of_now(connection, [run_id])[run_id]
-        return [described([one]) for one in process_starts.newest(known).values() if one.finished_status is None]
-
     alike: dict[tuple[int, str, bool], list[tuple[Batch, Switched]]] = defaultdict(list)
     for batch, answer in switched:
         if answer.command is not None:
@@ -518,34 +503,30 @@ def exchange(
             alike[id(batch), answer.outcome, answer.verdict is None].append((batch, answer))
     for some in alike.values():
         batch, run_id = some[0][0], run_ids[some[0][0].run]
-        _pass_on(connection, run_id, held.get(run_id, {}), describe, batch, [answer for _, answer in some])
+        _pass_on(connection, run_id, held.get(run_id, {}), batch, [answer for _, answer in some])
     rows = connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))}).all()
     if not rows:
         return {}
     held |= heads_by_rank(connection, {row.run_id for row in rows} - switched_runs)
     tracks = _tracks_of(connection, [row.id for row in rows])
-    orders: dict[tuple[str, int, str], list[Command]] = defaultdict(list)
-    sizes: Counter[tuple[str, int, str]] = Counter()
-    now = time.time()
+    orders: dict[BootKey, list[Command]] = defaultdict(list)
+    sizes: Counter[BootKey] = Counter()
+    here, now = {(batch.run, batch.rank, batch.boot) for batch in group}, time.time()
     for row in rows:
-        ranks = held.get(row.run_id, {})
-        asked = concerned(heads_of(row), ranks)
-        track = tracks.get(row.id, {})
+        ranks, track = held.get(row.run_id, {}), tracks.get(row.id, {})
         if _settle(connection, row, ranks, track) or not can_order(row.action, row.mode):
             continue
-        for boot_key in sorted({(b.run, b.rank, b.boot) for b in group if b.run == row.run}):
-            _, rank, boot = boot_key
-            state = track.get(rank)
+        for rank in sorted(concerned(heads_of(row), ranks)):
+            key, state = (row.run, rank, ranks[rank].boot), track.get(rank)
             answered = state is not None and state.outcome is not None
             late = row.expires is not None and now > row.expires and state is None
-            if rank not in asked or answered or late or ranks[rank].boot != boot:
+            if key not in here or answered or late or len(orders[key]) >= _MAX_PER_ACK:
                 continue
-            if len(orders[boot_key]) < _MAX_PER_ACK and (order := _as_wire(row)) is not None:
-                sizes[boot_key] += len(order.model_dump_json().encode()) + 1
-                if sizes[boot_key] > _ACK_BYTES:
-                    continue  # it goes out with a later ack, when those before it are answered
-                orders[boot_key].append(order)
-                _delivered(connection, row, rank, state)
+            if (order := _as_wire(row)) is not None:
+                sizes[key] += len(order.model_dump_json().encode()) + 1
+                if sizes[key] <= _ACK_BYTES:  # else it goes out with a later ack, when those before it are answered
+                    orders[key].append(order)
+                    _delivered(connection, row, rank, state)
     return {key: tuple(value) for key, value in orders.items()}
 
 
