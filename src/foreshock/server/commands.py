@@ -230,7 +230,7 @@ def _ranks(connection: Connection, run_id: int) -> Ranks:
 
 def plan(connection: Connection, run_id: int, wanted: str) -> SwitchPlan:
     """What an order of a mode for every head does: it adds the mode to what each has, and plain takes all away."""
-    here, _ = _modes_here(connection, run_id)
+    here, _ = present(connection, run_id)
     found = switches(here, here, wanted) if parse_mode(wanted) else {}
     changes = [SwitchedTo(mode=mode_name(mode), heads=heads) for mode, heads in found.items()]
     changed = {ref for heads in found.values() for ref in heads}
@@ -238,14 +238,6 @@ def plan(connection: Connection, run_id: int, wanted: str) -> SwitchPlan:
     if not parse_mode(wanted) or (not unchanged and all(each.mode == wanted for each in changes)):
         return SwitchPlan(changes=[SwitchedTo(mode=wanted, heads=None)], unchanged=[])
     return SwitchPlan(changes=changes, unchanged=unchanged)
-
-
-def _modes_here(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
-    """The present mode of every head that a rank holds, plain where no head's is known; and the heads that no machine
-    switches."""
-    modes, held = present(connection, run_id)
-    refs = {ref for holding in _ranks(connection, run_id).values() for ref in holding.heads}
-    return {ref: modes.get(ref, 0) for ref in refs if ref in modes or not modes}, held
 
 
 def _undone(connection: Connection, ids: Sequence[str]) -> dict[str, str]:
@@ -335,7 +327,7 @@ def changes_for(
     without heads that a person took it from. A mode of another version is given back as it is."""
     if not is_mode(order.mode):
         return [order.model_copy(update={"heads": sorted(called_for)})]
-    modes, held = _modes_here(connection, run_id)
+    modes, held = present(connection, run_id)
     loose = set(called_for) - rejected_heads(connection, run_id)
     changes = switches(loose, modes, order.mode, scope, held)
     return [order.model_copy(update={"mode": mode_name(mode), "heads": heads}) for mode, heads in changes.items()]

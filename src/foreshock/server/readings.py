@@ -212,8 +212,6 @@ _REDUCE: Final[dict[AcrossRanks, Callable[[Sequence[float]], Any]]] = {"mean": n
 _HEADS_AT_ONCE: Final = 2**18
 """Heads of all steps that are read at once, some 100 MiB."""
 NOTHING_SEEN: Final = identity_row()
-ARRAYS_OF_MODES: Final = frozenset({"modes"})
-"""For `merge`, where nothing but the heads' modes is wanted."""
 
 
 @dataclass(frozen=True)

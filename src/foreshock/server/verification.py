@@ -10,6 +10,7 @@ goes on watching a head that was switched.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import Connection, Row, select, update
@@ -58,13 +59,8 @@ async def verify(store: Store, settings: Settings) -> None:
     """
     if not settings.verify_steps:
         return
-    found = await store.read(lambda connection: _due(connection, settings))
-    for due in found:
-
-        def judge(connection: Connection, due: Due = due) -> None:
-            _judge(connection, settings, due)
-
-        await store.write(judge)
+    for due in await store.read(partial(_due, settings=settings)):
+        await store.write(partial(_judge, settings=settings, due=due))
 
 
 def _due(connection: Connection, settings: Settings) -> list[Due]:

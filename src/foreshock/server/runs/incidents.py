@@ -4,10 +4,10 @@ Nothing of an incident is stored but that somebody acknowledged it, which is an 
 of kind `incident` say how it went: what the stream hands on, and what people are notified of once.
 """
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,11 +21,14 @@ from foreshock.contract.orders import Order
 from foreshock.contract.wire import SEVERITIES, HeadRef, Switched, Verdict
 from foreshock.server.models import IncidentChange
 from foreshock.server.problems import ProblemError
-from foreshock.server.readings import ARRAYS_OF_MODES, Axis, MergedSteps, merge, read_back
+from foreshock.server.readings import Axis, merge, read_back
 from foreshock.server.runs.eventlog import heads_of, printable, write_events
 from foreshock.server.runs.newest import described, heads_by_rank, newest_samples, status_of
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.schema import boots, command_ranks, commands, events, warnings
+
+Newest = tuple[Axis, list[Row[Any]]]
+"""The heads of a run and the samples of its newest reading, as `newest_samples` gives them."""
 
 
 class Given(NamedTuple):
@@ -47,10 +50,18 @@ class Orders:
     judged: list[SwitchOutcome] = field(default_factory=list)
     """Of each switch that was verified; `step` is the last one at which a rank carried it out."""
 
-    def modes(self, sampled: Mapping[HeadRef, str], step: int) -> dict[HeadRef, str]:
-        """The present modes: those of the sample of `step`, and what orders have changed since."""
+    def modes(self, newest: Newest | None) -> tuple[dict[HeadRef, str], int]:
+        """The present modes, of the newest reading and what orders have changed since, and the step of that reading."""
+        found, step = dict[HeadRef, str](), 0
+        if newest is not None:
+            axis, rows = newest
+            reading = merge(axis, rows, frozenset({"modes"}))
+            step = int(reading.steps[-1])
+            for ref, mode in zip(axis.heads, reading.fields["modes"][-1], strict=True):
+                with suppress(ValueError):  # nobody reported it, or this version does not know it
+                    found[ref] = mode_name(int(mode))
         later = {ref: one.mode for ref, one in self.given.items() if one.mode is not None and one.step >= step}
-        return {**sampled, **later}
+        return found | later, step
 
     def held(self, warned: Iterable[Warned]) -> set[HeadRef]:
         """Heads that a person took a mitigation from, until a warning of theirs is raised anew, as the agent has it."""
@@ -114,17 +125,13 @@ def reject_evidence(connection: Connection, run_id: int, heads: Collection[HeadR
             connection.execute(update(warnings).where(*same).values(rejected=True))
 
 
-Newest = Mapping[int, tuple[Axis, list[Row[Any]]]]
-"""Of each run the heads and the samples of its newest reading, as `newest_samples` gives them."""
-
-
 def incidents_of(
     connection: Connection,
     run_ids: Collection[int],
     verify_steps: int,
     *,
     starts: Mapping[int, Sequence[Row[Any]]] | None = None,
-    newest: Newest | None = None,
+    newest: Mapping[int, Newest] | None = None,
 ) -> dict[int, list[Incident]]:
     """The incidents of each of these runs that has any, the most urgent first.
 
@@ -137,21 +144,21 @@ def incidents_of(
     known = starts or process_starts.of_now(connection, warned)
     if newest is None:
         newest = newest_samples(connection, list(warned))
-    modes, steps = _modes({run_id: newest[run_id] for run_id in warned if run_id in newest})
     acknowledged = _acknowledged(connection, warned)
     ordered = orders_of(connection, warned)
     found = {}
     for run_id, own in warned.items():
         description = described(known.get(run_id, ()))
         orders = ordered.get(run_id, Orders())
+        modes, step = orders.modes(newest.get(run_id))
         context = RunContext(
             mitigation=description.get("mitigation") or DEFAULT_MITIGATION,
-            modes=orders.modes(modes.get(run_id, {}), steps.get(run_id, 0)),
+            modes=modes,
             judged=[one._replace(step=one.step + verify_steps) for one in orders.judged],
             acknowledged=acknowledged[run_id],
             policy=description.get("policy"),
             scope=description.get("switch_scope"),
-            last_step=steps.get(run_id, 0),
+            last_step=step,
             orders=orders.known,
             held=orders.held(own),
             ended=status_of(known.get(run_id, ())) != "active",
@@ -183,39 +190,20 @@ def warned_of(connection: Connection, run_ids: Collection[int], *only: ColumnEle
 
 
 def present(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
-    """The present mode of every head of a run whose mode is known, and the heads that no machine switches."""
+    """The present mode of every head that a rank holds, plain where no head's is known; and the heads that no machine
+    switches."""
+    ranks = heads_by_rank(connection, [run_id]).get(run_id, {})
+    refs = {ref for holding in ranks.values() for ref in holding.heads}
     orders = orders_of(connection, [run_id]).get(run_id, Orders())
-    modes, steps = _modes(newest_samples(connection, [run_id]))
-    names = orders.modes(modes.get(run_id, {}), steps.get(run_id, 0))
+    names, _ = orders.modes(newest_samples(connection, [run_id]).get(run_id))
     held = orders.held(warned_of(connection, [run_id]).get(run_id, ()))
-    return {ref: int(parse_mode(name)) for ref, name in names.items()}, held
+    return {ref: int(parse_mode(names.get(ref, "plain"))) for ref in refs if ref in names or not names}, held
 
 
 def rejected_heads(connection: Connection, run_id: int) -> set[AnyRef]:
     """Heads with a standing warning on whose evidence a person rejected a switch."""
     warned = warned_of(connection, [run_id]).get(run_id, ())
     return {one.ref for one in warned if one.rejected and one.stands}
-
-
-def _modes(newest: Newest) -> tuple[dict[int, dict[HeadRef, str]], dict[int, int]]:
-    """The mode of each head in the newest reading, where this version knows it, and the step of that reading."""
-    modes, steps = {}, {}
-    for run_id, (axis, rows) in newest.items():
-        reading = merge(axis, rows, ARRAYS_OF_MODES)
-        modes[run_id], steps[run_id] = modes_of(axis, reading), int(reading.steps[-1])
-    return modes, steps
-
-
-def modes_of(axis: Axis, reading: MergedSteps) -> dict[HeadRef, str]:
-    """The mode of each head in a reading, without heads whose mode nobody reported or this version does not know."""
-    found = {}
-    for ref, mode in zip(axis.heads, reading.fields["modes"][-1], strict=True):
-        if not math.isnan(mode):
-            try:
-                found[ref] = mode_name(int(mode))
-            except ValueError:
-                continue
-    return found
 
 
 def _acknowledged(connection: Connection, run_ids: Collection[int]) -> dict[int, list[Acknowledged]]:

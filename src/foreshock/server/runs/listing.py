@@ -13,12 +13,12 @@ from sqlalchemy import Connection, Row, desc, func, or_, select, tuple_, update
 
 from foreshock.contract.incident import Incident
 from foreshock.contract.metrics.run_metrics import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS, SILENT_SECONDS
-from foreshock.contract.wire import AgentHealth, Layer
+from foreshock.contract.wire import AgentHealth, HeadRef, Layer
 from foreshock.server.models import ActiveWarning, Decision, Description, LayerState, RunDetail, RunList, RunSummary
 from foreshock.server.problems import ProblemError
-from foreshock.server.readings import Axis, MergedSteps, axis_of, layers_of, merge, read_back
+from foreshock.server.readings import MergedSteps, layers_of, merge, read_back
 from foreshock.server.runs.eventlog import printable, shared_sentence, write_events
-from foreshock.server.runs.incidents import Orders, change_of, incidents_of, modes_of, orders_of, warned_of
+from foreshock.server.runs.incidents import Newest, Orders, change_of, incidents_of, orders_of, warned_of
 from foreshock.server.runs.newest import condition_of, described, newest_samples, status_of
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import Store, lock_runs
@@ -84,7 +84,7 @@ class RunNow:
     raised: list[ActiveWarning]
     incidents: list[Incident]
     """Those that are not closed, the most urgent first."""
-    newest: tuple[Axis, list[Row[Any]]] | None
+    newest: Newest | None
     """Its heads and the samples of its newest reading."""
 
     @cached_property
@@ -174,7 +174,7 @@ def run_detail(connection: Connection, row: Row[Any], verify_steps: int) -> RunD
         **summary,
         **condition_of(summary),
         versions=described(now.starts).get("versions", {}),
-        layers=_layers(connection, now.reading, row.id, {start.topology for start in now.starts}),
+        layers=_layers(connection, now),
         warnings=now.raised,
         latest=now.reading.latest() if now.reading else {},
         agent_dropped=dict(sorted(lost.dropped.items())),
@@ -215,20 +215,19 @@ def losses(connection: Connection, run_ids: Collection[int]) -> dict[int, Losses
     return found
 
 
-def _layers(
-    connection: Connection, reading: MergedSteps | None, run_id: int, hashes: Collection[str | None]
-) -> list[LayerState]:
+def _layers(connection: Connection, now: RunNow) -> list[LayerState]:
     known: dict[int, Layer] = {}
     heads: dict[int, set[int]] = defaultdict(set)
+    hashes = {start.topology for start in now.starts}
     found = connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)).order_by("hash"))
     for layer in (layer for topology in found for layer in layers_of(topology.layers)):
         known[layer.layer] = layer
         heads[layer.layer] |= set(layer.heads)
-    axis = axis_of(connection, run_id)
-    orders = orders_of(connection, [run_id]).get(run_id, Orders())
-    modes = orders.modes(modes_of(axis, reading) if reading else {}, int(reading.steps[-1]) if reading else 0)
-    known_risk = zip(axis.heads, reading.fields["risk"][-1].tolist(), strict=True) if reading else ()
-    risk = {ref: value for ref, value in known_risk if not math.isnan(value)}
+    modes, _ = orders_of(connection, [now.row.id]).get(now.row.id, Orders()).modes(now.newest)
+    risk: dict[HeadRef, float] = {}
+    if now.reading is not None and now.newest is not None:
+        known_risk = zip(now.newest[0].heads, now.reading.fields["risk"][-1].tolist(), strict=True)
+        risk = {ref: value for ref, value in known_risk if not math.isnan(value)}
     return [
         LayerState(
             **layer.model_dump(include={"layer", "name", "served_by", "sampled"}),
