@@ -79,7 +79,6 @@ check-rest: .venv/.dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports
-	@$(PY) -m foreshock dashboards check
 	@$(PY) scripts/generate_docs.py --check
 	@$(BIN)/codespell $(PROSE)
 	@$(PY) scripts/check_prose.py
@@ -90,7 +89,6 @@ format: .venv/.dev ## let the formatter write
 
 docs: .venv/.dev ## the reference pages, boards and rules that are made from the code
 	@$(PY) scripts/generate_docs.py
-	@$(PY) -m foreshock dashboards generate
 
 site: .venv/.dev ## the documentation, strict, in build/site/index.html; it needs no network
 	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir build/doctrees docs build/site

@@ -1,4 +1,4 @@
-"""Write docs/reference/, docs/metrics.md, docs/reliability.md and the page's types; --check says what is stale.
+"""Write the generated pages of docs/, the page's types, boards and alert rules; --check says what is stale.
 
 Commands come from the command line's own definitions, settings and configuration from their typed models, routes and
 the page's types from the service's OpenAPI document, modes from their list: what is not documented does not exist, and
@@ -24,7 +24,8 @@ from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.run_metrics import RUN_METRICS
 from foreshock.contract.metrics.service_metrics import SERVICE_METRICS
 from foreshock.contract.modes import MODES, stronger
-from foreshock.dashboards.rules import alerts
+from foreshock.dashboards.generate import GENERATED, files
+from foreshock.dashboards.rules import Links, alerts
 from foreshock.monitor.config import AgentConfig
 from foreshock.server.app import create_app
 from foreshock.server.settings import Settings
@@ -300,16 +301,16 @@ PAGES = {
 
 
 def main(check: bool) -> int:
-    """Write or compare every page; returns the exit code."""
-    stale = []
-    for path, (note, lines) in PAGES.items():
-        text = note + "\n".join(lines()).rstrip() + "\n"
-        if not check:
+    """Write or compare every page, board and rule; returns the exit code."""
+    texts = {path: note + "\n".join(lines()).rstrip() + "\n" for path, (note, lines) in PAGES.items()}
+    texts |= files(GENERATED, Links())
+    if not check:
+        for path, text in texts.items():
             path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
-            stale.append(str(path.relative_to(ROOT)))
+    there = {path: path.read_text() for path in (*texts, *GENERATED.rglob("*.*")) if path.exists()}
+    stale = [str(path.relative_to(ROOT)) for path in {**texts, **there} if texts.get(path) != there.get(path)]
     if stale:
-        print(f"stale: {', '.join(stale)}; run `make docs`", file=sys.stderr)
+        print(f"stale: {', '.join(stale)}; run `make docs`, and remove what it does not write", file=sys.stderr)
     return int(bool(stale))
 
 

@@ -123,6 +123,24 @@ def test_every_picture_is_drawn_by_a_command_and_is_shown() -> None:
     assert {name for page in documents() for name in re.findall(r"images/([a-z-]+)\.png", page.read_text())} == there
 
 
+def test_the_check_finds_a_generated_board_that_was_edited_is_missing_or_is_left_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(DOCS, "PAGES", {})
+    monkeypatch.setattr(DOCS, "ROOT", tmp_path)
+    monkeypatch.setattr(DOCS, "GENERATED", tmp_path)
+    (tmp_path / "boards").mkdir()
+    assert DOCS.main(check=False) == DOCS.main(check=True) == 0
+    names = "boards/run.json", "prometheus-rules.yml", "boards/old.json"
+    edited, missing, left = (tmp_path / name for name in names)
+    edited.write_text("edited")
+    missing.unlink()
+    left.write_text("{}")
+    assert DOCS.main(check=True) == 1
+    said = capsys.readouterr().err
+    assert set(re.findall(r"[\w/-]+\.(?:json|yml)", said)) == set(names)
+
+
 def test_a_schema_of_an_unknown_kind_is_refused() -> None:
     assert DOCS.type_of({"$ref": "#/components/schemas/Incident"}) == "Incident"
     with pytest.raises(ValueError, match=r"no TypeScript for the schema .*; teach it to scripts/generate_docs\.py"):

@@ -19,5 +19,4 @@ def test_boards_and_rules_are_written_elsewhere_for_other_addresses_that_a_link_
     assert "https://s.example/?runs=" in rules
     assert "runbook_url: https://r.example/ForeshockRunHung.html" in rules
     assert "127.0.0.1" not in rules
-    refused = foreshock("dashboards", "generate", *addresses)
-    assert (refused.exit_code, "--out" in refused.stderr) == (1, True)
+    assert foreshock("dashboards", "generate", *addresses).exit_code == 2

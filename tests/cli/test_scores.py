@@ -1,5 +1,6 @@
 """What `foreshock lab score` prints: the numbers of its report, and a dash for what nobody can say."""
 
+import dataclasses
 import json
 from io import StringIO
 from pathlib import Path
@@ -10,6 +11,7 @@ from tests.cli.typed import TRACE, foreshock
 
 from foreshock.cli.output import cell
 from foreshock.cli.research import scores
+from foreshock.lab.scoring.synthetic import Row
 
 
 @pytest.mark.parametrize("width", [80, 240])
@@ -33,3 +35,12 @@ def test_the_tables_are_those_of_the_report_in_a_terminal_of_any_width(width: in
 def test_the_command_takes_recorded_runs_or_made_up_ones() -> None:
     assert foreshock("lab", "score").exit_code == 2
     assert foreshock("lab", "score", str(TRACE), "--synthetic").exit_code == 2
+
+
+def test_the_rows_of_made_up_runs_are_printed_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row(family="one head", truth="failing", tuned=True, runs=3, warned=2, median_lead=40.0)
+    monkeypatch.setattr("foreshock.lab.scoring.synthetic.score_synthetic", lambda: iter([row]))
+    done = foreshock("lab", "score", "--synthetic", "--report", str(tmp_path / "rows.json"))
+    assert done.exit_code == 0
+    assert "one head failing True 3 2 0 40 - 0" in " ".join(done.output.split())
+    assert json.loads((tmp_path / "rows.json").read_text()) == [dataclasses.asdict(row)]

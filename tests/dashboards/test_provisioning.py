@@ -10,7 +10,7 @@ import yaml
 from tests.dashboards.shipped import PROVISIONING, alertmanager_config, prometheus_config
 
 from foreshock.contract.metrics.catalog import BY_KEY, SERVICE_DOWN, WATCHDOG
-from foreshock.dashboards.generate import GENERATED, check, generate
+from foreshock.dashboards.generate import generate
 from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, SCRAPE_INTERVAL_SECONDS, Links, _place, rules
 
 
@@ -103,17 +103,3 @@ def test_the_watchdog_travels_oftener_than_the_rule_on_its_absence_allows() -> N
 )
 def test_the_link_of_an_alert_leads_to_the_lowest_head_where_low_is_bad(key: str, first: str) -> None:
     assert first in _place(BY_KEY[key])
-
-
-def test_the_committed_files_are_what_the_catalogue_says() -> None:
-    assert check(GENERATED) == [], "run `foreshock dashboards generate` and commit the result"
-
-
-def test_check_finds_what_was_edited_what_is_missing_and_what_is_left_over(tmp_path: Path) -> None:
-    generate(tmp_path, Links())
-    assert check(tmp_path) == []
-    edited, missing, left = (Path(name) for name in ("boards/run.json", "prometheus-rules.yml", "boards/old.json"))
-    (tmp_path / edited).write_text("edited")
-    (tmp_path / missing).unlink()
-    (tmp_path / left).write_text("{}")
-    assert check(tmp_path) == sorted([edited, missing, left])

@@ -1,4 +1,4 @@
-"""`foreshock dashboards`: boards and rules, written, compared and pushed."""
+"""`foreshock dashboards`: boards and rules, written and pushed."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ boards = typer.Typer(
 
 @boards.command("generate")
 def dashboards_generate(
-    out: Annotated[Path | None, typer.Option(help="Folder to write to; by default this checkout.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write to.")],
     grafana_url: Annotated[str | None, typer.Option(help="Address of Grafana, for links in alerts.")] = None,
     service_url: Annotated[str | None, typer.Option(help="Address of the service, for links in boards.")] = None,
     runbooks_url: Annotated[
@@ -25,40 +25,17 @@ def dashboards_generate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the boards and the alert rules.
+    """Write the boards and the alert rules for these addresses; by default for those of docker-compose.yml.
 
-    If you set addresses, also set --out. Configuration files of Prometheus, Alertmanager and
-    Grafana are in dashboards/provisioning of the checkout.
+    Configuration files of Prometheus, Alertmanager and Grafana are in dashboards/provisioning of the checkout.
     """
-    from foreshock.dashboards import generate
+    from foreshock.dashboards.generate import generate
     from foreshock.dashboards.rules import Links
 
     given = {"grafana": grafana_url, "service": service_url, "runbooks": runbooks_url}
     links = Links(**{name: address for name, address in given.items() if address is not None})
-    if out is None and links != Links():
-        raise CommandError(
-            "the checkout's own files keep the addresses of docker-compose.yml; name a folder with --out"
-        )
-    written = [str(path) for path in generate.generate(out or _of_checkout(), links)]
+    written = list(map(str, generate(out, links)))
     print_result({"written": written}, "\n".join(written), as_json=as_json)
-
-
-@boards.command("check")
-def dashboards_check() -> None:
-    """List the generated files that are not up to date."""
-    from foreshock.dashboards import generate
-
-    changed = generate.check(_of_checkout())
-    if changed:
-        raise ValueError(f"stale: {', '.join(map(str, changed))}; run `make docs`")
-
-
-def _of_checkout() -> Path:
-    from foreshock.dashboards.generate import GENERATED
-
-    if not (GENERATED.parents[3] / "pyproject.toml").is_file():
-        raise ValueError("generated files belong to a checkout of foreshock; this is an installed copy")
-    return GENERATED
 
 
 @boards.command("push")

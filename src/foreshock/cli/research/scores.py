@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic_core import to_json
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -38,10 +39,10 @@ def score_synthetic(console: Console, *, report: Path | None) -> None:
     from foreshock.lab.scoring.synthetic import FAMILIES, score_synthetic
 
     with Progress(*COLUMNS, console=console, transient=True) as progress:
-        bar = progress.add_task("scoring", total=len(FAMILIES) + 1)
-        rows = score_synthetic(report=report, on_row=lambda _: progress.advance(bar))
+        rows = list(progress.track(score_synthetic(), total=len(FAMILIES) + 1, description="scoring"))
     _show(console, "Made-up runs, of which nothing was trained", list(map(asdict, rows)))
     if report is not None:
+        report.write_bytes(to_json(rows, indent=1) + b"\n")
         console.print(f"report: {report}")
 
 

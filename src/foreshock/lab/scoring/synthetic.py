@@ -17,7 +17,6 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic_core import to_json
 
 from foreshock.contract.slots import Floats
 from foreshock.contract.wire import Verdict
@@ -33,6 +32,7 @@ _HEADS_OF_A_LAYER: Final = 12
 Truth = Literal["failing", "healthy"]
 Random = np.random.Generator
 Steps = npt.NDArray[np.int64]
+Place = tuple[int | None, int | None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,8 +89,6 @@ class Row:
     least_lead: float | None = None
     false_heads: int = 0
     """heads warned about that do not fail"""
-    most_in_a_stretch: int = 0
-    """of all runs together, in the worst sixth of their length"""
 
 
 def play(
@@ -130,35 +128,32 @@ def score_family(family: Family, first_seed: int = SCORING_SEED, runs: int | Non
     Of a failing run head 0 fails, and the run ends 3,500 steps after its score of 512.
     """
     row = Row(family=family.name, truth=family.truth, tuned=family.tuned, runs=runs or family.runs)
-    leads, stretches = list[int](), [0] * 6
+    failing, leads = family.truth == "failing", list[int]()
     for seed in range(first_seed, first_seed + row.runs):
-        course = family.make(np.random.default_rng([seed, len(family.name)]))
-        fails = {(0, 0)} if family.truth == "failing" else set()
-        dangerous = int((course.score[:, 0] >= DANGEROUS_SCORE).argmax()) if fails else 0
-        at = int(course.step[dangerous])
-        after = np.flatnonzero(course.step[dangerous:] >= at + 3500)
-        end = dangerous + int(after[0]) if fails and len(after) else None
-        reported = [each for _, told in play(course, end, family.stride) for each in told if each.severity != "info"]
-        raised = [each for each in reported if each.state == "raised"]
-        rounding = [each for each in reported if each.cause == "rounding" and each.state != "cleared"]
-        others, named = ({(e.layer, e.head) for e in of} - fails for of in (raised, rounding))
+        course, end = family.make(np.random.default_rng([seed, len(family.name)])), None
+        at = int(course.step[-1])
+        if failing:
+            dangerous = int((course.score[:, 0] >= DANGEROUS_SCORE).argmax())
+            at = int(course.step[dangerous])
+            after = np.flatnonzero(course.step[dangerous:] >= at + 3500)
+            end = dangerous + int(after[0]) if len(after) else None
+        raised, named = dict[Place, int](), dict[Place, int]()
+        for each in (verdict for _, reported in play(course, end, family.stride) for verdict in reported):
+            if each.severity != "info" and each.state == "raised":
+                raised.setdefault((each.layer, each.head), each.step)
+            if each.severity != "info" and each.state != "cleared" and each.cause == "rounding":
+                named.setdefault((each.layer, each.head), each.step)
+        others = raised.keys() - ({(0, 0)} if failing else set())
         row.false_heads += len(others)
-        if fails:
-            first, first_named = (
-                next((each.step for each in of if (each.layer, each.head) in fails), at) for of in (raised, rounding)
-            )
-            leads.append(at - first)
-            row.warned += first < at
-            row.as_rounding += first_named < at
-            continue
-        row.warned += bool(others)
-        row.as_rounding += bool(named & others)
-        sixth = max(int(course.step[-1] - course.since), 1) / 6
-        for k in range(6):
-            stretches[k] += len({(e.layer, e.head) for e in raised if (e.step - course.since - 1) // sixth == k})
+        if failing:
+            leads.append(at - raised.get((0, 0), at))
+            row.warned += leads[-1] > 0
+            row.as_rounding += named.get((0, 0), at) < at
+        else:
+            row.warned += bool(others)
+            row.as_rounding += bool(others & named.keys())
     if leads:
         row.median_lead, row.least_lead = float(np.median(leads)), float(min(leads))
-    row.most_in_a_stretch = max(stretches)
     return row
 
 
@@ -242,33 +237,28 @@ def _spike(run: Course, rng: Random, size: float, step: int) -> Course:
     return run
 
 
-def _gradients_fall(run: Course, rng: Random) -> Course:
-    return replace(run, bias=run.bias * (1 + 29 * np.exp(-run.step.astype(np.float64) / 600.0))[:, None])
-
-
 def _batches_grow(run: Course, rng: Random, factor: float, after: int) -> Course:
     times = np.where(run.step > after, factor, 1.0)
     return replace(run, bias=run.bias * np.sqrt(times)[:, None], rows=run.rows * times)
 
 
-def _unknown(run: Course, rng: Random) -> Course:
-    run.offset[::3, 0] = np.nan
-    return run
-
-
-def _alike(run: Course, rng: Random) -> Course:
-    """Every head of the layer as head 0, to the bit."""
-    offset, score, bias = (np.repeat(each[:, :1], each.shape[1], axis=1) for each in (run.offset, run.score, run.bias))
-    return replace(run, offset=offset, score=score, bias=bias)
-
-
 _CHANGES: Final[dict[str, Callable[..., Course]]] = {
     "spike": _spike,
-    "gradients fall": _gradients_fall,
     "batches grow": _batches_grow,
-    "unknown": _unknown,
-    "alike": _alike,
+    "gradients fall": lambda run, rng: replace(run, bias=run.bias * (1 + 29 * np.exp(-run.step / 600.0))[:, None]),
+    "unknown": lambda run, rng: replace(
+        run,
+        offset=np.where(np.add.outer(np.arange(len(run.step)) % 3, np.arange(run.offset.shape[1])), run.offset, np.nan),
+    ),
+    "alike": lambda run, rng: replace(
+        run,
+        **{
+            name: np.repeat(getattr(run, name)[:, :1], run.bias.shape[1], axis=1)
+            for name in ("offset", "score", "bias")
+        },
+    ),
 }
+"""What else happens to a run whose head 0 drifts; of heads that are alike every one is as head 0, to the bit."""
 
 
 def _exploding(rng: Random, begin: int, set_back: bool = False) -> Course:
@@ -414,20 +404,8 @@ def supported_by_noise(heads: int, runs: int, blocks: int = 1000, first_seed: in
     return Row(family=name, truth="healthy", tuned=True, runs=runs, warned=hits, as_rounding=hits)
 
 
-def score_synthetic(
-    families: Sequence[Family] = FAMILIES,
-    *,
-    report: Path | None = None,
-    runs: int | None = None,
-    on_row: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """Score every family, and noise; `report` gets the rows as JSON. runs: of a family, at most."""
-    rows = []
+def score_synthetic(families: Sequence[Family] = FAMILIES, runs: int | None = None) -> Iterator[Row]:
+    """Score every family, then noise. runs: of a family, at most."""
     for family in families:
-        rows.append(score_family(family, runs=runs and min(runs, family.runs)))
-        on_row(rows[-1])
-    rows.append(supported_by_noise(144, runs or 200))
-    on_row(rows[-1])
-    if report is not None:
-        report.write_bytes(to_json(rows, indent=1) + b"\n")
-    return rows
+        yield score_family(family, runs=runs and min(runs, family.runs))
+    yield supported_by_noise(144, runs or 200)
