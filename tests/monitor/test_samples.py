@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.faults.hostile_server import acknowledge, hostile_server
 from tests.monitor.executions import EVERY_STEP
-from tests.monitor.tiny_models import batch, tiny_gpt, train_step
+from tests.monitor.tiny_models import tiny_gpt, train_step
 from tests.monitor.watching import listening, train
 from torch import Tensor
 
@@ -201,33 +201,6 @@ class ThroughData:
     def zero_grad(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-
-
-@pytest.mark.parametrize(
-    ("every", "optimizer", "numbered", "warned"),
-    [
-        (4, torch.optim.SGD, False, True),
-        (2, torch.optim.AdamW, False, True),
-        (4, torch.optim.SGD, True, False),
-        (1, torch.optim.AdamW, False, False),
-        (4, ThroughData, False, False),
-    ],
-)
-def test_an_agent_that_is_called_for_every_micro_batch_says_so_once(
-    every: int, optimizer: Any, numbered: bool, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny_gpt()
-    updates = optimizer(model.parameters(), lr=0.1)
-    with attach(model, quiet=True, strict=True, url=None) as agent:
-        for call in range(12 * every):
-            loss = model(batch(call)).square().mean()
-            loss.backward()
-            if call % every == every - 1:
-                updates.step()
-                updates.zero_grad()
-            agent.step(loss, step=call // every + 1 if numbered else None)
-    said = [record.message for record in caplog.records if "every micro-batch" in record.message]
-    assert len(said) == warned
 
 
 def test_the_table_of_step_1_is_on_lines_of_its_own_under_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import html
 import itertools
 import os
 import secrets
@@ -261,8 +260,6 @@ class Agent:
     def _count(self, step: int | None) -> bool:
         if not self._started and not self.current_step and step is not None:  # resumed, without a state
             self.begin_at(max(int(step) - 1, 0))
-        if step is None:
-            self._sampler.weight_changes.look()
         self._schedule.step_done(step)
         return True
 
@@ -523,24 +520,14 @@ class Agent:
                 elif status != "failed" and not self.config.quiet:
                     self._coverage.warn_if_unstepped(self._attached.state.cpu().numpy())
 
-    def _facts(self) -> dict[str, str]:
-        """What a person at a prompt wants to see of this agent."""
+    def __repr__(self) -> str:
+        """What a person at a prompt wants to see of it."""
         counts = f"{len(self._attached.layers)} layers, {len(self._heads)} heads"
         state = "closed" if self._closed else f"at step {self.current_step:,}"
         warned = "; ".join(verdict.sentence for verdict in self._active[:3]) or "none"
         more = f" and {len(self._active) - 3} more" if len(self._active) > 3 else ""
-        page = "" if self.config.url is None else page_of(self.config.url, self.run)
-        return {"run": self.run, "state": state, "watches": counts, "warnings": warned + more, "page": page}
-
-    def __repr__(self) -> str:
-        return f"<foreshock agent: {', '.join(f'{name} {fact}' for name, fact in self._facts().items() if fact)}>"
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows of an agent that is the last line of a cell."""
-        facts = {name: html.escape(fact) for name, fact in self._facts().items() if fact}
-        if page := facts.get("page"):
-            facts["page"] = f'<a href="{page}" target="_blank" rel="noopener">{page}</a>'
-        return f"<table>{''.join(f'<tr><th>{name}</th><td>{fact}</td></tr>' for name, fact in facts.items())}</table>"
+        page = "" if self.config.url is None else f", page {page_of(self.config.url, self.run)}"
+        return f"<foreshock agent: run {self.run}, state {state}, watches {counts}, warnings {warned}{more}{page}>"
 
     def _inert(self) -> bool:
         return self._closed or os.getpid() != self._pid

@@ -140,10 +140,6 @@ class AttachedModel:
             self.fresh: Final = before is not None and not former.keys() >= set(names)
             """Whether some layers have seen no step yet: the first step showed that they compute attention."""
         self._outputs = self.sampling.outputs = OutputSums([layer.state for layer in self.watched])
-        ends = [*watched[:1], *watched[1:][-1:]]
-        some = (each for f in ends for each in f.module.parameters() if not each.is_inference())
-        self.weights: Final[tuple[weakref.ref[Tensor], ...]] = tuple(map(weakref.ref, some))
-        """Some of the parameters, which change when an optimizer steps."""
         self._warn_of_problems()
         self._open_to = openness(model, watched)
         modules = list(zip((f.module for f in watched), self.layouts, strict=True))
@@ -212,10 +208,6 @@ class AttachedModel:
     def _warn_of_problems(self) -> None:
         for names, why in problems_of(self._found) if self.watched else ():
             logger.warning("foreshock: the attention of %s is not watched: %s", names, why)
-        for f in self._found:
-            if f.also and f.problem is None:
-                same = ", ".join(f.also)
-                logger.warning("foreshock: %s is the same module as %s; their rows count into one layer", same, f.name)
 
     def report(self) -> str:
         """The table of what was found. It may wait for the device, to see where weights lie."""

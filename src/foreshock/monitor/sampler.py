@@ -2,7 +2,6 @@
 
 import itertools
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -70,10 +69,6 @@ def _grams(held: Held, heads: int) -> Tensor:
     if held.heads:
         grams[held.heads.start : held.heads.stop] = head_grams(held.weights)
     return grams
-
-
-_CHANGES: Final = 8
-"""So often the weights have to change before the agent knows how often it is called for each change."""
 
 
 class SamplingSchedule:
@@ -174,33 +169,6 @@ class SamplingSchedule:
         self._steps, self._seconds, self._agent_seconds = 0, 0.0, 0.0
 
 
-class WeightChanges:
-    """Notices calls of the agent for every micro-batch: the weights change more rarely than it is called.
-
-    An optimizer that writes through `.data`, or in a CUDA graph, shows no change: then nothing is said.
-    """
-
-    def __init__(self, weights: Sequence["weakref.ref[Tensor]"]) -> None:
-        self._weights = weights
-        self._version: int | None = None
-        self._calls = self._changes = 0
-
-    def look(self) -> None:
-        """The agent was called, without a number of the step."""
-        if self._changes == _CHANGES:
-            return
-        version = sum(weight._version for each in self._weights if (weight := each()) is not None)
-        self._calls += self._version is not None
-        self._changes += self._version not in (None, version)
-        self._version = version
-        if self._changes == _CHANGES and self._calls >= 2 * _CHANGES - 1:
-            logger.warning(
-                "foreshock: the weights changed %d times in %d calls of agent.step, as if it was called for every "
-                "micro-batch; call it once after each optimizer.step(), or pass its number: agent.step(loss, step=n)",
-                *(self._changes, self._calls),
-            )
-
-
 class Sampler:
     """The sampling schedule of an agent, its collector and its norms.
 
@@ -217,7 +185,6 @@ class Sampler:
         self.schedule: Final = SamplingSchedule(config)
         self.collector: Final = Collector(attached.state)
         self.norms: Final = ModelNorms(attached.layers, [layout.current for layout in attached.layouts])
-        self.weight_changes: Final = WeightChanges(attached.weights)
         self._guards: Final = guards
         self._before_sample: Final = before_sample
 

@@ -16,6 +16,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, cast
 from weakref import WeakSet
@@ -82,6 +83,7 @@ def _why_not_third_last(query: Tensor, heads: int) -> str | None:
     return f"its query has shape {list(query.shape)}: {unclear}; [B, ..., H, S, D] is measured"
 
 
+@dataclass(eq=False)
 class WatchedLayer:
     """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT] and `modes` int32 [H], both views.
 
@@ -89,67 +91,60 @@ class WatchedLayer:
     is computed by our kernels or by the model's own attention, of which a sample is measured.
     """
 
-    def __init__(
-        self,
-        name: str,
-        state: Tensor,
-        modes: Tensor,
-        numerics: str,
-        *,
-        strict: bool = False,
-        sampling: str = "",
-        sample_counter: Tensor | None = None,
-        largest: Tensor | None = None,
-        backend: Backend = "kernels",
-        layout: "LayoutCheck | None" = None,
-    ) -> None:
-        self.name = name
+    name: str
+    state: Tensor
+    modes: Tensor
+    numerics: str
+    _: KW_ONLY
+    strict: bool = False
+    sampling: str = ""
+    """Key of the agent's sampling, for the probe."""
+    sample_counter: Tensor | None = None
+    """The probe's counter, int64 [1]; None where no agent samples the layer."""
+    largest: Tensor | None = None
+    """The largest score of all rows of each head in a step that is computed in full, float32 [H], else -inf."""
+    backend: Backend = "kernels"
+    """What is asked to compute its calls; "native": the model's own attention, of which a sample is measured."""
+    layout: "LayoutCheck | None" = None
+    """Shows where W_Q and W_K of its heads lie."""
+    rounds: bool = field(init=False)
+    """Whether its attention is computed in a type that rounds; under "auto" taken from the last eager call."""
+    has_score_mod: bool = field(default=False, init=False)
+    """A call gave its scores to a function, which the pass over all rows does not know."""
+    reason: str | None = field(default=None, init=False)
+    """Why the last call of training that our kernels could not compute stayed native, since they were asked to."""
+    dropout_p: float = field(default=0.0, init=False)
+    """The dropout probability of the last call that trained."""
+    computed_by: str = field(default="", init=False)
+    """The function that computed its last sampled call, by its full name."""
+    # What calls showed, in attributes that compiled code only writes: what it reads would compile it once more.
+    kernels: Literal["", "fit", "ran"] = field(default="", init=False)
+    """What is known of our kernels: they can compute a call that trained, as far as is known without a comparison, or
+    computed one since they were asked to."""
+    differs: bool = field(default=False, init=False)
+    """Our kernels differ from PyTorch's attention in the last calls that were compared."""
+    may_lose_masks: bool = field(default=False, init=False)
+    """Masks of compiled code may be left out once our kernels are asked to compute it."""
+    stayed_native: set[str] = field(default_factory=set, init=False)
+    """Why calls stayed native, as far as it was said."""
+    unmeasured: dict[str, None] = field(default_factory=dict, init=False)
+    """Why calls were neither computed by our kernels nor measured, in the order in which they came."""
+    home: Callable[[], nn.Module | None] = field(default=lambda: None, init=False)
+    """The module that it watches, as a weak reference."""
+    head_dim: int = field(default=0, init=False)
+    """Features of a query of the last call that was met; 0 before the first, and not set by compiled code."""
+    silent: bool = field(default=False, init=False)
+    """Samples came in, and none showed a row of it."""
+    ran: bool = field(default=False, init=False)
+    """Its module's forward ran; not set by compiled code."""
+
+    def __post_init__(self) -> None:
         # .data: a version of its own. Views of one buffer share theirs, so that one layer's backward would make
         # autograd refuse what the graph of another layer, compiled by itself, has saved.
-        self.state = state.data
-        self.modes = modes.data
-        self.numerics = numerics
-        self.strict = strict
-        self.rounds = numerics not in _EXACT
-        """Whether its attention is computed in a type that rounds; under "auto" taken from the last eager call."""
-        self.sample_counter = None if sample_counter is None else sample_counter.data
-        """The probe's counter, int64 [1]; None where no agent samples the layer."""
-        self.largest = None if largest is None else largest.data
-        """The largest score of all rows of each head in a step that is computed in full, float32 [H], else -inf."""
-        self.has_score_mod = False
-        """A call gave its scores to a function, which the pass over all rows does not know."""
-        self.sampling = sampling
-        """Key of the agent's sampling, for the probe."""
-        self.backend = backend
-        """What is asked to compute its calls; "native": the model's own attention, of which a sample is measured."""
-        self.reason: str | None = None
-        """Why the last call of training that our kernels could not compute stayed native, since they were asked to."""
-        self.layout = layout
-        """Shows where W_Q and W_K of its heads lie."""
-        self.dropout_p = 0.0
-        """The dropout probability of the last call that trained."""
-        self.computed_by = ""
-        """The function that computed its last sampled call, by its full name."""
-        # What calls showed, in attributes that compiled code only writes: what it reads would compile it once more.
-        self.kernels: Literal["", "fit", "ran"] = ""
-        """What is known of our kernels: they can compute a call that trained, as far as is known without a comparison,
-        or computed one since they were asked to."""
-        self.differs = False
-        """Our kernels differ from PyTorch's attention in the last calls that were compared."""
-        self.may_lose_masks = False
-        """Masks of compiled code may be left out once our kernels are asked to compute it."""
-        self.stayed_native: set[str] = set()
-        """Why calls stayed native, as far as it was said."""
-        self.unmeasured: dict[str, None] = {}
-        """Why calls were neither computed by our kernels nor measured, in the order in which they came."""
-        self.home: Callable[[], nn.Module | None] = lambda: None
-        """The module that it watches, as a weak reference."""
-        self.head_dim = 0
-        """Features of a query of the last call that was met; 0 before the first, and not set by compiled code."""
-        self.silent = False
-        """Samples came in, and none showed a row of it."""
-        self.ran = False
-        """Its module's forward ran; not set by compiled code."""
+        self.state = self.state.data
+        self.rounds = self.numerics not in _EXACT
+        self.sample_counter = None if self.sample_counter is None else self.sample_counter.data
+        self.largest = None if self.largest is None else self.largest.data
         for buffer in (self.state, self.modes, self.sample_counter, self.largest):
             if buffer is not None:  # spares torch.compile's CUDA graphs a copy of it in every step
                 torch._dynamo.mark_static_address(buffer, guard=False)

@@ -193,8 +193,6 @@ class Found:
     owner: nn.Module | None = None
     """Whose children make its queries and keys, where no name shows which."""
     problem: str | None = None
-    also: tuple[str, ...] = ()
-    """Other names of the very same module: the layers of a model may share one."""
     certain: bool = False
     """It is attention, whatever the first step calls: PyTorch's module, a library's, or one that the user names."""
 
@@ -207,9 +205,6 @@ def find_attention(
     `given_heads` gives the number of heads, by module name. `called`: what a step showed, by the name of each module
     that called attention; None: nothing ran yet, and these are candidates by their parts.
     """
-    aliases: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        aliases.setdefault(id(module), []).append(name)
     # .items(): the dictionary of a module that TorchScript compiled cannot be iterated itself
     parents = {f"{name}.{c}" if name else c: m for name, m in model.named_modules() for c, _ in m._modules.items()}
     found: list[Found] = []
@@ -219,9 +214,8 @@ def find_attention(
         described = _describe(name, module, parents.get(name), asked, shown)
         if described is None:
             continue
-        also = tuple(alias for alias in aliases[id(module)] if alias != name)
         certain = asked is not None or isinstance(module, nn.MultiheadAttention) or make_of(module) is not None
-        found.append(replace(_share(described, model), also=also, certain=certain))
+        found.append(replace(_share(described, model), certain=certain))
     return found
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
 
 Spans = list[tuple[int, int]]
 """[start, stop) in each dimension of a weight."""
@@ -84,23 +83,13 @@ def local_tensor(weight: Any) -> Tensor:
     return held.detach()
 
 
-_PURE: Final[tuple[type, ...]] = tuple(
-    kind for name in ("_WeightNorm", "_Orthogonal") if isinstance(kind := getattr(parametrizations, name, None), type)
-)
-"""PyTorch's parametrizations that neither write nor draw anything; its spectral norm advances at every reading."""
-
-
 def stored(module: nn.Module, name: str = "weight") -> Any:
     """The tensor of this name, or None where a property computes it: reading that would run code of the model, which
     may write or draw numbers, or give the weight under adapters."""
     for held in (module._parameters, module._buffers, vars(module)):
         if name in held:
             return held[name]
-    if not parametrize.is_parametrized(module, name):
-        return None
-    makers: Any = module.parametrizations[name]  # type: ignore[index]
-    # called past the property: inside `parametrize.cached()` that would keep our result for the model's own forward
-    return makers() if all(isinstance(maker, _PURE) for maker in makers) else None
+    return None
 
 
 def device_of(*modules: nn.Module) -> torch.device:
@@ -314,7 +303,7 @@ def _by_name(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> lis
     of_keys = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
     for names, query, key in _named(module):
         widths = outputs_of(query), outputs_of(key)
-        if query is not key and widths == (wide, kv_heads * head_dim * _parts(names)):
+        if key is not None and query is not key and widths == (wide, kv_heads * head_dim * _parts(names)):
             return [placed(f"separate ({', '.join(names)})", (query, "weight", blocks), (key, "weight", kv_blocks))]
         if query is key and widths[0] == wide + 2 * kv_heads * head_dim:
             name, kind = names[0], "Conv1D" if is_conv1d(key) else "Linear"
@@ -328,12 +317,12 @@ def _by_name(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> lis
     return []
 
 
-def _named(module: nn.Module) -> Iterator[tuple[tuple[str, str], nn.Module, nn.Module]]:
-    """Names, query projection and key projection of each pair that the module has; both are one where it is fused."""
+def _named(module: nn.Module) -> Iterator[tuple[tuple[str, str], nn.Module, nn.Module | None]]:
+    """Names, query projection and key projection, if it has that name, of each pair; both are one if it is fused."""
     for names in (*_SEPARATE, *((name, name) for name in (*_FUSED_PER_KEY_HEAD, *_FUSED))):
         query, key = (getattr(module, name, None) for name in names)
-        if isinstance(query, nn.Module) and isinstance(key, nn.Module) and _width(query) and _width(key):
-            yield names, query, key
+        if isinstance(query, nn.Module) and _width(query):
+            yield names, query, key if _width(key) else None
 
 
 def _parts(names: tuple[str, str]) -> int:
@@ -399,6 +388,8 @@ def key_heads_by_width(module: nn.Module, heads: int, head_dim: int) -> int:
     if isinstance(module, nn.MultiheadAttention):
         return heads
     for names, query, key in _named(module):
+        if key is None:
+            continue
         wide, width = heads * head_dim, _width(key) or 0
         width, parts = (width - wide, 2) if query is key else (width, _parts(names))
         kv_heads, rest = divmod(width, head_dim * parts)
