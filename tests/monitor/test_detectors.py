@@ -146,7 +146,7 @@ def test_an_infinite_score_beside_a_finite_offset_is_not_finite_at_once_whatever
         of_run, of_head, *_ = detectors.update(reading(step, line, bias=0.6, largest_score=score))
         assert (of_run.layer, of_run.signal, of_head.signal) == (None, "nonfinite", "nonfinite")
         assert (of_head.layer, of_head.head) == HEADS[SICK]
-        closed.add(detectors.run.past.closed > played.run.past.closed)
+        closed.add(detectors.run.past.blocks[-1].end > played.run.past.blocks[-1].end)
         played.update(reading(step, line, bias=0.6))
     assert closed == {True, False}
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from tests.monitor import titan_shape
 from tests.monitor.doubles import Listener
@@ -29,6 +30,10 @@ def _saved() -> str:
             agent.step(1.0)
         agent.set_mode([(0, 1)], "exact_delta", "a person")
         return json.dumps(agent.state_dict())
+
+
+BLOCK = wire.Array.of(np.zeros((2, 3))).model_dump()
+"""Of three heads."""
 
 
 def saved_state() -> dict[str, Any]:
@@ -101,7 +106,9 @@ def test_a_state_that_is_damaged_or_of_another_model_leaves_everything_as_it_was
     [
         (("past",), KeyError),
         (("past",), "?"),
-        (("past", "values"), {}),
+        (("past", "open"), {}),
+        (("past", "blocks"), [{"values": BLOCK, "end": 1, "moved": 1.0}]),
+        (("past", "most"), 9),
         (("past", "block_steps"), 7),
         (("alarms",), [1]),
         (("alarms",), {"9": {}}),

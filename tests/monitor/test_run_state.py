@@ -33,10 +33,9 @@ def test_everything_that_a_long_run_left_comes_back_to_the_bit() -> None:
     assert RUN in state.alarms
     assert state.non_finite.suspect_step == 6007
     found = RunState.begin(HEADS, CONFIG).loaded(json.loads(json.dumps(detectors.state_dict())))
-    for own, other in ((state, found), (state.past, found.past), (state.bias, found.bias)):
-        for each in dataclasses.fields(own):
-            if each.name not in ("past", "bias"):
-                np.testing.assert_array_equal(getattr(own, each.name), getattr(other, each.name), each.name)
+    for block in state.past.blocks:
+        block.means.clear()
+    np.testing.assert_equal(dataclasses.asdict(found), dataclasses.asdict(state))
 
 
 def test_a_state_is_strict_json() -> None:

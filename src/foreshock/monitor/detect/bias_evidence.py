@@ -99,22 +99,20 @@ class BiasEvidence:
     def _bet(self, pace: int) -> None:
         bias, rows = self.pending[pace]
         size = bias / np.sqrt(np.maximum(rows, 1.0))
-        capital, usual, bets = self.capital[pace], self.usual[pace], self.bets[pace]
+        usual, bets = self.usual[pace], self.bets[pace]
         unit = np.where(bets >= _FIRST_BETS, usual, np.inf)
-        won = size / unit
-        np.clip(won, -1.0, 1.0, out=won)
-        capital += capital * np.multiply.outer((-_STAKE, _STAKE), won)
-        capital += (1.0 - capital) / MEMORY_BETS
-        np.minimum(capital, _MOST, out=capital)
-        np.abs(size, out=size)
-        np.minimum(size, _OUTLIER * unit, out=size)
-        showed = size > 0
+        won = np.minimum(np.maximum(size / unit, -1.0), 1.0)
+        for capital, stake in zip(self.capital[pace], (-_STAKE, _STAKE), strict=True):
+            capital += capital * (stake * won)
+            capital += (1.0 - capital) / MEMORY_BETS
+            np.minimum(capital, _MOST, out=capital)
+        showed = (size != 0).astype(np.float64)
         bets += showed
-        size -= usual
-        size /= np.clip(bets, 1.0, _USUAL_BETS)
-        usual += size * showed
+        seen = np.minimum(np.abs(size), _OUTLIER * unit)
+        usual += (seen - usual) / np.minimum(np.maximum(bets, 1.0), _USUAL_BETS) * showed
 
     def of(self, direction: Floats) -> Floats:
         """The capital that was won on each head's bias having this sign, [N]; 1 is none."""
-        capital = self.capital.mean(axis=0) if self.apart else self.capital[0]
-        return np.where(direction < 0, capital[0], capital[1])
+        negative, positive = self.capital.mean(axis=0) if self.apart else self.capital[0]
+        below = (direction < 0).astype(np.float64)
+        return below * negative + (1.0 - below) * positive

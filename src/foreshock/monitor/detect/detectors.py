@@ -6,7 +6,7 @@ has (levels.py).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -88,27 +88,30 @@ class Detectors:
         if step < run.last_step:
             run.set_back(readings.since_step)
             self._conditions = self._measured(run)
-        if (changed := run.modes != readings.modes).any():
-            self._conditions.supported[changed] = False  # a new mode starts with no evidence
+        modes, warned_before = run.modes, set(run.alarms)
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
             broken = run.non_finite.update(readings, self.config.overflow_steps, self.heads)
             # One verdict on the run says where it began and how far it reaches. A head that is warned about breaks too.
             tripped = {index: NON_FINITE for index in broken if index == RUN or index in run.alarms}
             closed = run.add(readings)
+            if modes is not run.modes:
+                self._conditions.supported[modes != run.modes] = False  # a new mode starts with no evidence
             if closed:
                 self._conditions = self._measured(run)
-                tripped = self._trip() | tripped
-            verdicts = self._report(tripped, step, block_closed=closed) + self._cleared(run.alarms, step)
-            return self._pass_levels(readings) + self._cleared(run.levels, step) + verdicts
+                tripped = self._trip(closed) | tripped
+            verdicts = self._report(tripped, step, block_closed=closed > 0) + self._cleared(run.alarms, step)
+            levels = self._pass_levels(readings, warned_before & run.alarms.keys())
+            return levels + self._cleared(run.levels, step) + verdicts
 
     def _measured(self, run: RunState) -> WarningConditions:
         return WarningConditions.of(run.past.growth(self.config.window_steps), run.bias, run.can_round(), self.config)
 
-    def _trip(self) -> dict[int, str]:
-        """Compute the heads that trip now, with their signal."""
+    def _trip(self, steps: int) -> dict[int, str]:
+        """Compute the heads that trip now, after a block of so many steps, with their signal."""
         ratios, conditions = self.run.warning_ratios, self._conditions
-        sparse = self.run.past.newest_steps >= self.config.persist_blocks * self.config.block_steps
-        ratios[slice(None) if sparse else self.run.past.closed % len(ratios)] = conditions.ratios
+        sparse = steps >= self.config.persist_blocks * self.config.block_steps
+        ratios[:-1] = ratios[1:]
+        ratios[slice(None) if sparse else -1] = conditions.ratios
         for head in conditions.urgent.tolist():
             score = ratios[:, HeadSignal.SCORE, head]
             np.maximum(score, conditions.ratios[HeadSignal.SCORE, head], out=score)
@@ -181,7 +184,7 @@ class Detectors:
             course, words = math.nan, non_finite.sentence(step, len(self.heads)) if of is None else ""
         return verdict(found, evidence, course, step=step, of=of, before=before, words=words)
 
-    def _pass_levels(self, readings: Readings) -> list[wire.Verdict]:
+    def _pass_levels(self, readings: Readings, silent: Container[int] = ()) -> list[wire.Verdict]:
         """The warnings about wrong rows and levels that this sample raises."""
         run, step, words = self.run, readings.step, readings.words
         if words is None:
@@ -191,10 +194,8 @@ class Detectors:
                 return []
             run.first_score, run.first_step = float(np.nan_to_num(readings.largest_score, posinf=0.0).max()), step
         first = run.first_score if step - run.first_step < FIRST_STEPS else math.inf
-        alarms = ((index, alarm.verdict) for index, alarm in run.alarms.items())
-        warned_before = {index for index, last in alarms if (last.state, last.step) != ("raised", step)}
         found = wrong_rows(words, self.heads, step)
-        found |= passed_levels(readings, words, self.heads, self._head_dims, warned_before, first)
+        found |= passed_levels(readings, words, self.heads, self._head_dims, silent, first)
         made = [each for name, each in found.items() if name not in run.levels]
         for name, each in found.items():
             run.levels.setdefault(name, Alarm(each, step)).tripped_step = step

@@ -1,14 +1,15 @@
 """The past of every head in blocks of steps, and how its offset and its largest score moved over a window of it."""
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Annotated, Final, Self, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import PlainSerializer, PlainValidator
+from pydantic import Field, PlainSerializer, PlainValidator
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
@@ -65,122 +66,121 @@ class Growth:
     """steps of the past that is held"""
 
 
+@dataclass(slots=True)
+class Block:
+    """Steps that were joined."""
+
+    values: SavedFloats
+    """mean offset and largest score, [2, N]; NaN where not known"""
+    end: int
+    """steps of the past up to its end"""
+    moved: float
+    """learning rate times steps up to there"""
+    means: Annotated[dict[int, SavedFloats], Field(exclude=True)] = field(default_factory=dict)
+    """of so many blocks up to this one, where they have been asked for"""
+
+
 @dataclass(slots=True, kw_only=True)
 class HeadPasts:
-    """A ring of blocks of N heads. A block is closed by the first sample that makes it long enough for what is held.
+    """The newest blocks of N heads. A block is closed by the first sample that makes it long enough for what is held.
 
-    The oldest block is written over by the open one. Steps are counted from where the past begins, not by their number.
+    Steps are counted from where the past begins, not by their number.
     """
 
     block_steps: int
-    values: SavedFloats
-    """offset and score of each block, [blocks, 2, N]; NaN where not known. The open one has the sum of rows times their
-    offset."""
-    ends: SavedFloats
-    """steps of the past at which each block was closed, [blocks]"""
-    moved: SavedFloats
-    """learning rate times steps up to then"""
-    jitter: SavedFloats
-    """square of the standard error of a block, [2, N]"""
+    most: int
+    """blocks that are held"""
+    open: SavedFloats
+    """of the open block, [2, N]: the sum of rows times their offset, and the largest score"""
     open_rows: SavedFloats
     """of the open block, [N]"""
+    jitter: SavedFloats
+    """square of the standard error of a block, [2, N]"""
+    blocks: list[Block] = field(default_factory=list)
+    """the oldest first"""
     open_steps: int = 0
     held: int = 0
     """steps that the past is long, with the open block"""
     rate_steps: float = 0.0
     """learning rate times steps of all of it; a rate that is not known counts as the last one that was"""
     rate: float = 1.0
-    closed: int = 0
-    """blocks closed in all"""
-    newest_steps: int = 0
-    """of the newest block"""
 
     @classmethod
     def begin(cls, heads: int, window_steps: int, block_steps: int) -> Self:
         """Of heads that nothing is known of yet."""
-        blocks = max(-(-window_steps // block_steps), BLOCKS_PER_PAST) + 2
-        made = cls(
+        return cls(
             block_steps=block_steps,
-            values=np.full((blocks, len(HeadSignal), heads), np.nan),
-            ends=np.zeros(blocks),
-            moved=np.zeros(blocks),
-            jitter=np.full((len(HeadSignal), heads), np.nan),
+            most=max(-(-window_steps // block_steps), BLOCKS_PER_PAST) + 1,
+            open=_opened(heads),
             open_rows=np.zeros(heads),
+            jitter=np.full((len(HeadSignal), heads), np.nan),
         )
-        made._open()
-        return made
 
-    def add(self, steps: int, readings: Readings) -> bool:
-        """Add a sample of so many steps: a mean weighted by rows, and a maximum. True where it closes a block. What is
-        not finite leaves its signal of that head as it was."""
+    def add(self, steps: int, readings: Readings) -> int:
+        """Add a sample of so many steps: a mean weighted by rows, and a maximum. The steps of the block that it closes,
+        0 if it closes none. What is not finite leaves its signal of that head as it was."""
         rows, score, rate = readings.rows, readings.largest_score, readings.learning_rate
         total = rows * readings.score_offset
         if not readings.finite:
             known = np.isfinite(total)
             rows, total = np.where(known, rows, 0.0), np.where(known, total, 0.0)
             score = np.where(np.isfinite(score), score, np.nan)
-        place = self.closed % len(self.ends)
-        block, before = self.values[place], self.values[place - 1]
+        offsets, scores = self.open
         self.open_rows += rows
-        block[HeadSignal.OFFSET] += total
-        np.fmax(block[HeadSignal.SCORE], score, out=block[HeadSignal.SCORE])
+        offsets += total
+        np.fmax(scores, score, out=scores)
         self.rate = rate if rate is not None and rate > 0 else self.rate
         self.open_steps += steps
         self.held += steps
         self.rate_steps += self.rate * steps
-        if self.open_steps < min(self.block_steps, self.held / BLOCKS_PER_PAST):
-            return False
-        self.newest_steps, self.ends[place], self.moved[place] = self.open_steps, self.held, self.rate_steps
-        block[HeadSignal.OFFSET] /= self.open_rows
-        if self.closed:
-            square = block - before
+        if (long := self.open_steps) < min(self.block_steps, self.held / BLOCKS_PER_PAST):
+            return 0
+        offsets /= self.open_rows
+        self._close()
+        return long
+
+    def _close(self) -> None:
+        """Put the open block to the others, and begin one."""
+        if self.blocks:
+            square = self.open - self.blocks[-1].values
             square *= square
             square /= 2
             mixed = _JITTER_MEMORY * self.jitter
             mixed += (1 - _JITTER_MEMORY) * square
             self.jitter = mixed if is_finite(mixed) else np.where(np.isnan(mixed), np.fmin(self.jitter, square), mixed)
-        self.closed += 1
+        self.blocks.append(Block(self.open, self.held, self.rate_steps))
+        del self.blocks[: -self.most]
         self._open()
-        return True
 
     def _open(self) -> None:
-        """Begin a block."""
-        self.open_steps, block = 0, self.values[self.closed % len(self.ends)]
-        self.open_rows[:] = block[HeadSignal.OFFSET] = 0.0
-        block[HeadSignal.SCORE] = np.nan
+        self.open_steps, self.open = 0, _opened(len(self.open_rows))
+        self.open_rows[:] = 0.0
 
     def set_back(self, steps: int) -> None:
         """Forget the newest steps."""
         self.held = max(self.held - steps, 0)
-        order = self._order()
-        order = order[self.ends[order] <= self.held]
-        self.closed = len(order)
-        for part in (self.values, self.ends, self.moved):
-            part[: self.closed] = part[order]
-        self.rate_steps = float(self.moved[self.closed - 1]) if self.closed else 0.0
+        self.blocks = [block for block in self.blocks if block.end <= self.held]
+        self.rate_steps = self.blocks[-1].moved if self.blocks else 0.0
         self._open()
-
-    def _order(self) -> npt.NDArray[np.int64]:
-        """The places of the blocks that are held, the oldest first."""
-        return np.arange(max(0, self.closed - len(self.ends) + 1), self.closed) % len(self.ends)
 
     @np.errstate(invalid="ignore")  # the mean of no value is not known
     def growth(self, window_steps: float) -> Growth:
         """Over the newer half of the past, at most `window_steps`; NaN while fewer than four blocks are held."""
-        order = self._order()
-        if len(order) < _LEAST_BLOCKS:
+        blocks = self.blocks
+        if len(blocks) < _LEAST_BLOCKS:
             unknown = np.full_like(self.jitter, np.nan)
-            newest = self.values[order[-1]] if len(order) else unknown
+            newest = blocks[-1].values if blocks else unknown
             return Growth(unknown, unknown, unknown, newest, unknown, math.nan, math.nan, math.nan, self.held)
-        begin = self.ends[order[-1]] - min(self.held / 2, window_steps)
-        order = order[min(int(np.searchsorted(self.ends[order], begin, side="right")), len(order) - _LEAST_BLOCKS) :]
-        part = min(max(1, len(order) // 6), _LONGEST_PART)
-        half = (len(order) - part) // 2
-        places = order[:part], order[half : half + part], order[-part:]
-        start, middle, end = (_mean([self.values[place] for place in each.tolist()]) for each in places)
-        times, rates = ([sum(at[each].tolist()) / part for each in places] for at in (self.ends, self.moved))
+        begin = blocks[-1].end - min(self.held / 2, window_steps)
+        blocks = [block for block in blocks[:-_LEAST_BLOCKS] if block.end > begin] + blocks[-_LEAST_BLOCKS:]
+        part = min(max(1, len(blocks) // 6), _LONGEST_PART)
+        half = (len(blocks) - part) // 2
+        parts = blocks[:part], blocks[half : half + part], blocks[-part:]
+        start, middle, end = map(_mean, parts)
+        times = [sum(block.end for block in each) / part for each in parts]
+        rates = [sum(block.moved for block in each) / part for each in parts]
         return Growth(
-            *(start, middle, end, self.values[order[-1]], np.sqrt(self.jitter / part)),
+            *(start, middle, end, self.blocks[-1].values, np.sqrt(self.jitter / part)),
             steps=times[2] - times[0],
             older=(rates[1] - rates[0]) / self.rate,
             newer=(rates[2] - rates[1]) / self.rate,
@@ -188,13 +188,20 @@ class HeadPasts:
         )
 
 
-def _mean(blocks: Sequence[Floats]) -> Floats:
-    """Of those blocks, [2, N] each, that know a value."""
-    total = blocks[0] + blocks[1] if len(blocks) > 1 else blocks[0].copy()
-    for block in blocks[2:]:
-        total += block
-    if is_finite(total):
-        total /= len(blocks)
-        return total
-    known = ~np.isnan(np.stack(blocks))
-    return np.asarray(np.where(known, np.stack(blocks), 0.0).sum(axis=0) / known.sum(axis=0))
+def _opened(heads: int) -> Floats:
+    """Of a block that has seen nothing."""
+    return np.repeat([[0.0], [np.nan]], heads, axis=1)
+
+
+def _mean(blocks: Sequence[Block]) -> Floats:
+    """Of the values that they know, [2, N]. The newest block keeps it: it ends the window now, and later begins one."""
+    means = blocks[-1].means
+    if len(blocks) not in means:
+        values = [block.values for block in blocks]
+        total = functools.reduce(np.add, values)
+        known: Any = len(blocks)
+        if not is_finite(total):
+            known = (~np.isnan(values)).sum(axis=0)
+            total = np.nansum(values, axis=0)
+        means[len(blocks)] = total / known
+    return means[len(blocks)]

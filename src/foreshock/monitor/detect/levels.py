@@ -63,20 +63,15 @@ def passed_levels(
     silent: the rows of heads that need no warning. first_score: the largest |score| of the run's first sample, or
     infinity once its first steps are over.
     """
-    scores, found = readings.largest_score, Found()
+    scores, offsets, found = readings.largest_score, np.abs(readings.score_offset), Found()
     early = FIRST_SCORE if first_score < FIRST_SCORE / 4 else math.inf
-    compared = (
-        ("score", scores, SCORE),
-        ("first-score", scores, early),
-        ("offset", np.abs(readings.score_offset), OFFSET),
-    )
-    for name, values, level in compared:
-        if not np.fmax.reduce(values) >= level or (name == "first-score" and found):
+    for name, values, level in (("score", scores, SCORE), ("first-score", scores, early), ("offset", offsets, OFFSET)):
+        if level == math.inf or not np.fmax.reduce(values) >= level or (name == "first-score" and found):
             continue
         rows = np.flatnonzero((values >= level) & (values < math.inf)).tolist()
         if past := [row for row in rows if row not in silent]:
-            worst = past[int(values[past].argmax())]
-            (layer, head), size = heads[worst], float(values[worst])
+            worst = max(past, key=values.item)
+            (layer, head), size = heads[worst], values.item(worst)
             others = f" {len(past)} of {len(heads)} heads are past it." if len(past) > 1 else ""
             what = _SENTENCES[name].format(size=size, level=level, first=first_score, steps=FIRST_STEPS, others=others)
             sentence = f"Layer {layer} head {head}: {what} {_in_16_bits(size, head_dims.get(layer, 0))}"
@@ -86,13 +81,13 @@ def passed_levels(
     least = int(scores.argmin())
     if scores[least] < _SHARP_SCORE and words[least, Slot.ENTROPY_ROWS] > 0:
         return found  # one head that is not sharp answers for all
-    known = words[:, Slot.ENTROPY_ROWS] > 0
-    if np.count_nonzero(known) > 1 and (scores[known] >= _SHARP_SCORE).all():
+    known = words[:, Slot.ENTROPY_ROWS].nonzero()[0]
+    if len(known) > 1 and (scores[known] >= _SHARP_SCORE).all():
         slots = Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM, Slot.MOST_ENTROPY_SUM
-        entropy_rows, sums, most = (slot_values(words, slot)[known] for slot in slots)
-        entropy = sums / entropy_rows
+        counts, sums, most = (slot_values(words[known], slot) for slot in slots)
+        entropy = sums / counts
         if np.where(most > 0, sums < ENTROPY_SHARE * most, (sums > 0) & (entropy < ENTROPY)).all():
-            largest = float(entropy.max(initial=0.0))
+            largest = float(entropy.max())
             sentence = (
                 f"All {len(sums)} measured heads look at about one key each: the entropy of their rows is "
                 f"{largest:.2g} nats at most, and no healthy recorded run came near that in all heads. Check the "

@@ -99,12 +99,13 @@ class WarningConditions(NamedTuple):
         factor = (far + 1.0) / (np.abs(offset_before) + 1.0)
         drift = np.minimum(np.minimum(far / config.offset_level, moved / config.offset_change), factor / asked)
         np.fmax(drift, 0.0, out=drift)
-        drift *= together & (growth.held >= config.earliest_steps)
+        drift *= (together & (growth.held >= config.earliest_steps)).astype(np.float64)
 
         # Heads that may drift soon are tested too, or each would be the only one when it begins to.
         tested = together & (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
         won = bias.of(offset)
-        capital = won * (rounds & ~(score_before >= DANGEROUS_SCORE))  # from there on rounding follows from the scores
+        tests = rounds & ~(score_before >= DANGEROUS_SCORE)  # from there on rounding follows from the scores
+        capital = won * tests.astype(np.float64)
         evidence = capital / (ASKED * max(int(np.count_nonzero(tested)), 1))
 
         first = away * (growth.middle[HeadSignal.OFFSET] - offset_before)  # a jump has no older half

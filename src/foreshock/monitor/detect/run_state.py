@@ -16,7 +16,7 @@ from foreshock.monitor.detect.non_finite import NonFiniteTracker
 from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.detect.rule import DetectorConfig, Flags
 
-LAYOUT: Final = 14
+LAYOUT: Final = 15
 """Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
 _ENDS: Final = int(ROUNDING_ENDS) | 16
 """16 is the flag of a mode that only recorded runs have. A plain int: comparing an IntFlag with NumPy integers is 40
@@ -41,7 +41,7 @@ class RunState:
     past: HeadPasts
     bias: BiasEvidence
     warning_ratios: SavedFloats
-    """of the last `persist_blocks` blocks, a ring, [blocks, 2, N]"""
+    """of the last `persist_blocks` blocks, the oldest first, [blocks, 2, N]"""
     modes: SavedInts
     """of the last sample; -1 before the first"""
     rounds: bool = True
@@ -80,8 +80,8 @@ class RunState:
         """The heads whose delta bias is applied."""
         return np.asarray((self.modes & _ENDS == 0) & self.rounds)
 
-    def add(self, readings: Readings) -> bool:
-        """Add a sample to the open block; whether that closes it."""
+    def add(self, readings: Readings) -> int:
+        """Add a sample to the open block; the steps of that block if the sample closes it, else 0."""
         steps = readings.step - max(readings.since_step, min(self.last_step, readings.step - 1))
         self.last_step, self.rounds, changed = readings.step, readings.rounds, self.modes != readings.modes
         if changed.any():
@@ -110,10 +110,14 @@ class RunState:
 
 
 def _measures(state: RunState) -> list[object]:
-    """The heads, type and shape of every array, and the length of blocks."""
-    values = [getattr(part, each.name) for part in (state, state.past, state.bias) for each in fields(part)]
+    """The heads, type and shape of every array, and length and number of blocks."""
+    past = state.past
+    values = [getattr(part, each.name) for part in (state, past, state.bias) for each in fields(part)]
     arrays = [(value.dtype.str, value.shape) for value in values if isinstance(value, np.ndarray)]
-    return [state.heads, *arrays, state.past.block_steps]
+    blocks = {(each.values.dtype.str, each.values.shape) for each in past.blocks} - {
+        (past.open.dtype.str, past.open.shape)
+    }
+    return [state.heads, *arrays, *blocks, past.block_steps, past.most]
 
 
 SAVED: Final = TypeAdapter(RunState)
