@@ -55,7 +55,7 @@ def test_long_names_leave_out_whole_sentences_and_no_place(length: int) -> None:
     names = (
         f"1 of 9 gradients is not finite: the last one is that of {'deep.' * (length // 5)}weight. Nor is its weight."
     )
-    found = Origin(3, "first in the forward, between layer 1 and layer 2", 0, "6 of 72 rows see no key.", names)
+    found = Origin(3, "first in the forward, between layer 1 and layer 2", "6 of 72 rows see no key.", names)
     said = NonFiniteTracker(harm="weights", origin=found).sentence(5, len(REFS))
     assert len(said) <= 500
     assert said.startswith("Numbers are not finite since step 3, first in the forward, between layer 1 and layer 2. ")

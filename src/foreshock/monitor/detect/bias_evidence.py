@@ -115,4 +115,5 @@ class BiasEvidence:
         """The capital that was won on each head's bias having this sign, [N]; 1 is none."""
         negative, positive = self.capital.mean(axis=0) if self.apart else self.capital[0]
         below = (direction < 0).astype(np.float64)
-        return below * negative + (1.0 - below) * positive
+        won: Floats = below * negative + (1.0 - below) * positive
+        return won

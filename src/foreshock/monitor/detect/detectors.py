@@ -177,7 +177,7 @@ class Detectors:
             if not math.isnan(growth.steps):
                 for name, now, was in zip(SIGNAL_NAMES, growth.end[:, index], growth.start[:, index], strict=True):
                     evidence |= {name: float(now), f"{name}_before": float(was)}
-                evidence |= {"window_steps": growth.steps, "bias_evidence": float(self._conditions.evidence[index])}
+                evidence |= {"window_steps": growth.steps, "bias_evidence": self._conditions.evidence(index)}
         if found.signal == NON_FINITE:
             known = before.verdict.evidence.get("suspect_step") if before else None
             evidence["suspect_step"] = float(non_finite.suspect_step or known or math.nan)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from foreshock.contract.slots import Floats, Slot, slot_values
 from foreshock.contract.wire import HeadRef
@@ -54,11 +53,19 @@ class Overflow:
     """updates lost before any was not, as a GradScaler loses them that searches for its scale"""
     searches: bool = True
 
+    def add(self, readings: Readings) -> None:
+        """Count a sample whose updates are lost."""
+        self.last_step, lost = readings.step, max(readings.lost_steps, 1)
+        self.searches &= self.lost == 0 or lost == readings.step - readings.since_step
+        self.search += lost * self.searches
+        self.lost += lost
+        self.loss |= _broken(readings.loss)
+
     def lasts(self, overflow_steps: int) -> bool:
         """Whether this is no GradScaler that searches for its scale."""
         steps = self.last_step - self.step
         searched = 0 if self.search >= overflow_steps else self.search
-        return steps >= overflow_steps and self.lost - searched >= _LOST_SHARE * steps
+        return self.loss or (steps >= overflow_steps and self.lost - searched >= _LOST_SHARE * steps)
 
 
 @dataclass(slots=True)
@@ -69,12 +76,12 @@ class Origin:
     """the first step that is known to be broken"""
     place: str
     """the end of a sentence; empty if nothing is known of rows"""
-    heads: int
-    """heads with rows that are not finite, the most of any sample"""
-    empty: str
+    empty: str = ""
     """a sentence about rows that see no key"""
-    parameters: str
+    parameters: str = ""
     """a sentence about gradients and weights"""
+    heads: int = 0
+    """heads with rows that are not finite, the most of any sample"""
     by_rows: bool = False
     """whether rows that were measured show the place, which is as exact as it gets"""
 
@@ -82,21 +89,23 @@ class Origin:
     def of(cls, readings: Readings, heads: Sequence[HeadRef], *, measured: bool) -> Self:
         """Of the first broken sample. measured: whether any sample held rows."""
         first = readings.step if readings.broken_step is None else readings.broken_step
-        place, shown, empty = readings.softmax or readings.place, "", ""
-        if heads and (words := readings.words) is not None:
-            broken = Slot.NONFINITE_ROWS, Slot.NONFINITE_INPUT_ROWS, Slot.NONFINITE_OUTPUT_ROWS
-            slots = *broken, Slot.EMPTY_ROWS, Slot.ROWS
-            rows, by_input, by_output, unseen, sound = (slot_values(words, slot) for slot in slots)
-            # After a step that broke the weights, the inputs of the first layer are broken too, and show nothing.
-            first_layer = [layer == heads[0][0] for layer, _ in heads]
-            if first >= readings.step or not by_input[first_layer].any():
-                shown = place_of(heads, rows, by_input, by_output)
-            place = readings.softmax or shown or place or (_UNKNOWN if measured else _UNMEASURED)
-            worst = int(unseen.argmax())
-            if unseen[worst]:
-                every = unseen[worst] + rows[worst] + sound[worst]
-                empty = f"{unseen[worst]:.0f} of {every:.0f} rows of a head see no key: suspect the mask first."
-        return cls(first, place, 0, empty, readings.parameters, bool(shown))
+        found = cls(first, readings.softmax or readings.place, parameters=readings.parameters)
+        if not heads or (words := readings.words) is None:
+            return found
+        broken = Slot.NONFINITE_ROWS, Slot.NONFINITE_INPUT_ROWS, Slot.NONFINITE_OUTPUT_ROWS
+        rows, by_input, by_output = (slot_values(words, slot) for slot in broken)
+        # After a step that broke the weights, the inputs of the first layer are broken too, and show nothing.
+        first_layer = [layer == heads[0][0] for layer, _ in heads]
+        later = first < readings.step and by_input[first_layer].any()
+        shown = "" if later else place_of(heads, rows, by_input, by_output)
+        found.by_rows = bool(shown)
+        found.place = readings.softmax or shown or readings.place or (_UNKNOWN if measured else _UNMEASURED)
+        unseen = words[:, Slot.EMPTY_ROWS]
+        worst = int(unseen.argmax())
+        if unseen[worst]:
+            every = words[worst, [Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS, Slot.ROWS]].sum()
+            found.empty = f"{unseen[worst]} of {every} rows of a head see no key: suspect the mask first."
+        return found
 
 
 @dataclass(slots=True)
@@ -124,37 +133,34 @@ class NonFiniteTracker:
         loss, norm, in_rows = readings.loss, readings.grad_norm, readings.nonfinite_rows > 0
         if not readings.finite:
             in_rows |= np.isinf(readings.score_offset) | (readings.largest_score == np.inf)
-        loss_broken, norm_broken = (value is not None and not math.isfinite(value) for value in (loss, norm))
         any_row = bool(in_rows.any())
         # A GradScaler finds its scale by steps whose gradients overflow, and skips them. After a step that was not
         # skipped the loss would not be finite either.
-        skipped = loss is not None and not loss_broken and (norm_broken or (norm is None and any_row))
-        overflows = (skipped or (loss_broken and bool(readings.parameters))) and not readings.weights_broken
+        skipped = loss is not None and not _broken(loss) and (_broken(norm) or (norm is None and any_row))
+        overflows = (skipped or (_broken(loss) and bool(readings.parameters))) and not readings.weights_broken
         suspected = max(readings.since_step, 1)
         if self.seen_finite and readings.suspect_step is not None:
             suspected = readings.suspect_step
-        self._track_overflow(readings, suspected, overflow_steps, overflows=overflows)
-        if readings.weights_broken or ((loss_broken or norm_broken) and not overflows):
-            self.harm = "weights"
-        elif overflows:
-            lasts = self.overflow is not None and (self.overflow.loss or self.overflow.lasts(overflow_steps))
-            self.harm = "updates" if lasts else ""
+        if overflows:
+            self.overflow = self.overflow or Overflow(readings.step, suspected, readings.step)
+            self.overflow.add(readings)
+            self.harm = "updates" if self.overflow.lasts(overflow_steps) else ""
         else:
-            self.harm = ("weights" if loss is None or norm is None else "rows") if any_row else ""
-        self.placed = False
+            if self.overflow is not None:
+                self.overflow.searches = False
+                if readings.step - self.overflow.last_step > overflow_steps:
+                    self.overflow = None
+            unknown = any_row and (loss is None or norm is None)
+            weights = readings.weights_broken or _broken(loss) or _broken(norm) or unknown
+            self.harm = "weights" if weights else "rows" if any_row else ""
         self.measured = self.measured or any_row or bool(readings.rows.any())
+        self.placed = False
         if self.harm or overflows:
-            seen = Origin.of(readings, heads, measured=self.measured)
-            self.origin = self.origin or seen
-            if overflows and not self.origin.by_rows:  # the weights are sound: any such step shows the place
-                self.placed = seen.by_rows or (self.origin.place == _UNKNOWN != seen.place)
-            if self.placed:
-                self.origin.place, self.origin.by_rows = seen.place, seen.by_rows
-            self.origin.heads = max(self.origin.heads, int(in_rows.sum()))
-            self.origin.parameters = self.origin.parameters or readings.parameters
-        elif self.overflow is None:
-            self.origin = None
-        self.seen_finite |= not (loss_broken or norm_broken or any_row or readings.weights_broken)
+            self._trace(Origin.of(readings, heads, measured=self.measured), int(in_rows.sum()), overflows=overflows)
+        else:
+            self.seen_finite = True
+            if self.overflow is None:
+                self.origin = None
         if not self.harm:
             self.suspect_step = None
             return []
@@ -162,45 +168,42 @@ class NonFiniteTracker:
             self.suspect_step = suspected if self.overflow is None else self.overflow.suspect_step
         return [RUN, *np.flatnonzero(in_rows).tolist()]
 
-    def _track_overflow(self, readings: Readings, suspected: int, overflow_steps: int, *, overflows: bool) -> None:
-        step, known = readings.step, self.overflow
-        if overflows:
-            self.overflow = known or Overflow(step, suspected, step)
-            self.overflow.last_step = step
-            lost = max(readings.lost_steps, 1)
-            self.overflow.searches &= known is None or lost == step - readings.since_step
-            self.overflow.search += lost * self.overflow.searches
-            self.overflow.lost += lost
-            self.overflow.loss |= readings.loss is not None and not math.isfinite(readings.loss)
-        elif known is not None:
-            known.searches = False
-            if step - known.last_step > overflow_steps:
-                self.overflow = None
+    def _trace(self, seen: Origin, heads: int, *, overflows: bool) -> None:
+        """Take from a broken sample what was not known of the origin."""
+        found = self.origin = self.origin or seen
+        if overflows and not found.by_rows:  # the weights are sound: any such step shows the place
+            self.placed = seen.by_rows or (found.place == _UNKNOWN != seen.place)
+        if self.placed:
+            found.place, found.by_rows = seen.place, seen.by_rows
+        found.heads = max(found.heads, heads)
+        found.parameters = found.parameters or seen.parameters
 
     def sentence(self, step: int, heads: int) -> str:
         """What is known at `step`, in words. heads: how many the model has."""
-        found = self.origin or Origin(step, "", 0, "", "")
+        found = self.origin or Origin(step, "")
         place = f", {found.place}" if found.place else ""
         extent = f"{found.heads} of {heads} heads have such rows." if found.heads else ""
+        what, then = f"Numbers are not finite since step {found.step}{place}.", ""
         if self.harm == "rows":
             what = f"Attention rows are not finite since step {found.step}{place}."
             then = "They reach neither the loss nor the gradient norm, which are finite."
         elif self.harm == "updates" and self.overflow is not None:
-            of = max(step - self.overflow.step + 1, self.overflow.lost)
-            if self.overflow.loss:
-                what, then = f"The loss was not finite in {self.overflow.lost} of {of} steps{place}.", ""
-            else:
-                what = f"{self.overflow.lost} of {of} updates were lost: their gradients are not finite{place}."
+            lost = f"{self.overflow.lost} of {max(step - self.overflow.step + 1, self.overflow.lost)}"
+            what = f"The loss was not finite in {lost} steps{place}."
+            if not self.overflow.loss:
+                what = f"{lost} updates were lost: their gradients are not finite{place}."
                 then = "Loss and weights stay finite, because the trainer skips these updates."
-        else:
-            what = f"Numbers are not finite since step {found.step}{place}."
-            finite_loss = found.place == FIRST_UPDATE or found.place.startswith("first in the backward")
-            then = "" if self.seen_finite or finite_loss else _FROM_THE_START
-        said: list[str] = []
+        elif not (self.seen_finite or found.place == FIRST_UPDATE or found.place.startswith("first in the backward")):
+            then = _FROM_THE_START
+        said = ""
         for each in re.split(r"(?<=\.) ", " ".join(filter(None, (what, extent, found.parameters, found.empty, then)))):
-            if len(" ".join((*said, each))) <= _LONGEST:
-                said.append(each)
-        return " ".join(said)
+            longer = f"{said} {each}".strip()
+            said = longer if len(longer) <= _LONGEST else said
+        return said
+
+
+def _broken(value: float | None) -> bool:
+    return value is not None and not math.isfinite(value)
 
 
 def place_of(heads: Sequence[HeadRef], broken: Floats, by_input: Floats, by_output: Floats) -> str:
@@ -216,18 +219,20 @@ def place_of(heads: Sequence[HeadRef], broken: Floats, by_input: Floats, by_outp
     """
     layers = np.array([layer for layer, _ in heads])
     if (forward := by_input + by_output > 0).any():
-        first = int(layers[forward].min())
+        first = layers[forward].min()
         own = layers == first
-        if not (by_input[own] > 0).any():
-            named = _named(heads, own & forward)
+        names = [f"layer {heads[row][0]} head {heads[row][1]}" for row in np.flatnonzero(own & forward)]
+        more = f" and {len(names) - _NAMED} more heads of it" if len(names) > _NAMED else ""
+        named = ", ".join(names[:_NAMED]) + more
+        if not by_input[own].any():
             return f"first in the forward, in the attention output of {named}; its inputs are finite"
-        into = f"the inputs of {f'layer {first}' if forward[own].all() else _named(heads, own & forward)}"
+        into = f"the inputs of {f'layer {first}' if forward[own].all() else named}"
         if (before := layers[layers < first]).size:
             return f"first in the forward, between the attention of layer {before.max()} and {into}, or in its mask"
         return f"in the forward, at or before {into}: the weights, the mask, or the batch"
-    if not (broken > 0).any():
+    if not broken.any():
         return ""
-    last = int(layers[broken > 0].max())
+    last = layers[broken > 0].max()
     if (after := layers[layers > last]).size:
         return f"first in the backward, between layer {last} and layer {after.min()}"
     return f"first in the backward, after the attention of layer {last}: {_BEHIND}"
@@ -253,9 +258,3 @@ def place_by_outputs(outputs: Sequence[tuple[int, bool]], *, loss: float, every_
         known = f"at or before the attention of layer {first}"
         return f"first in the forward, {known}: in the batch, in the weights or in this attention"
     return f"first in the forward, between the attention of layer {before} and that of layer {first}"
-
-
-def _named(heads: Sequence[HeadRef], own: npt.NDArray[np.bool_]) -> str:
-    rows = np.flatnonzero(own).tolist()
-    names = ", ".join(f"layer {heads[row][0]} head {heads[row][1]}" for row in rows[:_NAMED])
-    return names + (f" and {len(rows) - _NAMED} more heads of it" if len(rows) > _NAMED else "")

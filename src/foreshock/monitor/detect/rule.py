@@ -73,8 +73,8 @@ class WarningConditions(NamedTuple):
     """the heads whose delta bias is applied"""
     won: Floats
     """capital of the bets that the delta bias has the offset's sign"""
-    evidence: Floats
-    """that capital in parts of what supports a drift"""
+    asked: float
+    """capital that supports a drift"""
     supported: Flags
     ratios: Floats
     """[2, N]: the least ratio of all conditions but persistence, 0 or more; 0 where one is unknown"""
@@ -90,39 +90,37 @@ class WarningConditions(NamedTuple):
     def of(cls, growth: Growth, bias: BiasEvidence, rounds: Flags, config: DetectorConfig) -> "WarningConditions":
         """rounds: the heads whose delta bias is applied."""
         (offset_before, score_before), (offset, score) = growth.start, growth.end
-        away, far, latest = np.copysign(1.0, offset), np.abs(offset), growth.last[HeadSignal.SCORE]
-        moved = away * (offset - offset_before)
+        latest, won = growth.last[HeadSignal.SCORE], bias.of(offset)
+        moved = np.copysign(1.0, offset) * (offset - offset_before)
         # What grows in a head's scores and not in their mean is a head that sharpens, which is no drift.
-        together = ~(moved < config.shared_part * (score - score_before - growth.error[HeadSignal.SCORE]))
-        early = max(0.0, 1.0 - growth.held / config.settle_steps)
-        asked = 1.0 + early * (config.young_growth - 1.0)
-        factor = (far + 1.0) / (np.abs(offset_before) + 1.0)
-        drift = np.minimum(np.minimum(far / config.offset_level, moved / config.offset_change), factor / asked)
-        np.fmax(drift, 0.0, out=drift)
-        drift *= (together & (growth.held >= config.earliest_steps)).astype(np.float64)
-
-        # Heads that may drift soon are tested too, or each would be the only one when it begins to.
-        tested = together & (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
-        won = bias.of(offset)
-        tests = rounds & ~(score_before >= DANGEROUS_SCORE)  # from there on rounding follows from the scores
-        capital = won * tests.astype(np.float64)
-        evidence = capital / (ASKED * max(int(np.count_nonzero(tested)), 1))
-
-        first = away * (growth.middle[HeadSignal.OFFSET] - offset_before)  # a jump has no older half
-        steep = np.minimum(
-            np.minimum(far / config.steep_offset, factor / config.steep_growth), first / config.offset_change
-        )
-        bare = np.fmax(far / config.bare_offset, steep)
-        ratios = np.empty_like(growth.end)
-        np.minimum(drift, np.maximum(np.minimum(evidence, 1.0), bare), out=ratios[HeadSignal.OFFSET])
+        spread = moved < config.shared_part * (score - score_before - growth.error[HeadSignal.SCORE])
+        ratios, drift, capital = np.zeros_like(growth.end), np.zeros_like(won), np.zeros_like(won)
         np.minimum(latest / config.growing_score, score / score_before, out=ratios[HeadSignal.SCORE])
         np.fmax(ratios, 0.0, out=ratios)
+
+        at = np.flatnonzero((moved > 0) & ~spread)
+        before, middle, now = (part[HeadSignal.OFFSET, at] for part in (growth.start, growth.middle, growth.end))
+        moved = moved[at]
+        far, first = np.abs(now), np.copysign(1.0, now) * (middle - before)  # a jump has no older half
+        # Heads that may drift soon are tested too, or each would be the only one when it begins to.
+        tested = (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
+        asked = ASKED * max(int(np.count_nonzero(tested)), 1)
+        factor = (far + 1.0) / (np.abs(before) + 1.0)
+        early = max(0.0, 1.0 - growth.held / config.settle_steps)
+        grown = factor / (1.0 + early * (config.young_growth - 1.0))
+        drifting = np.minimum(np.minimum(far / config.offset_level, moved / config.offset_change), grown)
+        drift[at] = drifting if growth.held >= config.earliest_steps else 0.0
+        # Where scores were dangerous before, rounding follows from them.
+        capital[at] = won[at] * rounds[at] * ~(score_before[at] >= DANGEROUS_SCORE)
+        steep = np.minimum(far / config.steep_offset, factor / config.steep_growth)
+        bare = np.fmax(far / config.bare_offset, np.minimum(steep, first / config.offset_change))
+        ratios[HeadSignal.OFFSET, at] = np.minimum(drift[at], np.maximum(np.minimum(capital[at] / asked, 1.0), bare))
 
         supported, undecided, urgent = np.zeros_like(rounds), False, np.zeros(0, dtype=np.int64)
         known: dict[int, float] = {}
         close = (np.maximum(*ratios) >= _CLOSE) | (drift >= 1.0) | (latest >= config.growing_score)
         if len(heads := np.flatnonzero(close)):  # of the others no forecast is worth its time
-            drifts, evident, newest = drift[heads] >= 1.0, evidence[heads] >= 1.0, latest[heads]
+            drifts, evident, newest = drift[heads] >= 1.0, capital[heads] >= asked, latest[heads]
             supported[heads] = drifts & evident
             ahead, longest = courses(growth, heads), config.horizon_windows or math.inf
             known = dict(zip(heads.tolist(), ahead.tolist(), strict=True))
@@ -130,12 +128,17 @@ class WarningConditions(NamedTuple):
             near = np.fmin(ratios[:, heads], windows * growth.steps / ahead)  # as it was where no score was recorded
             may_show = drifts & ~evident & (capital[heads] >= _WORTH_A_LOOK) & (bias.bets[0, heads] > 0)
             undecided = bool((may_show & ~(ahead > longest * growth.steps)).any())
-            now = (newest >= DANGEROUS_SCORE) & ~(newest < score_before[heads])
-            near[HeadSignal.SCORE] = np.fmax(near[HeadSignal.SCORE], newest / DANGEROUS_SCORE * now)
+            high = (newest >= DANGEROUS_SCORE) & ~(newest < score_before[heads])
+            near[HeadSignal.SCORE] = np.fmax(near[HeadSignal.SCORE], newest / DANGEROUS_SCORE * high)
             ratios[:, heads] = near
             soon = min(config.persist_blocks * config.block_steps, growth.steps)
-            urgent = heads[now | ((newest >= config.growing_score) & (ahead < soon))]
-        return cls(growth, rounds, won, evidence, supported, ratios, urgent, known, undecided)
+            urgent = heads[high | ((newest >= config.growing_score) & (ahead < soon))]
+        return cls(growth, rounds, won, asked, supported, ratios, urgent, known, undecided)
+
+    def evidence(self, head: int) -> float:
+        """The capital that its bets won, in parts of what supports a drift."""
+        tests = self.rounds[head] and not self.growth.start[HeadSignal.SCORE, head] >= DANGEROUS_SCORE
+        return float(self.won[head] * tests / self.asked)
 
     def refutes(self, head: int) -> bool:
         """Whether the delta bias, which is applied, speaks against a push the way of the offset."""
