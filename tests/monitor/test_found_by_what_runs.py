@@ -224,20 +224,19 @@ def told_of(kind: type[nn.Module], caplog: pytest.LogCaptureFixture, **options: 
 
 
 @pytest.mark.promise("A24")
-@pytest.mark.parametrize("kind", [ByHand, Gated, ReversedProducts])
-def test_attention_by_hand_is_named_whatever_its_names_are(
-    kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        *((kind, "it computes its attention by hand") for kind in (ByHand, Gated, ReversedProducts)),
+        (PyTorchsOfATuple, "it calls PyTorch's attention where it cannot be met"),
+    ],
+)
+def test_attention_that_is_not_met_is_named_whatever_its_names_are(
+    kind: type[nn.Module], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = told_of(kind, caplog)
-    assert told.count("the attention of 1 is not watched: it computes its attention by hand") == 1
-    assert "1 x not monitored: it computes its attention by hand (1)" in told
-    assert told.endswith("watched 1 of 2 attention layers")
-
-
-@pytest.mark.promise("A24")
-def test_pytorchs_function_that_a_tuple_keeps_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    told = told_of(PyTorchsOfATuple, caplog)
-    assert "the attention of 1 is not watched: it calls PyTorch's attention where it cannot be met" in told
+    assert told.count(f"the attention of 1 is not watched: {why}") == 1
+    assert f"1 x not monitored: {why}" in told
     assert told.endswith("watched 1 of 2 attention layers")
 
 
@@ -255,24 +254,32 @@ def loss_of(model: nn.Module) -> Tensor:
     return model(torch.randn(2, 5, WIDTH)).square().mean()  # type: ignore[no-any-return]
 
 
+OF_PRODUCTS = (ByHand, Pattern, Gated, Router, ReversedProducts, ParameterBank)
+OF_SUMS = (
+    GraphAttention,
+    functools.partial(GraphAttention, masks=True),
+    functools.partial(GraphAttention, expands=True),
+    *(Bahdanau, Distances, ExpectedClass, SoftRouter, Pooling, Router, Pattern),
+)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
-def test_each_attention_is_found_under_its_module_and_nothing_else_is(autocast: bool) -> None:
-    model = stacked(ByHand(), Pattern(), Gated(), Router(), ReversedProducts(), ParameterBank())
+@pytest.mark.parametrize(
+    ("kinds", "found"),
+    [
+        (OF_PRODUCTS, {**dict.fromkeys("135", BY_HAND), "6": OUT_OF_REACH}),
+        (OF_SUMS, dict.fromkeys("12345", BY_HAND)),
+        ([lambda: nn.TransformerEncoderLayer(WIDTH, 2, batch_first=True)], {"1.self_attn": BY_HAND}),
+    ],
+    ids=["of products", "of sums", "of a layer of PyTorch"],
+)
+def test_each_attention_is_found_under_its_module_and_nothing_else_is(
+    kinds: Any, found: dict[str, str], autocast: bool
+) -> None:
+    model = stacked(*(make() for make in kinds))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = loss_of(model)
-    assert executed(loss, model) == {**dict.fromkeys("135", BY_HAND), "6": OUT_OF_REACH}
-
-
-def test_additive_attention_is_found_and_no_classification_head_router_or_pooling_is() -> None:
-    attention = [GraphAttention(), GraphAttention(masks=True), GraphAttention(expands=True), Bahdanau(), Distances()]
-    others = [ExpectedClass(), SoftRouter(), Pooling(), Router(), Pattern()]
-    model = stacked(*attention, *others)
-    assert executed(loss_of(model), model) == dict.fromkeys("12345", BY_HAND)
-
-
-def test_an_attention_whose_weights_lie_in_a_layer_of_pytorch_bears_the_name_of_that_layer() -> None:
-    model = stacked(nn.TransformerEncoderLayer(WIDTH, 2, batch_first=True))
-    assert [*(executed(loss_of(model), model) or {})] == ["1.self_attn"]
+    assert executed(loss, model) == found
 
 
 def test_a_backward_through_another_model_or_without_a_graph_tells_nothing() -> None:

@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 import torch
 from tests.monitor.latent_models import (
+    HEADS,
+    NOPE,
+    ROPE,
+    VALUE,
     Adapted,
     LatentAttention,
     NormedOwnKeys,
     NormedQueries,
     SequenceFirst,
+    heads_of,
     in_halves,
     inputs_of,
     neighbours_to_halves,
+    parts,
     scores,
     two_latent_layers,
     unturned,
@@ -179,10 +185,29 @@ def frozen(model: nn.Module) -> nn.Module:
     return model
 
 
+class KeysThatAreValues(LatentAttention):
+    """Its values are each head's own keys."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, _ = super().heads(x)
+        return query, key, key[..., :VALUE]
+
+
+class PartsFirst(LatentAttention):
+    """What turns with the position lies behind the other part of all heads, and not of each."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, key, value = super().heads(x)
+        nope, rope = parts(self.wq_b(self.q_norm(self.wq_a(x))), HEADS * NOPE, HEADS * ROPE)
+        return torch.cat([heads_of(nope), self.rotary(heads_of(rope))], -1), key, value
+
+
 NOTHING_FITS = "in no known order do the outputs of its projections (wq_b, wkv_b) give its queries and keys"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "queries normed behind the up-projection": (lambda: two_latent_layers(NormedQueries), NOTHING_FITS),
     "own keys normed behind it": (lambda: two_latent_layers(NormedOwnKeys), NOTHING_FITS),
+    "keys that are values": (lambda: two_latent_layers(KeysThatAreValues), "its keys are values as well"),
+    "parts before heads": (lambda: two_latent_layers(PartsFirst), NOTHING_FITS),
     "a rounded weight": (lambda: with_projections("wq_b", rounding), "Rounding has a forward of its own"),
     "adapters": (lambda: with_projections("wkv_b", Adapted), "wkv_b is tests's Adapted, which has adapters"),
     "one module in two layers": (one_up_projection, "another layer computes with its wkv_b as well"),

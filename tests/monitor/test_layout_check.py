@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from foreshock.contract import wire
 from foreshock.monitor import attach
-from foreshock.monitor.attention.layout_check import Call, Numbers, confirmed, features
+from foreshock.monitor.attention.layout_check import Call, Numbers, confirmed
 from foreshock.monitor.model.discovery import find_attention
-from foreshock.monitor.model.layers import Projection, latent_projections, projections
+from foreshock.monitor.model.layers import projections
 
 HEADS, KEYS, DIM, WIDTH = 4, 2, 8, 32
 EVERY = EVERY_STEP | {"attention": "keep", "norms_every_steps": 1}
@@ -286,7 +286,6 @@ def test_a_projection_that_is_replaced_after_attach_is_found_again() -> None:
 
 
 FIRST = np.array([True, False, True, False])
-Places = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def rounded(x: Numbers, bits: int) -> Numbers:
@@ -365,72 +364,3 @@ def test_an_order_of_a_fused_projection_is_confirmed_if_it_is_the_true_one_whate
     else:
         with pytest.raises(ValueError, match="in no known order"):
             confirmed(given_call, proposed)
-
-
-def places(heads: int, widths: list[int], order: str) -> list[Places]:
-    """Outputs of each part by head and feature, [H, D] each: heads first, parts first, or features first."""
-    starts = np.cumsum([0, *widths])
-    head = np.arange(heads)[:, None]
-    of_order: dict[str, Callable[[int, int], Places]] = {
-        "heads first": lambda start, width: head * starts[-1] + start + np.arange(width),
-        "parts first": lambda start, width: heads * start + head * width + np.arange(width),
-        "features first": lambda start, width: (start + np.arange(width)) * heads + head,
-    }
-    return [of_order[order](start, width) for start, width in zip(starts, widths, strict=False)]
-
-
-LATENT = owner_of(wq_a=7, wq_b=HEADS * (DIM + DIM // 2), wkv_b=HEADS * (2 * DIM + 1))
-
-
-def latent(seed: int, orders: tuple[str, str] = ("heads first", "heads first"), bits: int = 52) -> tuple[Call, Any]:
-    """A call of latent attention, and where query, key and query of the shared keys truly lie."""
-    rng = np.random.default_rng(seed)
-    own, shared = DIM, DIM // 2
-    query_own, query_shared = places(HEADS, [own, shared], orders[0])
-    key_own, values = places(HEADS, [own, own + 1], orders[1])
-    outputs = {name: rng.normal(size=(4, len(child.get_parameter("bias")))) for name, child in LATENT.named_children()}
-    of_query, of_keys = outputs["wq_b"], outputs["wkv_b"]
-    query = np.concatenate([of_query[:, query_own], turned_by(of_query[:, query_shared], rng, "halves")], -1) * 1.25
-    key = np.concatenate([of_keys[:, key_own], np.repeat(rng.normal(size=(4, 1, shared)), HEADS, 1)], -1)
-    return call(LATENT, outputs, query, key, of_keys[:, values], bits=bits), [query_own, key_own, query_shared]
-
-
-def proposed_for(given_call: Call) -> list[Projection]:
-    used, shared = features(given_call)
-    return latent_projections(LATENT, HEADS, int((used & ~shared).sum()), int(shared.sum()))
-
-
-ORDERS = st.sampled_from(["heads first", "heads first", "parts first", "features first"])
-
-
-@pytest.mark.promise("A23")
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 1000), st.tuples(ORDERS, ORDERS), st.sampled_from([52, 23, 10, 7]))
-def test_every_part_of_latent_queries_and_keys_is_found_or_none_is(
-    seed: int, orders: tuple[str, str], bits: int
-) -> None:
-    given_call, true = latent(seed, orders, bits)
-    if orders != ("heads first", "heads first"):
-        with pytest.raises(ValueError, match="in no known order"):
-            confirmed(given_call, proposed_for(given_call))
-        return
-    found, _ = confirmed(given_call, proposed_for(given_call))
-    for side, expected in zip((found.query, found.key, found.query_of_shared), true, strict=True):
-        assert side is not None
-        np.testing.assert_array_equal(side.outputs, expected)
-
-
-def test_keys_that_are_values_too_are_named() -> None:
-    given_call, (_, of_keys, _) = latent(3)
-    outputs = given_call.outputs[LATENT.get_submodule("wkv_b")]
-    assert not confirmed(given_call, proposed_for(given_call))[1]
-    assert confirmed(given_call._replace(value=outputs[:, of_keys]), proposed_for(given_call))[1]
-
-
-def test_heads_that_no_projection_gives_are_refused_with_a_sentence() -> None:
-    given_call, _ = latent(3)
-    query = given_call.query
-    mixed = query + 0.5 * query[::-1]  # as a convolution over tokens
-    for bent in (np.tanh(query), mixed):
-        with pytest.raises(ValueError, match="give its queries and keys, 4 heads of 12 features"):
-            confirmed(given_call._replace(query=bent), proposed_for(given_call))

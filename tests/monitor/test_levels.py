@@ -143,28 +143,36 @@ def test_a_head_that_was_warned_about_before_needs_no_level() -> None:
     assert detectors.say(3, sample(SCORE, row=2))
 
 
-def test_few_keys_are_no_collapse_of_the_entropy() -> None:
-    words = sample(entropy=0.1)
-    words.view(np.float64)[:, [Slot.SCORE_MAX, Slot.ROW_MAX_ABS]] = 1.0
-    assert not raised(words)
-    for entropy, keys in ((0.0, 1.0), (0.0, None), (0.35, 2.0), (0.3, 3.0)):
-        assert not raised(sample(entropy=entropy, keys=keys)), (entropy, keys)
-
-
-@pytest.mark.parametrize(
-    ("scores", "measured"), [((1.0, 2.0, 12.0, 12.0), (1, 2, 3)), ((12.0, 12.0, 12.0, 12.0), (1,))]
-)
-def test_a_measured_head_that_is_not_sharp_or_a_single_one_shows_no_collapse(
-    scores: tuple[float, ...], measured: tuple[int, ...]
-) -> None:
+def blunt(scores: tuple[float, ...], measured: tuple[int, ...] = (0, 1, 2, 3)) -> Words:
+    """A low entropy of heads with these largest scores, of which some are measured."""
     words = sample(entropy=0.1)
     words.view(np.float64)[:, [Slot.SCORE_MAX, Slot.ROW_MAX_ABS]] = np.array(scores)[:, None]
     words[np.setdiff1d(range(4), measured), Slot.ENTROPY_ROWS] = 0
+    return words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        sample(math.inf),
+        *(sample(entropy=entropy, keys=keys) for entropy, keys in ((0.0, 1.0), (0.0, None), (0.35, 2.0), (0.3, 3.0))),
+        blunt((1.0,) * 4),
+        blunt((1.0, 2.0, 12.0, 12.0), (1, 2, 3)),
+        blunt((12.0,) * 4, (1,)),
+    ],
+    ids=[
+        "infinite",
+        "one key",
+        "no keys known",
+        "two keys",
+        "three keys",
+        "no head is sharp",
+        "one is not",
+        "a single",
+    ],
+)
+def test_no_level_is_passed_by_an_infinite_score_few_keys_or_heads_that_are_not_all_sharp(words: Words) -> None:
     assert not raised(words)
-
-
-def test_an_infinite_score_is_no_level() -> None:
-    assert not raised(sample(math.inf))
 
 
 def _quiet(path: Path) -> float:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,19 +51,12 @@ class Operators(CausalSelfAttention):
         return out.transpose(1, 2).flatten(2)
 
 
-class OneHead(nn.Module):
-    """A module for each head, as lectures write it; nothing tells that it has one."""
+class OneHeadByHand(nn.Module):
+    """A module for each head, as lectures write it, without PyTorch's function; nothing tells that it has one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH // HEADS) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True)
-
-
-class OneHeadByHand(OneHead):
-    """The same without PyTorch's function."""
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.query(x) @ self.key(x).mT
@@ -89,55 +83,75 @@ def told_of(model: nn.Module, caplog: pytest.LogCaptureFixture, steps: int = 2, 
         return f"{caplog.text}\n{agent.report()}"
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_attention_that_is_called_past_the_hooks_is_told_to_be_called_by_its_module(
-    way: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    told = told_of(Direct(), caplog, attention=way)
-    assert "past the hooks of PyTorch, as by .forward(x); call the module itself (attention)" in told
-    assert "watched 0 of 1 attention layers" in told
+class Idle(nn.Module):
+    """One attention is met nowhere, and one is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_operator, self.never = Operators(WIDTH, HEADS), CausalSelfAttention(WIDTH, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.by_operator(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_layer_under_which_nothing_is_trained_says_so(way: str, caplog: pytest.LogCaptureFixture) -> None:
+class ByDefault(nn.Module):
+    """Asks PyTorch's attention for its weights, as its default is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+def half_frozen() -> nn.Module:
     model = nn.Sequential(CausalSelfAttention(WIDTH, HEADS), CausalSelfAttention(WIDTH, HEADS))
     model[0].requires_grad_(False)
-    told = told_of(model, caplog, attention=way)
-    assert "nothing that it depends on is trained, so no backward runs through it (0)" in told
-    assert "layer 0 (0) counted nothing in step 1: nothing that it depends on is trained" in told
-    assert "watched 1 of 2 attention layers" in told
+    return model
 
 
-def test_a_forward_that_calls_no_function_that_is_met_is_told_from_one_that_did_not_run(
-    caplog: pytest.LogCaptureFixture,
+REASONS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "past the hooks": (
+        Direct,
+        [
+            "past the hooks of PyTorch, as by .forward(x); call the module itself (attention)",
+            "watched 0 of 1 attention layers",
+        ],
+    ),
+    "nothing trained": (
+        half_frozen,
+        [
+            "nothing that it depends on is trained, so no backward runs through it (0)",
+            "layer 0 (0) counted nothing in step 1: nothing that it depends on is trained",
+            "watched 1 of 2 attention layers",
+        ],
+    ),
+    "not met, and not run": (
+        Idle,
+        [
+            "attention of by_operator is not watched: it calls PyTorch's attention where it cannot be met",
+            "(never) counted nothing in step 1: its forward or backward did not run through the watched",
+        ],
+    ),
+    "weights asked for": (
+        ByDefault,
+        [
+            "(attention) counted nothing in step 1: it computes its probabilities itself under need_weights=True",
+            "its default; give need_weights=False",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reason", REASONS)
+def test_an_attention_that_counts_nothing_is_named_with_what_to_do(
+    reason: str, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Idle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.by_operator, self.never = Operators(WIDTH, HEADS), CausalSelfAttention(WIDTH, HEADS)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.by_operator(x)  # type: ignore[no-any-return]
-
-    told = told_of(Idle(), caplog)
-    assert "attention of by_operator is not watched: it calls PyTorch's attention where it cannot be met" in told
-    assert "(never) counted nothing in step 1: its forward or backward did not run through the watched" in told
-
-
-def test_a_multihead_attention_that_is_asked_for_its_weights_is_told_how_to_be_called(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class ByDefault(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attention(x, x, x)[0]  # type: ignore[no-any-return]
-
-    told = told_of(ByDefault(), caplog)
-    assert "(attention) counted nothing in step 1: it computes its probabilities itself under need_weights=True" in told
-    assert "its default; give need_weights=False" in told
+    make, sentences = REASONS[reason]
+    told = told_of(make(), caplog, attention=way)
+    assert all(sentence in told for sentence in sentences), told
 
 
 def test_many_layers_of_one_problem_are_told_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:

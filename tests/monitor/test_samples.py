@@ -165,6 +165,13 @@ def test_a_sample_holds_what_the_agent_took_of_its_own_steps_alone() -> None:
         schedule.sampled()
 
 
+def test_norms_are_measured_once_in_as_many_steps_as_the_setting_says() -> None:
+    model = tiny_gpt()
+    with listening(model, norms_every_steps=3) as (agent, listener):
+        train(agent, model, 8)
+    assert [sample.step for sample in listener.of(wire.Sample) if sample.query_norm is not None] == [1, 4, 7]
+
+
 def test_after_a_warning_every_step_is_sampled_to_the_last_of_the_close_watch() -> None:
     numbers: list[int | None] = [*range(1, 1001)]
     ends = [step for _, step in numbered(numbers, every=7, watch_from=300)]
@@ -256,11 +263,12 @@ def test_each_count_is_in_exactly_one_sample_whatever_is_counted_between_them(co
     assert torch.equal(state, fresh_state())
 
 
-def test_a_sample_holds_the_losses_of_its_own_steps_and_the_last_learning_rate() -> None:
-    collector = Collector(fresh_state())
+def test_a_sample_holds_the_losses_of_its_own_steps_as_they_were_and_the_last_learning_rate() -> None:
+    collector, overwritten = Collector(fresh_state()), torch.tensor(7.0)
     collector.since_step = 100
     collector.note(2.5, None, 1e-3)
-    collector.note(torch.tensor([[math.nan]]), torch.tensor(7.0), None)
+    collector.note(torch.tensor([[math.nan]]), overwritten, None)
+    overwritten.fill_(9.0)
     assert collector.snapshot(102, PLAIN, step_seconds=0.5, agent_seconds=0.001)
     collector.note(1.5, 3, 5e-4)
     assert collector.snapshot(103, PLAIN)
@@ -270,16 +278,6 @@ def test_a_sample_holds_the_losses_of_its_own_steps_and_the_last_learning_rate()
     assert (first.grad_norms.tolist(), first.learning_rate, first.step_seconds) == ([7.0], 1e-3, 0.5)
     assert (second.losses.tolist(), second.grad_norms.tolist(), second.learning_rate) == ([1.5], [3.0], 5e-4)
     assert second.step_seconds is None
-
-
-def test_a_loss_that_the_training_overwrites_later_is_kept_as_it_was() -> None:
-    loss = torch.tensor(4.0)
-    collector = Collector(fresh_state())
-    collector.note(loss, loss, None)
-    loss.fill_(9.0)
-    collector.snapshot(1, PLAIN)
-    [sample] = collector.landed()
-    assert (sample.losses.tolist(), sample.grad_norms.tolist()) == ([4.0], [4.0])
 
 
 @pytest.mark.parametrize(
