@@ -55,7 +55,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import modeling_flash_attention_utils as flash
 
 from foreshock.monitor import attach
-from foreshock.monitor.attention import interception
 from foreshock.monitor.model.discovery import find_attention
 
 LIBRARIES = (flash_attn_2, flash_attn_3, flash_attn_4, xformers_fmha)
@@ -457,15 +456,13 @@ def test_of_a_module_that_calls_a_library_inside_the_inner_call_is_measured_once
     assert_alike(got, watched(model_of(of_pytorch(rule)), Mode().loop, **KEPT))
 
 
-def own_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any
-) -> Tensor:
+def own_varlen(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, *options: Any) -> tuple[Tensor, None, None]:
     """PyTorch's own needs a GPU; this is the same in its operators, for causal calls."""
-    assert options["window_size"] == (-1, 0)
+    assert [-1, 0] in options
     sequence = torch.searchsorted(cu_q[1:].contiguous(), torch.arange(len(query)), right=True)
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
     seen = (sequence[:, None] == sequence).tril()
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value), None, None
 
 
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
@@ -476,7 +473,7 @@ def test_packed_sequences_of_pytorchs_own_function_are_watched(attention: str, m
         return out.view(query.shape)  # type: ignore[no-any-return]
 
     before = vars(varlen)["varlen_attn"]
-    monkeypatch.setattr(interception, "_own_varlen", own_varlen)
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", own_varlen)
     got = watched(model_of(call), Mode().loop, **KEPT | {"attention": attention})
     expected = watched(model_of(of_pytorch({"causal": True, "ends": BOUNDS})), Mode().loop, **KEPT)
     got.assert_near(expected, rtol=1e-5, atol=1e-6)

@@ -36,7 +36,7 @@ from foreshock.monitor.attention.finder import UnwatchedAttentionFinder, lies_in
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
 from foreshock.monitor.attention.layout_check import LayoutCheck
 from foreshock.monitor.attention.probe import OutputSums, Sampling, new_ticks, start_sampling, stop_sampling
-from foreshock.monitor.attention.watched_layer import Backend, WatchedLayer
+from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig, versions
 from foreshock.monitor.detect.levels import KERNEL
 from foreshock.monitor.detect.non_finite import FIRST_UPDATE, place_by_outputs
@@ -102,20 +102,14 @@ class AttachedModel:
             """int32 [N]"""
             self.largest: Final = torch.full((len(self.state),), -math.inf, device=device)
             """Of each head in a step that is computed in full: the largest score of all rows of a native attention."""
-            state, modes, largest = (torch.split(each, sizes) for each in (self.state, self.modes, self.largest))
+            parts = (torch.split(each, sizes) for each in (self.state, self.modes, self.largest))
             ticks = new_ticks(len(watched), device)
             former = {} if before is None else {layer.name: layer for layer in before.watched}
-            names = [f.name or "model" for f in watched]
-            new = (LayoutCheck(f.owner, f.heads, f.projection or f.unmeasured) for f in watched)
-            self.layouts: Final[tuple[LayoutCheck, ...]] = tuple(
-                known.layout if (known := former.get(name)) is not None and known.layout is not None else check
-                for name, check in zip(names, new, strict=True)
-            )
-            """Where W_Q and W_K of each layer lie, once its calls showed it."""
-            places = zip(names, self.layouts, state, modes, largest, ticks, strict=True)
-            backend: Backend = "native" if self._keeps else "kernels"
-            self.watched: Final[tuple[WatchedLayer, ...]] = tuple(
-                WatchedLayer(
+            called = {} if before is None else {name or "model": call for name, call in before.finder.called.items()}
+            layers = []
+            for f, layer_state, layer_modes, largest, tick in zip(watched, *parts, ticks, strict=True):
+                name, last = f.name or "model", former.get(f.name or "model")
+                layer = WatchedLayer(
                     name,
                     layer_state,
                     layer_modes,
@@ -123,21 +117,20 @@ class AttachedModel:
                     strict=settings.strict,
                     sampling=self._key,
                     sample_counter=tick,
-                    largest=layer_largest,
-                    backend=backend,
-                    layout=layout,
+                    largest=largest,
+                    backend="native" if self._keeps else "kernels",
+                    layout=last.layout if last else LayoutCheck(f.owner, f.heads, f.projection or f.unmeasured),
                 )
-                for name, layout, layer_state, layer_modes, layer_largest, tick in places
-            )
-            self._note(np.zeros(len(self.modes), dtype=np.int32))
-            self._of_rows = [layer for layer in self.watched for _ in range(len(layer.state))]
-            called = {} if before is None else {name or "model": call for name, call in before.finder.called.items()}
-            for layer in self.watched:
-                if (last := former.get(layer.name)) is not None:
+                if last is not None:
                     layer.go_on(last)
-                elif settings.numerics == "auto" and layer.name in called:
-                    layer.rounds = called[layer.name].rounds
-            self.fresh: Final = before is not None and not former.keys() >= set(names)
+                elif settings.numerics == "auto" and name in called:
+                    layer.rounds = called[name].rounds
+                layers.append(layer)
+            self.watched: Final[tuple[WatchedLayer, ...]] = tuple(layers)
+            self.layouts: Final = tuple(layer.layout for layer in layers if layer.layout is not None)
+            """Where W_Q and W_K of each layer lie, once its calls showed it."""
+            self._of_rows = [layer for layer in self.watched for _ in range(len(layer.state))]
+            self.fresh: Final = before is not None and not former.keys() >= {layer.name for layer in layers}
             """Whether some layers have seen no step yet: the first step showed that they compute attention."""
         self._outputs = self.sampling.outputs = OutputSums([layer.state for layer in self.watched])
         self._warn_of_problems()

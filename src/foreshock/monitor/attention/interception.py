@@ -9,7 +9,7 @@ partial.
 `flex_attention` is nearly always called through `torch.compile(flex_attention)`, which people keep in names, classes
 and attributes. So the function's code is replaced and no name. The new code calls a copy of the old one, which every
 compiled function compiles as before and with its own options, and hands operands and output to the probe.
-`varlen_attn` (torchtitan) is attention over sequences packed end to end.
+`varlen_attn` (torchtitan), over sequences packed end to end, is watched as a library's function is.
 """
 
 import functools
@@ -30,11 +30,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
-from foreshock.monitor.attention.libraries import LibraryCall, stand_in, watched_call
+from foreshock.monitor.attention.libraries import stand_in
 from foreshock.monitor.attention.probed_rows import UnmeasurableError
 from foreshock.monitor.attention.watched_layer import (
     LAYER_ATTRIBUTE,
-    Packed,
     WatchedLayer,
     again_in,
     clean_copies,
@@ -47,7 +46,7 @@ from foreshock.monitor.attention.watched_layer import (
     note_interception,
     outside,
 )
-from foreshock.monitor.model.discovery import FLEX, ORIGINAL, SDPA, VARLEN, entries, places_of
+from foreshock.monitor.model.discovery import FLEX, ORIGINAL, SDPA, VARLEN, Entry, arguments_of, entries, places_of
 
 Holder = dict[Any, Any] | list[Any] | type | CellType | partial[Any]
 _LEFT_ALONE = ("torch.", "foreshock.")
@@ -124,48 +123,6 @@ def _owners(holders: list[Any]) -> list[type]:
 def _values(space: Any, wanted: set[int]) -> Iterator[tuple[Holder, Any, Any]]:
     if isinstance(space, dict):
         yield from ((space, name, value) for name, value in list(space.items()) if id(value) in wanted)
-
-
-_own_varlen: Final[Any] = VARLEN
-_HARMLESS = ("num_splits",)
-"""Options without a word about which scores are computed."""
-
-
-def varlen_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    **more: Any,
-) -> Any:
-    """PyTorch's function of this name over query [T, H, D] and key, value [T, Hkv, D], watched where a watched module
-    calls it. Its window (left, right) is aligned bottom right, and right 0 is causal."""
-    options = {"scale": scale, "window_size": tuple(window_size), **more}
-    if enable_gqa:  # not every version takes it
-        options["enable_gqa"] = True
-
-    def own() -> Any:
-        return _own_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
-
-    def described() -> LibraryCall | str:
-        asked = [name for name, option in more.items() if option is not None and name not in _HARMLESS]
-        if asked or cu_seq_k is None:
-            return f"it passes {', '.join(asked) or 'no cu_seq_k'} to varlen_attn, which is not supported"
-        if not enable_gqa and query.shape[1] != key.shape[1]:
-            return "query and key differ in heads without enable_gqa"
-        left, right = window_size
-        causal, packed = "bottom_right" if right == 0 else "none", Packed(cu_seq_q, cu_seq_k, max_q, max_k)
-        scores = {"causal": causal, "window": (left, -1 if right == 0 else right), "scale": scale}
-        return LibraryCall((query, key, value), scores, packed, four=lambda x: x[None], as_theirs=lambda x: x[0])
-
-    return watched_call(own, described, "torch.varlen_attn")
 
 
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -421,9 +378,11 @@ _COMPILER_SETTINGS: Final = {
 }
 
 
+_varlen_attn: Final = None if VARLEN is None else stand_in(VARLEN, Entry("varlen", arguments_of(VARLEN)))
+
 _REBOUND: Final[tuple[tuple[Any, Any], ...]] = (
     (SDPA, scaled_dot_product_attention),
-    (VARLEN, varlen_attn),
+    (VARLEN, _varlen_attn),
     (_original_mha, _mha_copy),
     (_original_non_reentrant, _non_reentrant),
     (_original_reentrant, _Reentrant),
@@ -455,7 +414,7 @@ class SdpaRebinding:
             # torch.compile looks PyTorch's functions up by their names, once, when it first meets one. It has to before
             # they are rebound, or it takes ours for PyTorch's and leaves it whole in its graph, counting nothing.
             torch._dynamo.trace_rules.lookup(SDPA)
-            ours = {id(SDPA): scaled_dot_product_attention, id(VARLEN): varlen_attn}
+            ours = {id(SDPA): scaled_dot_product_attention, id(VARLEN): _varlen_attn}
             for space, name, original in self._places_and_holders():
                 self._bind(space, name, of_holder(space, ours[id(original)]))
             self._bind(vars(F), "multi_head_attention_forward", _mha_copy)
@@ -513,7 +472,8 @@ class SdpaRebinding:
         for space, name, before, ours in reversed(self._places):
             if held(space, name) is ours:
                 put(space, name, before)
-        libraries = [(before, ours) for _, _, before, ours in self._places if hasattr(ours, ORIGINAL)]
+        stands = ((before, ours) for _, _, before, ours in self._places if ours is not _varlen_attn)
+        libraries = [(before, ours) for before, ours in stands if hasattr(ours, ORIGINAL)]
         self._places.clear()
         of_class = 1 + sys.getrefcount(type("_", (), {}))  # a class holds itself; a function is held by its pair alone
         return [pair for pair in libraries if sys.getrefcount(pair[1]) > (of_class if isinstance(pair[1], type) else 2)]

@@ -183,6 +183,32 @@ def _alibi(slopes: Tensor, packed: Packed | None, longer: int) -> ScoreMod:
     return score_mod
 
 
+_VARLEN: Final = frozenset(
+    {
+        *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"),
+        "num_splits",  # without a word about which scores are computed
+    }
+)
+
+
+def _of_varlen(given: dict[str, Any], library: str) -> LibraryCall | str:
+    """A call of PyTorch's varlen_attn: operands [T, H, D]. Its window is aligned bottom right; right 0 is causal."""
+    query, key, ends_k = given["query"], given["key"], given["cu_seq_k"]
+    asked = _asked(given, _VARLEN) or ("" if ends_k is not None else "no cu_seq_k")
+    if asked:
+        return f"it passes {asked} to {library}, which is not probed"
+    if not given.get("enable_gqa") and query.shape[1] != key.shape[1]:
+        return "query and key differ in heads without enable_gqa"
+    left, right = given["window_size"]
+    scores = {
+        "causal": "bottom_right" if right == 0 else "none",
+        "window": (left, -1 if right == 0 else right),
+        "scale": given["scale"],
+    }
+    packed = Packed(given["cu_seq_q"], ends_k, given["max_q"], given["max_k"])
+    return LibraryCall((query, key, given["value"]), scores, packed, four=lambda x: x[None], as_theirs=lambda x: x[0])
+
+
 _TRIANGULAR: Final = {
     "LowerTriangularMask": "top_left",
     "LowerTriangularMaskWithTensorBias": "top_left",
@@ -341,4 +367,5 @@ _DESCRIBED: Final[dict[Make, Callable[[dict[str, Any], str], LibraryCall | str]]
     "xformers": _of_xformers,
     "transformer_engine": _of_transformer_engine,
     "megatron": _of_megatron,
+    "varlen": _of_varlen,
 }

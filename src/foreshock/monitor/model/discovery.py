@@ -40,7 +40,7 @@ try:
 except ImportError:  # before torch 2.9
     varlen = None  # type: ignore[assignment]
 
-Make = Literal["flash_attn", "xformers", "transformer_engine", "megatron"]
+Make = Literal["flash_attn", "xformers", "transformer_engine", "megatron", "varlen"]
 
 ORIGINAL: Final = "_foreshock_original"
 """Attribute of what stands in the place of a library's object: that object."""
@@ -76,11 +76,16 @@ def recognised(value: Any) -> Entry | None:
     if isinstance(value, type) and not function and not issubclass(value, nn.Module):
         return None
     called = value if isinstance(value, FunctionType) else value.forward
-    named = list(inspect.signature(called).parameters.values())[function:]
-    arguments = {each.name: None if each.default is each.empty else each.default for each in named}
+    arguments = arguments_of(called, after=int(function))
     makes = (make for name, wanted, make in _KNOWN if name == value.__name__ and wanted <= arguments.keys())
     make = next(makes, None)
     return None if make is None else Entry(make, arguments)
+
+
+def arguments_of(function: Any, after: int = 0) -> dict[str, Any]:
+    """As `Entry.arguments`, without the first `after`."""
+    named = list(inspect.signature(function).parameters.values())[after:]
+    return {each.name: None if each.default is each.empty else each.default for each in named}
 
 
 def entries() -> Iterator[tuple[dict[str, Any] | type, str, Any, Entry]]:
