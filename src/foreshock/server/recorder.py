@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import Connection, Row, Table, bindparam, case, literal_column, select, update
+from sqlalchemy import Connection, Row, Table, bindparam, literal_column, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from foreshock.contract.wire import (
@@ -121,18 +121,11 @@ _MERGE_BOOTS = Many(
     ["row_id"],
 )
 _WRITE_SAMPLES = Many(samples.insert(), [column.name for column in samples.c if column is not samples.c.id])
-_AHEAD_SECONDS = 7200.0
-"""What a run was heard of later than now is another replica's clock, or one that was set back by an hour, as for the
-summer; beyond that, a clock that was wrong."""
-_HEARD_LATER = runs.c.last_seen.between(bindparam("now"), bindparam("soon"))
 _SEE_RUNS = Many(
     update(runs)
     .where(runs.c.id == bindparam("own"))
-    .values(
-        last_seen=case((_HEARD_LATER, runs.c.last_seen), else_=bindparam("now")),
-        changes=runs.c.changes + literal_column("1"),
-    ),
-    ["own", "now", "soon"],
+    .values(last_seen=bindparam("now"), changes=runs.c.changes + literal_column("1")),
+    ["own", "now"],
 )
 """Made once: to put a statement together takes longer than to execute it."""
 _REMEMBERED = 4096
@@ -151,8 +144,6 @@ class Recorded:
     new: list[Batch] = field(default_factory=list)
     run_ids: dict[str, int] = field(default_factory=dict)
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
-    stepped: set[tuple[int, int]] = field(default_factory=set)
-    """(run id, step) of every sample."""
     changed: set[int] = field(default_factory=set)
     """Runs whose incidents may have changed, by a verdict or a switch."""
     unexplained: set[BootKey] = field(default_factory=set)
@@ -175,7 +166,7 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
     if not done.new:
         return done
     _check_heads(connection, brought)
-    done.stepped = _write_samples(connection, brought)
+    _write_samples(connection, brought)
     arrived = {start.id: arrivals[key_of(new[0])] for start, new in brought}
     placed = place(connection, {start.id: start for start, _ in brought}, arrived, now)
     living = {i for i, arrival in arrived.items() if not arrival.replayed}
@@ -183,8 +174,7 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
     _write_events(connection, done, brought, now)
     record_shared_ranks(connection, [start for start, _ in brought if start.id in living], now)
     merge_warnings(connection, brought)
-    seen = {"now": now, "soon": now + _AHEAD_SECONDS}
-    _SEE_RUNS.execute(connection, [{"own": run, **seen} for run in sorted({start.run_id for start, _ in brought})])
+    _SEE_RUNS.execute(connection, [{"own": run, "now": now} for run in sorted({start.run_id for start, _ in brought})])
     return done
 
 
@@ -275,19 +265,16 @@ def _check_heads(connection: Connection, brought: Brought) -> None:
                         )
 
 
-def _write_samples(connection: Connection, brought: Brought) -> set[tuple[int, int]]:
-    """The (run id, step) of each."""
+def _write_samples(connection: Connection, brought: Brought) -> None:
     rows = [
         {"run_id": start.run_id, "boot_id": start.id, "sequence": batch.sequence, "position": position}
         | pack_sample(event)
         for start, batch, position, event in _events_of(brought)
         if isinstance(event, Sample)
     ]
-    stepped = {(row["run_id"], row["step"]) for row in rows}
     if rows:
         _WRITE_SAMPLES.execute(connection, rows)
-        changed_spans(connection, {(run_id, step // SPAN) for run_id, step in stepped})
-    return stepped
+        changed_spans(connection, {(row["run_id"], row["step"] // SPAN) for row in rows})
 
 
 def _merge_boots(
