@@ -35,6 +35,7 @@ from foreshock.contract.wire import SEVERITIES, Clipped
 from foreshock.server import commands
 from foreshock.server.auth import Keyring
 from foreshock.server.logs import Counters, lines
+from foreshock.server.models import ActiveWarning
 from foreshock.server.notifier import words_of
 from foreshock.server.readings import Axis, MergedSteps, read_back, unreadable
 from foreshock.server.runs.listing import Losses, RunNow, losses, runs_now
@@ -157,8 +158,8 @@ def _worst_first(risk: Floats, size: Floats) -> npt.NDArray[np.intp]:
     return measured
 
 
-Entry = tuple[str, Labels, float]
-"""(metric name, label values, value)."""
+Entry = tuple[str, float | None, *tuple[str, ...]]
+"""(metric's key, value, label values after the run's name); None is left out."""
 _NAMES: Final = {metric.key: metric.name for metric in METRICS}
 
 
@@ -224,87 +225,71 @@ def series_of(rows: RunRows, worst_heads: int) -> RunSeries:
         if axis.heads:
             series.layers, series.heads = head_tables(rows.now.row.name, axis, reading, worst_heads)
     written: set[tuple[str, Labels]] = set()
-    series.urgent = [_lines(entries, written) for entries in _urgent(rows.now, finished=series.finished)]
-    series.whole = _lines(_whole(rows, reading, norms_step), written)
+    run, urgent = rows.now.row.name, _urgent(rows.now, finished=series.finished)
+    series.urgent = [_lines(run, entries, written) for entries in urgent]
+    series.whole = _lines(run, _whole(rows, reading, norms_step), written)
     return series
 
 
-def _lines(entries: Iterable[Entry], written: set[tuple[str, Labels]]) -> list[Line]:
-    """The lines of these series as text, without those that the run has already."""
+def _lines(run: str, entries: Iterable[Entry], written: set[tuple[str, Labels]]) -> list[Line]:
+    """The lines of these series of a run as text, without those that it has already."""
     made = []
-    for name, labels, value in entries:
-        if (name, labels) not in written:
-            written.add((name, labels))
-            made.append(line(name, labels, value))
+    for key, value, *labels in entries:
+        name, own = _NAMES[key], (run, *labels)
+        if value is not None and (name, own) not in written:
+            written.add((name, own))
+            made.append(line(name, own, value))
     return made
 
 
 def _urgent(now: RunNow, *, finished: bool) -> list[list[Entry]]:
-    name = now.row.name
-    first: list[Entry] = [(_NAMES["run.active"], (name,), float(not finished))]
-    if now.reading is not None:
-        first.append((_NAMES["run.step"], (name,), float(now.reading.steps[-1])))
-    incidents = [_of_incident(name, incident) for incident in now.incidents]
-    shown: list[list[Entry]] = []
-    for warning in sorted(now.raised, key=lambda w: -SEVERITIES.index(w.severity)):
-        where = name, _text(warning.layer), _text(warning.head)
-        signal = known(warning.signal, SIGNALS)
-        entries: list[Entry] = [
-            (_NAMES["warning.active"], (*where, warning.cause, signal, warning.severity), 1.0),
-        ]
-        if warning.forecast_steps is not None:
-            entries.append((_NAMES["warning.forecast"], where, warning.forecast_steps))
-        shown.append(entries)
-    rounds = [[*incident, *warning] for incident, warning in zip_longest(incidents, shown, fillvalue=())]
+    step = None if now.reading is None else float(now.reading.steps[-1])
+    first: list[Entry] = [("run.active", float(not finished)), ("run.step", step)]
+    raised = sorted(now.raised, key=lambda w: -SEVERITIES.index(w.severity))
+    of_each = map(partial(_of_incident, now.row.name), now.incidents), map(_of_warning, raised)
+    rounds = [[*incident, *warning] for incident, warning in zip_longest(*of_each, fillvalue=())]
     return [first + (rounds[0] if rounds else []), *rounds[1:]]
 
 
-def _of_incident(run: str, incident: Incident) -> list[Entry]:
-    where = run, incident.cause
+def _of_warning(warning: ActiveWarning) -> Iterator[Entry]:
+    where = _text(warning.layer), _text(warning.head)
+    yield "warning.active", 1.0, *where, warning.cause, known(warning.signal, SIGNALS), warning.severity
+    yield "warning.forecast", warning.forecast_steps, *where
+
+
+def _of_incident(run: str, incident: Incident) -> Iterator[Entry]:
+    cause = incident.cause
     state = "open" if incident.state == "acknowledged" else incident.state  # a series of its own shows that
-    entries: list[Entry] = [
-        (_NAMES["incident.active"], (*where, state, incident.severity, incident.act), 1.0),
-        (_NAMES["incident.words"], (*where, *words_of(run, incident)), 1.0),
-        (_NAMES["incident.heads"], where, float(incident.standing_heads)),
-        (_NAMES["incident.opened_step"], where, float(incident.opened_step)),
-        (_NAMES["incident.acknowledged"], where, float(incident.acknowledged is not None)),
-    ]
+    yield "incident.active", 1.0, cause, state, incident.severity, incident.act
+    yield "incident.words", 1.0, cause, *words_of(run, incident)
+    yield "incident.heads", float(incident.standing_heads), cause
+    yield "incident.opened_step", float(incident.opened_step), cause
+    yield "incident.acknowledged", float(incident.acknowledged is not None), cause
     if incident.corrected_from is not None and incident.corrected_step is not None:
-        corrected = (*where, incident.corrected_from)
-        entries.append((_NAMES["incident.corrected_step"], corrected, float(incident.corrected_step)))
-    if incident.steps_left is not None:
-        entries.append((_NAMES["incident.forecast"], where, incident.steps_left))
-    return entries
+        yield "incident.corrected_step", float(incident.corrected_step), cause, incident.corrected_from
+    yield "incident.forecast", incident.steps_left, cause
 
 
-def _whole(rows: RunRows, reading: MergedSteps | None, norms_step: int | None) -> list[Entry]:
-    whole: list[Entry] = []
-
-    def add(key: str, value: float | None, *labels: str) -> None:
-        if value is not None:
-            whole.append((_NAMES[key], (rows.now.row.name, *labels), value))
-
-    add("run.norms_step", norms_step)
-    add("run.nonfinite_steps", float(rows.lost.nonfinite_steps))
+def _whole(rows: RunRows, reading: MergedSteps | None, norms_step: int | None) -> Iterator[Entry]:
+    yield "run.norms_step", norms_step
+    yield "run.nonfinite_steps", float(rows.lost.nonfinite_steps)
     # a zero, so that a panel of a good run is not empty
     for reason, count in _by_known({"queue_full": 0, **rows.lost.dropped}, DROP_REASONS).items():
-        add("agent.dropped", float(count), reason)
+        yield "agent.dropped", float(count), reason
     for component, count in _by_known({"sender": 0, **rows.lost.faults}, FAULT_COMPONENTS).items():
-        add("agent.faults", float(count), component)
+        yield "agent.faults", float(count), component
     living = process_starts.newest(rows.now.starts).values()
-    add("run.last_heard", max((boot.last_seen for boot in living), default=None))
-    add("run.last_step", max((boot.stepped for boot in living if boot.stepped is not None), default=None))
+    yield "run.last_heard", max((boot.last_seen for boot in living), default=None)
+    yield "run.last_step", max((boot.stepped for boot in living if boot.stepped is not None), default=None)
     if reading is not None:
-        for key, value in reading.latest().items():
-            add(key, value)
+        yield from reading.latest().items()
         clipped = reading.fields["clipped_steps"][-1]
-        add("run.clipped_heads", None if np.isnan(clipped).all() else float(np.nansum(clipped > 0)))
-    add("run.clips", rows.clips)
+        yield "run.clipped_heads", None if np.isnan(clipped).all() else float(np.nansum(clipped > 0))
+    yield "run.clips", rows.clips
     for cause, count in rows.causes.items():
-        add("warning.raised", float(count), cause)
+        yield "warning.raised", float(count), cause
     for (mode, outcome), count in rows.switches.items():
-        add("switch.outcomes", float(count), mode, outcome)
-    return whole
+        yield "switch.outcomes", float(count), mode, outcome
 
 
 def _by_known(counts: dict[str, int], words: Collection[str]) -> Counter[str]:
