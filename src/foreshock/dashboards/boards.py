@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from grafana_foundation_sdk.builders import common, prometheus, table, timeseries
@@ -77,6 +77,8 @@ _UNITS: Final = {
     "timestamp_seconds": "s",  # shown as the time since
 }
 _SOURCE: Final = ui.DataSourceRef(type_val="prometheus", uid="${datasource}")
+_READ_BY_LABELS: Final = ("Time", "Value")
+"""The columns that a table hides whose rows have their words in labels: the value is always 1."""
 _CELLS: Final = ui.TableColoredBackgroundCellOptions(ui.TableCellBackgroundDisplayMode.BASIC)
 _COLOURS: Final = ("transparent", "semi-dark-orange", "semi-dark-red")
 
@@ -127,11 +129,9 @@ def _tables(name: str, filters: Filters) -> Iterator[table.Panel | timeseries.Pa
         yield _alerts(filters)
     if name == "overview":
         words = BY_KEY["incident.words"]
-        yield _listing(
-            "Incidents in words",
-            f"{_describe(words)} This is what an alert says.",
-            f"max by ({', '.join(words.labels)}) ({_select(words, filters)})",
-        )
+        expr = f"max by ({', '.join(words.labels)}) ({_select(words, filters)})"
+        told = f"{_describe(words)} This is what an alert says."
+        yield _table("Incidents in words", told, _READ_BY_LABELS, {}, expr)
     if name == "layers":
         for metric in (*(m for m in HEAD_METRICS if m.levels), BY_KEY["head.mode"]):
             yield _matrix(metric)
@@ -156,10 +156,9 @@ def _variables(links: Links, filters: Filters) -> list[Any]:
     for name in filters:
         made = make.QueryVariable(name).label(name.capitalize()).datasource(_SOURCE)
         made.query({"query": asked[name], "refId": name}).refresh(schema.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        made.sort(schema.VariableSort.DISABLED if name == "run" else schema.VariableSort.NUMERICAL_ASC)
         if name == "run":
-            made.regex('/run="([^"]+)"/').sort(schema.VariableSort.DISABLED)
-        else:
-            made.sort(schema.VariableSort.NUMERICAL_ASC)
+            made.regex('/run="([^"]+)"/')
         if name == "layer" or filters is MANY_RUNS:
             every = schema.VariableOption(text="All", value=["$__all"], selected=True)
             made.multi(True).include_all(True).all_value(".+").current(every)
@@ -342,7 +341,7 @@ def _runs(filters: Filters) -> table.Panel:
         "old."
     )
     names = {f"Value #{ref}": name for ref, name in zip("ABCDEFG", columns, strict=True)}
-    made = _table("Runs", words, ["Time"], names, *queries)
+    made = _table("Runs", words, ("Time",), names, *queries)
     for name, (_, key) in columns.items():
         shown = {"custom__cellOptions": _CELLS, "thresholds": _levels(BY_KEY[key], *_COLOURS).build()}
         unit = "bool_yes_no" if key == "run.active" else _unit(BY_KEY[key])
@@ -350,7 +349,7 @@ def _runs(filters: Filters) -> table.Panel:
     return made.height(10).sort_by([common.TableSortByFieldState().display_name("worst risk").desc(True)])
 
 
-def _table(title: str, words: str, hidden: list[str], names: Mapping[str, str], *exprs: str) -> table.Panel:
+def _table(title: str, words: str, hidden: Sequence[str], names: Mapping[str, str], *exprs: str) -> table.Panel:
     """Rows that share labels; a run leads to its boards and its page."""
     made = _panel(table.Panel(), title, words, "short", *(_query(expr, last=True) for expr in exprs))
     links = [
@@ -366,19 +365,12 @@ def _table(title: str, words: str, hidden: list[str], names: Mapping[str, str], 
     return _reshaped(made, ("merge", {}), ("organize", columns)).span(24).height(6)
 
 
-def _listing(title: str, words: str, expr: str) -> table.Panel:
-    """Rows whose labels are what is read: the value is always 1."""
-    return _table(title, words, ["Time", "Value"], {}, expr)
-
-
 def _alerts(filters: Filters) -> table.Panel:
     """Alerts that fire now, as Prometheus evaluates them: no plugin, no right beyond reading metrics."""
     run = filters["run"]
     # without a run: the service's own alerts, which concern every run
     firing = f'ALERTS{{alertname=~"Foreshock.*", alertname!="{WATCHDOG.name}", alertstate="firing", {run}}}'
     ours = firing.replace(run, 'run=""')
-    return _listing(
-        "Alerts that fire now",
-        "Every alert of the run and of the service that fires. Bad: any; each has a page under docs/runbooks.",
-        f"max by (alertname, severity, run, layer, head) ({firing} or {ours})",
-    )
+    words = "Every alert of the run and of the service that fires. Bad: any; each has a page under docs/runbooks."
+    expr = f"max by (alertname, severity, run, layer, head) ({firing} or {ours})"
+    return _table("Alerts that fire now", words, _READ_BY_LABELS, {}, expr)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +24,8 @@ _OF_A_RUN: Final = (
 def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> None:
     """Score recorded runs and print a line for each, one for each monitor, and what healthy runs and causes come to."""
     with Progress(*COLUMNS, console=console, transient=True) as progress:
-        bar = progress.add_task("scoring", total=len(traces))
-        scores, result = lab_score(traces, report=report, on_trace=lambda _: progress.advance(bar))
+        track = partial(progress.track, total=len(traces), description="scoring")
+        scores, result = lab_score(traces, report=report, shown=track)
     _show(console, "Runs", [{name: getattr(each, name) for name in _OF_A_RUN} for each in scores])
     _show(console, "Monitors", result["table"])
     _show(console, "Healthy runs", result["healthy"])

@@ -2,9 +2,10 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Final
 
@@ -97,24 +98,16 @@ def of_factory(path: str, state: str | None, batches: int) -> Source:
         raise ValueError(f"{path} is no function that returns (model, loss), loss() being the loss of the next batch")
     model, loss = made
     model.eval()  # dropped weights cannot be taken apart
-    with _warnings() as said, attach(model, url=None, spool_directory=None, quiet=True) as agent:
-        source = examine(state or path, model, loss, batches, agent)
-    source.notes += [line for line in said if "watched" in line]
-    return source
-
-
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """What an agent warns of: it names the layers that are not watched."""
-    logger, said, handler = logging.getLogger("foreshock"), list[str](), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage().removeprefix("foreshock: "))  # type: ignore[method-assign]
-    before, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
+    said, logger = MemoryHandler(10_000, flushLevel=sys.maxsize), logging.getLogger("foreshock")
+    logger.addHandler(said)
     try:
-        yield said
+        with attach(model, url=None, spool_directory=None, quiet=True) as agent:
+            source = examine(state or path, model, loss, batches, agent)
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = before
+        logger.removeHandler(said)
+    lines = [record.getMessage().removeprefix("foreshock: ") for record in said.buffer]
+    source.notes += [line for line in lines if "watched" in line]  # the layers that are not
+    return source
 
 
 def examine(

@@ -7,7 +7,7 @@ replay, by the shipped thresholds; a baseline has its published threshold.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -86,19 +86,12 @@ class Score:
         return bool(heard and harm and harm - heard[0] >= min(ASKED_LEAD_STEPS, harm / 2))
 
 
-def score_traces(
-    traces: Sequence[Trace],
-    config: DetectorConfig | None = None,
-    on_trace: Callable[[Trace], None] = lambda trace: None,
-) -> list[Score]:
-    """Score traces, compared with their controls. `on_trace` gets each one that is done."""
+def score_traces(traces: Sequence[Trace], config: DetectorConfig | None = None) -> Iterator[Score]:
+    """Score traces, compared with their controls, one by one."""
     controls = {_run(trace): trace for trace in traces if trace.header.get("arm") == "control"}
-    scores = []
     for trace in traces:
         control = controls.get(_run(trace))
-        scores.append(_score(trace, config or DetectorConfig(), None if control is trace else control))
-        on_trace(trace)
-    return scores
+        yield _score(trace, config or DetectorConfig(), None if control is trace else control)
 
 
 def _run(trace: Trace) -> tuple[Any, Any]:
@@ -263,14 +256,17 @@ def forecasts(scores: Sequence[Score]) -> dict[str, float | None]:
 
 
 def lab_score(
-    paths: Sequence[Path], *, report: Path | None = None, on_trace: Callable[[Trace], None] = lambda trace: None
+    paths: Sequence[Path],
+    *,
+    report: Path | None = None,
+    shown: Callable[[Iterator[Score]], Iterable[Score]] = iter,
 ) -> tuple[list[Score], dict[str, Any]]:
     """Score every trace; the scores, and what `report` gets as JSON: traces, table, healthy steps, precision,
-    forecasts.
+    forecasts. `shown` shows how far the scoring is.
 
     Raises ValueError for a file that is no trace.
     """
-    scores = score_traces(list(map(read_trace, paths)), on_trace=on_trace)
+    scores = list(shown(score_traces(list(map(read_trace, paths)))))
     monitors: list[tuple[str, float | None]] = [(OURS, None), *((each.name, each.threshold) for each in BASELINES)]
     result = {
         "traces": [asdict(each) for each in scores],
