@@ -7,11 +7,11 @@ the value with the highest sequence.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Table, bindparam, literal_column, select, update
+from sqlalchemy import Connection, Row, bindparam, literal_column, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from foreshock.contract.wire import (
@@ -32,11 +32,8 @@ from foreshock.server.runs.eventlog import Told, sentence_of, write_events
 from foreshock.server.runs.newest import heads_measured, with_sample
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import Many, insert_or_ignore, lock_runs
+from foreshock.server.store.process_starts import place_of
 from foreshock.server.store.schema import batches, boots, runs, samples, topologies, warnings
-
-K = TypeVar("K")
-V = TypeVar("V")
-
 
 BootKey = tuple[str, int, str]
 Brought = Sequence[tuple[Row[Any], list[Batch]]]
@@ -178,53 +175,37 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
     return done
 
 
-def _found_or_made(
-    connection: Connection,
-    table: Table,
-    find: Callable[[], dict[K, V]],
-    keys: Iterable[K],
-    new: Callable[[K], dict[str, Any]],
-) -> dict[K, V]:
-    """What `find` finds once each key has a row: a new one, unless there is one or another replica has made it."""
-    found = find()
-    if absent := [new(key) for key in keys if key not in found]:
-        connection.execute(insert_or_ignore(connection, table), absent)
-        found = find()
-    return found
-
-
 def _find_runs(connection: Connection, group: Sequence[Batch], now: float) -> dict[str, int]:
-    """The ids of the runs by name."""
+    """The ids of the runs by name; a run that is new gets its row."""
     names = sorted({batch.run for batch in group})
-
-    def find() -> dict[str, int]:
-        return {row.name: row.id for row in connection.execute(_FIND_RUNS, {"names": names})}
-
-    def new(name: str) -> dict[str, Any]:
-        # A run may get the number of one that was deleted; what was made of that one is not taken for the new one's,
-        # since its changes are counted on from another moment.
-        return {"name": name, "first_seen": now, "last_seen": now, "changes": int(1e6 * now)}
-
-    return _found_or_made(connection, runs, find, names, new)
+    # A run may get the number of one that was deleted; what was made of that one is not taken for the new one's, since
+    # its changes are counted on from another moment.
+    first = {"first_seen": now, "last_seen": now, "changes": int(1e6 * now)}
+    connection.execute(insert_or_ignore(connection, runs), [{"name": name, **first} for name in names])
+    return {row.name: row.id for row in connection.execute(_FIND_RUNS, {"names": names})}
 
 
 def _find_boots(
     connection: Connection, group: Sequence[Batch], now: float, run_ids: Mapping[str, int]
 ) -> dict[BootKey, Row[Any]]:
-    """The rows of the process starts."""
+    """The rows of the process starts; one that is new gets its row."""
     keys = sorted({key_of(batch) for batch in group})
     run_names = {run_id: name for name, run_id in run_ids.items()}
     wanted = {"run_ids": sorted(run_names), "names": sorted({boot for _, _, boot in keys})}
 
     def find() -> dict[BootKey, Row[Any]]:
-        rows = connection.execute(_FIND_BOOTS, wanted)
-        return {(run_names[row.run_id], row.rank, row.boot): row for row in rows}
+        found = connection.execute(_FIND_BOOTS, wanted)
+        return {(run_names[row.run_id], row.rank, row.boot): row for row in found}
 
-    def new(key: BootKey) -> dict[str, Any]:
-        own = {"run_id": run_ids[key[0]], "rank": key[1], "boot": key[2]}
-        return {**own, "place": process_starts.place_of(None, key[2]), "last_seen": now}
-
-    return _found_or_made(connection, boots, find, keys, new)
+    known = find()
+    if absent := [key for key in keys if key not in known]:
+        new = [
+            {"run_id": run_ids[run], "rank": rank, "boot": boot, "place": place_of(None, boot), "last_seen": now}
+            for run, rank, boot in absent
+        ]
+        connection.execute(insert_or_ignore(connection, boots), new)
+        known = find()
+    return known
 
 
 def _new_of(connection: Connection, group: Sequence[Batch], starts: Mapping[BootKey, Row[Any]]) -> Brought:
