@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -132,9 +133,24 @@ def fresh_choice() -> Iterator[None]:
 
 @pytest.mark.promise("K11")
 @pytest.mark.usefixtures("fresh_choice")
-def test_the_reference_serves_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORESHOCK_KERNELS", "reference")
-    assert op._triton() is None
+@pytest.mark.parametrize(
+    ("given", "kernels", "named"),
+    [
+        ("reference", False, False),
+        ("triton", True, False),
+        ("", True, False),
+        *((wrong, True, True) for wrong in ("Triton", "refrence", "gluon")),
+    ],
+)
+def test_a_variable_chooses_the_kernels_and_a_choice_that_there_is_not_is_named_once(
+    given: str, kernels: bool, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="without it another warning says so")
+    monkeypatch.setenv("FORESHOCK_KERNELS", given)
+    said = f"FORESHOCK_KERNELS is '{given}'; give 'triton' .* or 'reference'"
+    with pytest.warns(UserWarning, match=said) if named else nullcontext():
+        assert (op._triton() is not None) == kernels
+    assert (op._triton() is not None) == kernels  # and no second warning, which would be an error
 
 
 @pytest.mark.promise("K11")
@@ -146,23 +162,3 @@ def test_missing_kernels_give_one_warning_and_the_reference(monkeypatch: pytest.
     with pytest.warns(UserWarning, match="Triton kernels are not available"):
         assert op._triton() is None
     assert op._triton() is None  # and no second warning, which would be an error
-
-
-@pytest.mark.usefixtures("fresh_choice")
-@pytest.mark.parametrize("given", ["Triton", "refrence", "gluon"])
-def test_a_choice_of_kernels_that_there_is_not_is_named_once_with_those_that_there_are(
-    given: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton", reason="without it another warning says so")
-    monkeypatch.setenv("FORESHOCK_KERNELS", given)
-    with pytest.warns(UserWarning, match=f"FORESHOCK_KERNELS is '{given}'; give 'triton' .* or 'reference'"):
-        assert op._triton() is not None
-    assert op._triton() is not None  # and no second warning, which would be an error
-
-
-@pytest.mark.usefixtures("fresh_choice")
-@pytest.mark.parametrize("given", ["", "triton"])
-def test_nothing_is_said_of_one_that_there_is(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="without it a warning says so")
-    monkeypatch.setenv("FORESHOCK_KERNELS", given)
-    assert op._triton() is not None

@@ -157,13 +157,15 @@ def test_packed_sequences_are_those_of_separate_calls_and_what_lies_past_them_is
         assert packed.counts(slot) == expected.counts(slot)
 
 
-@pytest.mark.parametrize("causal", ["none", "top_left"])
-def test_dropout_keeps_what_the_reference_keeps(causal: str) -> None:
+@pytest.mark.parametrize(
+    ("causal", "modes"), [("none", None), ("top_left", None), ("none", (Mode.ROW_CORRECTED, Mode.PLAIN))]
+)
+def test_dropout_keeps_what_the_reference_keeps(causal: str, modes: tuple[Mode, ...] | None) -> None:
     inputs = random_inputs(34, 34, 32, heads=2, kv_heads=1, batch=2)
-    spec = scaled(32, causal=causal, dropout_p=0.3)
+    spec, of_heads = scaled(32, causal=causal, dropout_p=0.3), None if modes is None else flags(*modes)
     seed = torch.tensor(0x123456789ABCDEF, device=DEVICE)
-    given, expected = attend(inputs, spec, seed=seed), attend_by_reference(inputs, spec, seed=seed)
-    exact = truth(inputs, spec, seed=seed)
+    given = attend(inputs, spec, of_heads, seed=seed)
+    expected, exact = attend_by_reference(inputs, spec, modes=of_heads, seed=seed), truth(inputs, spec, seed=seed)
     for name in ("out", "grad_query", "grad_key", "grad_value"):
         error = largest_error(getattr(expected, name), getattr(exact, name))
         assert largest_error(getattr(given, name), getattr(exact, name)) <= 2 * error + 1e-5, name

@@ -125,18 +125,6 @@ def test_a_row_correction_is_a_hundred_times_as_exact_at_an_offset_of_300() -> N
     assert cured <= 0.006 * exact.norm().item()
 
 
-def test_dropout_keeps_what_the_reference_keeps_under_a_cure() -> None:
-    inputs, spec = common(random_inputs(34, 34, 32, heads=2, kv_heads=1), 30.0), scaled(32, dropout_p=0.3)
-    seed = torch.tensor(0x123456789ABCDEF, device=DEVICE)
-    modes = flags(Mode.ROW_CORRECTED, Mode.PLAIN)
-    given = attend(inputs, spec, modes, seed=seed)
-    expected, exact = attend_by_reference(inputs, spec, modes=modes, seed=seed), truth(inputs, spec, seed=seed)
-    for field in ("out", "grad_query", "grad_key", "grad_value"):
-        error = largest_error(getattr(expected, field), getattr(exact, field))
-        assert largest_error(getattr(given, field), getattr(exact, field)) <= 2 * error + 1e-5, field
-    assert same_but_for(given, attend(inputs, spec, flags(Mode.PLAIN, Mode.PLAIN), seed=seed), 0)
-
-
 def test_a_pass_for_corrected_heads_alone_makes_their_dq_and_delta_to_the_bit_and_touches_no_other() -> None:
     modes = flags(Mode.PLAIN, Mode.ROW_CORRECTED, Mode.EXACT_DELTA, Mode.EXACT_DELTA | Mode.ROW_CORRECTED)
     inputs, spec = common(random_inputs(70, 70, 32, 4, 2), 300.0), scaled(32, causal="top_left")
