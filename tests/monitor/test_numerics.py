@@ -118,9 +118,6 @@ def test_wide_queries_under_autocast_are_measured_in_the_type_that_the_attention
     assert slot_values(cast, Slot.DELTA_BIAS_ABS).min() > 0
 
 
-CPU = torch.device("cpu")
-
-
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Any:
     before = torch.get_default_dtype()

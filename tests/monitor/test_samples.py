@@ -193,21 +193,6 @@ def test_the_start_of_a_run_bears_the_step_that_its_training_is_at(first: int, b
     assert agent.current_step == first + 29
 
 
-class ThroughData:
-    """An optimizer that writes weights where PyTorch does not count it."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        self.parameters, self.lr = list(parameters), lr
-
-    def step(self) -> None:
-        for parameter in self.parameters:
-            parameter.data.add_(parameter.grad, alpha=-self.lr)
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
 def test_the_table_of_step_1_is_on_lines_of_its_own_under_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_gpt()
     with tqdm.tqdm(total=3, file=sys.stderr) as bar, attach(model, url=None, norms_every_steps=0) as agent:
