@@ -17,7 +17,6 @@ import typer.main
 from pydantic import AliasChoices, BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from typer.cli import get_docs_for_click
 
 from foreshock.cli.main import app
 from foreshock.contract.metrics.head_metrics import HEAD_METRICS
@@ -44,26 +43,30 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
             yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
 
 
-_SAID_ELSEWHERE = re.compile(
-    r"\[/?bold\]|\*\*Usage\*\*:\n\n```console\n.*\n```\n\n|\*\*Commands\*\*:\n\n(?:\* .*\n)+\n"
-    r"|\*\*(?:Arguments|Options)\*\*:\n\n|^\* `--help`.*\n\n?",
-    re.MULTILINE,
-)
-"""What Typer writes twice, or under every command."""
-
-
 def commands() -> Iterator[str]:
-    """Every command with its arguments and options, by Typer's own tool; an option of many commands once."""
-    whole = typer.main.get_command(app)
-    page = get_docs_for_click(obj=whole, ctx=typer.Context(whole), name="foreshock", title="Command line")
-    first, *sections = re.split(r"^(?=##+ )", _SAID_ELSEWHERE.sub("", page), flags=re.MULTILINE)
-    times = Counter(re.findall(r"^\* `--.*\n", "".join(sections), re.MULTILINE))
-    shared = {line: f"`{re.split('[ `]', line[3:])[0]}`" for line, found in times.items() if found > 10}
-    yield f"{first.rstrip()}\n\nEvery command has `--help`. Options that many commands share:\n\n{''.join(shared)}"
-    for section in sections:
-        named = [name for line, name in shared.items() if line in section]
-        own = "".join(line for line in section.splitlines(keepends=True) if line not in shared).rstrip()
-        yield own + (f"\n\nShared: {', '.join(named)}\n" if named else "\n")
+    """Every command with its arguments and options; an option of many commands once."""
+    every = list(_commands(typer.main.get_command(app), "foreshock"))
+    times = Counter(line for *_, lines in every for line in lines)
+    shared = {line: line.split("`")[1].split()[0] for line, found in times.items() if found > 10}
+    (_, introduction, of_all), *others = every
+    yield from ("# Command line\n", f"{introduction}\n", *of_all)
+    yield from ("\nEvery command has `--help`. Options that many commands share:\n", *shared, "")
+    for path, words, lines in others:
+        yield f"{'#' * len(path.split())} `{path}`\n\n{words}\n"
+        if own := [line for line in lines if line not in shared]:
+            yield from (*own, "")
+        if named := [f"`{shared[line]}`" for line in shared if line in lines]:
+            yield f"Shared: {', '.join(named)}\n"
+
+
+def _commands(command: Any, path: str) -> Iterator[tuple[str, str, list[str]]]:
+    """A command and those below it: the path, what it does, and a line for each argument and option."""
+    context = typer.Context(command)
+    records = [parameter.get_help_record(context) for parameter in command.get_params(context)]
+    lines = [f"* `{names}`: {meaning}" for names, meaning in filter(None, records) if names != "--help"]
+    yield path, re.sub(r"\[/?bold\]", "", command.help), lines
+    for name, below in getattr(command, "commands", {}).items():
+        yield from _commands(below, f"{path} {name}")
 
 
 def model(kind: type[BaseModel]) -> Iterator[str]:
