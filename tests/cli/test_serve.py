@@ -1,7 +1,6 @@
 """A service that cannot start says why in a sentence, and no secret with it."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +9,6 @@ import pytest
 from tests.cli.typed import foreshock
 
 from foreshock.server.testing import LiveService
-
-
-def test_serving_other_machines_without_a_token_is_refused_with_the_way_out() -> None:
-    done = foreshock("serve", "--host", "0.0.0.0")
-    assert done.exit_code == 1
-    assert "FORESHOCK_TOKEN" in done.stderr
 
 
 def serve_with(variables: dict[str, str], folder: Path) -> tuple[int, str]:
@@ -67,32 +60,6 @@ def test_what_is_wrong_at_the_start_is_said_and_no_secret_with_it(
     assert secret not in said
     assert "Traceback" not in said
     assert "pydantic" not in said, "that is how it was found, not what is wrong"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
-        ("postgresql://me:passphrase@127.0.0.1:1/db", "the database cannot be used"),
-        ("postgresql://me:passphrase@h:port/db", "FORESHOCK_DATABASE_URL is no address"),
-    ],
-)
-def test_the_password_of_a_database_that_cannot_be_used_is_not_said(address: str, words: str, tmp_path: Path) -> None:
-    code, said = serve_with({"FORESHOCK_DATABASE_URL": address}, tmp_path)
-    assert code != 0
-    assert words in said
-    assert "phrase" not in said
-
-
-@pytest.mark.full
-def test_a_port_that_is_taken_is_a_sentence_that_says_what_to_do(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, said = serve_with({"FORESHOCK_PORT": str(port)}, tmp_path)
-    assert code != 0
-    assert f"port {port} of 127.0.0.1 is taken" in said
-    assert "--port" in said
-    assert "{" not in said, "no line of the log"
 
 
 def test_a_second_service_on_one_sqlite_file_is_refused_and_a_later_one_is_not(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ from typing import Any, get_args
 
 import pytest
 from tests.contract.test_incident import of, warned
+from tests.contract.test_orders import ordered
 
 from foreshock.contract.causes import CAUSES
 from foreshock.contract.decision import Progress, act_on, calls_for_switch
 from foreshock.contract.incident import Incident, SwitchOutcome, Warned
+from foreshock.contract.orders import Order
 from foreshock.contract.wire import Policy
 
 POLICIES: tuple[Policy | None, ...] = (*get_args(Policy), None)
@@ -114,11 +116,40 @@ def test_of_a_run_that_has_ended_nobody_is_asked_to_stop_or_approve_or_switch_an
     assert not any(word in found.done + found.to_do for word in ("Stop", "pprove", "waits", "next step"))
 
 
-def test_what_has_stopped_growing_by_itself_asks_for_no_switch_and_says_that_it_is_over() -> None:
-    falling = {"offset": 3.0, "offset_before": 4.0}
-    found = made("rounding", policy="observe", scope="model", evidence=falling)
-    assert found.done == "The growth has stopped without a switch."
-    assert (found.ask, "witch" in found.to_do) == ("none", False)
+FALLS = {"offset": 3.0, "offset_before": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("evidence", "orders", "over"),
+    [
+        (FALLS, (), True),
+        (FALLS | {"score": 9.0, "score_before": 8.0}, (), False),
+        (FALLS, [ordered(state="pending", heads=[(0, 0)])], False),
+        (FALLS, [ordered(state="cancelled", heads=[(0, 0)])], True),
+    ],
+)
+def test_what_has_stopped_growing_and_waits_for_no_order_asks_for_no_switch_and_says_that_it_is_over(
+    evidence: dict[str, float], orders: list[Order], over: bool
+) -> None:
+    found = made("rounding", policy="observe", scope="model", evidence=evidence, orders=orders)
+    assert (found.done == "The growth has stopped without a switch.") is over
+    assert not over or (found.ask, "witch" in found.to_do) == ("none", False)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize("taken_back", [True, False])
+def test_a_rejection_or_a_switch_that_was_taken_back_is_told_while_it_holds(holds: bool, taken_back: bool) -> None:
+    changes = {"state": "applied", "mode": "plain"} if taken_back else {"state": "rejected"}
+    order = ordered(heads=[(0, 0)], **changes)
+    held = [(0, 0)] if holds and taken_back else []
+    warning = of_cause("rounding")._replace(rejected=holds and not taken_back)
+    [found] = of(warning, policy="observe", orders=[order], held=held)
+    assert (found.order, found.ask) == ((order, "none") if holds else (None, "switch"))
+
+
+def test_of_a_run_that_has_ended_what_was_arrested_needs_nothing() -> None:
+    found = made("rounding", policy="auto", ended=True, **SWITCHED["arrested"])
+    assert (found.done, found.to_do) == ("The head is switched, and the growth has stopped.", "Nothing.")
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,8 @@ def test_an_incident_closes_when_all_are_quiet_and_opens_again_with_the_next_war
     assert (closed.to_do, closed.steps_left, closed.act) == ("Nothing.", None, "none")
     [again] = of(first, second, warned(0, 2, step=5000))
     assert (again.state, again.opened_step, again.times, len(again.heads)) == ("open", 5000, 2, 1)
+    [same] = of(first, second, warned(0, 3, step=902))
+    assert (same.state, same.opened_step, same.times) == ("open", 100, 1), "raised at the step that ended the others"
 
 
 def test_who_acknowledged_stands_until_the_incident_has_closed() -> None:
@@ -190,6 +192,7 @@ ARRESTED, FAILED = (SwitchOutcome(frozenset({(4, 1)}), 2100, arrested=held) for 
         ("row_corrected", [ARRESTED], 2100, "arrested", "info"),
         ("row_corrected", [ARRESTED], 2101, "switched", "critical"),
         ("row_corrected", [ARRESTED, FAILED], 1000, "not arrested", "critical"),
+        ("row_corrected", [FAILED, ARRESTED._replace(step=4000)], 1000, "arrested", "info"),
     ],
 )
 def test_a_head_is_a_note_once_a_switch_arrested_it_until_it_is_taken_back_or_warned_about_anew(
@@ -218,3 +221,5 @@ def test_numbers_no_forecast_has_are_not_taken_for_steps() -> None:
     for wild in (float("nan"), float("inf"), -float("inf"), 1e300):
         [incident] = of(warned(forecast_steps=wild))
         assert incident.steps_left is None
+    [past] = of(warned(step=100, forecast_steps=-50.0))
+    assert (past.harm_step, past.steps_left) == (100, 0.0)

@@ -75,3 +75,4 @@ def test_what_is_not_finite_or_has_ended_is_resumed() -> None:
     [ended] = of(drift(), growth(), policy="auto", clip="never", ended=True)
     assert ended.to_do.startswith("The run has ended. Resume it from a checkpoint before step 100 with row_corrected")
     assert {broken.ask, ended.ask} == {"none"}
+    assert "Scores grow too" not in broken.to_do + ended.to_do

@@ -214,21 +214,15 @@ def test_people_read_what_where_why_how_long_what_was_done_and_where_to_look(tmp
     assert "To do" not in over
 
 
-def test_several_alerts_of_a_run_make_one_message_and_missing_annotations_leave_no_hole(tmp_path: Path) -> None:
+def test_alerts_of_a_run_are_one_message_as_severe_as_the_worst_and_missing_annotations_leave_no_hole(
+    tmp_path: Path,
+) -> None:
     kept = {key: ANNOTATIONS[key] for key in ("summary", "description", "action")}
-    title, text = rendered([alert(annotations=kept, cause=cause) for cause in "abc"], tmp_path).split("\n", 1)
+    severities = {"a": "warning", "b": "critical", "c": "warning"}
+    told = [alert(annotations=kept, cause=cause, severity=severity) for cause, severity in severities.items()]
+    title, text = rendered(told, tmp_path).split("\n", 1)
     assert title == "Critical: 3 alerts ForeshockHeadFailing in run a<b>&c"
     assert text.count(ANNOTATIONS["summary"]) == 3
     assert text.count("To do: Switch the head to exact_delta.") == 1
     assert "<no value>" not in text
     assert "Done:" not in text
-
-
-def test_96_alerts_of_a_run_are_one_readable_message_that_says_how_bad_the_worst_is(tmp_path: Path) -> None:
-    """One for each head, of either severity, as rules that a user writes may send them."""
-    run = "x" * 128
-    heads = [alert(run=run, head=str(head), severity="critical" if head == 95 else "warning") for head in range(96)]
-    title, text = rendered(heads, tmp_path).split("\n", 1)
-    assert title == f"Critical: 96 alerts ForeshockHeadFailing in run {run}"
-    assert len(text) < 1500
-    assert "96 in all" in text

@@ -1,5 +1,6 @@
 """A run whose head grows at one rate, is switched, and grows at another; and what judges the switch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,20 +32,22 @@ async def switched(
     before: float = 1.0,
     after: float = 1.0,
     size: float = 4.0,
-    warned: bool = True,
+    warnings: Sequence[dict[str, Any]] = ({},),
+    had: str = "plain",
     plain_from: int = 3020,
     **order: Any,
 ) -> str:
-    """A run whose head grows at one rate, is switched at step 2000, and grows at another for 1000 steps more. Its
-    offset begins at `size` nats. warned: whether the head had a warning. plain_from: when it is plain again."""
+    """A run whose heads grow at one rate, are switched at step 2000, and grow at another for 1000 steps more. Their
+    offset begins at `size` nats. warnings: what differs in each from one of head 2 at step 1990. had: the mode before.
+    plain_from: when they are plain again."""
     rank = FakeRank()
     await service.store(rank, rank.started(policy=policy))
-    await service.store(rank, *(grown(rank, step, before, size) for step in range(20, 2000, 20)))
-    if warned:
-        await service.store(rank, rank.verdict(1990))
+    told = (rank.verdict(**{"step": 1990, **warning}) for warning in warnings)
+    await service.store(rank, *(grown(rank, step, before, size) for step in range(20, 2000, 20)), *told)
     command: str = (await service.client.post("/v1/runs/run-1/commands", json={**ORDER, **order})).json()["id"]
     [sent] = (await service.store(rank, grown(rank, 2000, before, size))).commands
-    await service.store(rank, rank.answer(sent, 2000))
+    answer = rank.answer(sent, 2000)
+    await service.store(rank, answer.model_copy(update={"before": (had,) * len(answer.heads)}))
     base = size * np.exp((before - after) * 2)
     modes = ((step, int(parse_mode(sent.mode)) * (step < plain_from)) for step in range(2020, 3020, 20))
     await service.store(rank, *(grown(rank, step, after, base, mode) for step, mode in modes))

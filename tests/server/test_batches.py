@@ -107,13 +107,6 @@ async def test_more_batches_than_the_queue_takes_get_429_and_the_rest_is_stored(
     assert (await service.post(FakeRank(rank=99).batch(ranks[0].started()))).status_code == 200
 
 
-async def test_the_largest_batch_is_taken(service: Any) -> None:
-    rank = FakeRank()
-    await service.store(rank, *(rank.sample(step) for step in range(1, MAX_EVENTS + 1)))
-    [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=10_000))["lines"]
-    assert line["steps"] == list(range(1, MAX_EVENTS + 1))
-
-
 @pytest.mark.promise("S3")
 async def test_a_batch_that_cannot_be_stored_is_refused_and_holds_up_nobody(service: Any) -> None:
     good, bad = FakeRank(rank=0), FakeRank(rank=1)
@@ -147,7 +140,7 @@ async def test_a_group_of_many_batches_takes_as_many_queries_as_one_batch(servic
     assert await queries(ranks, 3) == await queries(ranks[:1], 4) < 10
 
 
-WIDE, NARROW = FakeRank(layers=2), FakeRank(layers=1)
+WIDE, NARROW, BLIND = (FakeRank(layers=number) for number in (2, 1, 0))
 OF_NO_HEAD = WIDE.sample(1).model_copy(update={"states": None, "modes": None, "risk": None})
 
 
@@ -163,6 +156,8 @@ OF_NO_HEAD = WIDE.sample(1).model_copy(update={"states": None, "modes": None, "r
         ([WIDE.sample(2), OF_NO_HEAD, NARROW.sample(3)], "data for 3 heads, but this process registered 6"),
         ([WIDE.sample(2), NARROW.started()], "watches 3 heads, and samples of it were acknowledged that speak of 6"),
         ([WIDE.started(), WIDE.sample(2), NARROW.started()], "watches 3 heads"),
+        ([BLIND.started(), OF_NO_HEAD, WIDE.sample(2)], "data for 6 heads, but this process registered 0"),
+        ([OF_NO_HEAD, WIDE.sample(2), BLIND.started()], "watches 0 heads"),
     ],
 )
 async def test_every_sample_of_a_process_has_data_for_the_heads_that_it_registered(

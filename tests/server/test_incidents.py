@@ -1,19 +1,11 @@
 """One voice for a run: the service gathers what every rank warns about, on every read and from every store."""
 
-import asyncio
-import random
 import re
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests.server.orders import local
 from tests.server.test_webhooks import alert, delivery
 
-from foreshock.contract.wire import Batch
 from foreshock.server.testing import FakeRank
 
 HEADS = tuple(range(12))
@@ -23,55 +15,6 @@ RUN = "/v1/runs/run-1"
 async def incidents(service: Any, run: str = "run-1") -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = (await service.get(f"/v1/runs/{run}/incidents"))["incidents"]
     return found
-
-
-def a_flood() -> list[Batch]:
-    """Four ranks of twelve layers see the same 144 heads fail within 200 steps, and some quieten."""
-    ranks = [FakeRank(rank=number, layers=12, heads=HEADS) for number in range(4)]
-    batches = [rank.batch(rank.started(policy="observe"), rank.sample(100)) for rank in ranks]
-    for rank in ranks:
-        for layer in range(12):
-            told = [
-                rank.verdict(
-                    100 + 10 * layer + rank.rank,
-                    layer=layer,
-                    head=head,
-                    name=f"l{layer}h{head}",
-                    severity="critical" if layer == head else "warning",
-                    forecast_steps=4000.0 - 100 * layer + head + rank.rank,
-                )
-                for head in HEADS
-            ]
-            batches.append(rank.batch(*told))
-        batches.append(rank.batch(*(rank.verdict(400, 5, h, f"l5h{h}", state="cleared") for h in HEADS[:3])))
-    return batches
-
-
-def after(player: Any, batches: list[Batch]) -> list[dict[str, Any]]:
-    shown: list[dict[str, Any]] = []
-
-    async def story(service: Any) -> None:
-        for batch in batches:
-            assert (await service.post(batch)).status_code == 200
-        shown.extend(await incidents(service))
-
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(player(f"sqlite:///{Path(folder) / 'foreshock.db'}", story))
-    return shown
-
-
-@pytest.mark.full
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**32))
-def test_a_flood_of_144_heads_on_four_ranks_is_one_incident_in_whatever_order_it_comes(player: Any, seed: int) -> None:
-    batches = a_flood()
-    random.Random(seed).shuffle(batches)
-    [incident] = after(player, batches)
-    assert (incident["cause"], incident["state"], incident["severity"]) == ("rounding", "open", "critical")
-    assert (incident["standing"], incident["layers"], incident["opened_step"]) == (141, list(range(12)), 100)
-    first = incident["heads"][0]
-    assert (first["layer"], first["head"], first["harm_step"]) == (11, 0, 100 + 110 + 4000 - 1100)
-    assert [head["state"] for head in incident["heads"]] == ["unswitched"] * 141 + ["quiet"] * 3
 
 
 async def test_the_log_tells_of_a_flood_once_and_again_only_when_it_turns_worse_or_grows_tenfold(service: Any) -> None:
@@ -127,17 +70,6 @@ async def test_an_incident_is_acknowledged_switched_verified_and_closed(service:
     assert again.status_code == 409
     unknown = await service.client.post(f"{RUN}/acknowledge", json=care | {"incident": "other"})
     assert unknown.status_code == 404
-
-
-async def test_a_warning_of_a_rank_that_a_resumed_run_no_longer_has_is_in_no_incident(service: Any) -> None:
-    first, second = (FakeRank(rank=rank, boot="b1") for rank in range(2))
-    for rank in (first, second):
-        await service.store(rank, rank.started(world_size=2), rank.sample(10, since=0))
-    await service.store(second, second.verdict(10))
-    assert len(await incidents(service)) == 1
-    resumed = FakeRank(boot="b2")
-    await service.store(resumed, resumed.started(step=15, world_size=1), resumed.sample(20, since=15))
-    assert await incidents(service) == []
 
 
 async def test_metrics_show_one_series_for_a_run_and_cause(service: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.server.test_fuzz import READS
 
-from foreshock.contract.wire import AgentHealth, Array, Event, Sample, Switched
+from foreshock.contract.wire import AgentHealth, Array, Sample, Switched
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("S5")
@@ -85,37 +85,6 @@ async def test_what_does_not_fit_is_refused_with_a_sentence_and_hurts_nobody(ser
     for path in ("/v1/runs/good", "/v1/runs/bad", "/v1/runs/bad/events"):
         assert after[path] == before[path]
     await service.store(bad, bad.sample(2))
-
-
-@pytest.mark.promise("S3")
-@pytest.mark.parametrize("told", [False, True])
-async def test_a_start_that_would_make_an_acknowledged_sample_unreadable_is_refused(service: Any, told: bool) -> None:
-    rank, other = FakeRank(), FakeRank(heads=(0, 1))
-    await service.store(rank, *([rank.started()] if told else []), rank.sample(1))  # run forgotten, or started seen
-    for events in ((other.started(),), (other.started(), other.sample(2)), *([] if told else [(other.sample(2),)])):
-        answer = await service.post(other.batch(*events, sequence=7))
-        assert answer.status_code == 422
-        assert "4 heads" in answer.json()["detail"]
-        assert "6" in answer.json()["detail"]
-    await service.store(rank, rank.started(), rank.sample(3))
-    line = (await service.get("/v1/runs/run-1/curves", line="head.risk:1:2"))["lines"][0]
-    assert line["steps"] == [1, 3]
-    assert None not in line["last"]
-
-
-@pytest.mark.promise("S3")
-@pytest.mark.parametrize("order", ["start first", "in one batch", "sample first"])
-async def test_a_start_that_watches_no_layer_takes_no_sample_of_heads(service: Any, order: str) -> None:
-    rank, blind = FakeRank(), FakeRank(layers=0)
-    before = unreadable((await service.client.get("/metrics")).text)
-    said: list[Event] = [blind.started(), rank.sample(1)]
-    sent = [said] if order == "in one batch" else [[one] for one in (said if order == "start first" else said[::-1])]
-    statuses = [(await service.post(rank.batch(*events))).status_code for events in sent]
-    assert statuses == [*[200] * (len(sent) - 1), 422]
-    without = rank.sample(2).model_copy(update={"states": None, "modes": None, "risk": None})
-    await service.store(rank, without)
-    found = await every_answer(service, "run-1")
-    assert (found["/v1/runs/run-1"]["last_step"], unreadable(found["/metrics"])) == (2, before)
 
 
 TEXT = "x" * 300

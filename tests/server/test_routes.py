@@ -8,6 +8,7 @@ from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.server.testing import FakeRank
 
 
+@pytest.mark.promise("S5")
 @pytest.mark.parametrize(
     ("path", "status", "word"),
     [
@@ -21,6 +22,10 @@ from foreshock.server.testing import FakeRank
         ("/v1/runs/run-1/curves?line=head.score_max:-1", 422, "METRIC"),
         ("/v1/runs/nobody", 404, "no run"),
         ("/v1/commands/nothing", 404, "no command"),
+        *(
+            (f"/v1/runs?cursor=0x1.fffffffffffffp%2B{power}-1", 422, "wrong")
+            for power in ("999", "1024", "\u0663\u0660")
+        ),
     ],
 )
 async def test_wrong_questions_get_a_clear_sentence(service: Any, path: str, status: int, word: str) -> None:
@@ -39,6 +44,17 @@ async def test_a_run_name_may_hold_slashes_dots_and_colons(service: Any) -> None
         path = f"/v1/runs/team/%2E%2E/a:b.c/x{tail}"
         answer = await service.client.get(path, params={"metric": "head.score_max", "line": "head.score_max"})
         assert answer.status_code == 200, path
+
+
+async def test_a_run_says_the_key_heads_and_head_dims_that_its_agent_knows_and_none_that_nothing_told(
+    service: Any,
+) -> None:
+    rank = FakeRank()
+    known, unknown = rank.layers
+    rank.layers = (known, unknown.model_copy(update={"kv_heads_known": False, "head_dim": 0}))
+    await service.store(rank, rank.started())
+    layers = (await service.get("/v1/runs/run-1"))["layers"]
+    assert [(layer["kv_heads"], layer["head_dim"]) for layer in layers] == [(3, 16), (None, None)]
 
 
 async def test_the_catalogue_is_served_with_all_that_is_needed_to_draw(service: Any) -> None:

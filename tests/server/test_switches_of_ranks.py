@@ -170,12 +170,3 @@ async def test_a_mode_of_a_newer_agent_is_kept_in_the_history_and_ordered_of_nob
     await service.store(second, second.answer(sent, 27))
     undone = await service.client.post(f"/v1/commands/{proposal['id']}/undo", json=WHO)
     assert (undone.status_code, "this service does not know" in undone.json()["detail"]) == (409, True)
-
-
-@pytest.mark.parametrize("name", ["no such mode", "x" * 65, "<b>", "plain\n"])
-async def test_a_report_of_what_cannot_be_a_mode_is_refused_with_a_sentence(service: Any, name: str) -> None:
-    rank = FakeRank()
-    started = rank.started().model_copy(update={"mitigation": name})
-    for event in (started, local("applied").model_copy(update={"after": (name,)})):
-        refused = await service.post(rank.batch(event))
-        assert (refused.status_code, "String should" in refused.json()["errors"][0]["message"]) == (422, True)

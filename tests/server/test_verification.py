@@ -10,7 +10,7 @@ from tests.server.orders import ORDER, commands_of, local
 from tests.server.switched_runs import grown, judge, switched
 from tests.server.test_notifier import Out, notifier_of
 
-from foreshock.contract.modes import Mode
+from foreshock.contract.modes import Mode, parse_mode
 from foreshock.contract.orders import Order
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Policy, Sample, head_refs
@@ -117,7 +117,15 @@ async def test_a_verdict_gives_the_numbers_of_the_head_that_it_names_and_advises
 
 
 @pytest.mark.parametrize(
-    "story", [{"warned": False}, {"plain_from": 2500}], ids=["no warning", "another order or a resume made it plain"]
+    "story",
+    [
+        pytest.param({"warnings": ()}, id="no warning"),
+        pytest.param({"warnings": [{"severity": "info"}]}, id="a note"),
+        pytest.param({"warnings": [{"state": "cleared"}]}, id="a warning that was over before"),
+        pytest.param({"warnings": [{"step": 3001}]}, id="a warning that is raised when the steps have passed"),
+        pytest.param({"had": "exact_delta"}, id="the head had the mode before"),
+        pytest.param({"plain_from": 2500}, id="another order or a resume made it plain"),
+    ],
 )
 async def test_a_switch_of_no_warned_head_that_kept_its_mode_is_not_judged_and_no_news(
     service: Any, story: dict[str, Any]
@@ -131,6 +139,36 @@ async def test_a_switch_of_no_warned_head_that_kept_its_mode_is_not_judged_and_n
     )
     assert event["command"]["verification"] is None
     assert [one["source"] for one in await commands_of(service)] == ["api"]
+
+
+@pytest.mark.parametrize("undone", [False, True])
+async def test_what_takes_a_mode_away_and_what_was_taken_back_is_not_judged(service: Any, undone: bool) -> None:
+    """An undo may give a head the mode that it had before, which is no cure that anybody ordered."""
+    command = await switched(
+        service, **({"had": "paper_softmax"} if undone else {"mode": "plain", "had": "exact_delta"})
+    )
+    if undone:
+        await service.client.post(f"/v1/commands/{command}/undo", json={"who": "ann", "reason": "too dear"})
+        rank = FakeRank()
+        rank.sequence = 1000
+        [sent] = (await service.store(rank, grown(rank, 3020, 1.0))).commands
+        mode = int(parse_mode(sent.mode))
+        assert mode
+        await service.store(rank, rank.answer(sent, 3020))
+        await service.store(rank, *(grown(rank, step, 1.0, mode=mode) for step in range(3040, 4060, 20)))
+    await judge(service)
+    assert {one["verification"] for one in await commands_of(service)} == {None}
+
+
+async def test_of_two_heads_that_grow_on_the_one_whose_warning_is_active_is_proposed_to_be_switched_again(
+    service: Any,
+) -> None:
+    other = {"head": 1, "name": "w-1"}
+    warnings = {}, other, {**other, "state": "cleared", "step": 2990}
+    await switched(service, warnings=warnings, mode="paper_softmax", heads=[[0, 1], [0, 2]])
+    await judge(service)
+    [proposed, _] = await commands_of(service)
+    assert (proposed["source"], proposed["heads"]) == ("service", [[0, 2]])
 
 
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
