@@ -85,12 +85,6 @@ def test_offset_and_ties_are_shares_of_what_was_counted_and_not_skipped() -> Non
     assert read("head.score_offset_rms", words).tolist() == [2.0] * 3
 
 
-def test_the_worst_head_of_a_signed_metric_is_the_largest_in_size() -> None:
-    values = np.array([1.0, -7.0, 3.0, np.nan])
-    assert BY_KEY["head.score_offset"].badness(values)[1] == 7.0
-    assert BY_KEY["head.score_max"].badness(values)[1] == -7.0
-
-
 @settings(max_examples=40, deadline=None)
 @given(words=states())
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinity over infinity

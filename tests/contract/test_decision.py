@@ -131,7 +131,9 @@ FALLS = {"offset": 3.0, "offset_before": 4.0}
 def test_what_has_stopped_growing_and_waits_for_no_order_asks_for_no_switch_and_says_that_it_is_over(
     evidence: dict[str, float], orders: list[Order], over: bool
 ) -> None:
-    found = made("rounding", policy="observe", scope="model", evidence=evidence, orders=orders)
+    warning = of_cause("rounding", severity="critical", evidence=evidence)
+    [found] = of(warning, policy="observe", scope="model", orders=orders)
+    assert found.severity == ("critical" if "score" in evidence else "warning"), "what falls is no longer critical"
     assert (found.done == "The growth has stopped without a switch.") is over
     assert not over or (found.ask, "witch" in found.to_do) == ("none", False)
 

@@ -77,20 +77,23 @@ def test_an_array_takes_the_base_64_that_the_standard_library_takes_when_it_is_s
             assert Array.model_validate(fields).raw == values
 
 
-def test_states_of_the_wrong_width_are_refused() -> None:
-    for slots in (3, MOST_SLOTS + 1):
-        with pytest.raises(ValidationError, match=r"must be int64 of shape \[heads, 13 to 64 slots\], got <i8"):
-            sample(states=Array.of(np.zeros((2, slots), np.int64)))
+WIDTHS = r"must be int64 of shape \[heads, 13 to 64 slots\], got <i8"
 
 
-def test_arrays_that_disagree_on_the_number_of_heads_are_refused() -> None:
-    with pytest.raises(ValidationError, match="different numbers of heads"):
-        sample(states=Array.of(np.stack([identity_row()] * 2)), modes=Array.of(np.zeros(3, np.int32)))
-
-
-def test_a_sample_that_ends_before_it_begins_is_refused() -> None:
-    with pytest.raises(ValidationError, match="since_step 5 is after step 3"):
-        sample(since_step=5)
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        *(({"states": Array.of(np.zeros((2, slots), np.int64))}, WIDTHS) for slots in (3, MOST_SLOTS + 1)),
+        (
+            {"states": Array.of(np.stack([identity_row()] * 2)), "modes": Array.of(np.zeros(3, np.int32))},
+            "different numbers of heads",
+        ),
+        ({"since_step": 5}, "since_step 5 is after step 3"),
+    ],
+)
+def test_a_sample_that_contradicts_itself_is_refused(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        sample(**fields)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "<b>", "x" * 129, "a\n", "é"])

@@ -67,11 +67,6 @@ def test_a_token_stands_in_a_file_and_never_in_a_configuration() -> None:
         assert authorization == {"type": "Bearer", "credentials_file": "/run/secrets/foreshock_webhook_token"}
 
 
-def test_the_rate_interval_of_grafana_is_the_scrape_interval_of_prometheus() -> None:
-    source = shipped("grafana/datasources/prometheus.yml")["datasources"][0]
-    assert source["jsonData"]["timeInterval"] == shipped("prometheus.yml")["global"]["scrape_interval"]
-
-
 def test_the_files_name_alerts_and_places_that_there_are() -> None:
     known = {rule["alert"] for rule in rules(Links())}
     named = set(re.findall(r"Foreshock\w+", (PROVISIONING / "alertmanager.yml").read_text()))
@@ -83,7 +78,7 @@ def test_the_files_name_alerts_and_places_that_there_are() -> None:
         assert f'{{job="{scrape["job_name"]}"}}' in SERVICE_DOWN.expr
         assert config["global"]["scrape_interval"] == f"{SCRAPE_INTERVAL_SECONDS}s"
     [source] = shipped("grafana/datasources/prometheus.yml")["datasources"]
-    assert source["uid"] == DATASOURCE_UID
+    assert (source["uid"], source["jsonData"]["timeInterval"]) == (DATASOURCE_UID, f"{SCRAPE_INTERVAL_SECONDS}s")
     assert shipped("grafana/dashboards/boards.yml")["providers"][0]["folder"] == FOLDER
     assert {**shipped("prometheus.yml"), "remote_write": shipped("prometheus-victoriametrics.yml")["remote_write"]} == (
         shipped("prometheus-victoriametrics.yml")

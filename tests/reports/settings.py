@@ -238,14 +238,13 @@ def grown(model: Model, step: int) -> Any:
 class ByHand(Attention):
     """Scores, -inf and a softmax written out."""
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        query, key, value = (
-            each(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
-        )
+    repairs = False
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         scores = query @ key.transpose(-1, -2) / HEAD_DIM**0.5
         assert mask is not None
-        out = torch.softmax(scores.masked_fill(~mask, -math.inf), -1) @ value
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        weights = torch.softmax(scores.masked_fill(~mask, -math.inf), -1)
+        return (weights.nan_to_num(0.0) if self.repairs else weights) @ value
 
 
 def by_hand() -> nn.Module:
@@ -339,29 +338,13 @@ def root_norm() -> nn.Module:
     return model
 
 
-class CrossAttention(Attention):
-    """Queries of the decoder, keys and values of the encoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.context = torch.zeros(())
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        query = self.q_proj(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
-        key, value = (
-            each(self.context).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in (self.k_proj, self.v_proj)
-        )
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
 class Translation(Model):
     """Layer 2 attends to an encoder's output; the context of one sample is all padding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.source = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks[2].attn = CrossAttention()
+        self.blocks[2].attn = Attention()
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.embed(tokens)
@@ -369,7 +352,7 @@ class Translation(Model):
         has_context[3] = False
         for number, block in enumerate(self.blocks):
             if number == 2:
-                block.attn.context = self.source(tokens.flip(1))  # type: ignore[union-attr]
+                block.attn.source = self.source(tokens.flip(1))  # type: ignore[union-attr]
             x = block(x, has_context if number == 2 else None)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 

@@ -62,13 +62,6 @@ class Narrow(Attention):
         super().__init__()
         self.num_heads = WIDTH // 2
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        query, key, value = (
-            each(x).unflatten(-1, (WIDTH // 2, 2)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
 
 class Sink(Attention):
     """A learned sink: a key of zeros, whose score is a parameter."""
@@ -103,27 +96,13 @@ class Experts(Model):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-class Cross(Attention):
-    """Looks at what the encoder gave, by keys of more rows than there are queries."""
-
-    memory: Tensor
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        query, key, value = (
-            each(given).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
-            for each, given in ((self.q_proj, x), (self.k_proj, self.memory), (self.v_proj, self.memory))
-        )
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
 class EncoderDecoder(Model):
     """Two blocks encode a longer and padded sequence, two decode, each with a look at what was encoded. Every third
     sequence that is encoded has a single token."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cross = nn.ModuleList(Cross() for _ in range(2))
+        self.cross = nn.ModuleList(Attention() for _ in range(2))
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         memory, x = self.embed(torch.cat([tokens, tokens.flip(1)], 1)), self.embed(tokens)
@@ -132,7 +111,7 @@ class EncoderDecoder(Model):
         for block in self.blocks[:2]:
             memory = block(memory, real.expand(-1, -1, 2 * LENGTH, -1))
         for block, cross in zip(self.blocks[2:], self.cross, strict=True):
-            cross.memory = memory
+            cross.source = memory
             x = block(x, mask)
             x = x + cross(x, real)
         return self.head(self.norm(x))  # type: ignore[no-any-return]

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.reports.settings import ByHand, NewTokens
 from tests.reports.training import (
     BATCH,
-    HEAD_DIM,
-    HEADS,
     LENGTH,
-    VOCABULARY,
-    WIDTH,
     Attention,
     Block,
     Model,
@@ -192,21 +189,11 @@ def test_rows_that_see_no_key_are_the_first_suspect_once_nan_appears() -> None:
     assert "12 of 72 rows of a head see no key: suspect the mask first." in said
 
 
-class NeverWritten(Model):
-    """Two tokens that no batch has: their embeddings are memory that nobody wrote."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(VOCABULARY + 2, WIDTH)
-        with torch.no_grad():
-            self.embed.weight[VOCABULARY:] = math.nan
-
-
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(
     ("make", "optimizer", "named"),
     [
-        (NeverWritten, lambda p: torch.optim.SGD(p, lr=1e-2), "1 of 69 weights is not finite: .* of embed.weight"),
+        (NewTokens, lambda p: torch.optim.SGD(p, lr=1e-2), "1 of 69 weights is not finite: .* of embed.weight"),
         (Model, lambda p: torch.optim.SGD(p, lr=torch.tensor(math.nan)), "The optimizer's learning rate is nan."),
     ],
 )
@@ -220,23 +207,8 @@ def test_weights_that_break_without_a_broken_loss_are_reported_in_the_first_step
     assert "start the run again" in found.told
 
 
-class ByHand(Attention):
-    """Scores, -inf and a softmax written out; repairs: NaN is replaced by 0 afterwards."""
-
-    repairs = False
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        query, key, value = (
-            each(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        assert mask is not None
-        weights = (query @ key.mT).masked_fill(~mask, -math.inf).softmax(-1)
-        out = (weights.nan_to_num(0.0) if self.repairs else weights) @ value
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
 class Repaired(ByHand):
-    """As the other, and healthy."""
+    """The NaN of rows that see no key is replaced by 0."""
 
     repairs = True
 

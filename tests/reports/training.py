@@ -18,7 +18,10 @@ HEAD_DIM = WIDTH // HEADS
 
 
 class Attention(nn.Module):
-    """Separate projections; `core` is what a report says of the attention function."""
+    """Separate projections; `operands` and `core` are what a report says of the attention function."""
+
+    source: Tensor | None = None
+    """What keys and values are made of; None: what queries are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,15 +29,19 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        source = x if self.source is None else self.source
         query, key, value = (
-            each(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
+            each(given).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for each, given in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
         )
-        query, key, value = self.operands(query, key, value)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        out = self.core(*self.operands(query, key, value), mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def operands(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return query, key, value
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
 
 
 class Block(nn.Module):

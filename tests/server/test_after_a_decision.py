@@ -137,20 +137,6 @@ async def test_a_warning_that_a_resumed_process_raises_is_new_evidence(service: 
     assert states == ["proposed", "rejected"]
 
 
-async def test_a_head_that_falls_again_by_itself_is_no_longer_critical_and_asks_for_nothing(service: Any) -> None:
-    rank = FakeRank()
-    await service.store(rank, rank.started(policy="observe"), rank.sample(1))
-    worse = {"offset": 4560.0, "offset_before": 60.0, "score": 9202.0, "score_before": 300.0}
-    await service.store(rank, rank.verdict(10, severity="critical", evidence=worse))
-    grown = await incident(service)
-    assert (grown["severity"], grown["ask"]) == ("critical", "switch")
-    fallen = {"offset": 2513.0, "offset_before": 4555.0, "score": 6484.0, "score_before": 9202.0}
-    await service.store(rank, rank.verdict(20, state="updated", severity="critical", evidence=fallen))
-    over = await incident(service)
-    assert (over["severity"], over["ask"]) == ("warning", "none")
-    assert over["done"].startswith("The growth has stopped")
-
-
 async def test_a_switch_that_was_undone_holds_webhooks_off_until_a_warning_is_raised_anew_and_not_for_ever(
     service: Any,
 ) -> None:
