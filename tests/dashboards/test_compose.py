@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.e2e.running import absent
 
 from foreshock.server.settings import Settings
 
@@ -299,10 +300,7 @@ def compose_tool() -> list[str]:
     for tool in (["docker", "compose"], ["docker-compose"]):
         if shutil.which(tool[0]) and subprocess.run([*tool, "version"], capture_output=True).returncode == 0:
             return tool
-    message = "neither docker compose nor docker-compose is installed: scripts/install-servers"
-    if os.environ.get("CI") == "true":
-        pytest.fail(message)
-    pytest.skip(message)
+    absent("docker compose")
 
 
 def known_to(tool: list[str], file: Path, folder: Path) -> Path:

@@ -41,20 +41,18 @@ WORDS: Final = BY_KEY["incident.words"].labels[2:]
 
 
 def cases() -> Iterator[Case]:
-    """Every alert that people are sent, each by the first of its stories; the words of an incident are the service's."""
+    """Every alert that people are sent, each by its first story; the words of an incident are the service's."""
     first = dict[str, Case]()
     for case in reversed([case for case in CASES if any(case.firing.values())]):
         minute = next(minute for minute, labels in case.firing.items() if labels)
         series = {name.replace('run="a"', f'run="{RUN}"'): values for name, values in case.series.items()}
         first[case.alert] = (case.alert, case.alert, minute, series)
     words = words_of(RUN, example("rounding", "observe", 144))
-    told = {"run": RUN, "cause": "rounding", **dict(zip(WORDS, words, strict=True))}
+    own = {"run": RUN, "cause": "rounding"}
     failing = {
-        _of("foreshock_incident_words", **told): "1x9",
-        _of(
-            "foreshock_incident_active", run=RUN, cause="rounding", state="open", act="none", severity="warning"
-        ): "1x9",
-        _of("foreshock_incident_opened_step", run=RUN, cause="rounding"): "9000x9",
+        _of("foreshock_incident_words", **own, **dict(zip(WORDS, words, strict=True))): "1x9",
+        _of("foreshock_incident_active", **own, state="open", act="none", severity="warning"): "1x9",
+        _of("foreshock_incident_opened_step", **own): "9000x9",
     }
     yield SWITCHING, SWITCHING, 2, failing
     yield from (case for name, case in first.items() if name not in (SWITCHING, WATCHDOG.name))

@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import httpx
 import pytest
 
 T = TypeVar("T")
+
+
+def absent(what: str) -> NoReturn:
+    """Skip a test that needs a program which is not here; where everything is tested, fail."""
+    message = f"{what} is missing; `make servers` installs what Debian has"
+    if os.environ.get("CI") == "true":
+        pytest.fail(message)
+    pytest.skip(message)
 
 
 def free_port() -> int:
@@ -60,10 +68,7 @@ def starter(tmp_path: Path) -> Iterator[Start]:
     def run(command: list[str], port: int, ready: str) -> Server:
         program = command[0]
         if program != sys.executable and shutil.which(program) is None:
-            message = f"{program} is not on the PATH; `make servers` installs it"
-            if os.environ.get("CI") == "true":
-                pytest.fail(message)
-            pytest.skip(message)
+            absent(program)
         log = tmp_path / f"{Path(program).name}-{port}.log"
         with log.open("wb") as sink:
             process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import psycopg
-import pytest
+from tests.e2e.running import absent
 
 
 def _binaries() -> Path | None:
@@ -31,10 +31,7 @@ class PostgresServer:
     def __init__(self) -> None:
         binaries = _binaries()
         if binaries is None:
-            message = "PostgreSQL is missing; `make test` installs it with Debian's package postgresql"
-            if os.environ.get("CI") == "true":
-                pytest.fail(message)
-            pytest.skip(message)
+            absent("PostgreSQL")
         self._folder = Path(tempfile.mkdtemp(prefix="foreshock-pg-"))
         as_postgres = {}
         if os.geteuid() == 0:  # the server refuses to run as root

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,6 +12,7 @@ from urllib.parse import urlencode
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from tests.e2e.running import absent
 from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import fill, listed, open_list, wait, warn_about
 
@@ -118,19 +118,13 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
         version = json.loads((UI / "package.json").read_text())["devDependencies"]["axe-core"]
         folder = tmp_path_factory.mktemp("axe")
         if shutil.which("npm") is None:
-            _absent("npm is not here")
+            absent("npm")
         fetch = ["npm", "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", f"axe-core@{version}"]
         done = subprocess.run(fetch, capture_output=True, text=True, timeout=240)
         if done.returncode:
-            _absent(f"npm could not fetch axe-core: {done.stderr[-500:]}")
+            absent(f"axe-core, which npm could not fetch: {done.stderr[-500:]},")
         own = folder / "node_modules" / "axe-core" / "axe.min.js"
     return own.read_text()
-
-
-def _absent(why: str) -> None:
-    if os.environ.get("CI") == "true":
-        pytest.fail(why)
-    pytest.skip(why)
 
 
 def barriers(chromium: Chrome, axe: str, part: str = "html") -> list[str]:

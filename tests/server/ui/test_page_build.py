@@ -1,6 +1,5 @@
 """The committed page is what its sources build, and it holds what a strict content security policy asks for."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -8,6 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from tests.e2e.running import absent
 
 from foreshock.contract.metrics.catalog import METRICS
 
@@ -32,10 +32,7 @@ def test_the_committed_page_is_what_the_sources_build(tmp_path: Path) -> None:
     else:
         installed = subprocess.run(["npm", "ci"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
         if installed.returncode:
-            message = f"npm could not fetch the build tools: {installed.stderr[-1000:]}"
-            if os.environ.get("CI") == "true":
-                pytest.fail(message)
-            pytest.skip(message)
+            absent(f"what builds the page, which npm could not fetch: {installed.stderr[-1000:]},")
     built = subprocess.run(["npm", "run", "build"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stdout + built.stderr
     committed, fresh = _files(DIST), _files(tmp_path / "dist")
