@@ -1,11 +1,13 @@
-"""One voice for a run: the service gathers what every rank warns about, on every read and from every store."""
+"""One voice for a run: the service gathers what every rank warns about; and what a failed run resumes from."""
 
 import re
 from typing import Any
 
-from tests.server.orders import local
+from tests.server.orders import local, start
+from tests.server.test_notifier import Out, notifier_of
 from tests.server.test_webhooks import alert, delivery
 
+from foreshock.contract.wire import Checkpoint, Verdict
 from foreshock.server.testing import FakeRank
 
 HEADS = tuple(range(12))
@@ -123,3 +125,86 @@ async def test_a_mitigation_that_the_training_took_away_itself_may_be_given_agai
     back = local("applied", "local-2", 6, after="plain", verdict=None)
     await service.store(rank, back.model_copy(update={"before": ("exact_delta",)}))
     assert await alert(service, delivery()) == "ordered"
+
+
+def growth(rank: FakeRank, step: int, **changes: Any) -> Verdict:
+    return rank.verdict(step, cause="score growth", signal="score", **changes)
+
+
+def corrected(rank: FakeRank, step: int) -> Verdict:
+    return rank.verdict(step, state="updated", corrected_from="score growth", corrected_step=9)
+
+
+async def log_of(service: Any) -> list[tuple[str, str]]:
+    events = (await service.get(f"{RUN}/events", kind="incident"))["events"]
+    return [(each["incident"]["cause"], each["incident"]["state"]) for each in reversed(events)]
+
+
+async def test_a_corrected_cause_leaves_one_incident_that_says_so_and_growth_that_comes_later_joins_it(
+    service: Any,
+) -> None:
+    out, rank = Out(), FakeRank(heads=(0, 1, 2))
+    notifier = await notifier_of(service, out)
+    await service.store(rank, rank.started(policy="observe"), rank.sample(5), growth(rank, 5))
+    await notifier.turn()
+    assert "foreshock_incident_corrected_step{" not in (await service.client.get("/metrics")).text
+    await service.store(rank, rank.sample(9), corrected(rank, 9))
+    for _ in range(2):
+        await notifier.turn()
+    [incident] = (await service.get(f"{RUN}/incidents"))["incidents"]
+    assert (incident["cause"], incident["opened_step"], incident["ask"]) == ("rounding", 5, "switch")
+    assert (incident["corrected_from"], incident["corrected_step"]) == ("score growth", 9)
+    assert "until step 9 this was reported as score growth" in incident["sentence"]
+    detail = await service.get(RUN)
+    assert [one["corrected_from"] for one in detail["incidents"]] == ["score growth"]
+    assert detail["warnings"][0]["corrected_step"] == 9
+    first, second = out.said
+    assert ("Corrected" in first, "To do: Lower the learning rate" in first) == (False, True)
+    assert "Corrected: until step 9 this was reported as score growth." in second
+    assert "To do: Switch every head" in second
+    lines = (await service.client.get("/metrics")).text.splitlines()
+    assert sorted(one for one in lines if one.startswith(("foreshock_incident_cor", "foreshock_incident_active"))) == [
+        'foreshock_incident_active{act="none",cause="rounding",run="run-1",severity="warning",state="open"} 1.0',
+        'foreshock_incident_corrected_step{cause="rounding",run="run-1",was="score growth"} 9.0',
+    ]
+    log = [("score growth", "open"), ("rounding", "open"), ("score growth", "closed")]
+    assert await log_of(service) == log
+    await service.store(rank, rank.sample(10), corrected(rank, 10))
+    assert await log_of(service) == log
+    await service.store(rank, rank.sample(12), growth(rank, 12, head=1, name="warn-2"))
+    assert await log_of(service) == [*log, ("rounding", "open")]
+    [found] = (await service.get(f"{RUN}/incidents"))["incidents"]
+    assert (found["id"], found["causes"], found["standing"]) == ("rounding", ["rounding", "score growth"], 2)
+    assert (await service.get(RUN))["incidents"][0]["causes"] == found["causes"]
+
+
+PLAN = "/v1/runs/run-1/resume-plan"
+
+
+def checkpoint(step: int, *, requested: bool = False) -> Checkpoint:
+    return Checkpoint(step=step, path=f"out/checkpoint-{step}", trainer="transformers", requested=requested)
+
+
+async def test_the_plan_names_the_last_clean_checkpoint_and_the_log_tells_of_each(service: Any) -> None:
+    rank = FakeRank()
+    await start(service, rank, policy="observe")
+    assert "nothing to go back to" in (await service.get(PLAN))["sentence"]
+    await service.store(rank, checkpoint(10), rank.verdict(20), checkpoint(25, requested=True))
+    plan = await service.get(PLAN)
+    assert plan["commands"][0] == 'trainer.train(resume_from_checkpoint="out/checkpoint-10")'
+    assert [(one["step"], one["label"], one["pinned"]) for one in plan["checkpoints"]] == [
+        (25, "after a warning", False),
+        (10, "clean", True),
+    ]
+    [event, _] = (await service.get("/v1/runs/run-1/events", kind="checkpoint"))["events"]
+    assert event["checkpoint"]["requested"]
+    assert event["sentence"] == ("Checkpoint of step 25: out/checkpoint-25. foreshock asked for it at a warning.")
+
+
+async def test_checkpoints_of_steps_that_a_resumed_run_makes_again_are_left_out(service: Any) -> None:
+    first = FakeRank()
+    await start(service, first, policy="observe")
+    await service.store(first, checkpoint(10), checkpoint(30), first.verdict(35))
+    again = FakeRank(boot="b2")
+    await service.store(again, again.started(step=20, policy="observe"), again.sample(25))
+    assert [one["step"] for one in (await service.get(PLAN))["checkpoints"]] == [10]

@@ -1,6 +1,7 @@
-"""What who has no token can make the service do."""
+"""What who has no token can make the service do, and log."""
 
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
+from foreshock.server.logs import Seldom, lines
 from foreshock.server.testing import FakeRank
 
 SECRET = "a-secret-of-sixteen-or-more"
@@ -115,8 +117,8 @@ def test_refused_secrets_are_counted_and_the_log_names_where_they_came_from(play
 
     with capture_logs() as logged:
         play(story, token=SECRET, trusted_proxies=("127.0.0.1",))
-    for number, lines in ((1, 2), (2, 1), (3, 1), (4, 0), (5, 0)):
-        assert [entry.get("client") for entry in logged].count(f"from 198.51.100.{number}") == lines
+    for number, logged_lines in ((1, 2), (2, 1), (3, 1), (4, 0), (5, 0)):
+        assert [entry.get("client") for entry in logged].count(f"from 198.51.100.{number}") == logged_lines
     assert "nobody-may-see" not in str(logged)
 
 
@@ -174,3 +176,20 @@ async def test_what_no_store_can_hold_is_refused_in_every_text_that_is_sent(serv
             [result] = answer.json()["results"]
             assert result.startswith("refused: "), (body, result)
             assert word in result
+
+
+def record(message: str) -> logging.LogRecord:
+    return logging.LogRecord("uvicorn.error", logging.WARNING, "", 0, message, None, None)
+
+
+async def test_a_message_is_logged_once_in_ten_seconds_and_the_metrics_count_those_left_out(service: Any) -> None:
+    now, before = 0.0, lines["left out"]
+    seldom = Seldom(lambda: now)
+    assert [seldom.filter(record("bad")) for _ in range(5)] == [True, False, False, False, False]
+    assert seldom.filter(record("worse"))
+    now = 10.0
+    again = record("bad")
+    assert seldom.filter(again)
+    assert again.getMessage() == "bad (4 more of these were left out)"
+    metrics = (await service.client.get("/metrics")).text
+    assert f"\nforeshock_service_log_lines_dropped_total {before + 4}.0\n" in metrics

@@ -164,7 +164,7 @@ async def test_of_two_heads_that_grow_on_the_one_whose_warning_is_active_is_prop
     service: Any,
 ) -> None:
     other = {"head": 1, "name": "w-1"}
-    warnings = {}, other, {**other, "state": "cleared", "step": 2990}
+    warnings: list[dict[str, Any]] = [{}, other, {**other, "state": "cleared", "step": 2990}]
     await switched(service, warnings=warnings, mode="paper_softmax", heads=[[0, 1], [0, 2]])
     await judge(service)
     [proposed, _] = await commands_of(service)
