@@ -144,9 +144,8 @@ async def test_a_switch_of_no_warned_head_that_kept_its_mode_is_not_judged_and_n
 @pytest.mark.parametrize("undone", [False, True])
 async def test_what_takes_a_mode_away_and_what_was_taken_back_is_not_judged(service: Any, undone: bool) -> None:
     """An undo may give a head the mode that it had before, which is no cure that anybody ordered."""
-    command = await switched(
-        service, **({"had": "paper_softmax"} if undone else {"mode": "plain", "had": "exact_delta"})
-    )
+    story: dict[str, Any] = {"had": "paper_softmax"} if undone else {"mode": "plain", "had": "exact_delta"}
+    command = await switched(service, **story)
     if undone:
         await service.client.post(f"/v1/commands/{command}/undo", json={"who": "ann", "reason": "too dear"})
         rank = FakeRank()
