@@ -134,17 +134,11 @@ ForeshockSwitchNotArrested is silent where none does
     foreshock_switch_not_arrested{run="a"} 0x9
     at 9 nothing
 
-ForeshockLossNotFinite fires on a loss of NaN and resolves when it is finite again
+ForeshockLossNotFinite fires on a loss of NaN, Inf or -Inf and resolves when it is finite again
     foreshock_run_loss{run="a"} 2.5x3 NaN NaN 2.4x9
-    at 3 nothing, at 4 {run="a"}, at 10 nothing
-
-ForeshockLossNotFinite fires on a loss of Inf and resolves when it is finite again
-    foreshock_run_loss{run="a"} 2.5x3 Inf Inf 2.4x9
-    at 3 nothing, at 4 {run="a"}, at 10 nothing
-
-ForeshockLossNotFinite fires on a loss of -Inf and resolves when it is finite again
-    foreshock_run_loss{run="a"} 2.5x3 -Inf -Inf 2.4x9
-    at 3 nothing, at 4 {run="a"}, at 10 nothing
+    foreshock_run_loss{run="b"} 2.5x3 Inf Inf 2.4x9
+    foreshock_run_loss{run="c"} 2.5x3 -Inf -Inf 2.4x9
+    at 3 nothing, at 4 {run="a"} {run="b"} {run="c"}, at 10 nothing
 
 ForeshockLossNotFinite is silent on a large, a zero and a negative loss, and on a run that ends
     foreshock_run_loss{run="a"} 1e38 0 -3 stale
@@ -314,7 +308,7 @@ def test_no_alert_of_a_run_fires_once_the_run_has_ended(tmp_path: Path) -> None:
     """Every case that fires for a run, of a run that has ended."""
     of_runs = [case for case in CASES if any("run" in labels for firing in case.firing.values() for labels in firing)]
     assert {case.alert for case in of_runs} == {a.name for metric, a in alerts() if metric and "run" in metric.labels}
-    over = {'foreshock_run_active{run="a"}': "0x120"}
+    over = {f'foreshock_run_active{{run="{run}"}}': "0x120" for run in "abc"}
     tests = [(case, played(case, case.series | over, {minute: [] for minute in case.firing})) for case in of_runs]
     assert wrong(tmp_path, tests) == ""
 

@@ -6,7 +6,6 @@ a real training run.
 """
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,9 +19,10 @@ import yaml
 from tests.dashboards.promql import Query, concrete, queries
 from tests.dashboards.shipped import alertmanager_config, prometheus_config
 from tests.e2e.running import alertmanager, eventually, prometheus, starter
+from tests.server.answering import AnsweringAgent
 
 from foreshock.contract.slots import Slot
-from foreshock.contract.wire import Ack, AgentHealth, Array, Clipped, Event
+from foreshock.contract.wire import AgentHealth, Array, Clipped, Event
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank, LiveService
@@ -34,53 +34,26 @@ TOKENS = {"agent": "agent-of-the-test", "prometheus": "scraper-of-the-test", "al
 SCOPES: dict[str, Any] = {"agent": ("ingest",), "prometheus": ("read",), "alertmanager": ("act",)}
 
 
-class Training(threading.Thread):
-    """Sends a sample every quarter of a second with a warning raised, and answers what it is ordered."""
+class Training(AnsweringAgent):
+    """Has a warning raised, and says all that can be measured."""
 
-    def __init__(self, service: LiveService) -> None:
-        super().__init__()
-        self.service = service
-        self.rank = FakeRank(run=RUN)
-        self.mode = 0
-        self.over = threading.Event()
+    def first(self) -> list[Event]:
+        warned = self._rank.verdict(1, corrected_from="score growth", corrected_step=1)  # what a board shows of it too
+        return [self._rank.started(policy="auto"), warned]
 
-    def run(self) -> None:
-        warned = self.rank.verdict(1, corrected_from="score growth", corrected_step=1)  # what a board shows of it too
-        extra: list[Event] = [self.rank.started(policy="auto"), warned]
-        with self.service.client(TOKENS["agent"]) as client:
-            for step in range(1, 10_000):
-                batch = self.rank.batch(*extra, *self.events(step))
-                headers = {"content-type": "application/json"}
-                answer = client.post("/v1/batches", content=batch.model_dump_json(), headers=headers)
-                assert answer.status_code == 200, answer.text
-                extra = []
-                for command in Ack.model_validate_json(answer.content).commands:
-                    extra.append(self.rank.answer(command, step))
-                    self.mode = 1
-                if self.over.wait(0.25):
-                    return
-
-    def events(self, step: int) -> list[Event]:
+    def events(self, step: int, modes: Array) -> list[Event]:
         """A sample with everything that can be measured, and an agent that has lost something."""
-        norms = Array.of(np.full(self.rank.count, 1.5, dtype=np.float32))
-        sample = self.rank.sample(step, mode=self.mode)
+        norms = Array.of(np.full(self._rank.count, 1.5, dtype=np.float32))
         names = ["clip_factor", "clipped_steps"]
         names += ["query_norm", "key_norm", "query_key_norm"] * (step % 4 == 1)  # measured now and then
-        words = self.rank.words(step)
+        words = self._rank.words(step)
         words[:, [Slot.ENTROPY_ROWS, Slot.CHECKED_ROWS]] = 10
         words.view(np.float64)[:, [Slot.ENTROPY_SUM, Slot.OUTPUT_ERROR_MAX, Slot.GRADIENT_ERROR_MAX]] = 30.0
-        measured = sample.model_copy(update={"states": Array.of(words)} | dict.fromkeys(names, norms))
-        clipped = Clipped(
-            id=f"clip-{step}",
-            step=step,
-            on=True,
-            heads=((0, 0),),
-            factors=(0.5,),
-            times=(1,),
-            total=step,
-            reason="told",
-        )
-        return [measured, clipped, AgentHealth(step=step, dropped={"queue_full": 1}, faults={"collector": 1})]
+        known = {"modes": modes, "states": Array.of(words), **dict.fromkeys(names, norms)}
+        scaled: dict[str, Any] = {"heads": ((0, 0),), "factors": (0.5,), "times": (1,), "total": step, "reason": "told"}
+        lost = AgentHealth(step=step, dropped={"queue_full": 1}, faults={"collector": 1})
+        sample = self._rank.sample(step).model_copy(update=known)
+        return [sample, Clipped(id=f"clip-{step}", step=step, on=True, **scaled), lost]
 
 
 @dataclass(frozen=True)
@@ -115,29 +88,27 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     (secrets := folder / "secrets").mkdir()
     for name, token in TOKENS.items():
         (secrets / name).write_text(token)
-    with LiveService(folder, {"FORESHOCK_TOKENS": json.dumps(tokens)}) as service, starter(folder) as start:
-        training = Training(service)
-        training.start()
-        try:
-            (folder / "rules.yml").write_text(yaml.safe_dump(prometheus_rules(Links())))
-            hook = f"{service.url}/v1/webhooks/alertmanager"
-            waits: dict[str, Any] = {"group_wait": "100ms", "group_interval": "1s"}
-            config = alertmanager_config(hook, secrets / "alertmanager", watchdog_interval="1s", **waits)
-            called = alertmanager(start, folder, config)
-            config = prometheus_config(
-                service.url.removeprefix("http://"),
-                folder / "rules.yml",
-                called.address,
-                scrape_interval="500ms",
-                evaluation_interval="500ms",
-                token_file=secrets / "prometheus",
-            )
-            found = Stack(prometheus(start, folder, config).url)
-            eventually("a scrape", lambda: found.value('up{job="foreshock"}') == 1)
-            yield found
-        finally:
-            training.over.set()
-            training.join()
+    with (
+        LiveService(folder, {"FORESHOCK_TOKENS": json.dumps(tokens)}) as service,
+        starter(folder) as start,
+        Training(service, FakeRank(run=RUN), token=TOKENS["agent"]),
+    ):
+        (folder / "rules.yml").write_text(yaml.safe_dump(prometheus_rules(Links())))
+        hook = f"{service.url}/v1/webhooks/alertmanager"
+        waits: dict[str, Any] = {"group_wait": "100ms", "group_interval": "1s"}
+        config = alertmanager_config(hook, secrets / "alertmanager", watchdog_interval="1s", **waits)
+        called = alertmanager(start, folder, config)
+        config = prometheus_config(
+            service.url.removeprefix("http://"),
+            folder / "rules.yml",
+            called.address,
+            scrape_interval="500ms",
+            evaluation_interval="500ms",
+            token_file=secrets / "prometheus",
+        )
+        found = Stack(prometheus(start, folder, config).url)
+        eventually("a scrape", lambda: found.value('up{job="foreshock"}') == 1)
+        yield found
 
 
 def test_a_warning_comes_back_to_the_run_as_an_order_and_the_watchdog_again_and_again(stack: Stack) -> None:

@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 
 from foreshock.contract.modes import parse_mode
-from foreshock.contract.wire import Array, Command, HeadRef, Outcome, Switched, head_refs
+from foreshock.contract.wire import Array, Command, Event, HeadRef, Outcome, Switched, head_refs
 from foreshock.server.testing import FakeRank, LiveService
 
 
@@ -16,15 +16,17 @@ class AnsweringAgent:
     The modes that it tells are those that the orders before left. With outcome None it takes orders and says nothing.
     """
 
-    def __init__(self, live: LiveService, rank: FakeRank, outcome: Outcome | None = "applied") -> None:
-        self._live, self._rank, self._outcome = live, rank, outcome
+    def __init__(
+        self, live: LiveService, rank: FakeRank, outcome: Outcome | None = "applied", token: str | None = None
+    ) -> None:
+        self._live, self._rank, self._outcome, self._token = live, rank, outcome, token
         self._modes: dict[HeadRef, str] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._train)
         self._failure: Exception | None = None
 
     def __enter__(self) -> Self:
-        self._live.post(self._rank.batch(self._rank.started(), self._rank.sample(1)))
+        self._live.post(self._rank.batch(*self.first(), self._rank.sample(1)), self._token)
         self._thread.start()
         return self
 
@@ -40,13 +42,21 @@ class AnsweringAgent:
             while not self._over.wait(0.1):
                 step += 1
                 modes = [parse_mode(self._modes.get(head, "plain")) for head in head_refs(self._rank.layers)]
-                changed = {"modes": Array.of(np.array(modes, dtype=np.int32))}
-                sample = self._rank.sample(step).model_copy(update=changed)
-                for command in self._live.post(self._rank.batch(sample)).commands:
+                events = self.events(step, Array.of(np.array(modes, dtype=np.int32)))
+                for command in self._live.post(self._rank.batch(*events), self._token).commands:
                     if self._outcome is not None:
-                        self._live.post(self._rank.batch(self._answer(command, step, self._outcome)))
+                        answer = self._answer(command, step, self._outcome)
+                        self._live.post(self._rank.batch(answer), self._token)
         except Exception as error:  # raised where the thread is waited for
             self._failure = error
+
+    def first(self) -> list[Event]:
+        """What it says before its first sample."""
+        return [self._rank.started()]
+
+    def events(self, step: int, modes: Array) -> list[Event]:
+        """What it says after a step."""
+        return [self._rank.sample(step).model_copy(update={"modes": modes})]
 
     def _answer(self, command: Command, step: int, outcome: Outcome) -> Switched:
         answer = self._rank.answer(command, step, outcome)

@@ -67,29 +67,27 @@ async def test_a_batch_whose_client_leaves_while_it_waits_is_stored_once_and_hol
 @pytest.mark.parametrize(
     ("fault", "status"), [(RuntimeError("a bug"), 500), (OperationalError("SELECT", None, OSError("gone")), 503)]
 )
-def test_a_fault_on_the_way_of_a_batch_is_a_problem_and_passes(
-    play: Any, monkeypatch: pytest.MonkeyPatch, fault: Exception, status: int
+@pytest.mark.settings(token=SECRET)
+async def test_a_fault_on_the_way_of_a_batch_is_a_problem_and_passes(
+    service: Any, monkeypatch: pytest.MonkeyPatch, fault: Exception, status: int
 ) -> None:
     async def failing(*_: Any) -> None:
         raise fault
 
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        first = rank.batch(rank.sample(1))
-        service.client.headers["authorization"] = f"Bearer {SECRET}"
-        places = ((service.app.state.writer, "submit"), (service.app.state.keyring, "caller"))
-        for place, name in places:  # within the gate, and the gate itself
-            with monkeypatch.context() as patch:
-                patch.setattr(place, name, failing)
-                answer = await service.post(first)
-            assert answer.status_code == status
-            assert answer.headers["content-type"] == "application/problem+json"
-            assert answer.headers["x-content-type-options"] == "nosniff"
-            assert "bug" not in answer.text
-            assert "gone" not in answer.text
-        assert (await service.post(first)).status_code == 200
-
-    play(story, token=SECRET)
+    rank = FakeRank()
+    first = rank.batch(rank.sample(1))
+    service.client.headers["authorization"] = f"Bearer {SECRET}"
+    places = ((service.app.state.writer, "submit"), (service.app.state.keyring, "caller"))
+    for place, name in places:  # within the gate, and the gate itself
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, failing)
+            answer = await service.post(first)
+        assert answer.status_code == status
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "bug" not in answer.text
+        assert "gone" not in answer.text
+    assert (await service.post(first)).status_code == 200
 
 
 @pytest.mark.promise("S4")

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
+from foreshock.server import limits
 from foreshock.server.limits import Buckets, ConcurrencyLimit, length_of, retry_after
 from foreshock.server.problems import ProblemError
 
@@ -42,9 +43,11 @@ def test_who_waits_as_long_as_told_gets_one_and_who_waits_less_gets_none(
             now += wait
 
 
-def test_callers_have_buckets_of_their_own() -> None:
+def test_callers_have_buckets_of_their_own_of_which_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_MAX_BUCKETS", 3)
     buckets = Buckets(1.0, 1)
     assert [buckets.take(who, 0.0) for who in "abab"] == [0, 0, 1, 1]
+    assert [buckets.take(who, 0.0) for who in "cdba"] == [0, 0, 1, 0]
 
 
 @given(seconds=st.floats(0, 1000))
@@ -63,6 +66,16 @@ def test_a_length_is_read_where_it_is_a_plain_number_of_a_sane_size(said: str, l
 
 def body(size: int) -> Headers:
     return Headers({"content-length": str(size)})
+
+
+@pytest.mark.promise("S19")
+def test_a_body_that_announces_no_length_counts_as_the_largest() -> None:
+    shares = ConcurrencyLimit(24, body_bytes=100, max_bytes=80)
+    with shares.take("a", Headers({"transfer-encoding": "chunked"}), known=True):
+        with shares.take("a", body(20), known=True):
+            pass
+        with pytest.raises(ProblemError), shares.take("a", body(21), known=True):
+            pass
 
 
 @pytest.mark.promise("S19")

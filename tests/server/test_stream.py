@@ -131,28 +131,25 @@ def test_a_stream_ends_with_the_session_that_opened_it_and_with_no_other(tmp_pat
 
 @pytest.mark.full
 @pytest.mark.promise("S17")
-def test_a_client_that_leaves_while_its_missed_events_are_read_leaves_no_task_behind(play: Any) -> None:
+async def test_a_client_that_leaves_while_its_missed_events_are_read_leaves_no_task_behind(service: Any) -> None:
     """As the framework ends a stream: it cancels again at every turn of the event loop until the stream has ended."""
     leaves = random.Random(7)
 
     async def let_in() -> bool:
         return True
 
-    async def story(service: Any) -> None:
-        rank, said = FakeRank(), []
-        for first in range(1, 2000, 500):
-            await service.store(rank, *(rank.verdict(n, name=f"warn-{n}") for n in range(first, first + 500)))
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
-        for _ in range(60):
-            client = Client(None, "", "ann", asyncio.Queue(8), resumes=True)
-            with anyio.move_on_after(leaves.uniform(0.0, 0.05)):
-                async for _ in _send_events(service.app.state.broadcaster, client, let_in):
-                    pass
-        await asyncio.sleep(0.1)
-        gc.collect()
-        assert said == []
-
-    play(story)
+    rank, said = FakeRank(), []
+    for first in range(1, 2000, 500):
+        await service.store(rank, *(rank.verdict(n, name=f"warn-{n}") for n in range(first, first + 500)))
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+    for _ in range(60):
+        client = Client(None, "", "ann", asyncio.Queue(8), resumes=True)
+        with anyio.move_on_after(leaves.uniform(0.0, 0.05)):
+            async for _ in _send_events(service.app.state.broadcaster, client, let_in):
+                pass
+    await asyncio.sleep(0.1)
+    gc.collect()
+    assert said == []
 
 
 async def test_an_event_is_written_once_for_five_hundred_clients_and_comes_to_each(
