@@ -117,6 +117,20 @@ async def test_a_process_without_an_age_that_was_heard_is_not_taken_for_dead_whe
     assert await who_is_ordered(service, old, living) == [living.boot]
 
 
+@pytest.mark.promise("S27")
+async def test_each_further_restart_on_fewer_ranks_lowers_what_every_rank_of_the_first_launch_counts(
+    service: Any,
+) -> None:
+    for rank in (FakeRank(rank=number, boot="a") for number in range(2)):
+        taken = (rank.sample(step, since=step - 40, loss=1.0) for step in (40, 80, 120))
+        await service.store(rank, rank.started(world_size=2), *taken, age=100)
+    for boot, step, age, counted in (("b", 80, 50, [40, 80, 90]), ("c", 40, 10, [40, 50])):
+        again = FakeRank(boot=boot)
+        began = again.started(step=step, world_size=1)
+        await service.store(again, began, again.sample(step + 10, since=step, loss=2.0), age=age)
+        assert await losses(service) == (counted, [1.0] * (len(counted) - 1) + [2.0])
+
+
 @pytest.mark.promise("S5")
 async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any) -> None:
     rank = FakeRank()
