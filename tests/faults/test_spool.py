@@ -90,14 +90,17 @@ def test_a_file_torn_at_every_byte_gives_back_every_batch_before_the_tear(tmp_pa
         assert reread(tmp_path, WHOLE[:cut]) == BATCHES[:survivors]
 
 
-@pytest.mark.promise("A5")
-def test_any_changed_byte_costs_one_batch_at_most(
-    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
-) -> None:
+@pytest.fixture
+def many(sizes: Any, record_property: Callable[[str, Any], None]) -> settings:
+    """Runs a case as often as the tier asks for."""
     cases = sizes("spool_cases", quick=200, long=50_000)
     record_property("cases", cases)
+    return sizes.fuzzed(cases)  # type: ignore[no-any-return]
 
-    @settings(max_examples=cases, deadline=None, database=None, derandomize=not sizes.long)
+
+@pytest.mark.promise("A5")
+def test_any_changed_byte_costs_one_batch_at_most(tmp_path: Path, many: settings) -> None:
+    @many
     @given(position=st.integers(0, len(WHOLE) - 1), flip=st.integers(1, 255))
     def case(position: int, flip: int) -> None:
         damaged = bytearray(WHOLE)
@@ -111,13 +114,8 @@ def test_any_changed_byte_costs_one_batch_at_most(
 
 
 @pytest.mark.promise("A5")
-def test_any_file_at_all_is_read_without_an_exception(
-    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
-) -> None:
-    cases = sizes("spool_cases", quick=200, long=50_000)
-    record_property("cases", cases)
-
-    @settings(max_examples=cases, deadline=None, database=None, derandomize=not sizes.long)
+def test_any_file_at_all_is_read_without_an_exception(tmp_path: Path, many: settings) -> None:
+    @many
     @given(junk=st.binary(max_size=300))
     def case(junk: bytes) -> None:
         assert reread(tmp_path, junk + WHOLE)[-3:] == BATCHES

@@ -10,7 +10,7 @@ from foreshock.server.http import routes, stream, webhooks
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 
-SECRET = "a-secret-of-sixteen-or-more"
+SECRET, SENDER, READER = "a-secret-of-sixteen-or-more", "the-sender-secret-0001", "the-reader-secret-0001"
 OPEN = {
     ("GET", "/healthz"),
     ("GET", "/readyz"),
@@ -75,32 +75,25 @@ def test_every_route_needs_the_scope_of_what_it_does() -> None:
 
 
 @pytest.mark.promise("S7")
-def test_a_token_reaches_its_scopes_and_its_runs_and_nothing_else(play: Any) -> None:
-    sender = Token.of("sender", "the-sender-secret-0001", ("ingest",), run_prefix="team-a/")
-    reader = Token.of("reader", "the-reader-secret-0001", ("read",))
-
-    async def story(service: Any) -> None:
-        own, foreign = FakeRank(run="team-a/1"), FakeRank(run="team-b/1")
-
-        async def send(rank: FakeRank, secret: str) -> int:
-            answer = await service.post(rank.batch(rank.started(), rank.sample(1), sequence=1), secret=secret)
-            return int(answer.status_code)
-
-        assert await send(own, "the-sender-secret-0001") == 200
-        assert await send(foreign, "the-sender-secret-0001") == 403
-        assert await send(FakeRank(run="x/team-a/1"), "the-sender-secret-0001") == 403
-        assert await send(own, "the-reader-secret-0001") == 403
-        assert await send(own, "the-reader-secret-0002") == 401
-        read = await service.client.get("/v1/runs/team-a/1", headers=bearer("the-reader-secret-0001"))
-        assert read.status_code == 200
-        listed = await service.client.get("/v1/runs", headers=bearer("the-sender-secret-0001"))
-        assert listed.status_code == 403
-        order = {"who": "a", "reason": "b", "mode": "plain"}
-        path = "/v1/runs/team-a/1/commands"
-        refused = await service.client.post(path, json=order, headers=bearer("the-reader-secret-0001"))
-        assert refused.status_code == 403
-
-    play(story, tokens=(sender, reader))
+@pytest.mark.settings(
+    tokens=(Token.of("sender", SENDER, ("ingest",), run_prefix="team-a/"), Token.of("reader", READER, ("read",)))
+)
+async def test_a_token_reaches_its_scopes_and_its_runs_and_nothing_else(service: Any) -> None:
+    for run, secret, status in (
+        ("team-a/1", SENDER, 200),
+        ("team-b/1", SENDER, 403),
+        ("x/team-a/1", SENDER, 403),
+        ("team-a/1", READER, 403),
+        ("team-a/1", "the-reader-secret-0002", 401),
+    ):
+        rank = FakeRank(run=run)
+        answer = await service.post(rank.batch(rank.started(), rank.sample(1)), secret=secret)
+        assert answer.status_code == status, (run, secret)
+    assert (await service.client.get("/v1/runs/team-a/1", headers=bearer(READER))).status_code == 200
+    assert (await service.client.get("/v1/runs", headers=bearer(SENDER))).status_code == 403
+    order = {"who": "a", "reason": "b", "mode": "plain"}
+    refused = await service.client.post("/v1/runs/team-a/1/commands", json=order, headers=bearer(READER))
+    assert refused.status_code == 403
 
 
 @pytest.mark.settings(token=SECRET)

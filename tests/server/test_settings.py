@@ -111,35 +111,6 @@ def test_secrets_come_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Settings()
 
 
-def test_the_service_imports_and_answers_without_torch(tmp_path: Path) -> None:
-    script = f"""
-import sys
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "triton"):
-            raise ImportError(f"{{name}} is not installed")
-sys.meta_path.insert(0, NoTorch())
-import asyncio, httpx
-from foreshock.server.app import create_app
-from foreshock.server.settings import Settings, Token, UnusableSettingsError, settings_of
-from foreshock.server.testing import FakeRank
-async def main():
-    app = create_app(Settings(database_url="sqlite:///{tmp_path}/x.db"))
-    rank = FakeRank()
-    async with app.router.lifespan_context(app):
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-            body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
-            headers = {{"content-type": "application/json"}}
-            stored = await client.post("/v1/batches", content=body, headers=headers)
-            print(stored.status_code, (await client.get("/metrics")).status_code)
-asyncio.run(main())
-assert not [name for name in sys.modules if name.split(".")[0] == "torch"]
-"""
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[:2] == ["200", "200"]
-
-
 def test_the_databases_password_is_never_shown(tmp_path: Path) -> None:
     url = "postgresql://foreshock:a-secret-word@127.0.0.1:1/foreshock"
     settings = Settings(database_url=url)
