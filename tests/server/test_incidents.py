@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import pytest
 from tests.server.orders import local, start
 from tests.server.test_notifier import Out, notifier_of
 from tests.server.test_webhooks import alert, delivery
@@ -72,6 +73,18 @@ async def test_an_incident_is_acknowledged_switched_verified_and_closed(service:
     assert again.status_code == 409
     unknown = await service.client.post(f"{RUN}/acknowledge", json=care | {"incident": "other"})
     assert unknown.status_code == 404
+
+
+@pytest.mark.promise("S27")
+async def test_a_warning_of_a_rank_that_a_resumed_run_no_longer_has_is_in_no_incident(service: Any) -> None:
+    first, second = (FakeRank(rank=rank, boot="b1") for rank in range(2))
+    for rank in (first, second):
+        await service.store(rank, rank.started(world_size=2), rank.sample(10, since=0))
+    await service.store(second, second.verdict(10))
+    assert len(await incidents(service)) == 1
+    resumed = FakeRank(boot="b2")
+    await service.store(resumed, resumed.started(step=15, world_size=1), resumed.sample(20, since=15))
+    assert await incidents(service) == []
 
 
 async def test_metrics_show_one_series_for_a_run_and_cause(service: Any) -> None:
