@@ -65,12 +65,16 @@ def test_a_new_sqlite_store_is_migrated_unless_the_settings_say_no(
             asyncio.run(put_together._open_once(settings))
 
 
-async def test_without_a_built_page_the_service_is_an_api_alone(
-    service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_a_built_page_the_service_is_an_api_alone(
+    play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(put_together, "files", lambda _: tmp_path)
-    assert (await service.client.get("/")).status_code == 404
-    assert (await service.client.get("/healthz")).status_code == 200
+
+    async def story(service: Any) -> None:
+        assert (await service.client.get("/")).status_code == 404
+        assert (await service.client.get("/healthz")).status_code == 200
+
+    play(story)
 
 
 async def test_the_page_is_never_kept_and_its_assets_are_those_that_it_names(service: Any) -> None:
