@@ -186,21 +186,15 @@ class HeadRows:
         if list(local.shape) != [stop - start for start, stop in spans]:
             raise UnreadableWeightError
         rows = local.t() if is_conv1d(self.holder) else local
-        (first, stop), inputs = self._rows_first(spans)
-        held = self._within((first, stop))
+        (first, stop), inputs = spans[::-1] if is_conv1d(self.holder) else spans
+        ends = ((start, start + self.head_dim) for start in self.starts)
+        held = [head for head, (start, end) in enumerate(ends) if first <= start and end <= stop]
         heads = range(held[0], held[-1] + 1) if held else range(0)
         if held != list(heads) or inputs != (0, weight.shape[0 if is_conv1d(self.holder) else 1]):
             raise UnreadableWeightError
         starts = [self.starts[h] - first for h in heads]
         weights = [rows[start : start + self.head_dim] for start in starts]
         return Held(heads, torch.stack(weights) if weights else rows.new_empty(0, self.head_dim, rows.shape[1]))
-
-    def _rows_first(self, spans: Spans) -> Spans:
-        return spans[::-1] if is_conv1d(self.holder) else spans
-
-    def _within(self, rows: tuple[int, int]) -> list[int]:
-        starts = enumerate(self.starts)
-        return [head for head, start in starts if rows[0] <= start and start + self.head_dim <= rows[1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +261,9 @@ def why_unmeasured(module: nn.Module) -> str:
     """Why a module without a Projection has none."""
     for name, child in module._modules.items():
         weight = stored(base_of(child)) if child is not None else None
-        if isinstance(weight, Tensor) and weight.dtype not in _FLOATS:
-            dtype = str(weight.dtype).removeprefix("torch.")
-            return f"the weight of {name} is stored as {dtype} and scaled elsewhere"
-        if isinstance(weight, Tensor) and is_wrapped(weight):
-            return f"the weight of {name} is stored as {type(weight).__name__}"
+        if isinstance(weight, Tensor) and (is_wrapped(weight) or weight.dtype not in _FLOATS):
+            stored_as = type(weight).__name__ if is_wrapped(weight) else str(weight.dtype).removeprefix("torch.")
+            return f"the weight of {name} is stored as {stored_as}"
         if name not in _PROJECTIONS or child is None:
             continue
         kind = f"{name} is {type(child).__module__.partition('.')[0]}'s {type(child).__name__}"
