@@ -49,12 +49,7 @@ _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 HEALTH: Final = "/healthz"
 _PROBES: Final = (HEALTH, "/readyz")
 _OPEN_PAGES: Final = ("/", *_PROBES, "/v1/session", "/favicon.ico")
-_OPEN: Final = frozenset(
-    {
-        *((method, path) for path in _OPEN_PAGES for method in ("GET", "HEAD")),
-        ("POST", LOGIN),
-    }
-)
+_OPEN: Final = {(method, path) for path in _OPEN_PAGES for method in ("GET", "HEAD")} | {("POST", LOGIN)}
 """What needs no token, besides the page's files under /assets/."""
 _SECURITY_HEADERS: Final = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",

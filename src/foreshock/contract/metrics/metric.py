@@ -49,9 +49,8 @@ class HeadReading:
     """How a head's value is read: from its state words, or from a named array of the sample."""
 
     read: Callable[[Words], Floats] | None = None
-    field: (
-        Literal["query_norm", "key_norm", "query_key_norm", "risk", "modes", "clip_factor", "clipped_steps"] | None
-    ) = None
+    field: str | None = None
+    """One of `wire.PER_HEAD`."""
     now_and_then: bool = False
     """Not in every sample: the newest known value is shown."""
 

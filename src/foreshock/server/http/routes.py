@@ -495,14 +495,13 @@ async def get_readyz(request: Request) -> Any:
 @router.get("/v1/session")
 async def get_session(request: Request) -> Session:
     """The token and scopes of this browser's session."""
-    caller = caller_of(request)
-    known = bool(caller.scopes)
-    return Session(
-        login_needed=not known,
-        name=caller.name if known else None,
-        scopes=sorted(caller.scopes),
-        csrf_token=caller.csrf_token,
-    )
+    return _session_of(caller_of(request))
+
+
+def _session_of(caller: Caller) -> Session:
+    name = caller.name if caller.scopes else None
+    scopes = sorted(caller.scopes)
+    return Session(login_needed=not scopes, name=name, scopes=scopes, csrf_token=caller.csrf_token)
 
 
 @router.post("/v1/login")
@@ -520,7 +519,7 @@ async def post_login(request: Request, login: Login, response: Response) -> Sess
     secure = request.url.scheme == "https" or settings.public_url.startswith("https://")
     seconds = int(settings.session_seconds)
     response.set_cookie(COOKIE, cookie, max_age=seconds, httponly=True, samesite="strict", secure=secure)
-    return Session(login_needed=False, name=caller.name, scopes=sorted(caller.scopes), csrf_token=caller.csrf_token)
+    return _session_of(caller)
 
 
 @router.post("/v1/logout")

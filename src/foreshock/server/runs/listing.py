@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Any
 
 from sqlalchemy import Connection, Row, desc, func, or_, select, tuple_, update
 
@@ -241,9 +241,6 @@ def _layers(connection: Connection, now: RunNow) -> list[LayerState]:
     ]
 
 
-_WORDS: Final = {"display_name": "display name", "tags": "tags", "notes": "notes"}
-
-
 def find_run(connection: Connection, run: str) -> Row[Any]:
     """The row of a run. Raises ProblemError when there is none."""
     row = connection.execute(select(runs).where(runs.c.name == run)).first()
@@ -273,7 +270,7 @@ def describe(connection: Connection, run: str, who: str, description: Descriptio
         .values(**stored, changes=runs.c.changes + 1)  # what was made of it is old
     )
     audit.append(connection, actor=who, action="described", run=run, details=new)
-    sentence = printable(f"{who} changed the run's {' and '.join(_WORDS[key] for key in new)}.")
+    sentence = printable(f"{who} changed the run's {' and '.join(new).replace('_', ' ')}.")
     own = {"run_id": row.id, "kind": "described", "unix_seconds": time.time(), "sentence": sentence}
     write_events(connection, [own])
 
