@@ -3,10 +3,12 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import foreshock.kernels.flash_attention.triton_kernels as triton_kernels_package
@@ -95,6 +97,47 @@ def test_a_state_that_is_emptied_between_forward_and_backward_is_still_counted_i
 
 
 @pytest.mark.promise("K10")
+class Seen(TorchDispatchMode):
+    """Keeps which of our operators went through PyTorch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "foreshock":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(Tensor):
+    """A tensor of another class."""
+
+
+def test_a_mode_of_the_dispatcher_and_a_tensor_of_another_class_see_the_operators_that_eager_calls_pass_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dispatched: list[str] = []
+    for name in ("attention_forward", "attention_backward"):
+        ours = getattr(op, name)
+
+        def called(*given: Any, name: str = name, operator: Any = ours) -> Any:
+            dispatched.append(name)
+            return operator(*given)
+
+        monkeypatch.setattr(op, name, called)
+    plain = step(layer)
+    assert dispatched == []
+    with Seen() as seen:
+        in_mode = step(layer)
+    assert dispatched == seen.names == ["attention_forward", "attention_backward"]
+    wrapped = step(lambda q, k, v, state: layer(q.as_subclass(Wrapped), k, v, state).as_subclass(Tensor))
+    assert dispatched == ["attention_forward", "attention_backward"] * 2
+    for one, other, third in zip(plain, in_mode, wrapped, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+
+
 def test_autocast_is_off_inside_the_operators() -> None:
     plain = step(layer)
     with torch.autocast("cpu", torch.bfloat16):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foreshock.kernels.flash_attention.spec import Arguments, AttentionSpec
 from foreshock.kernels.flash_attention.triton_kernels.blocks import blank_rest_kernel
-from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch, Ready, first_launch
+from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch, Ready, first_launch, hooked
 from foreshock.kernels.flash_attention.triton_kernels.tuning import Config
 
 _LOG2E = 1 / math.log(2)
@@ -85,7 +85,7 @@ class Call:
 
     def takes_addresses(self) -> bool:
         """Whether, of tensors that no launch but remembered ones take, these need no more than the addresses."""
-        return bool(self.ready) and all(ready.takes_addresses() for ready in self.ready.values())
+        return not hooked() and bool(self.ready) and all(ready.direct for ready in self.ready.values())
 
     @cached_property
     def compiled(self) -> Compiled:

@@ -199,7 +199,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any, eager: bool = False
+) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
     if grad_out is None:  # the log-sum-exp alone was used
         grad_out = torch.zeros_like(query)
@@ -207,7 +209,9 @@ def _backward(ctx: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> tuple
     if not twice.is_asked(grad_out):
         state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
         given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec)
-        grads = attention_backward(grad_out, query, key, value, *output, *given, grad_lse)
+        unseen = eager and _unseen(grad_out, grad_lse, query, key, value, *output)
+        by: Callable[..., tuple[Tensor, ...]] = _attention_backward if unseen else attention_backward
+        grads = by(grad_out, query, key, value, *output, *given, grad_lse)
     else:  # which counts nothing, and leaves it to a backward that comes after it, as the loss's after its penalty's
         spec, packed = spec_of(ctx.spec), cu_seqlens_q is not None
         grads = twice.differentiable_gradients(grad_out, grad_lse, query, key, value, spec, packed=packed)
@@ -237,18 +241,27 @@ torch.library.register_autograd("foreshock::attention_forward", _backward, setup
 
 class _Attention(torch.autograd.Function):
     """The operators under eager autograd. What torch.library generates from the formula above does the same, but fills
-    in default arguments in Python at every call, for longer than the kernels' launches take."""
+    in default arguments in Python at every call, for longer than the kernels' launches take. So does PyTorch's
+    dispatcher, which is passed by where nobody else would see the call."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output: tuple[Tensor, ...] = attention_forward(*inputs)
+        by = _attention_forward if _unseen(*inputs[:3]) else attention_forward
+        output: tuple[Tensor, ...] = by(*inputs)
         _setup_context(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result: tuple[Tensor | None, ...] = _backward(ctx, *grads)
-        return result
+        return _backward(ctx, *grads, eager=True)
+
+
+def _unseen(*tensors: Tensor | None) -> bool:
+    """Whether PyTorch's dispatcher would hand a call of these to the operator's own function at once: no transform, no
+    mode (selective checkpointing's, for example) and no tensor of another class waits for it."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
+        return False
+    return all(tensor is None or tensor.__class__ is Tensor for tensor in tensors)
 
 
 def attend(*inputs: Any) -> tuple[Tensor, ...]:
@@ -378,10 +391,12 @@ def flash_attention(
 def _longest(rows: Tensor, cu_seqlens: Tensor | None, given: int | None, name: str) -> int:
     """Length of the longest packed sequence. Reading it waits for the device; where that cannot be, in a graph that is
     compiled or captured, the length of all together is a bound, and a slow one: give max_seqlen there."""
-    if given is not None and (cu_seqlens is None or cu_seqlens.is_cuda or torch.compiler.is_compiling()):
+    if cu_seqlens is None:
+        return rows.shape[2] if given is None else given
+    if given is not None and (cu_seqlens.is_cuda or torch.compiler.is_compiling()):
         return given
     known = not torch.compiler.is_compiling() and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
-    if cu_seqlens is None or len(cu_seqlens) < 2 or not known:
+    if len(cu_seqlens) < 2 or not known:
         return rows.shape[2]
     longest = int(cu_seqlens.diff().amax())
     if given is not None and given < longest:

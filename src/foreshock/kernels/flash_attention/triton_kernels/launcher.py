@@ -57,11 +57,12 @@ class Ready:
     def __init__(self, compiled: Any, launch: Launch, given: list[Any]) -> None:
         self._compiled, self._grid, self._tiles = compiled, launch.grid, (launch.tiles, launch.descriptor)
         self._rest = (*launch.numbers, *launch.constants.values())
-        self._direct = _direct_launch(compiled) if _DIRECT else None
+        self.direct = _direct_launch(compiled) if _DIRECT else None
+        """What hands it to the driver, and takes addresses in the place of tensors while no hook follows; or None."""
         self._words: list[Any] = []
         self._plain: list[tuple[int, int]] = []
         self._mapped: list[tuple[int, int, Any]] = []
-        if self._direct is not None:
+        if self.direct is not None:
             self._lay_out(given)
 
     def _lay_out(self, given: list[Any]) -> None:
@@ -82,12 +83,8 @@ class Ready:
                 self._words.append(None)
         self._words += self._rest
 
-    def takes_addresses(self) -> bool:
-        """Whether addresses may stand in the place of tensors."""
-        return self._direct is not None and not _hooked()
-
     def __call__(self, tensors: tuple[Tensor | int | None, ...]) -> None:
-        if self._direct is None or _hooked():
+        if self.direct is None or hooked():
             self._compiled[self._grid](*_given(tensors, *self._tiles), *self._rest)
             return
         words = self._words.copy()
@@ -100,14 +97,14 @@ class Ready:
         for place, at, parts in self._mapped:
             tensor = tensors[place]
             words[at] = encode(tensor if tensor.__class__ is int else tensor.data_ptr(), *parts)
-        self._direct(*words)
+        self.direct(*words)
 
 
 _STREAM: Final = 3
 """Place of the stream among the words, after the grid."""
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Whether a hook, a profiler's perhaps, follows every launch."""
     runtime = knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
