@@ -130,8 +130,8 @@ class Launches(StandInLaunch):
         monkeypatch.setattr(hopper.FORWARD, "load", self.kernel)
         monkeypatch.setattr(forward, "launch_forward", self._triton)
 
-    def _triton(self, *_: object, shifted_only: bool) -> None:
-        self.made.append("triton for heads that shift" if shifted_only else "triton")
+    def _triton(self, *_: object, shifted: bool = False) -> None:
+        self.made.append("triton for heads that shift" if shifted else "triton")
 
     def of(self, inputs: tuple[Tensor, Tensor, Tensor], modes: Tensor | None = None, **options: object) -> list[str]:
         call = call_for(inputs, **options)  # type: ignore[arg-type]
@@ -153,14 +153,16 @@ def test_one_kernel_is_launched_and_the_choice_is_remembered(monkeypatch: pytest
 def test_where_heads_have_modes_triton_s_takes_those_that_shift_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
     assert launches.of(tensors(), modes) == ["hopper", "triton for heads that shift"]
-    assert launches.of(tensors(), modes, softcap=30.0) == ["triton"]
+    assert launches.of(tensors(), modes, softcap=30.0) == ["triton", "triton for heads that shift"]
 
 
 def test_triton_s_is_left_out_while_no_head_is_known_to_shift_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
     for flags, shifted in ((0, 0, 0, 0), False), ((0, 8, 1, 0), False), ((0, 4, 0, 0), True):
         note_modes(modes, flags)
-        assert launches.of(tensors(), modes) == ["hopper", *["triton for heads that shift"] * shifted]
+        others = ["triton for heads that shift"] * shifted
+        assert launches.of(tensors(), modes) == ["hopper", *others]
+        assert launches.of(tensors(), modes, softcap=30.0) == ["triton", *others]
 
 
 @pytest.mark.parametrize("failure", [ImportError("no module named gluon"), RuntimeError("PassManager::run failed")])
@@ -168,8 +170,9 @@ def test_where_the_kernel_cannot_be_had_triton_serves_and_one_warning_says_so(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = Launches(monkeypatch, failure)
+    modes = torch.zeros(4, dtype=torch.int32)
     with pytest.warns(UserWarning, match=rf"for Hopper could not be launched \({type(failure).__name__}"):
-        assert launches.of(tensors(), torch.zeros(4, dtype=torch.int32)) == ["triton"]
+        assert launches.of(tensors(), modes) == ["triton", "triton for heads that shift"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert launches.of(tensors()) == launches.of(tensors((1, 4, 256), (1, 4, 256))) == ["triton"]
@@ -181,7 +184,9 @@ def test_where_the_kernel_cannot_be_had_triton_serves_and_one_warning_says_so(
 def test_who_asks_for_triton_s_alone_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORESHOCK_KERNELS", "triton")
     assert Launches(monkeypatch).of(tensors()) == ["triton"]
-    assert Launches(monkeypatch).of(tensors((1, 4, 64), (1, 4, 64)), torch.zeros(4, dtype=torch.int32)) == ["triton"]
+    modes = torch.zeros(4, dtype=torch.int32)
+    made = Launches(monkeypatch).of(tensors((1, 4, 64), (1, 4, 64)), modes)
+    assert made == ["triton", "triton for heads that shift"]
 
 
 def compiled(**version: Any) -> Any:

@@ -27,11 +27,21 @@ def test_the_flags_that_were_noted_last_are_known() -> None:
         assert known_modes(modes) == known
 
 
-def test_a_write_that_nobody_noted_ends_the_knowledge_and_views_have_none() -> None:
+def test_a_write_that_nobody_noted_ends_the_knowledge() -> None:
     modes = torch.zeros(3, dtype=torch.int32)
     note_modes(modes, [0, 0, 0])
-    assert known_modes(modes[:2]) == NOTHING
     modes[1] = int(Mode.ROW_CORRECTED)
     assert known_modes(modes) == NOTHING
     note_modes(modes, modes.tolist())
     assert known_modes(modes) == (False, True, False)
+
+
+def test_it_is_known_of_what_shares_the_memory_while_the_noted_tensor_is_alive() -> None:
+    memory = torch.zeros(6, dtype=torch.int32)
+    modes = memory[2:5].data
+    note_modes(modes, [8, 8, 8])
+    same, shorter, other = memory[2:5], memory[2:4], memory[3:]
+    assert known_modes(same) == known_modes(modes) == (True, True, False)
+    assert known_modes(shorter) == known_modes(other) == NOTHING
+    del modes
+    assert known_modes(same) == NOTHING

@@ -4,15 +4,14 @@ A call needs none of it: the kernels obey the flags in device memory. It lets a 
 the layer does not have, and choose the passes that are fastest for those that it has.
 """
 
+import weakref
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foreshock.contract.modes import Mode
-
-_NAME: Final = "_foreshock_known_modes"
 
 
 class Known(NamedTuple):
@@ -31,12 +30,24 @@ _PLAIN: Final = Known(all_corrected=False, some_corrected=False, some_shifted=Fa
 
 
 def note_modes(modes: Tensor, flags: Iterable[int]) -> None:
-    """Note that `modes` holds these `flags`, for launches from here on: whoever writes them calls this each time."""
+    """Note that `modes` holds these `flags`, for launches from here on: whoever writes them calls this each time.
+
+    It is known as long as `modes` is alive, also of tensors that share its memory, as a compiled graph's do.
+    """
     numbers = [int(flag) for flag in flags]
     corrected = [bool(number & Mode.ROW_CORRECTED) for number in numbers]
     shifted = any(number & Mode.PAPER_SOFTMAX for number in numbers)
-    holder: Any = modes
-    setattr(holder, _NAME, (modes._version, Known(all(corrected), any(corrected), shifted)))
+    address, known = modes.data_ptr(), Known(all(corrected), any(corrected), shifted)
+
+    def forget(owner: weakref.ref[Tensor]) -> None:
+        if address in _NOTED and _NOTED[address][0] is owner:
+            del _NOTED[address]
+
+    _NOTED[address] = weakref.ref(modes, forget), modes._version, known
+
+
+_NOTED: Final[dict[int, tuple[weakref.ref[Tensor], int, Known]]] = {}
+"""By the address of the modes: the tensor that was noted, its version then, and what is known."""
 
 
 def known_modes(modes: Tensor | None) -> Known:
@@ -46,9 +57,12 @@ def known_modes(modes: Tensor | None) -> Known:
     """
     if modes is None:
         return _PLAIN
-    version, known = getattr(modes, _NAME, (None, _UNKNOWN))
-    if known is _UNKNOWN or version != modes._version:
+    noted = _NOTED.get(modes.data_ptr())
+    if noted is None:
+        return _UNKNOWN
+    owner, version, known = noted[0](), *noted[1:]
+    if owner is None or owner._version != version or owner.shape != modes.shape:
         return _UNKNOWN
     if modes.is_cuda and torch.cuda.is_current_stream_capturing():
         return _UNKNOWN._replace(all_corrected=known.all_corrected)
-    return cast(Known, known)
+    return known

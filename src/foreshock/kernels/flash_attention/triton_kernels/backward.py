@@ -59,18 +59,19 @@ def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: Grads) -
     """The three passes under given configurations, or Hopper's own in place of two, and the statistics."""
     by_hopper = hopper.takes_backward(call, given, grads)
     members = hopper.members_of(call, grads[0].device) if by_hopper else 0
-    corrects = by_hopper and known_modes(given.modes).some_corrected
-    name = ("made", chosen, members, corrects, *[tensor is None for tensor in given])
+    known = known_modes(given.modes)
+    name = ("made", chosen, members, known, *[tensor is None for tensor in given])
     made = call.plans.get(name, False)
     rows = launch_rows(call, given, made and call.takes_addresses())
     if by_hopper:
-        if corrects:
+        if known.some_corrected:
             launch_grad_query(call, chosen.grad_query, given, rows, grads[0], corrected_only=True)
         if not hopper.BACKWARD.launched(call, given, rows, grads):
             launch_backward(call, chosen, given, grads)  # which begins again, as delta may have been mended
             return
     else:
-        launch_grad_query(call, chosen.grad_query, given, rows, grads[0])
+        corrected = chosen.corrected if known.all_corrected else None
+        launch_grad_query(call, corrected or chosen.grad_query, given, rows, grads[0])
         launch_grad_key(call, chosen.grad_key, given, rows, grads[1:])
     if given.state is not None:
         launch_count(call, given, rows, given.state)

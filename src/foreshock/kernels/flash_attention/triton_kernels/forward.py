@@ -164,10 +164,13 @@ def _block(
 @triton.jit
 def forward_kernel(
     query, key, value, out, residual, lse, row_max_out, second_out, modes, cu_seqlens_q, cu_seqlens_k,
-    seeds, strides, sizes, score_unit, order, SPEC: tl.constexpr, TILE: tl.constexpr, SHIFTED_ONLY: tl.constexpr,
+    seeds, strides, sizes, score_unit, order, SPEC: tl.constexpr, TILE: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head. The blocks that see most keys are started first. SHIFTED_ONLY: nothing is
-    written of heads that do not shift their rows."""
+    """One block of queries of one head. The blocks that see most keys are started first.
+
+    SHIFTED: of the heads that shift their rows, or of all others. Both versions in one kernel would take the sum of
+    their shared memory, so that a multiprocessor runs one program where it could run three.
+    """
     dtype: tl.constexpr = out.dtype.element_ty
     block, which = turn(order)
     first = (order[0] - 1 - block) * TILE.block_m
@@ -184,8 +187,8 @@ def forward_kernel(
         value = at_head(value, batch, kv_head, start_k, stride_v)
     seed = load_seed(seeds)
     taken = first < length_q
-    if SHIFTED_ONLY:
-        taken = taken & ((tl.load(modes + head) & PAPER_SOFTMAX) != 0)
+    if modes is not None:
+        taken = taken & (((tl.load(modes + head) & PAPER_SOFTMAX) != 0) == SHIFTED)
     if taken:
         q = load_tile(query, batch, head, first, TILE.block_m, stride_q[2], length_q, dim, SPEC, True, TILE.tma)
         if TILE.operands_in_registers:
@@ -196,23 +199,10 @@ def forward_kernel(
         chance = (seed, plane, start_q, start_k, threshold)
         key_strides = (stride_k[2], stride_v[2])
         numbers = (dim, unit, scale, softcap, score_unit, keep_scale)
-        # Whole versions, chosen once: a branch inside a loop would stop its pipelining.
-        if modes is not None:
-            if (tl.load(modes + head) & PAPER_SOFTMAX) != 0:
-                _block(
-                    q, tensors, outputs, first, rows, length_q, seen, chance, key_strides,
-                    stride_o[2], numbers, True, SPEC, TILE, dtype,
-                )  # fmt: skip
-            elif not SHIFTED_ONLY:
-                _block(
-                    q, tensors, outputs, first, rows, length_q, seen, chance, key_strides,
-                    stride_o[2], numbers, False, SPEC, TILE, dtype,
-                )  # fmt: skip
-        else:
-            _block(
-                q, tensors, outputs, first, rows, length_q, seen, chance, key_strides,
-                stride_o[2], numbers, False, SPEC, TILE, dtype,
-            )  # fmt: skip
+        _block(
+            q, tensors, outputs, first, rows, length_q, seen, chance, key_strides, stride_o[2], numbers, SHIFTED, SPEC,
+            TILE, dtype,
+        )  # fmt: skip
 
 
 def attention_forward(
@@ -248,12 +238,13 @@ def launch_fastest(
     outputs: Outputs,
     given: Arguments,
 ) -> None:
-    """One launch of the kernel above as `configs` cuts it. Where Hopper's own serves (hopper.py), one of that, and one
-    of the kernel above for the heads that shift their rows."""
+    """A launch for the heads that do not shift their rows, by Hopper's own kernel where that serves (hopper.py), and
+    one for those that do, unless the host knows that there are none."""
     config = configs(call.capability, call.block_d, call.mean_keys).forward
-    served = hopper.launched(call, inputs, outputs, given.modes)
-    if not served or known_modes(given.modes).some_shifted:
-        launch_forward(call, config, inputs, outputs, given, shifted_only=served)
+    if not hopper.launched(call, inputs, outputs, given.modes):
+        launch_forward(call, config, inputs, outputs, given)
+    if known_modes(given.modes).some_shifted:
+        launch_forward(call, config, inputs, outputs, given, shifted=True)
 
 
 def launch_forward(
@@ -263,11 +254,11 @@ def launch_forward(
     outputs: Outputs,
     given: Arguments,
     *,
-    shifted_only: bool = False,
+    shifted: bool = False,
 ) -> None:
     """One launch under a given configuration; the benchmark calls it to compare configurations.
 
-    inputs are query, key and value. shifted_only: of the heads alone that shift their rows by `given.modes`.
+    inputs are query, key and value. shifted: of the heads that shift their rows by `given.modes`, or of all others.
     """
     query, key, value = inputs
 
@@ -279,11 +270,11 @@ def launch_forward(
             forward_kernel,
             (order[0] * order[1], 1, 1),
             (strides, call.sizes, float(call.score_unit), order),
-            {"SPEC": call.compiled, "TILE": tile, "SHIFTED_ONLY": shifted_only},
+            {"SPEC": call.compiled, "TILE": tile, "SHIFTED": shifted},
             tile.options,
             call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n)),
         )
 
     others = (given.modes, given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
-    name = "forward of shifted heads" if shifted_only else "forward"
+    name = "forward of shifted heads" if shifted else "forward"
     call.launch((name, config), (*inputs, *outputs, *others), settle)
