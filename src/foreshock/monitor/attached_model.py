@@ -129,6 +129,7 @@ class AttachedModel:
             self.watched: Final[tuple[WatchedLayer, ...]] = tuple(layers)
             self.layouts: Final = tuple(layer.layout for layer in layers if layer.layout is not None)
             """Where W_Q and W_K of each layer lie, once its calls showed it."""
+            self._note(np.zeros(len(self.modes), dtype=np.int32))
             self._of_rows = [layer for layer in self.watched for _ in range(len(layer.state))]
             self.fresh: Final = before is not None and not former.keys() >= {layer.name for layer in layers}
             """Whether some layers have seen no step yet: the first step showed that they compute attention."""

@@ -60,8 +60,13 @@ def _triton() -> Any:
 
 def _kernels(query: Tensor, spec: AttentionSpec) -> Any:
     """The Triton kernels where they serve, called as those of `reference` are; else None."""
-    served = query.is_cuda and spec.numerics == "kernel" and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    return _triton() if served else None
+    return _triton() if query.is_cuda and spec.numerics == "kernel" and _is_served(query.device) else None
+
+
+@cache
+def _is_served(device: torch.device) -> bool:
+    """Whether the kernels run on this GPU. PyTorch looks it up again at each call."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def each_version(head_dim: int, group: int) -> Iterator[None]:
