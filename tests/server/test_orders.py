@@ -178,7 +178,7 @@ async def test_an_order_goes_to_who_has_not_said_what_it_holds_and_not_to_who_en
     await start(service, old, new, gone)
     await service.store(unknown, unknown.sample(1))
     await end(service, gone)
-    await order(service, heads=None)
+    await order(service)
     assert (await service.store(old, old.sample(3))).commands == ()
     assert (await service.store(gone, gone.sample(3))).commands == ()
     for rank in (new, unknown):
