@@ -1,18 +1,22 @@
-"""Callers take turns at reading much: whoever asks for much waits for it, and nobody else does."""
+"""Callers take turns at reading much, and whoever reads takes neither connection nor event loop from ingest."""
 
 import asyncio
-from contextlib import AsyncExitStack
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import Connection
 
+from foreshock.server.http import exposition
+from foreshock.server.models import Response
 from foreshock.server.settings import Token
 from foreshock.server.store.database import LeftError, Turns
 from foreshock.server.testing import FakeRank
-
-pytestmark = pytest.mark.promise("S26")
 
 ANN, BOB = "ann-has-this-secret", "bob-has-this-secret"
 TOKENS = (Token.of("ann", ANN, ("ingest", "read")), Token.of("bob", BOB, ("ingest", "read"), "b/"))
@@ -26,6 +30,7 @@ async def settled() -> None:
 
 
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=24))
+@pytest.mark.promise("S26")
 def test_whoever_waits_has_a_turn_within_as_many_as_there_are_callers(
     at_once: int, requests: list[tuple[str, bool]]
 ) -> None:
@@ -84,6 +89,7 @@ def as_(secret: str) -> dict[str, str]:
 
 
 @pytest.mark.settings(tokens=TOKENS)
+@pytest.mark.promise("S26")
 async def test_curves_of_one_token_keep_no_list_no_run_and_no_curve_of_another_waiting(service: Any) -> None:
     rank = FakeRank(run="b/one")
     assert (await service.post(rank.batch(rank.started(), rank.sample(1)), secret=BOB)).status_code == 200
@@ -123,6 +129,7 @@ WITHOUT_THE_STORE = {
 QUERY = {"line": "run.loss", "metric": "head.score_max", "mode": "exact_delta"}
 
 
+@pytest.mark.promise("S26")
 async def test_everything_that_is_read_of_the_store_takes_turns(service: Any) -> None:
     """Or many requests for incidents or events of one caller would hold up what others read."""
     rank = FakeRank(run="b/one")
@@ -142,3 +149,58 @@ async def test_everything_that_is_read_of_the_store_takes_turns(service: Any) ->
         assert [path for path, task in asked.items() if task.done()] == []
     answers = await asyncio.gather(*asked.values())
     assert [answer.status_code for answer in answers] == [200] * len(asked)
+
+
+@pytest.mark.promise("S4")
+async def test_batches_are_stored_while_readers_hold_every_connection(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(), rank.sample(1))
+    engine = service.app.state.store.reader.engine
+    with ExitStack() as held:
+        for _ in range(engine.pool.size()):
+            held.enter_context(engine.begin())
+        async with asyncio.timeout(10):
+            await service.store(rank, rank.sample(2))
+
+
+LARGE = (
+    "/v1/runs/run-1/curves?line=head.score_max",
+    "/v1/runs/run-1/curves?" + "&".join(f"line=head.score_max:{layer}" for layer in range(100)),
+    "/v1/runs/run-1/matrix?metric=head.score_max",
+    "/v1/runs/run-1",
+    "/v1/runs",
+    "/metrics",
+)
+
+
+@pytest.mark.full
+@pytest.mark.promise("S4")
+def test_large_answers_are_read_and_written_beside_the_event_loop(
+    on_both: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, worked = threading.get_ident(), defaultdict[str, set[int]](set)
+
+    def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            worked[name].add(threading.get_ident())
+            return work(*given, **more)
+
+        return call
+
+    for owner, name in ((Response, "model_dump_json"), (Connection, "execute"), (exposition, "line")):
+        monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+
+    async def story(service: Any) -> None:
+        rank = FakeRank(layers=160, heads=range(40))
+        await service.store(rank, rank.started())
+        for step in range(1, 4):
+            await service.store(rank, rank.sample(step))
+        for path in LARGE:
+            worked.clear()
+            answer = await service.client.get(path)
+            assert answer.status_code == 200
+            assert worked["execute"]
+            assert worked["line" if path == "/metrics" else "model_dump_json"]
+            assert all(loop not in threads for threads in worked.values()), path
+
+    on_both(story)
