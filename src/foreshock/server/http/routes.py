@@ -159,15 +159,12 @@ async def get_catalog(_: Reader) -> Catalog:
 @router.patch("/v1/runs/{run:path}", response_model=RunDetail)
 async def patch_run(request: Request, caller: Actor, run: str, description: Description) -> RunDetail:
     """Give a run a display name, tags and notes. Agents, alerts and addresses still use the run's own name."""
-    state = request.app.state
 
     def describe(connection: Connection) -> RunDetail:
         listing.describe(connection, run, f"{description.who} ({caller.name})", description)
-        return run_detail(connection, listing.find_run(connection, run), state.settings.verify_steps)
+        return run_detail(connection, find_run(connection, run), _verify_steps(request))
 
-    found: RunDetail = await state.store.write(describe)
-    state.broadcaster.wake()
-    return found
+    return await _write(request, describe)
 
 
 @router.delete("/v1/runs/{run:path}", status_code=204)
@@ -192,6 +189,13 @@ def _store(request: Request) -> Store:
 def _verify_steps(request: Request) -> int:
     settings: Settings = request.app.state.settings
     return settings.verify_steps
+
+
+async def _write(request: Request, change: Work[T]) -> T:
+    """Change the store, and let those who listen know."""
+    found = await _store(request).write(change)
+    request.app.state.broadcaster.wake()
+    return found
 
 
 def _json(written: bytes) -> Response:
@@ -234,10 +238,10 @@ async def get_runs(
     ] = None,
 ) -> Response:
     """Runs, the most recent first."""
-    steps, known, prefix = _verify_steps(request), request.app.state.known_runs, caller.run_prefix
+    known, steps = request.app.state.known_runs, _verify_steps(request)
 
     def read(connection: Connection) -> bytes:
-        found = list_runs(connection, known, prefix, search, cursor, limit, steps)
+        found = list_runs(connection, known, caller.run_prefix, search, cursor, limit, steps)
         return found.model_dump_json().encode()
 
     return _json(await _read_in_turn(request, read))
@@ -329,7 +333,6 @@ async def get_resume_plan(request: Request, _: Reader, run: str) -> ResumePlan:
 @router.post("/v1/runs/{run:path}/acknowledge")
 async def post_acknowledge(request: Request, caller: Actor, run: str, care: Acknowledgement) -> Incident:
     """Acknowledge an incident, until it closes."""
-    state = request.app.state
     who, steps = f"{care.who} ({caller.name})", _verify_steps(request)
 
     def write(connection: Connection) -> Incident:
@@ -337,9 +340,7 @@ async def post_acknowledge(request: Request, caller: Actor, run: str, care: Ackn
         lock_runs(connection, [run_id])
         return acknowledge(connection, (run_id, run), care.incident, who, care.reason, steps)
 
-    found: Incident = await state.store.write(write)
-    state.broadcaster.wake()
-    return found
+    return await _write(request, write)
 
 
 @router.get("/v1/runs/{run:path}/commands")
@@ -366,18 +367,15 @@ async def post_command(
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
 ) -> CommandStatus:
     """Order a switch. A request repeated with the same Idempotency-Key answers 200 with the first command."""
-    state = request.app.state
-    expiry = state.settings.command_expiry_seconds
+    expiry = request.app.state.settings.command_expiry_seconds
 
-    def write(connection: Connection) -> tuple[CommandStatus, bool]:
+    def write(connection: Connection) -> CommandStatus:
         command_id, new = commands.create_from_request(connection, run, order, caller.name, idempotency_key, expiry)
+        response.status_code = 201 if new else 200
         [status] = commands.status(connection, None, command_id, 1)
-        return status, new
+        return status
 
-    status, new = await _store(request).write(write)
-    response.status_code = 201 if new else 200
-    state.broadcaster.wake()
-    return status
+    return await _write(request, write)
 
 
 @router.get("/v1/runs/{run:path}", response_model=RunDetail)
@@ -428,9 +426,7 @@ async def _act(
         ids = act(connection, command, f"{decision.who} ({caller.name})", decision.reason, expiry=expiry)
         return [status for one in ids for status in commands.status(connection, None, one, 1)]
 
-    found = await _store(request).write(write)
-    request.app.state.broadcaster.wake()
-    return found
+    return await _write(request, write)
 
 
 @router.get("/v1/audit")
