@@ -121,7 +121,8 @@ def test_a_head_that_settles_is_told_again_with_no_harm_in_sight_before_it_is_qu
     _, told = play(settles, until=9000, bias=0.6)
     assert raised(told) == [HEADS[SICK]]
     assert told[0].harm_in_sight
-    last, cleared = told[-2:]
+    earlier, last, cleared = told[-3:]
+    assert last.step == earlier.step + DetectorConfig.update_steps, "in the first block in which it is due"
     assert (last.state, last.harm_in_sight, last.forecast_steps) == ("updated", False, None)
     assert "Its growth slows down: on this course its largest |score| stays below 512." in last.sentence
     assert cleared.state == "cleared"
@@ -175,3 +176,29 @@ def test_a_verdict_is_latched_until_the_head_was_quiet_and_the_head_may_warn_aga
     assert updates
     assert all(v.sentence.endswith(since) for v in updates), "a reader can join what drifts and what is quiet"
     assert detectors.risk[SICK] == 1.0
+
+
+def test_a_head_that_is_warned_about_has_the_highest_risk_also_while_it_meets_no_condition() -> None:
+    detectors, told = play(lambda step: explosion(min(step, 6000)), until=8000, bias=0.6)
+    assert raised(told) == [HEADS[SICK]]
+    assert detectors.active
+    assert detectors.warning_ratios[:, SICK].max() < 1.0
+    assert detectors.risk[SICK] == 1.0
+
+
+def test_a_head_whose_mode_changes_is_not_supported_from_that_sample_on() -> None:
+    detectors, _ = play(line, until=5000, bias=0.6)
+    assert detectors.supported[SICK]
+    detectors.update(reading(5010, line, since_step=5000, bias=0.6, mode=Mode.EXACT_DELTA))
+    assert detectors.run.past.open_steps == 10, "no block was closed"
+    assert not detectors.supported.any()
+
+
+def test_rounding_is_critical_from_a_score_of_256_and_stays_the_cause_of_values_that_are_not_finite() -> None:
+    detectors, told = play(explosion, until=9700, bias=0.6)
+    assert {verdict.cause for verdict in told} == {"rounding"}
+    assert {verdict.evidence["score"] >= 256 for verdict in told} == {True, False}
+    assert all((verdict.severity == "critical") == (verdict.evidence["score"] >= 256) for verdict in told)
+    rows = np.where(np.arange(N) == SICK, 3.0, 0.0)
+    of_run, broken = detectors.update(reading(9710, since_step=9700, nonfinite_rows=rows, mode=Mode.EXACT_DELTA))
+    assert (of_run.cause, broken.cause, broken.signal) == ("other", "rounding", "nonfinite")

@@ -275,6 +275,32 @@ def test_gradients_that_overflow_beside_a_finite_loss_are_what_a_gradscaler_skip
     assert told[0].evidence["suspect_step"] == 1, "of the first of them"
 
 
+def test_what_a_gradscaler_loses_while_it_searches_for_its_scale_does_not_count_later() -> None:
+    detectors, told = Detectors(HEADS), []
+    for step in range(1, 101):
+        norm = math.inf if step <= 20 or step == 65 else 1.0
+        told += detectors.update(reading(step, since_step=step - 1, grad_norm=norm))
+    assert told == []
+
+
+def test_updates_that_are_lost_between_samples_are_counted() -> None:
+    detectors, told = Detectors(HEADS), []
+    for step in range(10, 61, 10):
+        told += detectors.update(reading(step, since_step=step - 10, grad_norm=math.inf, lost_steps=10))
+    assert [verdict.step for verdict in told] == [60]
+    assert told[0].sentence.startswith("60 of 60 updates were lost")
+
+
+def test_a_first_sample_that_is_broken_suspects_the_first_step_and_not_what_its_losses_show() -> None:
+    [told] = Detectors(HEADS).update(reading(EVERY, loss=math.nan, suspect_step=17))
+    assert told.evidence["suspect_step"] == 1
+
+
+def test_a_gradient_norm_that_is_not_finite_is_critical_at_once_if_no_loss_was_given() -> None:
+    [told] = Detectors(HEADS).update(reading(EVERY, loss=None, grad_norm=math.nan))
+    assert told.severity == "critical"
+
+
 def test_the_loss_after_an_overflow_tells_whether_it_was_skipped() -> None:
     for loss, alarmed in ((2.0, False), (math.nan, True)):
         detectors = Detectors(HEADS)
