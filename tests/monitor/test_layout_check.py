@@ -285,6 +285,19 @@ def test_a_projection_that_is_replaced_after_attach_is_found_again() -> None:
     torch.testing.assert_close(measured, true_norms(module, separate)["query_norm"], rtol=0.03, atol=0)
 
 
+@pytest.mark.promise("A25")
+def test_a_report_after_the_end_puts_nothing_into_projections_that_were_replaced_since() -> None:
+    module = LAYOUTS["separate"]()
+    with attach(module, **EVERY) as agent:
+        agent.step(module(torch.randn(2, 7, WIDTH)).mean().detach())
+    before = agent.report()
+    for name in ("q_proj", "k_proj"):
+        module.set_submodule(name, nn.Linear(WIDTH, WIDTH))
+    names = set(vars(nn.Linear(1, 1)))
+    assert agent.report() == before
+    assert all(vars(each).keys() == names and not each._forward_hooks for each in module.children())
+
+
 FIRST = np.array([True, False, True, False])
 
 

@@ -160,6 +160,7 @@ class LayoutCheck:
         """`found`: what names show, or why they show nothing; then `owner` may hold the names of latent attention."""
         self._owner, self._heads = found.owner if isinstance(found, Projection) else owner, heads
         self._undo: Final = ExitStack()
+        self._started = False
         self.gone = False
         """The layer's module is no part of the model any more: another may be in its place."""
         self._propose(found)
@@ -186,6 +187,7 @@ class LayoutCheck:
 
     def start(self) -> None:
         """Put hooks on the projections."""
+        self._started = True
         for noted in self._noted:
             other = vars(noted.holder).get(LAYOUT_ATTRIBUTE)
             if isinstance(other, _Noted) and other.holder is noted.holder:  # else it is a copy's
@@ -203,7 +205,8 @@ class LayoutCheck:
         self._tries, self._why, self._proved = 0, why, None
 
     def stop(self) -> None:
-        """Take the hooks out again."""
+        """Take the hooks out again; what the model is made of from then on is not looked at."""
+        self._started = False
         self._undo.close()
 
     @property
@@ -257,7 +260,8 @@ class LayoutCheck:
         """Where the weights lie now, by what calls have shown."""
         if self.gone:
             return None
-        if self._owner is not None and self._now() != self._state:  # replaced, wrapped or given adapters since
+        # replaced, wrapped or given adapters since
+        if self._started and self._owner is not None and self._now() != self._state:
             self.stop()
             was = self._found
             found = was and find_projection(self._owner, self._heads, len(was.key.starts), was.query.head_dim)
