@@ -7,6 +7,7 @@ has (levels.py).
 
 import math
 from collections.abc import Container, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -110,7 +111,8 @@ class Detectors:
         """Compute the heads that trip now, after a block of so many steps, with their signal."""
         ratios, conditions = self.run.warning_ratios, self._conditions
         sparse = steps >= self.config.persist_blocks * self.config.block_steps
-        ratios[:-1] = ratios[1:]
+        for older, newer in pairwise(ratios):
+            older[:] = newer
         ratios[slice(None) if sparse else -1] = conditions.ratios
         for head in conditions.urgent.tolist():
             score = ratios[:, HeadSignal.SCORE, head]

@@ -190,7 +190,9 @@ class HeadPasts:
 
 def _opened(heads: int) -> Floats:
     """Of a block that has seen nothing."""
-    return np.repeat([[0.0], [np.nan]], heads, axis=1)
+    values = np.zeros((len(HeadSignal), heads))
+    values[HeadSignal.SCORE] = np.nan
+    return values
 
 
 def _mean(blocks: Sequence[Block]) -> Floats:

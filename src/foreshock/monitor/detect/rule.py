@@ -99,8 +99,8 @@ class WarningConditions(NamedTuple):
         np.fmax(ratios, 0.0, out=ratios)
 
         at = np.flatnonzero((moved > 0) & ~spread)
-        before, middle, now = (part[HeadSignal.OFFSET, at] for part in (growth.start, growth.middle, growth.end))
-        moved = moved[at]
+        before, middle, now = (part[HeadSignal.OFFSET].take(at) for part in (growth.start, growth.middle, growth.end))
+        moved = moved.take(at)
         far, first = np.abs(now), np.copysign(1.0, now) * (middle - before)  # a jump has no older half
         # Heads that may drift soon are tested too, or each would be the only one when it begins to.
         tested = (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
@@ -111,10 +111,12 @@ class WarningConditions(NamedTuple):
         drifting = np.minimum(np.minimum(far / config.offset_level, moved / config.offset_change), grown)
         drift[at] = drifting if growth.held >= config.earliest_steps else 0.0
         # Where scores were dangerous before, rounding follows from them.
-        capital[at] = won[at] * rounds[at] * ~(score_before[at] >= DANGEROUS_SCORE)
+        tests = rounds.take(at) & ~(score_before.take(at) >= DANGEROUS_SCORE)
+        capital[at] = won.take(at) * tests.astype(np.float64)
         steep = np.minimum(far / config.steep_offset, factor / config.steep_growth)
         bare = np.fmax(far / config.bare_offset, np.minimum(steep, first / config.offset_change))
-        ratios[HeadSignal.OFFSET, at] = np.minimum(drift[at], np.maximum(np.minimum(capital[at] / asked, 1.0), bare))
+        shown = np.minimum(capital.take(at) / asked, 1.0)
+        ratios[HeadSignal.OFFSET][at] = np.minimum(drift.take(at), np.maximum(shown, bare))
 
         supported, undecided, urgent = np.zeros_like(rounds), False, np.zeros(0, dtype=np.int64)
         known: dict[int, float] = {}
