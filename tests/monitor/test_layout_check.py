@@ -298,6 +298,14 @@ def test_a_report_after_the_end_puts_nothing_into_projections_that_were_replaced
     assert all(vars(each).keys() == names and not each._forward_hooks for each in module.children())
 
 
+@pytest.mark.promise("A15")
+def test_a_call_whose_numbers_cannot_be_read_is_named_by_the_report_and_raises_nothing() -> None:
+    with attach(LAYOUTS["separate"](), **EVERY) as agent:
+        (layout,) = agent._attached.layouts
+        layout._given = [torch.empty(4, HEADS, DIM, device="meta")] * 3
+        assert "norms are not measured: its layout could not be looked at: NotImplementedError" in agent.report()
+
+
 FIRST = np.array([True, False, True, False])
 
 

@@ -204,6 +204,9 @@ class LayoutCheck:
         """No call shows anything, for this reason."""
         self._tries, self._why, self._proved = 0, why, None
 
+    def _refuse_after(self, error: Exception) -> None:
+        self.refuse(f"its layout could not be looked at: {type(error).__name__}: {str(error)[:100]}")
+
     def stop(self) -> None:
         """Take the hooks out again; what the model is made of from then on is not looked at."""
         self._started = False
@@ -235,7 +238,7 @@ class LayoutCheck:
                 elif all(x.numel() and not x.is_nested for x in given):
                     self._given = [_corners(x, 3) for x in given]
             except Exception as error:
-                self.refuse(f"its layout could not be looked at: {type(error).__name__}: {str(error)[:100]}")
+                self._refuse_after(error)
 
     # ---- at a step boundary ---------------------------------------------------------------------------------------
 
@@ -274,6 +277,8 @@ class LayoutCheck:
                 pass  # another call may show it
             except ValueError as error:
                 self._tries, self._why = self._tries - 1, str(error)
+            except RuntimeError as error:  # of a device, or since a CUDA graph wrote over what it gave
+                self._refuse_after(error)
         return self._proved
 
     def _now(self) -> list[tuple[Any, ...]]:
