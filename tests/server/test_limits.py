@@ -82,17 +82,18 @@ def test_a_body_that_announces_no_length_counts_as_the_largest() -> None:
 @given(
     callers=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 120), st.booleans()), max_size=30),
     requests=st.integers(1, 24),
+    most=st.sampled_from([50, 100]),
 )
 def test_whatever_is_refused_or_ends_leaves_every_caller_its_whole_share(
-    callers: list[tuple[str, int, bool]], requests: int
+    callers: list[tuple[str, int, bool]], requests: int, most: int
 ) -> None:
-    shares = ConcurrencyLimit(requests, body_bytes=100, max_bytes=80)
+    shares = ConcurrencyLimit(requests, body_bytes=most, max_bytes=80)
     with ExitStack() as under_way:
         held: dict[str, list[int]] = {}
         for who, size, known in callers:
             mine, counted = held.setdefault(who if known else "strangers", []), min(size, 80)
             full = len(mine) >= max(1, requests // (2 if known else 4))
-            fits = not full and not (counted and sum(mine) and sum(mine) + counted > 100)
+            fits = not full and not (counted and sum(mine) and sum(mine) + counted > most)
             try:
                 under_way.enter_context(shares.take(who, body(size), known=known))
                 mine.append(counted)

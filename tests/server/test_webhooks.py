@@ -151,6 +151,16 @@ async def test_an_alert_acts_once_for_the_same_heads_and_again_for_a_head_that_j
     assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
 
 
+async def test_a_proposal_that_a_person_rejected_begins_no_cool_down(service: Any) -> None:
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy="approve"), rank.sample(1), rank.verdict(1, head=0))
+    assert await alert(service, delivery()) == "proposed"
+    [proposal] = await commands_of(service)
+    await service.client.post(f"/v1/commands/{proposal['id']}/reject", json={"who": "ann", "reason": "bad data"})
+    await service.store(rank, rank.verdict(2, head=1, name="joined"))
+    assert await alert(service, delivery()) == "proposed"
+
+
 async def test_a_head_that_another_mode_has_cured_is_not_switched_again(service: Any) -> None:
     rank = FakeRank()
     await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1))
