@@ -107,6 +107,8 @@ def tensors(style: str, shape: tuple[int, int, int, int, int, int], seed: int = 
     if style == "offset":  # keys share a component, so that scores are large and tie when rounded
         made[1] += 6.0
         made[0] += 3.0
+    if style == "below zero":  # every row's largest score too
+        made[0], made[1] = made[0].abs(), -made[1].abs()
     return [x.bfloat16() for x in made]
 
 
@@ -134,7 +136,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("style", ["gaussian", "lattice", "offset"])
+@pytest.mark.parametrize("style", ["gaussian", "lattice", "offset", "below zero"])
 @pytest.mark.parametrize("numerics", ["kernel", "paper", "float32", "float64"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_statistic_equals_a_float64_loop(name: str, numerics: str, style: str) -> None:
