@@ -296,6 +296,13 @@ def test_a_first_sample_that_is_broken_suspects_the_first_step_and_not_what_its_
     assert told.evidence["suspect_step"] == 1
 
 
+def test_how_many_heads_are_not_finite_is_the_most_of_any_sample() -> None:
+    detectors = Detectors(HEADS)
+    told = detectors.update(reading(EVERY, nonfinite_rows=np.where(np.arange(N) < 3, 1.0, 0.0)))
+    told += detectors.update(reading(2 * EVERY, loss=math.nan, nonfinite_rows=np.where(np.arange(N) < 1, 1.0, 0.0)))
+    assert [f"3 of {N} heads have such rows." in verdict.sentence for verdict in told] == [True, True]
+
+
 def test_a_gradient_norm_that_is_not_finite_is_critical_at_once_if_no_loss_was_given() -> None:
     [told] = Detectors(HEADS).update(reading(EVERY, loss=None, grad_norm=math.nan))
     assert told.severity == "critical"
