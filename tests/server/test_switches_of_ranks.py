@@ -85,6 +85,20 @@ async def test_what_no_standing_warning_of_the_rank_calls_for_is_at_most_propose
     assert set(await states(service)) <= {"proposed", "applied"}
 
 
+async def test_a_rank_orders_nothing_on_the_warning_of_another_and_nothing_for_heads_that_it_does_not_hold(
+    service: Any,
+) -> None:
+    first, second, other = (FakeRank(rank=number, heads=(0, 1, 2) if number < 2 else (3, 4)) for number in range(3))
+    await start(service, first, second, other)
+    await service.store(second, second.verdict(20))
+    await service.store(first, local())
+    assert await delivered(service, first, second) == []
+    foreign = local(name="local-2", heads=((0, 3),), verdict="w-3")
+    await service.store(first, first.verdict(21, head=3, name="w-3"), foreign)
+    assert await delivered(service, other) == []
+    assert await states(service) == ["proposed"]
+
+
 async def test_hundreds_of_switches_in_one_batch_are_one_order_and_take_few_queries(service: Any) -> None:
     heads: list[HeadRef] = [(layer, head) for layer in range(2) for head in range(3)]
     names = [f"w-{layer}-{head}" for layer, head in heads]
