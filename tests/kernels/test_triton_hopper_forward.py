@@ -72,7 +72,8 @@ def by_triton(inputs: Inputs, spec: AttentionSpec, modes: Tensor | None = None) 
     rows = torch.empty(query.shape[:-1], device="cuda")
     outputs = Forward(torch.empty_like(query), torch.empty_like(query), *(torch.empty_like(rows) for _ in range(3)))
     config = configs(call.capability, call.block_d, call.mean_keys).forward
-    forward.launch_forward(call, config, (query, key, value), outputs, given)
+    for shifted in (False, True) if modes is not None else (False,):
+        forward.launch_forward(call, config, (query, key, value), outputs, given, shifted=shifted)
     return outputs
 
 

@@ -87,7 +87,10 @@ class OutputSums:
             self._running.append(place)
             if count < len(self._each):
                 rows = out[..., (out.shape[-2] - 1) % 4 :: 4, 0]
-                torch.sum(rows, dim=tuple(range(rows.dim())), dtype=torch.float32, out=self._each[count])
+                # In two parts: PyTorch adds up strided numbers to one in a single block of threads. For GPT-2 small it
+                # took 62 us a layer on an H100, most of what a step without a sample costs.
+                parts = rows.sum(-1, dtype=torch.float32)
+                torch.sum(parts, dim=tuple(range(parts.dim())), out=self._each[count])
 
     def end(self, step: int) -> None:
         """The running step is over, and was `step`."""
