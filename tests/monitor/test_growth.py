@@ -130,3 +130,4 @@ def test_a_past_that_was_set_back_goes_on_as_one_that_never_went_further() -> No
     np.testing.assert_allclose(found.start[0], wanted.start[0], atol=600)  # the ring had written over the oldest ones
     np.testing.assert_array_equal(found.end, wanted.end)
     assert found.held == wanted.held
+    assert len(straight.blocks) == straight.most
