@@ -265,7 +265,8 @@ def test_at_the_defaults_a_probe_takes_a_twentieth_of_the_products_of_a_step_at_
     with attach(model, run="cost", attention="keep", quiet=True, strict=True) as agent:
         agent._attached.sampling.gradients = False
         flops, written = step(model, ids)
-    assert (other_flops, other_written - plain_written) == (plain_flops, 1)  # of its one layer
+    # Of each head of its one layer the sum of some numbers of the output, and their sum.
+    assert (other_flops, other_written - plain_written) == (plain_flops, rows * heads + 1)
     mean_flops = flops - plain_flops + (compared_flops - flops) / GRADIENTS_EVERY
     assert 0 < mean_flops <= SHARE * every * plain_flops
     measured = min(rows * length, AgentConfig().probe_rows)

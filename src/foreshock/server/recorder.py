@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, bindparam, literal_column, select, update
+from sqlalchemy import Connection, Row, bindparam, case, literal_column, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from foreshock.contract.wire import (
@@ -118,11 +118,18 @@ _MERGE_BOOTS = Many(
     ["row_id"],
 )
 _WRITE_SAMPLES = Many(samples.insert(), [column.name for column in samples.c if column is not samples.c.id])
+_AHEAD_SECONDS = 7200.0
+"""What a run was heard of later than now is another replica's clock, or one that was set back by an hour, as for the
+summer; beyond that, a clock that was wrong."""
+_HEARD_LATER = runs.c.last_seen.between(bindparam("now"), bindparam("soon"))
 _SEE_RUNS = Many(
     update(runs)
     .where(runs.c.id == bindparam("own"))
-    .values(last_seen=bindparam("now"), changes=runs.c.changes + literal_column("1")),
-    ["own", "now"],
+    .values(
+        last_seen=case((_HEARD_LATER, runs.c.last_seen), else_=bindparam("now")),
+        changes=runs.c.changes + literal_column("1"),
+    ),
+    ["own", "now", "soon"],
 )
 """Made once: to put a statement together takes longer than to execute it."""
 _REMEMBERED = 4096
@@ -171,7 +178,8 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
     _write_events(connection, done, brought, now)
     record_shared_ranks(connection, [start for start, _ in brought if start.id in living], now)
     merge_warnings(connection, brought)
-    _SEE_RUNS.execute(connection, [{"own": run, "now": now} for run in sorted({start.run_id for start, _ in brought})])
+    seen = {"now": now, "soon": now + _AHEAD_SECONDS}
+    _SEE_RUNS.execute(connection, [{"own": run, **seen} for run in sorted({start.run_id for start, _ in brought})])
     return done
 
 
