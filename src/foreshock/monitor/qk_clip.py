@@ -34,7 +34,6 @@ from foreshock.monitor.model.discovery import listed
 from foreshock.monitor.model.layers import (
     HeadRows,
     Projection,
-    computes_otherwise,
     is_conv1d,
     is_wrapped,
     local_tensor,
@@ -251,9 +250,6 @@ def _why_refused(projection: Projection | str, device: torch.device) -> str | No
     if isinstance(projection, str):
         return projection
     for side in projection.sides:
-        if computes_otherwise(side.holder):
-            kind = type(side.holder).__name__
-            return f"its scores do not follow from its weights: {kind} has a forward of its own"
         weight = stored(side.holder, side.weight)
         if not isinstance(weight, nn.Parameter):
             return "its weight is computed from others"

@@ -1,7 +1,7 @@
 """What one caller may take at most: batches and attempts a second, requests and bytes at once.
 
-A request must come whole within a deadline. All else that strangers can do with connections is left to the proxy
-(docs/secure.md).
+A request must come whole within a deadline, after the answer to the one before. All else that strangers can do with
+connections is left to the proxy (docs/secure.md).
 """
 
 import asyncio
@@ -170,6 +170,10 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        if self.cycle is not None and not self.cycle.response_complete:  # it did not wait for the answer before
+            self.cycle.disconnected = True
+            self.transport.abort()
+            return
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

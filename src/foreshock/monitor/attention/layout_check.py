@@ -26,6 +26,8 @@ from foreshock.monitor.model.layers import (
     NOT_FOUND,
     HeadRows,
     Projection,
+    change_by_weight,
+    computes_otherwise,
     find_projection,
     has_adapters,
     latent_children,
@@ -136,6 +138,8 @@ _TRIES: Final = 3
 _NORMALISED: Final = "its queries and keys are normalised, so its weights alone do not bound its scores"
 _HOOK_ID: Final = -1
 """The same in every module, as for watched modules (interception.py)."""
+_ALLOWED: Final = 2.0**-6
+"""Relative difference of outputs that passes for rounding: twice the precision of bfloat16."""
 
 
 class _Noted:
@@ -145,6 +149,8 @@ class _Noted:
         self.name, self.holder, self.check = name, holder, check
         self.outputs: Tensor | None = None
         """The corners of the last call, [4, C]."""
+        self.change: tuple[Tensor, Tensor] | None = None
+        """As change_by_weight, of a projection with a forward of its own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is not watched
@@ -308,6 +314,12 @@ class LayoutCheck:
             sizes = len(found.query.starts), len(found.key.starts), found.query.head_dim
             proposed = [found, *(each for each in projections(owner, *sizes) if each != found)]
         placed, keys_are_values = confirmed(call, proposed)
+        for each in self._noted:
+            if computes_otherwise(each.holder):
+                changes = each.change
+                if changes is None or not bool((changes[0] - changes[1]).norm() <= _ALLOWED * changes[1].norm()):
+                    kind = type(each.holder).__name__
+                    self._unscalable = f"its scores do not follow from its weights: {kind} has a forward of its own"
         if keys_are_values:
             self._unscalable = "its keys are values as well"
         return placed
@@ -326,6 +338,9 @@ def _note(module: nn.Module, args: Any, output: Any) -> None:
         own = noted.holder is module and noted.check.open
         if transformed or not own or type(output) is not Tensor or not output.numel():
             return
+        if args and computes_otherwise(module):  # then it is compared with its weight
+            with torch.no_grad():
+                noted.change = change_by_weight(module, args[0], output)
     noted.outputs = _corners(output, 2)
 
 

@@ -104,6 +104,18 @@ def computes_otherwise(module: nn.Module) -> bool:
     return own not in (nn.Linear.forward, nn.MultiheadAttention.forward) and not is_conv1d(module)
 
 
+def change_by_weight(module: nn.Module, inputs: Any, outputs: Tensor) -> tuple[Tensor, Tensor] | None:
+    """How much the outputs [..., out] of the first and the last token differ, and how much they should by the weight,
+    each [out]; None where inputs [..., in] or weight are not to be had."""
+    weight = stored(module)
+    known = isinstance(weight, Tensor) and type(inputs) is Tensor and not is_sharded(weight) and not is_wrapped(weight)
+    if not known or inputs.shape[:-1] != outputs.shape[:-1] or weight.shape != (outputs.shape[-1], inputs.shape[-1]):
+        return None
+    given, change = (x.detach().flatten(0, -2)[[0, -1]].float().diff(dim=0)[0] for x in (inputs, outputs))
+    with torch.autocast(given.device.type, enabled=False):
+        return change, weight.detach().float() @ given
+
+
 def has_adapters(module: object) -> bool:
     """Whether the projection has low-rank adapters, as those of peft, torchtune, loralib and most hand-made ones."""
     return hasattr(module, "lora_A") or hasattr(module, "lora_a")
