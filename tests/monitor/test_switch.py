@@ -571,3 +571,15 @@ def test_each_call_of_the_kernels_knows_the_modes_that_the_host_wrote_for_its_la
             train(agent, running, 1)
             forwards = [("attention_forward", one) for one in known]
             assert seen == [*forwards, *(("attention_backward", one) for _, one in reversed(forwards))]
+
+
+def test_a_switch_between_a_compiled_forward_and_its_backward_breaks_no_training() -> None:
+    model = tiny_gpt(CausalSelfAttention(16, 2), CausalSelfAttention(16, 2))
+    running: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with attach(model, **{**EVERY_STEP, "attention": "kernels"}) as agent:
+        train(agent, running, 1)
+        loss = running(torch.arange(24).view(2, 12)).square().mean()
+        agent.set_mode([(1, 0)], "row_corrected", "a test")
+        agent.step()
+        loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())

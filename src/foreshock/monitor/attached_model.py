@@ -319,7 +319,7 @@ class AttachedModel:
         first = 0
         for layer in self.watched:
             last = first + len(layer.modes)
-            note_modes(layer.modes, modes[first:last])
+            note_modes(layer.modes, modes[first:last], written=self.modes)
             first = last
 
     def _leave_masks_out(self, *, serving: bool) -> None:

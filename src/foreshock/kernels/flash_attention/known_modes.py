@@ -29,10 +29,11 @@ _UNKNOWN: Final = Known(all_corrected=False, some_corrected=True, some_shifted=T
 _PLAIN: Final = Known(all_corrected=False, some_corrected=False, some_shifted=False)
 
 
-def note_modes(modes: Tensor, flags: Iterable[int]) -> None:
+def note_modes(modes: Tensor, flags: Iterable[int], *, written: Tensor | None = None) -> None:
     """Note that `modes` holds these `flags`, for launches from here on: whoever writes them calls this each time.
 
-    It is known as long as `modes` is alive, also of tensors that share its memory, as a compiled graph's do.
+    It is known as long as `modes` is alive, also of tensors that share its memory, as a compiled graph's do. written:
+    the tensor through which `modes` is written, where that is another one with a version of its own.
     """
     numbers = [int(flag) for flag in flags]
     corrected = [bool(number & Mode.ROW_CORRECTED) for number in numbers]
@@ -43,11 +44,12 @@ def note_modes(modes: Tensor, flags: Iterable[int]) -> None:
         if address in _NOTED and _NOTED[address][0] is owner:
             del _NOTED[address]
 
-    _NOTED[address] = weakref.ref(modes, forget), modes._version, known
+    through = modes if written is None else written
+    _NOTED[address] = weakref.ref(modes, forget), weakref.ref(through), through._version, known
 
 
-_NOTED: Final[dict[int, tuple[weakref.ref[Tensor], int, Known]]] = {}
-"""By the address of the modes: the tensor that was noted, its version then, and what is known."""
+_NOTED: Final[dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], int, Known]]] = {}
+"""By the address of the modes: the tensor that was noted, the one that is written, its version then, what is known."""
 
 
 def known_modes(modes: Tensor | None) -> Known:
@@ -60,8 +62,8 @@ def known_modes(modes: Tensor | None) -> Known:
     noted = _NOTED.get(modes.data_ptr())
     if noted is None:
         return _UNKNOWN
-    owner, version, known = noted[0](), *noted[1:]
-    if owner is None or owner._version != version or owner.shape != modes.shape:
+    owner, written, version, known = noted[0](), noted[1](), *noted[2:]
+    if owner is None or written is None or written._version != version or owner.shape != modes.shape:
         return _UNKNOWN
     if modes.is_cuda and torch.cuda.is_current_stream_capturing():
         return _UNKNOWN._replace(all_corrected=known.all_corrected)

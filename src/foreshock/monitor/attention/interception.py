@@ -387,7 +387,7 @@ _REBOUND: Final[tuple[tuple[Any, Any], ...]] = (
     (_original_non_reentrant, _non_reentrant),
     (_original_reentrant, _Reentrant),
 )
-_OURS: Final = tuple(ours for _, ours in _REBOUND)
+_OURS: Final = tuple(ours for _, ours in _REBOUND if ours is not None)  # None where PyTorch has no such function
 
 
 class SdpaRebinding:

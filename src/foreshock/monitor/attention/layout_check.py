@@ -255,7 +255,8 @@ class LayoutCheck:
 
     def scalable(self) -> Projection | str:
         """What QK-Clip may scale now, or why it may not."""
-        return self._unscalable or self.locate() or self._why or "no call has shown yet which rows are which head's"
+        found = self.locate()  # which may find why it is not
+        return self._unscalable or found or self._why or "no call has shown yet which rows are which head's"
 
     def describe(self) -> str:
         """Where the weights lie, as far as calls have shown it, or why their norms are not measured."""

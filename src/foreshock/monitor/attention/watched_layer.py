@@ -141,7 +141,7 @@ class WatchedLayer:
     def __post_init__(self) -> None:
         # .data: a version of its own. Views of one buffer share theirs, so that one layer's backward would make
         # autograd refuse what the graph of another layer, compiled by itself, has saved.
-        self.state = self.state.data
+        self.state, self.modes = self.state.data, self.modes.data
         self.rounds = self.numerics not in _EXACT
         self.sample_counter = None if self.sample_counter is None else self.sample_counter.data
         self.largest = None if self.largest is None else self.largest.data
