@@ -1,5 +1,6 @@
 """The Python client, against a real service in its own process."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +172,27 @@ def test_an_address_that_is_not_foreshock_is_a_sentence(reply: httpx.Response, s
         pytest.raises(ServiceError, match=sentence),
     ):
         client.run("r")
+
+
+@pytest.mark.promise("A28")
+def test_cookies_and_redirects_of_an_answer_change_nothing_and_no_request_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    heads = []
+
+    def answered(request: httpx.Request) -> httpx.Response:
+        heads.append(len(request.headers.raw))
+        moved = {"set-cookie": "a=b", "location": "http://xn--a/"}
+        return httpx.Response(302 if len(heads) == 3 else 200, headers=moved, json={"runs": [], "next_cursor": None})
+
+    with Service("http://127.0.0.1:1", transport=httpx.MockTransport(answered)) as client:
+        for _ in range(2):
+            assert list(client.runs()) == []
+        with pytest.raises(ServiceError, match="answered 302"):
+            list(client.runs())
+    assert len(set(heads)) == 1
+    assert caplog.records == []
 
 
 @pytest.mark.promise("A27")

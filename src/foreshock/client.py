@@ -365,6 +365,23 @@ def given_token(token: str | None, file: str | Path | None) -> str | None:
     return token or (token_in(Path(file)).get_secret_value() if file else None)
 
 
+class _Connections(httpx.Client):
+    """httpx's client without what it does besides: no cookie is kept, no redirect is read, no request is logged."""
+
+    def __init__(self, transport: httpx.BaseTransport, **options: Any) -> None:
+        super().__init__(transport=transport, trust_env=False, **options)
+        self._direct = transport
+
+    def send(self, request: httpx.Request, **_: Any) -> httpx.Response:
+        reply = self._direct.handle_request(request)
+        reply.request = request
+        try:
+            reply.read()
+        finally:
+            reply.close()
+        return reply
+
+
 def http_client(
     url: str, token: str | None, timeout_seconds: float, transport: httpx.BaseTransport | None = None
 ) -> httpx.Client:
@@ -380,7 +397,7 @@ def http_client(
         transport = transport or transport_to(url)
     except (ValueError, OSError) as error:
         raise ServiceError(str(error)) from None
-    return httpx.Client(base_url=url, headers=headers, timeout=timeout_seconds, transport=transport, trust_env=False)
+    return _Connections(transport, base_url=url, headers=headers, timeout=timeout_seconds)
 
 
 def _user() -> str:

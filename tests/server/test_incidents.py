@@ -4,10 +4,11 @@ import re
 from typing import Any
 
 import pytest
-from tests.server.orders import local, start
+from tests.server.orders import ORDER, local, start
 from tests.server.test_notifier import Out, notifier_of
 from tests.server.test_webhooks import alert, delivery
 
+from foreshock.contract.modes import parse_mode
 from foreshock.contract.wire import Checkpoint, Verdict
 from foreshock.server.testing import FakeRank
 
@@ -221,3 +222,19 @@ async def test_checkpoints_of_steps_that_a_resumed_run_makes_again_are_left_out(
     again = FakeRank(boot="b2")
     await service.store(again, again.started(step=20, policy="observe"), again.sample(25))
     assert [one["step"] for one in (await service.get(PLAN))["checkpoints"]] == [10]
+
+
+async def test_the_log_tells_of_a_switch_that_two_ranks_made_in_different_steps(service: Any) -> None:
+    ranks = FakeRank(rank=0), FakeRank(rank=1)
+    await start(service, *ranks, policy="approve")
+    for rank in ranks:
+        await service.store(rank, rank.sample(90), rank.verdict(90))
+    await service.client.post(f"{RUN}/commands", json=ORDER | {"mode": "row_corrected"})
+    orders = [(await service.store(rank, rank.sample(100))).commands[0] for rank in ranks]
+    switched = int(parse_mode("row_corrected"))
+    await service.store(ranks[0], ranks[0].answer(orders[0], 104), ranks[0].sample(110, mode=switched))
+    await service.store(ranks[1], ranks[1].sample(110), ranks[1].answer(orders[1], 112))
+    for rank in ranks:
+        await service.store(rank, rank.sample(120, mode=switched))
+    told = (await service.get(f"{RUN}/events", kind="incident"))["events"]
+    assert [event["incident"]["state"] for event in reversed(told)] == ["open", "switched"]

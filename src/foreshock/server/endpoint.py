@@ -33,6 +33,7 @@ from foreshock.server.runs.incidents import record_incidents
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, is_away, log_store_error
 
+_SHOWN_SECONDS: Final = 60.0
 _HELD_SECONDS: Final = 1.0
 """What fails after so long has waited for the store: another program holds it, or its server is gone."""
 _EVENTS_AT_ONCE: Final = 1024
@@ -66,6 +67,8 @@ class Writer:
         """By token what waits, none of them empty; whose turn it is comes first."""
         self._woken = asyncio.Event()
         self._closed = False
+        self._switched: dict[int, float] = {}
+        """Runs in which something was switched just now, and until when that is just now."""
 
     def refuse_when_full(self, token: str) -> None:
         """Raises ProblemError 429 when the token's queue is full."""
@@ -163,6 +166,14 @@ class Writer:
             item.done.set_exception(answer)
             item.done.exception()  # the client may be gone; then nobody else asks for it
 
+    def _mode_comes(self, done: Recorded) -> set[int]:
+        """Runs whose samples may show a mode that a rank reported before: a switch is seen when samples have it."""
+        now = time.monotonic()
+        self._switched = {run_id: until for run_id, until in self._switched.items() if until > now}
+        come = {run_id for run_id, _ in done.stepped} & self._switched.keys()
+        self._switched |= {done.run_ids[batch.run]: now + _SHOWN_SECONDS for batch, _ in done.switched}
+        return come
+
     async def _write(self, items: list[_Item]) -> list[Ack]:
         group = [item.batch for item in items]
         arrivals = {
@@ -172,8 +183,8 @@ class Writer:
         def take_in(connection: Connection) -> tuple[Recorded, Orders]:
             done = record(connection, group, arrivals)
             orders = exchange(connection, done.run_ids, done.switched, group)
-            if done.changed:
-                record_incidents(connection, done.changed, self._settings.verify_steps)
+            if changed := done.changed | self._mode_comes(done):
+                record_incidents(connection, changed, self._settings.verify_steps)
             return done, orders
 
         done, orders = await self._store.write(take_in)

@@ -134,6 +134,8 @@ def at_most(size: float, headers: Headers, receive: Receive) -> Receive:
 
 
 _HEAD_BYTES: Final = 65_536
+_FILES: Final = 8192
+"""That are asked for where the hard limit is none."""
 
 
 class Connection(HttpToolsProtocol):
@@ -184,5 +186,6 @@ class Connection(HttpToolsProtocol):
 def raise_open_files() -> None:
     """Let the process open as many files as its hard limit allows: each connection takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if most == resource.RLIM_INFINITY else most  # macOS has no limit here, and allows a number alone
     with suppress(ValueError, OSError):  # some systems allow less than their hard limit says
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

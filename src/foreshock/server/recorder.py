@@ -148,6 +148,8 @@ class Recorded:
     new: list[Batch] = field(default_factory=list)
     run_ids: dict[str, int] = field(default_factory=dict)
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
+    stepped: set[tuple[int, int]] = field(default_factory=set)
+    """(run id, step) of every sample."""
     changed: set[int] = field(default_factory=set)
     """Runs whose incidents may have changed, by a verdict or a switch."""
     unexplained: set[BootKey] = field(default_factory=set)
@@ -170,7 +172,7 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
     if not done.new:
         return done
     _check_heads(connection, brought)
-    _write_samples(connection, brought)
+    done.stepped = _write_samples(connection, brought)
     arrived = {start.id: arrivals[key_of(new[0])] for start, new in brought}
     placed = place(connection, {start.id: start for start, _ in brought}, arrived, now)
     living = {i for i, arrival in arrived.items() if not arrival.replayed}
@@ -254,7 +256,8 @@ def _check_heads(connection: Connection, brought: Brought) -> None:
                         )
 
 
-def _write_samples(connection: Connection, brought: Brought) -> None:
+def _write_samples(connection: Connection, brought: Brought) -> set[tuple[int, int]]:
+    """The (run id, step) of each."""
     rows = [
         {"run_id": start.run_id, "boot_id": start.id, "sequence": batch.sequence, "position": position}
         | pack_sample(event)
@@ -264,6 +267,7 @@ def _write_samples(connection: Connection, brought: Brought) -> None:
     if rows:
         _WRITE_SAMPLES.execute(connection, rows)
         changed_spans(connection, {(row["run_id"], row["step"] // SPAN) for row in rows})
+    return {(row["run_id"], row["step"]) for row in rows}
 
 
 def _merge_boots(

@@ -8,7 +8,7 @@ holds up the other, nor the event loop.
 import asyncio
 import os
 import threading
-from collections import Counter, defaultdict
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -80,13 +80,12 @@ class LeftError(Exception):
 
 
 class Turns:
-    """`at_once` turns are taken together; of each caller up to `waiting` requests wait. Callers take turns: the first
-    request of each stands in the one queue, and its others behind it."""
+    """`at_once` turns are taken together; of each caller up to `waiting` requests wait. Callers take turns."""
 
     def __init__(self, at_once: int, waiting: int) -> None:
-        self._free, self._most = asyncio.Semaphore(at_once), waiting
-        self._first: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._waiting: Counter[str] = Counter()
+        self._free, self._most = at_once, waiting
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Requests by caller; of those that have any, the caller whose turn comes next is the first."""
 
     @asynccontextmanager
     async def turn(self, caller: str, leaves: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
@@ -94,25 +93,39 @@ class Turns:
 
         Raises BusyError when too many requests of the caller wait, LeftError when it left.
         """
-        turn = asyncio.ensure_future(self._wait(caller))
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(caller, leaves)
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, caller: str, leaves: asyncio.Future[None] | None) -> None:
+        own = self._waiting.setdefault(caller, deque())
+        if len(own) >= self._most:
+            raise BusyError
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        own.append(turn)
         try:
             await asyncio.wait({turn, leaves} if leaves else {turn}, return_when=asyncio.FIRST_COMPLETED)
             if not turn.done():
                 raise LeftError
-            yield turn.result()
-        finally:
-            if not turn.cancel() and turn.exception() is None:
-                self._free.release()
+        except (asyncio.CancelledError, LeftError):
+            if turn.done():  # it came just as the caller left
+                self._pass_on()
+            else:
+                own.remove(turn)
+            raise
 
-    async def _wait(self, caller: str) -> None:
-        if self._waiting[caller] >= self._most:
-            raise BusyError
-        self._waiting[caller] += 1
-        try:
-            async with self._first[caller]:
-                await self._free.acquire()
-        finally:
-            self._waiting[caller] -= 1
+    def _pass_on(self) -> None:
+        for caller in [*self._waiting]:
+            if own := self._waiting.pop(caller):
+                own.popleft().set_result(None)
+                self._waiting[caller] = own  # behind the others
+                return
+        self._free += 1
 
 
 T = TypeVar("T")
