@@ -15,9 +15,11 @@ from torch import Tensor
 
 from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import new_state, op
+from foreshock.kernels.flash_attention.known_modes import note_modes
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 from foreshock.kernels.flash_attention.spec import Arguments
+from foreshock.kernels.flash_attention.triton_kernels import forward
 from foreshock.kernels.flash_attention.triton_kernels.forward import launch_forward
 from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
@@ -86,6 +88,18 @@ def test_flags_and_lengths_may_be_a_column_of_a_table_or_one_number_expanded(
         packed = [None if x is None else x.contiguous() for x in (modes, lengths)]
         for one_of, other in zip(given, through_the_operators(inputs, *packed), strict=True):
             assert torch.equal(one_of, other)
+
+
+def test_a_flag_that_is_written_while_a_launch_waits_leaves_nothing_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, spec = random_inputs(37, 37, 32, heads=4, kv_heads=2, seed=26), scaled(32, causal="top_left")
+    modes, empty = flags(*[Mode.PLAIN] * 4), torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **options: empty(*given, **options).fill_(7.0))
+    note_modes(modes, [Mode.PLAIN] * 4)
+    given = Arguments(modes, None, None, 37, 37, None, spec)
+    before = forward.attention_forward(*inputs[:3], given)
+    modes.data[1] = int(Mode.PAPER_SOFTMAX)  # .data: as unseen as what another stream writes
+    for one, other in zip(before, forward.attention_forward(*inputs[:3], given), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("shifted", [False, True])

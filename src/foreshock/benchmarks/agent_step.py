@@ -42,6 +42,7 @@ from foreshock.benchmarks.agent_models import (
     UnwatchedAttention,
 )
 from foreshock.kernels.flash_attention import new_state
+from foreshock.kernels.flash_attention.known_modes import note_modes
 from foreshock.lab.training.model import GPT, CausalSelfAttention
 from foreshock.monitor import Agent, attach
 
@@ -92,6 +93,7 @@ class Bench:
                 if isinstance(module, KernelAttention):
                     module.state = new_state(module.n_head, self.device)
                     module.modes = torch.zeros(module.n_head, dtype=torch.int32, device=self.device)
+                    note_modes(module.modes, [0] * module.n_head)  # as an agent does
         agent = attached(model) if attached is not None else None
         if self.shape.whole:
             variant = Variant(name, torch.compile(model, fullgraph=True, backend=self.compiler), backend, agent)

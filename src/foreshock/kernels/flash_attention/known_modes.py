@@ -1,7 +1,8 @@
 """What the host knows of the modes of a layer's heads. Reading them from device memory would wait for the device.
 
-A call needs none of it: the kernels obey the flags in device memory. It lets a call leave out launches for heads that
-the layer does not have, and choose the passes that are fastest for those that it has.
+Kernels obey the flags in device memory. This lets a call leave out launches for heads that the layer does not have,
+and choose the passes that are fastest for those that it has. Where a launch is left out, the one that stays reads no
+flags: they may be written while it waits on another stream, and no launch would write what both leave to each other.
 """
 
 import weakref
@@ -30,7 +31,7 @@ _PLAIN: Final = Known(all_corrected=False, some_corrected=False, some_shifted=Fa
 
 
 def note_modes(modes: Tensor, flags: Iterable[int], *, written: Tensor | None = None) -> None:
-    """Note that `modes` holds these `flags`, for launches from here on: whoever writes them calls this each time.
+    """Note that `modes` holds these `flags`, for launches from here on. Call it each time they are written.
 
     It is known as long as `modes` is alive, also of tensors that share its memory, as a compiled graph's do. written:
     the tensor through which `modes` is written, where that is another one with a version of its own.

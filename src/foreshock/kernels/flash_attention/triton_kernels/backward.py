@@ -66,7 +66,8 @@ def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: Grads) -
     if by_hopper:
         if known.some_corrected:
             launch_grad_query(call, chosen.grad_query, given, rows, grads[0], corrected_only=True)
-        if not hopper.BACKWARD.launched(call, given, rows, grads):
+        others = given if known.some_corrected else given._replace(modes=None)
+        if not hopper.BACKWARD.launched(call, others, rows, grads):
             launch_backward(call, chosen, given, grads)  # which begins again, as delta may have been mended
             return
     else:

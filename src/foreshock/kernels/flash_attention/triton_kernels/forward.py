@@ -241,9 +241,11 @@ def launch_fastest(
     """A launch for the heads that do not shift their rows, by Hopper's own kernel where that serves (hopper.py), and
     one for those that do, unless the host knows that there are none."""
     config = configs(call.capability, call.block_d, call.mean_keys).forward
-    if not hopper.launched(call, inputs, outputs, given.modes):
-        launch_forward(call, config, inputs, outputs, given)
-    if known_modes(given.modes).some_shifted:
+    shifts = known_modes(given.modes).some_shifted
+    others = given if shifts else given._replace(modes=None)
+    if not hopper.launched(call, inputs, outputs, others.modes):
+        launch_forward(call, config, inputs, outputs, others)
+    if shifts:
         launch_forward(call, config, inputs, outputs, given, shifted=True)
 
 
