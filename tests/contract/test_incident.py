@@ -226,7 +226,7 @@ def test_numbers_no_forecast_has_are_not_taken_for_steps() -> None:
 
 
 def corrected(head: int = 0, raised: int = 500, at: int = 3000, was: str = "score growth", **more: Any) -> Warned:
-    """A warning of rounding that was told as another cause until step `at`."""
+    """A warning of rounding that had another cause until step `at`."""
     step = more.pop("step", at)
     return warned(0, head, step=step, raised=raised, corrected_from=was, corrected_step=at, **more)
 
@@ -315,7 +315,7 @@ def test_an_incident_whose_text_says_that_no_harm_is_in_sight_is_a_note_and_asks
     assert note.to_do.startswith("Watch the growth; if it continues")
     for worse in (warned(0, 1, harm_in_sight=True), warned(0, 1), warned(rank=1, harm_in_sight=True)):
         [incident] = of(slowing, worse._replace(verdict=worse.verdict.model_copy(update={"cause": cause})))
-        assert incident.severity in ("warning", "critical"), "one head, or one rank, that goes on is enough"
+        assert incident.severity in ("warning", "critical"), "one head, or one rank, that continues is enough"
     [broken] = of(warned(harm_in_sight=False, signal="nonfinite", cause="other", severity="critical"))
     assert broken.severity == "critical"
 

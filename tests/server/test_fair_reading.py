@@ -1,4 +1,4 @@
-"""Callers take turns at reading much, and whoever reads takes neither connection nor event loop from ingest."""
+"""Callers take turns at reading much, and readers take neither connection nor event loop from ingest."""
 
 import asyncio
 import threading

@@ -40,6 +40,7 @@ from foreshock.server.runs.newest import Ranks, all_ended, concerned, described,
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import lock_runs
+from foreshock.server.store.process_starts import BootKey
 from foreshock.server.store.schema import command_ranks, commands, runs
 
 WITH_RUN: Final = select(commands, runs.c.name.label("run")).join(runs)
@@ -470,7 +471,6 @@ def _is_of_policy(connection: Connection, run_id: int, switched: Switched) -> bo
 _OPEN_ORDERS: Final = WITH_RUN.where(
     commands.c.run_id.in_(bindparam("run_ids", expanding=True)), commands.c.state.in_(OPEN)
 ).order_by(commands.c.number)
-BootKey = tuple[str, int, str]
 Orders = dict[BootKey, tuple[Command, ...]]
 """What each boot, by run, rank and boot, is ordered to do."""
 

@@ -170,7 +170,7 @@ class Writer:
         """Runs whose samples may show a mode that a rank reported before: a switch is seen when samples have it."""
         now = time.monotonic()
         self._switched = {run_id: until for run_id, until in self._switched.items() if until > now}
-        come = {run_id for run_id, _ in done.stepped} & self._switched.keys()
+        come = done.stepped & self._switched.keys()
         self._switched |= {done.run_ids[batch.run]: now + _SHOWN_SECONDS for batch, _ in done.switched}
         return come
 

@@ -32,10 +32,9 @@ from foreshock.server.runs.eventlog import Told, sentence_of, write_events
 from foreshock.server.runs.newest import heads_measured, with_sample
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import Many, insert_or_ignore, lock_runs
-from foreshock.server.store.process_starts import place_of
+from foreshock.server.store.process_starts import BootKey, place_of
 from foreshock.server.store.schema import batches, boots, runs, samples, topologies, warnings
 
-BootKey = tuple[str, int, str]
 Brought = Sequence[tuple[Row[Any], list[Batch]]]
 """Each process start as it was before, in the order of their ids, with its batches that are new, by sequence."""
 
@@ -148,8 +147,8 @@ class Recorded:
     new: list[Batch] = field(default_factory=list)
     run_ids: dict[str, int] = field(default_factory=dict)
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
-    stepped: set[tuple[int, int]] = field(default_factory=set)
-    """(run id, step) of every sample."""
+    stepped: set[int] = field(default_factory=set)
+    """Runs that samples came of."""
     changed: set[int] = field(default_factory=set)
     """Runs whose incidents may have changed, by a verdict or a switch."""
     unexplained: set[BootKey] = field(default_factory=set)
@@ -256,8 +255,8 @@ def _check_heads(connection: Connection, brought: Brought) -> None:
                         )
 
 
-def _write_samples(connection: Connection, brought: Brought) -> set[tuple[int, int]]:
-    """The (run id, step) of each."""
+def _write_samples(connection: Connection, brought: Brought) -> set[int]:
+    """The runs that they are of."""
     rows = [
         {"run_id": start.run_id, "boot_id": start.id, "sequence": batch.sequence, "position": position}
         | pack_sample(event)
@@ -267,7 +266,7 @@ def _write_samples(connection: Connection, brought: Brought) -> set[tuple[int, i
     if rows:
         _WRITE_SAMPLES.execute(connection, rows)
         changed_spans(connection, {(row["run_id"], row["step"] // SPAN) for row in rows})
-    return {(row["run_id"], row["step"]) for row in rows}
+    return {row["run_id"] for row in rows}
 
 
 def _merge_boots(

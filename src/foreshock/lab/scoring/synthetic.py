@@ -242,23 +242,25 @@ def _batches_grow(run: Course, rng: Random, factor: float, after: int) -> Course
     return replace(run, bias=run.bias * np.sqrt(times)[:, None], rows=run.rows * times)
 
 
+def _unknown(run: Course, rng: Random) -> Course:
+    run.offset[::3, 0] = np.nan
+    return run
+
+
+def _alike(run: Course, rng: Random) -> Course:
+    """Every head of the layer as head 0, to the bit."""
+    offset, score, bias = (np.repeat(each[:, :1], each.shape[1], axis=1) for each in (run.offset, run.score, run.bias))
+    return replace(run, offset=offset, score=score, bias=bias)
+
+
 _CHANGES: Final[dict[str, Callable[..., Course]]] = {
     "spike": _spike,
     "batches grow": _batches_grow,
     "gradients fall": lambda run, rng: replace(run, bias=run.bias * (1 + 29 * np.exp(-run.step / 600.0))[:, None]),
-    "unknown": lambda run, rng: replace(
-        run,
-        offset=np.where(np.add.outer(np.arange(len(run.step)) % 3, np.arange(run.offset.shape[1])), run.offset, np.nan),
-    ),
-    "alike": lambda run, rng: replace(
-        run,
-        **{
-            name: np.repeat(getattr(run, name)[:, :1], run.bias.shape[1], axis=1)
-            for name in ("offset", "score", "bias")
-        },
-    ),
+    "unknown": _unknown,
+    "alike": _alike,
 }
-"""What else happens to a run whose head 0 drifts; of heads that are alike every one is as head 0, to the bit."""
+"""What else happens to a run whose head 0 drifts."""
 
 
 def _exploding(rng: Random, begin: int, set_back: bool = False) -> Course:

@@ -100,8 +100,7 @@ def device_of(*modules: nn.Module) -> torch.device:
 
 def computes_otherwise(module: nn.Module) -> bool:
     """Whether the projection has a forward of its own, which may scale or round its weight."""
-    own = getattr(module.forward, "__func__", None)
-    return own not in (nn.Linear.forward, nn.MultiheadAttention.forward) and not is_conv1d(module)
+    return getattr(module.forward, "__func__", None) is not nn.Linear.forward and not is_conv1d(module)
 
 
 def change_by_weight(module: nn.Module, inputs: Any, outputs: Tensor) -> tuple[Tensor, Tensor] | None:

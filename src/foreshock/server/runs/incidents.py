@@ -64,12 +64,12 @@ class Orders:
         return found | later, step
 
     def held(self, warned: Iterable[Warned]) -> set[HeadRef]:
-        """Heads that a person took a mitigation from, until a warning of theirs is raised anew, as the agent has it."""
-        anew: dict[AnyRef, int] = {}
+        """Heads that a person took a mitigation from, until a warning of theirs is raised again (as in the agent)."""
+        raised: dict[AnyRef, int] = {}
         for one in warned:
             if one.stands:
-                anew[one.ref] = max(one.raised_step, anew.get(one.ref, 0))
-        return {ref for ref, one in self.given.items() if one.taken and anew.get(ref, -1) <= one.step}
+                raised[one.ref] = max(one.raised_step, raised.get(one.ref, 0))
+        return {ref for ref, one in self.given.items() if one.taken and raised.get(ref, -1) <= one.step}
 
 
 def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Orders]:

@@ -23,6 +23,8 @@ from sqlalchemy import Connection, Row, desc, select
 from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
 from foreshock.server.store.schema import boots
 
+BootKey = tuple[str, int, str]
+"""Run, rank and boot of a process start."""
 _WALL_CLOCK: Final = re.compile(r"(\d{13})-")
 _SECONDS: Final = struct.Struct(">d")
 _LEAST_SECONDS: Final = 1e-3
