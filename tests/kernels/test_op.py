@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -96,7 +98,6 @@ def test_a_state_that_is_emptied_between_forward_and_backward_is_still_counted_i
     assert slot_values(state.numpy(), Slot.ROWS).tolist() == [18] * 4
 
 
-@pytest.mark.promise("K10")
 class Seen(TorchDispatchMode):
     """Keeps which of our operators went through PyTorch's dispatcher."""
 
@@ -110,32 +111,111 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class SeenFunctions(TorchFunctionMode):
+    """Keeps which of our operators were called as functions of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") == "foreshock":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+BOTH = ["attention_forward", "attention_backward"]
+
+
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which of our operators are called from here on."""
+    names: list[str] = []
+    for name in BOTH:
+        ours = getattr(op, name)
+
+        def called(*given: Any, name: str = name, operator: Any = ours) -> Any:
+            names.append(name)
+            return operator(*given)
+
+        monkeypatch.setattr(op, name, called)
+    return names
+
+
+@pytest.mark.promise("K10")
+@pytest.mark.parametrize(("mode", "names"), [(Seen, BOTH), (SeenFunctions, BOTH[:1])])  # autograd has no functions
+def test_a_mode_sees_the_operators_that_eager_calls_pass_by(
+    dispatched: list[str], mode: Callable[[], Seen | SeenFunctions], names: list[str]
+) -> None:
+    plain = step(layer)
+    assert dispatched == []
+    with mode() as seen:
+        in_mode = step(layer)
+    assert dispatched == seen.names == names
+    assert all(torch.equal(one, other) for one, other in zip(plain, in_mode, strict=True))
+
+
+@pytest.mark.promise("K10")
+def test_a_profile_names_the_operators() -> None:
+    with torch.profiler.profile() as profile:
+        step(layer)
+    assert {f"foreshock::{name}" for name in BOTH} <= {event.key for event in profile.key_averages()}
+
+
 class Wrapped(Tensor):
     """A tensor of another class."""
 
 
-def test_a_mode_of_the_dispatcher_and_a_tensor_of_another_class_see_the_operators_that_eager_calls_pass_by(
-    monkeypatch: pytest.MonkeyPatch,
+def negated(x: Tensor) -> Tensor:
+    """x, whose memory has the other signs."""
+    return torch._neg_view(-x)
+
+
+@pytest.mark.promise("K10")
+@pytest.mark.parametrize("other", [lambda x: x.as_subclass(Wrapped), negated], ids=["subclass", "negative bit"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_operand_that_is_not_what_its_memory_holds_goes_by_the_dispatcher(
+    dispatched: list[str], other: Callable[[Tensor], Tensor], place: int
 ) -> None:
-    dispatched: list[str] = []
-    for name in ("attention_forward", "attention_backward"):
-        ours = getattr(op, name)
+    def layer_of_others(query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> Tensor:
+        given = [other(x) if at == place else x for at, x in enumerate((query, key, value))]
+        return layer(given[0], given[1], given[2], state).as_subclass(Tensor)
 
-        def called(*given: Any, name: str = name, operator: Any = ours) -> Any:
-            dispatched.append(name)
-            return operator(*given)
+    plain, others = step(layer), step(layer_of_others)
+    assert dispatched == BOTH
+    assert all(torch.equal(one, another) for one, another in zip(plain, others, strict=True))
 
-        monkeypatch.setattr(op, name, called)
-    plain = step(layer)
+
+@pytest.mark.promise("K10")
+@pytest.mark.parametrize("zero", [False, True], ids=["negative bit", "zeros of no memory"])
+def test_an_output_gradient_that_is_not_what_its_memory_holds_goes_by_the_dispatcher(
+    dispatched: list[str], zero: bool
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    plain = torch.zeros(2, 4, 9, 8) if zero else torch.randn(2, 4, 9, 8, generator=generator)
+    plain = plain.bfloat16()
+    given = torch._efficientzerotensor((2, 4, 9, 8), dtype=torch.bfloat16) if zero else negated(plain)
+
+    def gradients(direction: Tensor) -> tuple[Tensor, ...]:
+        (query, key, value), state = tensors(), new_state(4)
+        out = layer(query, key, value, state)
+        return *torch.autograd.grad(out, (query, key, value), direction), state
+
+    expected = gradients(plain)
     assert dispatched == []
-    with Seen() as seen:
-        in_mode = step(layer)
-    assert dispatched == seen.names == ["attention_forward", "attention_backward"]
-    wrapped = step(lambda q, k, v, state: layer(q.as_subclass(Wrapped), k, v, state).as_subclass(Tensor))
-    assert dispatched == ["attention_forward", "attention_backward"] * 2
-    for one, other, third in zip(plain, in_mode, wrapped, strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(one, third)
+    got = gradients(given)
+    assert dispatched == ["attention_backward"]
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+
+@pytest.mark.promise("K10")
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_a_traced_graph_holds_the_operator(pre_dispatch: bool) -> None:
+    inputs = [x.detach() for x in tensors()]
+    traced = make_fx(lambda *operands: flash_attention(*operands, causal=True), pre_dispatch=pre_dispatch)(*inputs)
+    assert torch.ops.foreshock.attention_forward.default in {node.target for node in traced.graph.nodes}
+    others = [x + 1 for x in inputs]
+    assert torch.equal(traced(*others), flash_attention(*others, causal=True))
 
 
 def test_autocast_is_off_inside_the_operators() -> None:

@@ -214,7 +214,7 @@ def _backward(
     if not twice.is_asked(grad_out):
         state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
         given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec)
-        unseen = eager and _unseen(grad_out, grad_lse, query, key, value, *output)
+        unseen = eager and _unseen(grad_out, grad_lse, query, key, value, *given[:4])
         by: Callable[..., tuple[Tensor, ...]] = _attention_backward if unseen else attention_backward
         grads = by(grad_out, query, key, value, *output, *given, grad_lse)
     else:  # which counts nothing, and leaves it to a backward that comes after it, as the loss's after its penalty's
@@ -251,7 +251,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        by = _attention_forward if _unseen(*inputs[:3]) else attention_forward
+        by = _attention_forward if _unseen(*inputs[:7]) else attention_forward
         output: tuple[Tensor, ...] = by(*inputs)
         _setup_context(ctx, inputs, output)
         return output
@@ -263,10 +263,24 @@ class _Attention(torch.autograd.Function):
 
 def _unseen(*tensors: Tensor | None) -> bool:
     """Whether PyTorch's dispatcher would hand a call of these to the operator's own function at once: no transform, no
-    mode (selective checkpointing's, for example) and no tensor of another class waits for it."""
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
+    mode (selective checkpointing's, for example), no tracer and no profiler waits for it, and every tensor is what its
+    memory holds: of no other class, without signs that a flag flips, and not zero without memory."""
+    torch_c = torch._C
+    if torch_c._len_torch_function_stack() or torch_c._autograd._profiler_enabled():
         return False
-    return all(tensor is None or tensor.__class__ is Tensor for tensor in tensors)
+    if torch_c._dispatch_tls_local_include_set().raw_repr() & ~_ALWAYS:
+        return False
+    return all(
+        tensor is None or (tensor.__class__ is Tensor and not tensor.is_neg() and not tensor._is_zerotensor())
+        for tensor in tensors
+    )
+
+
+_KEYS: Final = torch._C.DispatchKeySet
+_ALWAYS: Final[int] = (
+    _KEYS(torch._C.DispatchKey.BackendSelect) | _KEYS(torch._C.DispatchKey.ADInplaceOrView)
+).raw_repr()
+"""The keys of PyTorch's dispatcher that every call includes. Each transform, mode and tracer includes one more."""
 
 
 def attend(*inputs: Any) -> tuple[Tensor, ...]:
