@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foreshock.contract import wire
 from foreshock.monitor import attach
+from foreshock.monitor.attention import layout_check
 from foreshock.monitor.attention.layout_check import Call, Numbers, confirmed
 from foreshock.monitor.model.discovery import find_attention
 from foreshock.monitor.model.layers import projections
@@ -298,12 +299,75 @@ def test_a_report_after_the_end_puts_nothing_into_projections_that_were_replaced
     assert all(vars(each).keys() == names and not each._forward_hooks for each in module.children())
 
 
+class Failing(Tensor):
+    """A tensor that cannot be brought to the host."""
+
+    error: Exception
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.cpu:
+            raise args[0].error
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def failing(error: Exception) -> Callable[..., Tensor]:
+    """In the place of `_corners`: what it keeps of a call fails with this."""
+
+    def corners(x: Tensor, token_dims: int) -> Tensor:
+        kept = torch.zeros(4, HEADS, DIM).as_subclass(Failing)
+        kept.error = error
+        return kept
+
+    return corners
+
+
+def raising(error: Exception) -> Callable[..., Tensor]:
+    """In the place of `_corners`: fails with this in a call."""
+
+    def corners(x: Tensor, token_dims: int) -> Tensor:
+        raise error
+
+    return corners
+
+
 @pytest.mark.promise("A15")
-def test_a_call_whose_numbers_cannot_be_read_is_named_by_the_report_and_raises_nothing() -> None:
-    with attach(LAYOUTS["separate"](), **EVERY) as agent:
+@pytest.mark.parametrize("place", [raising, failing], ids=["in a call", "at a step"])
+def test_norms_that_lacked_memory_are_reported_and_measured_as_soon_as_there_is_memory(
+    place: Callable[[Exception], Callable[..., Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    module = LAYOUTS["separate"]()
+    with listening(module, **EVERY) as (agent, listener):
+        with monkeypatch.context() as short:
+            short.setattr(layout_check, "_corners", place(torch.OutOfMemoryError("no memory")))
+            losses_of(module, module, 6, agent.step)
+            assert "norms are not measured: its layout could not be looked at: OutOfMemoryError" in agent.report()
+        losses_of(module, module, 3, agent.step)
+        assert "separate (q_proj, k_proj)" in agent.report()
+    samples = listener.of(wire.Sample)
+    assert samples[0].query_norm is None
+    assert samples[-1].query_norm is not None
+
+
+@pytest.mark.promise("A15")
+@pytest.mark.parametrize("place", [raising, failing], ids=["in a call", "at a step"])
+def test_a_call_that_cannot_be_read_is_reported_and_tried_three_times(
+    place: Callable[[Exception], Callable[..., Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    module = LAYOUTS["separate"]()
+    with listening(module, **EVERY) as (agent, _):
+        monkeypatch.setattr(layout_check, "_corners", place(RuntimeError("gone")))
         (layout,) = agent._attached.layouts
-        layout._given = [torch.empty(4, HEADS, DIM, device="meta")] * 3
-        assert "norms are not measured: its layout could not be looked at: NotImplementedError" in agent.report()
+        tries = 0
+        while layout.open:
+            losses_of(module, module, 1, agent.step)
+            layout.locate()
+            assert "norms are not measured: its layout could not be looked at: RuntimeError: gone" in agent.report()
+            tries += 1
+        assert tries == 3
+    assert not any(each._forward_hooks for each in module.children())
 
 
 FIRST = np.array([True, False, True, False])

@@ -176,6 +176,8 @@ class LayoutCheck:
         self._why = found if isinstance(found, str) else ""
         self._proved: Projection | None = None
         self._unscalable, self._tries = "", _TRIES
+        self._missed = False
+        """A projection gave something for the next call that could not be noted."""
         self._given: list[Tensor] | None = None
         """The corners of query, key and value of the call that is to be compared, [4, H, D] each."""
         noted: list[tuple[str, nn.Module]] = []
@@ -210,8 +212,17 @@ class LayoutCheck:
         """No call shows anything, for this reason."""
         self._tries, self._why, self._proved = 0, why, None
 
-    def _refuse_after(self, error: Exception) -> None:
-        self.refuse(f"its layout could not be looked at: {type(error).__name__}: {str(error)[:100]}")
+    def miss_call(self, error: Exception) -> None:
+        """What a projection gave for the next call of attention could not be noted."""
+        if not self._missed:
+            self._note_failure(error)
+        self._missed = True
+
+    def _note_failure(self, error: Exception) -> None:
+        """A call could not be looked at. Others will be; if memory was short, without limit."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            self._tries -= 1
+        self._why = f"its layout could not be looked at: {type(error).__name__}: {str(error)[:100]}"
 
     def stop(self) -> None:
         """Take the hooks out again; what the model is made of from then on is not looked at."""
@@ -234,6 +245,8 @@ class LayoutCheck:
         if torch.compiler.is_compiling():
             if self._noted and query.dim() > 3 and query.shape[-3] == self._heads and not _in_nested_checkpoints():
                 self._given = [_corners(x, 3) for x in (query, key, value)]
+        elif self._missed:
+            self._missed = False
         elif self.open:
             try:
                 given = [x.unsqueeze(-3) if x.dim() == 3 else x for x in (query, key, value)]
@@ -244,7 +257,7 @@ class LayoutCheck:
                 elif all(x.numel() and not x.is_nested for x in given):
                     self._given = [_corners(x, 3) for x in given]
             except Exception as error:
-                self._refuse_after(error)
+                self._note_failure(error)
 
     # ---- at a step boundary ---------------------------------------------------------------------------------------
 
@@ -285,7 +298,7 @@ class LayoutCheck:
             except ValueError as error:
                 self._tries, self._why = self._tries - 1, str(error)
             except RuntimeError as error:  # of a device, or since a CUDA graph wrote over what it gave
-                self._refuse_after(error)
+                self._note_failure(error)
         return self._proved
 
     def _now(self) -> list[tuple[Any, ...]]:
@@ -339,9 +352,15 @@ def _note(module: nn.Module, args: Any, output: Any) -> None:
         own = noted.holder is module and noted.check.open
         if transformed or not own or type(output) is not Tensor or not output.numel():
             return
-        if args and computes_otherwise(module):  # then it is compared with its weight
-            with torch.no_grad():
-                noted.change = change_by_weight(module, args[0], output)
+        try:
+            if args and computes_otherwise(module):  # then it is compared with its weight
+                with torch.no_grad():
+                    noted.change = change_by_weight(module, args[0], output)
+            noted.outputs = _corners(output, 2)
+        except Exception as error:
+            noted.outputs = None
+            noted.check.miss_call(error)
+        return
     noted.outputs = _corners(output, 2)
 
 
