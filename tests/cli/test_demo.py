@@ -3,7 +3,9 @@
 import signal
 import subprocess
 import sys
+import time
 
+import httpx
 import pytest
 from rich.console import Console
 from tests.cli.typed import foreshock
@@ -47,6 +49,24 @@ def test_the_demo_needs_no_pytorch_and_warns_of_the_run_that_is_left_alone() -> 
             assert any("left-alone     warning: Layer " in line for line in process.stdout)
         finally:
             process.send_signal(signal.SIGINT)  # it ends its service too
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_demo_that_is_killed_leaves_no_service_behind(number: signal.Signals) -> None:
+    command = [sys.executable, "-P", "-m", "foreshock", "demo", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1) as process:
+        assert process.stdout is not None
+        page = next(line for line in process.stdout if line.startswith("Live page: ")).split()[-1]
+        assert httpx.get(page, trust_env=False).status_code == 200
+        process.send_signal(number)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            httpx.get(page, trust_env=False)
+        except httpx.ConnectError:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_training_needs_pytorch_and_says_how_to_get_it() -> None:

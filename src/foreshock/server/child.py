@@ -7,14 +7,17 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
+
+WITH_PARENT: Final = "--with-parent"
+"""The argument with which the service ends when its standard input does."""
 
 
 class ServiceProcess:
     """`with ServiceProcess(folder) as service:` serves on a free port of 127.0.0.1; `service.url` is its address.
 
     The store is a file in `folder` unless `environment` names another, so that a service started again finds it. Of
-    the settings of this process (FORESHOCK_...) it inherits none.
+    the settings of this process (FORESHOCK_...) it inherits none. It ends with this process, even if that is killed.
     """
 
     module: tuple[str, ...] = ("foreshock.server",)
@@ -36,8 +39,9 @@ class ServiceProcess:
         path = self.folder / "service.log"
         with path.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", *self.module],
+                [sys.executable, "-P", "-m", *self.module, WITH_PARENT],
                 env=self._environment,
+                stdin=subprocess.PIPE,  # the system closes it when this process ends, however it ends
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -79,8 +83,9 @@ class ServiceProcess:
             self._process.wait()
             raise
         finally:
-            if self._process.stdout is not None:
-                self._process.stdout.close()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
 
     def __enter__(self) -> Self:
         return self.start()
