@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from foreshock.contract.modes import Mode
-from foreshock.contract.orders import Order, switches
+from foreshock.contract.orders import Order, can_order, switches
 
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
@@ -23,13 +23,24 @@ def test_a_head_keeps_the_modes_that_a_person_gave_it_beside_the_mitigation() ->
     }
 
 
-@pytest.mark.parametrize(("scope", "held", "taken"), [("model", (1, 0), 3), ("layer", (0, 1), 1), ("model", (0, 0), 0)])
+@pytest.mark.parametrize(
+    ("scope", "held", "taken"),
+    [("model", (1, 0), 3), ("layer", (0, 1), 1), ("model", (0, 0), 0), ("a newer one", (1, 0), 1)],
+)
 def test_a_head_that_a_person_took_back_is_not_switched_and_calls_for_no_switch_of_others(
     scope: str, held: tuple[int, int], taken: int
 ) -> None:
     found = switches([(0, 0)], dict.fromkeys(HEADS, 0), "row_corrected", scope, {held})
     assert held not in (heads := [ref for own in found.values() for ref in own])
     assert len(heads) == taken
+
+
+@pytest.mark.parametrize(
+    ("action", "mode", "known"),
+    [("switch", "row_corrected", True), ("switch", "newer", False), ("newer", "row_corrected", False)],
+)
+def test_no_order_is_given_whose_kind_or_mode_this_version_does_not_know(action: str, mode: str, known: bool) -> None:
+    assert can_order(action, mode) == known
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Which checkpoint a failed run goes back to: by brute force over what was reported, and by the sentences."""
 
+import shlex
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +10,7 @@ from tests.contract.test_incident import of as incidents_of
 from tests.contract.test_incident import warned
 
 from foreshock.contract.causes import IncidentCause
-from foreshock.contract.incident import Incident, Warned
+from foreshock.contract.incident import Incident
 from foreshock.contract.resume import ResumePlan, label_of, resume_plan
 from foreshock.contract.wire import Checkpoint
 
@@ -45,32 +48,37 @@ def test_the_checkpoint_is_the_newest_that_no_incident_covers_and_older_than_all
 
 
 @pytest.mark.parametrize(
-    ("cause", "severity"), [("not finite", "warning"), ("attention kernel", "warning"), ("rounding", "critical")]
+    ("causes", "severity"),
+    [
+        (["not finite"], "warning"),
+        (["rounding", "not finite"], "warning"),
+        (["attention kernel"], "warning"),
+        (["rounding"], "critical"),
+    ],
 )
-def test_harm_is_in_every_checkpoint_until_its_incident_closes(cause: str, severity: str) -> None:
-    harm = opened(1, cause=cause, causes=[cause], severity=severity, before_step=50, closed_step=90)
+def test_harm_is_in_every_checkpoint_until_its_incident_closes(causes: list[str], severity: str) -> None:
+    harm = opened(1, cause=causes[0], causes=causes, severity=severity, before_step=50, closed_step=90)
     assert [label_of(step, [harm]) for step in (49, 50, 89, 90)] == ["clean", "after harm", "after harm", "clean"]
 
 
 @pytest.mark.parametrize(
     ("told", "labels"),
     [
+        ([{"severity": "critical", "evidence": {"critical_step": 70.0}}], ("warning", "harm", "harm")),
+        # a second head, which is less ill, was warned about before the harm
+        ([{"severity": "critical", "evidence": {"critical_step": 70.0}}, {"head": 1}], ("warning", "harm", "harm")),
+        ([{"severity": "critical"}], ("harm", "harm", "harm")),  # of an older agent
+        ([{"evidence": {"critical_step": 70.0}}], ("warning", "warning", "warning")),
         (
-            warned(step=90, raised=50, severity="critical", evidence={"critical_step": 70.0}),
-            ("warning", "harm", "harm"),
-        ),
-        (warned(step=90, raised=50, severity="critical"), ("harm", "harm", "harm")),  # of an older agent
-        (warned(step=90, raised=50, evidence={"critical_step": 70.0}), ("warning", "warning", "warning")),
-        (
-            warned(step=90, raised=50, severity="critical", signal="nonfinite", evidence={"suspect_step": 71.0}),
+            [{"severity": "critical", "signal": "nonfinite", "evidence": {"suspect_step": 71.0}}],
             ("warning", "warning", "harm"),
         ),
     ],
 )
 def test_a_checkpoint_that_was_saved_between_the_warning_and_the_harm_reads_after_a_warning(
-    told: Warned, labels: tuple[str, ...]
+    told: list[dict[str, Any]], labels: tuple[str, ...]
 ) -> None:
-    found = incidents_of(told)
+    found = incidents_of(*(warned(step=90, raised=50, **each) for each in told))
     words = {"warning": "after a warning", "harm": "after harm"}
     assert [label_of(step, found) for step in (49, 50, 70, 90)] == ["clean", *(words[each] for each in labels)]
 
@@ -102,6 +110,8 @@ def test_each_trainer_gets_the_line_that_loads_its_checkpoint_and_what_has_to_ch
         attach, *rest = lines(cause)
         assert attach.startswith(f'{attaches}run="r", {setting})')
         assert rest[-1].startswith(load)
+    both = opened(70, causes=["rounding", "not finite"])
+    assert "leave out the batches" in plan(checkpoint(50, trainer), of=(both,)).commands[-1]
 
 
 def test_a_checkpoint_that_was_protected_under_a_second_name_is_resumed_from_by_that_name() -> None:
@@ -123,7 +133,12 @@ def test_a_run_without_checkpoints_gets_an_honest_sentence_and_a_healthy_one_non
     assert "no checkpoint was reported" in told.sentence
     assert "a checkpoint before step 70" in told.sentence
     assert told.checkpoint is None
-    assert "none of the 1 reported checkpoints is clean" in plan(checkpoint(80), of=(drift,)).sentence
+    grown = opened(70, causes=["score growth"])
+    harmed = plan(checkpoint(80, "lightning"), of=(grown,))
+    assert "none of the 1 reported checkpoints is clean" in harmed.sentence
+    assert [one.partition("run=")[0] for one in harmed.commands] == ["LightningCallback("]
+    [switch] = resume_plan("it's; r", [checkpoint(80)], [drift], mitigation="row_corrected", ended=True).commands
+    assert shlex.split(switch)[2] == "it's; r"
     healthy = plan(checkpoint(80), of=(), ended=False)
     assert (healthy.commands, healthy.checkpoint) == ([], None)
     assert "nothing to go back to" in healthy.sentence

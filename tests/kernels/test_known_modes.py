@@ -43,5 +43,21 @@ def test_it_is_known_of_what_shares_the_memory_while_the_noted_tensor_is_alive()
     same, shorter, other = memory[2:5], memory[2:4], memory[3:]
     assert known_modes(same) == known_modes(modes) == (True, True, False)
     assert known_modes(shorter) == known_modes(other) == NOTHING
+    note_modes(same, [0, 0, 0])
     del modes
-    assert known_modes(same) == NOTHING
+    assert known_modes(same) == (False, False, False)
+    del same
+    assert known_modes(memory[2:5]) == NOTHING
+
+
+def test_a_write_through_the_tensor_that_is_named_ends_the_knowledge_and_so_does_its_end() -> None:
+    memory = torch.zeros(6, dtype=torch.int32)
+    modes = memory[2:5].data  # has a version of its own
+    note_modes(modes, [0, 0, 0], written=memory)
+    assert known_modes(modes) == (False, False, False)
+    memory[3] = int(Mode.ROW_CORRECTED)
+    assert known_modes(modes) == NOTHING
+    note_modes(modes, [0, 8, 0], written=memory)
+    assert known_modes(modes) == (False, True, False)
+    del memory
+    assert known_modes(modes) == NOTHING

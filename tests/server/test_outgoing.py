@@ -34,17 +34,19 @@ class ToLoopback(httpx.AsyncHTTPTransport):
 class Hook:
     """A TLS server on loopback that speaks as hooks.example.com, and what it was sent."""
 
-    def __init__(self, answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok") -> None:
-        self.answer, self.requests, self.port = answer, list[tuple[str, bytes]](), 0
+    def __init__(
+        self, answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok", byte_seconds: float = 0.0
+    ) -> None:
+        self.answer, self.byte_seconds, self.requests = answer, byte_seconds, list[tuple[str, bytes]]()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().partition("content-length:")[2].split("\r\n")[0])
         self.requests.append((head, await reader.readexactly(length)))
-        writer.write(self.answer)
-        await writer.drain()
-        if self.answer.endswith(b"\r\n") or not self.answer:
-            await asyncio.sleep(30)
+        for byte in self.answer:
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(self.byte_seconds)
         writer.close()
 
     @asynccontextmanager
@@ -53,9 +55,8 @@ class Hook:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(CERTIFICATE)
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=tls)
-        self.port = server.sockets[0].getsockname()[1]
         try:
-            yield f"https://{HOST}:{self.port}/services/secret-path"
+            yield f"https://{HOST}:{server.sockets[0].getsockname()[1]}/services/secret-path"
         finally:
             server.close()
 
@@ -81,6 +82,7 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("https://hooks.example.com./", "not allowed"),
         ("https://elsewhere.example.com/", "not allowed"),
         ("https://hooks.example.com.evil.org/", "not allowed"),
+        ("https://other-hooks.example.com/", "not allowed"),
         ("https://hooks.example.com@evil.org/", "login"),
         ("https://evil.org:x@hooks.example.com/", "login"),
         ("https://hooks.example.com/a\r\nx-evil:1", "cannot be read"),
@@ -104,6 +106,17 @@ def test_a_redirect_is_an_answer_and_not_followed() -> None:
 
     asyncio.run(story())
     assert len(hook.requests) == 1
+
+
+def test_a_server_that_answers_byte_by_byte_is_left_after_the_time_that_a_message_has() -> None:
+    hook = Hook(byte_seconds=0.1)
+
+    async def story() -> None:
+        async with hook.open() as url:
+            with pytest.raises(OutgoingError, match=f"{HOST} took longer than 0.5 s"):
+                await hook.out(0.5).post(url, b"{}")
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("certificates", ["others", "another name"])

@@ -110,7 +110,7 @@ def resume_plan(
         LabelledCheckpoint(**one.model_dump(exclude={"kind"}), label=label_of(one.step, incidents), pinned=False)
         for one in newest
     ]
-    clean = (one for one in labelled if one.label == "clean" and (before is None or one.step < before))
+    clean = (one for one in labelled if one.label == "clean")  # so older than every incident that is open
     best, since = next(clean, None), "" if before is None else f" The first open incident began at step {before:,}."
     commands: list[str] = []
     if best is not None:
