@@ -91,6 +91,36 @@ async def test_series_of_heads_are_made_only_as_far_as_the_budget_reaches(
     assert service.app.state.counters.series_dropped > 29 * 4 * 6  # what was left out is counted all the same
 
 
+@pytest.mark.promise("S6")
+def test_the_budget_cuts_a_run_at_the_same_place_in_whatever_order_its_past_arrived(play: Any) -> None:
+    orders: list[list[tuple[str, str]]] = []
+
+    async def story(service: Any) -> None:
+        way, rank = 1 - 2 * len(orders), FakeRank()
+        switches = [
+            Switched(
+                id=one, step=1, outcome=one, heads=((0, 1),), before=("plain",), after=("exact_delta",), reason="x"
+            )
+            for one in ("applied", "refused")
+        ]
+        counts = [
+            dict([(word, 1) for word in words][::way]) for words in (labels.DROP_REASONS, labels.FAULT_COMPONENTS)
+        ]
+        await service.store(
+            rank, rank.started(), rank.sample(1), AgentHealth(step=1, dropped=counts[0], faults=counts[1])
+        )
+        for event in [rank.verdict(1, name="w", cause="score growth"), rank.verdict(1), *switches][::way]:
+            await service.store(rank, event)
+        await shown(service)
+        [(_, series)] = service.app.state.exposer._made.values()
+        orders.append([(name, text.partition("}")[0]) for own in (*series.urgent, series.whole) for name, text in own])
+
+    for name in ("as they came", "the other way"):
+        play(story, name)
+    assert orders[0] == orders[1]
+    assert len(orders[0]) > 20
+
+
 def runs_series(found: Shown) -> list[str]:
     return [name for name, own in found if "run" in dict(own)]
 

@@ -2,7 +2,8 @@
 
 Labels come from closed sets and from names that the wire format has checked. The number of series is bounded: state,
 step and warnings of every run come first, one round after the other, tenants in turn; then what else is known of whole
-runs, layers, heads. What does not fit into the budget is left out and counted. What was made of a run is kept until it
+runs, layers, heads. The order is the same at every scrape, and all that follows the last series of the budget is left
+out and counted. What was made of a run is kept until it
 changes. What the newest sample lacks is shown as it was measured last.
 """
 
@@ -274,9 +275,9 @@ def _whole(rows: RunRows, reading: MergedSteps | None, norms_step: int | None) -
     yield "run.norms_step", norms_step
     yield "run.nonfinite_steps", float(rows.lost.nonfinite_steps)
     # a zero, so that a panel of a good run is not empty
-    for reason, count in _by_known({"queue_full": 0, **rows.lost.dropped}, DROP_REASONS).items():
+    for reason, count in _by_known({"queue_full": 0, **rows.lost.dropped}, DROP_REASONS):
         yield "agent.dropped", float(count), reason
-    for component, count in _by_known({"sender": 0, **rows.lost.faults}, FAULT_COMPONENTS).items():
+    for component, count in _by_known({"sender": 0, **rows.lost.faults}, FAULT_COMPONENTS):
         yield "agent.faults", float(count), component
     living = process_starts.newest(rows.now.starts).values()
     yield "run.last_heard", max((boot.last_seen for boot in living), default=None)
@@ -286,17 +287,17 @@ def _whole(rows: RunRows, reading: MergedSteps | None, norms_step: int | None) -
         clipped = reading.fields["clipped_steps"][-1]
         yield "run.clipped_heads", None if np.isnan(clipped).all() else float(np.nansum(clipped > 0))
     yield "run.clips", rows.clips
-    for cause, count in rows.causes.items():
+    for cause, count in sorted(rows.causes.items()):
         yield "warning.raised", float(count), cause
-    for (mode, outcome), count in rows.switches.items():
+    for (mode, outcome), count in sorted(rows.switches.items()):
         yield "switch.outcomes", float(count), mode, outcome
 
 
-def _by_known(counts: dict[str, int], words: Collection[str]) -> Counter[str]:
+def _by_known(counts: dict[str, int], words: Collection[str]) -> list[tuple[str, int]]:
     found: Counter[str] = Counter()
     for word, count in counts.items():
         found[known(word, words)] += max(0, count)
-    return found
+    return sorted(found.items())  # a run that the budget cuts is cut at the same place again
 
 
 def _text(value: int | None) -> str:
