@@ -15,7 +15,7 @@ from foreshock.cli.boards import boards
 from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.incidents import incidents, resume_plan
 from foreshock.cli.options import AsJson, Url
-from foreshock.cli.orders import approve, reject, switch
+from foreshock.cli.orders import ORDERS
 from foreshock.cli.output import console
 from foreshock.cli.replay import replay
 from foreshock.cli.runs import delete, describe, export, runs
@@ -34,7 +34,7 @@ app = typer.Typer(
 app.add_typer(boards, name="dashboards")
 app.add_typer(store, name="store")
 app.add_typer(audit, name="audit")
-for command in (incidents, resume_plan, approve, reject, describe, delete, replay, runs, export, switch):
+for command in (incidents, resume_plan, *ORDERS, describe, delete, replay, runs, export):
     app.command()(command)
 if find_spec("foreshock.cli.research") is not None:  # a checkout: the wheel holds no laboratory and no benchmark
     from foreshock.cli.research.benchmarks import bench

@@ -86,6 +86,10 @@ def reject(client: Service, as_json: bool, run: Run, reason: Reason, command: Pr
     finish(client, orders, as_json=as_json, wait=0.0, done=("rejected",))
 
 
+ORDERS: Final = (switch, approve, reject)
+"""The commands of this file, for the command line."""
+
+
 def _changes(
     client: Service, run: str, mode: str, layer: int | None, heads: list[int] | None
 ) -> list[tuple[str, list[HeadRef]]]:
