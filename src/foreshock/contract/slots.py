@@ -93,6 +93,9 @@ SUM_SLOTS: Final = (
 )
 MAX_SLOTS: Final = (Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.OUTPUT_ERROR_MAX, Slot.GRADIENT_ERROR_MAX)
 COUNT_SLOTS: Final = tuple(slot for slot in Slot if slot not in {*SUM_SLOTS, *MAX_SLOTS})
+RARE: Final = {"entropy": (Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM), "gradient_error": (Slot.GRADIENT_ERROR_MAX,)}
+"""What some samples lack although rows were seen, by a name: the first of its slots shows whether. What was measured
+last is shown."""
 _IS_COUNT: Final = tuple(slot in COUNT_SLOTS for slot in Slot)
 
 

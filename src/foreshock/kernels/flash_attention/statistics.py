@@ -1,7 +1,7 @@
 """The statistics of a head: what is asked of every row, and how it is added to the state.
 
 A row is one query position of one batch entry. Scores are what enters the softmax: scaled, soft-capped, and rounded
-where the numerics round them. README.md defines every statistic.
+where the numerics round them. `foreshock.contract.slots` defines every statistic.
 """
 
 import math

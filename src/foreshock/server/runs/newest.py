@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sqlalchemy import Connection, Row, and_, case, desc, func, select, tuple_
 
 from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
-from foreshock.contract.slots import Slot, Words, fitted
+from foreshock.contract.slots import RARE, Slot, Words, fitted
 from foreshock.contract.wire import PER_HEAD, SEVERITIES, HeadRef, Layer, Sample, Severity, Started
 from foreshock.server.models import RunStatus
 from foreshock.server.readings import (
@@ -172,8 +172,6 @@ _ALWAYS: Final = ""
 """Under this name: the newest sample's step, what every sample of the process start so far has held, and, once
 one has data for heads, for how many: that number is the same in all of them."""
 _STATES: Final = "states"
-_RARE: Final = {"entropy": (Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM), "gradient_error": (Slot.GRADIENT_ERROR_MAX,)}
-"""What some samples lack although rows were seen: the first of its slots shows whether."""
 NORMS: Final = ("query_norm", "key_norm", "query_key_norm")
 _STEPS_AT_ONCE: Final = 4096
 _STARTS: Final = 4
@@ -187,7 +185,7 @@ def with_sample(known: str | None, sample: Sample) -> str:
     given = {name for name in (*PER_HEAD, *SCALARS) if getattr(sample, name) is not None}
     if sample.states is not None:
         words = fitted(sample.states.numpy())
-        given |= {name for name, slots in _RARE.items() if not _lacks(words, slots).all()}
+        given |= {name for name, slots in RARE.items() if not _lacks(words, slots).all()}
         given |= {_STATES} if _counted(words).any() else set()
     steps: dict[str, Any] = json.loads(known) if known else {_ALWAYS: [sample.step, sorted(given)]}
     newest, always, *heads = steps[_ALWAYS]
@@ -228,7 +226,7 @@ def earlier_samples(
         for row in connection.execute(LIVE_SAMPLES.where(own)):
             if row.boot_id in wanted[row.run_id, row.step]:
                 rows[row.run_id].append(row)
-    arrays = {run_id: {_STATES if name in _RARE else name for name in own} for run_id, own in names.items()}
+    arrays = {run_id: {_STATES if name in RARE else name for name in own} for run_id, own in names.items()}
     kept = {_STATES, *PER_HEAD}
     return {run_id: (frozenset(arrays[run_id] & kept), found) for run_id, found in rows.items() if found}
 
@@ -263,7 +261,7 @@ def carry(axis: Axis, reading: MergedSteps, earlier: Earlier) -> int | None:
             old, was_counted = known.words[at], known.counted[at]
             lacking = was_counted & ~(counted & _counted(words))
             words[lacking], counted[lacking] = old[lacking], True
-            for slots in _RARE.values():
+            for slots in RARE.values():
                 rare = was_counted & _lacks(words, slots)
                 words[np.ix_(rare, slots)] = old[np.ix_(rare, slots)]
         for name, value in known.scalars[at].items():
