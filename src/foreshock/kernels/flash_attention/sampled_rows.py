@@ -14,24 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention.launch import compiled_for
 from foreshock.kernels.flash_attention.output_check import Allowance, allowance
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.statistics import one_margin
 from foreshock.kernels.flash_attention.triton_kernels.blocks import INTERPRET, LN2, LOG2E, tanh, to_operand
 from foreshock.kernels.flash_attention.triton_kernels.counting import (
-    CHECKED_SLOT,
     DELTA_BIAS_ABS_SLOT,
     DELTA_BIAS_SUM_SLOT,
     DELTA_BIAS_SUMSQ_SLOT,
     EMPTY_SLOT,
-    ENTROPY_ROWS_SLOT,
-    ENTROPY_SUM_SLOT,
-    MOST_ENTROPY_SUM_SLOT,
     NONFINITE_INPUT_SLOT,
-    NONFINITE_OUTPUT_SLOT,
     NONFINITE_SLOT,
-    OUTPUT_ERROR_SLOT,
     ROW_MAX_ABS_SLOT,
     ROWS_SLOT,
     SCORE_MAX_SLOT,
@@ -39,7 +34,6 @@ from foreshock.kernels.flash_attention.triton_kernels.counting import (
     SCORE_OFFSET_SUMSQ_SLOT,
     TIED_BF16_SLOT,
     TIED_ONE_SLOT,
-    WRONG_SLOT,
     add_count,
     add_sum,
     finite,
@@ -49,6 +43,14 @@ from foreshock.kernels.flash_attention.triton_kernels.places import diagonal
 from foreshock.kernels.flash_attention.triton_kernels.ties import bf16_tie_threshold, one_tie_threshold
 from foreshock.kernels.flash_attention.visibility import BLIND, UNSEEN
 
+# What only sampled rows have.
+_NONFINITE_OUTPUT_SLOT: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_OUTPUT_ROWS))
+_ENTROPY_ROWS_SLOT: tl.constexpr = tl.constexpr(int(Slot.ENTROPY_ROWS))
+_ENTROPY_SUM_SLOT: tl.constexpr = tl.constexpr(int(Slot.ENTROPY_SUM))
+_MOST_ENTROPY_SUM_SLOT: tl.constexpr = tl.constexpr(int(Slot.MOST_ENTROPY_SUM))
+_CHECKED_SLOT: tl.constexpr = tl.constexpr(int(Slot.CHECKED_ROWS))
+_WRONG_SLOT: tl.constexpr = tl.constexpr(int(Slot.WRONG_ROWS))
+_OUTPUT_ERROR_SLOT: tl.constexpr = tl.constexpr(int(Slot.OUTPUT_ERROR_MAX))
 # What is kept of a row between the launches, one plane [h, r] each.
 _ROW_MAX: tl.constexpr = tl.constexpr(0)
 _LSE: tl.constexpr = tl.constexpr(1)
@@ -369,7 +371,7 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, CHECKE
         add_count(state + EMPTY_SLOT * stride_slot, empty)
         add_count(state + NONFINITE_SLOT * stride_slot, nonfinite)
         add_count(state + NONFINITE_INPUT_SLOT * stride_slot, nonfinite_input)
-        add_count(state + NONFINITE_OUTPUT_SLOT * stride_slot, nonfinite_output)
+        add_count(state + _NONFINITE_OUTPUT_SLOT * stride_slot, nonfinite_output)
         raise_maximum(state + SCORE_MAX_SLOT * stride_slot, score_max)
         raise_maximum(state + ROW_MAX_ABS_SLOT * stride_slot, row_max_abs)
         add_sum(state + SCORE_OFFSET_SUM_SLOT * stride_slot, offset_sum)
@@ -377,13 +379,13 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, CHECKE
         add_sum(state + DELTA_BIAS_SUM_SLOT * stride_slot, bias_sum)
         add_sum(state + DELTA_BIAS_ABS_SLOT * stride_slot, bias_abs)
         add_sum(state + DELTA_BIAS_SUMSQ_SLOT * stride_slot, bias_sumsq)
-        add_count(state + ENTROPY_ROWS_SLOT * stride_slot, counted_rows)
-        add_sum(state + ENTROPY_SUM_SLOT * stride_slot, entropy_sum)
-        add_sum(state + MOST_ENTROPY_SUM_SLOT * stride_slot, most_entropy_sum)
+        add_count(state + _ENTROPY_ROWS_SLOT * stride_slot, counted_rows)
+        add_sum(state + _ENTROPY_SUM_SLOT * stride_slot, entropy_sum)
+        add_sum(state + _MOST_ENTROPY_SUM_SLOT * stride_slot, most_entropy_sum)
         if CHECKED:
-            add_count(state + CHECKED_SLOT * stride_slot, checked)
-            add_count(state + WRONG_SLOT * stride_slot, wrong)
-            raise_maximum(state + OUTPUT_ERROR_SLOT * stride_slot, error_max)
+            add_count(state + _CHECKED_SLOT * stride_slot, checked)
+            add_count(state + _WRONG_SLOT * stride_slot, wrong)
+            raise_maximum(state + _OUTPUT_ERROR_SLOT * stride_slot, error_max)
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, out: Tensor, spec: AttentionSpec) -> bool:
