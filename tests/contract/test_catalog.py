@@ -15,6 +15,8 @@ from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, Metric, known, ratio
 from foreshock.contract.slots import Floats, Slot, Words, identity_row, slot_values
 from foreshock.monitor.detect.growth import SIGNAL_NAMES
+from foreshock.monitor.detect.levels import KERNEL, LEVEL
+from foreshock.monitor.detect.non_finite import NON_FINITE
 
 STABLE = Path(__file__).with_name("stable_metrics.txt")
 MONITOR = Path(foreshock.monitor.config.__file__ or "").parent
@@ -119,5 +121,5 @@ def test_every_word_that_the_agent_says_is_a_label_and_any_other_is_other() -> N
         written(r'faults\["([a-z_]+)"') | written(r'Guard\("([a-z_]+)"') | written(r'self\._guards\["([a-z_]+)"')
     )
     assert {"agent", "detectors", "spool", "probe"} <= components <= set(FAULT_COMPONENTS)
-    assert set(SIGNAL_NAMES) < set(SIGNALS)
+    assert {*SIGNAL_NAMES, NON_FINITE, LEVEL, KERNEL} == set(SIGNALS)
     assert (known("score", SIGNALS), known("score ", SIGNALS), known("", SIGNALS)) == ("score", OTHER, OTHER)

@@ -188,7 +188,7 @@ def ratio(part: Floats | Words, whole: Floats) -> Floats:
 
 
 OTHER: Final = "other"
-SIGNALS: Final = ("offset", "score", "nonfinite", "kernel")
+SIGNALS: Final = ("offset", "score", "nonfinite", "kernel", "level")
 """Signals that trip (wire.Verdict.signal)."""
 DROP_REASONS: Final = (
     "queue_full",
