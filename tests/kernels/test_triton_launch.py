@@ -1,5 +1,7 @@
 """What every kernel of a call is told: planes, windows, flags and lengths, and what is refused."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.kernels.triton_calls import (
@@ -98,6 +100,23 @@ def test_a_flag_that_is_written_while_a_launch_waits_leaves_nothing_unwritten(mo
     given = Arguments(modes, None, None, 37, 37, None, spec)
     before = forward.attention_forward(*inputs[:3], given)
     modes.data[1] = int(Mode.PAPER_SOFTMAX)  # .data: as unseen as what another stream writes
+    for one, other in zip(before, forward.attention_forward(*inputs[:3], given), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_flag_that_is_written_between_two_launches_leaves_nothing_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a signal handler that ends a step within a forward."""
+    inputs, spec = random_inputs(37, 37, 32, heads=4, kv_heads=2, seed=26), scaled(32, causal="top_left")
+    modes, empty = flags(Mode.PLAIN, Mode.PAPER_SOFTMAX, Mode.PLAIN, Mode.PAPER_SOFTMAX), torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **options: empty(*given, **options).fill_(7.0))
+    given = Arguments(modes, None, None, 37, 37, None, spec)
+    before = forward.attention_forward(*inputs[:3], given)
+
+    def interrupted(*launched: Any, shifted: bool = False) -> None:
+        launch_forward(*launched, shifted=shifted)
+        modes[0], modes[1] = int(Mode.PAPER_SOFTMAX), int(Mode.PLAIN)
+
+    monkeypatch.setattr(forward, "launch_forward", interrupted)
     for one, other in zip(before, forward.attention_forward(*inputs[:3], given), strict=True):
         assert torch.equal(one, other)
 

@@ -3,6 +3,7 @@
 Kernels obey the flags in device memory. This lets a call leave out launches for heads that the layer does not have,
 and choose the passes that are fastest for those that it has. Where a launch is left out, the one that stays reads no
 flags: they may be written while it waits on another stream, and no launch would write what both leave to each other.
+Two launches that share out the heads read one `snapshot` of the flags, for the same reason.
 """
 
 import weakref
@@ -24,6 +25,12 @@ class Known(NamedTuple):
     """Those of some head may be corrected; else no launch need serve such heads."""
     some_shifted: bool
     """Some head may shift its rows; else no launch need serve such heads."""
+
+
+def snapshot(modes: Tensor | None) -> Tensor | None:
+    """The flags as they are for the next launches, whatever is written meanwhile, as by a signal handler that ends a
+    step. The copy is a kernel of its own, so that a captured graph takes one at each replay."""
+    return None if modes is None else modes.clone()
 
 
 _UNKNOWN: Final = Known(all_corrected=False, some_corrected=True, some_shifted=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.slots import Slot
-from foreshock.kernels.flash_attention.known_modes import known_modes
+from foreshock.kernels.flash_attention.known_modes import known_modes, snapshot
 from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 from foreshock.kernels.flash_attention.triton_kernels import hopper
@@ -62,6 +62,8 @@ def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: Grads) -
     known = known_modes(given.modes)
     name = ("made", chosen, members, known, *[tensor is None for tensor in given])
     made = call.plans.get(name, False)
+    if by_hopper:
+        given = given._replace(modes=snapshot(given.modes) if known.some_corrected else given.modes)
     rows = launch_rows(call, given, made and call.takes_addresses())
     if by_hopper:
         if known.some_corrected:

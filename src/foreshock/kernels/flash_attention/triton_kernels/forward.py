@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreshock.kernels.flash_attention.known_modes import known_modes
+from foreshock.kernels.flash_attention.known_modes import known_modes, snapshot
 from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
 from foreshock.kernels.flash_attention.shift import PAPER_SHIFT_CAP
 from foreshock.kernels.flash_attention.spec import Arguments
@@ -242,9 +242,9 @@ def launch_fastest(
     one for those that do, unless the host knows that there are none."""
     config = configs(call.capability, call.block_d, call.mean_keys).forward
     shifts = known_modes(given.modes).some_shifted
-    others = given if shifts else given._replace(modes=None)
-    if not hopper.launched(call, inputs, outputs, others.modes):
-        launch_forward(call, config, inputs, outputs, others)
+    given = given._replace(modes=snapshot(given.modes) if shifts else None)
+    if not hopper.launched(call, inputs, outputs, given.modes):
+        launch_forward(call, config, inputs, outputs, given)
     if shifts:
         launch_forward(call, config, inputs, outputs, given, shifted=True)
 
