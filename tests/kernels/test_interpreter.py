@@ -1,4 +1,4 @@
-"""Where there is no GPU, the Triton suite runs in Triton's interpreter, in a process that chose it from the start."""
+"""Where there is no GPU, the Triton suite runs in Triton's interpreter, in processes that chose it from the start."""
 
 import os
 import subprocess
@@ -9,14 +9,18 @@ import pytest
 import torch
 
 SUITE = sorted(Path(__file__).parent.glob("test_triton_*.py"))
+PARTS = {"attention": SUITE[:1], "counting to launch": SUITE[1:8], "log-sum-exp to ties": SUITE[8:]}
+"""Of about the same time. Each process imports PyTorch and Triton, which takes as long as a file's tests."""
 
 
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs on the GPU, in this process")
-@pytest.mark.parametrize("part", SUITE, ids=[part.stem for part in SUITE])
-def test_the_triton_kernels_pass_their_suite_in_the_interpreter(part: Path) -> None:
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tier", "full", str(part)]
+@pytest.mark.parametrize("part", PARTS)
+def test_the_triton_kernels_pass_their_suite_in_the_interpreter(part: str) -> None:
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tier", "full"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=880, check=False)
+    result = subprocess.run(
+        [*command, *map(str, PARTS[part])], env=environment, capture_output=True, text=True, timeout=880, check=False
+    )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout or " skipped" in result.stdout
+    assert " passed" in result.stdout
