@@ -1,24 +1,17 @@
-"""One process of several, for tests: torchrun ... ranks_of_a_run.py FOLDER trains a tiny model and saves what came.
+"""A training of a tiny model in one process of several, for tests."""
 
-What each process saw lies in FOLDER/RANK.pt, the trace of the first one beside it.
-"""
-
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-import torch
-
-if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
+import torch.distributed as dist
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.training.model import ModelConfig
-from foreshock.lab.training.ranks import Ranks, launched
+from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Recorder, Training, train
 from foreshock.lab.training.variant import find_variant
@@ -63,14 +56,9 @@ def _trained(ranks: Ranks, trace: Path | None, ends_at: int | None = None) -> di
     return {"losses": losses, "rows": sum(rows), "weights": training.model.state_dict(), "place": place}
 
 
-def main(folder: Path) -> None:
-    """Train, and save what this process saw."""
-    with launched() as ranks:
-        trace = folder / "trace.jsonl.gz" if ranks.rank == 0 else None
-        runs = {"whole": _trained(ranks, trace), "ended": _trained(ranks, None, ends_at=10)}
-        told = ranks.gather(f"told by {ranks.rank}")
-        torch.save(runs | {"told": told, "folder": folder}, folder / f"{ranks.rank}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def of_a_rank(folder: str) -> dict[str, Any]:
+    """What this process saw; the first one's trace is in the folder."""
+    trace = Path(folder) / "trace.jsonl.gz" if dist.get_rank() == 0 else None
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    runs = {"whole": _trained(ranks, trace), "ended": _trained(ranks, None, ends_at=10)}
+    return runs | {"told": ranks.gather(f"told by {ranks.rank}")}

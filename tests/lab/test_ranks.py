@@ -1,16 +1,12 @@
 """Several processes share out the batches of one run."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from tests.lab import ranks_of_a_run
+from tests.lab.ranks_of_a_run import of_a_rank
 from tests.monitor.torchrun import trained
 
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.training.ranks import Ranks
-
-PROGRAM = Path(ranks_of_a_run.__file__)
 
 
 @pytest.mark.parametrize(("world", "batch", "most"), [(1, 8, None), (2, 8, 4), (4, 8, 1), (8, 8, 32), (3, 12, 3)])
@@ -33,8 +29,9 @@ def test_a_batch_that_cannot_be_shared_is_refused_with_what_to_do() -> None:
 def test_two_processes_train_record_and_end_as_one_with_two_parts_to_the_last_bit(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """A sum of two has one order, and halves are exact. Each process imports PyTorch, which takes seconds."""
-    [alone], several = (trained(PROGRAM, world, tmp_path_factory.mktemp(f"ranks{world}")) for world in (1, 2))
+    """A sum of two has one order, and halves are exact."""
+    folders = {world: tmp_path_factory.mktemp(f"ranks{world}") for world in (1, 2)}
+    [alone], several = (trained(of_a_rank, world, folder, str(folder)) for world, folder in folders.items())
     for seen in several:
         assert seen["whole"]["losses"] == alone["whole"]["losses"]
         assert all(torch.equal(one, alone["whole"]["weights"][name]) for name, one in seen["whole"]["weights"].items())
@@ -42,7 +39,7 @@ def test_two_processes_train_record_and_end_as_one_with_two_parts_to_the_last_bi
     name = "key-bias-small-flash-untreated-seed1"
     assert [seen["whole"]["place"] for seen in several] == [(0, 2, name), (1, 2, name)]
     assert [seen["told"] for seen in several] == [["told by 0", "told by 1"], []]
-    trace = read_trace(several[0]["folder"] / "trace.jsonl.gz")
+    trace = read_trace(folders[2] / "trace.jsonl.gz")
     assert trace.steps.loss.tolist() == pytest.approx(alone["whole"]["losses"], rel=1e-2)  # kept to three digits
     assert trace.samples[-1].step == len(trace.steps.loss)
     assert [len(seen["ended"]["losses"]) for seen in several] == [12, 12], "one of them wanted to end at 10"

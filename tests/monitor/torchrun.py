@@ -1,10 +1,17 @@
-"""Runs a function of the tests, or a program, in several processes of one machine, as torchrun does."""
+"""Runs a function of the tests, or a program, in several processes of one machine, as torchrun does.
+
+torchrun itself starts a program. Processes that run a function are forked from one that has imported all that they
+need, where torchrun would import PyTorch once more for itself and for each of them.
+"""
 
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import traceback
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +25,11 @@ def trained(
 ) -> list[Any]:
     """What `run(*arguments)` returns in each of `world` processes, or the program `run FOLDER ARGUMENTS` saves as
     FOLDER/RANK.pt."""
-    if not isinstance(run, Path):
-        arguments = (f"{run.__module__}:{run.__name__}", *arguments)
-    program = run if isinstance(run, Path) else Path(__file__)
-    launch = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={world}"]
+    if isinstance(run, Path):
+        launch = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={world}", str(run), str(folder)]
+        command = ["-m", "torch.distributed.run", *launch]
+    else:
+        command = [__file__, str(folder), str(world), f"{run.__module__}:{run.__name__}"]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONSAFEPATH": "1",
@@ -31,7 +39,7 @@ def trained(
     }
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "torch.distributed.run", *launch, str(program), str(folder), *arguments],
+            [sys.executable, "-P", *command, *arguments],
             env=environment,
             stdout=log,
             stderr=log,
@@ -47,19 +55,48 @@ def trained(
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def main(folder: Path, name: str, *arguments: str) -> None:
-    """One process: joins the others, and saves what the function returns."""
-    torch.set_num_threads(1)
-    if "cuda" in arguments:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if "cuda" in arguments else "gloo")
+def main(folder: Path, world: int, name: str, *arguments: str) -> int:
+    """Fork all processes, and end the others with the first that fails."""
     module, _, function = name.partition(":")
-    torch.save(getattr(importlib.import_module(module), function)(*arguments), folder / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    run = getattr(importlib.import_module(module), function)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": str(uuid.uuid4())}
+    children = set()
+    for rank in range(world):
+        if (child := os.fork()) == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            _be_rank(lambda: run(*arguments), folder, "nccl" if "cuda" in arguments else "gloo")
+        children.add(child)
+    failed = False
+    while children:
+        ended, status = os.wait()
+        children.remove(ended)
+        if status != 0 and not failed:
+            failed = True
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+    return int(failed)
+
+
+def _be_rank(run: Callable[[], Any], folder: Path, backend: str) -> None:
+    """One process: joins the others, and saves what the function returns."""
+    try:
+        torch.set_num_threads(1)
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend)
+        torch.save(run(), folder / f"{dist.get_rank()}.pt")
+        dist.destroy_process_group()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)  # gloo's threads may outlive the interpreter's end
 
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
-    main(Path(sys.argv[1]), *sys.argv[2:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter's end
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))
