@@ -93,7 +93,7 @@ class Trace:
 
 def _numbers(values: Any) -> Floats:
     """What the writer wrote as numbers and names."""
-    if not isinstance(values, list) or any(isinstance(value, bool | list | dict | None) for value in values):
+    if not isinstance(values, list) or not set(map(type, values)) <= {int, float, str}:
         raise ValueError("expected a list of numbers")
     return np.array(values, dtype=np.float64)
 
