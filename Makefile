@@ -57,7 +57,7 @@ test: .venv/.dev servers ## the tests, with the real servers, but for those that
 	@$(PYTEST) -m alone $(ARGS) $(OR_NONE)
 
 test-full: .venv/.dev servers ## the tests that `test` leaves out: kernels in the interpreter, the whole demo, from end to end
-	@$(PYTEST) --tier full -n $(WORKERS) --dist worksteal -m "full and not alone" $(ARGS) $(OR_NONE)
+	@$(PYTEST) --tier full -n $(WORKERS) --dist loadfile -m "full and not alone" $(ARGS) $(OR_NONE)
 	@$(PYTEST) --tier full -m "full and alone" $(ARGS) $(OR_NONE)
 
 faults-long: .venv/.dev servers ## kills, fuzz and soak at the promised sizes; hours

@@ -15,9 +15,6 @@ from hypothesis import HealthCheck, settings
 ROOT: Final = Path(__file__).parents[1]
 ALONE: Final = (
     "tests/e2e/test_from_training_to_switch.py",
-    "tests/e2e/test_remote_write.py",
-    "tests/examples/test_quickstart.py",
-    "tests/faults/test_host_cost.py",
     "tests/faults/test_kills.py",
     "tests/faults/test_processes.py",
     "tests/faults/test_ranks.py",
@@ -25,9 +22,6 @@ ALONE: Final = (
 )
 """Tests that measure time, or stop and starve processes: they run one after another, with the machine to themselves,
 after the others, which share it."""
-BROWSERS: Final = "tests/server/ui/"
-"""Share the machine in the quick tier, where the tests of a file stay together. The full tier deals tests out one by
-one, and has those that take a browser longest: there they run alone too."""
 
 
 # A busy machine is no fault of a test: what takes long is stopped by pytest-timeout alone.
@@ -123,19 +117,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     wanted = config.option.markexpr
     if collection_path.suffix != ".py" or wanted not in ("alone", "not alone"):
         return None
-    alone = _alone(collection_path, config)
+    alone = _alone(collection_path)
     return True if alone == (wanted == "not alone") else None
 
 
-def _alone(path: Path, config: pytest.Config) -> bool:
-    found = path.relative_to(ROOT).as_posix()
-    return found.startswith(ALONE) or (found.startswith(BROWSERS) and config.getoption("--tier") != "quick")
+def _alone(path: Path) -> bool:
+    return path.relative_to(ROOT).as_posix().startswith(ALONE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what runs alone, leaves out what the tier does not ask for, and gives the tiers their time."""
     for item in items:
-        if _alone(item.path, config):
+        if _alone(item.path):
             item.add_marker("alone")
     tier = config.getoption("--tier")
     if tier == "quick":
