@@ -18,7 +18,7 @@ from foreshock.lab.training.run import Training
 TINY = replace(
     find_recipe("key-bias-small"),
     model=ModelConfig(layers=2, heads=2, width=16, context=16),
-    steps=200,
+    steps=60,
     warmup_steps=10,
 )
 
@@ -50,7 +50,10 @@ def test_a_training_whose_time_runs_out_ends(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.full
-def test_a_demo_whose_trainings_fail_says_which(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ChildProcessError, match=r"demo-\d+-baseline, demo-\d+-rescued, demo-\d+-no-key-bias failed"):
+def test_a_demo_whose_training_fails_says_which(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SHOWN", {"rescued": SHOWN["rescued"]})  # each process imports PyTorch
+    with pytest.raises(ChildProcessError, match=r"^demo-\d+-rescued failed"):
         demo.main(Console(file=io.StringIO()), port=0, recipe=replace(TINY, batch=0))
     assert "ValueError" in capfd.readouterr().err

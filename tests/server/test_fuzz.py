@@ -45,7 +45,7 @@ METHODS = ("get", "put", "post", "delete", "patch", "options", "head")
 @pytest.fixture
 def many(sizes: Any, record_property: Callable[[str, Any], None]) -> settings:
     """Runs a case as often as the tier asks for."""
-    cases = sizes("fuzz_cases", quick=375, long=6_250)
+    cases = sizes("fuzz_cases", quick=200, long=6_250)
     record_property("cases", cases)
     return sizes.fuzzed(cases)  # type: ignore[no-any-return]
 
