@@ -1,6 +1,7 @@
 """Samples come back from the store as they were sent, and ranks merge as the contract says."""
 
 import math
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +9,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import Connection, select
+from tests.server.conftest import Service
 
 from foreshock.contract.metrics.catalog import BY_KEY, METRICS
 from foreshock.contract.slots import SLOT_COUNT, merge_words
 from foreshock.contract.wire import Array, Sample
-from foreshock.server.readings import SCALARS, head_arrays, merge_scalars, pack_sample, unpack_arrays, unpack_scalars
+from foreshock.server.readings import (
+    LIVE_SAMPLES,
+    SCALARS,
+    axis_of,
+    head_arrays,
+    merge_scalars,
+    merged_steps,
+    pack_sample,
+    unpack_arrays,
+    unpack_scalars,
+)
+from foreshock.server.store.schema import samples as stored_samples
 from foreshock.server.testing import FakeRank
 
 HEADS = 3
@@ -126,3 +140,28 @@ async def test_samples_without_arrays_or_start_are_stored_and_read_once_the_star
     assert np.array(shown["values"]).shape == (2, 3)
     unseen = await service.get("/v1/runs/run-1/matrix", metric="head.score_max", step=6)
     assert unseen["values"] == [[None] * 3] * 2
+
+
+async def test_of_many_ranks_only_the_samples_of_a_step_are_in_memory_together(service: Service) -> None:
+    ranks, steps = 32, range(1, 17)
+    for number in range(ranks):
+        rank = FakeRank(rank=number, layers=4, heads=range(8))
+        await service.store(rank, rank.started(), *map(rank.sample, steps))
+
+    def read(connection: Connection) -> tuple[list[int], int, int]:
+        sizes = connection.execute(select(stored_samples.c.arrays)).scalars()
+        stored = sum(map(len, sizes))
+        tracemalloc.start()
+        try:
+            merged = [
+                int(step)
+                for some in merged_steps(connection, axis_of(connection, 1), LIVE_SAMPLES)
+                for step in some.steps
+            ]
+            return merged, tracemalloc.get_traced_memory()[1], stored
+        finally:
+            tracemalloc.stop()
+
+    merged, peak, stored = await service.app.state.store.read(read)
+    assert merged == list(steps)
+    assert peak < stored / 2

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, islice
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -273,6 +274,9 @@ LIVE_SAMPLES: Final[Select[Any]] = (
 """Samples that no later boot of the same rank has superseded, in the fixed order."""
 
 
+_STEP: Final = attrgetter("step")
+
+
 @dataclass
 class MergedSteps:
     """Some steps of a run, ranks merged. Heads stand in the order of the axis; NaN where nothing was counted."""
@@ -333,17 +337,26 @@ class MergedSteps:
 
 def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = None) -> MergedSteps:
     """Merge samples given in the fixed order. `names` limits which arrays, and so metrics, are read."""
-    by_step = [(step, list(group)) for step, group in groupby(rows, key=lambda row: row.step)]
-    shape = len(by_step), len(axis.heads)
+    return _merged(axis, groupby(rows, key=_STEP), len({row.step for row in rows}), names)
+
+
+def _merged(
+    axis: Axis, by_step: Iterator[tuple[int, Iterator[Row[Any]]]], most: int, names: frozenset[str] | None
+) -> MergedSteps:
+    """Merge the next steps, `most` at most. No row is held once it is merged: a step has one of each rank."""
+    shape = most, len(axis.heads)
     words = np.empty((*shape, SLOT_COUNT if names is None or "states" in names else 0), np.int64)
     counted = np.zeros(shape, dtype=np.bool_)
     of_heads = [name for name in _FIELDS if names is None or name in names]
     fields = dict(zip(of_heads, np.full((len(of_heads), *shape), np.nan), strict=True))
     places: dict[str, Columns] = {}
-    scalars = [merge_scalars([unpack_scalars(row) for row in group]) for _, group in by_step]
-    for i, (_, group) in enumerate(by_step):
+    steps: list[int] = []
+    scalars: list[dict[str, float | None]] = []
+    for i, (step, group) in enumerate(islice(by_step, most)):
         seen = False
+        parts: list[dict[str, float | None]] = []
         for row in group:
+            parts.append(unpack_scalars(row))
             where = axis.rows.get(row.topology)
             if where is None or names == frozenset():
                 continue
@@ -359,7 +372,7 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
                     known = counted[i, at].any()
                     words[i, at] = merge_words([words[i, at], values]) if known else values
                     counted[i, at] = True
-                elif row is group[0]:  # as below, where no rank's value has come yet
+                elif len(parts) == 1:  # as below, where no rank's value has come yet
                     fields[name][i, at] = values
                 else:
                     pick = np.fmin if _FIELDS[name].across_ranks == "min" else np.fmax
@@ -367,8 +380,11 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
                     fields[name][i, at] = pick(old, values.astype(np.float64))
         if not seen and words.size:
             words[i] = NOTHING_SEEN
-    steps = np.array([step for step, _ in by_step], dtype=np.int64)
-    return MergedSteps(steps, words, counted, fields, scalars)
+        steps.append(step)
+        scalars.append(merge_scalars(parts))
+    own = slice(len(steps))
+    given = {name: values[own] for name, values in fields.items()}
+    return MergedSteps(np.array(steps, dtype=np.int64), words[own], counted[own], given, scalars)
 
 
 def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
@@ -392,10 +408,10 @@ def merged_steps(
     """Rows of a query in the fixed order, some steps at a time: a long run of a wide model fits into memory."""
     at_once = max(1, min(64, _HEADS_AT_ONCE // max(1, len(axis.heads))))
     with connection.execute(query.execution_options(yield_per=at_once)) as rows:
-        steps = groupby(rows, key=lambda row: row.step)
-        while chunk := [row for _, step in islice(steps, at_once) for row in step]:
+        by_step = groupby(rows, key=_STEP)
+        while len((some := _merged(axis, by_step, at_once, names)).steps):
+            yield some
             give_up_if_cancelled(connection)
-            yield merge(axis, chunk, names)
 
 
 def arrays_of(metric: Metric) -> frozenset[str]:
