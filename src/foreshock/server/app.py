@@ -17,7 +17,6 @@ import uvicorn
 from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import FileResponse
-from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
@@ -29,7 +28,7 @@ from foreshock.server.endpoint import Endpoint, Writer
 from foreshock.server.http import routes, stream, webhooks
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.http.routes import Readiness
-from foreshock.server.limits import BATCHES, Buckets, ConcurrencyLimit, Connection, raise_open_files
+from foreshock.server.limits import Buckets, ConcurrencyLimit, Connection, raise_open_files
 from foreshock.server.logs import Counters, configure_logs
 from foreshock.server.notifier import Notifier
 from foreshock.server.readings import ROLLING_SECONDS, Roller
@@ -99,12 +98,13 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
     batches = Endpoint(writer, counters, Buckets(settings.run_batches_per_second))
-    app.router.routes.insert(0, Route(BATCHES, batches, methods=["POST"]))
     for router in (endpoint.router, stream.router, webhooks.router, routes.router):
         app.router.routes.extend(router.routes)  # include_router would build them again for each app
     _serve_page(app)
     shares = ConcurrencyLimit(settings.requests_at_once, settings.body_bytes_at_once, settings.max_body_bytes)
-    app.add_middleware(AuthMiddleware, settings=settings, keyring=keyring, shares=shares, counters=counters)
+    app.add_middleware(
+        AuthMiddleware, settings=settings, keyring=keyring, shares=shares, counters=counters, batches=batches
+    )
     if proxies := list(settings.trusted_proxies):
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)
     return app

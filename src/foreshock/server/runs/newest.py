@@ -5,7 +5,6 @@ the entropy of sampled rows, numbers that a training reports rarely. /metrics sh
 a series that comes and goes draws dots and holds no alert.
 """
 
-import json
 import math
 import time
 from collections import defaultdict
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, Row, and_, case, desc, func, select, tuple_
 
 from foreshock.contract.metrics.run_metrics import SILENT_SECONDS
@@ -187,17 +187,17 @@ def with_sample(known: str | None, sample: Sample) -> str:
         words = fitted(sample.states.numpy())
         given |= {name for name, slots in RARE.items() if not _lacks(words, slots).all()}
         given |= {_STATES} if _counted(words).any() else set()
-    steps: dict[str, Any] = json.loads(known) if known else {_ALWAYS: [sample.step, sorted(given)]}
+    steps: dict[str, Any] = from_json(known) if known else {_ALWAYS: [sample.step, sorted(given)]}
     newest, always, *heads = steps[_ALWAYS]
     for name in given.symmetric_difference(always):
         steps[name] = max(steps.get(name, 0), sample.step if name in given else newest)
     steps[_ALWAYS] = [max(newest, sample.step), sorted(given.intersection(always)), *(sample.head_counts() or heads)]
-    return json.dumps(steps, separators=(",", ":"))
+    return to_json(steps).decode()
 
 
 def heads_measured(known: str | None) -> int | None:
     """For how many heads the samples of a process start have data, by its `boots.measured`; None until one has any."""
-    return next(iter(json.loads(known)[_ALWAYS][2:]), None) if known else None
+    return next(iter(from_json(known)[_ALWAYS][2:]), None) if known else None
 
 
 def earlier_samples(
@@ -209,7 +209,7 @@ def earlier_samples(
     known = select(*columns).where(boots.c.run_id.in_(newest), boots.c.measured.is_not(None)).subquery()
     last: dict[tuple[int, int, str], tuple[int, int]] = {}
     for boot in connection.execute(select(known).where(known.c.recency <= _STARTS)):
-        for name, step in json.loads(boot.measured).items():
+        for name, step in from_json(boot.measured).items():
             if name != _ALWAYS and (boot.until_step is None or step <= boot.until_step):
                 key = boot.run_id, boot.rank, name
                 last[key] = max(last.get(key, (-1, 0)), (step, boot.id))
