@@ -31,7 +31,7 @@ _RUN, _BOOT = "the-run", "the-boot"
 
 @dataclass
 class Load:
-    """What some clients do. Client i sends as rank i, in turn to run i, i + clients, i + 2 clients, ..."""
+    """What some clients do. Client i sends as rank i to run i, modulo the number of runs."""
 
     url: str
     clients: int
@@ -39,6 +39,10 @@ class Load:
     seconds: float
     name: str
     """Tells this load's runs and boots from another's."""
+    every_seconds: float = 0.0
+    """Between two batches of a client; 0: it sends the next one at once."""
+    every_steps: int = 1
+    """Between two samples of a client."""
 
 
 @dataclass
@@ -64,9 +68,13 @@ class Result:
         return float(np.quantile([took for _, took in self.latencies], share)) if self.latencies else float("nan")
 
 
+def _rank() -> FakeRank:
+    return FakeRank(run=_RUN, boot=_BOOT, layers=LAYERS, heads=range(HEADS))
+
+
 def template() -> bytes:
     """A batch of one sample with every metric of 12 layers and 12 heads; its numbers are put in by `_body`."""
-    rank = FakeRank(run=_RUN, boot=_BOOT, layers=LAYERS, heads=range(HEADS))
+    rank = _rank()
     norms = Array.of(np.linspace(1.0, 20.0, rank.count).astype(np.float32))
     sample = rank.sample(_STEP, since=0).model_copy(
         update={"since_step": _SINCE, "query_norm": norms, "key_norm": norms, "query_key_norm": norms}
@@ -74,8 +82,8 @@ def template() -> bytes:
     return rank.batch(sample, sequence=_SEQUENCE).model_dump_json().encode()
 
 
-def _body(shape: bytes, number: int) -> bytes:
-    for one, value in ((_SEQUENCE, number), (_STEP, number), (_SINCE, number - 1)):
+def _body(shape: bytes, number: int, every_steps: int = 1) -> bytes:
+    for one, value in ((_SEQUENCE, number), (_STEP, number * every_steps), (_SINCE, (number - 1) * every_steps)):
         shape = shape.replace(b"%d" % one, b"%d" % value)
     return shape
 
@@ -91,16 +99,25 @@ async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body:
     return int(head[9:12]), head
 
 
+def _of_client(load: Load, number: int, body: bytes) -> bytes:
+    body = body.replace(b'"%s"' % _BOOT.encode(), b'"%s-%d"' % (load.name.encode(), number))
+    body = body.replace(b'"rank":0', b'"rank":%d' % number)
+    return body.replace(b'"%s"' % _RUN.encode(), b'"%s-%d"' % (load.name.encode(), number % load.runs), 1)
+
+
 async def _client(load: Load, number: int, shape: bytes, began: float, result: Result) -> None:
-    address = urlsplit(load.url)
-    shape = shape.replace(b'"%s"' % _BOOT.encode(), b'"%s-%d"' % (load.name.encode(), number))
-    shape = shape.replace(b'"rank":0', b'"rank":%d' % number)
+    """The client's first batch describes its process, as an agent's does."""
+    address, rank = urlsplit(load.url), _rank()
+    described = _of_client(load, number, rank.batch(rank.started()).model_dump_json().encode())
+    shape = _of_client(load, number, shape)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    sequence = 1
+    sequence, due = 1, began + load.every_seconds * number / load.clients
     while (start := time.monotonic()) < began + load.seconds:
-        own = number + load.clients * (sequence % max(1, load.runs // load.clients))
-        run = b'"%s-%d"' % (load.name.encode(), own % load.runs)
-        body = _body(shape, sequence).replace(b'"%s"' % _RUN.encode(), run, 1)
+        if start < due:
+            await asyncio.sleep(due - start)
+            continue
+        due += load.every_seconds
+        body = described if sequence == 1 else _body(shape, sequence, load.every_steps)
         status, head = await post(reader, writer, body)
         result.statuses[status] += 1
         if status == 200:

@@ -30,6 +30,7 @@ _REPEATS: Final = 5
 _LINE: Final = "head.score_max"
 _CHARTS: Final = [m.key for m in HEAD_METRICS if m.chart is not None and m.chart < MORE_CHARTS]
 _PAGE: Final = ["run.loss", *(f"{key}{place}" for key in _CHARTS for place in (":0:1", ":0", ":1", ":2", ":3"))]
+CURVES_OF_PAGE: Final = "line=" + "&line=".join(_PAGE)
 """What the page of a run asks for: each first chart with one head and the worst heads of four layers."""
 
 
@@ -49,7 +50,7 @@ def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, A
         report["memory_before_bytes"] = memory_bytes(service)
         for name, path in {
             "curves of 80 layers": f"/v1/runs/wide/curves?max_points=600&line={_LINE}",
-            "curves of the page": f"/v1/runs/wide/curves?max_points=600&line={'&line='.join(_PAGE)}",
+            "curves of the page": f"/v1/runs/wide/curves?max_points=600&{CURVES_OF_PAGE}",
             "matrix": f"/v1/runs/wide/matrix?metric={_LINE}&max_steps=120",
             "run": "/v1/runs/wide",
         }.items():
