@@ -19,13 +19,14 @@ def judged(
     *,
     capital: float = 2 * ASKED,
     held: int = 20_000,
+    age: int | None = None,
     error: float = 0.01,
     config: DetectorConfig = FAR_OFF,
 ) -> WarningConditions:
     """The conditions of one head whose offset and largest score went so from the start to the end of 4,000 steps, and
-    whose delta bias won so much on a negative offset."""
+    whose delta bias won so much on a negative offset. age: of the run; as old as what is held by default."""
     start, middle, end = (np.array([[one], [other]]) for one, other in zip(offset, score, strict=True))
-    growth = Growth(start, middle, end, end, np.full((2, 1), error), 4000.0, 2000.0, 2000.0, held)
+    growth = Growth(start, middle, end, end, np.full((2, 1), error), 4000.0, 2000.0, 2000.0, held, age or held)
     bias = BiasEvidence.begin(1)
     bias.capital[0], bias.bets[:] = capital, 50.0
     return WarningConditions.of(growth, bias, np.array([True]), config)
@@ -53,6 +54,10 @@ def test_a_drift_with_evidence_is_supported_and_warns() -> None:
 )
 def test_a_drift_is_not_supported_if(why: str, changed: dict[str, Any]) -> None:
     assert not judged(**changed).supported.any(), why
+
+
+def test_a_run_that_is_old_is_not_taken_for_a_young_one_because_little_of_it_is_held() -> None:
+    assert judged(held=1000, age=20_000).supported.all()
 
 
 def test_an_offset_that_comes_back_is_no_part_of_a_warning() -> None:

@@ -111,7 +111,10 @@ def test_a_run_that_is_watched_from_its_middle_on_is_judged_as_soon_whatever_its
     since: int,
 ) -> None:
     def later(step: int) -> tuple[Floats, Floats]:
-        return explosion(max(0, step - since))
+        offset, score = healthy(step)
+        for values, failing in zip((offset, score), explosion(max(0, step - since)), strict=True):
+            values[SICK] = failing[SICK]
+        return offset, score
 
     until = since + 7000
     told = play(later, until, since=since, bias=0.6)[1]
@@ -120,8 +123,19 @@ def test_a_run_that_is_watched_from_its_middle_on_is_judged_as_soon_whatever_its
     assert [(each.step, each.cause, each.state) for each in rated] == [
         (each.step, each.cause, each.state) for each in told
     ]
-    from_zero = play(explosion, 7000, bias=0.6)[1]
-    assert abs(told[0].step - since - from_zero[0].step) <= 300
+    from_zero = play(later, until, bias=0.6)[1]
+    assert abs(told[0].step - from_zero[0].step) <= 300
+
+
+@pytest.mark.parametrize(("part", "late"), [(0.25, 100), (0.5, 300), (0.75, 900)])
+def test_an_agent_that_is_attached_on_the_way_to_a_warning_warns_about_as_soon_as_one_that_was_there_before(
+    part: float, late: int
+) -> None:
+    [first] = [each for each in play(explosion, 7000, bias=0.6)[1] if each.state == "raised"]
+    since = int(part * first.step) // EVERY * EVERY
+    [warned] = [each for each in play(explosion, 9000, since=since, bias=0.6)[1] if each.state == "raised"]
+    assert (warned.layer, warned.head, warned.cause) == (first.layer, first.head, first.cause)
+    assert warned.step - first.step <= late
 
 
 def test_a_run_set_back_after_its_warm_up_does_not_wait_for_it_again() -> None:

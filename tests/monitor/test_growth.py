@@ -117,6 +117,18 @@ def test_steps_count_by_their_learning_rate_and_by_the_last_one_where_it_is_unkn
     assert growth.older + growth.newer == pytest.approx(growth.steps + 4000 - begin, abs=300)
 
 
+@pytest.mark.parametrize(("since", "window"), [(0, 1500), (500, 1750), (1500, 2250), (3000, 3000), (9000, 3000)])
+def test_a_past_that_begins_late_is_seen_over_the_newer_half_of_the_run_as_far_as_it_is_held(
+    since: int, window: int
+) -> None:
+    pasts = HeadPasts.begin(1, 4000, 10)
+    for step in range(since + 10, since + 3001, 10):
+        pasts.add(10, sample(np.full(1, float(step)), np.ones(1)))
+    growth = pasts.growth(4000, since + 3000)
+    assert (growth.held, growth.age) == (3000, since + 3000)
+    assert float(growth.start[HeadSignal.OFFSET, 0]) - (since + 3000 - window) == pytest.approx(40, abs=50)
+
+
 def test_a_past_that_was_set_back_goes_on_as_one_that_never_went_further() -> None:
     def filled(pasts: HeadPasts, since: int, until: int) -> HeadPasts:
         for step in range(since + 50, until + 1, 50):

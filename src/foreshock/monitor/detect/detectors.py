@@ -105,7 +105,8 @@ class Detectors:
             return levels + self._cleared(run.levels, step) + verdicts
 
     def _measured(self, run: RunState) -> WarningConditions:
-        return WarningConditions.of(run.past.growth(self.config.window_steps), run.bias, run.can_round(), self.config)
+        growth = run.past.growth(self.config.window_steps, run.last_step)
+        return WarningConditions.of(growth, run.bias, run.can_round(), self.config)
 
     def _trip(self, steps: int) -> dict[int, str]:
         """Compute the heads that trip now, after a block of so many steps, with their signal."""

@@ -64,6 +64,8 @@ class Growth:
     """from middle to end"""
     held: int
     """steps of the past that is held"""
+    age: int
+    """steps of the run; those before the past that is held count too"""
 
 
 @dataclass(slots=True)
@@ -164,14 +166,18 @@ class HeadPasts:
         self._open()
 
     @np.errstate(invalid="ignore")  # the mean of no value is not known
-    def growth(self, window_steps: float) -> Growth:
-        """Over the newer half of the past, at most `window_steps`; NaN while fewer than four blocks are held."""
-        blocks = self.blocks
+    def growth(self, window_steps: float, last_step: int = 0) -> Growth:
+        """Over the newer half of the run as far as it is held, at most `window_steps`; NaN while fewer than four blocks
+        are held.
+
+        last_step: the number of the newest step, which shows how old a run is that is watched from its middle on.
+        """
+        blocks, age = self.blocks, max(self.held, last_step)
         if len(blocks) < _LEAST_BLOCKS:
             unknown = np.full_like(self.jitter, np.nan)
             newest = blocks[-1].values if blocks else unknown
-            return Growth(unknown, unknown, unknown, newest, unknown, math.nan, math.nan, math.nan, self.held)
-        begin = blocks[-1].end - min(self.held / 2, window_steps)
+            return Growth(unknown, unknown, unknown, newest, unknown, math.nan, math.nan, math.nan, self.held, age)
+        begin = blocks[-1].end - min(self.held, age / 2, window_steps)
         blocks = [block for block in blocks[:-_LEAST_BLOCKS] if block.end > begin] + blocks[-_LEAST_BLOCKS:]
         part = min(max(1, len(blocks) // 6), _LONGEST_PART)
         half = (len(blocks) - part) // 2
@@ -185,6 +191,7 @@ class HeadPasts:
             older=(rates[1] - rates[0]) / self.rate,
             newer=(rates[2] - rates[1]) / self.rate,
             held=self.held,
+            age=age,
         )
 
 

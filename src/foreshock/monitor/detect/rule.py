@@ -43,7 +43,7 @@ class DetectorConfig(BaseModel):
     earliest_steps: ClassVar[int] = 500
     """Steps that have to be held before a drift is warned about."""
     settle_steps: ClassVar[int] = 5000
-    """Healthy heads grow while fewer steps than this are held."""
+    """Healthy heads grow in so many steps of a run."""
     young_growth: ClassVar[float] = 3.0
     """Factor that 1 + |offset| grew by, asked at the first step; it falls evenly to none at `settle_steps`."""
     offset_change: ClassVar[float] = 1.5
@@ -106,7 +106,7 @@ class WarningConditions(NamedTuple):
         tested = (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
         asked = ASKED * max(int(np.count_nonzero(tested)), 1)
         factor = (far + 1.0) / (np.abs(before) + 1.0)
-        early = max(0.0, 1.0 - growth.held / config.settle_steps)
+        early = max(0.0, 1.0 - growth.age / config.settle_steps)
         grown = factor / (1.0 + early * (config.young_growth - 1.0))
         drifting = np.minimum(np.minimum(far / config.offset_level, moved / config.offset_change), grown)
         drift[at] = drifting if growth.held >= config.earliest_steps else 0.0

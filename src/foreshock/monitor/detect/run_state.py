@@ -72,6 +72,7 @@ class RunState:
     def set_back(self, step: int) -> None:
         """Forget what came after `step`, since the run was set back to a checkpoint of it; its verdicts stand."""
         self.past.set_back(self.last_step - step)
+        self.last_step = step
         self.warning_ratios[:] = 0.0
         self.bias.drop_open()
         self.non_finite = NonFiniteTracker()
