@@ -74,7 +74,7 @@ def test_the_tables_are_those_of_the_report_in_a_terminal_of_any_width(width: in
     for each in report["traces"]:
         words = (each["trace"], each["truth"], each["steps"], each["first_warning_step"], each["layer"])
         assert [line for line in lines if line.startswith(" ".join(map(cell, words)))]
-    for rows in (report["table"], report["healthy"], [report["precision"]], [report["forecasts"]]):
+    for rows in (report["table"], report["healthy"], [report["precision"]], [report["forecasts"]], report["late"]):
         for row in rows:
             assert " ".join(map(cell, row.values())) in lines
     assert "…" not in out.getvalue()

@@ -31,6 +31,7 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> N
     _show(console, "Healthy runs", result["healthy"])
     _show(console, "Observed runs that were first warned about as rounding", [result["precision"]])
     _show(console, "Heads that a first warning forecast, and that came to 512", [result["forecasts"]])
+    _show(console, "Drifts that reached 512, by an agent attached in a part of the way to a warning", result["late"])
     if report is not None:
         console.print(f"report: {report}")
 

@@ -300,6 +300,14 @@ def _plateau(rng: Random, at: Floats, heads: int) -> Floats:
     return np.asarray(rng.uniform(3, 60, heads) * (1 - np.exp(-at / tau)))
 
 
+def _rising(rng: Random, at: Floats, heads: int) -> Floats:
+    """From a few nats to 15 to 40 within 300 to 2,000 steps, begun early, and no further."""
+    low, high = rng.uniform(1, 6, heads), rng.uniform(15, 40, heads)
+    length = np.exp(rng.uniform(math.log(300), math.log(2000), heads))
+    gone = (at - rng.uniform(300, 5000, heads)) / length
+    return np.asarray(low + (high - low) / (1 + np.exp(np.minimum(4 - 8 * gone, 50.0))))
+
+
 def _jumping(rng: Random, at: Floats, heads: int) -> Floats:
     offset = np.zeros_like(at) + rng.uniform(1, 20, heads)
     for _ in range(3):
@@ -351,6 +359,7 @@ _SHAPES: Final[dict[str, Callable[..., Any]]] = {
     "line": lambda rng, at, heads: (
         rng.uniform(3, 60, heads) * np.minimum(at / (rng.uniform(0.05, 0.7, heads) * at[-1]), 1)
     ),
+    "rises": _rising,
     "jumps": _jumping,
     "periodic": _periodic,
     "logarithm": lambda rng, at, heads: rng.uniform(1, 8, heads) * np.log1p(at / 300),
