@@ -14,7 +14,7 @@ from torch import Tensor
 from foreshock.kernels.flash_attention import AttentionSpec
 from foreshock.kernels.flash_attention.output_check import allowance, distance
 from foreshock.kernels.flash_attention.spec import Numerics, compute_dtype, operand_dtype
-from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_margin, several_in_bf16, several_within
+from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_margin, several_in_bf16
 from foreshock.kernels.flash_attention.visibility import place, seen_keys, shared_by_keys
 
 LEAST_ROWS: Final = 16
@@ -22,6 +22,8 @@ LEAST_ROWS: Final = 16
 HELD_BYTES: Final = 16 * 2**20
 """What a piece of the sampled rows holds in its largest tensor. The C library hands one of over 32 MiB back to the
 system at once, which costs a CPU as much again as filling it."""
+_LOWEST: Final = {torch.float32: -80.0, torch.float64: -700.0}
+"""A score so far below its row's maximum has a weight of 0: a sum that holds a weight of 1 rounds it away."""
 
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -230,13 +232,15 @@ def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor,
     operand, (scores, visible, shared) = operand_dtype(call.query.dtype), given
     row_max = scores.amax(-1, keepdim=True)
     tied_bf16 = several_in_bf16(scores, row_max).squeeze(-1)
-    tied_one = several_within(scores, row_max, one_margin(operand), torch.empty_like(scores)).squeeze(-1)
     floor = row_max.masked_fill(row_max == -math.inf, 0.0)
-    weights = scores.sub_(floor).exp_()
+    below = scores.sub_(floor)
+    tied_one = torch.ge(below, -one_margin(operand), out=(scratch := torch.empty_like(below))).sum(-1) > 1
+    lowest = _LOWEST[below.dtype]  # a CPU takes several times as long for an exp that is nearly 0
+    weights = torch.threshold_(torch.exp(below.clamp_(min=lowest), out=scratch), 2 * math.exp(lowest), 0.0)
     row_sum = weights.sum(-1)
     known_sum = row_sum.masked_fill(row_sum == 0, 1.0)
-    # of the scores less their maximum, so that no offset cancels; entr is -w ln w, and 0 where w is
-    entropy = known_sum.log() + torch.special.entr(weights).sum(-1) / known_sum
+    # of the scores less their maximum, so that no offset cancels
+    entropy = known_sum.log() - below.mul_(weights).sum(-1) / known_sum
     own_floor = floor.squeeze(-1) if shared is None else floor.squeeze(-1) - shared
     lse = own_floor + row_sum.log()
     grad = of_rows(call.grad_out, entry, row).to(scores.dtype)  # [e, H, c, D]
@@ -248,7 +252,8 @@ def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor,
     exact = times(rounded, values) / known_sum.unsqueeze(-1)
     # with dropout only the kernel knows which weights it dropped
     delta_bias = (grad * (output - exact)).sum(-1) if spec.dropout_p == 0 else torch.zeros_like(delta)
-    computed_finite, output_finite = (torch.linalg.vector_norm(x, math.inf, -1) < math.inf for x in (exact, output))
+    # the largest norm of a float32 fits; a CPU takes ten times as long for the infinity norm
+    computed_finite, output_finite = (norms_of(x, torch.float64) < math.inf for x in (exact, output))
     never = torch.zeros_like(tied_one)
     row_max = row_max.squeeze(-1)
     delta -= delta_bias
