@@ -113,12 +113,15 @@ def sizes(pytestconfig: pytest.Config) -> Sizes:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of a run that wants the tests that run alone, or those that do not, the files of the others are not imported."""
-    wanted = config.option.markexpr
-    if collection_path.suffix != ".py" or wanted not in ("alone", "not alone"):
+    """Of a run that wants the tests that run alone, or those that do not, the files of the others are not imported;
+    nor are files without a test marked `full` where these are wanted."""
+    _, full, kind = config.option.markexpr.rpartition("full and ")
+    if collection_path.suffix != ".py" or kind not in ("alone", "not alone"):
         return None
-    alone = _alone(collection_path)
-    return True if alone == (wanted == "not alone") else None
+    other = _alone(collection_path) == (kind == "not alone") or (
+        full and "mark.full" not in collection_path.read_text()
+    )
+    return True if other else None
 
 
 def _alone(path: Path) -> bool:
