@@ -1,10 +1,12 @@
-"""A training whose scores explode or drift, for tests: python -P fallen_run.py TRAINER FOLDER RUN [LINE ...].
+"""Trainings whose scores explode or drift, for tests, each a process that is forked from one which has imported all.
 
-Without lines it saves a checkpoint every 20 steps, and kills itself once it has exploded and the service knows. With
-the lines of a resume plan it trains on by them, word for word. FORESHOCK_URL names the service. What came of it is in
-FOLDER/end.json.
+Each line of the standard input is an object: trainer, folder, run, lines, environment. Without lines a training saves a
+checkpoint every 20 steps, and kills itself once it has exploded and the service knows. With the lines of a resume plan
+it trains on by them, word for word. FORESHOCK_URL names the service. Its exit status is a line of the standard output;
+what came of it is in the folder: end.json and log.
 """
 
+import importlib
 import json
 import os
 import random
@@ -388,12 +390,21 @@ def torchtitan_itself(folder: Path, run: str, lines: list[str]) -> None:
     watch.write()
 
 
-def main() -> None:
+def main(trainer: str, folder: str, run: str, lines: list[str], environment: dict[str, str]) -> None:
     """What torch computes with one thread is the same beside other work."""
+    log = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for said in (1, 2):
+        os.dup2(log, said)
+    os.environ |= environment
     torch.set_num_threads(1)
-    trainer, folder, run, *lines = sys.argv[1:]
     globals()[trainer](Path(folder), run, lines)
 
 
 if __name__ == "__main__":
-    main()
+    for needed in ("accelerate", "lightning.pytorch", "transformers.trainer"):
+        importlib.import_module(needed)
+    for asked in sys.stdin:
+        if (child := os.fork()) == 0:
+            main(**json.loads(asked))
+            break  # and ends as a program does
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

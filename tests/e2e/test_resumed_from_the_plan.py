@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,38 @@ PROGRAM = Path(__file__).with_name("fallen_run.py")
 PAPER = {"FORESHOCK_ATTENTION": "kernels", "FORESHOCK_NUMERICS": "paper", "FORESHOCK_SAMPLE_EVERY_STEPS": "10"}
 
 
-def trained(trainer: str, folder: Path, url: str, *lines: str, **more: str) -> tuple[int, dict[str, Any]]:
-    """The exit status of a training that samples every fifth step, and what came of it."""
-    settings = {"FORESHOCK_URL": url, "FORESHOCK_SAMPLE_EVERY_STEPS": "5", "FORESHOCK_SAMPLE_EVERY_SECONDS": "0"}
-    settings |= more
-    alone = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-P", str(PROGRAM), trainer, str(folder), "fell", *lines],
-        env=os.environ | settings | alone,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-5000:]
-    return done.returncode, json.loads((folder / "end.json").read_text())
+Trained = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Trained]:
+    """Trains; the exit status of a training that samples every fifth step, and what came of it."""
+    alone = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-P", str(PROGRAM)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | alone
+    ) as program:
+
+        def train(trainer: str, folder: Path, url: str, *lines: str, **more: str) -> tuple[int, dict[str, Any]]:
+            settings = {
+                "FORESHOCK_URL": url,
+                "FORESHOCK_SAMPLE_EVERY_STEPS": "5",
+                "FORESHOCK_SAMPLE_EVERY_SECONDS": "0",
+            }
+            settings |= {"XDG_CACHE_HOME": str(folder / "cache")} | more
+            asked = {"trainer": trainer, "folder": str(folder), "run": "fell", "lines": lines, "environment": settings}
+            assert program.stdin is not None
+            assert program.stdout is not None
+            program.stdin.write(json.dumps(asked) + "\n")
+            program.stdin.flush()
+            status = int(program.stdout.readline())
+            assert status in (0, -signal.SIGKILL), (folder / "log").read_text()[-5000:]
+            return status, json.loads((folder / "end.json").read_text())
+
+        try:
+            yield train
+        finally:
+            program.kill()
 
 
 @pytest.mark.full
@@ -56,7 +75,7 @@ def trained(trainer: str, folder: Path, url: str, *lines: str, **more: str) -> t
     ],
 )
 def test_a_run_that_exploded_and_was_killed_trains_on_by_the_printed_lines_and_stays_healthy(
-    trainer: str, tmp_path: Path
+    trainer: str, trained: Trained, tmp_path: Path
 ) -> None:
     (folder := tmp_path / "out").mkdir()
     with LiveService(tmp_path) as service:
@@ -80,7 +99,7 @@ def test_a_run_that_exploded_and_was_killed_trains_on_by_the_printed_lines_and_s
 @pytest.mark.timeout(7200)
 @pytest.mark.promise("A32")
 def test_a_run_that_rounding_made_drift_trains_on_corrected_by_the_printed_lines_and_does_not_drift(
-    tmp_path: Path,
+    trained: Trained, tmp_path: Path
 ) -> None:
     """500 steps past the fall its offset is below what it was then; untreated it would have grown by a third."""
     (folder := tmp_path / "out").mkdir()
