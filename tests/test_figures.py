@@ -145,7 +145,7 @@ def test_the_five_lines_run_and_print_what_is_below_them(capsys: pytest.CaptureF
 
 
 def test_the_costs_are_those_that_were_measured() -> None:
-    agent, kept = result("agent_h200")["shapes"], result("agent_kept_h100")["shapes"]
+    agent, kept = result("agent_h200")["shapes"], result("agent_kept_h200")["shapes"]
     ratios = {each["ratios"]["kernels_agent / none"] for each in agent}
     ratios |= {each["ratios"]["keep_agent / none"] for each in kept}
     costs = README.partition("\n## Cost\n")[2].partition("\n## ")[0]

@@ -25,7 +25,7 @@ def test_doctor_says_what_pytorch_picks_here_and_what_each_choice_costs_as_it_wa
     assert re.search(r"picks (cuDNN|flash|efficient|math) on (cpu|cuda) \(bfloat16", said)
     costs = {device: assessment.costs(device) for device in ("cpu", "cuda")}
     assert any(said.endswith(cost) for cost in costs.values())
-    for file, variant in (("agent_h200.json", "kernels_agent"), ("agent_kept_h100.json", "keep_agent")):
+    for file, variant in (("agent_h200.json", "kernels_agent"), ("agent_kept_h200.json", "keep_agent")):
         figures = json.loads((Path(__file__).parents[2] / "src/foreshock/benchmarks" / "results" / file).read_text())
         for measured in figures["shapes"][:2]:
             assert f"{measured['ratios'][f'{variant} / none'] - 1:.1%}".replace("%", " %") in costs["cuda"]

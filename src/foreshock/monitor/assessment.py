@@ -20,8 +20,8 @@ from foreshock.monitor.model.layers import device_of
 from foreshock.monitor.model.openness import KeyBias, openness, rounding
 
 _COSTS: Final = {
-    "cuda": 'attention="keep" (default) leaves it as it is, at 1.3 % of a step (GPT-2 small) or 0.4 % (Llama 1B) on '
-    'an H100; "kernels" counts every row and costs 2.2 % and 1.3 % on an H200',
+    "cuda": 'attention="keep" (default) leaves it as it is, at 0.7 % of a step (GPT-2 small) or 0.6 % (Llama 1B); '
+    '"kernels" counts every row and costs 2.2 % and 1.3 % (measured on one H200)',
     "cpu": 'attention="keep" (default) leaves it as it is; "kernels" runs a slow reference here, for tests',
 }
 _SHAPES: Final = 4
