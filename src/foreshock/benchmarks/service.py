@@ -59,6 +59,8 @@ def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, A
         for number in range(200):
             _send(client, FakeRank(run=f"run-{number}", layers=12, heads=range(12)), (1,))
         report["/metrics of 202 runs"] = _cost(service, client, "/metrics")
+        paced = Load(service.url, 256, 1, seconds, "paced", every_seconds=1.0, every_steps=10)
+        report["256 ranks of one run, a batch a second each"] = loaded(service, paced)
         report["256 ranks of one run"] = loaded(service, Load(service.url, 256, 1, seconds, "ranks"))
     return written(report, json_path)
 

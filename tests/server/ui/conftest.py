@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from selenium.webdriver import Chrome, ChromeOptions
-from selenium.webdriver.chrome.service import Service as Chromedriver
+from selenium.webdriver import Chrome
 from tests.e2e.running import absent, free_port
 
+from foreshock.benchmarks.page import WINDOW, headless
 from foreshock.contract.decision import because_of
 from foreshock.contract.modes import DEFAULT_MITIGATION, mode_name, parse_mode
 from foreshock.contract.slots import SLOT_COUNT, Slot
@@ -167,29 +167,6 @@ def guarded(tmp_path: Path) -> Iterator[Service]:
     running.close()
 
 
-def headless(binary: str, driver: str, profile: Path) -> Chrome:
-    """A Chromium without a window, with a fresh profile."""
-    options = ChromeOptions()
-    options.binary_location = binary
-    for flag in (
-        "headless",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-quic",
-        "no-first-run",
-        "no-proxy-server",
-        "disable-background-networking",
-        "disable-component-update",
-        "disable-sync",
-        "disable-dev-shm-usage",
-        "force-device-scale-factor=1",
-        f"user-data-dir={profile}",
-    ):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return Chrome(options=options, service=Chromedriver(driver))
-
-
 @pytest.fixture(scope="session")
 def _chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
@@ -216,7 +193,7 @@ def complaints(_chromium: Chrome) -> Callable[[], list[str]]:
 @pytest.fixture
 def chromium(_chromium: Chrome) -> Iterator[Chrome]:
     """A Chromium with a window that shows the whole page; fails the test if the page wrote an error to the console."""
-    _chromium.set_window_size(1280, 4000)  # the page loads what can be seen
+    _chromium.set_window_size(*WINDOW)
     console(_chromium)
     yield _chromium
     complaints = console(_chromium)

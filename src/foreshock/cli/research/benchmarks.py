@@ -101,3 +101,14 @@ def bench_memory(
     from foreshock.benchmarks import memory
 
     memory.main(json, seconds=seconds)
+
+
+@bench.command("page")
+def bench_page(
+    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    repeats: Annotated[int, typer.Option(help="Number of times that the page is opened.", min=1)] = 7,
+) -> None:
+    """Time the page of a run of 1,000,000 steps of 80 layers of 64 heads in a real Chromium, to its last chart."""
+    from foreshock.benchmarks import page
+
+    page.main(json, repeats=repeats)
