@@ -12,6 +12,7 @@ from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.texts import Corpus
 from foreshock.lab.training import library_models as module
 
+VOCABULARY = 300
 LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
 
 
@@ -20,11 +21,13 @@ def test_each_model_trains_and_all_its_heads_are_recorded(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    text = Corpus(torch.randint(300, (10_000,), generator=generator, dtype=torch.int32), "0" * 64, "made up")
+    text = Corpus(torch.randint(VOCABULARY, (10_000,), generator=generator, dtype=torch.int32), "0" * 64, "made up")
     digits = tmp_path / "digits.npz"
     np.savez(digits, images=np.eye(28, dtype=np.uint8)[None].repeat(20, 0) * 255, labels=np.arange(20) % 10)
     whole = module.MODELS[name]
-    fields: dict[str, Any] = whole.fields | {field: 1 for field in LAYERS if field in whole.fields}
+    fewer = dict.fromkeys(LAYERS, 1) | {"vocab_size": VOCABULARY}
+    fields: dict[str, Any] = whole.fields | {field: few for field, few in fewer.items() if field in whole.fields}
+    monkeypatch.setattr(module, "_VOCABULARY", VOCABULARY)
     small = replace(whole, fields=fields, batch=2, length=128, warmup_steps=2)
     monkeypatch.setitem(module.MODELS, name, small)
     monkeypatch.setattr(module, "read_text", lambda _: text)
