@@ -12,7 +12,13 @@ EVIDENCE = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
 FIRST, *TABLE = list(csv.reader(ANSWERS.read_text().splitlines()))
 
 
-@pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.address)
+@pytest.mark.parametrize(
+    "report",
+    [
+        pytest.param(report, id=report.address, marks=[pytest.mark.full] * (n % 3 > 0))
+        for n, report in enumerate(REPORTS)
+    ],
+)
 def test_a_report_is_answered_as_the_table_says_and_never_with_false_advice(report: Report) -> None:
     found = answer(report)
     assert row(report, found) in TABLE, (row(report, found), found.words)
