@@ -3,20 +3,27 @@
     .venv/bin/python -P scripts/run_mutants.py [WORD ...]
 
 tests/mutants.toml has the changes and the tests that have to fail. Words choose the files whose path holds one of them.
+Of a change the quickest tests that run its lines are tried first, and all of its tests only if those do not notice it.
 The exit status is 1 if the tests notice fewer than 85 % of the changes, or if a change or its tests no longer fit.
 """
 
+import importlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Final
+from types import FrameType
+from typing import Any, Final, NamedTuple
 
 import fastapi  # noqa: F401 - what tests import is imported once, before the processes are forked that run them
 import pytest
@@ -26,6 +33,9 @@ import torch  # noqa: F401
 ROOT: Final = Path(__file__).parents[1]
 _WANTED: Final = 0.85
 _LOG: Final = "pytest.log"
+_SEEN: Final = "seen.json"
+_MOST_FIRST: Final = 30
+"""Tests that are tried before all of a file's."""
 _NOTICED: Final = int(pytest.ExitCode.TESTS_FAILED)
 _HUNG: Final = -int(signal.SIGKILL)
 
@@ -57,7 +67,11 @@ def _of_file(file: dict[str, list[list[str]]]) -> tuple[int, int, int]:
     """How many changes of a file were noticed, how many were not, and how many could not be tried."""
     path, tests = Path("src/foreshock", str(file["path"])), [f"tests/{name}" for name in file["tests"]]
     text, began = path.read_text(), time.monotonic()
-    if _exit_code_of(tests, 600.0) != 0:
+    seen = _Seen([], [])
+    if _exit_code_of(tests, 600.0, path) == 0:
+        seen = _Seen(*json.loads(Path(_SEEN).read_text()))
+        seen.import_modules()
+    elif _exit_code_of(tests, 600.0) != 0:  # some need more time than there is while they are watched
         print(Path(_LOG).read_text(), f"{path}: its tests fail without a change", sep="\n")
         return 0, 0, 1
     most_seconds = 30.0 + 5.0 * (time.monotonic() - began)
@@ -67,7 +81,10 @@ def _of_file(file: dict[str, list[list[str]]]) -> tuple[int, int, int]:
         if text.count(old) == 1:
             path.write_text(text.replace(old, new))
             os.utime(path, (number, number))  # another time than that of the compiled file
-            code = _exit_code_of(tests, most_seconds)
+            first = seen.tests_of(text[: text.index(old)].count("\n") + 1, old.count("\n") + 1)
+            code = _exit_code_of(first, most_seconds) if first else None
+            if code not in (_NOTICED, _HUNG):
+                code = _exit_code_of(tests, most_seconds)
         noticed += code in (_NOTICED, _HUNG)
         survived += code == 0 and not reasons
         broken += code not in (0, _NOTICED, _HUNG)
@@ -79,9 +96,60 @@ def _of_file(file: dict[str, list[list[str]]]) -> tuple[int, int, int]:
     return noticed, survived, broken
 
 
-def _exit_code_of(tests: list[str], most_seconds: float) -> int | None:
+class _Seen(NamedTuple):
+    """What was seen while the tests ran without a change."""
+
+    tests: list[tuple[float, str, list[int]]]
+    """seconds, test, and the lines of the file that it ran"""
+    modules: list[str]
+    """of other projects, that the tests import"""
+
+    def tests_of(self, line: int, lines: int) -> list[str]:
+        """The quickest tests that ran some of so many lines from `line` on, the quickest first."""
+        wanted = set(range(line, line + lines))
+        return [test for _, test, ran in sorted(self.tests) if not wanted.isdisjoint(ran)][:_MOST_FIRST]
+
+    def import_modules(self) -> None:
+        """Import what tests import once, before the processes are forked that run them."""
+        for module in self.modules:
+            with suppress(Exception):  # parts of a package that its own modules alone may import
+                importlib.import_module(module)
+
+
+class _Watcher:
+    """A plugin of pytest: writes down what `_Seen` holds, of the file at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lines = str(path.resolve()), set[int]()
+        self._tests: list[tuple[float, str, list[int]]] = []
+        threading.settrace(self._called)
+
+    def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._ran if frame.f_code.co_filename == self._path else None
+
+    def _ran(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self._lines.add(frame.f_lineno)
+        return self._ran
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        began, self._lines = time.monotonic(), set()
+        sys.settrace(self._called)
+        done = yield
+        sys.settrace(None)
+        self._tests.append((time.monotonic() - began, item.nodeid, sorted(self._lines)))
+        return done
+
+    def pytest_sessionfinish(self) -> None:
+        here = os.getcwd()
+        places = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+        modules = [name for name, place in places.items() if place and not place.startswith(here)]
+        Path(here, _SEEN).write_text(json.dumps([self._tests, modules]))
+
+
+def _exit_code_of(tests: list[str], most_seconds: float, watched: Path | None = None) -> int | None:
     """What pytest returns for these tests, in a process of its own that is stopped after so many seconds."""
-    process = get_context("fork").Process(target=_run, args=(tests,))
+    process = get_context("fork").Process(target=_run, args=(tests, watched))
     process.start()
     process.join(most_seconds)
     if process.is_alive() and process.pid is not None:
@@ -90,13 +158,14 @@ def _exit_code_of(tests: list[str], most_seconds: float) -> int | None:
     return process.exitcode
 
 
-def _run(tests: list[str]) -> None:
+def _run(tests: list[str], watched: Path | None) -> None:
     os.setsid()
     log = os.open(_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     imported = "ignore::pytest.PytestAssertRewriteWarning"  # of plugins that are imported already
-    sys.exit(int(pytest.main(["-x", "-q", "-W", imported, "-p", "no:cacheprovider", *tests])))
+    plugins = [] if watched is None else [_Watcher(watched)]
+    sys.exit(int(pytest.main(["-x", "-q", "-W", imported, "-p", "no:cacheprovider", *tests], plugins)))
 
 
 if __name__ == "__main__":
