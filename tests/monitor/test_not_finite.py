@@ -159,6 +159,11 @@ def test_gradients_whose_norm_overflows_and_one_that_breaks_alone_are_traced_to_
     assert model.second.bias.grad is not None
     model.second.bias.grad[0] = math.nan
     assert "It alone is broken, so look at the operation that uses it" in said_of(model)
+    torch.nn.init.constant_(model.third.weight, math.nan)
+    assert "that of second.bias, and third.weight, which follows it, is finite. 1 of 6 weights is" in said_of(model)
+    torch.nn.init.ones_(model.third.weight)
+    torch.nn.init.constant_(model.second.bias, math.nan)
+    assert "that of second.bias, and third.weight, which follows it, is finite. Nor is its weight." in said_of(model)
 
 
 def test_an_optimizer_that_nobody_gave_is_found_and_its_learning_rate_named() -> None:
@@ -254,15 +259,26 @@ def test_a_crisis_looks_once_at_gradients_at_each_broken_loss_and_never_at_a_hea
 
 
 @pytest.mark.parametrize(
-    ("step", "loss", "watched"), [(2, 8.5, True), (100, 8.5, True), (101, 8.5, False), (2, 7.9, False)]
+    ("first", "step", "loss", "watched"),
+    [(4.0, 2, 8.5, True), (4.0, 100, 8.5, True), (4.0, 101, 8.5, False), (4.0, 2, 7.9, False), (-4.0, 2, 8.5, False)],
 )
-def test_a_loss_of_twice_the_first_one_has_early_steps_sampled(step: int, loss: float, watched: bool) -> None:
+def test_a_loss_of_twice_the_first_one_has_early_steps_sampled_once(
+    first: float, step: int, loss: float, watched: bool
+) -> None:
     for kind in (float, torch.tensor):
         steps: list[int] = []
         crisis = Crisis(Block, list, 50, steps.append)
-        for each in range(1, step + 1):
-            assert crisis.look(each, kind(loss if each == step else 4.0), 1.0) is None
+        for each in range(1, step + 3):
+            assert crisis.look(each, kind(loss if each >= step else first), 1.0) is None
         assert steps == [step] * watched
+
+
+def test_every_broken_loss_is_answered_with_what_was_found_last_and_a_broken_norm_once_in_a_crisis() -> None:
+    model = Block()
+    for loss, answered in ((math.nan, list(range(2, 20))), (1.0, [2, 7, 12, 17])):
+        crisis = Crisis(lambda: model, list, 5, lambda _: None)
+        assert crisis.look(1, 1.0, 1.0) is None
+        assert [step for step in range(2, 20) if crisis.look(step, loss, math.nan)] == answered
 
 
 @pytest.mark.parametrize("told", ["loss", "loss and gradient norm"])

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foreshock.contract import wire
 from foreshock.monitor import Agent, attach
-from foreshock.monitor.checkpoints import AHEAD, LOOK_EVERY, KnownCheckpoints, Rounds, SaveRequests
+from foreshock.monitor.checkpoints import AHEAD, LOOK_EVERY, ROUNDS, KnownCheckpoints, Rounds, SaveRequests
 
 WARNED_AT = 2
 pytestmark = pytest.mark.filterwarnings(*OF_LIGHTNING)
@@ -66,6 +66,9 @@ def test_an_incident_asks_again_only_after_all_its_warnings_were_cleared_and_har
     assert requests.take(9)
     requests.follow([verdict(None, None, signal="nonfinite", cause="other", id="nan")], [])
     assert not requests.take(9)
+    requests.follow([], [])
+    requests.follow([note := verdict(0, 0, severity="info")], [note])
+    assert not requests.take(9)
 
 
 class Process:
@@ -105,6 +108,16 @@ def test_processes_save_after_the_same_steps_however_far_apart_they_are(
         [steps] = saves
         assert len(steps) == bool(warned)
         assert all(step <= min(at for _, at in warned) + 2 * AHEAD for step in steps)
+
+
+def test_a_save_that_not_every_process_hears_of_is_proposed_three_times() -> None:
+    store = HashStore()
+    process = Process(store, 2)  # the second process makes no step
+    process.requests.follow([verdict(0, 0)], [verdict(0, 0)])
+    for _ in range(10 * AHEAD):
+        process.make_step()
+    assert process.saves == []
+    assert [store.check([f"r/{number}"]) for number in (ROUNDS - 1, ROUNDS)] == [True, False]
 
 
 def saves_of_a_rank() -> list[int]:
@@ -192,6 +205,29 @@ def test_the_last_checkpoint_from_before_the_warning_outlives_the_rule_that_dele
     assert {file.stat().st_nlink for file in files} == {1}
     others = [one for one in told if one.step > 8 and not one.requested]
     assert sum(Path(one.path).exists() for one in others) <= 2  # the rule goes on as without foreshock
+
+
+def test_the_checkpoint_from_before_the_suspected_step_is_linked_once_for_warnings_that_overlap(tmp_path: Path) -> None:
+    known = KnownCheckpoints()
+    for step in (4, 8, 12):
+        (path := tmp_path / f"checkpoint-{step}").mkdir()
+        (path / "weights").touch()
+        known.add(wire.Checkpoint(step=step, path=str(path), trainer="transformers"))
+    linked = tmp_path / "foreshock-clean-checkpoint-4"
+    (tmp_path / f"{linked.name}.unfinished").mkdir()  # the process was killed while it linked
+    (tmp_path / f"{linked.name}.unfinished" / "weights").touch()
+    warned, second = verdict(0, 0, step=14, evidence={"suspect_step": 8.0}), verdict(0, 1, step=15, id="second")
+    found = known.follow([warned], [warned])
+    assert found is not None
+    assert (found.step, found.path, (linked / "weights").exists()) == (4, str(linked), True)
+    assert known.follow([second], [warned, second]) is None
+    assert known.follow([], []) is None
+    assert known.follow([warned], [warned]) == found
+    known.follow([], [])
+    known.add(found)  # the run resumed from it
+    assert known.follow([warned], [warned]) is None
+    names = {"checkpoint-4", "checkpoint-8", "checkpoint-12", linked.name}
+    assert {one.name for one in tmp_path.iterdir()} == names
 
 
 def test_a_disk_without_links_is_named_in_the_log(
