@@ -24,7 +24,7 @@ from foreshock.contract import wire
 from foreshock.monitor import attach
 from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.detect.detectors import Readings
-from foreshock.monitor.guard import FAULTS_IN_A_ROW, LOG_EVERY_SECONDS, Guard
+from foreshock.monitor.guard import FAULTS_IN_A_ROW, LOG_EVERY_SECONDS, Guard, default_torch_modes
 from foreshock.monitor.sampling import detector_thread
 from foreshock.monitor.sampling.collector import Counted
 from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
@@ -40,8 +40,10 @@ def test_an_interrupt_always_passes(leaving: type[BaseException]) -> None:
 
 
 @pytest.mark.promise("A15")
-def test_a_component_is_off_after_three_faults_in_a_row_and_a_success_between_starts_anew() -> None:
-    guard = Guard("part", Counter())
+def test_a_component_is_off_and_says_so_after_three_faults_in_a_row_and_a_success_between_starts_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    guard = Guard("part", Counter(), clock=lambda: 0.0)
     for outcome in (1, 1, 0, 1, 1):
         with guard:
             if outcome:
@@ -51,6 +53,7 @@ def test_a_component_is_off_after_three_faults_in_a_row_and_a_success_between_st
         with guard:
             raise RuntimeError("ours")
     assert not guard.on
+    assert [record.message.endswith("; part is off from now on") for record in caplog.records] == [False, True]
 
 
 @pytest.mark.promise("A15")
@@ -65,6 +68,16 @@ def test_one_line_per_site_is_logged_in_twenty_seconds_of_the_monotonic_clock(ca
                 if second % 2:
                     raise RuntimeError("ours")
     assert len(caplog.records) == 100 // int(LOG_EVERY_SECONDS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_loop_under_autocast_and_inference_mode_changes_nothing_that_the_agent_computes(device: str) -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        with default_torch_modes(torch.device(device)):
+            found = weight @ weight
+        assert (weight @ weight).dtype == torch.bfloat16
+    assert (found.dtype, found.is_inference(), found.requires_grad) == (torch.float32, False, False)
 
 
 def broken(*args: Any, **kwargs: Any) -> Any:
