@@ -129,10 +129,20 @@ def test_a_push_is_found_from_samples_of_every_step(push: float, blocks: int) ->
     assert by_noise.mean() <= CHANCE
 
 
+def test_what_was_won_stays_when_blocks_come_to_hold_more_samples_than_a_bet() -> None:
+    evidence = played([1.0] * 20)
+    won = evidence.of(np.ones(1))[0]
+    for _ in range(11):
+        evidence.add(np.zeros(1), np.ones(1))
+    evidence.close()
+    assert evidence.of(np.ones(1))[0] == pytest.approx(won, rel=0.01)
+
+
 def test_a_head_whose_mode_changes_begins_again_and_the_others_go_on() -> None:
     evidence = BiasEvidence.begin(2)
     for _ in range(20):
         bet(evidence, np.ones(2), 100.0)
+    evidence.add(np.array([1e3, 0.0]), np.ones(2))  # of the block under way
     evidence.forget(np.array([True, False]))
     assert evidence.of(np.ones(2))[0] == 1.0
     assert evidence.of(np.ones(2))[1] > ASKED

@@ -52,8 +52,12 @@ def test_a_component_is_off_and_says_so_after_three_faults_in_a_row_and_a_succes
     for _ in range(FAULTS_IN_A_ROW - 2):
         with guard:
             raise RuntimeError("ours")
-    assert not guard.on
+    done: list[str] = []
+    guard.run(done.append, "a step")
+    guard.finish(done.append, "the end")
+    assert done == ["the end"]
     assert [record.message.endswith("; part is off from now on") for record in caplog.records] == [False, True]
+    assert not guard.on
 
 
 @pytest.mark.promise("A15")

@@ -16,7 +16,7 @@ from foreshock.contract.slots import Slot, Words, identity_row, slot_values
 from foreshock.lab.recording.trace import read_trace, readings
 from foreshock.monitor import attach
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.detect.levels import ENTROPY, FIRST_SCORE, HEALTHY_SCORE, LEVEL, OFFSET, SCORE
+from foreshock.monitor.detect.levels import ENTROPY, FIRST_SCORE, HEALTHY_SCORE, LEVEL, OFFSET, SCORE, wrong_rows
 from foreshock.monitor.detect.readings import Readings, head_readings
 
 TRACES = Path(__file__).parents[2] / "src/foreshock/lab" / "traces"
@@ -173,6 +173,21 @@ def blunt(scores: tuple[float, ...], measured: tuple[int, ...] = (0, 1, 2, 3)) -
 )
 def test_no_level_is_passed_by_an_infinite_score_few_keys_or_heads_that_are_not_all_sharp(words: Words) -> None:
     assert not raised(words)
+
+
+def test_wrong_rows_are_reported_by_layer_with_its_worst_head_and_an_output_before_its_gradients() -> None:
+    words = sample()
+    words[:, Slot.CHECKED_ROWS] = 10, 100, 10, 10
+    words[:, Slot.WRONG_ROWS] = 5, 6, 0, 0
+    words[:, Slot.WRONG_GRADIENT_ROWS] = 9, 9, 0, 3
+    words.view(np.float64)[0, Slot.OUTPUT_ERROR_MAX] = math.inf
+    output, gradient = wrong_rows(words, HEADS, 7).values()
+    assert (output.layer, output.head, output.severity) == (0, 0, "critical")
+    assert "5 of 10 compared rows of its attention output are wrong" in output.sentence
+    assert "2 of 2 heads of the layer have such rows" in output.sentence
+    assert output.evidence == {"heads": 2.0, "output_error": np.finfo(np.float64).max, "wrong_share": 0.5}
+    assert (gradient.layer, gradient.head, gradient.evidence["heads"]) == (1, 1, 1.0)
+    assert "3 of the compared rows of its gradients" in gradient.sentence
 
 
 def _quiet(path: Path) -> float:
