@@ -142,6 +142,9 @@ def said_of(model: nn.Module, *optimizers: torch.optim.Optimizer, finite_loss: b
 def test_what_gradients_and_the_loss_show_together_is_said_and_nothing_of_gradients_that_are_gone() -> None:
     model = Block()
     assert said_of(model) == said_of(model, finite_loss=False) == "Weights are finite."
+    torch.nn.init.constant_((loaded := Block()).first.weight, math.nan)
+    assert "1 of 6 weights is not finite" in said_of(loaded)
+    assert "gradients are finite" not in said_of(loaded)
     model(torch.ones(2, 4)).sum().backward()
     assert "norm overflows" in said_of(model)
     assert "look at the labels" in said_of(model, finite_loss=False)
@@ -180,6 +183,8 @@ def test_an_optimizer_that_nobody_gave_is_found_and_its_learning_rate_named() ->
     kept[0] = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     kept[0].state[model.first.weight]["momentum_buffer"] = torch.tensor(math.nan)
     assert "The optimizer's state is not finite" in said_of(model)
+    torch.nn.init.constant_(model.second.weight, math.nan)
+    assert "next update" not in said_of(model)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +284,9 @@ def test_every_broken_loss_is_answered_with_what_was_found_last_and_a_broken_nor
         crisis = Crisis(lambda: model, list, 5, lambda _: None)
         assert crisis.look(1, 1.0, 1.0) is None
         assert [step for step in range(2, 20) if crisis.look(step, loss, math.nan)] == answered
+    torch.nn.init.constant_(model.first.weight, math.nan)
+    crisis = Crisis(lambda: model, list, 5, lambda _: None)  # finds broken weights once, and again in the next crisis
+    assert [step for step in range(1, 205) if crisis.look(step, math.nan, 1.0)] == [1, 102, 203]
 
 
 @pytest.mark.parametrize("told", ["loss", "loss and gradient norm"])
