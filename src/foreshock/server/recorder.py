@@ -187,18 +187,11 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
 def _find_runs(connection: Connection, group: Sequence[Batch], now: float) -> dict[str, int]:
     """The ids of the runs by name; a run that is new gets its row."""
     names = sorted({batch.run for batch in group})
-
-    def find() -> dict[str, int]:
-        return {row.name: row.id for row in connection.execute(_FIND_RUNS, {"names": names})}
-
-    known = find()
-    if absent := [name for name in names if name not in known]:
-        # A run may get the number of one that was deleted; what was made of that one is not taken for the new one's,
-        # since its changes are counted on from another moment.
-        first = {"first_seen": now, "last_seen": now, "changes": int(1e6 * now)}
-        connection.execute(insert_or_ignore(connection, runs), [{"name": name, **first} for name in absent])
-        known = find()
-    return known
+    # A run may get the number of one that was deleted; what was made of that one is not taken for the new one's, since
+    # its changes are counted on from another moment.
+    first = {"first_seen": now, "last_seen": now, "changes": int(1e6 * now)}
+    connection.execute(insert_or_ignore(connection, runs), [{"name": name, **first} for name in names])
+    return {row.name: row.id for row in connection.execute(_FIND_RUNS, {"names": names})}
 
 
 def _find_boots(
