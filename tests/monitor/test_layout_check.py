@@ -351,6 +351,42 @@ def test_norms_that_lacked_memory_are_reported_and_measured_as_soon_as_there_is_
 
 
 @pytest.mark.promise("A15")
+def test_a_projection_that_lacked_memory_before_compiled_attention_costs_no_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Compiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = 4
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32) for _ in range(3))
+            self.core = torch.compile(F.scaled_dot_product_attention, backend="eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = (p(x).unflatten(-1, (4, 8)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+            out: Tensor = self.core(*heads).transpose(1, 2).flatten(2)
+            return out
+
+    module, real, calls = Compiled(), layout_check._corners, iter(range(10**6))
+
+    def every_other_fails(x: Tensor, token_dims: int) -> Tensor:
+        if token_dims == 2 and next(calls) % 2:
+            raise torch.OutOfMemoryError("no memory")
+        return real(x, token_dims)
+
+    with listening(module, **EVERY) as (agent, _):
+        with monkeypatch.context() as short:
+            short.setattr(layout_check, "_corners", every_other_fails)
+            for _ in range(6):
+                module(torch.randn(2, 8, 32)).sum().backward()
+                agent.step()
+            assert next(calls) > 6
+        for _ in range(3):
+            module(torch.randn(2, 8, 32)).sum().backward()
+            agent.step()
+        assert "separate (q_proj, k_proj)" in agent.report()
+
+
+@pytest.mark.promise("A15")
 @pytest.mark.parametrize("place", [raising, failing], ids=["in a call", "at a step"])
 def test_a_call_that_cannot_be_read_is_reported_and_tried_three_times(
     place: Callable[[Exception], Callable[..., Tensor]], monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,15 @@ async def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(servic
     assert service.app.state.counters.batches == {"stored": 2, "duplicate": 5, "refused": 0, "busy": 0}
 
 
+@pytest.mark.promise("S5")
+async def test_a_batch_for_an_address_that_only_begins_alike_is_not_found(service: Any) -> None:
+    rank = FakeRank()
+    body = rank.batch(rank.started()).model_dump(mode="json")
+    for address in ("/v1/batches%0A", "/v1/batches/"):
+        assert (await service.client.post(address, json=body)).status_code == 404, address
+    assert (await service.get("/v1/runs"))["runs"] == []
+
+
 @pytest.mark.promise("S1")
 async def test_a_store_that_fails_answers_503_and_acknowledges_nothing(
     service: Any, monkeypatch: pytest.MonkeyPatch

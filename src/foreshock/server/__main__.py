@@ -5,8 +5,8 @@ import signal
 import sys
 import threading
 
+from foreshock.server import WITH_PARENT
 from foreshock.server.app import AddressError, serve
-from foreshock.server.child import WITH_PARENT
 from foreshock.server.settings import UnusableSettingsError, settings_of
 from foreshock.server.store.database import StoreError
 

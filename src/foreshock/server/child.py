@@ -7,17 +7,17 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
-WITH_PARENT: Final = "--with-parent"
-"""The argument with which the service ends when its standard input does."""
+from foreshock.server import WITH_PARENT
 
 
 class ServiceProcess:
     """`with ServiceProcess(folder) as service:` serves on a free port of 127.0.0.1; `service.url` is its address.
 
     The store is a file in `folder` unless `environment` names another, so that a service started again finds it. Of
-    the settings of this process (FORESHOCK_...) it inherits none. It ends with this process, even if that is killed.
+    the settings of this process (FORESHOCK_...) it inherits none. It ends with this process, even if that is killed,
+    unless a forked child of this process lives on.
     """
 
     module: tuple[str, ...] = ("foreshock.server",)

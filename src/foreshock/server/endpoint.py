@@ -1,6 +1,6 @@
 """POST /v1/batches at the service's edge: read within limits, admitted, checked, written in groups, answered.
 
-`Endpoint` is a route before the framework's, whose reading of bodies costs as much as all of this; the route below
+`Endpoint` goes round the framework, whose layers and reading of bodies cost as much as all of this; the route below
 describes it. Nothing is acknowledged before its commit.
 """
 
@@ -273,7 +273,8 @@ router = APIRouter(dependencies=[Depends(Needs("ingest"))])
 )
 async def post_batch() -> None:
     """Store a batch whole or not at all. Sending it again changes nothing. The answer has the open commands."""
-    raise NotImplementedError  # `Endpoint` stands before this route, which describes it
+    # `Endpoint` has all that are posted to the address itself.
+    raise ProblemError(404, "Batches are taken at /v1/batches; this address has something after it.")
 
 
 def _read(body: bytes) -> Batch:

@@ -290,6 +290,8 @@ class LayoutCheck:
             found = was and find_projection(self._owner, self._heads, len(was.key.starts), was.query.head_dim)
             self._propose(found or why_unmeasured(self._owner))
             self.start()
+        if self._missed and self._given is not None:  # compiled attention was called behind projections that failed
+            self._missed, self._given = False, None
         if self._owner is not None and self._unproved and self._given is not None:
             try:
                 self._proved, self._why = self._prove(self._owner, self._given), ""

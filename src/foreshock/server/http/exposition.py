@@ -2,9 +2,9 @@
 
 Labels come from closed sets and from names that the wire format has checked. The number of series is bounded: state,
 step and warnings of every run come first, one round after the other, tenants in turn; then what else is known of whole
-runs, layers, heads. The order is the same at every scrape, and all that follows the last series of the budget is left
-out and counted. What was made of a run is kept until it
-changes. What the newest sample lacks is shown as it was measured last.
+runs, layers, heads. The order is the same at every scrape, but for the worst heads, which follow their risk; all that
+follows the last series of the budget is left out and counted. What was made of a run is kept until it changes.
+What the newest sample lacks is shown as it was measured last.
 """
 
 import asyncio
