@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 ROOT: Final = Path(__file__).parents[1]
 ALONE: Final = (
     "tests/e2e/test_from_training_to_switch.py",
+    "tests/faults/test_host_cost.py",
     "tests/faults/test_kills.py",
     "tests/faults/test_processes.py",
     "tests/faults/test_ranks.py",
