@@ -80,16 +80,14 @@ def _of_file(file: dict[str, list[list[str]]]) -> tuple[int, int, int]:
     for number, (old, new, *reasons) in enumerate(file["mutants"]):
         code = None
         if text.count(old) == 1:
+            first = tuple(seen.tests_of(text[: text.index(old)].count("\n") + 1, old.count("\n") + 1))
+            if first not in sound:  # they may need a test that is not among them
+                path.write_text(text)
+                sound[first] = bool(first) and _exit_code_of([*first], most_seconds) == 0
             path.write_text(text.replace(old, new))
             os.utime(path, (number, number))  # another time than that of the compiled file
-            first = seen.tests_of(text[: text.index(old)].count("\n") + 1, old.count("\n") + 1)
-            code = _exit_code_of(first, most_seconds) if first else None
-            if code in (_NOTICED, _HUNG) and tuple(first) not in sound:  # they may need a test that is not among them
-                path.write_text(text)
-                sound[tuple(first)] = _exit_code_of(first, most_seconds) == 0
-                path.write_text(text.replace(old, new))
-                os.utime(path, (number, number))
-            if code not in (_NOTICED, _HUNG) or not sound[tuple(first)]:
+            code = _exit_code_of([*first], most_seconds) if sound[first] else None
+            if code not in (_NOTICED, _HUNG):
                 code = _exit_code_of(tests, most_seconds)
         noticed += code in (_NOTICED, _HUNG)
         survived += code == 0 and not reasons

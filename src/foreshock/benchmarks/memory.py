@@ -15,14 +15,15 @@ import numpy as np
 
 from foreshock.benchmarks import machine
 from foreshock.benchmarks.ingest import cpu_seconds, memory_bytes, written
-from foreshock.benchmarks.ingest_clients import HEADS, LAYERS, Load, run_load
+from foreshock.benchmarks.ingest_clients import Load, run_load
 from foreshock.benchmarks.service import CURVES_OF_PAGE
-from foreshock.server.testing import FakeRank, LiveService
+from foreshock.server.testing import LiveService
 
 RANKS: Final = 64
 POST_SECONDS: Final = 4.0
 STEPS: Final = 10
 READ_SECONDS: Final = 15.0
+"""The first time every rank has described its process."""
 LOOK_SECONDS: Final = 30.0
 _RUN: Final = "memory-0"
 
@@ -31,8 +32,6 @@ def main(json_path: Path | None = None, *, seconds: float = 3600.0) -> dict[str,
     """Measure, print and write JSON; the figures."""
     looks: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder, LiveService(Path(folder), metrics_seconds=1.0) as service:
-        rank = FakeRank(run=_RUN, rank=RANKS, layers=LAYERS, heads=range(HEADS))
-        service.post(rank.batch(rank.started()))  # the reader finds its run
         done, began = threading.Event(), time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             others = [pool.submit(_look, service, done, began, looks), pool.submit(_read, service, done)]

@@ -1,7 +1,7 @@
 """POST /v1/batches at the service's edge: read within limits, admitted, checked, written in groups, answered.
 
-`Endpoint` goes round the framework, whose layers and reading of bodies cost as much as all of this; the route below
-describes it. Nothing is acknowledged before its commit.
+`Endpoint` goes round the framework, whose reading of bodies costs as much as all of this; the route below describes
+it. Nothing is acknowledged before its commit.
 """
 
 import asyncio
