@@ -39,9 +39,14 @@ def text(chromium: Chrome, selector: str = "main") -> str:
     return chromium.find_element(By.CSS_SELECTOR, selector).text
 
 
+LOADING = "//figure//p[.='loading'] | //p[.='Loading the values.']"
+
+
 def button(chromium: Chrome, label: str) -> WebElement:
-    """The first button with this text."""
-    return chromium.find_element(By.XPATH, f"//button[normalize-space()='{label}']")
+    """The first button with this text, once nothing above it loads: a chart that appears moves it away from a click."""
+    found = chromium.find_element(By.XPATH, f"//button[normalize-space()='{label}']")
+    wait("the page has loaded", lambda: not chromium.find_elements(By.XPATH, LOADING))
+    return found
 
 
 def open_run(chromium: Chrome, service: Service, *runs: str) -> None:
@@ -51,7 +56,7 @@ def open_run(chromium: Chrome, service: Service, *runs: str) -> None:
         "the charts are drawn",
         lambda: (
             chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap")
-            and not chromium.find_elements(By.XPATH, "//figure//p[.='loading']")
+            and not chromium.find_elements(By.XPATH, LOADING)
         ),
     )
 
