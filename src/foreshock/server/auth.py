@@ -84,7 +84,8 @@ NOBODY: Final = Caller("nobody", frozenset())
 class AuthMiddleware:
     """ASGI middleware round the whole application, static files and unknown paths included.
 
-    Posted batches go to `batches` and round the framework's layers (98 microseconds before the store for 113).
+    Posted batches go to `batches` directly: as a route of the framework, a batch takes 0.2 processor milliseconds more
+    (0.59 to 0.88 without, 0.85 to 1.09 with; `foreshock bench ingest`, three rounds in turn).
     """
 
     def __init__(
