@@ -12,7 +12,7 @@ PROSE := *.md docs scripts examples $(shell git ls-files 'src/foreshock/*.py' 's
 # Tests start hundreds of processes; where this is set, each of them compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: site help demo demo-train test test-full faults-long mutants real-code check check-types check-rest format docs servers screenshots clean
+.PHONY: site help demo demo-train test test-full faults-long mutants check check-types check-rest format docs servers screenshots clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -65,9 +65,6 @@ faults-long: .venv/.dev servers ## kills, fuzz and soak at the promised sizes; h
 
 mutants: .venv/.dev servers ## changes of the rules that the tests have to notice (tests/mutants.toml); an hour
 	@$(PY) scripts/run_mutants.py $(ARGS)
-
-real-code: .venv/.dev ## public training repositories with foreshock and without, from the folder of clones CLONES; half an hour
-	@$(PY) scripts/run_tests_of.py real_code $(CLONES) $(ARGS)
 
 check: .venv/.dev ## formatter, linter, strict types, import contracts, generated files
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync check-types check-rest

@@ -1,7 +1,4 @@
-"""Runs tests that are no part of pytest: `python -P scripts/run_tests_of.py zoo RECORD`, or `real_code CLONES`.
-
-tests/zoo/run.py and tests/real_code/run.py say what they do.
-"""
+"""Runs tests that are no part of pytest: `python -P scripts/run_tests_of.py zoo RECORD` (tests/zoo/run.py)."""
 
 import sys
 from importlib import import_module

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from foreshock.benchmarks import ingest
 from foreshock.benchmarks.ingest_clients import HEADS, LAYERS, Load, Result, _body, run_load, template
-from foreshock.benchmarks.memory import growth
 from foreshock.contract.wire import Batch, Sample
 from foreshock.server.testing import LiveService
 
@@ -25,13 +24,6 @@ def test_shares_are_of_all_answers_and_costs_of_those_that_were_stored(statuses:
     assert figures["service_cores"] == 0.5
     assert figures["cpu_milliseconds_per_batch"] == pytest.approx(2000 / max(1, stored), abs=1e-3)
     assert (figures["p50_seconds"], figures["p99_seconds"]) == (0.1, 0.1)
-
-
-def test_memory_that_a_load_takes_once_is_no_growth_and_memory_that_it_takes_for_ever_is() -> None:
-    looks = [float(second) for second in range(0, 3600, 30)]
-    once = growth([(second, 100.0 if second < 300 else 180.0) for second in looks])
-    assert (once["mib_of_quarter_1"], once["mib_grown"]) == (180.0, 0.0)
-    assert growth([(second, 100.0 + second / 60) for second in looks])["mib_grown"] == pytest.approx(30.0)
 
 
 @pytest.mark.full

@@ -55,8 +55,7 @@ def open_run(chromium: Chrome, service: Service, *runs: str) -> None:
     wait(
         "the charts are drawn",
         lambda: (
-            chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap")
-            and not chromium.find_elements(By.XPATH, LOADING)
+            chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap") and not chromium.find_elements(By.XPATH, LOADING)
         ),
     )
 

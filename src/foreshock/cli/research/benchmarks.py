@@ -92,19 +92,6 @@ def bench_service(
     service.main(json, seconds=seconds)
 
 
-@bench.command("memory")
-def bench_memory(
-    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
-    seconds: Annotated[
-        float, typer.Option(help="Length of the load in seconds; its quarters are compared.", min=150.0)
-    ] = 3600.0,
-) -> None:
-    """Watch the memory of a service that 64 ranks post to and that a reader asks for /metrics and the page of a run."""
-    from foreshock.benchmarks import memory
-
-    memory.main(json, seconds=seconds)
-
-
 @bench.command("page")
 def bench_page(
     json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
