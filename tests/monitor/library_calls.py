@@ -39,19 +39,17 @@ class Grouped(nn.Module):
         return projected
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor | None = None, **rule: Any) -> Tensor:
-    """PyTorch's own, of what the rule lets each query see; slopes [H]: of ALiBi."""
+def sdpa(query: Tensor, key: Tensor, value: Tensor, **rule: Any) -> Tensor:
+    """PyTorch's own, of what the rule lets each query see."""
     rows, length = query.shape[:2]
     ends, scale = rule.pop("ends", None), rule.pop("scale", None)
     if ends is None:
-        mask, distance = (x[None] for x in attending.seen(length, key.shape[1], **rule))
+        mask = attending.seen(length, key.shape[1], **rule)[0][None]
     else:
         everything = attending.seen(rows * length, rows * length, cu_queries=ends, cu_keys=ends, **rule)
-        parts = (x.view(rows, length, rows, length) for x in everything)
-        mask, distance = (torch.stack([x[row, :, row] for row in range(rows)]) for x in parts)
+        parts = everything[0].view(rows, length, rows, length)
+        mask = torch.stack([parts[row, :, row] for row in range(rows)])
     mask = mask.unsqueeze(1)
-    if slopes is not None:
-        mask = (-slopes.view(-1, 1, 1) * distance.abs().unsqueeze(1)).masked_fill(~mask, -math.inf)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True).transpose(
         1, 2
@@ -141,14 +139,6 @@ CALLS: dict[str, tuple[Call, dict[str, Any]]] = {
     "2, packed kv": (
         flat(kvpacked(TWO.flash_attn_varlen_kvpacked_func, *PACKED, window_size=(2, 0))),
         {"window": (2, 0), "ends": BOUNDS},
-    ),
-    "2, ALiBi": (
-        lambda q, k, v: TWO.flash_attn_func(q, longer(k), longer(v), causal=True, alibi_slopes=SLOPES),
-        {"causal": True, "longer": True, "slopes": SLOPES},
-    ),
-    "2, packed, ALiBi": (
-        flat(TWO.flash_attn_varlen_func, *PACKED, alibi_slopes=SLOPES.expand(3, 4)),
-        {"ends": BOUNDS, "slopes": SLOPES},
     ),
     "3": (
         lambda q, k, v: THREE.flash_attn_func(q, k, v, 0.3, True, window_size=(5, 0)),

@@ -34,7 +34,6 @@ from transformers import masking_utils, modeling_utils
 
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention import interception
-from foreshock.monitor.model import discovery
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     name: (lambda make=make: make(Mode())) for name, (make, _, _) in MODELS.items() if name not in TRANSFORMERS
@@ -52,29 +51,6 @@ def snapshot(model: nn.Module) -> Any:
     names = {place.__name__: dict(vars(place)) for place in PLACES}
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return modules, names, torch._dynamo.config.get_config_copy(), implementation, type(model).__mro__
-
-
-class Holding:
-    def __init__(self, function: Any) -> None:
-        self.named, self.numbered, self.own, self.causal = {1: function}, [function], function, partial(function)
-
-    def are_pytorchs(self) -> list[bool]:
-        return [each is discovery.SDPA for each in (self.named[1], self.numbered[0], self.own, self.causal.func)]
-
-
-@pytest.mark.promise("A25")
-def test_what_holds_pytorchs_function_holds_it_again_and_so_do_its_copies() -> None:
-    gc.collect()  # of agents that other tests dropped
-    holding, model = Holding(F.scaled_dot_product_attention), tiny_gpt(CausalSelfAttention(16, 2))
-    local: Any = type(
-        "Local", (), {"bare": F.scaled_dot_product_attention, "static": staticmethod(F.scaled_dot_product_attention)}
-    )
-    with attach(model, **EVERY_STEP):
-        assert holding.are_pytorchs() == [False] * 4
-        assert discovery.SDPA not in (local.bare, local.static, local().bare)
-        copied, pickled = copy.deepcopy(holding), pickle.dumps(holding)
-    assert [each.are_pytorchs() for each in (holding, copied, pickle.loads(pickled))] == [[True] * 4] * 3
-    assert (vars(local)["bare"], local.static) == (discovery.SDPA, discovery.SDPA)
 
 
 @pytest.mark.parametrize("attention", ["kernels", "keep"])
@@ -100,7 +76,7 @@ def test_detach_gives_everything_back_as_it_was(name: str, attention: Any) -> No
 def test_an_agent_that_is_interrupted_while_it_comes_or_goes_leaves_pytorchs_names_to_pytorch(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by Ctrl-C in a notebook, while all objects are searched for holders of a name."""
+    """As by Ctrl-C in a notebook, while all modules are searched for names of ours."""
     own = F.scaled_dot_product_attention, FLEX.__code__, torch._dynamo.config.skip_nnmodule_hook_guards
 
     def interrupted(*_: object) -> Any:
@@ -112,7 +88,7 @@ def test_an_agent_that_is_interrupted_while_it_comes_or_goes_leaves_pytorchs_nam
     if when == "it goes":
         agent = attach(model, **EVERY_STEP)
         vars(holder)["taken"] = F.scaled_dot_product_attention
-        monkeypatch.setattr(interception, "holders_of", interrupted)
+        monkeypatch.setattr(interception, "places_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             agent.close()
     else:

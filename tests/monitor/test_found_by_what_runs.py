@@ -1,13 +1,10 @@
 """What the first step runs decides what is attention, however the call is reached and whatever its names are."""
 
-import functools
-import gc
 import logging
 import math
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,22 +18,16 @@ from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt
 from tests.monitor.unusual_attention import (
     HEADS,
     WIDTH,
-    Bahdanau,
     ByHand,
     Convolutions,
-    Distances,
-    ExpectedClass,
     Gated,
-    GraphAttention,
     Mixing,
     NobodyTellsHeads,
     ParameterBank,
     Pattern,
-    Pooling,
-    PyTorchsOfATuple,
+    PyTorchsOfARegistry,
     ReversedProducts,
     Router,
-    SoftRouter,
     TwoStreams,
     UnevenKeys,
 )
@@ -53,66 +44,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-@dataclass
-class Backend:
-    flash_attn_func: Callable[..., Tensor]
-
-
-def calls_way(held: Any) -> Callable[..., Tensor]:
-    return lambda *operands: held.way(*operands, is_causal=True)
-
-
-HOLDERS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
-    "namespace": lambda own: (lambda held: lambda *x: held.way(*x, is_causal=True))(types.SimpleNamespace(way=own)),
-    "record": lambda own: (lambda held: lambda *x: held.flash_attn_func(*x, is_causal=True))(Backend(own)),
-    "registry": lambda own: (lambda held: lambda *x: held["sdpa"](*x, is_causal=True))({"sdpa": own}),
-    "list": lambda own: (lambda held: lambda *x: held[0](*x, is_causal=True))([own]),
-    "class": lambda own: calls_way(type("Held", (), {"way": own})),
-    "static method": lambda own: calls_way(type("Held", (), {"way": staticmethod(own)})),
-    "partial": lambda own: functools.partial(own, is_causal=True),
-    "closure": lambda own: lambda *x: own(*x, is_causal=True),
-}
-"""Calls of PyTorch's own function through an object that holds it."""
-
-
-def held_by(holder: str) -> Callable[..., Tensor]:
-    gc.collect()  # of agents that other tests dropped, or it is ours that is held
-    return HOLDERS[holder](F.scaled_dot_product_attention)
-
-
-class Reached(CausalSelfAttention):
-    """Its code does not show which function it calls."""
-
-    def __init__(self, way: Callable[..., Tensor]) -> None:
-        super().__init__(16, 2)
-        self.way = way
-
-    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.way(query, key, value)
-
-
 @pytest.mark.promise("A24")
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
 def test_attention_under_names_that_say_nothing_is_watched(attention: Any) -> None:
     agent, listener = watch(tiny_gpt(Mixing(), Mixing()), attention=attention, probe_rows=999)
     assert rows_of(listener) == [24] * 4
     assert "watched 2 of 2 attention layers" in agent.report()
-
-
-@pytest.mark.promise("A24")
-@pytest.mark.parametrize(
-    ("holder", "compiled"),
-    [
-        *((holder, False) for holder in HOLDERS),
-        ("namespace", True),
-        *(pytest.param(holder, True, marks=pytest.mark.full) for holder in ("registry", "partial", "closure")),
-    ],
-)
-def test_pytorchs_function_in_an_object_from_before_attach_is_watched(holder: str, compiled: bool) -> None:
-    model = tiny_gpt(Reached(held_by(holder)))
-    with listening(model, attention="keep", probe_rows=999) as (agent, listener):
-        train(agent, torch.compile(model, backend="aot_eager") if compiled else model, 2)
-    assert rows_of(listener) == [48] * 2
 
 
 @pytest.mark.promise("A24")
@@ -228,7 +165,7 @@ def told_of(kind: type[nn.Module], caplog: pytest.LogCaptureFixture, **options: 
     ("kind", "why"),
     [
         *((kind, "it computes its attention by hand") for kind in (ByHand, Gated, ReversedProducts)),
-        (PyTorchsOfATuple, "it calls PyTorch's attention where it cannot be met"),
+        (PyTorchsOfARegistry, "it calls PyTorch's attention where it cannot be met"),
     ],
 )
 def test_attention_that_is_not_met_is_named_whatever_its_names_are(
@@ -255,12 +192,6 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 OF_PRODUCTS = (ByHand, Pattern, Gated, Router, ReversedProducts, ParameterBank)
-OF_SUMS = (
-    GraphAttention,
-    functools.partial(GraphAttention, masks=True),
-    functools.partial(GraphAttention, expands=True),
-    *(Bahdanau, Distances, ExpectedClass, SoftRouter, Pooling, Router, Pattern),
-)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -268,10 +199,9 @@ OF_SUMS = (
     ("kinds", "found"),
     [
         (OF_PRODUCTS, {**dict.fromkeys("135", BY_HAND), "6": OUT_OF_REACH}),
-        (OF_SUMS, dict.fromkeys("12345", BY_HAND)),
         ([lambda: nn.TransformerEncoderLayer(WIDTH, 2, batch_first=True)], {"1.self_attn": BY_HAND}),
     ],
-    ids=["of products", "of sums", "of a layer of PyTorch"],
+    ids=["of products", "of a layer of PyTorch"],
 )
 def test_each_attention_is_found_under_its_module_and_nothing_else_is(
     kinds: Any, found: dict[str, str], autocast: bool

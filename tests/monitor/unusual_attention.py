@@ -1,7 +1,5 @@
 """Attention whose parts bear no name that one could expect."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -115,99 +113,15 @@ class ReversedProducts(_Projected):
         return out.transpose(1, 2).flatten(2)
 
 
-OF_PYTORCH: tuple[Callable[..., Tensor]] = (F.scaled_dot_product_attention,)
+OF_PYTORCH = {"sdpa": F.scaled_dot_product_attention}
 
 
-class PyTorchsOfATuple(_Projected):
-    """PyTorch's function itself, in an object that cannot be changed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        [attend] = OF_PYTORCH
-        return attend(*self.projected(x)).transpose(1, 2).flatten(2)
-
-
-class GraphAttention(nn.Module):
-    """As in Velickovic et al. 2018: scores are sums of a number of each node."""
-
-    def __init__(self, *, masks: bool = False, expands: bool = False) -> None:
-        super().__init__()
-        self.masks, self.expands = masks, expands
-        self.weight = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.source, self.target = (nn.Parameter(torch.randn(WIDTH, 1)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        nodes = self.weight(x)
-        source, target = nodes @ self.source, (nodes @ self.target).mT
-        if self.expands:
-            source, target = source.expand(-1, -1, x.shape[1]), target.expand(-1, x.shape[1], -1)
-        scores = F.leaky_relu(source + target, 0.2)
-        if self.masks:
-            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
-        out: Tensor = F.dropout(scores.softmax(-1), 0.1) @ nodes
-        return out
-
-
-class Bahdanau(nn.Module):
-    """As in Bahdanau et al. 2015, of all queries at once."""
-
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.of_query, self.of_key = nn.Linear(WIDTH, WIDTH, bias), nn.Linear(WIDTH, WIDTH, bias)
-        self.score = nn.Linear(WIDTH, 1, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = torch.tanh(self.of_query(x)[:, :, None] + self.of_key(x)[:, None])
-        out: Tensor = self.score(pairs).squeeze(-1).softmax(-1) @ x
-        return out
-
-
-class Distances(_Projected):
-    """Weights fall with the distance of query and key."""
+class PyTorchsOfARegistry(_Projected):
+    """PyTorch's function itself, in an object from before attach."""
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.projected(x)
-        distance = (query[..., :, None, :] - key[..., None, :, :]).square().sum(-1)
-        out: Tensor = (-distance).softmax(-1) @ value
-        return out.transpose(1, 2).flatten(2)
-
-
-class ExpectedClass(nn.Module):
-    """A classification head whose probabilities weigh what each class stands for: no attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.head, self.classes = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7), nn.Embedding(7, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(x + self.norm(x)).softmax(-1) @ self.classes(torch.arange(7))
-        return out
-
-
-class SoftRouter(nn.Module):
-    """Routes by token, place and time, and mixes the experts' outputs by a product: no attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place, self.time = nn.Embedding(9, WIDTH), nn.Linear(1, WIDTH)
-        self.gate, self.experts = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        placed = x + self.place(torch.arange(x.shape[1]))
-        timed = placed + self.time(torch.ones(len(x), 1, 1))
-        shares: Tensor = self.gate(timed).softmax(-1)
-        return torch.squeeze(shares[..., None, :] @ self.experts(x).unflatten(-1, (3, WIDTH)), -2)
-
-
-class Pooling(nn.Module):
-    """One score of each token: no pair of tokens is compared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.score = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights: Tensor = self.score(torch.tanh(self.hidden(x))).softmax(1)
-        return x + weights.mT @ x
+        return OF_PYTORCH["sdpa"](query, key, value).transpose(1, 2).flatten(2)
 
 
 class Pattern(nn.Module):

@@ -292,7 +292,7 @@ class AttachedModel:
                 "attention='kernels'"
             )
         if layer.has_score_mod:
-            return "a function or ALiBi slopes change its scores, which the pass over all rows of it does not know"
+            return "a function changes its scores, which the pass over all rows of it does not know"
         return self.sampling.refused.get(layer.state.data_ptr())
 
     def _name_what_a_captured_step_hides(self, step: int) -> None:

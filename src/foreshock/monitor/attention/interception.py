@@ -2,9 +2,8 @@
 
 Two ways in. transformers dispatches by name, and hands its function the module. Everything else calls
 `F.scaled_dot_product_attention`, which knows no module: hooks round each watched module's forward say whose call it is.
-`{"sdpa": F.scaled_dot_product_attention}` calls PyTorch's function however its name is bound. So each object that holds
-it is given ours while an agent is attached: a registry, a list, a namespace, an instance, a class, a closure or a
-partial.
+Every module of the process that is bound to the function is given ours while an agent is attached. An object that took
+the function before, as a registry or a partial, calls it past us.
 
 `flex_attention` is nearly always called through `torch.compile(flex_attention)`, which people keep in names, classes
 and attributes. So the function's code is replaced and no name. The new code calls a copy of the old one, which every
@@ -13,14 +12,13 @@ compiled function compiles as before and with its own options, and hands operand
 """
 
 import functools
-import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -48,81 +46,17 @@ from foreshock.monitor.attention.watched_layer import (
 )
 from foreshock.monitor.model.discovery import FLEX, ORIGINAL, SDPA, VARLEN, Entry, arguments_of, entries, places_of
 
-Holder = dict[Any, Any] | list[Any] | type | CellType | partial[Any]
-_LEFT_ALONE = ("torch.", "foreshock.")
-"""Instances of classes of these packages, as the nodes of a traced graph, are not changed."""
+
+def _held(space: dict[str, Any] | type, name: str) -> Any:
+    """What a namespace or a class holds there; None where it holds nothing."""
+    return (vars(space) if isinstance(space, type) else space).get(name)
 
 
-def held(space: Holder, name: Any) -> Any:
-    """What `space` holds there; None where it holds nothing."""
-    if isinstance(space, dict):
-        return space.get(name)
-    if isinstance(space, list):
-        return space[name] if name < len(space) else None
+def _put(space: dict[str, Any] | type, name: str, value: Any) -> None:
     if isinstance(space, type):
-        return vars(space).get(name)
-    return getattr(space, name, None)
-
-
-def of_holder(space: Holder, function: Any) -> Any:
-    """`function` as `space` holds it: in a class it must not become a method."""
-    return staticmethod(function) if isinstance(space, type) else function
-
-
-def put(space: Holder, name: Any, value: Any) -> None:
-    """Let `space` hold `value` there."""
-    if isinstance(space, dict | list):
-        space[name] = value
-    elif isinstance(space, partial):
-        space.__setstate__((value, space.args, space.keywords, vars(space)))  # type: ignore[attr-defined]
-    else:
         setattr(space, name, value)
-
-
-def holders_of(*functions: Any) -> Iterator[tuple[Holder, Any, Any]]:
-    """(holder, name in it, function) of every object that holds one of `functions`; a class may hold it in a
-    staticmethod. Globals of modules are not among them; a function that is None is nowhere."""
-    functions = tuple(function for function in functions if function is not None)
-    wanted = set(map(id, functions))
-    globals_ = {id(getattr(module, "__dict__", None)) for module in list(sys.modules.values())}
-    in_classes: list[Any] = []
-    for holder in gc.get_referrers(*functions):
-        if isinstance(holder, CellType):
-            yield holder, "cell_contents", holder.cell_contents
-        elif isinstance(holder, partial):
-            if not holder.args:  # one that was given operands is a call under way
-                yield holder, "func", holder.func
-        elif isinstance(holder, list):
-            yield from ((holder, at, value) for at, value in enumerate(holder) if id(value) in wanted)
-        elif isinstance(holder, dict | staticmethod):
-            if id(holder) not in globals_:
-                in_classes.append(holder)
-        elif not type(holder).__module__.startswith(_LEFT_ALONE):
-            yield from _values(getattr(holder, "__dict__", None), wanted)
-    if not in_classes:
-        return
-    classes = _owners(in_classes)  # a scan of every object, so it is made once
-    for holder in in_classes:
-        if isinstance(holder, dict) and not any(vars(kind).keys() == holder.keys() for kind in classes):
-            yield from _values(holder, wanted)
-    for kind in classes:
-        for name, value in list(vars(kind).items()):
-            function = value.__func__ if isinstance(value, staticmethod) else value
-            if id(function) in wanted and not kind.__module__.startswith(_LEFT_ALONE):
-                yield kind, name, function
-
-
-def _owners(holders: list[Any]) -> list[type]:
-    """The classes whose names lie in one of these dictionaries, or that hold one of these staticmethods."""
-    found = gc.get_referrers(*holders)
-    spaces = [each for each in found if isinstance(each, dict)]
-    kinds = (each for each in (*found, *(gc.get_referrers(*spaces) if spaces else ())) if isinstance(each, type))
-    return list(dict.fromkeys(kinds))
-
-
-def _values(space: Any, wanted: set[int]) -> Iterator[tuple[Holder, Any, Any]]:
-    if isinstance(space, dict):
-        yield from ((space, name, value) for name, value in list(space.items()) if id(value) in wanted)
+    else:
+        space[name] = value
 
 
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -272,18 +206,13 @@ def _enter(module: nn.Module, args: Any) -> None:
     enter(layer if torch.compiler.is_compiling() or layer is None or layer.home() is module else None)
 
 
-def _references(functions: tuple[Any, ...]) -> list[int]:
-    """How often each is held: where by nobody but us, nothing has to be searched."""
-    return list(map(sys.getrefcount, functions))
-
-
-_HOOKS: Final = (_enter,)
-_HOOKS_UNUSED: Final = _references(_HOOKS)
+_UNUSED: Final = sys.getrefcount(_enter)
+"""How often the hook is held where no module has it: then nothing has to be searched."""
 
 
 def leave_no_copies() -> None:
     """Take hooks and layers out of copies of watched modules; after their undoing."""
-    if _references(_HOOKS) != _HOOKS_UNUSED:
+    if sys.getrefcount(_enter) != _UNUSED:
         clean_copies(_enter)
 
 
@@ -387,36 +316,31 @@ _REBOUND: Final[tuple[tuple[Any, Any], ...]] = (
     (_original_non_reentrant, _non_reentrant),
     (_original_reentrant, _Reentrant),
 )
-_OURS: Final = tuple(ours for _, ours in _REBOUND if ours is not None)  # None where PyTorch has no such function
+"""PyTorch's own, None where a version has no such function, and ours."""
 
 
 class SdpaRebinding:
     """Rebinds every name of PyTorch's attention, and what calls of libraries pass through, while at least one agent is
-    attached; and what objects hold of PyTorch's."""
+    attached."""
 
     def __init__(self) -> None:
         self._users = 0
-        self._places: list[tuple[Holder, Any, Any, Any]] = []
-        """Namespace, class or object, name in it, what it was and what we made it."""
+        self._places: list[tuple[dict[str, Any] | type, str, Any, Any]] = []
+        """Namespace or class, name in it, what it was and what we made it."""
         self._modules = 0
         """Modules that were imported when libraries were looked for last."""
         self._undo: Final = ExitStack()
-        self._elsewhere = sys.maxsize
-        """The fewest references to PyTorch's functions that no module and no holder had, at any search."""
-        self._unbound = _references(_OURS)
-        """References to ours that remain when every name is given back: torch.overrides keeps some for good."""
 
     def acquire(self) -> None:
         """Rebind, unless another agent already did."""
         self._users += 1
         if not self._places:
-            self._unbound = list(map(min, self._unbound, _references(_OURS)))  # some holders have gone since
             # torch.compile looks PyTorch's functions up by their names, once, when it first meets one. It has to before
             # they are rebound, or it takes ours for PyTorch's and leaves it whole in its graph, counting nothing.
             torch._dynamo.trace_rules.lookup(SDPA)
             ours = {id(SDPA): scaled_dot_product_attention, id(VARLEN): _varlen_attn}
-            for space, name, original in self._places_and_holders():
-                self._bind(space, name, of_holder(space, ours[id(original)]))
+            for space, name, original in places_of(SDPA, VARLEN):
+                self._bind(space, name, ours[id(original)])
             self._bind(vars(F), "multi_head_attention_forward", _mha_copy)
             if _original_padding_check is not None:
                 self._bind(vars(F), "_check_key_padding_mask", _check_padding)
@@ -430,17 +354,6 @@ class SdpaRebinding:
                     setattr(torch._dynamo.config, name, value)
         self.follow_imports()
 
-    def _places_and_holders(self) -> list[tuple[Holder, Any, Any]]:
-        """Who holds PyTorch's functions. Every object of the process is searched, but only if the number of references
-        leaves room for a holder."""
-        found: list[tuple[Holder, Any, Any]] = [*places_of(SDPA, VARLEN)]
-        elsewhere = sum(_references((SDPA, VARLEN))) - 2 * len(found)  # of each place, its own and that of its entry
-        if elsewhere != self._elsewhere:
-            holders = list(holders_of(SDPA, VARLEN))
-            self._elsewhere = min(self._elsewhere, elsewhere - len(holders))
-            found += holders
-        return found
-
     def follow_imports(self) -> bool:
         """Rebind what libraries brought in since, and say whether there was any; free where nothing was imported."""
         if not self._users or len(sys.modules) == self._modules:
@@ -451,39 +364,26 @@ class SdpaRebinding:
             self._bind(space, name, stand_in(original, entry))
         return bool(found)
 
-    def _bind(self, space: Holder, name: Any, ours: Any) -> None:
-        self._places.append((space, name, held(space, name), ours))
-        put(space, name, ours)
+    def _bind(self, space: dict[str, Any] | type, name: str, ours: Any) -> None:
+        self._places.append((space, name, _held(space, name), ours))
+        _put(space, name, ours)
 
     def release(self) -> None:
-        """Put every name back when the last agent leaves, except those that somebody rebound since."""
+        """Put every name back when the last agent leaves, except those that somebody rebound since; a name that was
+        imported in the meantime got ours, and gets the original."""
         self._users -= 1
         if self._users == 0:
-            libraries = self._put_back()
-            self._undo.close()  # first: what follows walks all objects, and may be interrupted
-            if libraries or _references(_OURS) != self._unbound:  # who imported a name in the meantime got ours
-                _give_back((*_REBOUND, *libraries))
-                self._unbound = _references(_OURS)
+            libraries = [(before, ours) for _, _, before, ours in self._places if hasattr(ours, ORIGINAL)]
+            for space, name, before, ours in reversed(self._places):
+                if _held(space, name) is ours:
+                    _put(space, name, before)
+            self._places.clear()
+            self._undo.close()  # first: what follows walks all modules, and may be interrupted
+            originals = {id(ours): original for original, ours in (*_REBOUND, *libraries)}
+            for space, name, ours in places_of(*(ours for _, ours in (*_REBOUND, *libraries))):
+                space[name] = originals[id(ours)]
             self._modules = 0
             forget()
-
-    def _put_back(self) -> list[tuple[Any, Any]]:
-        """Give the names back; returns what stood in for objects of libraries and is still held, behind each object."""
-        for space, name, before, ours in reversed(self._places):
-            if held(space, name) is ours:
-                put(space, name, before)
-        stands = ((before, ours) for _, _, before, ours in self._places if ours is not _varlen_attn)
-        libraries = [(before, ours) for before, ours in stands if hasattr(ours, ORIGINAL)]
-        self._places.clear()
-        of_class = 1 + sys.getrefcount(type("_", (), {}))  # a class holds itself; a function is held by its pair alone
-        return [pair for pair in libraries if sys.getrefcount(pair[1]) > (of_class if isinstance(pair[1], type) else 2)]
-
-
-def _give_back(rebound: Sequence[tuple[Any, Any]]) -> None:
-    """Give every name of what stood in for an object that object; `rebound` has both."""
-    originals = {id(ours): original for original, ours in rebound}
-    for space, name, ours in (*places_of(*(ours for _, ours in rebound)), *holders_of(*_OURS)):
-        put(space, name, of_holder(space, originals[id(ours)]))
 
 
 sdpa_rebinding: Final = SdpaRebinding()

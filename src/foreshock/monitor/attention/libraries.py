@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from foreshock.kernels.flash_attention.spec import Rounds
-from foreshock.monitor.attention.probed_rows import ScoreMod
 from foreshock.monitor.attention.watched_layer import (
     Packed,
     expect_interception,
@@ -115,7 +114,7 @@ _FLASH: Final = frozenset(
     {
         *("q", "k", "v", "qkv", "kv", "num_heads_q"),
         *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k"),
-        *("softmax_scale", "causal", "window_size", "softcap", "dropout_p", "alibi_slopes"),
+        *("softmax_scale", "causal", "window_size", "softcap", "dropout_p"),
         # without a word about which scores are computed
         *("deterministic", "return_softmax", "return_lse", "is_grad_enabled", "num_splits", "pack_gqa", "sm_margin"),
         *("min_seqlen_k", "scheduler_metadata", "seqlen_k_per_split", "disable_scheduler_metadata"),
@@ -125,11 +124,7 @@ _FLASH: Final = frozenset(
 
 def _of_flash(given: dict[str, Any], library: str) -> LibraryCall | str:
     """A call of flash_attn 2, 3 or 4: its causality and window are aligned bottom right."""
-    slopes = given.get("alibi_slopes")
-    asked = _asked(given, _FLASH)
-    if slopes is not None and torch.compiler.is_compiling():  # a function is no argument of the probe's operator
-        asked = "alibi_slopes"
-    if asked:
+    if asked := _asked(given, _FLASH):
         return f"it passes {asked} to {library}, which is not probed"
     if (qkv := given.get("qkv")) is not None:
         heads = given.get("num_heads_q")
@@ -153,34 +148,9 @@ def _of_flash(given: dict[str, Any], library: str) -> LibraryCall | str:
     }
     several = given.get("return_softmax") or "return_lse" in given
     why = f"{library} returns more than the output, which our kernels do not" if several else None
-    if slopes is not None:
-        longer = operands[1].shape[-3] - operands[0].shape[-3]
-        scores["score_mod"], why = (
-            _alibi(slopes, packed, longer),
-            "it passes alibi_slopes, which our kernels do not take",
-        )
     if packed is None:
         return LibraryCall(operands, scores, why=why)
     return LibraryCall(operands, scores, packed, why, four=lambda x: x[None], as_theirs=lambda x: x[0])
-
-
-def _alibi(slopes: Tensor, packed: Packed | None, longer: int) -> ScoreMod:
-    """Adds -slope |i + off - j| to the score of query i and key j of a sequence; slopes [H] or [sequences, H]. off is
-    how much longer the keys are than the queries, `longer` where none are packed."""
-
-    def score_mod(scores: Tensor, entry: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if packed is None:
-            sequence, behind = entry, query + longer - key
-        else:
-            starts, key_starts = packed.cu_seqlens_q.long(), packed.cu_seqlens_k.long()
-            last = len(starts) - 2
-            sequence = torch.searchsorted(starts[1:], query.long(), right=True).clamp(max=last)
-            more = key_starts.diff() - starts.diff()
-            behind = query - starts[sequence] + more[sequence] - (key - key_starts[sequence])
-        slope = slopes[head.long()] if slopes.dim() == 1 else slopes[sequence.long(), head.long()]
-        return scores - slope * behind.abs()
-
-    return score_mod
 
 
 _VARLEN: Final = frozenset(

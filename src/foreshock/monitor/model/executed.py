@@ -2,9 +2,8 @@
 
 Softmax attention is a softmax of scores, which came out of a product of two activations, whose result is passed on to
 another product; or one of PyTorch's own attention operators. A product with a parameter is a linear layer: a router's
-softmax is no attention. Additive attention (of graph networks, of Bahdanau et al. 2015) adds an activation of each
-query to one of each key: a sum of two activations, each of which is repeated along another dimension, with a linear
-layer at most before the softmax. Where a graph was compiled, or is made again in the backward, nothing is seen of it.
+softmax is no attention. Additive attention has no such product, and is not looked for. Where a graph was compiled, or
+is made again in the backward, nothing is seen of it.
 
 The softmax of such an attention saved its result for the backward, where rows that became NaN can be looked at. A
 tensor that something else packs, as activation checkpointing does, is not read.
@@ -12,7 +11,7 @@ tensor that something else packs, as activation checkpointing does, is not read.
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -113,39 +112,14 @@ def _passes_on(node: Any) -> bool:
 
 
 def _scores_behind(weights: Any) -> Iterator[tuple[list[Any], Executed]]:
-    """The two activations of each product, or where there is none of each sum over all pairs, whose softmax these
-    weights are."""
+    """The two activations of each product whose softmax these weights are."""
     for softmax in _near(weights, _passes_on):
         if softmax is not None and _kind(softmax) in _SOFTMAX:
-            scores = _inputs(softmax)[0]
-            products = filter(_is_product, _near(scores, lambda node: not _is_product(node)))
-            operands = [(_operands(node), Executed(BY_HAND, softmax, node)) for node in products]
-            # a product with a softmax is the output of another attention, or of a router
-            found = [one for one in operands if not any(map(_is_parameter, one[0])) and not any(map(_weighs, one[0]))]
-            yield from found or ((pair, Executed(BY_HAND, softmax)) for pair in _sums_of_all_pairs(scores))
-
-
-def _sums_of_all_pairs(scores: Any, *, through_a_layer: bool = True) -> Iterator[list[Any]]:
-    """The two activations of each sum, or difference, that broadcasts both: one of each query, one of each key."""
-    for node in _near(scores, lambda before: not _is_layer(before)):
-        if node is None:
-            continue
-        if _kind(node) in ("Add", "Sub") and None not in _inputs(node):
-            one, other = (_repeated(before) for before in _inputs(node))
-            pairs = list(zip(reversed(one), reversed(other), strict=False))
-            both_ways = any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
-            if both_ways and not any(map(_is_parameter, _inputs(node))):
-                yield _inputs(node)
-        elif through_a_layer and _is_layer(node):
-            for before in _inputs(node):
-                yield from _sums_of_all_pairs(before, through_a_layer=False)
-
-
-def _repeated(node: Any) -> Sequence[int]:
-    """The shape of what this node computed, before it was repeated along a dimension."""
-    while _kind(node) == "Expand" and None not in _inputs(node):
-        (node,) = _inputs(node)
-    return tuple(node._input_metadata[0].shape)
+            for node in filter(_is_product, _near(_inputs(softmax)[0], lambda node: not _is_product(node))):
+                operands = _operands(node)
+                # a product with a softmax is the output of another attention, or of a router
+                if not any(map(_is_parameter, operands)) and not any(map(_weighs, operands)):
+                    yield operands, Executed(BY_HAND, softmax, node)
 
 
 def _is_product(node: Any) -> bool:
