@@ -1,4 +1,4 @@
-/** What people say of a run and do with it as a whole: its display name, tags and notes, and its end. */
+/** Display name, tags and notes of a run, and its deletion. */
 
 import { useState } from "preact/hooks";
 import { api } from "./api";
@@ -8,13 +8,13 @@ import { Name } from "./parts";
 import type { RunDetail } from "./service";
 
 export interface May {
-  /** switch heads, and say what a run is called */
+  /** switch heads, and change display name, tags and notes */
   act: boolean;
   /** delete runs */
   delete: boolean;
 }
 
-/** A run's name as people call it, and below it the one that everything else knows it by. */
+/** A run's display name, with its unique name below. */
 export function Identity({ detail }: { detail: RunDetail }) {
   if (!detail.display_name || detail.display_name === detail.run) return <h1>{detail.run}</h1>;
   return (
@@ -42,7 +42,7 @@ export function Tags({ tags }: { tags: readonly string[] }) {
   );
 }
 
-/** A long note waits to be asked for, so that the charts stay on the screen. */
+/** Long notes are collapsed, so that the charts stay on the screen. */
 export function Notes({ notes }: { notes: string }) {
   if (!notes) return null;
   const brief = notes.length <= 160 && !notes.includes("\n");
@@ -58,11 +58,11 @@ export function Notes({ notes }: { notes: string }) {
 interface Props {
   detail: RunDetail;
   may: May;
-  /** Called when the run is no more. */
+  /** Called after the run was deleted. */
   gone: () => void;
 }
 
-/** The buttons of what may be done with a run as a whole. */
+/** Buttons for actions on the whole run. */
 export function Care({ detail, may, gone }: Props) {
   const [open, setOpen] = useState<"describe" | "delete" | null>(null);
   const trains = ["active", "hung"].includes(detail.condition);

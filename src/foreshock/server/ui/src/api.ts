@@ -26,12 +26,12 @@ import type {
   Undo,
 } from "./service";
 
-/** JSON has no NaN: the service writes non-finite numbers as words. null means that nothing was counted. */
+/** JSON cannot express NaN, so the service sends non-finite numbers as strings. null means that nothing was counted. */
 type Wire = number | "NaN" | "Infinity" | "-Infinity" | null;
 /** One curve: METRIC of the run, METRIC:LAYER of a layer's worst head, or METRIC:LAYER:HEAD. */
 export type CurveName = string;
 
-/** An error answer of the service, in its own words. */
+/** An error response of the service, with its message. */
 export class Problem extends Error {
   constructor(
     readonly status: number,
@@ -41,7 +41,7 @@ export class Problem extends Error {
   }
 }
 
-/** Kinds of events that the history tells; an incident's own stand on its card. */
+/** Kinds of events that the history lists; the events of an incident are on its card. */
 const TOLD = ["started", "verdict", "switched", "clipped", "checkpoint", "command", "finished", "acknowledged", "described"];
 const MOST_EVENTS = 2000;
 const MOST_RUNS = 5000;
@@ -64,7 +64,7 @@ async function call<T>(path: string, init: RequestInit = {}): Promise<T> {
   return (/"-?(NaN|Infinity)"/.test(text) ? JSON.parse(text, finite) : JSON.parse(text)) as T;
 }
 
-/** Words that stand for non-finite numbers, back to numbers, in the places where numbers travel. */
+/** Converts strings for non-finite numbers back to numbers, in every field that contains numbers. */
 function finite(this: unknown, key: string, value: unknown): unknown {
   if (key === "latest" || key === "evidence") {
     return Object.fromEntries(Object.entries(value as object).map(([name, item]) => [name, toNumber(item as Wire)]));
@@ -98,7 +98,7 @@ function query(parameters: Record<string, Parameter | readonly string[]>): strin
   return given.length ? `?${new URLSearchParams(given)}` : "";
 }
 
-/** A run's id may contain slashes; the service takes it percent-encoded. */
+/** A run's id may contain slashes, so it is percent-encoded. */
 const at = (run: string) => `v1/runs/${encodeURIComponent(run)}`;
 
 export const api = {
@@ -110,20 +110,20 @@ export const api = {
   login: (token: string) => call<unknown>("v1/login", { method: "POST", body: JSON.stringify({ token }) }),
   catalog: () => call<Catalog>("v1/catalog"),
   logout: () => call<Session>("v1/logout", { method: "POST" }),
-  /** The one heard from last first, at most MOST_RUNS of them. */
+  /** At most MOST_RUNS runs, most recently active first. */
   async runs(): Promise<RunSummary[]> {
     const pages = walk((cursor) => call<RunList>(`v1/runs${query({ limit: 500, cursor })}`));
     return gather(pages, ({ runs }) => runs, MOST_RUNS);
   },
   run: (run: string) => call<RunDetail>(at(run)),
-  /** In the order of `line`; a line without points where the run has no such head. */
+  /** In the order of `line`; a line has no points if the run does not have the head. */
   curves: async (
     run: string,
     of: { line: readonly CurveName[]; from_step?: number; to_step?: number; max_points: number },
   ): Promise<CurveLine[]> => (await call<Curves>(`${at(run)}/curves${query(of)}`)).lines,
   matrix: (run: string, of: { metric: string; step?: number; max_steps: number }) =>
     call<Matrix>(`${at(run)}/matrix${query(of)}`),
-  /** Newest first, at most MOST_EVENTS of them. */
+  /** At most MOST_EVENTS events, newest first. */
   async events(run: string): Promise<RunEvent[]> {
     const pages = walk((cursor) => call<EventList>(`${at(run)}/events${query({ kind: TOLD, limit: 500, cursor })}`));
     return gather(pages, ({ events }) => events, MOST_EVENTS);
@@ -140,7 +140,7 @@ export const api = {
       body: JSON.stringify(request),
       headers: { "Idempotency-Key": crypto.randomUUID() },
     }),
-  /** The run keeps its name; what is empty is taken away. */
+  /** Changes display name, tags or notes; an empty value removes one. The run's name does not change. */
   describe: (run: string, body: Description) =>
     call<RunDetail>(at(run), { method: "PATCH", body: JSON.stringify(body) }),
   remove: (run: string, body: Decision) => call<null>(at(run) + query({ ...body }), { method: "DELETE" }),
@@ -151,7 +151,7 @@ export const api = {
     }),
   undo: (id: string, body: Undo) =>
     call<unknown>(`v1/commands/${encodeURIComponent(id)}/undo`, { method: "POST", body: JSON.stringify(body) }),
-  /** The newest rows of these runs, AUDIT_ROWS at most, looked for among the newest MOST_AUDIT_ROWS of all runs. */
+  /** At most AUDIT_ROWS rows of these runs, from the newest MOST_AUDIT_ROWS rows of all runs. */
   async audit(runs: readonly string[]): Promise<AuditRow[]> {
     const rows: AuditRow[] = [];
     let read = 0;
@@ -164,7 +164,7 @@ export const api = {
   },
 };
 
-/** The pages of a list, one after the other. */
+/** Iterates over the pages of a list. */
 async function* walk<T extends { next_cursor: string | null }>(page: (cursor: string | null) => Promise<T>) {
   let cursor: string | null = null;
   do {

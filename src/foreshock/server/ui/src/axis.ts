@@ -1,10 +1,10 @@
-/** Axes of values: linear, logarithmic, or logarithmic beyond 1 on either side of zero (the catalogue's `scale`). */
+/** Value axes: linear, logarithmic, or symmetric logarithmic (linear between -1 and 1); the catalogue's `scale`. */
 
 import type { MetricInfo } from "./service";
 
 export type Scale = MetricInfo["scale"];
 
-/** From a value to its place along an axis of this kind. */
+/** Maps a value to its position on an axis of this kind. */
 export const PLACE: Record<Scale, (value: number) => number> = {
   linear: (value) => value,
   log: Math.log,
@@ -14,7 +14,7 @@ const VALUE: Record<Scale, (place: number) => number> = { linear: (place) => pla
 const ROOM = 0.08;
 const FLAT = 0.05;
 
-/** The ends of an axis over these values, with room above and below; a flat line stands in the middle. */
+/** The limits of an axis for these values, with a margin at both ends; a flat line is centred. */
 export function ends(scale: Scale, min: number, max: number): [number, number] {
   if (min === null || max === null || (scale === "log" && min <= 0)) return scale === "log" ? [0.1, 10] : [0, 1];
   const [low, high] = [PLACE[scale](min), PLACE[scale](max)];
@@ -24,7 +24,7 @@ export function ends(scale: Scale, min: number, max: number): [number, number] {
   return [scale !== "log" && min >= 0 && from < 0 ? 0 : from, to];
 }
 
-/** Where a logarithmic axis is labelled: powers of ten, with 2 and 5 between them where there is room, or even steps. */
+/** Tick positions of a logarithmic axis: powers of ten, with 2 and 5 in between if there is room, or even steps. */
 export function ticks(scale: Scale, from: number, to: number, most: number): number[] {
   const within = (values: number[]) => values.filter((value) => value >= from && value <= to);
   for (const leading of [[1, 2, 5], [1, 3], [1]]) {

@@ -1,12 +1,12 @@
-/** Drawing on canvases at the screen's own resolution. */
+/** Drawing on canvases at the resolution of the screen. */
 
 import { type RefObject } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 
-/** Room above what is drawn, for the upper half of a label and for outlines. */
+/** Margin at the top, for the upper half of a label and for outlines. */
 export const TOP = 6;
 
-/** A canvas of this size in CSS pixels below TOP, cleared, ready for text. */
+/** Resizes and clears a canvas (CSS pixels, plus TOP) and sets its font. */
 export function prepare(canvas: HTMLCanvasElement, width: number, height: number): CanvasRenderingContext2D {
   const ratio = devicePixelRatio;
   canvas.width = Math.round(width * ratio);
@@ -22,7 +22,7 @@ export function prepare(canvas: HTMLCanvasElement, width: number, height: number
   return ctx;
 }
 
-/** Paints cells as one scaled image: however many there are, it is one call. */
+/** Paints all cells as one scaled image, with a single draw call. */
 export function paintCells(
   ctx: CanvasRenderingContext2D,
   columns: number,

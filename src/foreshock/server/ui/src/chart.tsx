@@ -11,12 +11,12 @@ import type { Range } from "./place";
 export interface Line {
   name: string;
   colour: string;
-  /** The line that matters most, or one that stands back. */
+  /** Draws the line thicker (first) or fainter (rest). */
   emphasis?: "first" | "rest" | undefined;
   steps: readonly number[];
-  /** null where nothing was recorded: a gap, never a zero. */
+  /** null if nothing was recorded: drawn as a gap, not as zero. */
   values: readonly (number | null)[];
-  /** Extremes of the steps that a point stands for. */
+  /** Smallest and largest values of the steps that a point summarises. */
   low: readonly (number | null)[];
   high: readonly (number | null)[];
 }
@@ -25,7 +25,7 @@ export interface Marker {
   step: number;
   kind: "warning" | "switch";
   colour: string;
-  /** The event in words. */
+  /** Description of the event. */
   text: string;
 }
 
@@ -36,9 +36,9 @@ interface Props {
   lines: readonly Line[];
   markers: readonly Marker[];
   scale: Scale;
-  /** Changes between a linear axis and a logarithmic one. */
+  /** Switches between a linear and a logarithmic axis. */
   onScale: () => void;
-  /** Said in the chart's place while there is nothing to draw. */
+  /** Shown in place of the chart if there is nothing to draw. */
   missing: string;
   range: Range;
   onRange: (range: Range) => void;
@@ -50,7 +50,7 @@ const HEIGHT = 196;
 const MOST_TICKS = 6;
 const LEGEND_LETTERS = 48;
 const DISTRIBUTION: Record<Scale, 1 | 3 | 4> = { linear: 1, log: 3, symlog: 4 };
-/** Markers of one kind and colour so near each other are one, with a count. */
+/** Markers of one kind and colour closer than this are drawn as one, with a count. */
 const NEAR_PIXELS = 12;
 
 export function Chart({
@@ -143,12 +143,12 @@ export function Chart({
   );
 }
 
-/** The first line of the legend is drawn last, above the others. */
+/** Draws the first line of the legend last, so that it is on top. */
 function drawn(lines: readonly Line[]): Line[] {
   return [...lines].reverse();
 }
 
-/** Puts lines of different steps into one table. A step that a line lacks is bridged; a null is a gap. */
+/** Merges lines with different steps into one table. undefined (the line does not have the step) is bridged; null is a gap. */
 function align(lines: readonly Line[], scale: Scale): uPlot.AlignedData {
   const usable = (value: number | null) =>
     value === null || !Number.isFinite(value) || (scale === "log" && value <= 0) ? null : value;
@@ -237,7 +237,7 @@ function options(now: Now, scale: Scale, width: number, onCursor: (u: uPlot) => 
   };
 }
 
-/** Markers that stand together, and where: [x in pixels of the canvas, those markers], from left to right. */
+/** Groups markers that are close together: [x in canvas pixels, markers], from left to right. */
 function clusters(u: uPlot, markers: readonly Marker[]): [number, Marker[]][] {
   const found: [number, Marker[]][] = [];
   const alike = Map.groupBy(markers, ({ kind, colour }) => `${kind} ${colour}`);
@@ -252,7 +252,7 @@ function clusters(u: uPlot, markers: readonly Marker[]): [number, Marker[]][] {
   return found.sort(([a], [b]) => a - b);
 }
 
-/** Dashed lines with a triangle for warnings, solid ones with a diamond for switches; several are one with a count. */
+/** Draws warnings as dashed lines with a triangle, switches as solid lines with a diamond; groups show a count. */
 function drawMarkers(u: uPlot, markers: readonly Marker[]): void {
   const { ctx, bbox } = u;
   const px = devicePixelRatio;
@@ -265,7 +265,7 @@ function drawMarkers(u: uPlot, markers: readonly Marker[]): void {
     const line = Math.round(at) + 0.5;
     if (line < bbox.left - 1 || line > bbox.left + bbox.width + 1) continue;
     const { kind, colour } = same[0]!;
-    // Of several runs at one step, the second stands beside the first: to its left where the chart ends.
+    // With several markers at one step, the second is drawn next to the first; to its left at the end of the chart.
     const [beside, taken] = places.get(line) ?? [0, 0];
     const count = same.length > 1 ? String(same.length) : "";
     const side = line + 60 * px > bbox.left + bbox.width ? -1 : 1;
@@ -298,7 +298,7 @@ function drawMarkers(u: uPlot, markers: readonly Marker[]): void {
   ctx.restore();
 }
 
-/** What the markers beside the cursor say: the one in its own words, of several how many they are. */
+/** Describes the markers at the cursor: the text of a single marker, or the number of markers. */
 function told(markers: readonly Marker[]): string {
   if (markers.length < 2) return markers[0]?.text ?? "";
   const counts = Map.groupBy(markers, ({ kind }) => kind);
@@ -307,7 +307,7 @@ function told(markers: readonly Marker[]): string {
   return `${first === last ? "step" : "steps"} ${steps(first)}${first === last ? "" : ` to ${steps(last)}`}: ${parts.join(", ")}`;
 }
 
-/** The values under the cursor, or the last ones; the marker beside the cursor in words. */
+/** Writes the values at the cursor (the newest without a cursor) and describes the markers there. */
 function writeLegend(list: HTMLElement | null, at: HTMLElement | null, u: uPlot, now: Now["current"]): void {
   if (!list || !at) return;
   const index = u.cursor.idx ?? null;
@@ -320,7 +320,7 @@ function writeLegend(list: HTMLElement | null, at: HTMLElement | null, u: uPlot,
   });
 }
 
-/** A line's value at a step (the last one at or before it), or its newest. */
+/** A line's value at a step (the last one at or before it), or its newest value. */
 function valueAt(line: Line, step: number | null): number | null {
   let low = 0;
   let high = line.steps.length;

@@ -1,4 +1,4 @@
-/** The charts of a run or of several: which metrics, which heads, which markers. */
+/** The charts of one or several runs: selects metrics, heads and markers. */
 
 import { useMemo, useState } from "preact/hooks";
 import type { CurveLine, MetricInfo } from "./service";
@@ -23,12 +23,12 @@ interface Props {
   ink: Ink;
 }
 
-/** `metric`: the one that the address asks for. */
+/** `metric`: the metric in the address. */
 export function Charts({ views, catalog, head, metric, range, onRange, ink }: Props & { metric: string | null }) {
-  const [asked] = useState(metric); // when the page opens: charts that change places cannot be read
+  const [asked] = useState(metric); // fixed when the page opens, so that charts do not change places
   const [more, setMore] = useState(false);
   const markers = useMemo(() => views.flatMap((view) => markersOf(view, views.length > 1, ink)), [views, ink]);
-  // Chosen anew when a warning comes or goes, not with every sample: lines that come and go cannot be read.
+  // Chosen again when a warning is raised or cleared, not with every sample, so that lines do not come and go.
   const warned = views.flatMap(({ detail }) => detail.warnings.map(({ id }) => id)).join();
   const layers = views.map(({ detail }) => `${detail.run} ${detail.layers.length}`).join();
   const riskiest = useMemo(() => (views.length === 1 ? riskiestLayers(views[0]!) : []), [warned, layers]);
@@ -69,7 +69,7 @@ export function Charts({ views, catalog, head, metric, range, onRange, ink }: Pr
 
 interface MetricChartProps extends Omit<Props, "catalog"> {
   metric: MetricInfo;
-  /** Layers whose worst head is drawn beside the chosen one. */
+  /** Layers whose worst head is drawn in addition to the chosen head. */
   riskiest: readonly number[];
   markers: readonly Marker[];
 }
@@ -131,7 +131,7 @@ function subject(head: Head | null, runs: number): string {
   return runs > 1 || !head ? `of ${name}, against the step` : `of ${name} and the worst heads, against the step`;
 }
 
-/** A layer's worst head needs no line of its own where it is the chosen head all along. */
+/** True if a layer's worst head is always the chosen head, which already has a line. */
 function sameAsChosen(line: CurveLine, head: Head | null): boolean {
   return head !== null && line.layer === head.layer && (line.worst_head ?? []).every((worst) => worst === head.head);
 }
@@ -145,7 +145,7 @@ function riskiestLayers({ detail }: Loaded): number[] {
     .sort((a, b) => a - b);
 }
 
-/** Raised warnings and applied switches, in the colour of their run where several are shown. */
+/** Raised warnings and applied switches; in the colour of their run if several runs are shown. */
 function markersOf({ detail, events, colour }: Loaded, compare: boolean, ink: Ink): Marker[] {
   return events.flatMap((event): Marker[] => {
     if (event.step === null) return [];

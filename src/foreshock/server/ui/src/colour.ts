@@ -1,7 +1,6 @@
 /**
- * Colours of data. Lines begin with Okabe and Ito's vermilion and blue; the others were chosen so that under protanopia,
- * deuteranopia and tritanopia no two of the six come near each other, which tests/server/ui measures. Heat is viridis, or
- * blue to vermilion.
+ * Colours of data. The first two line colours are Okabe and Ito's vermilion and blue. All six stay distinct under
+ * protanopia, deuteranopia and tritanopia, which tests/server/ui measures. Heat maps use viridis, or blue to vermilion.
  */
 
 export interface Ink {

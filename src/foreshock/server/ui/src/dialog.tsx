@@ -1,4 +1,4 @@
-/** A dialog that gives the focus back, what its forms are made of, and the name of who acts, which this browser remembers. */
+/** A dialog that restores the focus, the fields of its forms, and the user's name, which the browser remembers. */
 
 import type { ComponentChildren } from "preact";
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
@@ -7,11 +7,11 @@ import { ErrorNote } from "./parts";
 export function Dialog({ title, close, children }: { title: string; close: () => void; children: ComponentChildren }) {
   const dialog = useRef<HTMLDialogElement>(null);
   useLayoutEffect(() => {
-    // With what draws it: nobody shall type into a dialog that is not there yet.
+    // In the layout effect, so that the dialog is open before the user can type.
     const before = document.activeElement;
     dialog.current!.showModal();
     return () => {
-      // What was pressed may be gone by then, as an order that has been decided.
+      // The pressed button may have been removed, for example after a decision.
       const back = before instanceof HTMLElement && before.isConnected ? before : document.querySelector("main");
       setTimeout(() => (back as HTMLElement | null)?.focus());
     };
@@ -24,7 +24,7 @@ export function Dialog({ title, close, children }: { title: string; close: () =>
   );
 }
 
-/** Who acts: the name that was kept, what changes it, and what keeps it. */
+/** The user's name, with functions to change it and to store it. */
 export function useWho(): [who: string, setWho: (who: string) => void, keep: () => void] {
   const [who, setWho] = useState(localStorage.getItem("foreshock.who") ?? "");
   return [who, setWho, () => localStorage.setItem("foreshock.who", who)];
@@ -59,7 +59,7 @@ export function Field({ label, name, value, set, most, required = false, hint }:
 
 type Sending = "open" | "sending" | Error;
 
-/** How far a form is, and what sends it: an error keeps the form open, and the form says why. */
+/** State of a form, and a function that submits it; after an error the form stays open and shows the error. */
 export function useSending(): [state: Sending, send: (deed: () => Promise<void>) => Promise<void>] {
   const [state, setState] = useState<Sending>("open");
   const send = async (deed: () => Promise<void>) => {
@@ -76,14 +76,14 @@ export function useSending(): [state: Sending, send: (deed: () => Promise<void>)
 
 interface EndProps {
   state: Sending;
-  /** What the button that sends the form says. */
+  /** Label of the submit button. */
   verb: string;
   close: () => void;
-  /** Back to what was filled in, where the form asks a second time. */
+  /** Returns to the fields, if the form asks for confirmation. */
   back?: (() => void) | null;
 }
 
-/** The end of a form: what went wrong, the way out, and the button that sends it. */
+/** The end of a form: error, cancel button and submit button. */
 export function FormEnd({ state, verb, close, back = null }: EndProps) {
   return (
     <>

@@ -1,4 +1,4 @@
-/** What the list of runs is asked for: search, filters and order, as they stand in the page's address. */
+/** Search, filters and order of the list of runs, stored in the page's address. */
 
 import type { Catalog, RunSummary } from "./service";
 
@@ -26,7 +26,7 @@ export interface Asked {
   sort: keyof typeof ORDERS;
 }
 
-/** What the address asks for; what it does not know stands for nothing. */
+/** Parses the address; unknown values are ignored. */
 export function asked(address: string): Asked {
   const given = new URLSearchParams(address);
   const one = <T extends string>(name: string, of: Record<T, string>) => {
@@ -42,16 +42,16 @@ export function asked(address: string): Asked {
   };
 }
 
-/** The address that asks for this. */
+/** The address for this search. */
 export function addressOf({ search, ...rest }: Asked): string {
   const given = Object.entries({ q: search, ...rest }).filter(([, value]) => value);
   return given.length ? `?${new URLSearchParams(given)}` : "?";
 }
 
-/** The tags of a run and its labels as NAME=VALUE; no tag has an equals sign. */
+/** A run's tags, and its labels as NAME=VALUE. Tags cannot contain an equals sign. */
 const carried = (run: RunSummary) => [...run.tags, ...Object.entries(run.labels).map(([name, value]) => `${name}=${value}`)];
 
-/** The tags and labels that runs carry, the most frequent first. */
+/** All tags and labels of the runs, most frequent first. */
 export function labelsOf(runs: readonly RunSummary[], most = 100): string[] {
   const counts = new Map<string, number>();
   for (const run of runs) {
@@ -60,7 +60,7 @@ export function labelsOf(runs: readonly RunSummary[], most = 100): string[] {
   return [...counts].sort(([, a], [, b]) => b - a).slice(0, most).map(([label]) => label);
 }
 
-/** The runs that are asked for, in the order that is. */
+/** The runs that match, in the requested order. */
 export function found(runs: readonly RunSummary[], { search, state, risk, label, sort }: Asked, catalog: Catalog): RunSummary[] {
   const words = search.trim().toLowerCase().split(/\s+/).filter(Boolean);
   const levels = catalog.metrics.find(({ key }) => key === "run.worst_risk")?.levels;
@@ -84,7 +84,7 @@ function isIn(run: RunSummary, state: Asked["state"], is: RunSummary["condition"
 }
 
 const last = (value: number | null) => (value === null || Number.isNaN(value) ? Infinity : value);
-/** The service says what needs a person and that what has ended comes last; among equals the riskier. The sort is stable. */
+/** Runs that need a person first, ended runs last (both from the service), then by risk. The sort is stable. */
 const BEFORE: Record<Asked["sort"], (a: RunSummary, b: RunSummary) => number> = {
   "": (a, b) =>
     b.urgency - a.urgency || (b.worst_risk ?? -1) - (a.worst_risk ?? -1),

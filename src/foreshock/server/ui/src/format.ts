@@ -1,10 +1,10 @@
-/** How values read on the page. A value that was not recorded is never shown as zero. */
+/** Formats values for the page. A value that was not recorded is never shown as zero. */
 
 export const NOT_RECORDED = "not recorded";
-/** Of a forecast: the largest |score| is beyond 512 already. */
+/** Shown for a forecast if the largest |score| is already above 512. */
 export const PAST = "past the limit";
 
-/** About four significant digits, thousands separated, exponents only where digits would not fit. */
+/** About four significant digits with thousands separators; an exponent only if the digits would not fit. */
 export function number(value: number | null | undefined): string {
   if (value === null || value === undefined) return NOT_RECORDED;
   if (Number.isNaN(value)) return "NaN";
@@ -15,7 +15,7 @@ export function number(value: number | null | undefined): string {
   return minus(String(Number(value.toPrecision(4))));
 }
 
-/** A share between 0 and 1, in percent. */
+/** Formats a fraction between 0 and 1 as a percentage. */
 export function percent(value: number | null | undefined): string {
   if (value === null || value === undefined) return NOT_RECORDED;
   if (!Number.isFinite(value)) return number(value);
@@ -38,7 +38,7 @@ export function tick(value: number, digits = 4): string {
   return minus(String(Number(value.toPrecision(6))));
 }
 
-/** How long ago a Unix time is, in words. */
+/** Describes how long ago a Unix time was. */
 export function ago(unixSeconds: number | null | undefined, now = Date.now() / 1000): string {
   if (unixSeconds === null || unixSeconds === undefined) return NOT_RECORDED;
   const seconds = Math.max(0, now - unixSeconds);
@@ -49,12 +49,12 @@ export function ago(unixSeconds: number | null | undefined, now = Date.now() / 1
   return `${Math.round(seconds / 86_400)} days ago`;
 }
 
-/** A moment as local date and time, for audit rows. */
+/** Local date and time, for audit rows. */
 export function moment(unixSeconds: number): string {
   return new Date(unixSeconds * 1000).toLocaleString("sv-SE");
 }
 
-/** The name of a state or of evidence as people read it: query_norm becomes query norm. Modes stay as they are typed. */
+/** A readable name of a state or of evidence: query_norm becomes query norm. Modes are not changed, because users type them. */
 export function words(name: string): string {
   return name.replaceAll("_", " ").replaceAll("+", " + ");
 }
@@ -65,12 +65,12 @@ export function timeLeft(run: { active_warnings: number; forecast_steps: number 
   return run.forecast_steps < 1 ? PAST : `about ${steps(roundTo2(run.forecast_steps))}`;
 }
 
-/** A forecast is not known to the step: two significant digits. */
+/** Rounds a forecast to two significant digits, because it is not more precise. */
 export function roundTo2(value: number): number {
   return Number(value.toPrecision(2));
 }
 
-/** A long name without its middle: what tells runs apart stands at either end. */
+/** Shortens a long name in the middle, because its ends distinguish runs. */
 export function shorten(name: string, most: number): string {
   const letters = [...name];
   if (letters.length <= most) return name;

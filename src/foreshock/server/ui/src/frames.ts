@@ -1,4 +1,4 @@
-/** The frames of a heat map: the newest first, then coarse to fine through the run, the one that is looked at before all. */
+/** Loads the frames of a heat map: first the one on display, then the newest, then the rest of the run from coarse to fine. */
 
 import { api } from "./api";
 import type { Matrix } from "./service";
@@ -9,14 +9,14 @@ const MOST_FRAMES = 3 * MAX_STEPS;
 export class Frames {
   layers: readonly number[] = [];
   heads: readonly number[] = [];
-  /** Steps that can be shown, ascending. */
+  /** Available steps, ascending. */
   steps: readonly number[] = [];
   low = Infinity;
   high = -Infinity;
   /** Largest absolute value of each head so far, [layers x heads]. */
   peaks = new Float32Array();
   private readonly loaded = new Map<number, Float32Array>();
-  /** Steps that were asked for and have no value of this metric. */
+  /** Requested steps without a value of this metric. */
   private readonly empty = new Set<number>();
   private wanted: number | null = null;
   private filling = false;
@@ -28,7 +28,7 @@ export class Frames {
     private readonly changed: () => void,
   ) {}
 
-  /** Loads the newest frame, then, without being waited for, what is still missing. */
+  /** Loads the newest frame, and starts loading the missing ones in the background. */
   async refresh(): Promise<void> {
     this.take(Infinity, await api.matrix(this.run, { metric: this.metric, max_steps: MAX_STEPS }));
     void this.fill();
@@ -54,7 +54,7 @@ export class Frames {
     return best === null ? null : { step: best, values: this.loaded.get(best)! };
   }
 
-  /** Loads what is missing, one frame at a time. */
+  /** Loads missing frames one at a time. */
   private async fill(): Promise<void> {
     if (this.filling) return;
     this.filling = true;
@@ -63,7 +63,7 @@ export class Frames {
         this.take(step, await api.matrix(this.run, { metric: this.metric, step, max_steps: 0 }));
       }
     } catch {
-      // the next refresh says what is wrong, or goes on
+      // the next refresh reports the error or continues
     } finally {
       this.filling = false;
     }
@@ -76,8 +76,8 @@ export class Frames {
   private next(): number | null {
     const wanted = this.wanted;
     this.wanted = null;
-    if (wanted !== null && !this.known(wanted)) return wanted; // it may have come while it was waited for
-    const near = (this.steps.at(-1)! - this.steps[0]!) / this.steps.length / 2; // as good as the step itself
+    if (wanted !== null && !this.known(wanted)) return wanted; // the frame may have been loaded in the meantime
+    const near = (this.steps.at(-1)! - this.steps[0]!) / this.steps.length / 2; // a frame this close replaces the requested one
     for (let stride = 32; stride >= 1; stride /= 2) {
       for (let i = 0; i < this.steps.length; i += stride) {
         const step = this.steps[i]!;
@@ -87,7 +87,7 @@ export class Frames {
     return null;
   }
 
-  /** A long watch leaves many frames behind: those stay that a step is nearest to. */
+  /** Limits memory while the page stays open: keeps only frames that are nearest to a step. */
   private prune(): void {
     if (this.loaded.size <= MOST_FRAMES) return;
     const kept = new Set(this.steps.map((step) => this.at(step)?.step));
@@ -97,7 +97,7 @@ export class Frames {
   private take(asked: number, matrix: Matrix): void {
     const same = matrix.layers.join() === this.layers.join() && matrix.heads.join() === this.heads.join();
     if (!same) {
-      this.loaded.clear(); // the run came back with other layers
+      this.loaded.clear(); // the run restarted with other layers
       this.peaks = new Float32Array(matrix.layers.length * matrix.heads.length);
     }
     this.layers = matrix.layers;

@@ -1,4 +1,4 @@
-/** Which empty places of a line are gaps. What is measured every hundredth step has none between its points. */
+/** Decides which missing points of a line are gaps. A metric that is measured every 100 steps has no gap between two points. */
 
 const LONG = 3;
 
@@ -16,7 +16,7 @@ interface Gapped {
   values: (number | null)[];
 }
 
-/** The recorded points, with an empty one wherever nothing was recorded for three times what is usual in this line. */
+/** Returns the recorded points with a null where three times the usual interval passed without a point. */
 export function withGaps({ steps, low, high, last }: Points): Gapped {
   const recorded = steps.flatMap((_, i) => (last[i] === null || last[i] === undefined ? [] : [i]));
   const distances = recorded.slice(1).map((index, i) => steps[index]! - steps[recorded[i]!]!);

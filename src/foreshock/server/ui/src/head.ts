@@ -1,9 +1,9 @@
-/** Which head of a model. */
+/** Identifies a head of a model. */
 
 export interface Head {
   layer: number;
   head: number;
 }
 
-/** The same as it travels: [layer, head]. */
+/** The same in the wire format: [layer, head]. */
 export type HeadRef = [layer: number, head: number];

@@ -1,4 +1,4 @@
-/** The heat map's panel: which run, which metric, the head that is chosen and what can be done with it. */
+/** The panel of the heat map: choice of run, metric and head, and the button that switches the head. */
 
 import { useEffect, useMemo, useState } from "preact/hooks";
 import type { MetricInfo } from "./service";
@@ -17,10 +17,10 @@ interface Props {
   catalog: readonly MetricInfo[];
   head: Head | null;
   onHead: (head: Head) => void;
-  /** The one that the address asks for. */
+  /** The metric in the address. */
   metric: string | null;
   onMetric: (metric: string) => void;
-  /** null for those who may only read. */
+  /** null if the user may only read. */
   onSwitch: ((target: SwitchTarget) => void) | null;
   ink: Ink;
 }

@@ -1,4 +1,4 @@
-/** Layer by head at one step, and its heads through time, with a scrubber. On canvas, so that 80 x 64 heads stay fluid. */
+/** Heat map of layers and heads at one step, and of heads over time, with a slider. A canvas stays fast for 80 x 64 heads. */
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { paintCells, prepare, TOP, useWidth } from "./canvas";
@@ -13,7 +13,7 @@ import { painter, scaleOf } from "./scale";
 interface Props {
   title: string;
   frames: Frames;
-  /** Grows with every frame that is loaded. */
+  /** Increases with every loaded frame. */
   version: number;
   signed: boolean;
   axis: Scale;
@@ -95,7 +95,7 @@ export function HeatMap({
         ctx.strokeRect(x + inset, y + inset, cell - 2 * inset, cellHeight - 2 * inset);
       }
     };
-    const roomy = Math.min(cell, cellHeight) > 12; // small cells are outlined from outside, or their colour would be hidden
+    const roomy = Math.min(cell, cellHeight) > 12; // small cells are outlined on the outside, so that their colour stays visible
     if (chosen) outline(chosen, ink.outline, roomy ? 1 : -3);
     for (const head of warned) outline(head, ink.warning, roomy ? 5 : -1);
     ctx.fillStyle = ink.switched;
@@ -207,7 +207,7 @@ function diamond(ctx: CanvasRenderingContext2D, x: number, y: number, r: number)
   ctx.stroke();
 }
 
-/** The heads worth a row through time: all of a small model; of a big one those furthest from their layer, and the chosen one. */
+/** Heads that get a row over time: all heads of a small model; otherwise those farthest from their layer, and the chosen head. */
 function outstanding(frames: Frames, chosen: Head | null): Head[] {
   const width = frames.heads.length;
   const all = frames.layers.flatMap((layer, row) => {

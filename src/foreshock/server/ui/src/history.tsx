@@ -1,4 +1,4 @@
-/** What happened, in words, and the audit trail behind it. */
+/** The history of events, and the audit trail. */
 
 import { useState } from "preact/hooks";
 import { api } from "./api";
@@ -14,7 +14,7 @@ export function History({ views }: { views: readonly Loaded[] }) {
     .flatMap(({ events, colour }) => events.map((event) => ({ event, colour })))
     .sort((a, b) => b.event.unix_seconds - a.event.unix_seconds || b.event.id - a.event.id);
   const told = new Set<string>();
-  /** Newest first: of an order the newest word counts, and what a rank did at its command is part of that. */
+  /** Newest first. Only the newest event of an order is shown; a rank's answer to it is part of that event. */
   const news = ({ event }: (typeof all)[number]) => {
     if (event.verdict?.state === "updated" || event.switched?.command) return false;
     if (!event.command) return true;

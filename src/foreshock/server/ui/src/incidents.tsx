@@ -1,4 +1,4 @@
-/** Incidents: all warnings that belong together as one card, with the head to look at first, and the others on demand. */
+/** Incidents: one card for related warnings, with the most urgent head, and the other heads on demand. */
 
 import { useState } from "preact/hooks";
 import { api } from "./api";
@@ -16,7 +16,7 @@ interface Props {
   views: readonly Loaded[];
   compare: boolean;
   onShow: (head: Head) => void;
-  /** null for those who may only read. */
+  /** null if the user may only read. */
   onSwitch: ((target: SwitchTarget) => void) | null;
 }
 
@@ -27,18 +27,18 @@ interface Item {
 
 type ItemProps = Item & Omit<Props, "views">;
 
-/** On a telephone the evidence waits to be asked for, so that the charts stay near. */
+/** On a phone the evidence is collapsed, so that the charts stay near. */
 const WIDE = matchMedia("(min-width: 700px)");
 const CHECKPOINTS_SHOWN = 5;
 const URGENCY = ["critical", "warning", "info"];
 
-/** The most urgent incident in full, the others as rows that are folded away: the charts must stay on the screen. */
+/** The most urgent incident in full and the others collapsed, so that the charts stay on the screen. */
 export function Incidents({ views, compare, onShow, onSwitch }: Props) {
   const all = views.flatMap((view) => view.incidents.map((incident): Item => ({ view, incident })));
   const open = all.filter(({ incident }) => incident.state !== "closed");
   open.sort((a, b) => urgency(a) - urgency(b) || left(a) - left(b));
   const [first, ...others] = open;
-  /** A loss that is not finite is an emergency, whether an agent has warned of it or not. */
+  /** A non-finite loss is critical even if the agent did not warn about it. */
   const broken = views.filter(
     ({ detail, incidents }) =>
       detail.loss !== null && !Number.isFinite(detail.loss) && !incidents.some(({ cause, state }) => cause === "not finite" && state !== "closed"),
@@ -71,7 +71,7 @@ export function Incidents({ views, compare, onShow, onSwitch }: Props) {
 const urgency = ({ incident }: Item) => (incident.state === "arrested" ? 9 : URGENCY.indexOf(incident.severity));
 const left = ({ incident }: Item) => incident.steps_left ?? Infinity;
 
-/** Side by side (`compare`) the charts speak: its numbers are folded away. */
+/** If several runs are compared (`compare`), the numbers are collapsed in favour of the charts. */
 function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
   const first = incident.heads[0]!;
   const mode = modeOf(view, first);
@@ -138,12 +138,12 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
   );
 }
 
-/** Whether scores grow: harm by anything else has come already. */
+/** Whether scores grow; any other cause has already done harm. */
 function foreseen({ cause }: Incident): boolean {
   return cause !== "not finite" && cause !== "attention kernel";
 }
 
-/** Every head of an incident, folded by layer; layers and heads with the fewest steps left first. */
+/** All heads of an incident, grouped by layer; fewest steps left first. */
 function Heads({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">) {
   const [open, setOpen] = useState(false);
   const layers = Map.groupBy(incident.heads, ({ layer }) => layer);
@@ -187,7 +187,7 @@ function Heads({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">)
   );
 }
 
-/** Where the run can go back to and what its program has to change, asked for when somebody opens it. */
+/** The checkpoint to resume from and the lines to change in the training program; loaded when opened. */
 function Resume({ run }: { run: string }) {
   const [open, setOpen] = useState(false);
   const plan = useResource(() => api.resumePlan(run), run, { on: (wake) => wake.run === run && wake.kind === "event", seen: open });
@@ -238,7 +238,7 @@ function HeadButtons({ view, head: { layer, head, causes }, onShow, onSwitch }: 
   );
 }
 
-/** The first button does what the bold sentence asks for; the others are there for those who think otherwise. */
+/** The first button does what the bold sentence recommends; the others are alternatives. */
 function Buttons({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">) {
   const first = incident.heads[0]!;
   const { layer, head } = first;
@@ -277,10 +277,10 @@ function Buttons({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare"
   );
 }
 
-/** The keyboard goes on in the field that replaced the button. One function for all renders, so it runs once. */
+/** Focuses the field that replaced the button. One function for all renders, so that it runs once. */
 const focused = (field: HTMLInputElement | null) => field?.focus();
 
-/** Says to the others that somebody takes care. */
+/** Tells other users that somebody is working on the incident. */
 function Acknowledge({ run, incident }: { run: string; incident: string }) {
   const [open, setOpen] = useState(false);
   const [who, setWho, keep] = useWho();
@@ -321,7 +321,7 @@ function Acknowledge({ run, incident }: { run: string; incident: string }) {
   );
 }
 
-/** How many heads are warned about; the whole run is none of them. */
+/** Number of heads with a warning; warnings about the whole run do not count. */
 function counted({ heads }: Incident): string {
   const standing = heads.filter(({ state }) => state !== "quiet");
   const named = standing.filter(({ layer }) => layer !== null).length;
@@ -338,7 +338,7 @@ function modeOf(view: Loaded, { layer, head }: IncidentHead): string {
   return (head !== null && state?.modes[state.heads.indexOf(head)]) || "plain";
 }
 
-/** Steps left when the head was last spoken of: about so many, and at least how many. */
+/** Steps left at the last warning or update of the head: estimate and lower bound. */
 function forecast({ harm_step: harm, harm_first_step: low, harm_in_sight: ahead, step }: IncidentHead): string {
   if (harm === null) return ahead === false ? "stays below 512 on this course" : "no forecast";
   if (harm <= step) return PAST;

@@ -1,10 +1,10 @@
-/** The service's event stream: what wakes the page, and whether it is connected. */
+/** The service's event stream: notifies the page of changes, and whether it is connected. */
 
 import { useEffect, useState } from "preact/hooks";
 
 export type Connection = "connecting" | "live" | "lost";
 
-/** Something happened to a run; `run` is null when anything may have (a connection came back). */
+/** A change of a run; `run` is null if any run may have changed (after a reconnect). */
 export interface Wake {
   kind: "sample" | "started" | "event" | "reconnected";
   run: string | null;
@@ -16,7 +16,7 @@ const listeners = new Set<Listener>();
 const watchers = new Set<(connection: Connection) => void>();
 let connection: Connection = "connecting";
 let retry = 1000;
-/** Milliseconds after which the page asks again though nothing was heard: silence is what a run may have fallen into. */
+/** Milliseconds without an event after which the page reloads, because a silent run sends no events. */
 const UNHEARD = 30_000;
 
 function set(next: Connection): void {
@@ -29,8 +29,8 @@ let source: EventSource | null = null;
 let retrying: ReturnType<typeof setTimeout> | undefined;
 
 /**
- * Opens the stream, and keeps it open while the page can be seen: a browser has six connections to a service, and tabs
- * in the background shall not hold them. When the stream breaks, the browser comes back with Last-Event-ID.
+ * Opens the stream while the page is visible. A browser opens at most six connections to a service, so tabs in the
+ * background close theirs. After a break, the browser reconnects with Last-Event-ID.
  */
 export function connect(): void {
   document.addEventListener("visibilitychange", follow);
@@ -60,7 +60,7 @@ function open(): void {
     const { run } = JSON.parse(event.data) as { run: string };
     for (const listener of listeners) listener({ kind, run });
   };
-  let opened = connection === "connecting"; // the first time, everything has just been loaded
+  let opened = connection === "connecting"; // the first connection: everything has just been loaded
   source.onopen = () => {
     if (opened) return set("live");
     opened = true;
@@ -71,7 +71,7 @@ function open(): void {
   source.onerror = () => {
     opened = false;
     set("lost");
-    if (source?.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
+    if (source?.readyState !== EventSource.CLOSED) return; // the browser reconnects automatically
     close();
     retrying = setTimeout(follow, retry);
     retry = Math.min(retry * 2, 15_000);
@@ -91,7 +91,7 @@ export function useConnection(): Connection {
   return state;
 }
 
-/** Calls the listener at every wake; returns what ends that. */
+/** Calls the listener at every change; returns a function that unsubscribes it. */
 export function listen(listener: Listener): () => void {
   listeners.add(listener);
   return () => void listeners.delete(listener);

@@ -1,10 +1,10 @@
-/** A run that the page has loaded, and what may be done with it. */
+/** A run that the page has loaded. */
 
 import type { CommandStatus, Incident, RunDetail, RunEvent } from "./service";
 
 export interface Loaded {
   detail: RunDetail;
-  /** The most urgent first. */
+  /** Most urgent first. */
   incidents: Incident[];
   events: RunEvent[];
   commands: CommandStatus[];

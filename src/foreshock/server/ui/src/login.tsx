@@ -1,4 +1,4 @@
-/** Asks for a token where the service wants one; the service keeps it in a cookie that scripts cannot read. */
+/** Asks for a token if the service requires one; the session is stored in a cookie that scripts cannot read. */
 
 import { useState } from "preact/hooks";
 import { api } from "./api";

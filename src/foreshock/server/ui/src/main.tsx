@@ -1,4 +1,4 @@
-/** The live page: what the service shows with no Grafana at all. */
+/** The live page, which works without Grafana. */
 
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
@@ -15,7 +15,7 @@ import { Runs } from "./runs";
 import { useTheme } from "./theme";
 import { View } from "./view";
 
-/** Asks until there is an answer, with growing pauses; returns what ends that. */
+/** Retries with growing pauses until there is an answer; returns a function that stops it. */
 function retried<T>(ask: () => Promise<T>, done: (answer: T) => void, failed: (error: Error) => void): () => void {
   let ended = false;
   let timer: ReturnType<typeof setTimeout> | undefined;
@@ -61,7 +61,7 @@ function App() {
     return () => removeEventListener("popstate", moved);
   }, []);
   useEffect(
-    // A lost connection may be a session that has expired; a service that is away changes nothing here.
+    // A lost connection may mean an expired session; if the service is not reachable, nothing changes here.
     () => retried(api.session, setSession, (error) => setSession((old) => (old && !(old instanceof Error) ? old : error))),
     [connection === "lost"],
   );

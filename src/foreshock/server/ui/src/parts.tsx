@@ -1,4 +1,4 @@
-/** Small parts that several views share. */
+/** Small components that several views share. */
 
 import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
@@ -6,7 +6,7 @@ import { Problem } from "./api";
 import { ago, moment, number, shorten, steps, timeLeft } from "./format";
 import type { Catalog, MetricLevels, RunDetail, RunSummary } from "./service";
 
-/** How a run is: "silent 55 min" when nothing is heard of it, "hung 12 min" when it is and no step ends. */
+/** State of a run: "silent 55 min" without any message, "hung 12 min" with messages but no finished step. */
 export function State({ run }: { run: RunSummary }) {
   useTurns();
   const { condition: is, condition_since_unix_seconds: since, severity } = run;
@@ -26,12 +26,12 @@ export function State({ run }: { run: RunSummary }) {
   );
 }
 
-/** A run's name, shortened in the middle; whole under the pointer. */
+/** A run's name, shortened in the middle, with the full name as tooltip. */
 export function Name({ of, most = 48 }: { of: string; most?: number }) {
   return <span title={of}>{shorten(of, most)}</span>;
 }
 
-/** Draws again every five seconds, so that times stay true while nothing else moves. */
+/** Renders every five seconds, so that relative times stay correct. */
 function useTurns(): void {
   const [, setTurn] = useState(0);
   useEffect(() => {
@@ -40,7 +40,7 @@ function useTurns(): void {
   }, []);
 }
 
-/** Risk as a number and a bar; at 1 the head is warned about. */
+/** Risk as a number and a bar; at 1 there is a warning about the head. */
 export function Risk({ value, levels }: { value: number | null; levels: MetricLevels | null }) {
   if (value === null) return <span class="muted">not recorded</span>;
   const share = Math.max(0, Math.min(1, value));
@@ -52,12 +52,12 @@ export function Risk({ value, levels }: { value: number | null; levels: MetricLe
   );
 }
 
-/** From where on a risk is marked. */
+/** Risks from this value on are highlighted. */
 export function riskLevels({ metrics }: Catalog): MetricLevels | null {
   return metrics.find(({ key }) => key === "run.worst_risk")?.levels ?? null;
 }
 
-/** How a run stands, as cells of a table: how far it is, its loss, its risk and what it is warned about. */
+/** Table cells with a run's step, loss, risk and warnings. */
 export function Standing({ run, catalog }: { run: RunSummary | RunDetail; catalog: Catalog }) {
   return (
     <>
@@ -80,7 +80,7 @@ export function Standing({ run, catalog }: { run: RunSummary | RunDetail; catalo
   );
 }
 
-/** How long ago something was, kept true while nothing else moves. */
+/** Relative time of an event, updated automatically. */
 export function Ago({ at }: { at: number }) {
   useTurns();
   return <time title={moment(at)}>{ago(at)}</time>;
@@ -102,7 +102,7 @@ interface LinkProps {
   children: ComponentChildren;
 }
 
-/** A real link (it can be opened in a new tab) that does not reload the page. */
+/** A link that does not reload the page; it can be opened in a new tab. */
 export function Link({ to, go, children, ...rest }: LinkProps) {
   const follow = (event: MouseEvent) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey || event.button !== 0) return;

@@ -1,19 +1,19 @@
-/** Where on the page a reader is, as it stands in the address: ?runs=a,b&head=0.2&metric=head.risk&steps=100-900. */
+/** The view that the page's address encodes: ?runs=a,b&head=0.2&metric=head.risk&steps=100-900. */
 
 import type { Head } from "./head";
 
-/** Steps shown by every chart of the page; an end of null is the newest step, a range of null shows them all. */
+/** Steps shown in all charts; an end of null is the newest step, a range of null shows all steps. */
 export type Range = readonly [from: number, to: number | null] | null;
 
 export interface Place {
   runs: readonly string[];
   head: Head | null;
-  /** Shown in the heat map, and in the first chart. */
+  /** Shown in the heat map and in the first chart. */
   metric: string | null;
   range: Range;
 }
 
-/** What the address names; what it names in no way that is known stands for nothing. */
+/** Parses the address; unknown values are ignored. */
 export function placeOf(search: string): Place {
   const given = new URLSearchParams(search);
   const [, layer, head] = /^(\d+)\.(\d+)$/.exec(given.get("head") ?? "") ?? [];
@@ -27,7 +27,7 @@ export function placeOf(search: string): Place {
   };
 }
 
-/** The page's address for a set of runs, and for a place within them; it can be bookmarked and shared. */
+/** The page's address for a set of runs and a view of them; it can be bookmarked and shared. */
 export function address(runs: readonly string[], { head, metric, range }: Partial<Place> = {}): string {
   if (!runs.length) return "?";
   const rest = new URLSearchParams();

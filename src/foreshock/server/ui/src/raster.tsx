@@ -1,4 +1,4 @@
-/** Heads through time: one row a head, one column a step, the same colours as the heat map beside it. */
+/** Heads over time: one row per head, one column per step, with the colours of the heat map. */
 
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import { paintCells, prepare, TOP, useWidth } from "./canvas";
@@ -9,10 +9,10 @@ import type { Head } from "./head";
 
 interface Props {
   frames: Frames;
-  /** Grows with every frame that is loaded. */
+  /** Increases with every loaded frame. */
   version: number;
   rows: readonly Head[];
-  /** Index of the step that the heat map shows. */
+  /** Index of the step in the heat map. */
   at: number;
   paint: (value: number) => number;
   chosen: Head | null;

@@ -1,4 +1,4 @@
-/** What the page has loaded: fetched once, again when the stream says that it is out of date, and only while it is seen. */
+/** Data of the page: loaded once, and again when the stream reports a change, only while its element is visible. */
 
 import type { RefObject } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
@@ -8,8 +8,8 @@ import { listen, type Wake } from "./live";
 const LONGEST_PAUSE = 15_000;
 
 /**
- * Loads when asked: never twice at once, and for samples alone not more often than every `pause` milliseconds. What the
- * service could not answer is asked for again, with growing pauses; what it refused is not until something happens.
+ * Loads on request, one load at a time; if only samples arrived, at most once per `pause` milliseconds. Failed requests
+ * are retried with growing pauses. Refused requests (4xx) are retried only after the next change.
  */
 class Loader {
   private wanted: "everything" | "newest" | null = "everything";
@@ -27,7 +27,7 @@ class Loader {
 
   wake({ kind }: Wake): void {
     this.wanted = kind === "sample" && !this.failures ? (this.wanted ?? "newest") : "everything";
-    this.failures = Math.min(this.failures, 1); // something happened: the pauses begin anew
+    this.failures = Math.min(this.failures, 1); // a change resets the pauses
     this.schedule();
   }
 
@@ -69,13 +69,13 @@ class Loader {
 }
 
 interface When {
-  /** Which wakes make it out of date. */
+  /** Selects the changes that make the data stale. */
   on: (wake: Wake) => boolean;
-  /** Milliseconds between two loads for samples alone. */
+  /** Least milliseconds between two loads if only samples arrived. */
   pause?: number;
-  /** Milliseconds between two loads for what happened; what happens together is loaded together. */
+  /** Least milliseconds between two loads after other events; events close together share a load. */
   soon?: number;
-  /** False while nobody can see it. */
+  /** False while the element is not visible. */
   seen?: boolean;
 }
 
@@ -85,8 +85,8 @@ export interface Resource<T> {
 }
 
 /**
- * Loads something when `key` changes and when a wake says that it is out of date. `load` is told whether to load
- * everything (`fresh`) or whether only samples came in since the last time.
+ * Loads data when `key` changes and when a change makes it stale. `fresh` is true if `load` has to load everything, and
+ * false if only samples arrived since the last load.
  */
 export function useResource<T>(
   load: (fresh: boolean) => Promise<T>,
@@ -120,7 +120,7 @@ export function useResource<T>(
   return state.key === key ? state : { data: null, error: null };
 }
 
-/** Whether an element is on the screen, or nearly. */
+/** Whether an element is on the screen or close to it. */
 export function useSeen<T extends Element>(): [element: RefObject<T | null>, seen: boolean] {
   const element = useRef<T>(null);
   const [seen, setSeen] = useState(false);

@@ -1,4 +1,4 @@
-/** The list of runs, searched, filtered and sorted; choose one to read it, several to compare them. */
+/** The list of runs, with search, filters and order. Users open one run or compare several. */
 
 import { useMemo, useState } from "preact/hooks";
 import { api } from "./api";
@@ -18,7 +18,7 @@ export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) 
   const [shown, setShown] = useState(SHOWN);
   const toggle = (run: string) =>
     setChosen(chosen.includes(run) ? chosen.filter((other) => other !== run) : [...chosen, run]);
-  /** The address follows what is asked for, so that it can be kept and sent; it is no step of the browser's history. */
+  /** Updates the address, so that it can be bookmarked and shared, without a new entry in the browser's history. */
   const change = (part: Partial<Asked>) => {
     const next = { ...ask, ...part };
     history.replaceState(null, "", addressOf(next));

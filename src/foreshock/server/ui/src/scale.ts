@@ -1,4 +1,4 @@
-/** From a value to its place on the colour ramp, the same for the whole run, so that a colour always means the same. */
+/** Maps a value to its position on the colour ramp. The scale covers the whole run, so a colour has one meaning. */
 
 import { PLACE, type Scale as Kind } from "./axis";
 import type { Frames } from "./frames";
@@ -9,7 +9,7 @@ export interface Scale {
   kind: Kind;
 }
 
-/** The scale of a run's values; that of a signed metric reaches equally far to both sides of zero. */
+/** The scale for a run's values; for a signed metric it is symmetric around zero. */
 export function scaleOf({ low, high }: Frames, signed: boolean, scale: Kind): Scale {
   const kind = scale === "log" && low <= 0 ? "symlog" : scale;
   if (low > high) return { low: 0, high: 1, kind };
@@ -20,7 +20,7 @@ export function scaleOf({ low, high }: Frames, signed: boolean, scale: Kind): Sc
   return { low, high: high > low ? high : low + 1, kind };
 }
 
-/** A painter of values: RGBA words; nothing (transparent) where nothing was recorded, the ramp's end for an infinity. */
+/** Maps values to RGBA words: transparent if not recorded, the end of the ramp for an infinity. */
 export function painter({ low, high, kind }: Scale, ramp: Uint32Array): (value: number) => number {
   const place = PLACE[kind];
   const from = place(low);

@@ -1,4 +1,4 @@
-/** Curves that grow: after the first load only the newest points are fetched, those of many charts by one request. */
+/** Growing curves: after the first load only new points are fetched, with one request for all charts. */
 
 import { api, type CurveName } from "./api";
 import type { CurveLine } from "./service";
@@ -19,7 +19,7 @@ export class LiveSeries {
     private readonly steps: Steps,
   ) {}
 
-  /** The line; `fresh` loads all of it, otherwise what came after the last point but one (the last may still change). */
+  /** Loads the line: all of it if `fresh`, otherwise from the second-to-last point, because the last may still change. */
   async load(fresh: boolean): Promise<CurveLine> {
     const resume = this.line?.steps.at(-2);
     if (fresh || !this.line || resume === undefined || this.line.steps.length > 2 * MAX_POINTS) {
@@ -34,7 +34,7 @@ export class LiveSeries {
 
 type Answer = [done: (line: CurveLine) => void, failed: (error: unknown) => void];
 
-/** Questions of this moment, by run and steps; what charts ask together, one request answers. */
+/** Pending requests by run and range of steps; requests of the same moment are sent as one. */
 const questions = new Map<string, { run: string; steps: Steps; lines: Map<CurveName, Answer[]> }>();
 
 function ask(run: string, name: CurveName, steps: Steps): Promise<CurveLine> {
@@ -57,7 +57,7 @@ function send(): void {
   }
 }
 
-/** The line up to where the newer one begins, then the newer one. */
+/** Joins two lines: the older one up to the start of the newer one. */
 function extend(line: CurveLine, newer: CurveLine): CurveLine {
   const from = newer.steps[0] ?? Infinity;
   const keep = line.steps.findLastIndex((step) => step < from) + 1;

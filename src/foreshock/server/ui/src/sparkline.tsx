@@ -1,4 +1,4 @@
-/** One quantity of one head, small enough to stand in a line of text. */
+/** A small chart of one quantity of one head, for use in a line of text. */
 
 import { api } from "./api";
 import { useResource } from "./resource";
@@ -21,7 +21,7 @@ export function Sparkline({ run, line, label }: { run: string; line: string; lab
   );
 }
 
-/** Fits the values that were recorded into the box, largest in size at the top; empty with fewer than two. */
+/** Scales the recorded values to the box, largest absolute value at the top; empty for fewer than two values. */
 function points(values: readonly (number | null)[]): string {
   const known = values.flatMap((value, i) => (value !== null && Number.isFinite(value) ? [[i, Math.asinh(Math.abs(value))] as const] : []));
   if (known.length < 2) return "";

@@ -1,4 +1,4 @@
-/** Where the runs stand now: tiles for one run, a table for several. */
+/** Current state of the runs: tiles for one run, a table for several. */
 
 import { number, steps, timeLeft } from "./format";
 import { Ago, Labels, Link, Name, Risk, riskLevels, Standing, State, Swatch } from "./parts";

@@ -1,4 +1,4 @@
-/** The hand on the switch: a form, a confirmation in words, and what became of every order. */
+/** Orders to switch heads: the form, its confirmation, and the list of orders with their results. */
 
 import { useState } from "preact/hooks";
 import { api } from "./api";
@@ -17,11 +17,11 @@ export interface SwitchTarget {
   /** null means every head of the run. */
   head: Head | null;
   mode: string | null;
-  /** Do this to an order instead of giving a new one. */
+  /** Decide an existing order instead of creating one. */
   decide?: { command: CommandStatus; decision: Deed };
 }
 
-/** Asks for a name and a reason, says in words what will happen, and does it only then. */
+/** Asks for a name and a reason, and describes the order before it is sent. */
 export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget; catalog: Catalog; close: () => void }) {
   const [every, setEvery] = useState(target.head === null);
   const [chosen, setChosen] = useState((target.mode ?? catalog.default_mode).split("+"));
@@ -30,7 +30,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
   const [reason, setReason] = useState("");
   const [dryRun, setDryRun] = useState(false);
   const [confirming, setConfirming] = useState(false);
-  /** What an order for every head takes, as each keeps its own mode; the service decides it, and the person is shown. */
+  /** The changes of an order for all heads, which may be in different modes; the service computes them. */
   const [plan, setPlan] = useState<SwitchPlan | null>(null);
   const [state, send] = useSending();
 
@@ -153,15 +153,15 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
   );
 }
 
-/** How an order came, where its author's name does not say so. */
+/** Describes the source of an order if its author's name does not. */
 const BY: Record<string, string> = { rank: " by itself", agent: " proposes" };
 
-/** With a sign, for those who cannot tell the colours apart. */
+/** With a sign, for users who cannot distinguish the colours. */
 const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arrested: growth continues", unknown: "cannot be verified" };
 
 const UNDER_WAY = ["pending", "delivered"];
 
-/** Whether ranks hold what was ordered: an order that was stopped may have reached some. */
+/** Whether some rank carried out the order; a cancelled order may have reached some ranks. */
 function standing({ state, ranks }: CommandStatus): boolean {
   return state === "applied" || (state === "cancelled" && ranks.some(({ outcome }) => outcome === "applied"));
 }
@@ -169,11 +169,11 @@ function standing({ state, ranks }: CommandStatus): boolean {
 interface CommandsProps {
   commands: readonly CommandStatus[];
   views: readonly Loaded[];
-  /** null for those who may only read. */
+  /** null if the user may only read. */
   onSwitch: ((target: SwitchTarget) => void) | null;
 }
 
-/** Proposals of the agents that wait for somebody to approve them. */
+/** Proposals of agents that wait for approval. */
 export function Approvals({ commands, views, onSwitch }: CommandsProps) {
   const waiting = commands.filter((command) => command.state === "proposed");
   if (!waiting.length) return null;
@@ -187,7 +187,7 @@ export function Approvals({ commands, views, onSwitch }: CommandsProps) {
   );
 }
 
-/** What became of every order. */
+/** All decided orders and their results. */
 export function Commands({ commands, views, head, onSwitch }: CommandsProps & { head: Head | null }) {
   const decided = commands.filter((command) => command.state !== "proposed");
   const [only, ...others] = views;

@@ -1,4 +1,4 @@
-/** Dark or light: what the system prefers, until the reader chooses. */
+/** Dark or light theme: the system's preference until the user chooses. */
 
 import { useEffect, useState } from "preact/hooks";
 

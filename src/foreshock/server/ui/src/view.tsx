@@ -1,4 +1,4 @@
-/** One run, or several side by side: numbers, warnings, charts against step, the heat map, the hand on the switch, history. */
+/** The page of one run, or of several side by side: numbers, warnings, charts, heat map, switches and history. */
 
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { api, Problem } from "./api";
@@ -22,7 +22,7 @@ interface Props {
   runs: readonly string[];
   catalog: Catalog;
   dark: boolean;
-  /** What this person may do. */
+  /** Permissions of the user. */
   may: May;
   go: (address: string) => void;
 }
@@ -44,7 +44,7 @@ export function View({ runs, catalog, dark, may, go }: Props) {
     on: (wake) => ours(wake.run) && wake.kind !== "sample",
   });
   const [place, setPlace] = useState(() => placeOf(location.search));
-  /** The address follows, so that it can be kept and sent; it is no step of the browser's history. */
+  /** Updates the address, so that it can be bookmarked and shared, without a new entry in the browser's history. */
   const move = (part: Partial<Place>) => {
     const next = { ...place, ...part };
     history.replaceState(null, "", address(runs, next));
@@ -148,7 +148,7 @@ export function View({ runs, catalog, dark, may, go }: Props) {
   );
 }
 
-/** null where the service knows no such run, so that the others are shown all the same. */
+/** null if the run does not exist, so that the other runs are still shown. */
 function orMissing<T>(answer: Promise<T>): Promise<T | null> {
   return answer.catch((error: unknown) => {
     if (error instanceof Problem && error.status === 404) return null;
@@ -156,7 +156,7 @@ function orMissing<T>(answer: Promise<T>): Promise<T | null> {
   });
 }
 
-/** The head that most deserves a look: the one that comes to harm first, else the one with the highest risk. */
+/** The head to show first: the one closest to harm, otherwise the one with the highest risk. */
 function worstHead(views: readonly Loaded[]): Head | null {
   for (const { incidents } of views) {
     const heads = incidents.filter(({ state }) => state !== "closed").flatMap(({ heads }) => heads);
