@@ -50,7 +50,7 @@ def test_a_store_that_another_program_holds_is_told_with_its_file_and_what_to_do
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(OperationalError) as met, create_engine(held, connect_args={"timeout": 0}).connect() as late:
             late.exec_driver_sql("CREATE TABLE runs (id)")
-    assert re.search(r"is locked \(.*held\.db\); another program holds it", str(unusable(met.value, held)))
+    assert re.search(r"is locked \(.*held\.db\); another program has locked it", str(unusable(met.value, held)))
 
 
 @pytest.mark.parametrize(("migrate", "migrated"), [(None, True), (True, True), (False, False)])
@@ -96,7 +96,7 @@ def test_a_chore_that_fails_is_logged_and_tried_again_until_the_service_closes()
         asyncio.run(asyncio.wait_for(repeat(broken, "a chore failed", 0.0, asyncio.Event()), 60))
     assert went == []
     assert [line["error"] for line in said] == ["lost", "gone"]
-    assert {line["event"] for line in said} == {"a chore failed; it is tried again"}
+    assert {line["event"] for line in said} == {"a chore failed; the service tries again"}
 
 
 class Told:

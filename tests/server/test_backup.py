@@ -102,7 +102,7 @@ def test_a_postgresql_store_is_backed_up_during_ingest_and_restored(
     restored = asyncio.run(new_database(postgres))
     drill(tmp_path, url, restored, {"FORESHOCK_MIGRATE": "true"})
     again = cli("store", "restore", str(tmp_path / "backup.file"), "--database-url", restored, fails=True)
-    assert "already holds tables" in again
+    assert "has tables" in again
 
 
 @pytest.mark.full
@@ -112,7 +112,7 @@ def test_a_backup_overwrites_nothing_and_a_restore_neither(tmp_path: Path) -> No
         pass
     file = tmp_path / "backup.db"
     cli("store", "backup", str(file), "--database-url", url)
-    assert "overwrites nothing" in cli("store", "backup", str(file), "--database-url", url, fails=True)
+    assert "never overwrites a file" in cli("store", "backup", str(file), "--database-url", url, fails=True)
     assert "stop the service and move it away" in cli("store", "restore", str(file), "--database-url", url, fails=True)
     (tmp_path / "foreshock.db").unlink()
     (tmp_path / "foreshock.db-wal").write_bytes(b"of another file")
@@ -136,12 +136,12 @@ def test_a_backup_from_before_an_upgrade_is_restored_and_checked_by_the_newer_bu
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("nonsense", "is no address; give sqlite:///"),
-        ("postgresql://ann:secret@127.0.0.1:port/x", "is no address; give sqlite:///"),
+        ("nonsense", "is not an address; set it to sqlite:///"),
+        ("postgresql://ann:secret@127.0.0.1:port/x", "is not an address; set it to sqlite:///"),
         ("mysql://ann:secret@127.0.0.1/x", "begins with 'mysql'"),
         ("sqlite:///{folder}/text.db", "not a database"),
         ("sqlite:///{folder}/text.db?mode=memory", "options after a ?"),
-        ("sqlite:///:memory:", "names no file"),
+        ("sqlite:///:memory:", "does not name a file"),
         ("postgresql://ann:secret@127.0.0.1:9/x", "127.0.0.1"),
     ],
 )

@@ -206,7 +206,7 @@ class Notifier:
             try:
                 await self.turn()
             except Exception as error:
-                log_store_error("notifications could not be read; it is tried again", error)
+                log_store_error("notifications could not be read; the service tries again", error)
             await pause(closing, _PAUSE_SECONDS)
 
     async def turn(self) -> None:

@@ -1,4 +1,4 @@
-"""The audit trail: rows are only appended; the database refuses to change or delete them (schema.APPEND_ONLY)."""
+"""The audit trail: rows can only be appended; the database rejects updates and deletions (schema.APPEND_ONLY)."""
 
 import json
 import time
@@ -20,7 +20,7 @@ def append(
     command: str | None = None,
     details: dict[str, Any] | None = None,
 ) -> None:
-    """Append a row in the caller's transaction: the row stays if and only if what it records stays."""
+    """Append a row in the caller's transaction, so that it is committed together with the change that it records."""
     lock_log(connection)
     last = connection.execute(select(func.max(audit.c.sequence))).scalar() or 0
     row = {"sequence": last + 1, "unix_seconds": time.time(), "actor": actor[:160], "action": action}
@@ -29,7 +29,7 @@ def append(
 
 
 def rows(connection: Connection, limit: int, *, before: int | None = None, after: int | None = None) -> list[AuditRow]:
-    """Rows, newest first; with `after`, those that follow this one, oldest first."""
+    """Return rows, newest first; with `after`, the rows that follow this sequence number, oldest first."""
     query = select(audit).order_by(desc(audit.c.sequence) if after is None else audit.c.sequence).limit(limit)
     if before is not None:
         query = query.where(audit.c.sequence < before)

@@ -1,4 +1,4 @@
-"""A copy of the store that is consistent in itself, made while ingest goes on, and the way back from it."""
+"""Consistent backups of the store while the service is running, and their restoration."""
 
 import os
 import shutil
@@ -12,17 +12,17 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import SQLAlchemyError
 
-from foreshock.server.store.database import BESIDE, Store, StoreError, address_of, file_of, make_private, unusable
+from foreshock.server.store.database import SUFFIXES, Store, StoreError, address_of, file_of, make_private, unusable
 from foreshock.server.store.schema import audit, batches, runs
 
 
 def backup(url: str, file: Path) -> None:
     """Copy the store at `url` into a new file: SQLite by its backup interface, PostgreSQL by pg_dump (custom format).
 
-    The file appears under its name once it is whole and on the disk. Raises StoreError with a sentence.
+    The file gets its name only when it is complete and on the disk. Raises StoreError if the backup fails.
     """
     if file.exists():
-        raise StoreError(f"{file} exists; a backup overwrites nothing, give another name")
+        raise StoreError(f"{file} exists; a backup never overwrites a file, so give another name")
     address = address_of(url)
     with _made_whole(file) as partial:
         if source := file_of(address):
@@ -34,16 +34,16 @@ def backup(url: str, file: Path) -> None:
 
 
 def restore(file: Path, url: str) -> None:
-    """Put a backup where nothing is: a SQLite file that does not exist yet, a PostgreSQL database without tables.
+    """Restore a backup into a SQLite file that does not exist yet, or into a PostgreSQL database without tables.
 
-    Stop the service first. Raises StoreError with a sentence.
+    Stop the service first. Raises StoreError if the backup cannot be restored.
     """
     address = address_of(url)
     if not file.is_file():
         raise StoreError(f"there is no file {file}")
     if target := file_of(address):
-        # a write-ahead log that belongs to another file would be played into this one
-        if there := [name for end in BESIDE if (name := target.with_name(target.name + end)).exists()]:
+        # SQLite would apply a write-ahead log of the former file to the restored one
+        if there := [name for end in SUFFIXES if (name := target.with_name(target.name + end)).exists()]:
             raise StoreError(f"{', '.join(map(str, there))} exists; stop the service and move it away first")
         target.parent.mkdir(parents=True, exist_ok=True)
         with _made_whole(target) as partial:
@@ -54,8 +54,8 @@ def restore(file: Path, url: str) -> None:
 
 @contextmanager
 def _made_whole(file: Path) -> Iterator[Path]:
-    """Where to write it: the file has its name when that succeeded, and nothing of it is left when it did not."""
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")  # another backup into this file has its own
+    """Yield a path to write to; it is renamed to `file` if the body succeeds, and deleted if it fails."""
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")  # differs from that of a concurrent backup
     make_private(partial)
     try:
         yield partial
@@ -65,10 +65,10 @@ def _made_whole(file: Path) -> Iterator[Path]:
 
 
 async def examine(url: str) -> dict[str, int]:
-    """How many runs, batches and rows of the audit trail a store holds. Raises StoreError where there is none."""
-    if (file := file_of(address_of(url))) and not file.is_file():  # SQLite would make one
+    """Count the runs, batches and audit rows of the store at `url`. Raises StoreError if there is no store."""
+    if (file := file_of(address_of(url))) and not file.is_file():  # SQLite would create the file
         raise StoreError(f"there is no file {file}")
-    tables = {"runs": runs, "batches": batches, "audit_rows": audit}  # all are there in every schema that is known
+    tables = {"runs": runs, "batches": batches, "audit_rows": audit}  # tables that every known schema has
 
     def count(connection: Connection) -> dict[str, int]:
         counts = {name: select(func.count()).select_from(table) for name, table in tables.items()}
@@ -77,7 +77,7 @@ async def examine(url: str) -> dict[str, int]:
     store = Store(url)
     try:
         if await store.revision() is None:
-            raise StoreError("the database holds no store of foreshock")
+            raise StoreError("the database does not contain a foreshock store")
         return await store.read(count)
     except SQLAlchemyError as error:
         raise unusable(error, url) from None
@@ -90,24 +90,24 @@ def _copy_sqlite(source: Path, target: Path) -> None:
         raise StoreError(f"there is no file {source}")
     try:
         with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
-            old.backup(new)  # all pages in one read transaction: a writer beside it neither waits nor spoils it
-            new.execute("PRAGMA journal_mode=DELETE")  # one file, without a write-ahead log beside it
+            old.backup(new)  # in one read transaction, so a concurrent writer neither waits nor changes the copy
+            new.execute("PRAGMA journal_mode=DELETE")  # a single file, without a write-ahead log
             [verdict] = new.execute("PRAGMA integrity_check").fetchone()
             ours = new.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone()
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{source} cannot be copied: {error}") from None
     if ours is None:
-        raise StoreError(f"{source} holds no store of foreshock; give the file that `foreshock serve` writes")
+        raise StoreError(f"{source} does not contain a foreshock store; give the file that `foreshock serve` writes")
     if verdict != "ok":
         raise StoreError(f"{source} is damaged: {verdict}")
 
 
 def _call(url: URL, tool: str, *options: str) -> None:
-    """Call a client program of PostgreSQL. Raises StoreError with what it says."""
+    """Call a client program of PostgreSQL. Raises StoreError with its error message."""
     found = shutil.which(tool)
     if found is None:
         raise StoreError(f"{tool} is not on the PATH; it comes with PostgreSQL's client programs")
-    # Without its password, which would stand in the list of processes. (URL.set cannot take a password away.)
+    # Without the password, which the list of processes would show. (URL.set cannot remove a password.)
     shown = URL.create("postgresql", url.username, None, url.host, url.port, url.database, url.query)
     password = {"PGPASSWORD": str(url.password)} if url.password is not None else {}
     command = [found, "--no-owner", "--no-privileges", f"--dbname={shown.render_as_string()}", *options]
@@ -115,5 +115,5 @@ def _call(url: URL, tool: str, *options: str) -> None:
     if done.returncode != 0:
         why = next((line for line in done.stderr.splitlines() if "error:" in line), done.stderr.strip()[:300])
         if "already exists" in why:
-            raise StoreError("the database already holds tables, and a restore overwrites none; give an empty database")
+            raise StoreError("the database has tables, which a restore never overwrites; give an empty database")
         raise StoreError(f"{tool} failed: {why}")

@@ -1,8 +1,8 @@
-"""The database: one engine, one writer at a time, migrations shipped in the package; its threads and their turns.
+"""The database: engines, transactions with a single writer, migrations, and queues that limit concurrent requests.
 
-SQLite runs in WAL mode with synchronous=FULL: what is committed survives a kill and a power cut. PostgreSQL is chosen
-by URL and may be shared by several replicas of the service. Reading and writing happen in threads of their own: neither
-holds up the other, nor the event loop.
+SQLite runs in WAL mode with synchronous=FULL, so committed data survives a kill and a power cut. PostgreSQL is selected
+by the URL, and several replicas of the service may share it. Reads and writes run in separate threads, so they block
+neither each other nor the event loop.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ _PASSING: Final = (OperationalError, InterfaceError, InternalError, PoolTimeoutE
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether the same work may succeed later, as it is."""
+    """Whether the error is temporary, so that the same work may succeed on a retry."""
     return isinstance(error, _PASSING) or (isinstance(error, DBAPIError) and error.connection_invalidated)
 
 
 def log_store_error(sentence: str, error: BaseException, **fields: Any) -> None:
-    """Log that work failed; where the store is away in one line, else with everything that helps to find the fault."""
+    """Log that work failed: in one line if the store is only unavailable, else with the traceback."""
     away = is_away(error)
     log.error(sentence, error=str(error).partition("\n")[0][:500], exc_info=None if away else error, **fields)
 
@@ -51,15 +51,17 @@ Values = Mapping[str, Any]
 
 
 class Many:
-    """A statement with these parameters, two or more; values are of types that the database's driver takes as they are:
-    numbers, truth values, text, bytes."""
+    """A statement with two or more parameters, compiled once per dialect and executed for many rows.
+
+    Values must have types that the database driver accepts directly: numbers, booleans, text, bytes.
+    """
 
     def __init__(self, statement: UpdateBase, parameters: Iterable[str]) -> None:
         self._statement, self._parameters = statement, list(parameters)
         self._compiled: dict[str, tuple[str, Callable[[Values], Any]]] = {}
 
     def execute(self, connection: Connection, rows: Iterable[Values]) -> None:
-        """Execute it for each of these rows, one at least; every parameter is among a row's values."""
+        """Execute the statement for each of `rows` (at least one); every row has a value for every parameter."""
         dialect = connection.dialect
         if dialect.name not in self._compiled:
             self._compiled[dialect.name] = self._compile(dialect)
@@ -72,7 +74,7 @@ class Many:
 
 
 class BusyError(Exception):
-    """This caller already has as many requests waiting as it may."""
+    """The caller already has the maximum number of waiting requests."""
 
 
 class LeftError(Exception):
@@ -80,18 +82,21 @@ class LeftError(Exception):
 
 
 class Turns:
-    """`at_once` turns are taken together; of each caller up to `waiting` requests wait. Callers take turns."""
+    """A fair semaphore: `at_once` requests run at the same time, and up to `waiting` requests of each caller wait.
+
+    A freed place goes to the waiting callers in rotation.
+    """
 
     def __init__(self, at_once: int, waiting: int) -> None:
         self._free, self._most = at_once, waiting
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Requests by caller; of those that have any, the caller whose turn comes next is the first."""
+        """Waiting requests by caller; the caller whose turn is next comes first."""
 
     @asynccontextmanager
     async def turn(self, caller: str, leaves: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
-        """Wait for a turn of this caller, which gives up its place when `leaves` is done.
+        """Wait for a turn of `caller`; stop waiting when `leaves` is done.
 
-        Raises BusyError when too many requests of the caller wait, LeftError when it left.
+        Raises BusyError if too many requests of the caller wait already, LeftError if the caller left.
         """
         if self._free:
             self._free -= 1
@@ -113,7 +118,7 @@ class Turns:
             if not turn.done():
                 raise LeftError
         except (asyncio.CancelledError, LeftError):
-            if turn.done():  # it came just as the caller left
+            if turn.done():  # the turn came just as the caller left
                 self._pass_on()
             else:
                 own.remove(turn)
@@ -123,7 +128,7 @@ class Turns:
         for caller in [*self._waiting]:
             if own := self._waiting.pop(caller):
                 own.popleft().set_result(None)
-                self._waiting[caller] = own  # behind the others
+                self._waiting[caller] = own  # insert the caller again, at the end of the rotation
                 return
         self._free += 1
 
@@ -135,11 +140,11 @@ _CANCELLED: Final = "foreshock_cancelled"
 
 
 class ClosingError(Exception):
-    """The service goes down, and what was being read is given up."""
+    """The service is shutting down, so this read was cancelled."""
 
 
 class Executor:
-    """At most `threads` pieces of work at once, each with a connection of this engine, in threads of the executor."""
+    """Runs work in up to `threads` threads, each time with a connection of `engine`."""
 
     def __init__(self, name: str, engine: Engine, threads: int) -> None:
         self.engine = engine
@@ -147,7 +152,10 @@ class Executor:
         self._cancelled = threading.Event()
 
     async def run(self, work: Work[T]) -> T:
-        """Do the work; what it wrote stands when it returns. Raises ClosingError when the executor is cancelled."""
+        """Run `work` in one transaction and return its result once the transaction is committed.
+
+        Raises ClosingError if the executor is cancelled.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, work)
 
     def _run(self, work: Work[T]) -> T:
@@ -158,17 +166,17 @@ class Executor:
                 return work(connection)
 
     def cancel(self) -> None:
-        """Do no more, and give up what is under way where it calls `give_up_if_cancelled`."""
+        """Start no further work; work in progress ends at its next call of `give_up_if_cancelled`."""
         self._cancelled.set()
 
     async def close(self) -> None:
-        """Wait for what is under way, and close the connections."""
+        """Wait for work in progress, then close the connections."""
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         self.engine.dispose()
 
 
 def give_up_if_cancelled(connection: Connection) -> None:
-    """Called again and again where much is read. Raises ClosingError when the executor was cancelled."""
+    """Raise ClosingError if the executor was cancelled. Long reads call this function repeatedly."""
     if connection.get_execution_options()[_CANCELLED].is_set():
         raise ClosingError
 
@@ -181,7 +189,7 @@ async def pause(closing: asyncio.Event, seconds: float) -> None:
 
 
 async def repeat(work: Callable[[], Awaitable[None]], sentence: str, seconds: float, closing: asyncio.Event) -> None:
-    """Work after every pause until `closing` is set; log this sentence when it fails, and go on."""
+    """Call `work` every `seconds` until `closing` is set. If a call fails, log `sentence` and continue."""
     while not closing.is_set():
         await pause(closing, seconds)
         try:
@@ -189,29 +197,29 @@ async def repeat(work: Callable[[], Awaitable[None]], sentence: str, seconds: fl
         except ClosingError:
             return
         except Exception as error:
-            log_store_error(f"{sentence}; it is tried again", error)
+            log_store_error(f"{sentence}; the service tries again", error)
 
 
 _EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
 _MIGRATION_LOCK: Final = _EVENTS_LOCK + 1
 _READS: Final = 8
-"""Reads at once; those that take turns, those of scrapes and those for roll-ups take seven of them at most."""
+"""Concurrent reads. Reads that take turns, scrapes and roll-ups use at most seven of these connections together."""
 _TURNS: Final = 2
-"""Large reads at once that people ask for; each may hold a few hundred MiB, and takes a processor from who writes."""
+"""Concurrent large reads for people; each may need a few hundred MiB, and takes processor time from the writer."""
 _WAITING: Final = 64
-"""Reads of one caller that wait for a turn; beyond, the caller is asked to come back."""
+"""Reads of one caller that wait for a turn; the service rejects further ones and asks the caller to retry."""
 _WAITING_FOR_LITTLE: Final = 256
-"""The same of small reads: a page makes several for each run that it shows, and a team may share one token."""
+"""The same limit for small reads: a page makes several for each run that it shows, and a team may share one token."""
 _PRAGMAS: Final = (
     "journal_mode=WAL",
     "synchronous=FULL",
     "busy_timeout=5000",
     "foreign_keys=ON",
-    "cache_size=-8192",  # KiB of pages that a connection keeps of its own; the system's cache serves all of them
-    "wal_autocheckpoint=4000",  # pages after which the log is copied into the file: the commit that does it waits
+    "cache_size=-8192",  # KiB of page cache per connection; the operating system's cache is shared by all of them
+    "wal_autocheckpoint=4000",  # pages in the log before a commit copies them into the file; that commit takes longer
 )
 _FREE_PAGES: Final = 4096
-"""Pages that stay in the file after a deletion; what lies beyond goes back to the disk."""
+"""Free pages that stay in the file after a deletion; further ones are returned to the disk."""
 _DRIVERS: Final = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
 _PATIENCE: Final = {
     "connect_timeout": "10",
@@ -219,34 +227,34 @@ _PATIENCE: Final = {
     "keepalives_interval": "10",
     "keepalives_count": "3",
 }
-"""Of libpq, where the address says nothing else: who waits for a machine that is gone learns so in a minute."""
+"""Defaults for libpq unless the address sets them: a connection to an unreachable machine fails within a minute."""
 _PAGES_AT_ONCE: Final = 2048
-"""Of those at once, while ingest waits: some hundredths of a second."""
-BESIDE: Final = ("", "-wal", "-shm")
-"""What SQLite keeps of one database: the file, its write-ahead log, and the index of that."""
+"""Free pages returned in one transaction; ingest waits for it, some hundredths of a second."""
+SUFFIXES: Final = ("", "-wal", "-shm")
+"""Suffixes of the files of one SQLite database: the file, its write-ahead log, and the index of the log."""
 _RESTORE: Final = (
-    "move it away with its -wal and -shm, keep them, and bring the newest backup back with `foreshock store restore`; "
-    "if it never held a store, name another file in FORESHOCK_DATABASE_URL"
+    "move it away with its -wal and -shm, keep them, and restore the newest backup with `foreshock store restore`; "
+    "if the file never contained a store, set FORESHOCK_DATABASE_URL to another file"
 )
 _REACH: Final = "the service's user must be able to write the file and its folder"
 _REMEDIES: Final = {
     "SQLITE_CORRUPT": f"it is damaged: {_RESTORE}",
-    "SQLITE_NOTADB": f"it is damaged or no database: {_RESTORE}",
-    "SQLITE_BUSY": "another program holds it: stop it first, because only one process may use a SQLite file",
+    "SQLITE_NOTADB": f"it is damaged or not a database: {_RESTORE}",
+    "SQLITE_BUSY": "another program has locked it: stop it first, because only one process may use a SQLite file",
     "SQLITE_CANTOPEN": _REACH,
     "SQLITE_READONLY": _REACH,
     "SQLITE_FULL": "make room on its disk",
     "SQLITE_IOERR": "make room on its disk, and look for errors of that disk in the system's log",
 }
-"""What to do, by the beginning of SQLite's name for the error."""
+"""The remedy for an error, by the prefix of SQLite's error name."""
 
 
 class StoreError(ValueError):
-    """The store cannot be used as it is; the message says what to do."""
+    """The store cannot be used in its present state; the message says what to do."""
 
 
 def unusable(error: Exception, url: str) -> StoreError:
-    """The sentence for a database at `url` that failed so when it was opened: what was found, where, what to do."""
+    """Return the error for a database at `url` that could not be opened: the cause, the file, and the remedy."""
     said = f"the database cannot be used: {str(error).splitlines()[0]}"
     name = getattr(error.orig, "sqlite_errorname", "") if isinstance(error, DBAPIError) else ""
     remedy = next((words for known, words in _REMEDIES.items() if name.startswith(known)), None)
@@ -254,37 +262,37 @@ def unusable(error: Exception, url: str) -> StoreError:
 
 
 def address_of(url: str) -> URL:
-    """A store's address with the driver that reaches it. Raises StoreError, which holds nothing of what was given."""
+    """Return a store's address with the driver to use. Raises StoreError, whose message contains no part of `url`."""
     try:
         parsed = make_url(url)
-    except (ValueError, SQLAlchemyError):  # whose words hold parts of it
+    except (ValueError, SQLAlchemyError):  # their messages may contain the password
         raise StoreError(
-            "FORESHOCK_DATABASE_URL is no address; give sqlite:///path/to/file.db or "
+            "FORESHOCK_DATABASE_URL is not an address; set it to sqlite:///path/to/file.db or "
             "postgresql://user:password@host:5432/database, with %40 for an @ within the password"
         ) from None
     backend = parsed.drivername.split("+")[0]
     if backend not in _DRIVERS:
         raise StoreError(
-            f"database_url begins with {parsed.drivername!r}; give sqlite:///path/to/file.db or "
+            f"database_url begins with {parsed.drivername!r}; set it to sqlite:///path/to/file.db or "
             "postgresql://user:password@host/database"
         )
     if backend == "sqlite" and (parsed.database or ":memory:") == ":memory:":
-        raise StoreError("database_url names no file; give sqlite:///path/to/file.db")
+        raise StoreError("database_url does not name a file; set it to sqlite:///path/to/file.db")
     if backend == "sqlite" and parsed.query:
-        raise StoreError("database_url has options after a ?, and SQLite takes none; give sqlite:///path/to/file.db")
+        raise StoreError("database_url has options after a ?, which SQLite lacks; set it to sqlite:///path/to/file.db")
     return parsed.set(drivername=_DRIVERS[backend])
 
 
 def file_of(address: URL) -> Path | None:
-    """SQLite's file; None for PostgreSQL."""
+    """Return the path of SQLite's file; None for PostgreSQL."""
     return Path(str(address.database)) if address.get_backend_name() == "sqlite" else None
 
 
 @contextmanager
 def sole_service(url: str) -> Iterator[None]:
-    """Serve a SQLite file as its only service, however this process ends. Raises StoreError where another does.
+    """Lock a SQLite file for this service; the lock ends with the process. Raises StoreError if another service has it.
 
-    PostgreSQL may be shared. A file system without locks lets everybody in.
+    PostgreSQL may be shared and is not locked. On a file system without locks a second service is not noticed.
     """
     path = file_of(address_of(url))
     if path is None:
@@ -295,7 +303,7 @@ def sole_service(url: str) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY, 0o600)
-    except OSError:  # what keeps the lock away keeps SQLite away too, which then says so
+    except OSError:  # SQLite will fail for the same reason, with a better message
         yield
         return
     with os.fdopen(lock, "w") as held:
@@ -312,7 +320,7 @@ def sole_service(url: str) -> Iterator[None]:
 
 
 class Store:
-    """Connections to the database. `write` is exclusive within the process; `read` is not."""
+    """Connections to the database. Within the process one `write` runs at a time; reads run concurrently."""
 
     def __init__(self, url: str) -> None:
         address = address_of(url)
@@ -320,22 +328,22 @@ class Store:
         self.sqlite = self.path is not None
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        # The writer's connection is its own: readers, however many, never take it.
+        # The writer has its own engine, so that readers never use its connection.
         self.writer = Executor("write", _engine(address, 1, write=True), 1)
         self.reader = Executor("read", _engine(address, _READS), _READS)
         self.large, self.small = Turns(_TURNS, _WAITING), Turns(_TURNS, _WAITING_FOR_LITTLE)
-        """Turns at reading curves, matrices and missed events; and, since those take long, at all else."""
+        """Turns for reads of curves, matrices and missed events, which take long, and turns for all other reads."""
 
     async def read(self, read: Work[T]) -> T:
-        """Read one consistent state, beside the event loop. Raises ClosingError when the service goes down."""
+        """Read one consistent state in another thread. Raises ClosingError if the service shuts down."""
         return await self.reader.run(read)
 
     async def write(self, change: Work[T]) -> T:
-        """A transaction, beside the event loop: committed when the change returns, rolled back when it raises."""
+        """Run a transaction in another thread: committed when `change` returns, rolled back when it raises."""
         return await self.writer.run(change)
 
     async def migrate(self) -> None:
-        """Bring the schema to this version. Raises StoreError where this package knows no way from the database's."""
+        """Upgrade the schema to this version. Raises StoreError if this package has no migration from the old one."""
         await self.revision()
         await self.write(_upgrade)
 
@@ -349,16 +357,16 @@ class Store:
             )
 
     async def revision(self) -> str | None:
-        """The schema's, None in a database without one. Raises StoreError for one that this package does not know."""
+        """Return the schema's revision, or None for an empty database. Raises StoreError if the revision is unknown."""
         current = await self.read(lambda connection: MigrationContext.configure(connection).get_current_revision())
         known = [script.revision for script in _migrations().walk_revisions()]
         if current is None or current in known:
             return current
         if current < known[-1]:
             raise StoreError(
-                f"the database has schema {current}, of a foreshock from before the first release, and this one reads "
-                f"{known[-1]} and later; keep it with the build that wrote it, and name a new database in "
-                "FORESHOCK_DATABASE_URL"
+                f"the database has schema {current}, of a foreshock from before the first release, but this version "
+                f"reads {known[-1]} and later; keep it with the build that wrote it, and set FORESHOCK_DATABASE_URL to "
+                "a new database"
             )
         raise StoreError(
             f"the database was written by a newer foreshock (schema {current}); install that version, "
@@ -366,11 +374,11 @@ class Store:
         )
 
     async def give_back(self, kept: int = _FREE_PAGES) -> None:
-        """Return some free pages of SQLite's file to the disk, but for those `kept`; PostgreSQL does so itself."""
+        """Return some free pages of SQLite's file to the disk, except `kept` of them; PostgreSQL needs no such call."""
 
         def vacuum(connection: Connection) -> None:
             free = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
-            if free > kept:  # a script, since `execute` takes one step, which gives back one page
+            if free > kept:  # as a script, because `execute` runs only one step, which returns one page
                 driver: Any = connection.connection.driver_connection
                 driver.executescript(f"PRAGMA incremental_vacuum({min(free - kept, _PAGES_AT_ONCE)})")
 
@@ -378,14 +386,14 @@ class Store:
             await self.write(vacuum)
 
     def size_bytes(self, connection: Connection) -> float:
-        """Bytes that the store takes."""
+        """Return the size of the store in bytes."""
         if self.path is not None:
             parts = (self.path, self.path.with_name(self.path.name + "-wal"))
             return float(sum(part.stat().st_size for part in parts if part.exists()))
         return float(connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one())
 
     def cancel_reads(self) -> None:
-        """The service goes down: reads under way are given up."""
+        """Cancel reads in progress, because the service is shutting down."""
         self.reader.cancel()
 
     async def close(self) -> None:
@@ -396,10 +404,10 @@ class Store:
 
 
 def lock_runs(connection: Connection, run_ids: Collection[int]) -> None:
-    """Hold these runs until the transaction ends. Whoever changes what belongs to a run calls this first, and once.
+    """Lock these runs until the transaction ends. Call this once, before any other change of data of these runs.
 
-    Replicas then wait for one another and cannot deadlock: runs in the order of their ids, then the log. The lock
-    lets rows be inserted that refer to the run (FOR NO KEY UPDATE). SQLite's one writer holds everything anyway.
+    Replicas lock in the same order, runs by id and then the log, and so cannot deadlock. Rows that refer to a locked
+    run can still be inserted (FOR NO KEY UPDATE). SQLite needs no such lock, because it has a single writer.
     """
     if connection.dialect.name != "sqlite":
         held = select(runs.c.id).where(runs.c.id.in_(run_ids)).order_by(runs.c.id)
@@ -407,13 +415,13 @@ def lock_runs(connection: Connection, run_ids: Collection[int]) -> None:
 
 
 def lock_log(connection: Connection) -> None:
-    """Called before rows are appended to `events` or `audit`: replicas append in one order, ids never overtake."""
+    """Lock `events` and `audit` before appending, so that rows of all replicas become visible in the order of ids."""
     if connection.dialect.name != "sqlite":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _EVENTS_LOCK})
 
 
 def insert_or_ignore(connection: Connection, table: Table) -> Any:
-    """An INSERT that leaves rows alone which are there already."""
+    """Return an INSERT that does nothing for rows that exist already."""
     return _insert_or_ignore(connection.dialect.name, table)
 
 
@@ -432,12 +440,12 @@ def _alembic_config(connection: Connection | None) -> Config:
 
 @cache
 def _migrations() -> ScriptDirectory:
-    """The migrations of this package: a start asks for them several times, and they are files to be read."""
+    """Return the migrations of this package; cached, because a start needs them several times."""
     return ScriptDirectory.from_config(_alembic_config(None))
 
 
 def _upgrade(connection: Connection) -> None:
-    if connection.dialect.name == "postgresql":  # replicas that start at once migrate one after another
+    if connection.dialect.name == "postgresql":  # replicas that start at the same time migrate one after another
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
     if MigrationContext.configure(connection).get_current_revision() is None:
         metadata.create_all(connection, checkfirst=False)
@@ -462,7 +470,7 @@ def _engine(address: URL, connections: int, *, write: bool = False) -> Engine:
 
 
 def _sqlite_file(_dialect: Any, _record: Any, arguments: Any, _options: Any) -> None:
-    with suppress(OSError):  # what keeps SQLite from the file too, which then says so
+    with suppress(OSError):  # SQLite will fail for the same reason, with a better message
         make_private(Path(arguments[0]))
 
 
@@ -470,25 +478,25 @@ def _sqlite_connect(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # transactions begin where `_engine` says, not where the driver guesses
     [pages] = connection.execute("PRAGMA page_count").fetchone()
     [_, _, file] = connection.execute("PRAGMA database_list").fetchone()
-    for ending in BESIDE:  # now that it is a database: a slip in the address may name a folder, or a system's file
+    for suffix in SUFFIXES:  # only now that it is known to be a database: a wrong URL may name any other file
         with suppress(FileNotFoundError, PermissionError):
-            Path(f"{file}{ending}").chmod(0o600)
-    if not pages:  # elsewhere it would write, also to a full disk
+            Path(f"{file}{suffix}").chmod(0o600)
+    if not pages:  # only for a new file: this pragma writes, which fails on a full disk
         connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
     for pragma in _PRAGMAS:
         connection.execute(f"PRAGMA {pragma}")
 
 
 def make_private(file: Path) -> None:
-    """Make an empty file that its owner alone may read, unless something lies there.
+    """Create an empty file that only its owner may read, unless the path exists.
 
-    What SQLite makes beside a database gets the rights of the database.
+    SQLite creates the other files of a database with the permissions of the database file.
     """
     with suppress(FileExistsError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
 def set_state(connection: Connection, key: str, value: float) -> None:
-    """Keep a number of the service itself, as `service_state` has it."""
+    """Store a number of the service itself in `service_state`."""
     connection.execute(insert_or_ignore(connection, service_state).values(key=key, value=value))
     connection.execute(update(service_state).where(service_state.c.key == key).values(value=value))

@@ -1,15 +1,15 @@
-"""Which process starts are the newest: those that are listened to, and whose steps count.
+"""Finds the newest process start of each rank: only these receive orders, and their steps replace older ones.
 
-A generation of a run is what one launch starts: at most one process of each rank, all with one world size. The newest
-process starts are those of the newest generation: from its first step on nothing of an older one counts, whatever
-ranks that had. World size, rank, age and silence tell generations apart (`arranged`), since launchers give no name of
-a launch that all its ranks share: torchrun counts restarts on each node by itself.
+A generation is the set of processes that one launch starts: at most one per rank, all with the same world size. From
+the first step of the newest generation on, samples of older generations are ignored, even those of ranks that the
+newest one lacks. Launchers give no launch id that all ranks share (torchrun counts restarts on each node), so
+`arranged` derives generations from world size, rank, age and silence.
 
-A process start is placed by the service's clock: the moment at which its first batch came, less the age that the
-agent sent with it (wire.AGE_HEADER, by its monotonic clock). The wall clock of the node, by which its name sorts,
-decides only where no age came with the batch. So neither the order in which batches come nor a node whose
-clock is wrong changes who is the newest. What a successor sends from the spool of a dead process
-(wire.REPLAYED_HEADER) may make that process known, but never puts it after one that speaks for itself.
+Process starts are ordered by the service's clock: the arrival of the first batch, minus the age that the agent sent
+with it (wire.AGE_HEADER, from its monotonic clock). The node's wall clock, which is part of the boot's name, decides
+only if a batch came without an age. So neither the order in which batches arrive nor a wrong clock on a node changes
+which process start is the newest. Batches that a successor sends from the spool of a dead process
+(wire.REPLAYED_HEADER) may register that process, but never place it after one that sent its own batches.
 """
 
 import re
@@ -29,13 +29,13 @@ _WALL_CLOCK: Final = re.compile(r"(\d{13})-")
 _SECONDS: Final = struct.Struct(">d")
 _LEAST_SECONDS: Final = 1e-3
 _TOGETHER_SECONDS: Final = 30.0
-"""For how long a process start may be heard after a later one of its rank began: its last words are on their way."""
+"""How long a process start may still be heard after its successor began: its last batches may be in flight."""
 
 
 def place_of(began: float | None, boot: str) -> bytes:
-    """Where a process start stands among the others: as bytes, which sort as when it began, then as its name.
+    """Return the sort key of a process start, as bytes: ordered by its begin, then by its name.
 
-    began: in Unix seconds; None where its agent sent no age. Then the name may hold a time, else it comes first.
+    began: Unix seconds; None if its agent sent no age. Then the time in its name is used; without one it sorts first.
     """
     named = _WALL_CLOCK.match(boot)
     by_name = int(named[1]) / 1000 if named else 0.0
@@ -43,37 +43,38 @@ def place_of(began: float | None, boot: str) -> bytes:
 
 
 def first_step(row: Row[Any]) -> int | None:
-    """The step from which a process start does the steps of those before it again; None where it said none yet."""
+    """Return the first step of a process start, from which it repeats steps of earlier ones; None if not known yet."""
     first: int | None = row.started_step if row.started_step is not None else row.earliest_step
     return first
 
 
 def least(*steps: int | None) -> int | None:
-    """The smallest of those that are known."""
+    """Return the smallest of the given steps, ignoring None; None if all are None."""
     return min((step for step in steps if step is not None), default=None)
 
 
 def is_gone(row: Row[Any], after: Iterable[Row[Any]]) -> bool:
-    """Whether one of those of other ranks that began after a process start fell silent has spoken SILENT_SECONDS later.
+    """Whether a process start of the next launch was heard SILENT_SECONDS after this one was heard last.
 
-    Launchers name no launch, so a rank that was not launched again is known by nothing else.
+    after: process starts of other ranks that began after this one fell silent. Without a launch id, this is the only
+    sign that a rank was not launched again.
     """
     return row.began is not None and any(one.last_seen >= row.last_seen + SILENT_SECONDS for one in after)
 
 
 def may_be_gone_or_back(before: Row[Any], now: float) -> bool:
-    """Whether a process start that speaks now may show that others are gone, or that it is not gone itself."""
+    """Whether a batch of a process start that arrives now may show that others are gone, or that this one is not."""
     if not before.newest:
         return bool(before.last_sequence) and now >= before.last_seen + SILENT_SECONDS
     return before.began is not None and before.last_seen < before.began + SILENT_SECONDS <= now
 
 
 def arranged(rows: Iterable[Row[Any]]) -> dict[int, tuple[bool, int | None]]:
-    """Of the process starts of a run, by id: whether it is one of the newest, and the step up to which it counts.
+    """Return, by id of a run's process starts, whether each is one of the newest, and the step up to which it counts.
 
-    A later one does again what an earlier one did, from its own first step on, if both are of one rank, if another
-    generation, with another world size, has begun between them, or if the earlier one is gone (`is_gone`). What has
-    spoken for itself comes after what has not.
+    From its first step on, a later process start supersedes an earlier one if both have the same rank, if a generation
+    with another world size began between them, or if the earlier one is gone (`is_gone`). Process starts that sent
+    their own batches come after those known only from a spool.
     """
     latest = sorted(rows, key=lambda row: (row.place, -row.rank), reverse=True)
     world = None
@@ -100,25 +101,25 @@ def arranged(rows: Iterable[Row[Any]]) -> dict[int, tuple[bool, int | None]]:
         found[row.id] = is_newest, None if is_newest else least(ended, of_rank.get(row.rank))
         of_rank[row.rank] = least(first_step(row), of_rank.get(row.rank))
         first = least(first_step(row), first)
-        if row.world_size is not None:  # what is not known to be of a generation ends none
+        if row.world_size is not None:  # a process start of unknown generation does not end another generation
             again = first
     return found
 
 
 def in_order(rows: Iterable[Row[Any]]) -> list[Row[Any]]:
-    """Process starts, the oldest first, the newest last; those of one place the higher rank first."""
+    """Sort process starts from the oldest to the newest; with equal keys the higher rank comes first."""
     return sorted(rows, key=lambda row: (row.newest, row.place, -row.rank))
 
 
 def newest(rows: Iterable[Row[Any]]) -> dict[int, Row[Any]]:
-    """The newest process start of each rank of the newest generation, by rank, ascending."""
+    """Return the newest process start of each rank of the newest generation, by rank, ascending."""
     return dict(sorted((row.rank, row) for row in rows if row.newest))
 
 
 def of_now(connection: Connection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
-    """The process starts that say what each of these runs is now, however many there were before.
+    """Return the process starts that describe the present state of each of these runs.
 
-    Those are the newest of each rank and, where none of them has described itself yet, the last one that did.
+    These are the newest of each rank and, if none of them has sent its description yet, the last one that did.
     """
     wanted = list(run_ids)
     found: dict[int, list[Row[Any]]] = defaultdict(list)
@@ -133,20 +134,20 @@ def of_now(connection: Connection, run_ids: Iterable[int]) -> dict[int, list[Row
 
 
 def newest_of(connection: Connection, ranks: Collection[tuple[int, int]]) -> dict[tuple[int, int], Row[Any]]:
-    """The newest process start of each (run id, rank) that has one."""
+    """Return the newest process start of each (run id, rank) that has one."""
     run_ids, numbers = {run_id for run_id, _ in ranks}, {rank for _, rank in ranks}
     query = select(boots).where(boots.c.newest, boots.c.run_id.in_(run_ids), boots.c.rank.in_(numbers))
     return {(row.run_id, row.rank): row for row in connection.execute(query) if (row.run_id, row.rank) in ranks}
 
 
 def latest_of(connection: Connection, run_id: int, without: Collection[int]) -> Row[Any] | None:
-    """The newest process start of a run that began last; `without` these, by id."""
+    """Return the newest process start of a run that began last, except those with an id in `without`."""
     query = select(boots).where(boots.c.newest, boots.c.run_id == run_id, boots.c.id.not_in(without))
     return connection.execute(query.order_by(desc(boots.c.place)).limit(1)).first()
 
 
 def beside(connection: Connection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
-    """Of each of these runs, the process starts that have spoken beside the newest of their rank (for `shared`)."""
+    """Return, by run, the process starts that were heard while a newer one of their rank existed (for `shared`)."""
     found: dict[int, list[Row[Any]]] = defaultdict(list)
     spoke = boots.c.run_id.in_(list(run_ids)), boots.c.beside, ~boots.c.newest
     for row in connection.execute(select(boots).where(*spoke)):
@@ -155,9 +156,9 @@ def beside(connection: Connection, run_ids: Iterable[int]) -> dict[int, list[Row
 
 
 def shared(rows: Iterable[Row[Any]]) -> dict[int, Row[Any]]:
-    """The newest process start of each rank beside which an older one of that rank lives on, by rank, ascending.
+    """Return the newest process start of each rank that an older, still living process also uses, by rank, ascending.
 
-    Two that live call themselves one rank: what the older one tells is hidden, and no order reaches it.
+    Two living processes report the same rank: the older one's samples are hidden, and no order reaches it.
     """
     rows = [row for row in rows if row.began is not None and not row.replayed]
     last = newest(rows)
@@ -175,9 +176,10 @@ def _lives_beside(older: Row[Any], own: Row[Any]) -> bool:
 
 
 def began_at(now: float, age_seconds: float, before: Row[Any] | None) -> float:
-    """When a process start began that speaks for itself, is so old, and comes after the newest of its run until now.
+    """Return the begin, in Unix seconds, of a process start of this age that sent its own batch.
 
-    Where that one lies in the future, the clock has been wrong: then what comes later began later.
+    before: the newest process start of its run so far. If that one began in the future, the clock was wrong; the new
+    one then gets a begin just after it.
     """
     latest = 0.0 if before is None or before.replayed else _SECONDS.unpack_from(before.place)[0]
     return latest + _LEAST_SECONDS if latest > now else now - age_seconds

@@ -1,7 +1,7 @@
-"""Runs that have been silent for long enough are deleted, a little at a time, while ingest goes on.
+"""Deletes old runs in small transactions, so that ingest continues in between.
 
-A clock may jump, so one look at it deletes nothing: a run must be found too old again and again, over an hour of the
-monotonic clock (a tenth of a shorter retention). A live run is heard from within it, and stays.
+The wall clock may jump, so one reading is not enough: a run is deleted only if every sweep over an hour of the
+monotonic clock (or a tenth of a shorter retention) finds it too old. A live run is heard in that time, and stays.
 """
 
 import time
@@ -25,10 +25,10 @@ class Retention:
     def __init__(self, store: Store, seconds: float | None) -> None:
         self._store, self._seconds = store, seconds
         self._old_since: dict[int, float] = {}
-        """By run id, the monotonic time since which every sweep has found the run too old."""
+        """By run id: the monotonic time since which every sweep has found the run too old."""
 
     async def sweep(self, now: float | None = None, monotonic: float | None = None) -> int:
-        """Delete at most ten runs that have been too old for long enough; how many."""
+        """Delete at most ten runs that have been too old for long enough, and return their number."""
         if self._seconds is None:
             return 0
         now, monotonic = now or time.time(), time.monotonic() if monotonic is None else monotonic
@@ -45,9 +45,9 @@ class Retention:
 
 
 async def delete_run(store: Store, run_id: int, before: float, also: Work[None] | None = None) -> bool:
-    """Delete a run last heard from before this time, a little at a time; False: it was heard from since, and stays.
+    """Delete a run last heard from before `before`, in small transactions; False if it was heard from since, and stays.
 
-    also: done in the transaction that takes the run away.
+    also: work for the transaction that deletes the run itself.
     """
     some = select(samples.c.id).where(samples.c.run_id == run_id).limit(_SAMPLES_AT_ONCE)
     old = runs.c.id == run_id, runs.c.last_seen < before

@@ -1,4 +1,4 @@
-"""The tables. Everything that is stored is either what arrived, or can be computed again from it."""
+"""The database tables. Every row is either received data, or can be computed again from received data."""
 
 from typing import Final
 
@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 metadata: Final = MetaData()
-_Id = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by itself only in an INTEGER key
+_Id = BigInteger().with_variant(Integer, "sqlite")  # SQLite assigns ids automatically only in an INTEGER key
 
 runs: Final = Table(
     "runs",
@@ -32,9 +32,9 @@ runs: Final = Table(
     Column("name", String(128), nullable=False, unique=True),
     Column("first_seen", Double, nullable=False),
     Column("last_seen", Double, nullable=False, index=True),
-    Column("changes", BigInteger, nullable=False, server_default="0"),  # counts what changed, from its first µs on
-    Column("display_name", String(128)),  # what people call it; its name stays what everything knows it by
-    Column("tags", Text),  # JSON list of what people tagged it with
+    Column("changes", BigInteger, nullable=False, server_default="0"),  # counter of changes; starts at its first µs
+    Column("display_name", String(128)),  # shown to people; everything else uses `name`
+    Column("tags", Text),  # JSON list
     Column("notes", Text),
 )
 
@@ -55,22 +55,22 @@ boots: Final = Table(
     Column("started_step", BigInteger),
     Column("earliest_step", BigInteger),  # smallest since_step of its samples
     Column("until_step", BigInteger),  # samples after it are superseded: a later boot began there
-    Column("world_size", Integer),  # as it started with; NULL where that is not known, or not larger than its rank
+    Column("world_size", Integer),  # at its start; NULL if unknown, or not larger than its rank
     Column("topology", ForeignKey("topologies.hash")),
     Column("description", Text),  # JSON of Started without its layers
     Column("finished_status", String(16)),
-    Column("health", Text),  # JSON of the AgentHealth with the highest sequence, where something failed
+    Column("health", Text),  # JSON of the AgentHealth with the highest sequence, if something failed
     Column("health_sequence", BigInteger, nullable=False, default=0),
     Column("nonfinite_steps", BigInteger, nullable=False, default=0),
     Column("last_sequence", BigInteger, nullable=False, default=0),
-    Column("last_seen", Double, nullable=False),  # when it spoke for itself last
-    Column("began", Double),  # by the service's clock; NULL where its agent sent no age
+    Column("last_seen", Double, nullable=False),  # time of its last batch that was not replayed
+    Column("began", Double),  # by the service's clock; NULL if its agent sent no age
     Column("place", LargeBinary, nullable=False, server_default=""),  # process_starts.place_of
     Column("newest", Boolean, nullable=False, server_default=false()),  # of its rank in the newest generation
-    Column("beside", Boolean, nullable=False, server_default=false()),  # it spoke for itself when it was not
-    Column("replayed", Boolean, nullable=False, server_default=false()),  # it has never spoken for itself
+    Column("beside", Boolean, nullable=False, server_default=false()),  # it sent a batch while not the newest
+    Column("replayed", Boolean, nullable=False, server_default=false()),  # all its batches were replayed from a spool
     Column("newest_step", BigInteger, nullable=False, server_default="0"),  # of its samples and heartbeats
-    Column("stepped", Double),  # when it came, on the service's clock: since then no step is known to have ended
+    Column("stepped", Double),  # time at which newest_step arrived, by the service's clock
     Column("measured", Text),  # newest.with_sample
     UniqueConstraint("run_id", "rank", "boot"),
     Index("boots_by_place", "run_id", "rank", "place"),
@@ -115,7 +115,7 @@ events: Final = Table(
     metadata,
     Column("id", _Id, primary_key=True),
     Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
-    Column("number", BigInteger, nullable=False, server_default="0"),  # of its run's events: all that a tenant is shown
+    Column("number", BigInteger, nullable=False, server_default="0"),  # counts its run's events; shown to tenants
     Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE"), index=True),
     Column("rank", Integer),
     Column("kind", String(16), nullable=False),
@@ -127,7 +127,7 @@ events: Final = Table(
     Column("payload", Text),  # JSON of the Verdict, Switched or Order
     Index("events_of_run", "run_id", "number", unique=True),
     Index("events_by_kind", "run_id", "kind", "outcome", "id"),
-    sqlite_autoincrement=True,  # ids are never used again: the service reads on from them
+    sqlite_autoincrement=True,  # ids are never reused, so the service can read all events after an id
 )
 
 warnings: Final = Table(
@@ -144,7 +144,7 @@ warnings: Final = Table(
     Column("cause", String(16), nullable=False),
     Column("active", Boolean, nullable=False),
     Column("verdict", Text, nullable=False),  # JSON of the newest Verdict with this id
-    Column("rejected", Boolean, nullable=False, server_default=false()),  # a person rejected a switch while it stood
+    Column("rejected", Boolean, nullable=False, server_default=false()),  # a person rejected a switch for it
 )
 
 commands: Final = Table(
@@ -157,9 +157,9 @@ commands: Final = Table(
     Column("source", String(16), nullable=False),
     Column("issued_by", String(128), nullable=False),
     Column("reason", Text, nullable=False),
-    Column("action", String(32), nullable=False, server_default="switch"),  # its kind: contract.orders.KINDS
+    Column("action", String(32), nullable=False, server_default="switch"),  # a key of contract.orders.KINDS
     Column("heads", JSON(none_as_null=True)),
-    Column("mode", String(64), nullable=False),  # of a switch; of another kind its action
+    Column("mode", String(64), nullable=False),  # the mode of a switch, or the action of another kind
     Column("expect", String(64)),
     Column("dry_run", Boolean, nullable=False),
     Column("created", Double, nullable=False),
@@ -167,8 +167,8 @@ commands: Final = Table(
     Column("expires_step", BigInteger),
     Column("idempotency_key", String(256)),
     Column("request_hash", String(64)),
-    Column("undoes", String(128)),  # id of the command whose switch this one takes back
-    Column("verification", String(16)),  # orders.Verification, once the steps have passed
+    Column("undoes", String(128)),  # id of the command whose switch this one undoes
+    Column("verification", String(16)),  # orders.Verification, after enough steps
     Column("decided_by", String(160)),  # who approved or rejected it
     Column("decided", Double),
     UniqueConstraint("run_id", "idempotency_key"),
@@ -182,7 +182,7 @@ command_ranks: Final = Table(
     Column("rank", Integer, primary_key=True),
     Column("deliveries", Integer, nullable=False, default=0),
     Column("outcome", String(16)),
-    Column("switched", Text),  # JSON of the Switched that answered
+    Column("switched", Text),  # JSON of the Switched, the rank's answer
     Column("boot", String(128)),  # of the process start that answered
 )
 
@@ -210,7 +210,7 @@ APPEND_ONLY: Final = {
         EXECUTE FUNCTION audit_refuses_changes()""",
     ],
 }
-"""Statements by dialect that make the database refuse to change rows of the audit trail, or to delete them."""
+"""Statements, by dialect, that make the database reject updates and deletions in the audit trail."""
 for _dialect, _statements in APPEND_ONLY.items():
     for _statement in _statements:
         _trigger = DDL(_statement)  # type: ignore[no-untyped-call]
@@ -226,8 +226,8 @@ webhook_alerts: Final = Table(
 sessions: Final = Table(
     "sessions",
     metadata,
-    Column("hash", String(64), primary_key=True),  # SHA-256 of the cookie, which nobody can be given back
-    Column("token", String(64), nullable=False),  # Token.sha256 of who logged in
+    Column("hash", String(64), primary_key=True),  # SHA-256 of the cookie; the cookie itself is not stored
+    Column("token", String(64), nullable=False),  # Token.sha256 of the token used to log in
     Column("until", Double, nullable=False),
 )
 
@@ -253,8 +253,8 @@ rollup_spans: Final = Table(
     metadata,
     Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
     Column("span", BigInteger, primary_key=True),
-    Column("changed", BigInteger, nullable=False, server_default="0"),  # counts what was stored of its steps
-    Column("built", BigInteger, nullable=False, server_default="0"),  # `changed` when it was rolled up
+    Column("changed", BigInteger, nullable=False, server_default="0"),  # counts changes to its samples
+    Column("built", BigInteger, nullable=False, server_default="0"),  # value of `changed` at the last roll-up
 )
 Index(
     "rollup_spans_due",

@@ -1,4 +1,4 @@
-"""Run by Alembic on the connection that the store hands over."""
+"""Run by Alembic on the connection that the store passes to it."""
 
 from alembic import context
 

@@ -1,8 +1,8 @@
-"""Where the migrations begin: the schema of the first release. No store before it is read."""
+"""The first migration: the schema of the first release. Older stores cannot be read."""
 
 revision = "0021"
 down_revision = None
 
 
 def upgrade() -> None:
-    """Nothing: an empty database is given the newest tables at once (`database._upgrade`)."""
+    """Do nothing: `database._upgrade` creates the newest tables in an empty database directly."""

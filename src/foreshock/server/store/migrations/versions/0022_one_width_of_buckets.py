@@ -1,4 +1,4 @@
-"""Roll-ups have buckets of one width, and a row for the worst heads of all layers; all are built again."""
+"""Give roll-ups buckets of one width and a row for the worst heads of all layers; all are built again."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ down_revision = "0021"
 def upgrade() -> None:
     number = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
     op.drop_table("rollups")
-    op.create_table(  # with row ids: a row is larger than a key may be without a page of its own
+    op.create_table(  # with row ids, because rows are too large for a table WITHOUT ROWID
         "rollups",
         sa.Column("run_id", number, sa.ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
         sa.Column("metric", sa.String(64), primary_key=True),

@@ -1,4 +1,4 @@
-"""Orders say of which kind they are; those that are stored are switches."""
+"""Store the kind of each order; all existing orders are switches."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Samples lose the columns that nothing read; the bits of `nan_columns` move up by the one that had a bit."""
+"""Drop unused columns of samples; the bits of `nan_columns` shift, because one dropped column had a bit."""
 
 from alembic import op
 
