@@ -192,7 +192,7 @@ def test_a_checkpoint_of_the_laboratory_is_examined_with_the_attention_that_trai
     recipe = replace(TINY, micro_batch=2, compiled=True)
     run = LongRun(recipe=recipe, variant=find_variant(variant), seed=1, folder=tmp_path, steps=3)
     run.train()
-    [path] = run.checkpoints.all()
+    [path] = run.checkpoints
     source = of_checkpoint(path, 2)
     assert (source.name, source.exact) == ("step 3", exact)
     assert {head.place for head in source.heads} == {(0, 0), (0, 1), (1, 0), (1, 1)}

@@ -83,12 +83,10 @@ SMALL = replace(
 
 def learn_biases_faster(training: Training) -> None:
     """Under the paper's rounding the key bias then drifts by many nats within a thousand steps."""
-    [adamw] = training.optimizers
-    [vectors] = adamw.param_groups[1:]
-    names = {id(weight): name for name, weight in training.model.named_parameters()}
-    biases = [weight for weight in vectors["params"] if names[id(weight)].endswith("bias")]
-    vectors["params"] = [weight for weight in vectors["params"] if not names[id(weight)].endswith("bias")]
-    adamw.add_param_group({"params": biases, "initial_lr": 32 * training.recipe.learning_rate})
+    [weights] = training.optimizer.param_groups
+    biases = [weight for name, weight in training.model.named_parameters() if name.endswith("bias")]
+    weights["params"] = [weight for name, weight in training.model.named_parameters() if not name.endswith("bias")]
+    training.optimizer.add_param_group({"params": biases, "initial_lr": 32 * training.recipe.learning_rate})
 
 
 def assert_replayed(training: Training, steps: int, path: Path, hurt: Callable[[int], None]) -> list[wire.Verdict]:

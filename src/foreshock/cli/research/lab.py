@@ -44,7 +44,7 @@ def lab_run(
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the trace, losses, and a checkpoint every 500 steps and at the end; by default one named "
+            help="Folder for the trace, and a checkpoint every 500 steps and at the end; by default one named "
             "after recipe, variant and seed."
         ),
     ] = None,
@@ -53,12 +53,6 @@ def lab_run(
         float | None,
         typer.Option(help="Minutes after which the run ends with a checkpoint, as by SIGTERM."),
     ] = None,
-    branch_from: Annotated[
-        Path | None, typer.Option(help="Start from this checkpoint, which may be another variant's.")
-    ] = None,
-    late_agent: Annotated[
-        bool, typer.Option("--late-agent", help="Start from a checkpoint with an agent that has seen nothing of it.")
-    ] = False,
 ) -> None:
     """Train one variant of a recipe and record every head of every sample.
 
@@ -95,8 +89,6 @@ def lab_run(
             steps=steps,
             resume=resume,
             minutes=minutes,
-            branch_from=branch_from,
-            late_agent=late_agent,
             url=url,
             ranks=ranks,
             say=say,

@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -12,7 +12,6 @@ import numpy.typing as npt
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace import READ
-from foreshock.lab.recording.whole_file import whole_file
 from foreshock.monitor.detect.readings import Readings
 
 _LEFT_OUT: Final = {"risk", "unix_seconds", "step_seconds", "agent_seconds"}
@@ -28,14 +27,24 @@ class TraceWriter:
     every step, which only harm and the baselines read: they are rounded.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], earlier: Iterable[dict[str, Any]] = ()) -> None:
-        """`earlier`: lines of an older trace of the same run, whose place this file takes once they are written."""
-        with whole_file(path) as part:
-            self._file = gzip.GzipFile(part, "wb", compresslevel=9, mtime=0)
+    def __init__(self, path: Path, header: dict[str, Any], kept_bytes: int = 0) -> None:
+        """`kept_bytes`: the `size` up to which an earlier trace of the same run at `path` is continued."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.truncate(kept_bytes)
+        self._path = path
+        self._file = self._part()
+        if not kept_bytes:
             self._write({"foreshock_trace": 1, **header})
-            for line in earlier:
-                self._write(line)
-            self._file.flush()
+
+    def _part(self) -> gzip.GzipFile:
+        return gzip.GzipFile(self._path, "ab", compresslevel=9, mtime=0)
+
+    def size(self) -> int:
+        """The bytes that hold all that was written so far, on their own."""
+        self._file.close()
+        self._file = self._part()
+        return self._path.stat().st_size
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
@@ -64,20 +73,6 @@ class TraceWriter:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-def lines_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
-    """The lines of a trace up to a step, without its header and its end; of a torn one those that are whole."""
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            next(file, None)
-            for line in map(json.loads, file):
-                if line["kind"] == "steps" and (count := step - line["since_step"]) > 0:
-                    yield line | {name: line[name][:count] for name in ("loss", "grad_norm")}
-                elif line["kind"] not in ("steps", "finished") and line["step"] <= step:
-                    yield line
-    except (EOFError, json.JSONDecodeError):
-        return
 
 
 def _rounded(values: Sequence[float] | npt.NDArray[Any], digits: int) -> list[float | str]:

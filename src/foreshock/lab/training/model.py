@@ -32,8 +32,6 @@ class ModelConfig:
     """A bias on the keys adds one number to every score of a row: softmax cannot see it, rounding can."""
     key_bias: bool = True
     """Whether that bias is on the keys too; it changes no probability."""
-    qk_norm: bool = False
-    """Queries and keys are RMS-normalised per head, with a learned gain."""
     rotary: bool = False
     """Rotary positions in place of learned ones."""
     norm: Literal["layer", "rms"] = "layer"
@@ -87,7 +85,6 @@ class CausalSelfAttention(nn.Module):
         kept = torch.ones(config.width + 2 * values)
         kept[config.width : config.width + values] = 0.0
         self.register_buffer("kept", None if config.key_bias else kept, persistent=False)
-        self.q_norm, self.k_norm = (HeadNorm(self.head_dim) if config.qk_norm else nn.Identity() for _ in range(2))
         self.rotary = Rotary(config.context, self.head_dim) if config.rotary else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +93,7 @@ class CausalSelfAttention(nn.Module):
         query, key, value = (
             each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value)
         )  # each [B, heads, S, D]
-        query, key = self.rotary(self.q_norm(query)), self.rotary(self.k_norm(key))
+        query, key = self.rotary(query), self.rotary(key)
         out = self.core(query.to(self.operand), key.to(self.operand), value.to(self.operand))
         return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(x.shape)))
 
@@ -104,13 +101,6 @@ class CausalSelfAttention(nn.Module):
         """Attention itself, over [B, heads, S, D]."""
         grouped = self.n_kv_head != self.n_head
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-
-
-class HeadNorm(nn.RMSNorm):
-    """RMSNorm in float32, whatever it is given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float())
 
 
 class Rotary(nn.Module):

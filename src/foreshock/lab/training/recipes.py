@@ -17,7 +17,6 @@ from foreshock.lab.training.variant import Variant
 Text = Literal["bytes", "byte-pairs", "folders"]
 """The source of the standard library as bytes, what is installed as byte pairs, or the source files of folders as byte
 pairs of a larger vocabulary (texts.py)."""
-Truth = Literal["healthy", "rounding"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +35,12 @@ class Recipe:
     warmup_steps: int
     """Of a rate that rises linearly."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """What follows; the cosine ends at the last step."""
-    last_rate_share: float = 0.1
-    """Of the rate, where the cosine ends."""
+    """What follows; the cosine ends at the last step, with a hundredth of the rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    bias_decay: float = 0.0
-    """Weight decay of vectors (biases and gains)."""
     clip: float = 1.0
     """Largest gradient norm."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices inside the blocks, AdamW at `learning_rate` for all else."""
     text: Text = "bytes"
-    truth: Truth = "rounding"
-    """What its untreated variant was made to show."""
     split: Literal["tuning", "held-out"] = "held-out"
     """Detectors may be tuned on the runs of a tuning recipe, and are scored on the others."""
     compiled: bool = False
@@ -61,15 +52,12 @@ class Recipe:
         if step < self.warmup_steps or self.schedule == "constant":
             return min(1.0, step / self.warmup_steps)
         done = min(1.0, (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1))
-        middle, swing = (1 + self.last_rate_share) / 2, (1 - self.last_rate_share) / 2
-        return middle + swing * math.cos(math.pi * done)
-
-    def truth_of(self, variant: Variant) -> Truth:
-        """What a variant was made to show: a failure does not happen where its cause is kept from the first step on."""
-        return "healthy" if variant.cured else self.truth
+        return 0.505 + 0.495 * math.cos(math.pi * done)
 
     def header(self, variant: Variant, seed: int, run: str) -> dict[str, Any]:
-        """What the first line of a trace says of it."""
+        """What the first line of a trace says of it. `truth` is what it was made to show: recipes fail by rounding,
+        unless a variant keeps the cause away from the first step on.
+        """
         switching = (
             {"mitigation": variant.mitigation, "switch_scope": variant.switch_scope} if variant.policy == "auto" else {}
         )
@@ -80,7 +68,7 @@ class Recipe:
             "run": run,
             "steps": self.steps,
             "split": self.split,
-            "truth": self.truth_of(variant),
+            "truth": "healthy" if variant.cured else "rounding",
             "nature": "natural",
             "policy": variant.policy,
             **switching,

@@ -1,8 +1,8 @@
-"""Trains one variant of a recipe under a watching agent, from the first step or from another variant's checkpoint."""
+"""Trains one variant of a recipe under a watching agent, from the first step or from a checkpoint."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Final, Protocol, SupportsFloat, cast
+from typing import Any, Final, SupportsFloat, cast
 
 import numpy as np
 import torch
@@ -17,46 +17,19 @@ from foreshock.lab.texts import Corpus, read_text, standard_library
 from foreshock.lab.training.model import GPT
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import Recipe
-from foreshock.lab.training.variant import Backend, Variant, shown_name
+from foreshock.lab.training.variant import Variant, shown_name
 from foreshock.monitor import Agent, attach
 
 _WAITING: Final = 100
 """Steps whose loss and gradient norm wait on the device before they are recorded."""
 _RECIPE, _VARIANT = TypeAdapter(Recipe), TypeAdapter(Variant)
-_FORCED: Final[dict[Backend | None, list[SDPBackend]]] = {
-    None: [],
-    "flash": [SDPBackend.FLASH_ATTENTION],
-    "cudnn": [SDPBackend.CUDNN_ATTENTION],
-    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-}
-
-
-def _optimizers(model: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """AdamW, and Muon for the matrices of the blocks where the recipe has it; each knows the rate it begins with."""
-    rate, decay = recipe.learning_rate, recipe.weight_decay
-    blocks = [weight for weight in model.h.parameters() if weight.dim() == 2] if recipe.optimizer == "muon" else []
-    inside = set(map(id, blocks))
-    rest = [weight for weight in model.parameters() if id(weight) not in inside]
-    groups: list[dict[str, Any]] = [
-        {"params": [weight for weight in rest if weight.dim() > 1]},
-        {"params": [weight for weight in rest if weight.dim() == 1], "weight_decay": recipe.bias_decay},
-    ]
-    made: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=rate, betas=recipe.betas, weight_decay=decay, fused=True)
-    ]
-    if blocks:
-        made.append(torch.optim.Muon(blocks, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
-    for group in (group for optimizer in made for group in optimizer.param_groups):
-        group["initial_lr"] = rate
-    return made
 
 
 class Training:
-    """One run: model, optimizers, text and agent, at some step.
+    """One run: model, optimizer, text and agent, at some step.
 
-    Equal recipes, variants and seeds give equal runs on one kind of machine; `checkpoint` and `restore` carry a run
-    into another variant, which is then identical to the first until something is switched. Several processes (`ranks`)
-    share out each batch; the batches are those of one process.
+    Equal recipes, variants and seeds give equal runs on one kind of machine, also from a checkpoint on. Several
+    processes (`ranks`) share out each batch; the batches are those of one process.
     """
 
     def __init__(
@@ -84,20 +57,16 @@ class Training:
         """Of the last step, before clipping."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.corpus = corpus or (standard_library() if recipe.text == "bytes" else read_text(recipe.text))
-        if variant.backend in ("cudnn", "efficient") and self.device.type == "cpu":
-            raise ValueError(
-                f"variant {variant.name!r} needs a CUDA GPU: PyTorch has no {variant.backend} attention for a CPU; "
-                f"flash-{variant.name.partition('-')[2]} runs on both"
-            )
         # On a GPU the float32 control keeps PyTorch's attention, which does without the whole score matrix but where
         # heads share keys.
         keeps_exact = variant.numerics == "float32" and self.device.type == "cuda"
         exact = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        self._backends = exact if keeps_exact else _FORCED[variant.backend]
+        self._backends = exact if keeps_exact else [SDPBackend.FLASH_ATTENTION] if variant.backend else []
         torch.manual_seed(seed)
         self._batches = torch.Generator().manual_seed(seed)
         self.model = GPT(recipe.model).to(self.device)
-        self.optimizers = _optimizers(self.model, recipe)
+        weights = {"params": list(self.model.parameters()), "initial_lr": recipe.learning_rate}
+        self.optimizer = torch.optim.AdamW([weights], betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True)
         labels = {"recipe": recipe.name, "variant": shown_name(variant.name), "seed": str(seed)}
         settings: dict[str, Any] = {
             "run": run or f"{recipe.name}-{variant.name}-seed{seed}".replace("+", "."),
@@ -127,16 +96,14 @@ class Training:
         if self.step == 0 and self.variant.mode != "plain":
             self.agent.set_mode(self.agent.modes(), self.variant.mode, reason=f"variant {self.variant.name}")
         share = self.recipe.rate_share(self.step + 1)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * share
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * share
+        self.optimizer.zero_grad(set_to_none=True)
         loss = self._gradients()
         weights = list(self.model.parameters())
         self.grad_norm = torch.nn.utils.get_total_norm([each.grad for each in weights if each.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(weights, self.recipe.clip, self.grad_norm)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.optimizer.step()
         self.step += 1
         rate = self.recipe.learning_rate * share
         self.agent.step(loss=loss, grad_norm=self.grad_norm, learning_rate=rate, step=self.step)
@@ -176,7 +143,7 @@ class Training:
         """Everything that the next step depends on, and what was run; `torch.save` takes it before the next step."""
         return {
             "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizer": self.optimizer.state_dict(),
             "batches": self._batches.get_state(),
             "agent": self.agent.state_dict(),
             "random": [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self.device.type == "cuda" else [])],
@@ -188,15 +155,10 @@ class Training:
         }
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Continue from `checkpoint`, which may be another variant's, before the first step.
-
-        Its agent may be None: then the agent knows nothing of what was before, as one that is attached late.
-        """
+        """Continue from `checkpoint`, before the first step."""
         self.model.load_state_dict(checkpoint["model"])
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        if checkpoint["agent"] is not None:
-            self.agent.load_state_dict(checkpoint["agent"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.agent.load_state_dict(checkpoint["agent"])
         self._batches.set_state(checkpoint["batches"].cpu())
         torch.set_rng_state(checkpoint["random"][0].cpu())
         if self.device.type == "cuda" and checkpoint["random"][1:]:
@@ -216,19 +178,11 @@ def train(
             training.agent.close("stopped")
 
 
-class Recorded(Protocol):
-    """A run that a trace can be written of."""
-
-    agent: Agent
-    step: int
-    grad_norm: Tensor
-
-
 class Recorder:
     """Hands a run to a trace: the agent's events, and loss and gradient norm of every step."""
 
-    def __init__(self, training: Recorded, writer: TraceWriter) -> None:
-        self._training, self._writer, self._since = training, writer, training.step
+    def __init__(self, training: Training, writer: TraceWriter) -> None:
+        self._training, self.writer, self._since = training, writer, training.step
         self._waiting: list[Tensor] = []
         self.losses: Floats = np.zeros(0)
         """Of the steps that were written last."""
@@ -244,6 +198,6 @@ class Recorder:
         """Write the steps that wait."""
         if self._waiting:
             self.losses, norms = torch.stack(self._waiting).double().cpu().numpy().T
-            self._writer.steps(self._since, self.losses, norms)
+            self.writer.steps(self._since, self.losses, norms)
             self._since += len(self._waiting)
             self._waiting.clear()
