@@ -68,7 +68,7 @@ def test_a_longest_sequence_told_too_short_is_refused(side: str) -> None:
     told = {"max_seqlen_q": 25, "max_seqlen_k": 25} | {f"max_seqlen_{side}": 24}
     packed = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "causal": "top_left"}
     with pytest.raises(
-        ValueError, match=f"max_seqlen_{side} is 24, but the longest sequence has 25 rows; give that or"
+        ValueError, match=f"max_seqlen_{side} is 24, but the longest sequence has 25 rows; pass at least that, or"
     ):
         flash_attention(*leaves(34), **packed, **told)  # type: ignore[call-overload]
 

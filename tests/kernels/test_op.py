@@ -270,7 +270,7 @@ def test_a_variable_chooses_the_kernels_and_a_choice_that_there_is_not_is_named_
 ) -> None:
     pytest.importorskip("triton", reason="without it another warning says so")
     monkeypatch.setenv("FORESHOCK_KERNELS", given)
-    said = f"FORESHOCK_KERNELS is '{given}'; give 'triton' .* or 'reference'"
+    said = f"FORESHOCK_KERNELS is '{given}'; set it to 'triton' .* or to 'reference'"
     with pytest.warns(UserWarning, match=said) if named else nullcontext():
         assert (op._triton() is not None) == kernels
     assert (op._triton() is not None) == kernels  # and no second warning, which would be an error
@@ -282,6 +282,6 @@ def test_missing_kernels_give_one_warning_and_the_reference(monkeypatch: pytest.
     monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
     monkeypatch.setitem(sys.modules, "foreshock.kernels.flash_attention.triton_kernels.backward", None)
     monkeypatch.delattr(triton_kernels_package, "backward", raising=False)
-    with pytest.warns(UserWarning, match="Triton kernels are not available"):
+    with pytest.warns(UserWarning, match="Triton kernels cannot be imported"):
         assert op._triton() is None
     assert op._triton() is None  # and no second warning, which would be an error

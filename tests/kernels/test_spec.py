@@ -61,5 +61,5 @@ def test_wrong_input_gets_a_sentence(inputs: tuple[Tensor, ...], options: dict[s
 
 @pytest.mark.parametrize("heads", [0, -3])
 def test_a_state_without_heads_is_refused_with_a_sentence(heads: int) -> None:
-    with pytest.raises(ValueError, match=rf"a state of {heads} heads was asked for; give the number of query heads"):
+    with pytest.raises(ValueError, match=rf"heads is {heads}; pass the number of query heads"):
         new_state(heads)

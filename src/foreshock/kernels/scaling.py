@@ -1,6 +1,6 @@
-"""Parts of many tensors scaled in place, each by a factor that lies in device memory: one launch for all of them.
+"""Scale parts of many tensors in place with one launch; each part has its own factor in device memory.
 
-A part whose factor is 1 costs its program three loads: its numbers are neither read nor written.
+If a part's factor is 1, its elements are neither read nor written: its program only does three loads.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -24,20 +24,23 @@ _BLOCK = 8192
 
 
 def table_of(parts: list[Tensor], places: list[int]) -> Tensor:
-    """What `scale` is to know of parts [R, C] or [C] of tensors, int64 [parts, 6]: address, place of its factor,
-    elements, columns, and the strides of rows and columns."""
+    """Return the table that `scale` reads, int64 [parts, 6], for parts [R, C] or [C] of tensors.
+
+    Its columns are: address, index of the part's factor, elements, columns, row stride and column stride.
+    """
     rows = []
     for part, place in zip(parts, places, strict=True):
         part = part.unsqueeze(0) if part.dim() == 1 else part
-        part = part if part.stride(0) >= part.stride(1) else part.t()  # neighbours in memory to neighbouring threads
+        part = part if part.stride(0) >= part.stride(1) else part.t()  # adjacent threads read adjacent memory
         rows.append([part.data_ptr(), place, part.numel(), part.shape[1], *part.stride()])
     return torch.tensor(rows, dtype=torch.int64).to(parts[0].device)
 
 
 def scale(table: Tensor, factors: Tensor, dtype: torch.dtype, largest: int) -> None:
-    """Multiply each part of `table` by its factor, float64 [N]; `largest` is the most elements of a part.
+    """Multiply each part of `table` by its factor, float64 [N]; `largest` is the element count of the largest part.
 
-    The parts have this dtype and are alive. The product is taken in float32, for float64 in float64.
+    The tensors of the table must have this dtype and still exist. Products are computed in float32, or in float64 for
+    float64 parts.
     """
     _scale[(len(table), triton.cdiv(largest, _BLOCK))](table, factors, TYPES[dtype], _BLOCK, num_warps=8)
 
@@ -56,5 +59,5 @@ def _scale(table, factors, TYPE: tl.constexpr, BLOCK: tl.constexpr):
         wide = tl.float64 if tl.float64 == TYPE else tl.float32
         product = value.to(wide) * factor.to(wide)
         if tl.bfloat16 == TYPE:
-            product = to_operand(product, TYPE)  # Triton's interpreter would cut it off
+            product = to_operand(product, TYPE)  # Triton's interpreter would truncate
         tl.store(places, product.to(TYPE), mask=index < elements)

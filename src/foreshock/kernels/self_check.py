@@ -1,4 +1,4 @@
-"""A small comparison with the truth, on the machine itself (promise K12: no guard can catch a wrong kernel later)."""
+"""Compare the kernels with float64 attention on this machine (promise K12): no later check can find a wrong kernel."""
 
 from typing import Final
 
@@ -11,14 +11,14 @@ from foreshock.kernels.flash_attention import flash_attention, new_state
 from foreshock.kernels.flash_attention.op import each_version
 
 _SHAPES: Final = ((4, 96, 64), (4, 300, 128), (2, 300, 128))
-"""Key heads, length and head dim, of HEADS query heads. At head dim 128 Hopper has kernels of its own: several of their
-tiles, and a part of one; and others where query heads share a key head."""
+"""(key heads, length, head dim) of each case, with HEADS query heads. At head dim 128, Hopper has kernels of its own:
+these lengths cover several full tiles and a partial one. If query heads share a key head, other versions run."""
 _BATCH: Final = 2
 _HEADS: Final = 4
 
 
 def _inputs(device: str, kv_heads: int, length: int, dim: int) -> list[Tensor]:
-    """Query, key, value and the gradient of O."""
+    """Return random query, key, value and gradient of O."""
     generator = torch.Generator().manual_seed(0)
     heads = (_HEADS, kv_heads, kv_heads, _HEADS)
     return [torch.randn(_BATCH, h, length, dim, generator=generator).to(torch.bfloat16).to(device) for h in heads]
@@ -37,10 +37,10 @@ def _gradients(inputs: list[Tensor], attention: object) -> list[Tensor]:
 
 
 def run(device: str) -> str:
-    """Compare O, dQ, dK, dV and the counts on `device` with float64; what was found, in words.
+    """Compare O, dQ, dK, dV and the counts on `device` with float64; return the result as a sentence.
 
-    The bound is the house's law for kernels: at most twice the error of PyTorch's own attention in bf16 (promise K1).
-    Raises RuntimeError with the figures when something is wrong.
+    The allowed error is twice that of PyTorch's own attention in bf16 (promise K1). Raises RuntimeError with the
+    figures if an error is larger, or if the counts differ.
     """
     worst = max(
         _compare(device, kv_heads, length, dim)
@@ -51,12 +51,12 @@ def run(device: str) -> str:
 
 
 def _compare(device: str, kv_heads: int, length: int, dim: int) -> float:
-    """The largest of our errors in units of PyTorch's."""
+    """Return the largest error of foreshock's kernels, as a multiple of PyTorch's error."""
     inputs = _inputs(device, kv_heads, length, dim)
     truth = _gradients([tensor.cpu().double() for tensor in inputs], _peer)
     peer = _gradients(inputs, _peer)
     state = new_state(_HEADS, device)
-    modes = torch.zeros(_HEADS, dtype=torch.int32, device=device)  # as a watched layer has them
+    modes = torch.zeros(_HEADS, dtype=torch.int32, device=device)  # a watched layer passes modes too
     ours = _gradients(inputs, lambda q, k, v: flash_attention(q, k, v, causal=True, state=state, modes=modes))
     at = f"at head dim {dim} with {kv_heads} key heads"
     worst = 0.0
@@ -72,8 +72,8 @@ def _compare(device: str, kv_heads: int, length: int, dim: int) -> float:
     if device != "cpu":
         expected, on_cpu = new_state(_HEADS), [t.cpu() for t in inputs]
         _gradients(on_cpu, lambda q, k, v: flash_attention(q, k, v, causal=True, state=expected))
-        # A tie is decided by the last bit of a score, which the order of a sum may move: allow one row in a hundred.
+        # The last bit of a score decides a tie, and depends on the order of a sum: allow one row in a hundred.
         counts = list(COUNT_SLOTS)
         if (state.cpu()[:, counts] - expected[:, counts]).abs().max().item() > _BATCH * length / 100:
-            raise RuntimeError(f"{at}: the counts of the kernel differ from the reference's")
+            raise RuntimeError(f"{at}: the kernel's counts differ from the reference's")
     return worst

@@ -1,9 +1,9 @@
 """Spectral norms of W_Q, W_K and W_Q W_K^T for every head of every layer.
 
-Every weight is read once, to form the Gram matrices W W^T [D, D] of the heads; power iteration then runs in head
-space, all heads of all layers at once, with the 16th power of each matrix. It starts at the last leading vector and at
-a random one: a vector that has settled on the old leading direction is slow to see a new one overtake it. No host
-synchronisation.
+Every weight is read once, to form the Gram matrices W W^T [D, D] of the heads. Power iteration then runs in head
+space, on all heads of all layers at once, with the 16th power of each matrix. It starts at the last leading vector and
+at a random one, because a vector that converged to the old leading direction is slow to find a new one. Does not
+synchronise with the host.
 """
 
 from typing import Final, NamedTuple
@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 
 _DOUBLINGS: Final = 4
-"""A matrix is squared so often: each iteration is as good as 16."""
+"""How often a matrix is squared. With 4 squarings, one iteration is worth 16."""
 _ITERATIONS: Final = 16
 
 
 class HeadNorms(NamedTuple):
-    """Spectral norms, each float32 [layers, H]. Power iteration comes from below: no norm is overstated."""
+    """Spectral norms, each float32 [layers, H]. Power iteration converges from below, so it never overestimates."""
 
     query: Tensor
     key: Tensor
-    """Of the key head that the query head reads."""
+    """Norm of the key head that the query head reads."""
     query_key: Tensor
-    """Of the map from two token vectors to their score before scaling; in the paper's notation W_Q W_K^T."""
+    """Norm of the map from two token vectors to their score before scaling; in the paper's notation W_Q W_K^T."""
 
 
 class SpectralNorms:
-    """Follows the spectral norms of layers that share one shape; keep one object for each group of these layers.
+    """Track the spectral norms of layers with the same shape; use one object for each group of such layers.
 
-    Within 1 % of the true norm, also on random matrices, whose leading values are close together, and in the first
-    call after another direction took the lead.
+    Within 1 % of the true norm, even for random matrices, whose leading values are close together, and in the first
+    call after the leading direction changed.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class SpectralNorms:
 
     @torch.no_grad()
     def __call__(self, query: Tensor, key: Tensor) -> HeadNorms:
-        """The norms of weights W that are known by W W^T alone (`head_grams`).
+        """Return the norms of weights W, given their Gram matrices W W^T (`head_grams`).
 
-        query is float32 [layers, H, D, D], key [layers, Hkv, D, D]; both keep their shape from call to call.
+        query is float32 [layers, H, D, D], key [layers, Hkv, D, D]; both must have the same shape at every call.
         """
         layers, heads, kv_heads = *query.shape[:2], key.shape[1]
         own = torch.cat([query, key], 1).flatten(0, 1)
@@ -55,7 +55,7 @@ class SpectralNorms:
         return HeadNorms(own_norms[:, :heads], key_norms, both_values.sqrt().view(layers, heads))
 
     def _starts(self, own: Tensor, both: int) -> tuple[Tensor, Tensor]:
-        """Two vectors for each matrix, [N, D, 2]: the last call's, where it is sound, and a random one."""
+        """Two start vectors for each matrix, [N, D, 2]: the last call's, if it is finite, and a random one."""
         if self._generator is None:
             self._generator = torch.Generator(own.device).manual_seed(0)
         fresh = torch.randn(
@@ -69,21 +69,21 @@ class SpectralNorms:
 
 @torch.no_grad()
 def head_grams(weights: Tensor) -> Tensor:
-    """W W^T of every head of weights [heads, D, d_model], of any strides: float32 [heads, D, D]."""
+    """Return W W^T of every head, float32 [heads, D, D]; weights are [heads, D, d_model] with any strides."""
     wide = weights.detach().float()
     return torch.bmm(wide, wide.mT)
 
 
 def _unit(x: Tensor, dim: int | tuple[int, int]) -> Tensor:
-    """`x` divided by its norms over these dimensions; a norm of zero stays so."""
+    """Divide `x` by its norms over these dimensions; zero vectors stay zero."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
     return x / norm.clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def _power(left: Tensor, right: Tensor | None, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """The leading vector [N, D] and value [N] of `left`, or of `left` times `right`, positive semidefinite [N, D, D].
+    """Leading vector [N, D] and value [N] of `left`, or of `left` times `right`, positive semidefinite [N, D, D].
 
-    `vectors` [N, D, c] are iterated side by side; the one with the largest value is returned. With L = W_Q W_Q^T,
+    `vectors` [N, D, c] are iterated in parallel; the one with the largest value is returned. With L = W_Q W_Q^T,
     R = W_K W_K^T and z = W_K^T u, the value of L R at u is |W_Q^T W_K z|^2 / |z|^2 = y^T L y / u^T y, y = R u.
     """
     power = left if right is None else torch.bmm(left, right)

@@ -1,4 +1,4 @@
-"""Flash attention that watches itself."""
+"""Flash attention that counts statistics of its own scores and rounding errors."""
 
 from foreshock.kernels.flash_attention.op import flash_attention
 from foreshock.kernels.flash_attention.spec import AttentionSpec, CausalAlignment, Numerics

@@ -1,9 +1,9 @@
-"""What the host knows of the modes of a layer's heads. Reading them from device memory would wait for the device.
+"""The host's copy of the modes of a layer's heads. Reading them from device memory would wait for the device.
 
-Kernels obey the flags in device memory. This lets a call leave out launches for heads that the layer does not have,
-and choose the passes that are fastest for those that it has. Where a launch is left out, the one that stays reads no
-flags: they may be written while it waits on another stream, and no launch would write what both leave to each other.
-Two launches that share out the heads read one `snapshot` of the flags, for the same reason.
+Kernels obey the flags in device memory. With the host's copy, a call skips launches for modes that no head has, and
+chooses the fastest passes for the modes that heads have. After a launch was skipped, the remaining launch ignores the
+flags: they could change while it waits on another stream, and then neither launch would write some heads. For the same
+reason, two launches that divide the heads between them read one `snapshot` of the flags.
 """
 
 import weakref
@@ -17,19 +17,21 @@ from foreshock.contract.modes import Mode
 
 
 class Known(NamedTuple):
-    """Of the heads of one layer."""
+    """The host's knowledge of the modes of one layer's heads."""
 
     all_corrected: bool
-    """The rows of every head are known to be corrected. It may choose passes, all of which obey the flags."""
+    """The rows of every head are known to be corrected. Only chooses between passes that all obey the flags."""
     some_corrected: bool
-    """Those of some head may be corrected; else no launch need serve such heads."""
+    """The rows of some head may be corrected. If False, launches for such heads can be skipped."""
     some_shifted: bool
-    """Some head may shift its rows; else no launch need serve such heads."""
+    """Some head may shift its rows. If False, launches for such heads can be skipped."""
 
 
 def snapshot(modes: Tensor | None) -> Tensor | None:
-    """The flags as they are for the next launches, whatever is written meanwhile, as by a signal handler that ends a
-    step. The copy is a kernel of its own, so that a captured graph takes one at each replay."""
+    """Copy the flags for the next launches, because a signal handler that ends a step could change the original.
+
+    The copy is a kernel of its own, so a captured graph copies the flags at each replay.
+    """
     return None if modes is None else modes.clone()
 
 
@@ -38,10 +40,11 @@ _PLAIN: Final = Known(all_corrected=False, some_corrected=False, some_shifted=Fa
 
 
 def note_modes(modes: Tensor, flags: Iterable[int], *, written: Tensor | None = None) -> None:
-    """Note that `modes` holds these `flags`, for launches from here on. Call it each time they are written.
+    """Record that `modes` contains these `flags`, for all later launches. Call it after each write to `modes`.
 
-    It is known as long as `modes` is alive, also of tensors that share its memory, as a compiled graph's do. written:
-    the tensor through which `modes` is written, where that is another one with a version of its own.
+    The record applies to every tensor at the same address, such as those of a compiled graph, until `modes` is
+    deleted. written: the tensor through which `modes` is written, if that is a different tensor with its own version
+    counter.
     """
     numbers = [int(flag) for flag in flags]
     corrected = [bool(number & Mode.ROW_CORRECTED) for number in numbers]
@@ -57,13 +60,13 @@ def note_modes(modes: Tensor, flags: Iterable[int], *, written: Tensor | None = 
 
 
 _NOTED: Final[dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], int, Known]]] = {}
-"""By the address of the modes: the tensor that was noted, the one that is written, its version then, what is known."""
+"""By the address of the modes: the recorded tensor, the tensor that is written, its version then, the knowledge."""
 
 
 def known_modes(modes: Tensor | None) -> Known:
-    """What is known of `modes`: nothing where nobody noted them, or they were written since.
+    """Return the knowledge of `modes`; it is empty if they were never recorded, or were written after that.
 
-    A graph that is captured is replayed under other flags: its launches have to serve all heads.
+    A captured graph is replayed under other flags, so its launches have to cover all modes.
     """
     if modes is None:
         return _PLAIN

@@ -1,4 +1,4 @@
-"""What every kernel of one call of attention is given: sizes, visibility, softcap, dropout."""
+"""The arguments that all kernels of one attention call share: sizes, visibility, softcap, dropout."""
 
 import math
 from collections.abc import Callable
@@ -20,25 +20,25 @@ _LOG2E = 1 / math.log(2)
 
 
 class Compiled(NamedTuple):
-    """What every kernel of one call is compiled for: its argument SPEC."""
+    """Compile-time constants of every kernel of one call: its argument SPEC."""
 
     BLOCK_D: int
     """Head dim of a tile: the next power of two."""
     DIM_FULL: bool
-    """That power is the head dim itself."""
+    """Whether the head dim is a power of two, so that it fills the tile."""
     TOP_LEFT: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
-    """A bound of what a query sees on either side."""
+    """Whether the keys that a query sees are bounded on this side."""
     PRESCALED: bool
-    """Scores are multiplied by the scale entry by entry, which a cap or a scale that is not positive needs."""
+    """Whether scores are multiplied by the scale entry by entry; a cap or a scale of 0 or less needs that."""
     SOFTCAP: bool
     DROPOUT: bool
     PACKED: bool
 
 
 def compiled_for(spec: AttentionSpec, dim: int, packed: bool) -> Compiled:
-    """As which the kernels are compiled for attention of this head dim."""
+    """Return the compile-time constants for attention with this head dim."""
     block_d = max(16, 1 << (dim - 1).bit_length())
     return Compiled(
         BLOCK_D=block_d,
@@ -69,13 +69,15 @@ class Call:
     capability: int
     spec: AttentionSpec
     ready: dict[Any, Ready] = field(default_factory=dict, compare=False, repr=False)
-    """The launches of the call, by name, once they were made."""
+    """Launches of this call that were made before, by name."""
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What else the kernels keep for the call."""
+    """Other values that the kernels cache for this call."""
 
     def launch(self, name: Any, tensors: tuple[Tensor | int | None, ...], settle: Callable[[], Launch]) -> None:
-        """Launch what `settle` says with `tensors`. From the second time on nothing but pointers is looked at: calls
-        are remembered by all else (call_of)."""
+        """Launch the kernel that `settle` returns with `tensors`.
+
+        From the second time on, only the tensors' pointers are read: all else is part of the call's key (call_of).
+        """
         known = (name, *[tensor is None for tensor in tensors])
         ready = self.ready.get(known)
         if ready is not None:
@@ -84,12 +86,12 @@ class Call:
             self.ready[known] = made
 
     def takes_addresses(self) -> bool:
-        """Whether, of tensors that no launch but remembered ones take, these need no more than the addresses."""
+        """Whether the call's launches accept addresses in place of tensors: all of them are cached and direct."""
         return not hooked() and bool(self.ready) and all(ready.direct for ready in self.ready.values())
 
     @cached_property
     def compiled(self) -> Compiled:
-        """What the kernels of this call are compiled for."""
+        """Compile-time constants of this call's kernels."""
         return compiled_for(self.spec, self.dim, self.packed)
 
     @cached_property
@@ -99,38 +101,38 @@ class Call:
 
     @cached_property
     def row_block(self) -> int:
-        """Rows a program of the backward's first pass."""
+        """Rows per program of the backward's first pass."""
         return min(128, max(16, 4096 // self.block_d))
 
     @cached_property
     def score_unit(self) -> float:
-        """A score as the kernels hold it, times this, is the score."""
+        """Factor from a score in the kernels' unit to the score."""
         return 1.0 if self.compiled.PRESCALED else self.spec.scale
 
     @cached_property
     def unit(self) -> float:
-        """A score as the kernels hold it, times this, is the score in powers of two."""
+        """Factor from a score in the kernels' unit to the exponent of two of exp(score)."""
         return self.score_unit * _LOG2E
 
     @cached_property
     def foldable(self) -> bool:
-        """Whether the backward may add -lse and -delta to its products before anything else is done to them."""
+        """Whether the backward may add -lse and -delta to its products before it scales or masks them."""
         return not self.compiled.PRESCALED and self.spec.dropout_p == 0
 
     @cached_property
     def mean_keys(self) -> int:
-        """About how many keys a row sees."""
+        """Approximate number of keys that a row sees."""
         length = self.total_k // max(1, self.sequences) if self.packed else self.longest_k
         return length // 2 if self.spec.causal != "none" else length
 
     @property
     def keep_scale(self) -> float:
-        """What the kept entries of P are multiplied by."""
+        """Factor of the entries of P that are not dropped."""
         return 1 / (1 - self.spec.dropout_p)
 
     @cached_property
     def sizes(self) -> tuple[Any, ...]:
-        """The argument `sizes` of the passes, from `heads` to `threshold`."""
+        """Argument `sizes` of the passes, from `heads` to `threshold`."""
         spec = self.spec
         return (
             *self.planes,
@@ -146,17 +148,16 @@ class Call:
 
     @property
     def planes(self) -> tuple[int, int, int, int]:
-        """What every `sizes` begins with (blocks.one_head): query heads, how many share a key head, all rows of
-        queries and of keys."""
+        """First four entries of every `sizes` (places.one_head): query heads, query heads per key head, and the total
+        rows of queries and of keys."""
         return self.heads, self.heads // self.kv_heads, self.total_q, self.total_k
 
     def order(self, blocks: int, planes: int, length: int) -> tuple[int, int, int]:
-        """In which order the programs of a pass start (places.turn), each of which reads two streams of `length` rows.
+        """Return the start order of a pass's programs (places.turn), each of which reads two streams of `length` rows.
 
-        Under a causal mask the blocks of a plane differ in their work, and a pass ends when its last long one does: the
-        longest of many planes start before the shorter ones of any. All planes that are read at the same time have to
-        fit the L2 cache, which makes a section. Elsewhere all blocks are alike, and a plane is a section; so it is
-        where a plane has few blocks.
+        Under a causal mask, the blocks of a plane differ in their work, and a pass ends with its last long block. So
+        the longest blocks of a section's planes start first; a section is as many planes as fit the L2 cache together.
+        In all other cases, and if a plane has few blocks, each plane is a section of its own.
         """
         alike = self.spec.right < 0 or self.spec.window_left >= 0 or blocks < _MANY_BLOCKS
         fitting = 1 if alike else _SECTION_ELEMENTS // max(1, length * self.block_d**2)
@@ -167,11 +168,11 @@ class Call:
         return self.capability >= 90 and not self.packed and all(map(_copyable, tensors))
 
     def tiles(self, config: Config, rows: tuple[int, ...]) -> dict[int, tuple[int, int]]:
-        """Which tensors of a launch Hopper's copy engine reads: the first ones, in tiles of `rows` rows each."""
+        """Return the tiles that Hopper's copy engine reads: one entry of `rows` for each of the first tensors."""
         return {place: (count, self.block_d) for place, count in enumerate(rows)} if config.tma else {}
 
     def blank(self, *tensors: Tensor) -> bool:
-        """Zero `tensors` and return True when there is nothing to attend to."""
+        """If the call does not have any query or key, zero `tensors` and return True."""
         if min(self.total_q, self.total_k, self.sequences, self.heads, self.longest_q, self.longest_k) > 0:
             return False
         for tensor in tensors:
@@ -179,7 +180,7 @@ class Call:
         return True
 
     def blank_rest(self, cu_seqlens: Tensor | None, longest: int, *fills: tuple[Tensor, float]) -> None:
-        """Fill what no program writes of [1, H, total(, D)] tensors of packed sequences (blocks.blank_rest_kernel)."""
+        """Fill the rows of packed tensors [1, H, total(, D)] that no program writes (blocks.blank_rest_kernel)."""
         for tensor, fill in fills:
             dim = tensor.shape[3] if tensor.dim() == 4 else 1
             numbers = (self.sequences, longest, tensor.shape[2], tensor.stride(1), tensor.stride(2), dim, fill)
@@ -198,20 +199,21 @@ class Call:
 
 _CALLS: Final[dict[Any, Call]] = {}
 _MOST_PLANES: Final = 65_535
-"""What CUDA allows in the second dimension of a grid."""
+"""CUDA's limit for the second dimension of a grid."""
 _MANY_BLOCKS: Final = 32
 _SECTION_ELEMENTS: Final = 2**28
-"""What the programs of a section read at the same time is 16 MB at head dim 64 and 8 MB at 128: the best of 8, 16, 32
-and 64 MB of the 50 MB of L2 that a Hopper GPU has (README.md, "Rejected variants")."""
+"""The programs of a section read 16 MB together at head dim 64 and 8 MB at 128: the fastest of 8, 16, 32 and 64 MB, of
+the 50 MB of L2 of a Hopper GPU ("Rejected variants of the kernels" in the notebook)."""
 _MOST_KNOWN: Final = 4096
-"""Calls that are remembered; past this number all are forgotten, as lengths may differ at every step."""
+"""Size of the call cache; when it is full, it is emptied, because lengths may differ at every step."""
 
 
 def call_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments, *others: Tensor | None) -> Call:
-    """The call, remembered by all that may change what is launched but the pointers: shapes, and of every tensor that
-    comes from outside (a backward's `others` too) type, strides, and whether it is aligned to 16 bytes.
+    """Return the cached call for these arguments, or a new one.
 
-    Raises ValueError with a sentence for layouts that the kernels do not read.
+    The cache key contains everything that may change the launches, except pointers: shapes and, for every tensor from
+    outside (also a backward's `others`), type, strides and alignment to 16 bytes. Raises ValueError with a sentence
+    for layouts that the kernels do not read.
     """
     modes, cu_seqlens, cu_seqlens_k, longest_q, longest_k, seed, spec = given
     sequences = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -264,7 +266,7 @@ def _new_call(
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Makes the tensor's device the current one, which it nearly always is: asking takes a tenth of setting it."""
+    """Make the tensor's device the current one. It nearly always is, and a check is ten times as fast as setting it."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)

@@ -1,7 +1,7 @@
-"""The operators `foreshock::attention_forward` and `foreshock::attention_backward`, and the function people call.
+"""The operators `foreshock::attention_forward` and `foreshock::attention_backward`, and the public `flash_attention`.
 
-The forward is functional. The backward counts the statistics into the layer's state, so that neither a recomputed
-forward nor a pass without backward counts anything (docs/design.md, decision 1).
+The forward is functional. The backward counts the statistics into the layer's state, so a recomputed forward or a
+forward without backward does not count anything (docs/design.md, decision 1).
 """
 
 import math
@@ -36,20 +36,20 @@ from foreshock.kernels.flash_attention.spec import (
 
 @cache
 def _triton() -> Any:
-    """The Triton kernels, or None where there are none or FORESHOCK_KERNELS=reference asks for none."""
+    """Return the Triton kernels; None if they cannot be imported or FORESHOCK_KERNELS is "reference"."""
     asked = os.environ.get("FORESHOCK_KERNELS", "")
     if asked == "reference":
         return None
     if asked not in ("", "triton"):
         warnings.warn(
-            f"FORESHOCK_KERNELS is {asked!r}; give 'triton' for no kernels written for Hopper, or 'reference' for no "
-            "kernels at all: by default the fastest kernels run",
+            f"FORESHOCK_KERNELS is {asked!r}; set it to 'triton' to avoid the kernels written for Hopper, or to "
+            "'reference' to avoid all kernels; by default the fastest kernels run",
             stacklevel=2,
         )
     try:
         from foreshock.kernels.flash_attention.triton_kernels import backward, forward, hopper
     except ImportError as error:
-        warnings.warn(f"foreshock's Triton kernels are not available ({error}); attention is slow here", stacklevel=2)
+        warnings.warn(f"foreshock's Triton kernels cannot be imported ({error}); attention is slow", stacklevel=2)
         return None
     return SimpleNamespace(
         attention_forward=forward.attention_forward,
@@ -59,19 +59,21 @@ def _triton() -> Any:
 
 
 def _kernels(query: Tensor, spec: AttentionSpec) -> Any:
-    """The Triton kernels where they serve, called as those of `reference` are; else None."""
-    return _triton() if query.is_cuda and spec.numerics == "kernel" and _is_served(query.device) else None
+    """Return the Triton kernels if they support this call, else None; they have the signatures of `reference`."""
+    return _triton() if query.is_cuda and spec.numerics == "kernel" and _supports(query.device) else None
 
 
 @cache
-def _is_served(device: torch.device) -> bool:
-    """Whether the kernels run on this GPU. PyTorch looks it up again at each call."""
+def _supports(device: torch.device) -> bool:
+    """Whether the kernels run on this GPU. Cached, because PyTorch looks up the capability at each call."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def each_version(head_dim: int, group: int) -> Iterator[None]:
-    """A loop in whose turns a call of this head dim and so many query heads a key head is computed by each version of
-    the kernels that serves such calls of some length; for checks of the kernels."""
+    """Loop over the versions of the kernels that support this head dim and number of query heads per key head.
+
+    Inside the loop, calls use that version, whatever their length; for checks of the kernels.
+    """
     kernels = _triton() if torch.cuda.is_available() and group > 1 else None
     if kernels is None:
         yield
@@ -92,22 +94,22 @@ def _attention_forward(
     dropout_seed: Tensor | None,
     spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Attention of query [B, H, Sq, D] over key, value [B, Hkv, Sk, D]; any strides.
+    """Compute attention of query [B, H, Sq, D] over key and value [B, Hkv, Sk, D] with any strides.
 
-    Under `kernel` and `paper` numerics the inputs are bf16 or fp16. `state` is not touched here: it travels to the
-    backward, which counts into it. `modes` is int32 [H] (foreshock.contract.modes.Mode), None for plain. `dropout_seed`
-    is int64 [], None without dropout. Packed sequences lie end to end in [1, H, total, D] with cumulative lengths int32
-    [N + 1] and the longest length (or any bound of it); otherwise these are None and the lengths Sq and Sk.
+    Under `kernel` and `paper` numerics the inputs are bf16 or fp16. `state` is only passed on to the backward, which
+    counts into it. `modes` is int32 [H] (foreshock.contract.modes.Mode), None for plain. `dropout_seed` is int64 [],
+    None without dropout. Packed sequences are concatenated in [1, H, total, D], with cumulative lengths int32 [N + 1]
+    and the longest length (or any upper bound of it); otherwise cumulative lengths are None and the lengths Sq and Sk.
 
-    Returns out [B, H, Sq, D] in the query's layout and dtype; what rounding took from it, likewise (`residual_dtype`),
-    times `residual_scale`, or nothing [0] where the spec keeps none;
-    log-sum-exp and the largest two of the scores, [B, H, Sq] each (`compute_dtype`), -inf for a row that sees no key.
-    The second largest, which tells the kernels' backward of ties, is left out, as [0], where that counts nothing, and
-    where no kernel can serve.
+    Returns five tensors. out is [B, H, Sq, D] in the query's layout and dtype. Its rounding residual has the same
+    layout (dtype `residual_dtype`, multiplied by `residual_scale`), or is empty [0] if the spec does not store it.
+    Log-sum-exp, largest score and second largest score are [B, H, Sq] (`compute_dtype`), -inf for a row that does not
+    see any key. The kernels' backward finds ties by the second largest score; it is empty [0] if the backward does not
+    count anything or no kernel supports the call.
     """
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
     given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
-    if (kernels := _kernels(query, given.spec)) is not None:  # which write in the query's layout
+    if (kernels := _kernels(query, given.spec)) is not None:  # the kernels write in the query's layout
         counted = state is not None
         out, residual, lse, row_max, second = kernels.attention_forward(query, key, value, given, counted=counted)
     else:
@@ -120,7 +122,7 @@ def _attention_forward(
 
 
 def _keeps_second(query: Tensor, state: Tensor | None, spec: AttentionSpec) -> bool:
-    """Whether the second largest scores have their shape: known without the device, as a graph needs it."""
+    """Whether the second largest scores are returned; decided without reading device memory, as a graph requires."""
     return state is not None and spec.residual and spec.numerics == "kernel" and query.is_cuda
 
 
@@ -158,9 +160,9 @@ def _attention_backward(
     spec: str,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each in its layout and dtype; counts the statistics into `state`.
+    """Return the gradients of query, key and value, each in its layout and dtype; count the statistics into `state`.
 
-    `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing.
+    `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None disables the statistics.
     `grad_lse` is the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
     saved = Saved(query, key, value, out, out_residual, lse, row_max, second)
@@ -181,13 +183,13 @@ def _fake_backward(
 
 
 def _adjacent(numbers: Tensor | None) -> Tensor | None:
-    """A short vector as the kernels read it: one number after the other. The copy of another layout is a kernel of its
-    own, so that flags which are flipped under a captured graph are seen all the same."""
+    """Return a short vector contiguous, as the kernels read it. The copy is a kernel of its own, so that a captured
+    graph also sees flags that change between replays."""
     return None if numbers is None else numbers.contiguous()
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor` in the memory layout of `like`, so that a model which transposes its heads need not copy."""
+    """Return `tensor` in the memory layout of `like`, so that a model that transposes its heads need not copy."""
     laid_out = torch.empty_like(like, dtype=tensor.dtype)
     return tensor if tensor.stride() == laid_out.stride() else laid_out.copy_(tensor)
 
@@ -195,11 +197,11 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, state, modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, *_ = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed)
-    # State and modes change between forward and backward by design, which save_for_backward would refuse.
+    # State and modes change between forward and backward by design, but save_for_backward rejects changed tensors.
     ctx.state, ctx.modes = state, modes
     ctx.max_seqlens, ctx.spec = inputs[7:9], inputs[10]
     ctx.others = len(inputs) - 3
-    # O and the log-sum-exp have gradients; where one of them has none, the backward gets None.
+    # Only O and the log-sum-exp are differentiable; the backward gets None for the one that is not used.
     ctx.mark_non_differentiable(output[1], *output[3:])
     ctx.set_materialize_grads(False)
 
@@ -208,16 +210,16 @@ def _backward(
     ctx: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any, eager: bool = False
 ) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
-    if grad_out is None:  # the log-sum-exp alone was used
+    if grad_out is None:  # only the log-sum-exp was used
         grad_out = torch.zeros_like(query)
     grads: tuple[Tensor, ...]
     if not twice.is_asked(grad_out):
-        state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
+        state, ctx.state = ctx.state, None  # a second backward (retain_graph) must not count again
         given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec)
         unseen = eager and _unseen(grad_out, grad_lse, query, key, value, *given[:4])
         by: Callable[..., tuple[Tensor, ...]] = _attention_backward if unseen else attention_backward
         grads = by(grad_out, query, key, value, *output, *given, grad_lse)
-    else:  # which counts nothing, and leaves it to a backward that comes after it, as the loss's after its penalty's
+    else:  # does not count: a later backward of the same graph does, as the loss's after a gradient penalty's
         spec, packed = spec_of(ctx.spec), cu_seqlens_q is not None
         grads = twice.differentiable_gradients(grad_out, grad_lse, query, key, value, spec, packed=packed)
     needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True))
@@ -228,8 +230,11 @@ _LIBRARY: Final = torch.library.Library("foreshock", "FRAGMENT")  # type: ignore
 
 
 def _operator(function: Callable[..., Any], fake: Callable[..., Any], mutates: tuple[str, ...]) -> Any:
-    """The operator foreshock::`function`. torch.library.custom_op defines the same, but at every call looks through all
-    arguments in Python and compares every output with every input, for longer than a small attention takes."""
+    """Define the operator foreshock::`function`.
+
+    torch.library.custom_op would do the same, but at every call it inspects all arguments in Python and compares every
+    output with every input, which takes longer than a small attention.
+    """
     name = function.__name__.removeprefix("_")
     schema = torch.library.infer_schema(function, mutates_args=mutates)
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
@@ -245,9 +250,12 @@ torch.library.register_autograd("foreshock::attention_forward", _backward, setup
 
 
 class _Attention(torch.autograd.Function):
-    """The operators under eager autograd. What torch.library generates from the formula above does the same, but fills
-    in default arguments in Python at every call, for longer than the kernels' launches take. So does PyTorch's
-    dispatcher, which is passed by where nobody else would see the call."""
+    """The operators under eager autograd.
+
+    The autograd function that torch.library generates does the same, but fills in default arguments in Python at every
+    call, which takes longer than the kernels' launches. PyTorch's dispatcher takes longer too, so it is bypassed if no
+    transform, mode or profiler would see the call.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -262,9 +270,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _unseen(*tensors: Tensor | None) -> bool:
-    """Whether PyTorch's dispatcher would hand a call of these to the operator's own function at once: no transform, no
-    mode (selective checkpointing's, for example), no tracer and no profiler waits for it, and every tensor is what its
-    memory holds: of no other class, without signs that a flag flips, and not zero without memory."""
+    """Whether PyTorch's dispatcher would call the operator's function directly with these tensors.
+
+    True if no transform, mode (such as selective checkpointing's), tracer or profiler is active, and every tensor is a
+    plain torch.Tensor without a lazy negation and not a zero tensor without memory.
+    """
     torch_c = torch._C
     if torch_c._len_torch_function_stack() or torch_c._autograd._profiler_enabled():
         return False
@@ -284,17 +294,17 @@ _ALWAYS: Final[int] = (
 
 
 def attend(*inputs: Any) -> tuple[Tensor, ...]:
-    """`attention_forward` with its backward, by the shortest way there is."""
+    """Call `attention_forward`, with its backward, on the fastest path."""
     result: tuple[Tensor, ...]
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        result = attention_forward(*inputs)  # a graph holds the operator
+        result = attention_forward(*inputs)  # a graph contains the operator
     else:
         result = _Attention.apply(*inputs)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Options(TypedDict, total=False):
-    """What `flash_attention` takes by name, for the two types that it returns."""
+    """Keyword arguments of `flash_attention`, for its two overloads."""
 
     causal: bool | CausalAlignment
     scale: float | None
@@ -339,26 +349,26 @@ def flash_attention(
     attn_mask: None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention that watches itself: softmax(scale Q K^T) V, with statistics per head counted in the backward.
+    """Compute softmax(scale Q K^T) V; the backward counts statistics per head.
 
     query is [B, H, Sq, D]; key and value are [B, Hkv, Sk, D], H a multiple of Hkv; bf16, fp16 or fp32 (float64 under
     float64 numerics). Under `kernel` and `paper` numerics fp32 inputs are rounded to bf16 first. Output and gradients
     have the inputs' dtype. Under autocast fp32 inputs take autocast's dtype, as in PyTorch's own attention.
 
     causal: True needs Sq = Sk; otherwise name the alignment, "top_left" or "bottom_right" (`CausalAlignment`).
-    window: (left, right) keys visible beside the diagonal, -1 for all. softcap: 0 for off. scale: 1 / sqrt(D) if None.
-    state: int64 [H, SLOT_COUNT] that the backward adds to (`new_state`); None counts nothing.
+    window: (left, right) keys visible next to the diagonal, -1 for all. softcap: 0 for off. scale: 1 / sqrt(D) if None.
+    state: int64 [H, SLOT_COUNT] that the backward adds to (`new_state`); None disables the statistics.
     modes: int32 [H], foreshock.contract.modes.Mode; None means plain.
-    cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
-    max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None. What
-    lies past a length that was given too small is NaN (where the lengths lie on a CPU, it is refused).
-    return_lse: also return the log-sum-exp [B, H, Sq], in nats; gradients pass through it, once.
-    On Hopper at head dim 128, dQ is summed in an order that varies, and so do its last bits; under
+    cu_seqlens_q, cu_seqlens_k: cumulative lengths int32 [N + 1] of sequences concatenated in [1, H, total, D].
+    max_seqlen_q, max_seqlen_k: length of the longest sequence; if None, it is read from the device, which waits for the
+    device. Rows after a length that is too small are NaN (if the lengths are on a CPU, ValueError is raised).
+    return_lse: also return the log-sum-exp [B, H, Sq], in nats; it can be differentiated once.
+    On Hopper at head dim 128, the order in which dQ is summed varies, and so do its last bits; under
     torch.use_deterministic_algorithms(True) equal inputs give equal bits.
-    A NaN or infinity in a key or value reaches, on a GPU, every row whose tile of keys holds it, hidden from it or not.
-    Raises ValueError with a sentence for anything else, additive masks included.
+    On a GPU, a NaN or infinity in a key or value reaches every row that multiplies its tile, even if it is masked.
+    Raises ValueError with a sentence for invalid arguments and for additive masks.
     Source: FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2); the statistics are those of arXiv 2510.04212,
-    section 3, as README.md beside this file defines them.
+    section 3, as defined in this folder's README.md.
     """
     if attn_mask is not None:
         raise ValueError(
@@ -384,8 +394,8 @@ def flash_attention(
         window = int(window[0]), int(window[1])
         text = AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics, kept).text
     else:
-        text = text_of(scale, causal, *window, softcap, dropout_p, numerics, kept)  # refuses what it does not know
-    # The seed is a tensor: drawing it costs no host synchronisation, and a recomputed forward draws the same one.
+        text = text_of(scale, causal, *window, softcap, dropout_p, numerics, kept)  # validates the values
+    # The seed is a tensor, so drawing it does not synchronise with the host; a recomputed forward draws the same one.
     seed = torch.randint(2**63 - 1, (), device=query.device) if dropout_p > 0 else None
     dtype = query.dtype
     if numerics in ("kernel", "paper") and dtype != (operand := operand_dtype(dtype)):
@@ -408,8 +418,11 @@ def flash_attention(
 
 
 def _longest(rows: Tensor, cu_seqlens: Tensor | None, given: int | None, name: str) -> int:
-    """Length of the longest packed sequence. Reading it waits for the device; where that cannot be, in a graph that is
-    compiled or captured, the length of all together is a bound, and a slow one: give max_seqlen there."""
+    """Return the length of the longest packed sequence, or an upper bound of it.
+
+    Reading the length waits for the device. That is not possible while a graph is compiled or captured: the total
+    length is then used as a bound, which is slow, so pass max_seqlen.
+    """
     if cu_seqlens is None:
         return rows.shape[2] if given is None else given
     if given is not None and (cu_seqlens.is_cuda or torch.compiler.is_compiling()):
@@ -419,7 +432,7 @@ def _longest(rows: Tensor, cu_seqlens: Tensor | None, given: int | None, name: s
         return rows.shape[2]
     longest = int(cu_seqlens.diff().amax())
     if given is not None and given < longest:
-        raise ValueError(f"{name} is {given}, but the longest sequence has {longest} rows; give that or more, or None")
+        raise ValueError(f"{name} is {given}, but the longest sequence has {longest} rows; pass at least that, or None")
     return longest if given is None else given
 
 

@@ -1,7 +1,7 @@
-"""Attention in plain PyTorch: the truth that every kernel is tested against, and the path where there is no kernel.
+"""Attention in plain PyTorch: the reference for tests of the kernels, and the implementation if no kernel is available.
 
 Scores are materialised, so memory grows with Sq * Sk. Matrix products run in fp32 on values rounded as the numerics
-say (a bf16 product on a CPU rounds differently from a tensor core's). README.md derives what is computed here.
+say (a bf16 product on a CPU rounds differently from a tensor core's). README.md derives the formulas.
 """
 
 import math
@@ -35,8 +35,10 @@ from foreshock.kernels.flash_attention.visibility import hide
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, given: Arguments
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, out_residual, lse and row_max, as `foreshock::attention_forward` (op.py) describes them; and [0] in place of
-    the second largest scores, since the backward below counts ties in all of them."""
+    """Return out, out_residual, lse and row_max, as `foreshock::attention_forward` (op.py) describes them.
+
+    The second largest scores are an empty tensor [0], because the backward below counts ties from all scores.
+    """
     modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, spec = given
     operand, residual = operand_dtype(query.dtype), residual_dtype(query.dtype, spec.numerics)
     if query.numel() == 0 or key.numel() == 0:
@@ -81,7 +83,7 @@ def attention_forward(
 
 
 def _exact_delta(modes: Tensor | None, spec: AttentionSpec, device: torch.device) -> Tensor:
-    """The heads whose delta is taken before O is rounded, bool [H, 1] or [1]."""
+    """Return the heads whose delta is computed from O before its rounding, bool [H, 1] or [1]."""
     if spec.numerics in ("float64", "float32"):
         return torch.ones(1, dtype=torch.bool, device=device)
     if modes is None:
@@ -92,7 +94,7 @@ def _exact_delta(modes: Tensor | None, spec: AttentionSpec, device: torch.device
 def attention_backward(
     grad_out: Tensor, saved: Saved, state: Tensor | None, arguments: Arguments, grad_lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None.
+    """Return the gradients of query, key and value; add the statistics of every row to `state` unless it is None.
 
     grad_lse: the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
@@ -123,16 +125,17 @@ def attention_backward(
 
 
 def _row_error(given: "_ScoreGradient", rounded: Tensor, operand: torch.dtype) -> Tensor:
-    """What the defect of delta and the rounding of dS add to dQ along the keys that a row sees, [B, H, Sq, D].
+    """Return the error of dQ from the error of delta and the rounding of dS, along the row's mean key, [B, H, Sq, D].
 
-    Weights are rounded as they are multiplied and divided by their own sum, so that what all keys share goes exactly.
+    The weights are rounded as in the products and divided by their own sum, so that a vector that all keys share
+    cancels exactly.
     """
     weights = _round(given.sloped(given.weights), operand)
     row_sum = weights.sum(-1, keepdim=True)
     row_sum = row_sum.masked_fill(row_sum == 0, 1.0)
     defect = given.score_grad.sum(-1, keepdim=True) - given.row_sum
     lost = (rounded - given.sloped(given.score_grad)).sum(-1, keepdim=True)
-    # Under a cap the sum is zero before the slope: the defect is spread as P times the slope is, which sums to less.
+    # With a softcap, dS sums to zero before the slope: the defect is spread as P times the slope, which sums to less.
     share = (defect + lost) / row_sum if given.slope is None else defect + lost / row_sum
     return share * _product(weights, given.keys)
 
@@ -141,7 +144,7 @@ class _ScoreGradient(NamedTuple):
     weights: Tensor
     """P recomputed from the log-sum-exp, [B, H, Sq, Sk]."""
     dropped: Tensor
-    """The same, 0 where dropped (not yet divided by 1 - dropout_p)."""
+    """P with dropped entries set to 0 (not yet divided by 1 - dropout_p)."""
     score_grad: Tensor
     """dS = P * (dP - delta) before the slope of a soft cap, neither scaled nor rounded, [B, H, Sq, Sk]."""
     slope: Tensor | None
@@ -149,9 +152,9 @@ class _ScoreGradient(NamedTuple):
     queries: Tensor
     keys: Tensor
     grads: Tensor
-    """The operands of what is left to do, [B, H, S, D]."""
+    """Operands of the remaining products, as the two fields above, [B, H, S, D]."""
     row_sum: Tensor | float
-    """What a row of dS sums to but for rounding: the gradient of its log-sum-exp, [B, H, Sq, 1] or 0."""
+    """Exact sum of a row of dS: the gradient of its log-sum-exp, [B, H, Sq, 1] or 0."""
 
     def sloped(self, x: Tensor) -> Tensor:
         return x if self.slope is None else x * self.slope
@@ -160,7 +163,7 @@ class _ScoreGradient(NamedTuple):
 def _score_gradient(
     grad_out: Tensor, saved: Saved, state: Tensor | None, arguments: Arguments, grad_lse: Tensor | None
 ) -> _ScoreGradient:
-    """The first half of the backward, with the statistics: what dV, dQ and dK are then products of."""
+    """First half of the backward: count the statistics and return the factors of dV, dQ and dK."""
     query, key, value, out, out_residual, lse, row_max, _ = saved
     modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, spec = arguments
     operand, wide = operand_dtype(query.dtype), lse.dtype
@@ -201,11 +204,11 @@ def _score_gradient(
 
 class _Scores(NamedTuple):
     scores: Tensor
-    """What enters the softmax, [B, H, Sq, Sk]; -inf where a query does not see a key."""
+    """Input of the softmax, [B, H, Sq, Sk]; -inf for keys that a query does not see."""
     cap_slope: Tensor | None
     """Derivative of the soft cap at every score, [B, H, Sq, Sk]."""
     visible_keys: Tensor
-    """Keys that each query sees, [Sq] or []."""
+    """Number of keys that each query sees, [Sq] or []."""
 
 
 def _scores(
@@ -229,27 +232,27 @@ def _scores(
 
 
 def _of_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """[B, Hkv, S, D] as contiguous [B, H, S, D] of `dtype`, every key head once for each of its query heads."""
+    """Repeat every key head of [B, Hkv, S, D] for each of its query heads: contiguous [B, H, S, D] of `dtype`."""
     return x.to(dtype).repeat_interleave(heads // x.shape[1], 1) if x.shape[1] < heads else x.to(dtype).contiguous()
 
 
 def _of_key_heads(x: Tensor, like: Tensor) -> Tensor:
-    """[B, H, S, D] summed over the query heads of each key head of `like` [B, Hkv, S, D]."""
+    """Sum [B, H, S, D] over the query heads of each key head of `like` [B, Hkv, S, D]."""
     return x if x.shape[1] == like.shape[1] else x.view(x.shape[0], like.shape[1], -1, *x.shape[2:]).sum(2)
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp of x, in place. In fp32 by way of exp2, as kernels do: on a CPU torch's exp slows down tenfold where it
-    underflows, and its exp2 does not."""
+    """exp of x, in place. In fp32 it uses exp2, as the kernels do: on a CPU, torch.exp becomes ten times slower when
+    it underflows, but torch.exp2 does not."""
     return x.exp_() if x.dtype == torch.float64 else x.mul_(math.log2(math.e)).exp2_()
 
 
 def _product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
-    """scale * left @ right of [B, H, ., .], in one pass."""
+    """Compute scale * left @ right of [B, H, ., .] in one pass."""
     flat = torch.baddbmm(left.new_zeros(1, 1, 1), left.flatten(0, 1), right.flatten(0, 1), beta=0, alpha=scale)
     return flat.view(*left.shape[:2], *flat.shape[1:])
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to `dtype`, kept in its own."""
+    """Round x to `dtype`, but keep its own dtype."""
     return x if x.dtype == dtype else x.to(dtype).to(x.dtype)

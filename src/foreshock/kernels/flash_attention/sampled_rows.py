@@ -1,8 +1,8 @@
-"""Statistics of a sample of rows of any attention, in two launches: the rows, then their sum into the state.
+"""Statistics of sampled rows of any attention, in two launches: the first computes rows, the second adds them up.
 
-A program takes some rows of one head of one entry of the batch and goes over the keys that they see in tiles, first for
-the maxima and then for all else. The same rows, computed in the same way, as
-`foreshock.monitor.attention.probed_rows` computes in PyTorch where there is no GPU.
+A program computes some rows of one head and batch entry. It reads the keys that they see in tiles twice: first for the
+maxima, then for all other statistics. `foreshock.monitor.attention.probed_rows` computes the same rows in the same way
+in PyTorch, for machines without a GPU.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -43,7 +43,7 @@ from foreshock.kernels.flash_attention.triton_kernels.places import diagonal
 from foreshock.kernels.flash_attention.triton_kernels.ties import bf16_tie_threshold, one_tie_threshold
 from foreshock.kernels.flash_attention.visibility import BLIND, UNSEEN
 
-# What only sampled rows have.
+# Slots that only sampled rows have.
 _NONFINITE_OUTPUT_SLOT: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_OUTPUT_ROWS))
 _ENTROPY_ROWS_SLOT: tl.constexpr = tl.constexpr(int(Slot.ENTROPY_ROWS))
 _ENTROPY_SUM_SLOT: tl.constexpr = tl.constexpr(int(Slot.ENTROPY_SUM))
@@ -51,7 +51,7 @@ _MOST_ENTROPY_SUM_SLOT: tl.constexpr = tl.constexpr(int(Slot.MOST_ENTROPY_SUM))
 _CHECKED_SLOT: tl.constexpr = tl.constexpr(int(Slot.CHECKED_ROWS))
 _WRONG_SLOT: tl.constexpr = tl.constexpr(int(Slot.WRONG_ROWS))
 _OUTPUT_ERROR_SLOT: tl.constexpr = tl.constexpr(int(Slot.OUTPUT_ERROR_MAX))
-# What is kept of a row between the launches, one plane [h, r] each.
+# Values of a row between the two launches, one plane [h, r] each.
 _ROW_MAX: tl.constexpr = tl.constexpr(0)
 _LSE: tl.constexpr = tl.constexpr(1)
 _TIES_BF16: tl.constexpr = tl.constexpr(2)
@@ -61,21 +61,21 @@ _DELTA: tl.constexpr = tl.constexpr(5)
 _BIAS: tl.constexpr = tl.constexpr(6)
 _ENTROPY: tl.constexpr = tl.constexpr(7)
 _FINITE: tl.constexpr = tl.constexpr(8)
-"""Whether the output is finite: bit 0 as computed again, bit 1 as the model has it."""
+"""Whether the output is finite: bit 0 for the recomputed output, bit 1 for the model's."""
 _ERROR: tl.constexpr = tl.constexpr(9)
-"""Distance of the model's output from the one computed again, in parts of what rounding explains; NaN: not compared."""
+"""Distance between the model's output and the recomputed one, as a fraction of the rounding bound; NaN: no bound."""
 PLANES = 10
 _UNSEEN: tl.constexpr = tl.constexpr(UNSEEN)
 _BLIND: tl.constexpr = tl.constexpr(BLIND)
 _NO_WEIGHT: tl.constexpr = tl.constexpr(-256.0)
-"""An exponent of two whose power is 0 in float32: what a hidden key's is raised to, since 0 times infinity is NaN."""
+"""An exponent of two whose power is 0 in float32. It replaces -inf for hidden keys, because 0 times infinity is NaN."""
 _BOOL: tl.constexpr = tl.constexpr(1)
 _ADDED: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
 def draw(index, below):
-    """A number in [0, below) for `index`, int64: the finaliser of splitmix64, as probed_rows.drawn."""
+    """Return a pseudorandom int64 in [0, below) for `index`: the finaliser of splitmix64, as probed_rows.drawn."""
     z = index.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -85,7 +85,7 @@ def draw(index, below):
 
 @triton.jit
 def load_rows(source, rows, stride, mask, dim, BLOCK_D: tl.constexpr):
-    """Rows `rows` of the head at `source`, [rows, BLOCK_D]; zero where `mask` [rows] is not set."""
+    """Load `rows` of the head at `source`, [rows, BLOCK_D]; rows outside `mask` [rows] are zero."""
     columns = tl.arange(0, BLOCK_D)
     pointers = source + rows[:, None].to(tl.int64) * stride + columns[None, :]
     tile = tl.load(pointers, mask=mask[:, None] & (columns < dim)[None, :], other=0.0)
@@ -96,7 +96,7 @@ def load_rows(source, rows, stride, mask, dim, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def bounds(row, inside, cu_queries, cu_keys, sizes, SPEC: tl.constexpr):
-    """The keys [low, high) that causality, the window and the ends of packed sequences let each row see."""
+    """Return the keys [low, high) that each row sees, given causality, window and ends of packed sequences."""
     length_q, length_k, sequences, left, right = sizes[4], sizes[5], sizes[6], sizes[9], sizes[10]
     first = row * 0
     end = first + length_k
@@ -107,7 +107,7 @@ def bounds(row, inside, cu_queries, cu_keys, sizes, SPEC: tl.constexpr):
             index = start + tl.arange(0, 64)
             after = tl.load(cu_queries + 1 + index, mask=index < sequences, other=2147483647)
             sequence += tl.sum((after[None, :] <= row[:, None]).to(tl.int32), 1)
-        known = inside & (sequence < sequences)  # rows behind the last sequence see nothing
+        known = inside & (sequence < sequences)  # rows after the last sequence do not see any key
         start_q = tl.load(cu_queries + sequence, mask=known, other=0)
         end_q = tl.load(cu_queries + sequence + 1, mask=known, other=0)
         first = tl.load(cu_keys + sequence, mask=known, other=0)
@@ -129,7 +129,7 @@ def scores_of(
     asked, key, mask, row, start, low, high, stride_k, stride_m, sizes, score_numbers,
     MASK: tl.constexpr, KEYS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """What enters the softmax from a tile of keys, -inf where it is hidden; which are seen; what was added; keys."""
+    """Return a tile's softmax inputs (-inf for hidden keys), which keys are seen, the added bias, and the keys."""
     scale, softcap = score_numbers
     keys = start + tl.arange(0, KEYS)
     tile = load_rows(key, keys, stride_k, keys < sizes[5], sizes[7], SPEC.BLOCK_D)
@@ -166,7 +166,7 @@ def squared_norms(rows):
 
 @triton.jit
 def output_error(given, exact, largest, mean_square, asked, key_square, value_square, scale, allowed):
-    """As `output_check.distance`, of squared norms."""
+    """As `output_check.distance`, but given squared norms."""
     of_values, of_norms, of_maximum, of_scores, of_largest_value, at_least = allowed
     spread = tl.sqrt(tl.maximum(mean_square - squared_norms(exact), 0.0))
     norms = tl.sqrt(squared_norms(asked)) * tl.sqrt(key_square)
@@ -182,7 +182,7 @@ def row_statistics_kernel(
     CHECKED: tl.constexpr, MARGIN: tl.constexpr, DRAWN: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, BLOCK_DV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Everything about ROWS rows of one head in one entry of the batch, into the planes of `kept`."""
+    """Compute all values of ROWS rows of one head and batch entry, and store them in the planes of `kept`."""
     stride_g, stride_o, stride_q, stride_k, stride_v, stride_m = strides
     batch, group, entries, count = sizes[0], sizes[1], sizes[2], sizes[3]
     length_q, length_k, dim, dim_v = sizes[4], sizes[5], sizes[7], sizes[8]
@@ -257,7 +257,7 @@ def row_statistics_kernel(
             mean_square += tl.sum(weights * squares[None, :], 1)
             value_square = tl.maximum(value_square, tl.max(squares, 0))
     if MASK == _ADDED:
-        visible = tl.where(visible == visible, visible, 1.0)  # where what was added is not finite
+        visible = tl.where(visible == visible, visible, 1.0)  # NaN if the bias is not finite
         visible = tl.where(most_added <= _BLIND, 0.0, visible)
     grad_out += entry * stride_g[0] + head.to(tl.int64) * stride_g[1]
     out += entry * stride_o[0] + head.to(tl.int64) * stride_o[1]
@@ -275,7 +275,7 @@ def row_statistics_kernel(
     shared = tl.zeros((ROWS,), tl.float32)  # as visibility.shared_by_keys
     if MASK == _ADDED:
         shared = tl.where(finite(most_added) & (most_added > _BLIND), most_added, 0.0)
-    tl.store(kept + _ROW_MAX * plane, largest - shared, mask=inside)  # a NaN among the scores is one in their sum
+    tl.store(kept + _ROW_MAX * plane, largest - shared, mask=inside)  # may ignore a NaN score; the lse shows it
     tl.store(kept + _LSE * plane, floor - shared + tl.log2(row_sum) * LN2, mask=inside)
     tl.store(kept + _TIES_BF16 * plane, ties_bf16.to(tl.float32), mask=inside)
     tl.store(kept + _TIES_ONE * plane, ties_one.to(tl.float32), mask=inside)
@@ -293,7 +293,7 @@ def row_statistics_kernel(
 
 @triton.jit
 def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, CHECKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds the rows of one head to its state, in a fixed order; the last program moves the tick on."""
+    """Add the rows of one head to its state, in a fixed order; the last program increments the tick."""
     head = tl.program_id(0)
     if head == heads:
         add_count(tick, 1)
@@ -301,7 +301,7 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, CHECKE
         plane = count * heads
         kept += head * count
         state += head.to(tl.int64) * stride_head
-        # In registers up to the end: the state's words are atomic, and each block would wait for the one before.
+        # Sums stay in registers until the end: with atomic adds to the state, each block would wait for the last one.
         counted_rows = tl.full((), 0, tl.int64)
         tied_bf16 = counted_rows
         tied_one = counted_rows
@@ -389,7 +389,7 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, CHECKE
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, out: Tensor, spec: AttentionSpec) -> bool:
-    """Whether the kernels read these tensors: 16 bits, rows of adjacent elements, head dims up to 256."""
+    """Whether the kernels support these tensors: 16 bits, rows of adjacent elements, head dims up to 256."""
     tensors = (query, key, value, out)
     return (
         spec.numerics == "kernel"
@@ -399,7 +399,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, out: Tensor, spec: Attenti
 
 
 def tiles_for(width: int, count: int) -> dict[str, int]:
-    """Rows and keys of a tile and warps of a program, for head dims up to `width` and `count` rows of an entry."""
+    """Return rows and keys of a tile and warps of a program, for head dims up to `width` and `count` rows per entry."""
     narrow = width <= 128
     rows = min(64 if narrow else 32, max(16, 1 << (count - 1).bit_length()))
     return {"ROWS": rows, "KEYS": 64 if narrow else 32, "num_warps": 4}
@@ -419,11 +419,12 @@ def count_sampled_rows(
     chosen: tuple[int, int],
     spec: AttentionSpec,
 ) -> None:
-    """Add rows of each head to `state`, and move `tick` on by 1. chosen: the number of entries, and of rows of each.
+    """Add sampled rows of each head to `state`, and increment `tick`. Never waits for the device.
 
-    query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]; out, grad_out [B, H, Sq, Dv]; mask bool or added
-    to the scores, broadcast to [B, H, Sq, Sk]; cu_queries, cu_keys int32 [N + 1] where N sequences are packed (B = 1).
-    state int64 [H, SLOT_COUNT]; tick int64 [1]. All rows where these are all. Never waits for the device.
+    chosen: number of batch entries, and of rows per entry; if that is all rows, each is counted once. query is
+    [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]; out and grad_out are [B, H, Sq, Dv]. mask is bool or
+    added to the scores, and broadcasts to [B, H, Sq, Sk]. cu_queries and cu_keys are int32 [N + 1] if N sequences are
+    packed (B = 1). state is int64 [H, SLOT_COUNT], tick int64 [1].
     """
     batch, heads, length_q, dim = query.shape
     length_k, dim_v = value.shape[2:]

@@ -1,4 +1,4 @@
-"""What one call of attention computes, and the sentences that refuse what it does not."""
+"""The specification of one attention call, and the checks of its arguments."""
 
 import math
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from torch import Tensor
 Numerics = Literal["float64", "float32", "kernel", "paper"]
 """How attention is rounded.
 
-- float64: the truth; everything in float64.
-- float32: everything in float32; the control arm.
-- kernel: a FlashAttention-2 kernel. Operands in bf16 or fp16; scores, row maximum, row sum and accumulator in fp32;
+- float64: everything in float64; the reference for tests.
+- float32: everything in float32; used for control runs.
+- kernel: as a FlashAttention-2 kernel. Operands in bf16 or fp16; scores, row maximum, row sum and accumulator in fp32;
   P rounded to the operand dtype for P V and P^T dO, dS rounded for dS K and dS^T Q; O rounded once.
-- paper: the reference code of arXiv 2510.04212. As kernel, but scores, row sum and O before its division are rounded
-  to the operand dtype too.
+- paper: as the reference code of arXiv 2510.04212. Like kernel, but scores, row sum and O before its division are
+  rounded to the operand dtype too.
 """
 
 CausalAlignment = Literal["none", "top_left", "bottom_right"]
-"""Where the causal diagonal starts when lengths differ: query i sees keys up to i (top_left, as PyTorch's SDPA) or up
-to i + Sk - Sq (bottom_right, as FlashAttention)."""
+"""Where the causal diagonal starts if lengths differ: query i sees keys up to i (top_left, as in PyTorch's SDPA) or up
+to i + Sk - Sq (bottom_right, as in FlashAttention)."""
 
 Rounds = Literal["operands", "scores", "unknown"]
-"""What an attention that somebody else computes rounds to the type of its operands beside its weights and its output:
-nothing; its scores too; or what, and to which type, is unknown."""
+"""What the model's own attention rounds to its operands' type, in addition to its weights and its output: nothing
+(operands), its scores, or unknown."""
 
 NUMERICS: Final[tuple[str, ...]] = get_args(Numerics)
 CAUSAL_ALIGNMENTS: Final[tuple[str, ...]] = get_args(CausalAlignment)
@@ -33,12 +33,12 @@ _INPUT_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.floa
 
 
 WIDEST: Final = 2**30
-"""Lengths, and sides of a window, from which on the sum of two would not fit into the kernels' 32-bit indices."""
+"""Lengths and window sides must be smaller than this: the sum of two has to fit the kernels' 32-bit indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What one call of attention computes, apart from its tensors.
+    """Specification of one attention call, without its tensors.
 
     With off = Sk - Sq (0 under top_left alignment), query i sees the keys j with
     i + off - window_left <= j <= i + off + window_right, and j <= i + off when causal.
@@ -48,28 +48,28 @@ class AttentionSpec:
     """Factor of the scores, usually 1 / sqrt(D)."""
     causal: CausalAlignment = "none"
     window_left: int = -1
-    """Keys visible before the diagonal; -1 means all, and so does WIDEST or more."""
+    """Keys visible before the diagonal; -1, or WIDEST and more, means all."""
     window_right: int = -1
-    """Keys visible after the diagonal; likewise."""
+    """Keys visible after the diagonal; -1, or WIDEST and more, means all."""
     softcap: float = 0.0
     """Scores become softcap * tanh(score / softcap); 0 means off."""
     dropout_p: float = 0.0
     """Probability of dropping an entry of P."""
     numerics: Numerics = "kernel"
     residual: bool = True
-    """Whether what rounding takes from O is kept; without it there is no backward."""
+    """Whether the rounding residual of O is stored; the backward needs it."""
     rounds: Rounds = "operands"
-    """Of an attention that is sampled alone: what the check of its output allows."""
+    """Only for the model's own attention, which is sampled: the rounding that the check of its output allows."""
     learned_bias: bool = False
-    """Of the same: its mask has a gradient. What such a bias adds to a whole row counts as score, since it may be a
-    product with the query."""
+    """Only for the model's own attention: whether its mask has a gradient. A number that a learned bias adds to a whole
+    row counts as part of the score, because it may be a product with the query."""
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
             raise ValueError(f"numerics {self.numerics!r} does not exist; use one of {', '.join(NUMERICS)}")
         if self.causal not in CAUSAL_ALIGNMENTS:
             raise ValueError(f"causal {self.causal!r} is unknown; use True, False, {', '.join(CAUSAL_ALIGNMENTS)}")
-        if not -math.inf < self.scale < math.inf:  # torch.compile follows this where the head dim is a symbol
+        if not -math.inf < self.scale < math.inf:  # torch.compile can trace this even if the head dim is symbolic
             raise ValueError(f"scale is {self.scale}; give a finite number or None for 1 / sqrt(head_dim)")
         if min(self.window_left, self.window_right) < -1:
             window = (self.window_left, self.window_right)
@@ -89,15 +89,18 @@ class AttentionSpec:
 
     @property
     def text(self) -> str:
-        """The fields in order, parted by spaces, as the operators take them: one argument costs PyTorch's dispatcher
-        much less than seven. The last word counts the forward's outputs: PyTorch keeps compiled graphs on disk by their
-        arguments, and would take one that an older version of the operator left there."""
+        """The fields in order, separated by spaces: the operators' argument `spec`.
+
+        One argument costs PyTorch's dispatcher much less than ten. The last word is the number of the forward's
+        outputs: PyTorch caches compiled graphs on disk by their arguments, and without it would load one that was
+        compiled for an older version of the operator.
+        """
         numbers = f"{self.scale} {self.causal} {self.window_left} {self.window_right} {self.softcap} {self.dropout_p}"
         return f"{numbers} {self.numerics} {self.residual:d} {self.rounds} {self.learned_bias:d} 5"
 
 
 def constants(*numbers: float) -> tuple[float, ...]:
-    """`numbers`, which torch.compile may hold as symbols, as constants of the graph: a call's spec is part of it."""
+    """Turn `numbers`, which may be symbolic under torch.compile, into constants: a graph contains its call's spec."""
     if not torch.compiler.is_compiling():
         return numbers
     return tuple(float.fromhex(float(number).hex()) for number in numbers)
@@ -105,7 +108,7 @@ def constants(*numbers: float) -> tuple[float, ...]:
 
 @lru_cache(maxsize=1024)
 def spec_of(text: str) -> AttentionSpec:
-    """The spec whose `text` this is."""
+    """Parse the `text` of a spec."""
     scale, causal, left, right, softcap, dropout_p, numerics, residual, rounds, learned, _ = text.split()
     return AttentionSpec(
         float(scale),
@@ -123,12 +126,12 @@ def spec_of(text: str) -> AttentionSpec:
 
 @lru_cache(maxsize=1024)
 def text_of(*fields: Any) -> str:
-    """The `text` of the spec of these fields. Raises ValueError with a sentence for what there is not."""
+    """Return the `text` of a spec with these fields. Raises ValueError with a sentence for values that are invalid."""
     return AttentionSpec(*fields).text
 
 
 class Arguments(NamedTuple):
-    """What a call is given beside its tensors and its state, as `foreshock::attention_forward` describes it (op.py)."""
+    """Arguments of a call except query, key, value and state; `foreshock::attention_forward` describes them (op.py)."""
 
     modes: Tensor | None
     cu_seqlens_q: Tensor | None
@@ -140,7 +143,7 @@ class Arguments(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for its backward, as `foreshock::attention_forward` describes it (op.py)."""
+    """Tensors that a forward saves for its backward; `foreshock::attention_forward` describes them (op.py)."""
 
     query: Tensor
     key: Tensor
@@ -153,28 +156,31 @@ class Saved(NamedTuple):
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The 16-bit type of the matrix products' operands: the input's own, or bf16 for wider inputs."""
+    """Return the 16-bit type of the matrix products' operands: the input's type, or bf16 for wider inputs."""
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
 
 
 def compute_dtype(numerics: Numerics) -> torch.dtype:
-    """The type of scores, row maximum, row sum, accumulator, lse: float64 under float64, else float32."""
+    """Return the type of scores, row maximum, row sum, accumulator and lse: float64 under float64, else float32."""
     return torch.float64 if numerics == "float64" else torch.float32
 
 
 def residual_dtype(dtype: torch.dtype, numerics: Numerics) -> torch.dtype:
-    """The type of O's saved rounding residual: 2 bytes where O was rounded to 16 bits, else as wide as the work."""
+    """Return the type of O's saved rounding residual: 16 bits if O is rounded to 16 bits, else the compute dtype."""
     return operand_dtype(dtype) if numerics in ("kernel", "paper") else compute_dtype(numerics)
 
 
 def residual_scale(dtype: torch.dtype) -> float:
-    """What O's rounding residual is multiplied by before it is stored in this dtype. In fp16 the residual of an O below
-    about 1e-3 would underflow; times the inverse of fp16's relative step it is about as large as O itself."""
+    """Return the factor for O's rounding residual before it is stored in this dtype.
+
+    In fp16, the residual of an O below about 1e-3 would underflow; multiplied by the inverse of fp16's relative step,
+    it is about as large as O.
+    """
     return 2.0**11 if dtype == torch.float16 else 1.0
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, numerics: Numerics) -> None:
-    """Raise ValueError with a sentence unless query [B, H, Sq, D] and key, value [B, Hkv, Sk, D] fit together."""
+    """Raise ValueError with a sentence unless query [B, H, Sq, D] and key, value [B, Hkv, Sk, D] are compatible."""
     if not query.dim() == key.dim() == value.dim() == 4:
         given = _shapes(query, key, value)
         raise ValueError(f"{given}: attention takes query [B, H, Sq, D] and key, value [B, Hkv, Sk, D]")
@@ -205,7 +211,7 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 def check_packed(query: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
-    """Raise ValueError unless the cumulative lengths of packed sequences, int32 [N + 1], come in a fitting pair."""
+    """Raise ValueError unless both or none of the cumulative lengths are given, each int32 [N + 1]."""
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return
     if cu_seqlens_q is None or cu_seqlens_k is None:

@@ -1,7 +1,7 @@
-"""The statistics of a head: what is asked of every row, and how it is added to the state.
+"""The statistics of a head: the values of each row, and how they are added to the state.
 
-A row is one query position of one batch entry. Scores are what enters the softmax: scaled, soft-capped, and rounded
-where the numerics round them. `foreshock.contract.slots` defines every statistic.
+A row is one query position of one batch entry. Scores are the input of the softmax: scaled, soft-capped, and rounded
+if the numerics round them. `foreshock.contract.slots` defines every statistic.
 """
 
 import math
@@ -16,7 +16,7 @@ from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[slice, slice]]:
-    """Slots that lie side by side: where in a state, and where in `slots`. Each run is one operation on the device."""
+    """Group adjacent slots: (slice of a state, slice of `slots`). Each group is one operation on the device."""
     runs: list[tuple[slice, slice]] = []
     for place, slot in enumerate(slots):
         first, source = runs.pop() if runs and runs[-1][0].stop == slot else (slice(slot, slot), slice(place, place))
@@ -24,7 +24,7 @@ def _runs(slots: Sequence[Slot]) -> list[tuple[slice, slice]]:
     return runs
 
 
-# What `accumulate` counts, in the order in which it has the values. It leaves all other slots alone.
+# The slots that `accumulate` updates, in the order of its values. It does not change any other slot.
 _COUNTS: Final = _runs(
     [
         Slot.ROWS,
@@ -50,19 +50,19 @@ _SUMS: Final = _runs(
 
 
 def new_state(heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """The state of heads that have seen nothing, int64 [heads, SLOT_COUNT], which `flash_attention` counts into.
+    """Return an empty state, int64 [heads, SLOT_COUNT], into which `flash_attention` counts statistics.
 
-    A slot holds a count, or the bits of a sum or maximum as float64 (`foreshock.contract.slots`, which also reads them
-    and names their units: rows, or nats). heads: of the query, 1 or more; anything less raises ValueError. device:
-    where the query lies; PyTorch refuses one that is not there.
+    A slot contains a count, or the bits of a sum or maximum as float64; `foreshock.contract.slots` reads them and
+    names their units (rows or nats). heads: query heads; raises ValueError if less than 1. device: the query's device;
+    PyTorch raises an error if it does not exist.
     """
     if heads < 1:
-        raise ValueError(f"a state of {heads} heads was asked for; give the number of query heads, 1 or more")
+        raise ValueError(f"heads is {heads}; pass the number of query heads, 1 or more")
     return torch.from_numpy(identity_row()).to(device).expand(heads, SLOT_COUNT).clone()
 
 
 def one_margin(operand_dtype: torch.dtype) -> float:
-    """How far below its row's maximum m a score s may lie for exp(s - m) to round to 1 in `operand_dtype`.
+    """Return the largest m - s, for row maximum m and score s, at which exp(s - m) rounds to 1 in `operand_dtype`.
 
     -ln(1 - eps / 4): half a step below 1, where the step is eps / 2, and 1 is even. 1.955e-3 in bf16, 2.442e-4 in fp16.
     """
@@ -70,18 +70,18 @@ def one_margin(operand_dtype: torch.dtype) -> float:
 
 
 def several_within(scores: Tensor, row_max: Tensor, margin: float, scratch: Tensor) -> Tensor:
-    """Rows with more than one score s where row_max - s <= margin, bool [B, H, Sq, 1]. Overwrites `scratch`."""
+    """Return the rows with several scores s >= row_max - margin, bool [B, H, Sq, 1]; overwrite `scratch`."""
     return torch.sub(scores, row_max, out=scratch).ge_(-margin).sum(-1, keepdim=True) > 1
 
 
 def several_in_bf16(scores: Tensor, row_max: Tensor) -> Tensor:
-    """Rows with more than one score that rounds to the same bf16 as the row's maximum, bool [B, H, Sq, 1]."""
+    """Return the rows in which more than one score rounds to the maximum's bf16 value, bool [B, H, Sq, 1]."""
     return scores.to(torch.bfloat16).eq_(row_max.to(torch.bfloat16)).sum(-1, keepdim=True) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the backward knows of every row; all [B, H, Sq]."""
+    """Values of every row in the backward, all [B, H, Sq]."""
 
     row_max: Tensor
     lse: Tensor
@@ -89,31 +89,31 @@ class Rows:
     tied_one: Tensor
     shifted: Tensor
     visible_keys: Tensor
-    """Number of keys the row sees, broadcastable."""
+    """Number of keys that the row sees, broadcastable."""
     delta: Tensor
     """delta_hp = rowsum(dO * (O_hi + O_residual))."""
     delta_bias: Tensor
     """delta_lp - delta_hp = -rowsum(dO * O_residual)."""
     entropy: Tensor | None = None
-    """lse - sum P S of rows that are sampled (nats)."""
+    """lse - sum P S, only of sampled rows (nats)."""
     computed_finite: Tensor | None = None
-    """Whether the output is finite when it is computed again from query, key and value in at least float32, bool."""
+    """Whether the output recomputed from query, key and value in at least float32 is finite, bool."""
     output_finite: Tensor | None = None
     """Whether the model's own output is finite, bool."""
     output_error: Tensor | None = None
-    """How far the model's own output is from its recomputation, in parts of what rounding explains (output_check.py);
-    NaN where that is unknown."""
+    """Distance between the model's own output and its recomputation, as a fraction of the rounding bound
+    (output_check.py); NaN if it has no bound."""
 
 
 def accumulate(state: Tensor, rows: Rows) -> None:
-    """Add the statistics of `rows` to `state`, int64 [H, SLOT_COUNT]. No host synchronisation; deterministic."""
+    """Add the statistics of `rows` to `state`, int64 [H, SLOT_COUNT]. Deterministic, without host synchronisation."""
     if rows.row_max.numel() == 0:
         return
     seen = (rows.visible_keys > 0).expand_as(rows.row_max)
-    # A sum is finite only if all its parts are; abs() < inf is false for NaN too.
+    # A sum is finite only if all its summands are; abs() < inf is False for NaN too.
     finite = (rows.row_max + rows.lse + rows.delta + rows.delta_bias).abs() < math.inf
     counted = finite & seen
-    # A finite query and key have finite scores in float32, so that other scores show an input that is not finite.
+    # Finite queries and keys have finite scores in float32, so a nonfinite score proves a nonfinite input.
     input_finite = (rows.row_max + rows.lse).abs() < math.inf
     if rows.computed_finite is not None:
         input_finite &= rows.computed_finite
@@ -122,7 +122,7 @@ def accumulate(state: Tensor, rows: Rows) -> None:
         [counted, rows.tied_bf16, rows.tied_one, rows.shifted, seen, finite, input_finite, output_sound]
     )
     counts[1:4] &= counted
-    counts[4:].logical_not_()  # empty; not finite, and its two parts
+    counts[4:].logical_not_()  # invert to: empty, not finite, and the two parts of not finite
     counts[5] &= seen
     counts[6:] &= counts[5]
     added = counts.sum((1, 3)).T

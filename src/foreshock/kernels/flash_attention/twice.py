@@ -1,7 +1,7 @@
-"""Gradients of the attention that can be differentiated again, or taken for many output gradients at once.
+"""Attention gradients that can be differentiated again, or computed for many output gradients at once.
 
-Our backward kernels give gradients and no way on from there. Where autograd asks for one (`create_graph`, or a batch of
-gradients under vmap), PyTorch's plain attention computes the same function of the same operands instead.
+The gradients of foreshock's backward kernels cannot be differentiated. If autograd needs that (`create_graph`, or a
+batch of gradients under vmap), PyTorch's plain attention computes the same function of the same operands instead.
 """
 
 import torch
@@ -10,11 +10,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 
-_sdpa = torch.nn.functional.scaled_dot_product_attention  # the name may be rebound later
+_sdpa = torch.nn.functional.scaled_dot_product_attention  # saved here because libraries rebind the name
 
 
 def is_asked(grad_out: Tensor) -> bool:
-    """Whether a backward that is given `grad_out` has to be one that autograd can follow."""
+    """Whether the backward of `grad_out` has to be differentiable."""
     functorch = torch._C._functorch
     return (
         torch.is_grad_enabled() or functorch.is_batchedtensor(grad_out) or functorch.is_legacy_batchedtensor(grad_out)
@@ -31,18 +31,18 @@ def differentiable_gradients(
     *,
     packed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query [B, H, Sq, D] and of key and value [B, Hkv, Sk, D], as functions of all four tensors.
+    """Return differentiable gradients of query [B, H, Sq, D] and of key and value [B, Hkv, Sk, D].
 
-    Raises RuntimeError for a window, a softcap, dropout, packed sequences, lengths that differ under bottom_right, and
+    Raises RuntimeError for a window, a softcap, dropout, packed sequences, different lengths under bottom_right, and
     a gradient of the log-sum-exp.
     """
     aligned = spec.causal != "bottom_right" or query.shape[2] == key.shape[2]
     plain = not (packed or spec.softcap or spec.dropout_p or max(spec.window_left, spec.window_right) >= 0)
     if not plain or not aligned or grad_lse is not None:
         raise RuntimeError(
-            "the gradient of foreshock's attention is differentiated again (create_graph=True, or many gradients at "
-            "once), which it cannot with a window, a softcap, dropout, packed sequences, a bottom-right diagonal or a "
-            "gradient of the log-sum-exp; watch this model with attention='keep'"
+            "foreshock's attention does not support second derivatives (create_graph=True, or many gradients at once) "
+            "with a window, a softcap, dropout, packed sequences, a bottom-right diagonal or a gradient of the "
+            "log-sum-exp; watch this model with attention='keep'"
         )
     followed = torch.is_grad_enabled()
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):

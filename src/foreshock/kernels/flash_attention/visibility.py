@@ -1,4 +1,4 @@
-"""Which keys a query sees: causal alignment, sliding window, packed sequences."""
+"""Determine which keys a query sees: causal alignment, sliding window, packed sequences."""
 
 import math
 from functools import lru_cache
@@ -10,14 +10,14 @@ from torch import Tensor
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 
 UNSEEN: Final = 126 * math.log(2)
-"""A bias this many nats below the largest of its row takes a key out of sight: exp of it is below the smallest
-normal number of float32 and bf16."""
+"""A bias this many nats below the largest of its row hides a key: exp(-UNSEEN) is the smallest normal number of
+float32 and bf16."""
 BLIND: Final = -1000.0
-"""A row whose largest bias is no more than this sees nothing. People write masks of -1e4 and less."""
+"""A row whose largest bias is at most this does not see any key. Masks in use are -1e4 or lower."""
 
 
 def hide(scores: Tensor, spec: AttentionSpec, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
-    """Set scores [B, H, Sq, Sk] to -inf, in place, where a query does not see a key, NaN or not.
+    """Set scores [B, H, Sq, Sk] of keys that a query does not see to -inf, in place, even if they are NaN.
 
     Returns the number of keys that each query sees, [Sq] or [].
     """
@@ -27,12 +27,12 @@ def hide(scores: Tensor, spec: AttentionSpec, cu_seqlens_q: Tensor | None, cu_se
         scores.masked_fill_(~visible, -math.inf)
         return visible.sum(-1)
     lower, upper = _diagonals(spec, keys - queries)
-    # tril_ and triu_ forget what a hidden score was, and are several times as fast on a CPU as masked_fill_.
+    # tril_ and triu_ overwrite hidden NaNs too, and on a CPU are several times as fast as masked_fill_.
     if upper is not None:
         scores.tril_(upper)
     if lower is not None:
         scores.triu_(lower)
-    # A mask made while a CUDA graph is captured belongs to that graph; only the CPU's are kept for later calls.
+    # A mask made while a CUDA graph is captured belongs to that graph, so only CPU masks are cached.
     build = _barrier if scores.device.type == "cpu" else _barrier.__wrapped__
     barrier, visible_keys = build(queries, keys, lower, upper, scores.dtype, scores.device)
     if lower is not None or upper is not None:
@@ -41,7 +41,7 @@ def hide(scores: Tensor, spec: AttentionSpec, cu_seqlens_q: Tensor | None, cu_se
 
 
 def _diagonals(spec: AttentionSpec, difference: int) -> tuple[int | None, int | None]:
-    """The lowest and highest j - i of a visible pair; None is no bound."""
+    """Return the lowest and highest j - i of a visible pair; None means unbounded."""
     offset = 0 if spec.causal == "top_left" else difference
     right = [] if spec.window_right < 0 else [spec.window_right]
     if spec.causal != "none":
@@ -53,7 +53,7 @@ def _diagonals(spec: AttentionSpec, difference: int) -> tuple[int | None, int | 
 def _barrier(
     queries: int, keys: int, lower: int | None, upper: int | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """0 for a visible pair and -inf for a hidden one, [Sq, Sk]; keys that each query sees, [Sq]."""
+    """Return 0 for a visible pair and -inf for a hidden one, [Sq, Sk], and the keys that each query sees, [Sq]."""
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if upper is not None:
         visible.tril_(upper)
@@ -63,7 +63,7 @@ def _barrier(
 
 
 def _visible_packed(spec: AttentionSpec, queries: int, keys: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """Visible pairs of sequences packed end to end, bool [total_q, total_k]; past the last sequence there are none."""
+    """Return the visible pairs of packed sequences, bool [total_q, total_k]; False after the last sequence."""
     sequence_q, position_q = place(cu_seqlens_q, queries)
     sequence_k, position_k = place(cu_seqlens_k, keys)
     difference = torch.nn.functional.pad(cu_seqlens_k.diff() - cu_seqlens_q.diff(), (0, 1))
@@ -79,31 +79,32 @@ def _visible_packed(spec: AttentionSpec, queries: int, keys: int, cu_seqlens_q: 
 
 
 def place(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The sequence of every token (N past the last one) and its position there, both [total]."""
+    """Return each token's sequence (N after the last one) and its position in that sequence, both [total]."""
     token = torch.arange(total, dtype=torch.int32, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return sequence, token - cu_seqlens[sequence]
 
 
 def seen_keys(bias: Tensor) -> Tensor:
-    """How many keys a row sees, [...], by what is added to its scores [..., Sk]; -inf where nothing can be seen.
+    """Return how many keys a row sees, [...], given the bias [..., Sk] on its scores; -inf hides a key.
 
-    A key counts by its bias beside the largest of its row: 1 down to UNSEEN nats below it, and from there on
-    exponentially less, so that nothing jumps where a bias is learned. So a mask is a mask whatever number it was
-    written with, and the far keys of an ALiBi are seen as long as a score could bring them back. 0 for a row that is
-    BLIND; 1 where a bias is NaN or infinite, since the row is not empty.
+    A key counts as 1 if its bias is at most UNSEEN nats below the largest bias of its row, and exponentially less
+    beyond that, so that the count of a learned bias changes smoothly. So masks work with any large negative number,
+    and distant keys under ALiBi count as long as their scores can still matter. 0 for a row that is BLIND; 1 if a bias
+    is NaN or infinite, because the row is not empty.
     """
     largest = bias.amax(-1, keepdim=True)
-    # exp2, since on a CPU exp slows down tenfold where it underflows
+    # exp2, because on a CPU exp becomes ten times slower when it underflows
     weights = bias.sub(largest).add_(UNSEEN).clamp_(max=0.0).mul_(math.log2(math.e)).exp2_()
     return weights.sum(-1).nan_to_num_(nan=1.0).masked_fill_((largest <= BLIND).squeeze(-1), 0.0)
 
 
 def shared_by_keys(bias: Tensor) -> Tensor:
-    """What is added to a row as a whole, [...]: the largest of its bias [..., Sk], which -inf hides keys from.
+    """Return the number added to a whole row, [...]: the largest of its bias [..., Sk], in which -inf hides a key.
 
-    Softmax does not see it, and if queries and keys have no part in it, it says nothing of a head: ALiBi by the
-    position of the key is ALiBi by the distance. 0 for a row that is BLIND, and where a bias is NaN or infinite.
+    Softmax does not change with it. If it does not depend on queries and keys either, it carries no information about
+    the head: ALiBi by the key's position equals ALiBi by distance. 0 for a row that is BLIND, or if a bias is NaN or
+    infinite.
     """
     largest = bias.amax(-1).nan_to_num_(nan=0.0, posinf=0.0)
     return largest.masked_fill_(largest <= BLIND, 0.0)

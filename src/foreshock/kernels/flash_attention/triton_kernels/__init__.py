@@ -1,1 +1,1 @@
-"""The passes of forward and backward in Triton, and what they share; whoever imports one of them imports Triton."""
+"""The passes of forward and backward in Triton, and their shared functions. Importing any of them imports Triton."""

@@ -1,12 +1,13 @@
 """FlashAttention-2 backward in Triton, in three passes: rows (delta), dQ, dK and dV; then the statistics.
 
-No pass uses atomics: every block of rows writes its own partial statistics, and one small kernel adds them up in a
-fixed order, so that equal inputs give equal bits; it then adds each sum to the state at once, by an atomic, so that
-backwards of several streams may count into one state. The dQ
-pass comes before the dK, dV pass, for which it mends delta where a head's rows are corrected.
+The passes do not use atomics, so that equal inputs give equal bits: every block of rows writes its own partial
+statistics, and one small kernel adds them up in a fixed order. That kernel adds the sums to the state by atomics, so
+that backwards of several streams may count into one state. The dQ pass runs before the dK, dV pass, because it corrects
+delta of heads whose rows are corrected.
 
-Where Hopper's own backward is taken (hopper.py), that makes dQ, dK and dV in one pass, and adds to dQ in any order. The
-dQ pass then comes before it for heads whose rows are corrected, unless the host knows that none are (known_modes.py).
+If Hopper's own backward is used (hopper.py), it computes dQ, dK and dV in one pass, and the order of its additions to
+dQ varies. The dQ pass then runs before it for heads whose rows are corrected, unless the host knows that there are none
+(known_modes.py).
 """
 
 import torch
@@ -28,13 +29,13 @@ from foreshock.kernels.flash_attention.triton_kernels.tuning import Configs, con
 def attention_backward(
     grad_out: Tensor, saved: Saved, state: Tensor | None, given: Arguments, grad_lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None.
+    """Return the gradients of query, key and value; add the statistics of every row to `state` unless it is None.
 
     grad_lse: the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
     query, key, value = saved[:3]
     if state is not None and saved.second.shape != saved.row_max.shape:
-        raise ValueError("the forward was given no state, so that ties cannot be counted; give it to both, or to none")
+        raise ValueError("the forward was called without state, so ties are unknown; pass it to both, or to neither")
     grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
     call = call_of(query, key, value, given, grad_out, *saved[3:], state, grad_lse)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
@@ -42,7 +43,7 @@ def attention_backward(
         if state is not None:
             state[:, Slot.EMPTY_ROWS] += query.shape[0] * query.shape[2]
         return grads
-    if grad_out.stride(-1) != 1:  # an expanded gradient, as that of a sum
+    if grad_out.stride(-1) != 1:  # an expanded gradient, such as that of a sum
         grad_out = grad_out.contiguous()
     chosen = configs(call.capability, call.block_d, call.mean_keys)
     with on_device(query):
@@ -56,7 +57,7 @@ def attention_backward(
 
 
 def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: Grads) -> None:
-    """The three passes under given configurations, or Hopper's own in place of two, and the statistics."""
+    """Launch the three passes under given configurations, or Hopper's pass in place of two, and the statistics."""
     by_hopper = hopper.takes_backward(call, given, grads)
     members = hopper.members_of(call, grads[0].device) if by_hopper else 0
     known = known_modes(given.modes)
@@ -70,7 +71,7 @@ def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: Grads) -
             launch_grad_query(call, chosen.grad_query, given, rows, grads[0], corrected_only=True)
         others = given if known.some_corrected else given._replace(modes=None)
         if not hopper.BACKWARD.launched(call, others, rows, grads):
-            launch_backward(call, chosen, given, grads)  # which begins again, as delta may have been mended
+            launch_backward(call, chosen, given, grads)  # from the start: delta may be corrected already
             return
     else:
         corrected = chosen.corrected if known.all_corrected else None

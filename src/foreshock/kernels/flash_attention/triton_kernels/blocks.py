@@ -1,4 +1,4 @@
-"""Device functions that the forward and the backward share: loading a tile, rounding it, what a mode asks."""
+"""Device functions and constants that forward and backward share: loading, rounding and storing tiles, mode flags."""
 
 import torch
 import triton
@@ -8,8 +8,8 @@ from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import shift, spec
 
 INTERPRET: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter runs the kernels on a CPU. It multiplies bf16 as bit patterns and truncates where it should
-round, so there tiles are widened to fp32 when loaded and rounded by hand."""
+"""Whether Triton's interpreter runs the kernels on a CPU. It multiplies bf16 as bit patterns, and truncates instead of
+rounding, so under it tiles are converted to fp32 when loaded, and rounded explicitly."""
 
 EXACT_DELTA: tl.constexpr = tl.constexpr(int(Mode.EXACT_DELTA))
 PAPER_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.PAPER_SOFTMAX))
@@ -22,7 +22,7 @@ RESIDUAL_SCALE_FP16: tl.constexpr = tl.constexpr(spec.residual_scale(torch.float
 
 @triton.jit
 def to_operand(x, dtype: tl.constexpr):
-    """x rounded to nearest even in the operand's 16-bit type (the interpreter keeps the rounded values in fp32)."""
+    """Round x to nearest even in the operand's 16-bit type (in the interpreter, the result stays fp32)."""
     if INTERPRET:
         if dtype == tl.bfloat16:
             bits = x.to(tl.uint32, bitcast=True)
@@ -37,24 +37,24 @@ _ONES: tl.constexpr = tl.constexpr(8)
 
 @triton.jit
 def no_sums(ROWS: tl.constexpr):
-    """Sums of rows, [ROWS, 8], to which nothing was added yet."""
+    """Return row sums of zero, [ROWS, 8]."""
     return tl.zeros((ROWS, _ONES), tl.float32)
 
 
 @triton.jit
 def add_rows(sums, tile):
-    """`sums` and the rows of `tile`, 16-bit numbers [ROWS, C], summed in fp32.
+    """Add the row sums of `tile`, 16-bit numbers [ROWS, C], to `sums` in fp32.
 
-    By the matrix unit, as the narrowest product with ones that it takes: in registers alone, and in a sixteenth of the
-    instructions that adding up each entry takes, which these passes wait for.
+    The matrix unit computes them as a product with ones, of the narrowest width that it supports. This stays in
+    registers and takes a sixteenth of the instructions of adding each entry, which limit the speed of these passes.
     """
     return tl.dot(tile, tl.full((tile.shape[1], _ONES), 1.0, tile.dtype), sums)
 
 
 @triton.jit
 def row_sums(sums):
-    """What was added, [ROWS]."""
-    return tl.sum(sums, 1) / _ONES  # as many equal numbers: exact
+    """Return the sums, [ROWS]."""
+    return tl.sum(sums, 1) / _ONES  # exact, because all columns are equal
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def load_tile(
     source, batch, head, row, rows, stride, length, dim,
     SPEC: tl.constexpr, CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """`load_columns` of as many as the head dim takes."""
+    """Load a tile as wide as the head dim (`load_columns`)."""
     return load_columns(
         source, batch, head, row, rows, stride, length, dim, SPEC.BLOCK_D, SPEC.DIM_FULL, CHECK_ROWS, TMA
     )
@@ -73,7 +73,7 @@ def load_columns(
     source, batch, head, row, rows, stride, length, dim,
     BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows [row, row + rows) of one head as a tile [rows, BLOCK_D]; zero outside [0, length) x [0, dim).
+    """Load rows [row, row + rows) of one head as a tile [rows, BLOCK_D]; zero outside [0, length) x [0, dim).
 
     `source` is a tensor descriptor [B, H, S, D] under TMA, else a pointer to the head's first row.
     """
@@ -99,8 +99,10 @@ def load_columns(
 
 @triton.jit
 def in_registers(tile):
-    """`tile` of 16-bit numbers, which the matrix unit shall read from registers: where it comes from a load, Triton
-    leaves it in shared memory, whose bandwidth narrow tiles exhaust."""
+    """Move a `tile` of 16-bit numbers to registers, from which the matrix unit then reads it.
+
+    Triton leaves a loaded tile in shared memory, but narrow tiles exhaust the bandwidth of shared memory.
+    """
     if INTERPRET:
         return tile
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tile.dtype, True, 2)
@@ -121,8 +123,11 @@ def store_tile(pointer, tile, row, stride, length, dim, ROWS: tl.constexpr, SPEC
 
 @triton.jit
 def tanh(x):
-    """Within a few units in the last place. Near 0 the quotient would cancel, and its error, times a large softcap, be
-    larger than the score: there a Taylor series, whose first term left out is below 2^-27 of x."""
+    """tanh of x, accurate to a few units in the last place.
+
+    Near 0 the quotient would cancel, and its error, times a large softcap, could exceed the score. So a Taylor series
+    is used there; its first omitted term is below 2^-27 of x.
+    """
     square = x * x
     series = x + x * square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
     return tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0))
@@ -130,8 +135,8 @@ def tanh(x):
 
 @triton.jit
 def cap_scores(products, scale, softcap, SPEC: tl.constexpr):
-    """Scores from products of queries and keys. Unless PRESCALED they stay in units of 1 / scale, which saves a
-    multiplication an entry."""
+    """Return scores from products of queries and keys. Unless PRESCALED, they stay in units of 1 / scale, which saves
+    one multiplication per entry."""
     if SPEC.SOFTCAP:
         return softcap * tanh(products * (scale / softcap))
     if SPEC.PRESCALED:
@@ -141,7 +146,7 @@ def cap_scores(products, scale, softcap, SPEC: tl.constexpr):
 
 @triton.jit
 def load_seed(seeds):
-    """Dropout's seed; 0 without dropout."""
+    """Load dropout's seed; 0 without dropout."""
     seed = 0
     if seeds is not None:
         seed = tl.load(seeds)
@@ -150,7 +155,7 @@ def load_seed(seeds):
 
 @triton.jit
 def kept(seed, plane, queries, keys, threshold):
-    """Dropout's mask, as `dropout.kept`: the Philox word at (key, query, plane, 0) is at least `threshold`."""
+    """Return dropout's mask, as `dropout.kept`: the Philox word at (key, query, plane, 0) is at least `threshold`."""
     zero = (queries * 0 + keys * 0).to(tl.uint32)
     word, _, _, _ = tl.philox(
         seed, keys.to(tl.uint32) + zero, queries.to(tl.uint32) + zero, plane.to(tl.uint32) + zero, zero
@@ -174,8 +179,8 @@ def blank_rest_kernel(
     tensor, cu_seqlens, sequences, longest, total, stride_head, stride_row, dim, fill,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write `fill` to the rows of one head past the last packed sequence, and NaN to those of a sequence past the
-    length that was given for the longest: no program computes them, and nothing may pass for their result."""
+    """Fill the rows of one head that no program computes: `fill` after the last packed sequence, and NaN in a sequence
+    after `longest` rows, so that uninitialised memory cannot pass for a result."""
     tensor += tl.program_id(0).to(tl.int64) * stride_head
     _fill(tensor, tl.load(cu_seqlens + sequences), total, stride_row, dim, fill, ROWS, BLOCK_D)
     found = 0

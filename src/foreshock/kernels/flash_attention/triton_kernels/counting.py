@@ -35,7 +35,7 @@ SCORE_OFFSET_SUMSQ_SLOT: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUMSQ
 DELTA_BIAS_SUM_SLOT: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUM))
 DELTA_BIAS_ABS_SLOT: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_ABS))
 DELTA_BIAS_SUMSQ_SLOT: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUMSQ))
-# One bit a slot: how it is merged, and whether it is counted here.
+# One bit per slot: how it is merged, and whether these kernels count it.
 _IS_COUNT: tl.constexpr = tl.constexpr(sum(1 << slot for slot in COUNT_SLOTS))
 _IS_MAXIMUM: tl.constexpr = tl.constexpr(sum(1 << slot for slot in MAX_SLOTS))
 _COUNTED: Final = (
@@ -46,18 +46,19 @@ _COUNTED: Final = (
 _IS_COUNTED: tl.constexpr = tl.constexpr(sum(1 << slot.value for slot in _COUNTED))
 
 COUNT_ROWS: Final = 1024
-"""Rows a program of the counting kernel."""
+"""Rows per program of the counting kernel."""
 
 
 @triton.jit
 def finite(x):
-    """Neither NaN nor infinite."""
+    """Whether x is neither NaN nor infinite."""
     return tl.abs(x) < float("inf")
 
 
 @triton.jit
 def add_count(word, amount, mask=None):
-    """Add to words of the state. All three are atomic: backwards of several streams may count into one state."""
+    """Add to words of the state. Like the next two functions, it is atomic, because backwards of several streams may
+    count into one state."""
     tl.atomic_add(word, amount, mask=mask, sem="relaxed")
 
 
@@ -69,8 +70,8 @@ def add_sum(word, amount, mask=None):
 
 @triton.jit
 def raise_maximum(word, value, mask=None):
-    """Raise words of the state to float64 that are no NaN, where those are larger."""
-    # -0.0 compares as positive and has the bits of the least integer: as a sum with 0 it is 0.
+    """Set words of the state to the maximum of them and float64 values that are not NaN."""
+    # -0.0 would compare as positive but has the bits of the least integer; adding 0 makes it 0.
     tl.atomic_max(word.to(tl.pointer_type(tl.float64), bitcast=True), value + 0.0, mask=mask, sem="relaxed")
 
 
@@ -84,7 +85,7 @@ def merge(
     state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, strides,
     PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the statistics of `entries` blocks, the same number of each sequence, to one head's state, in their order."""
+    """Add the statistics of `entries` blocks, the same number per sequence, to one head's state in a fixed order."""
     stride_head, stride_slot = strides
     slot = tl.arange(0, _SLOTS_WIDE)
     known = slot < _SLOTS
@@ -96,7 +97,7 @@ def merge(
         plane = (entry // blocks) * heads + head
         source = partial + plane.to(tl.int64) * (_SLOTS * blocks) + entry % blocks
         mask = known[:, None] & (entry < entries)[None, :]
-        # Other programs wrote these: not from this multiprocessor's own cache.
+        # Other programs wrote these words, so bypass this multiprocessor's own cache.
         words = tl.load(source[None, :] + slot[:, None] * blocks, mask=mask, other=0, cache_modifier=".cg")
         values = words.to(tl.float64, bitcast=True)
         count += tl.sum(words, 1)
@@ -118,8 +119,8 @@ def count_kernel(
     lse, row_max, seconds, deltas, biases, done, modes, out, partial, state, cu_seqlens_q, cu_seqlens_k, strides, sizes,
     SPEC: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of a block of rows, int64 [planes, SLOT_COUNT, blocks]; the last program of a head adds all of
-    its blocks to the state."""
+    """Write the statistics of a block of rows to `partial`, int64 [planes, SLOT_COUNT, blocks]; a head's last program
+    adds all of the head's blocks to the state."""
     block = tl.program_id(0)
     heads, _, total_q, _, _, _, _, _, left, right, _, _ = sizes
     stride_state, stride_o, dim = strides
@@ -143,12 +144,12 @@ def count_kernel(
     if SPEC.HAS_LEFT:
         low = tl.maximum(low, queries + (offset - left))
     keys = tl.maximum(high - low, 0)
-    # A finite query and key have finite scores in float32, so that other scores show an input that is not finite.
+    # Finite queries and keys have finite scores in float32, so a nonfinite score proves a nonfinite input.
     entered = finite(largest) & finite(log_sum)
     whole = entered & finite(delta) & finite(bias)
     seen = inside & (keys > 0)
     unknown = seen & entered & (whole == 0)
-    if tl.max(unknown.to(tl.int32), 0) > 0:  # the value was not finite, or the gradient was
+    if tl.max(unknown.to(tl.int32), 0) > 0:  # a value or a gradient is not finite
         row = at_head(out, batch, head, start_q, stride_o) + queries.to(tl.int64) * stride_o[2]
         for column in range(dim):
             entered = entered & finite(tl.load(row + column, mask=unknown, other=0.0).to(tl.float32))
@@ -176,20 +177,20 @@ def count_kernel(
     _put(own, DELTA_BIAS_SUM_SLOT, blocks, tl.sum(bias, 0))
     _put(own, DELTA_BIAS_ABS_SLOT, blocks, tl.sum(tl.abs(bias), 0))
     _put(own, DELTA_BIAS_SUMSQ_SLOT, blocks, tl.sum(bias * bias, 0))
-    for slot in tl.static_range(_SLOTS):  # to what is counted elsewhere nothing is added
+    for slot in tl.static_range(_SLOTS):  # slots that these kernels do not count
         if ((_IS_COUNTED >> slot) & 1) == 0:
             if ((_IS_MAXIMUM >> slot) & 1) != 0:
                 _put(own, slot, blocks, tl.full((), float("-inf"), tl.float64))
             else:
                 tl.store(own + slot * blocks, tl.full((), 0, tl.int64))
-    tl.debug_barrier()  # all of this program's threads have written
+    tl.debug_barrier()  # wait until all threads of this program have written
     entries = tl.num_programs(1) // heads * blocks
     if tl.atomic_add(done + head, 1, sem="acq_rel") == entries - 1:
         merge(state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, stride_state, SPEC.PACKED, 128)
 
 
 def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) -> None:
-    """Every statistic of every row, added to the state."""
+    """Launch the kernel that adds every row's statistics to the state."""
     call.launch(
         "count",
         (

@@ -1,4 +1,4 @@
-"""FlashAttention-2 forward in Triton: O, what rounding took from it, log-sum-exp, each row's largest two scores."""
+"""FlashAttention-2 forward in Triton: O, its rounding residual, log-sum-exp and the two largest scores of each row."""
 
 import math
 
@@ -49,7 +49,7 @@ def _attend(
     MASKED: tl.constexpr, SHIFT: tl.constexpr, SECOND: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys [low, high) into the running accumulator, row sum, largest and, if asked, second largest score."""
+    """Add the keys [low, high) to the running accumulator, row sum, largest and, if SECOND, second largest score."""
     acc, total, row_max, second, before = running
     key, value, batch, kv_head = tensors
     _, length_k, _, _ = seen
@@ -72,7 +72,7 @@ def _attend(
         subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * unit)
         if SHIFT:
             subtracted += shift
-        # One rounding, and the same `subtracted` for every entry and for the rescaling: what it lost cancels in P / l.
+        # `subtracted` is rounded once and used for every entry and the rescaling, so its error cancels in P / l.
         p = tl.exp2(tl.fma(scores, unit, -subtracted[:, None]))
         shrink = tl.exp2(before - subtracted)
         total = total * shrink + tl.sum(p, 1)
@@ -84,7 +84,7 @@ def _attend(
         v = load_tile(value, batch, kv_head, start, BLOCK_N, stride_v, length_k, dim, SPEC, MASKED, TILE.tma)
         acc = tl.dot(rounded, v, acc)
         row_max = new_max
-        # Not 0 while nothing was seen: exp2(0 - subtracted) overflows when the first scores lie far below zero.
+        # Not 0 before the first visible key: exp2(0 - subtracted) would overflow if the first scores are very negative.
         before = tl.where(new_max == float("-inf"), new_max, subtracted)
     return acc, total, row_max, second, before
 
@@ -94,7 +94,7 @@ def _paper_shift(
     q, tensors, low, high, queries, seen, stride_k, numbers,
     SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The paper's shift of each row in powers of two, from a pass over its scores before the one that needs it."""
+    """Return the paper's shift of each row as an exponent of two, in an extra pass over the row's scores."""
     key, _, batch, kv_head = tensors
     _, length_k, _, _ = seen
     dim, _, scale, softcap, score_unit, _ = numbers
@@ -117,7 +117,7 @@ def _block(
     q, tensors, outputs, first, rows, length_q, seen, chance, strides, stride_o, numbers,
     SHIFT: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The whole forward of one block of queries, in one of its versions."""
+    """Compute the whole forward of one block of queries, with or without shift."""
     out, residual, lse, row_max_out, second_out = outputs
     SECOND: tl.constexpr = second_out is not None
     dim, _, _, _, score_unit, keep_scale = numbers
@@ -166,10 +166,10 @@ def forward_kernel(
     query, key, value, out, residual, lse, row_max_out, second_out, modes, cu_seqlens_q, cu_seqlens_k,
     seeds, strides, sizes, score_unit, order, SPEC: tl.constexpr, TILE: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head. The blocks that see most keys are started first.
+    """Compute one block of queries of one head. Blocks that see the most keys start first.
 
-    SHIFTED: of the heads that shift their rows, or of all others. Both versions in one kernel would take the sum of
-    their shared memory, so that a multiprocessor runs one program where it could run three.
+    SHIFTED: whether to compute the heads that shift their rows, or all others. One kernel with both versions would
+    need the sum of their shared memory, so that a multiprocessor could run only one program instead of three.
     """
     dtype: tl.constexpr = out.dtype.element_ty
     block, which = turn(order)
@@ -208,9 +208,9 @@ def forward_kernel(
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, given: Arguments, *, counted: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The forward of `foreshock::attention_forward`: out, out_residual, lse, row_max, second (arguments: see op.py).
+    """Return out, out_residual, lse, row_max and second, as `foreshock::attention_forward` (arguments: see op.py).
 
-    counted: whether a backward will count the statistics, for which it needs `second`.
+    counted: whether the backward will count statistics, for which it needs `second`.
     """
     call = call_of(query, key, value, given)
     out = torch.empty_like(query)
@@ -238,8 +238,8 @@ def launch_fastest(
     outputs: Outputs,
     given: Arguments,
 ) -> None:
-    """A launch for the heads that do not shift their rows, by Hopper's own kernel where that serves (hopper.py), and
-    one for those that do, unless the host knows that there are none."""
+    """Launch the heads that do not shift their rows, with Hopper's kernel if it supports the call (hopper.py), and
+    then the heads that do, unless the host knows that there are none."""
     config = configs(call.capability, call.block_d, call.mean_keys).forward
     shifts = known_modes(given.modes).some_shifted
     given = given._replace(modes=snapshot(given.modes) if shifts else None)
@@ -258,9 +258,9 @@ def launch_forward(
     *,
     shifted: bool = False,
 ) -> None:
-    """One launch under a given configuration; the benchmark calls it to compare configurations.
+    """Launch once under a given configuration; the benchmark uses this to compare configurations.
 
-    inputs are query, key and value. shifted: of the heads that shift their rows by `given.modes`, or of all others.
+    inputs are query, key and value. shifted: compute the heads that shift their rows by `given.modes`, or all others.
     """
     query, key, value = inputs
 

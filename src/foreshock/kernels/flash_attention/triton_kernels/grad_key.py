@@ -1,4 +1,4 @@
-"""The pass of the backward that makes dK and dV."""
+"""The pass of the backward that computes dK and dV."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ from foreshock.kernels.flash_attention.triton_kernels.tuning import Config
 
 @triton.jit
 def take_columns(first: tl.constexpr, ROWS: tl.constexpr):
-    """The matrix [ROWS, 16] whose product with folded rows adds up their columns first to first + 2."""
+    """Return the matrix [ROWS, 16] whose product with folded rows is the sum of their columns first to first + 2."""
     column = tl.arange(0, 16)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     dtype: tl.constexpr = tl.float32 if INTERPRET else tl.bfloat16
     return tl.where((column >= first) & (column < first + 3), 1.0, 0.0).to(dtype)
@@ -49,14 +49,14 @@ def _add_queries(
         scores = cap_scores(tl.dot(k, tl.trans(q)), scale, softcap, SPEC)
         grad_p = tl.dot(v, tl.trans(do))
         if FOLD:
-            # -lse / unit and -delta are added by the matrix unit: no vector of the tile's queries is held in registers.
-            # Past the last query these are 0, and so is all that P and dS are multiplied by.
+            # The matrix unit adds -lse / unit and -delta, so that no vector of the tile's queries takes registers.
+            # After the last query these are 0, and so are the rows by which P and dS are multiplied.
             row_parts = load_columns(folded, plane, 0, start, BLOCK_M, 8, length_q, 8, 16, False, MASKED, TILE.tma)
             scores = tl.dot(take_lse, tl.trans(row_parts), scores)
             grad_p = tl.dot(take_delta, tl.trans(row_parts), grad_p)
         else:
             inside = queries < length_q
-            # Past the last query P is exp2(-inf) = 0.
+            # After the last query, P is exp2(-inf) = 0.
             log2_lse = tl.load(log2_lses + rows + queries, mask=inside, other=float("inf"))
             delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
         if MASKED:
@@ -81,7 +81,7 @@ def grad_key_kernel(
     query, key, value, grad_out, grad_key, grad_value, folded, log2_lses, deltas, cu_seqlens_q, cu_seqlens_k, seeds,
     strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys of one key head, over every query head of its group."""
+    """Compute dK and dV of one block of keys of one key head, over all query heads of its group."""
     dtype: tl.constexpr = grad_key.dtype.element_ty
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
@@ -106,7 +106,7 @@ def grad_key_kernel(
         keys = first + tl.arange(0, BLOCK_N)
         offset = diagonal(length_q, length_k, SPEC.TOP_LEFT)
         last = tl.minimum(first + BLOCK_N, length_k) - 1
-        # Key j is seen by the queries j - offset - right to j - offset + left: the same ranges with sides swapped.
+        # The queries j - offset - right to j - offset + left see key j: the same ranges with swapped sides.
         low, full_low, full_high, high = key_ranges(
             first, last, (-offset, length_q, right, left), TILE.block_m, SPEC.HAS_RIGHT, SPEC.HAS_LEFT
         )
@@ -122,7 +122,7 @@ def grad_key_kernel(
             rows = tl.cast(plane, tl.int64) * total_q + start_q
             query_rows = query
             grad_rows = grad_out
-            fold_rows = deltas  # in place of None, which no tuple in a loop may hold
+            fold_rows = deltas  # a placeholder: tuples in loops cannot contain None
             if FOLD:
                 fold_rows = folded if TILE.tma else folded + rows * 8
             if not TILE.tma:
@@ -149,13 +149,13 @@ def grad_key_kernel(
 
 
 def launch_grad_key(call: Call, config: Config, given: Tensors, rows: RowVectors, grads: tuple[Tensor, Tensor]) -> None:
-    """dK and dV."""
+    """Launch the pass for dK and dV."""
 
     def settle() -> Launch:
         tile = settled(call, config, given)
         tiles = call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
         if tile.tma and rows.folded is not None:
-            tiles[6] = (tile.block_m, 16)  # what lies past its eight columns is read as 0
+            tiles[6] = (tile.block_m, 16)  # columns after the eighth are read as 0
         order = call.order(triton.cdiv(call.longest_k, tile.block_n), call.sequences * call.kv_heads, call.longest_q)
         return Launch(
             grad_key_kernel,

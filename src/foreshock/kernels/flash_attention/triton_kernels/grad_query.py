@@ -1,4 +1,4 @@
-"""The pass of the backward that makes dQ, and mends delta where a head's rows are corrected."""
+"""The pass of the backward that computes dQ, and corrects delta of heads whose rows are corrected."""
 
 import triton
 import triton.language as tl
@@ -38,8 +38,10 @@ def _add_keys(
     MASKED: tl.constexpr, CORRECT: tl.constexpr, STAGES: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys [low, high) to dQ of one block of queries, and to its defect, where rows are corrected: P K, and the
-    row sums of dS before and after the slope of a cap, and of dS and P as they are multiplied."""
+    """Add the keys [low, high) to dQ of one block of queries, and to its `defect` if rows are corrected.
+
+    The defect consists of P K and of row sums: of dS before and after the slope of a softcap, and of rounded dS and P.
+    """
     mixed_keys, sum_grad, sum_sloped, sum_rounded, sum_p = defect
     q, grad_out = operands
     key, value, batch, kv_head = tensors
@@ -86,7 +88,7 @@ def _block(
     operands, tensors, outputs, first, inside, rows, length_q, of_rows, seen, chance, strides, stride_g, numbers,
     CORRECT: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries, in one of its versions."""
+    """Compute dQ of one block of queries, with or without row correction."""
     grad_query, deltas, folded = outputs
     _, delta, row_sum = of_rows
     dim, _, scale, _, _ = numbers
@@ -96,7 +98,7 @@ def _block(
     if TILE.operands_in_registers and not CORRECT:
         q, do = operands
         operands = (in_registers(q), in_registers(do))
-    # A second accumulator leaves no registers for operands: they stay in shared memory, for a stage of the pipeline.
+    # With row correction, a second accumulator takes the registers: operands stay in shared memory, with fewer stages.
     STAGES: tl.constexpr = 2 if TILE.operands_in_registers and CORRECT else None
     last = tl.minimum(first + BLOCK_M, length_q) - 1
     low, full_low, full_high, high = key_ranges(first, last, seen, TILE.block_n, SPEC.HAS_LEFT, SPEC.HAS_RIGHT)
@@ -123,7 +125,7 @@ def _block(
         sum_p = row_sums(sum_p)
         sum_p = tl.where(sum_p == 0.0, 1.0, sum_p)
         sum_grad -= row_sum
-        # Under a cap the sum is zero before the slope.
+        # With a softcap, dS sums to zero before the slope.
         share = (sum_rounded - row_sum) / sum_p
         if SPEC.SOFTCAP:
             share = sum_grad + (sum_rounded - sum_sloped) / sum_p
@@ -143,7 +145,7 @@ def grad_query_kernel(
     query, key, value, grad_out, grad_query, grad_lses, log2_lses, deltas, folded, modes, cu_seqlens_q, cu_seqlens_k,
     seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr, CORRECTED_ONLY: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries of one head. CORRECTED_ONLY: of the heads alone whose rows are corrected."""
+    """Compute dQ of one block of queries of one head. CORRECTED_ONLY: skip heads whose rows are not corrected."""
     dtype: tl.constexpr = grad_query.dtype.element_ty
     BLOCK_M: tl.constexpr = TILE.block_m
     block, which = turn(order)
@@ -165,7 +167,7 @@ def grad_query_kernel(
     if taken:
         queries = first + tl.arange(0, BLOCK_M)
         inside = queries < length_q
-        # A tile is waited for where it is loaded: what is asked for before it arrives meanwhile.
+        # A tile's load waits until the tile arrives, so start the other loads before it.
         log2_lse = tl.load(log2_lses + rows + queries, mask=inside, other=float("inf"))
         delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
         q = load_tile(query, batch, head, first, BLOCK_M, stride_q[2], length_q, dim, SPEC, True, TILE.tma)
@@ -182,7 +184,7 @@ def grad_query_kernel(
         chance = (seed, plane, start_q, start_k, threshold)
         key_strides = (stride_k[2], stride_v[2])
         numbers = (dim, unit, scale, softcap, keep_scale)
-        # Whole versions, chosen once: a branch inside a loop would stop its pipelining.
+        # Choose between whole versions, because a branch inside a loop would disable its pipelining.
         if modes is not None:
             mode = tl.load(modes + head)
             if (mode & ROW_CORRECTED) != 0:
@@ -205,7 +207,7 @@ def grad_query_kernel(
 def launch_grad_query(
     call: Call, config: Config, given: Tensors, rows: RowVectors, grad_query: Tensor, *, corrected_only: bool = False
 ) -> None:
-    """dQ, and where rows are corrected, delta; corrected_only: of the heads alone whose rows `given.modes` corrects."""
+    """Launch the pass for dQ and corrected deltas; corrected_only: only for heads whose rows `given.modes` corrects."""
 
     def settle() -> Launch:
         tile = settled(call, config, given)

@@ -1,5 +1,7 @@
-"""Which forwards and backwards the kernels for Hopper take (hopper_forward.py, hopper_backward.py); Triton's take all
-others, and all where FORESHOCK_KERNELS=triton asks for them alone."""
+"""Decide which calls use the kernels for Hopper (hopper_forward.py, hopper_backward.py).
+
+Triton's kernels compute all other calls, or all calls if FORESHOCK_KERNELS=triton.
+"""
 
 import os
 import warnings
@@ -16,16 +18,16 @@ from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.triton_kernels.passes import Grads, Outputs, Tensors
 
 DIM: Final = 128
-"""The head dim that they are written for."""
+"""The only head dim that these kernels support."""
 BLOCK: Final = 128
-"""Keys of a program of the backward."""
+"""Keys per program of the backward."""
 SEARCHED: Final = ("3.6.", "3.7.", "3.8.")
-"""The versions of Triton from which what they compile into was searched for products of stale registers (3.6.0, 3.7.1
-and 3.8.0). A later one may order them otherwise, and nothing would tell. 3.6 alone ran on GPUs."""
+"""Versions of Triton whose compiled code was searched for products that read stale registers (3.6.0, 3.7.1 and 3.8.0).
+A later version could order instructions differently without any error message. Only 3.6 ran on GPUs."""
 
 
 def serves(call: Call, *tensors: Tensor) -> bool:
-    """Whether the kernels compute this call's forward, or its backward, of and into these tensors."""
+    """Whether the kernels support this call's forward or backward with these input and output tensors."""
     spec = call.spec
     all_seen = spec.right < 0 or (spec.causal != "none" and call.longest_q == call.longest_k)
     plain = spec.window_left < 0 and not call.compiled.PRESCALED and spec.dropout_p == 0
@@ -34,16 +36,16 @@ def serves(call: Call, *tensors: Tensor) -> bool:
 
 
 class Pass:
-    """The forward or the backward for Hopper. What could not be launched is not asked for again: a kind of call, or
-    every call if the kernels cannot be imported."""
+    """The forward or the backward for Hopper. After a launch failed, that kind of call is not tried again, or no call
+    if the kernels cannot be imported."""
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.failed: set[Any] = set()
-        """Kinds of calls; None stands for all."""
+        """Kinds of calls that failed; None means all."""
 
     def chosen(self, call: Call, *tensors: Tensor | None) -> bool:
-        """Whether it computes this call, of and into these tensors. The call remembers the answer."""
+        """Whether to use this pass for a call with these input and output tensors; the call caches the answer."""
         name = "hopper " + self.what
         answer = call.plans.get(name)
         if answer is None:
@@ -54,12 +56,12 @@ class Pass:
         return bool(answer) and not (self.failed and self.failed & {None, _kind(call)})
 
     def launched(self, call: Call, *arguments: object) -> bool:
-        """Launch it, and say whether it could be; a warning says why it could not."""
+        """Launch this pass and return whether it succeeded; a warning gives the reason of a failure."""
         try:
             self.load()(call, *arguments)
-        except torch.OutOfMemoryError:  # no fault of the kernel
+        except torch.OutOfMemoryError:  # not the kernel's fault
             raise
-        except Exception as error:  # an import's or a compiler's; what else is wrong, the other launch will say
+        except Exception as error:  # an error of the import or compiler; the fallback raises all others again
             self.failed.add(None if isinstance(error, ImportError) else _kind(call))
             warnings.warn(
                 f"foreshock's {self.what} for Hopper could not be launched ({type(error).__name__}: "
@@ -70,20 +72,20 @@ class Pass:
         return True
 
     def load(self) -> Callable[..., None]:
-        """Its launch. The first call imports Gluon, which takes a second."""
+        """Return the launch function. The first call imports Gluon, which takes a second."""
         launch: Callable[..., None] = import_module(f"{__package__}.hopper_{self.what}").launch
         return launch
 
 
 def _kind(call: Call) -> Any:
-    """What the kernels are compiled for, and not the lengths: another length would fail as well, after compiling."""
+    """Return a call's compile-time constants, without its lengths: another length would fail too, after compiling."""
     return call.compiled, call.longest_k % BLOCK > 0, call.heads // call.kv_heads, *_asked
 
 
 FORWARD: Final = Pass("forward")
-"""Stores all of the heads that do not shift their rows."""
+"""Writes all outputs of heads that do not shift their rows."""
 BACKWARD: Final = Pass("backward")
-"""Stores dK and dV, and dQ of the heads whose rows are not corrected."""
+"""Writes dK and dV, and dQ of heads whose rows are not corrected."""
 
 
 def launched(
@@ -92,15 +94,16 @@ def launched(
     outputs: Outputs,
     modes: Tensor | None,
 ) -> bool:
-    """Launch the forward where it serves, and say whether it did (arguments: forward.launch_forward)."""
+    """Launch the forward if it supports the call; return whether it did (arguments: forward.launch_forward)."""
     return FORWARD.chosen(call, *inputs, *outputs[:2]) and FORWARD.launched(call, inputs, outputs, modes)
 
 
 def takes_backward(call: Call, given: Tensors, grads: Grads) -> bool:
-    """Whether the backward is to be launched: it serves and is the faster one, and nobody wants equal bits, which its
-    sums have not (torch.use_deterministic_algorithms). That may change from one call to the next.
+    """Whether to launch the backward for Hopper: it supports the call, is faster than Triton's passes, and determinism
+    is not requested (torch.use_deterministic_algorithms), because its sums are not deterministic. The answer may change
+    between calls.
 
-    Where every head is corrected, Triton's passes are faster, of which the one that makes dQ runs anyway.
+    If every head is corrected, Triton's passes are faster, because the dQ pass has to run in any case.
     """
     grouped = call.heads > call.kv_heads and call.spec.causal != "none" and call.longest_k <= _SHORT
     slower = grouped or known_modes(given.modes).all_corrected
@@ -110,13 +113,15 @@ def takes_backward(call: Call, given: Tensors, grads: Grads) -> bool:
 
 
 _SHORT: Final = 2048
-"""Up to so many keys it took 5 to 19 % longer than Triton's where query heads share a key head under a causal mask
+"""Up to this number of keys, it took 5 to 19 % longer than Triton's if query heads share a key head under a causal mask
 (benchmarks/results/hopper_grouped_h100.json)."""
 
 
 def each_version(dim: int, group: int) -> Iterator[None]:
-    """In each turn of this loop calls of `group` query heads a key head are served by another version of the backward,
-    also where Triton's is faster: which one serves depends on lengths, and who checks a call knows one of them."""
+    """Loop over the versions of the backward for `group` query heads per key head, even if Triton's is faster.
+
+    Normally the version depends on the lengths, but a check of the kernels uses only a few lengths.
+    """
     try:
         for members in sorted({1, group}) if dim == DIM else [0]:
             _asked[:] = [members] if members else []
@@ -126,11 +131,11 @@ def each_version(dim: int, group: int) -> Iterator[None]:
 
 
 _asked: Final[list[int]] = []
-"""Of `each_version`."""
+"""Query heads per program that `each_version` requests; empty outside of its loop."""
 
 
 def members_of(call: Call, device: torch.device) -> int:
-    """How many query heads that share a key head a program takes."""
+    """Return how many of the query heads that share a key head one program processes."""
     if call.heads == call.kv_heads:
         return 1
     if _asked:
@@ -143,12 +148,12 @@ def members_of(call: Call, device: torch.device) -> int:
 
 
 def fastest_members(call: Call, processors: int) -> int:
-    """How many query heads that share a key head a program takes: as many as leave enough programs for a GPU's
-    processors, since what is made of several heads is added but once.
+    """Return the fastest number of query heads per program, among those that share a key head.
 
-    Under a causal mask programs differ in their work, so that more of them have to be left. Those of short blocks run
-    ahead of the others there, to heads whose tiles no neighbour reads at that time: eight heads took 18 to 31 % longer
-    than four (benchmarks/results/hopper_grouped_h100.json).
+    More heads per program need fewer additions to dK and dV, but enough programs have to remain for all processors of
+    the GPU. Under a causal mask, programs differ in their work, so more programs have to remain. Programs with short
+    blocks then also run ahead to heads whose tiles no other program reads at that time: eight heads took 18 to 31 %
+    longer than four (benchmarks/results/hopper_grouped_h100.json).
     """
     group = call.heads // call.kv_heads
     programs = triton.cdiv(call.longest_k, BLOCK) * call.sequences * call.heads

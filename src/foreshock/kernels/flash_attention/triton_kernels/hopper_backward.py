@@ -1,14 +1,14 @@
-"""The backward of attention for Hopper in Gluon: what grad_query.py and grad_key.py make, in one pass.
+"""The backward of attention for Hopper in Gluon: computes in one pass what grad_query.py and grad_key.py do in two.
 
-It goes over blocks of keys and makes dK, dV and, by adding to fp32 numbers in device memory, dQ: five products where
-two Triton passes have seven. One warp loads tiles by the copy engine; two groups of four warps hold 64 keys each, and
-both need both groups' dS for dQ, of which each makes half of the columns.
+Each program computes dK and dV of a block of keys, and adds its part of dQ to fp32 sums in device memory. That takes
+five products instead of the seven of the two Triton passes. One warp loads tiles by the copy engine. Two groups of four
+warps process 64 keys each; each computes half of dQ's columns, for which it needs the dS of both groups.
 
-A program takes some of the query heads that share a key head, one after the other (`hopper.members_of`). Where these
-are not all, it adds to fp32 numbers of dK and dV as well. What is added in any order has not equal bits for equal
-inputs.
+A program processes some of the query heads that share a key head, one after the other (`hopper.members_of`). If these
+are not all, it adds dK and dV to fp32 sums too. The order of these additions varies, so equal inputs may give results
+that differ in their last bits.
 
-dQ of heads whose rows are corrected is not taken from here: Triton's pass makes it first, and mends delta for this one.
+dQ of heads with corrected rows is not written here: Triton's pass computes it first, and corrects delta for this pass.
 """
 
 from typing import Any, Final
@@ -41,19 +41,19 @@ KEYS: gl.constexpr = gl.constexpr(hopper.BLOCK // 2)
 QUERIES: gl.constexpr = gl.constexpr(64)
 """Queries of a tile."""
 STAGES: gl.constexpr = gl.constexpr(2)
-"""Tiles of queries, of the gradient of O and of dS that lie in shared memory."""
+"""Tiles of queries, of the gradient of O and of dS in shared memory."""
 
 
 @builtin
 def add_to_global(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
-    """Have the copy engine add a tile to device memory: Triton 3.6 has the operation, its Gluon no name for it."""
+    """Add a tile to device memory by the copy engine. Triton 3.6 has this operation, but Gluon does not expose it."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
 @gluon.jit
 def place_of(sizes):
-    """Sequence, first query head and block of keys of this program, in the order of places.turn."""
+    """Return sequence, first query head and block of keys of this program, in the order of places.turn."""
     blocks, planes, section, _, heads, _, members = sizes
     program = gl.program_id(0)
     start = program // (section * blocks) * section
@@ -65,8 +65,8 @@ def place_of(sizes):
 
 @gluon.jit
 def tiles_of(block, sizes, CAUSAL: gl.constexpr):
-    """The first tile of queries of a block of keys, and how many there are. Each block begins with its own, so that
-    programs which run together do not add to the same dQ."""
+    """Return the first tile of queries of a block of keys, and the number of tiles. Each block starts at a different
+    tile, so that concurrent programs do not add to the same dQ."""
     _, _, _, tiles, _, _, _ = sizes
     first = block * (2 * KEYS // QUERIES)
     count = gl.to_tensor(tiles)
@@ -77,7 +77,7 @@ def tiles_of(block, sizes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def load(descriptors, shared, full, empty, sizes, CAUSAL: gl.constexpr):
-    """The warp that loads: a block of keys and values, then tiles of queries with -lse and -delta, and of dO."""
+    """The loading warp: load a block of keys and values, then tiles of queries with -lse and -delta, and of dO."""
     q_desc, k_desc, v_desc, g_desc, r_desc = descriptors
     q_tiles, k_tiles, v_tiles, g_tiles, r_tiles = shared
     kv_full, q_full, g_full, _ = full
@@ -109,20 +109,20 @@ def load(descriptors, shared, full, empty, sizes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def take_columns(FIRST: gl.constexpr, LAYOUT: gl.constexpr):
-    """The matrix [KEYS, 16] whose product with folded rows adds up their columns FIRST to FIRST + 2."""
+    """Return the matrix [KEYS, 16] whose product with folded rows is the sum of their columns FIRST to FIRST + 2."""
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :] + gl.zeros([KEYS, 16], gl.int32, LAYOUT)
     return gl.where((column >= FIRST) & (column < FIRST + 3), 1.0, 0.0).to(gl.bfloat16)
 
 
 @gluon.jit
 def hidden_zero(step):
-    """0, in a way that the compiler does not see: what is addressed by it is not kept in registers through the loop."""
+    """Return a 0 that the compiler cannot predict, so that data indexed by it do not stay in registers in the loop."""
     return gl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [step], gl.int32, False, 1)
 
 
 @gluon.jit
 def ask_scores(take, k_tile, q_tile, r_tile):
-    """As two products S^T - lse, in units of 1 / unit; or dP^T - delta, of values and the gradient of O."""
+    """Start the two products of S^T - lse, in units of 1 / unit, or of dP^T - delta, given values and dO."""
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     nothing = gl.zeros([KEYS, QUERIES], gl.float32, of_scores)
     rows = r_tile.reshape((QUERIES, 16)).permute((1, 0))
@@ -133,7 +133,7 @@ def ask_scores(take, k_tile, q_tile, r_tile):
 
 @gluon.jit
 def ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF: gl.constexpr):
-    """Half of the columns of dQ, of both groups' keys, as two products."""
+    """Start the two products, one for each group's keys, of half of dQ's columns."""
     of_query: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
     nothing = gl.zeros([QUERIES, DIM // 2], gl.float32, of_query)
     k = k_tiles.index(zero).reshape((KEYS, DIM)).slice(HALF * (DIM // 2), DIM // 2, 1)
@@ -144,10 +144,11 @@ def ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF: gl.constexpr):
 
 @gluon.jit
 def ask_grads(p, dp, dv, dk, q_tiles, g_tiles, ds_tiles, ds_full, slot, HALF: gl.constexpr):
-    """dV and dK of a tile, and dS in shared memory: the products, and their operands, which lie in registers.
+    """Write dS to shared memory and start the products of dV and dK; return the products and their operands, which are
+    in registers.
 
-    The dS that lay there was read two steps ago by this group, and by the other one before its dS of the last step,
-    which this group has waited for.
+    The old dS at this place is no longer needed: this group read it two steps ago, and the other group read it before
+    it wrote its dS of the last step, for which this group has waited.
     """
     of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     of_p: gl.constexpr = gl.DotOperandLayout(0, of_grad, 2)
@@ -164,8 +165,11 @@ def ask_grads(p, dp, dv, dk, q_tiles, g_tiles, ds_tiles, ds_full, slot, HALF: gl
 
 @gluon.jit
 def add_grad(desc, at, grad, tile):
-    """Add dK or dV of a group of warps to the numbers that its programs share, one half of the columns after the other,
-    by way of a tile [1, 1, KEYS, DIM // 2] that the copy engine may still read."""
+    """Add dK or dV of a group of warps to the fp32 sums that several programs share.
+
+    One half of the columns follows the other through `tile` [1, 1, KEYS, DIM // 2], which the copy engine may still
+    read from.
+    """
     left, right = grad.reshape((KEYS, 2, DIM // 2)).permute((0, 2, 1)).split()
     batch, head, row = at
     tma.store_wait(0)
@@ -180,12 +184,12 @@ def add_grad(desc, at, grad, tile):
 
 @gluon.jit
 def weights_of(scores, turn, key, unit, CAUSAL: gl.constexpr):
-    """P^T of a tile, the turn-th from the block's first."""
+    """Return P^T of the turn-th tile, counted from the block's first."""
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     if CAUSAL:
         column = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, of_scores))
-        # Where the compiler knew what this is, it would hold each column's place in a register. In a branch for the two
-        # tiles that need it this mask makes ptxas spill.
+        # Inline assembly hides the value: otherwise the compiler keeps each column's index in a register. A branch that
+        # masks only the two tiles that need it makes ptxas spill.
         limit = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [key - turn * QUERIES], gl.int32, False, 1)
         scores = gl.where(column[None, :] >= limit[:, None], scores, float("-inf"))
     return gl.exp2(scores * unit)
@@ -196,7 +200,7 @@ def attend(
     HALF: gl.constexpr, outputs, shared, own, full, empty, sizes, units, length, CAUSAL: gl.constexpr,
     TAIL: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: 64 keys. units: what turns a score into powers of two, and the scale."""
+    """A group of four warps: compute 64 keys. units: the factor from a score to its exponent of two, and the scale."""
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     of_take: gl.constexpr = gl.DotOperandLayout(0, of_scores, 2)
@@ -212,7 +216,7 @@ def attend(
     take_lse = take_columns(0, of_take)
     take_delta = take_columns(3, of_take)
     if TAIL:
-        # Of a key past the last one no lse and no delta is taken: P is 1 whatever the lse, and dS is 0.
+        # Keys after the last one do not subtract lse and delta: their P is 1 for any lse, and their dS is 0.
         row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, of_take)) + (2 * block + HALF) * KEYS
         nothing = gl.zeros([KEYS, 16], gl.bfloat16, of_take)
         take_lse = gl.where((row < length)[:, None], take_lse, nothing)
@@ -230,7 +234,7 @@ def attend(
     turn = 0
     total = members * count
     for step in range(total - 1):
-        # Nothing is in flight here. P and dP are those of this step; they are made for the next one further down.
+        # No product is in flight here. P and dP belong to this step; those of the next step are computed below.
         zero = hidden_zero(step)
         slot = step % STAGES
         phase = (step // STAGES) & 1
@@ -242,7 +246,7 @@ def attend(
         if turn == count:
             turn = 0
             head += 1
-        # The other group's dS is waited for after the next scores are asked for; dP then runs alone.
+        # The next scores are started before the wait for the other group's dS, so only dP does not overlap.
         mbarrier.wait(q_full.index(after), next_phase)
         asked = ask_scores(take_lse, k_tiles.index(zero + HALF), q_tiles.index(after), r_tiles.index(after))
         dv, dk, weights, rounded = warpgroup_mma_wait(2, deps=[added, adding, weights, rounded])
@@ -251,8 +255,8 @@ def attend(
         asked_query = ask_grad_query(ds_tiles, slot, k_tiles, zero, HALF)
         scores = warpgroup_mma_wait(2, deps=[asked])
         p = weights_of(scores, turn, key, unit, CAUSAL)
-        # It has been waited for, and passes at once. Its branch keeps ptxas from moving exp2 behind the wait for the
-        # product that it is to run beside.
+        # This barrier has already passed. Its branch keeps ptxas from moving exp2 after the wait for the product, which
+        # it should overlap.
         mbarrier.wait(ds_full.index(slot), phase)
         dq = warpgroup_mma_wait(0, deps=[asked_query])
         tma.store_wait(0)
@@ -269,7 +273,7 @@ def attend(
     mbarrier.wait(ds_full.index(slot), phase)
     asked_query = ask_grad_query(ds_tiles, slot, k_tiles, hidden_zero(total), HALF)
     dv, weights = warpgroup_mma_wait(3, deps=[added, weights])
-    out = v_tiles.index(HALF)  # the values of this group have been read for the last time
+    out = v_tiles.index(HALF)  # this group's values are not needed any more
     at = [batch, head // group, (2 * block + HALF) * KEYS, 0]
     if not SHARED:
         out.reshape((KEYS, DIM)).store(dv.to(q_tiles.dtype))
@@ -293,7 +297,7 @@ def attend(
 
 @gluon.jit
 def barriers(ARRIVALS: gl.constexpr):
-    """One for each tile in shared memory."""
+    """Create a barrier for each tile in shared memory."""
     made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(made.index(i), count=ARRIVALS)
@@ -306,9 +310,12 @@ def hopper_backward_kernel(
     blocks, planes, section, tiles, heads, group, members, unit, scale,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """128 keys, seen by some query heads of a key head. sizes: blocks of a plane, planes, planes of a section, tiles of
-    queries, query heads, how many of them share a key head, and how many this program takes. TAIL: the last block of
-    keys is not full; a causal mask hides what it lacks. SHARED: dK and dV are fp32 numbers to add to."""
+    """Process 128 keys and the query heads of a key head that this program takes.
+
+    sizes: blocks per plane, planes, planes per section, tiles of queries, query heads, query heads per key head, query
+    heads per program. TAIL: the last block of keys is not full, and there is no causal mask to hide its missing keys.
+    SHARED: dK and dV are fp32 sums to which several programs add.
+    """
     DTYPE: gl.constexpr = q_desc.dtype
     of_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)
     q_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, QUERIES, DIM], q_desc.layout)
@@ -344,7 +351,7 @@ def hopper_backward_kernel(
 
 
 def tiles(*, shared: bool) -> dict[int, tuple[int, int]]:
-    """Of q, k, v, dO, folded rows, dQ, dK and dV: the rows and columns that the copy engine takes at once."""
+    """Return the tile (rows, columns) of the copy engine for q, k, v, dO, folded rows, dQ, dK and dV, by index."""
     return {place: (64, columns) for place, columns in enumerate((128, 128, 128, 128, 16, 64, *_GRADS[shared]))}
 
 
@@ -353,19 +360,19 @@ _KINDS: Final = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.f
 
 
 def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of a tensor [B, H, S, D], for tiles [1, 1, rows, columns]."""
+    """Return the descriptor of a tensor [B, H, S, D] for tiles [1, 1, rows, columns]."""
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], _KINDS[tensor.dtype])
     return TensorDescriptor(*described(tensor, rows, columns), layout)
 
 
 def launch(call: Call, given: Tensors, rows: RowVectors, grads: Grads) -> None:
-    """dK and dV of what hopper.takes_backward, and dQ of the heads whose rows are not corrected.
+    """Launch a backward for which hopper.takes_backward is true: dK, dV, and dQ of heads without row correction.
 
-    While it runs the sums of dQ take 4 bytes an element; so do those of dK and dV where programs share them.
+    The sums of dQ temporarily take 4 bytes per element; so do those of dK and dV if several programs share them.
     """
     group, members = call.heads // call.kv_heads, hopper.members_of(call, grads[0].device)
     shared = members < group
-    # Sums are dense as their gradients are, with the same strides.
+    # The sums are dense and have the strides of their gradients.
     sums = [torch.zeros_like(grad, dtype=torch.float32) for grad in (grads if shared else grads[:1])]
 
     def settle() -> Launch:

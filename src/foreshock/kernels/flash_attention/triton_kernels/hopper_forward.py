@@ -1,8 +1,8 @@
-"""The forward of attention for Hopper in Gluon: what forward.py stores, of heads that shift no row.
+"""The forward of attention for Hopper in Gluon: the outputs of forward.py, for heads that do not shift rows.
 
 One warp loads tiles by the copy engine. Two groups of four warps take turns: one multiplies while the other computes
-its softmax, and within a group the next scores are multiplied under the softmax of the last; the first scores of the
-next block of queries are multiplied with the last values of this one, before this one is written.
+its softmax. Within a group, the product of the next scores overlaps the softmax of the last ones, and the first scores
+of the next block of queries are multiplied together with the last values of this block, before its output is written.
 """
 
 import torch
@@ -31,7 +31,7 @@ BLOCK: gl.constexpr = gl.constexpr(128)
 ROWS: gl.constexpr = gl.constexpr(64)
 HEAD_DIM: gl.constexpr = gl.constexpr(DIM)
 STAGES: gl.constexpr = gl.constexpr(2)
-"""Tiles of keys, and of values, that lie in shared memory."""
+"""Tiles of keys, and of values, in shared memory."""
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 SHIFTED: gl.constexpr = gl.constexpr(int(Mode.PAPER_SOFTMAX))
 RESIDUAL_SCALE_FP16: gl.constexpr = gl.constexpr(spec.residual_scale(torch.float16))
@@ -39,11 +39,11 @@ RESIDUAL_SCALE_FP16: gl.constexpr = gl.constexpr(spec.residual_scale(torch.float
 
 @gluon.jit
 def place(turn, sizes, modes, CAUSAL: gl.constexpr):
-    """Plane and block of queries of a program's turn, and whether to pass it over: heads that shift their rows are left
-    to another kernel.
+    """Return plane and block of queries of a program's turn, and whether to skip it, because another kernel computes
+    heads that shift their rows.
 
-    Under a causal mask a program takes blocks in pairs, one as many blocks from the end as the other from the start:
-    all pairs see as many keys, so that programs that take every num_programs-th pair end together.
+    Under a causal mask, a program takes blocks in pairs: the n-th from the start and the n-th from the end. All pairs
+    see the same number of keys, so programs that take every num_programs-th pair finish together.
     """
     blocks, _, heads, _, _, _ = sizes
     if CAUSAL:
@@ -53,7 +53,7 @@ def place(turn, sizes, modes, CAUSAL: gl.constexpr):
         pair = item % pairs
         second = turn % 2
         block = pair + (1 - second) * (blocks - 1 - 2 * pair)
-        passed = (second == 1) & (2 * pair + 1 == blocks)  # of an odd number the middle one is its own pair
+        passed = (second == 1) & (2 * pair + 1 == blocks)  # if the number is odd, the middle block pairs with itself
     else:
         item = gl.program_id(0) + turn * gl.num_programs(0)
         plane = item // blocks
@@ -66,8 +66,10 @@ def place(turn, sizes, modes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def next_block(turn, sizes, modes, CAUSAL: gl.constexpr):
-    """From this turn on the first that has a block to compute: the turn, its plane, block and number of key tiles, and
-    whether there is any."""
+    """Find the first turn, from this one on, with a block to compute.
+
+    Returns the turn, its plane, block and number of key tiles, and whether there is such a turn.
+    """
     _, planes, _, _, _, tiles = sizes
     turn = gl.to_tensor(turn)
     plane, block, passed = place(turn, sizes, modes, CAUSAL)
@@ -82,7 +84,7 @@ def next_block(turn, sizes, modes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def rounded_to(x, DTYPE: gl.constexpr):
-    """x rounded to a 16-bit type, in fp32. Triton would convert bf16 back one by one, at a quarter of this speed."""
+    """Round x to a 16-bit type, but return fp32. Triton's conversion from bf16 is four times as slow."""
     if gl.float16 == DTYPE:
         return x.to(DTYPE).to(gl.float32)
     return gl.inline_asm_elementwise(
@@ -93,25 +95,27 @@ def rounded_to(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def merged(first, second, other_first, other_second):
-    """The two largest numbers of two pairs that are in order."""
+    """Return the two largest numbers of two ordered pairs."""
     least = gl.minimum(first, other_first)
     return gl.maximum(first, other_first), gl.maximum(least, gl.maximum(second, other_second))
 
 
 @gluon.jit
 def of_threads(scores, SECOND: gl.constexpr):
-    """Of each row the largest score, or the two largest, of each of the four threads that hold it, in pairs of columns:
-    [rows, 4]."""
+    """Return the largest score, or the two largest, that each of a row's four threads has: [rows, 4].
+
+    A thread has pairs of adjacent columns.
+    """
     even, odd = gl.split(scores.reshape((ROWS, BLOCK // 8, 4, 2)))
     if SECOND:
         return gl.reduce((gl.maximum(even, odd), gl.minimum(even, odd)), 1, merged)
-    else:  # without which the compiler would look at the return below in any case
+    else:  # without `else`, the compiler would compile the return below in any case
         return gl.max(gl.maximum(even, odd), 1)
 
 
 @gluon.jit
 def load(descriptors, shared, full, empty, sizes, modes, CAUSAL: gl.constexpr):
-    """The warp that loads: each block's queries, then its tiles of keys and values from the last one down."""
+    """The loading warp: load each block's queries, then its tiles of keys and values from the last to the first."""
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = shared
     q_full, k_full, v_full = full
@@ -149,8 +153,11 @@ def attend(
     HALF: gl.constexpr, o_desc, r_desc, lse, row_max, second, shared, o_tiles, full, empty, turns, sizes, modes, units,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: half of each block's queries. second: where each row's second largest score goes, counted
-    with repetition. units: what turns a score into powers of two, and into itself."""
+    """A group of four warps: compute half of each block's queries.
+
+    second: output of each row's second largest score, which equals the largest one if that occurs twice. units: factors
+    from a product of query and key to the exponent of two, and to the score.
+    """
     DTYPE: gl.constexpr = o_desc.dtype
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -180,11 +187,11 @@ def attend(
     scores = warpgroup_mma_wait(0, deps=[asked])
     mbarrier.arrive(k_empty.index(0), pred=more)
     while more:
-        # The first tile that is looked at is the last one: it alone holds the diagonal, or the end of the keys.
+        # Tiles are processed from the last one down: only the last one contains the diagonal, or the end of the keys.
         first = block * BLOCK + HALF * ROWS
         start = (tiles - 1) * BLOCK
         if CAUSAL:
-            # Where the compiler knew what this is, it would hold each column's place in a register.
+            # Inline assembly hides the value: otherwise the compiler keeps each column's index in a register.
             limit = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first - start + local], gl.int32, False, 1)
             scores = gl.where(limit[:, None] >= column[None, :], scores, float("-inf"))
         elif TAIL:
@@ -194,7 +201,7 @@ def attend(
         else:
             firsts, seconds = of_threads(scores, True)
             largest = gl.convert_layout(gl.max(firsts, 1), by_row)
-        # A row whose scores are all minus infinity: -inf - -inf would be NaN.
+        # If all scores of a row are minus infinity, -inf - -inf would be NaN.
         shift = gl.where(largest == float("-inf"), 0.0, largest * unit)
         p = gl.exp2(gl.fma(scores, unit, -shift[:, None]))
         total = gl.sum(p, 1)
@@ -218,7 +225,7 @@ def attend(
             added = warpgroup_mma(rounded, v_tiles.index(last).reshape((BLOCK, HEAD_DIM)), acc, is_async=True)
             mbarrier.arrive(turns.index(1 - HALF))
             if r_desc is not None:  # noqa: SIM102
-                if i == 1:  # the last block's residual lies where its queries did, and has left by now
+                if i == 1:  # the last block's residual was stored in its query tile; that copy is finished by now
                     tma.store_wait(0)
                     mbarrier.arrive(q_empty.index((count & 1) ^ 1), pred=count > 0)
             scores = warpgroup_mma_wait(1, deps=[asked])
@@ -229,18 +236,18 @@ def attend(
                 largest = gl.convert_layout(gl.max(gl.maximum(firsts, of_threads(scores, False)), 1), by_row)
             shift = gl.where(largest == float("-inf"), 0.0, largest * unit)
             shrink = gl.exp2(before - shift)
-            # One rounding, and the same `shift` for every entry and for the rescaling: what it lost cancels in P / l.
+            # `shift` is rounded once and used for every entry and for the rescaling, so its error cancels in P / l.
             p = gl.exp2(gl.fma(scores, unit, -shift[:, None]))
             total = total * shrink + gl.sum(p, 1)
             before = gl.where(largest == float("-inf"), largest, shift)
             if second is not None:
-                # Nothing waits for it: written here, it runs beside the exponentials. What `largest` took, the compiler
-                # does not compute again.
+                # No instruction waits for this result, so here it overlaps the exponentials. The compiler reuses the
+                # maxima that `largest` needed.
                 found = of_threads(scores, True)
                 firsts, seconds = merged(firsts, seconds, found[0], found[1])
             after = gl.convert_layout(p.to(DTYPE), of_p)
-            # It has been waited for, and passes at once. Its branch keeps ptxas from moving the softmax behind the wait
-            # for the product that it is to run beside.
+            # This barrier has already passed. Its branch keeps ptxas from moving the softmax after the wait for the
+            # product, which it should overlap.
             mbarrier.wait(v_full.index(last), last_phase)
             acc, rounded = warpgroup_mma_wait(0, deps=[added, rounded])
             mbarrier.arrive(v_empty.index(last))
@@ -256,7 +263,7 @@ def attend(
         step += 1
         count += 1
         slot = step % STAGES
-        # The first scores of the next block; after the last one, of what still lies there, for nothing.
+        # The first scores of the next block; after the last block, the result is not used.
         mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1, pred=more)
         mbarrier.wait(k_full.index(slot), (step // STAGES) & 1, pred=more)
         mbarrier.wait(turns.index(HALF), mine & 1)
@@ -312,10 +319,10 @@ def hopper_forward_kernel(
     blocks, planes, heads, group, length_q, length_k, tiles, unit, score_unit,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Each program takes every num_programs-th block of queries, or pair of them. Its warps have to find the same
-    modes, or one waits for ever: modes change between launches alone.
+    """Compute every num_programs-th block of queries, or pair of blocks, in each program.
 
-    sizes: blocks of a plane, planes, heads, query heads of a key head, (queries, keys), tiles of keys.
+    All warps of a program must read the same modes, or one waits for ever; so modes only change between launches.
+    sizes: blocks per plane, planes, heads, query heads per key head, (queries, keys), tiles of keys.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(DTYPE, [4, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
@@ -359,7 +366,7 @@ def hopper_forward_kernel(
 
 
 def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of a tensor [B, H, S, D], for tiles [1, 1, rows, columns]."""
+    """Return the descriptor of a tensor [B, H, S, D] for tiles [1, 1, rows, columns]."""
     kind = gl.float16 if tensor.dtype == torch.float16 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], kind)
     return TensorDescriptor(*described(tensor, rows, columns), layout)
@@ -371,9 +378,9 @@ def launch(
     outputs: Outputs,
     modes: Tensor | None,
 ) -> None:
-    """One launch of what hopper.serves. Of heads that shift their rows nothing is written.
+    """Launch a forward for which hopper.serves is true; it does not write the outputs of heads that shift their rows.
 
-    inputs are query, key and value; outputs out, its residual, lse, row_max and second (None: is not computed).
+    inputs are query, key and value; outputs are out, its residual, lse, row_max and second (None: not computed).
     """
 
     def settle() -> Launch:

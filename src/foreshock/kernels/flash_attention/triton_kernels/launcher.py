@@ -1,9 +1,9 @@
-"""Launching a Triton kernel again and again with nothing but other pointers.
+"""Repeat launches of a Triton kernel in which only the tensors' pointers change.
 
-Triton looks at every argument of every launch to find what it compiled for them, and asks a Python object for every
-tensor descriptor: for longer than a small kernel runs. A launch that was made once is remembered here down to what the
-driver is given. That reaches below Triton's public surface, and is done for the versions named here alone; others take
-the way of `CompiledKernel`, which is public.
+At every launch, Triton inspects all arguments to find the compiled kernel, and needs a Python object for every tensor
+descriptor; this takes longer than a small kernel runs. This module caches the driver's arguments of a launch. It uses
+Triton's private API, so it does that only for the versions named here; with other versions it launches the public
+`CompiledKernel`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 def described(tensor: Tensor, rows: int, columns: int) -> tuple[Tensor, list[int], list[int], list[int]]:
-    """What a descriptor of a tensor [B, H, S, D] for tiles [1, 1, rows, columns] is made of."""
+    """Return the arguments of a descriptor of a tensor [B, H, S, D] for tiles [1, 1, rows, columns]."""
     shape = list(tensor.shape)
     # The stride of a dimension of one element is never used, but must be aligned.
     strides = [s if n > 1 else 8 for s, n in zip(tensor.stride()[:3], shape, strict=False)]
@@ -42,9 +42,9 @@ class Launch(NamedTuple):
     constants: Mapping[str, Any]
     options: Mapping[str, Any] = _NOTHING
     tiles: Mapping[int, tuple[int, int]] = _NOTHING
-    """Which of the tensors are read by Hopper's copy engine, by place, and the rows and columns of its tiles."""
+    """Rows and columns of the tiles that Hopper's copy engine reads, by the index of the tensor."""
     descriptor: Callable[[Tensor, int, int], Any] = _descriptor
-    """Their descriptors, as the kernel's language takes them."""
+    """Makes the tensors' descriptors, in the kernel's language (Triton or Gluon)."""
 
 
 def _given(tensors: tuple[Any, ...], tiles: Mapping[int, tuple[int, int]], descriptor: Any) -> list[Any]:
@@ -52,13 +52,14 @@ def _given(tensors: tuple[Any, ...], tiles: Mapping[int, tuple[int, int]], descr
 
 
 class Ready:
-    """A launch that was made, to be made again with tensors that differ from its first ones in their pointers alone."""
+    """A cached launch, which can be repeated with tensors that differ from the first ones only in their pointers."""
 
     def __init__(self, compiled: Any, launch: Launch, given: list[Any]) -> None:
         self._compiled, self._grid, self._tiles = compiled, launch.grid, (launch.tiles, launch.descriptor)
         self._rest = (*launch.numbers, *launch.constants.values())
         self.direct = _direct_launch(compiled) if _DIRECT else None
-        """What hands it to the driver, and takes addresses in the place of tensors while no hook follows; or None."""
+        """Function that launches through the driver, and accepts addresses in place of tensors if no launch hook is
+        set; None if Triton has to launch."""
         self._words: list[Any] = []
         self._plain: list[tuple[int, int]] = []
         self._mapped: list[tuple[int, int, Any]] = []
@@ -66,8 +67,8 @@ class Ready:
             self._lay_out(given)
 
     def _lay_out(self, given: list[Any]) -> None:
-        """All that the driver is given: what stays is written once, and of the rest it is kept where each tensor's word
-        stands, so that a launch looks at nothing else."""
+        """Prepare the driver's arguments: constant words are written once, and for each tensor the index of its word
+        is stored, so that a launch only fills in these words."""
         compiled, launcher = self._compiled, self._compiled.run
         self._words = [
             *(*self._grid, None, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None),
@@ -101,27 +102,27 @@ class Ready:
 
 
 _STREAM: Final = 3
-"""Place of the stream among the words, after the grid."""
+"""Index of the stream's word, after the grid."""
 
 
 def hooked() -> bool:
-    """Whether a hook, a profiler's perhaps, follows every launch."""
+    """Whether a hook, such as a profiler's, runs at every launch."""
     runtime = knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def _direct_launch(compiled: Any) -> Any:
-    """The function that hands a launch to the driver; None for a kernel that needs memory of Triton's own."""
+    """Return the function that launches through the driver; None for a kernel that needs Triton's scratch memory."""
     launcher = compiled.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     if not getattr(compiled.metadata, "tensordesc_meta", None):
         return launcher.launch
-    return getclosurevars(launcher.launch).nonlocals["launcher"]  # which takes descriptors that are made already
+    return getclosurevars(launcher.launch).nonlocals["launcher"]  # accepts encoded descriptors
 
 
 def _maps(compiled: Any, given: list[Any]) -> list[Any]:
-    """What the copy engine's map of each tensor is made of beside its pointer; None for those that it does not read."""
+    """Return the arguments of each tensor's tensor map except its pointer; None for tensors without a descriptor."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     known = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
@@ -137,7 +138,7 @@ def _maps(compiled: Any, given: list[Any]) -> list[Any]:
 
 
 def first_launch(launch: Launch, tensors: tuple[Tensor | int | None, ...]) -> Ready | None:
-    """Launch by Triton's own way, which compiles; what is launched from then on, or None in the interpreter."""
+    """Launch through Triton, which compiles the kernel; return the cached launch, or None in the interpreter."""
     given = _given(tensors, launch.tiles, launch.descriptor)
     compiled = launch.kernel[launch.grid](*given, *launch.numbers, **launch.constants, **launch.options)
     return None if compiled is None else Ready(compiled, launch, given)

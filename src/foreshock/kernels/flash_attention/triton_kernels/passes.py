@@ -1,4 +1,4 @@
-"""What the forward writes, what the passes of the backward read, and what one leaves for the others."""
+"""The forward's outputs, the inputs of the backward's passes, and the vectors that one pass writes for the others."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from foreshock.kernels.flash_attention.triton_kernels.tuning import Config
 Grads = tuple[Tensor, Tensor, Tensor]
 """dQ, dK and dV."""
 Outputs = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]
-"""Of a forward: out, what rounding took from it, lse, largest and second largest score of each row; None: not kept."""
+"""A forward's out, rounding residual, lse, and each row's largest and second largest score; None: not stored."""
 
 
 class Tensors(NamedTuple):
-    """What the passes read, as `foreshock::attention_backward` describes it (op.py)."""
+    """Inputs of the passes; `foreshock::attention_backward` describes them (op.py)."""
 
     grad_out: Tensor
     query: Tensor
@@ -25,47 +25,47 @@ class Tensors(NamedTuple):
     lse: Tensor
     row_max: Tensor
     second: Tensor | None
-    """None, as the residual, in the benchmark's plain variant alone."""
+    """None, like the residual, only in the benchmark's plain variant."""
     state: Tensor | None
     modes: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     seed: Tensor | None
     grad_lse: Tensor | None = None
-    """fp32 [B, H, Sq]: the gradient of the log-sum-exp, to which every row of dS sums; None means 0."""
+    """fp32 [B, H, Sq]: the gradient of the log-sum-exp, which is the sum of a row of dS; None means 0."""
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of both passes, which take them tile by tile."""
+        """Inputs that both passes load tile by tile."""
         return self.query, self.key, self.value, self.grad_out
 
     @property
     def strides(self) -> tuple[tuple[int, ...], ...]:
-        """Of query, key, value and grad_out."""
+        """Strides of query, key, value and grad_out."""
         return self.query.stride(), self.key.stride(), self.value.stride(), self.grad_out.stride()
 
 
 Vector = Tensor | int
-"""A tensor, or its address alone, which is all that a remembered launch looks at."""
+"""A tensor, or only its address, which is all that a cached launch needs."""
 
 
 class RowVectors(NamedTuple):
-    """What one pass leaves for the others, of every row [B, H, Sq]; all in one piece of memory."""
+    """Vectors that the rows pass writes for the others, [B, H, Sq] each; all in one allocation."""
 
     log2_lse: Vector
     delta: Vector
     bias: Vector
-    """Delta's, fp32 as the two before it."""
+    """The delta bias; fp32, like the two vectors above."""
     folded: Vector | None
-    """bf16 [B * H, 1, Sq, 8]: -lse / unit and -delta as three summands each, read as the first half of 16; None where
-    they cannot be folded."""
+    """bf16 [B * H, 1, Sq, 8]: -lse / unit and -delta as three summands each, loaded as the first 8 of 16 columns; None
+    if the call is not `foldable`."""
     done: Vector | None
-    """int32 [H]: programs of a head that have counted; None where nothing is counted, as the next."""
+    """int32 [H]: number of a head's programs that finished counting; None, like `partial`, without statistics."""
     partial: Vector | None
-    """int64 [planes, SLOT_COUNT, blocks of COUNT_ROWS rows]: what each program counts."""
+    """int64 [planes, SLOT_COUNT, blocks of COUNT_ROWS rows]: the statistics of each program."""
     memory: Tensor
 
 
 def settled(call: Call, config: Config, given: Tensors) -> Config:
-    """The configuration as these tensors allow it."""
+    """Return the configuration, without the copy engine if it cannot read these tensors."""
     return config.fitted(config.tma and call.takes_descriptors(given.query, given.key, given.value, given.grad_out))

@@ -1,4 +1,4 @@
-"""Device functions for where a program stands in batch, heads and sequences, and for which keys its queries see."""
+"""Device functions that map a program to its batch entry, head and sequence, and to the keys that its queries see."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def turn(order):
-    """Block and plane of this program, whose grid has one dimension.
+    """Return block and plane of this program in a one-dimensional grid.
 
-    order: blocks of a plane, planes, and the planes of a section. Sections come one after another, and in a section the
-    first block of every plane before the second of any (Call.order says why).
+    order: blocks per plane, planes, planes per section. Sections run one after another; within a section, the first
+    blocks of all planes run before the second blocks (Call.order says why).
     """
     blocks, planes, section = order
     program = tl.program_id(0)
@@ -21,8 +21,11 @@ def turn(order):
 
 @triton.jit
 def one_head(plane, sizes, cu_seqlens_q, cu_seqlens_k, SPEC: tl.constexpr):
-    """Of a plane, one query head of one sequence: batch entry, head and key head; its plane and first row among all
-    [B, H, Sq]; and as `place`, where its queries and keys start and how many there are."""
+    """Locate a plane, which is one query head of one sequence.
+
+    Returns (batch entry, head, key head), its plane and first row in [B, H, Sq], and as in `place` the first row and
+    length of its queries and keys.
+    """
     heads, group, total_q, total_k = sizes[0], sizes[1], sizes[2], sizes[3]
     batch, head, start_q, length_q, start_k, length_k = place(
         plane, heads, cu_seqlens_q, cu_seqlens_k, total_q, total_k, SPEC.PACKED
@@ -34,8 +37,8 @@ def one_head(plane, sizes, cu_seqlens_q, cu_seqlens_k, SPEC: tl.constexpr):
 
 @triton.jit
 def place(plane, planes, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED: tl.constexpr):
-    """Of plane `plane`, with `planes` to a sequence: its batch entry and head, and of its sequence the first row and
-    length of queries and of keys."""
+    """Return batch entry and head of plane `plane`, with `planes` per sequence, and the first row and length of the
+    queries and keys of its sequence."""
     index = plane // planes
     batch = 0 if PACKED else index
     start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
@@ -44,7 +47,7 @@ def place(plane, planes, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED:
 
 @triton.jit
 def sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED: tl.constexpr):
-    """First row and length of the queries and keys of sequence `index`; the whole tensors unless PACKED."""
+    """Return first row and length of the queries and keys of sequence `index`; the whole tensors unless PACKED."""
     start_q = 0
     start_k = 0
     if PACKED:
@@ -57,14 +60,14 @@ def sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED: tl.c
 
 @triton.jit
 def at_head(pointer, batch, head, start, strides):
-    """`pointer` to a tensor [B, H, S, D] moved to row `start` of one head."""
+    """Move `pointer` to a tensor [B, H, S, D] to row `start` of one head."""
     pointer += tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     return pointer + tl.cast(start, tl.int64) * strides[2]
 
 
 @triton.jit
 def diagonal(length_q, length_k, TOP_LEFT: tl.constexpr):
-    """The key that stands on the diagonal of query 0."""
+    """Return the key on the diagonal of query 0."""
     if TOP_LEFT:
         return 0
     return length_k - length_q
@@ -72,10 +75,10 @@ def diagonal(length_q, length_k, TOP_LEFT: tl.constexpr):
 
 @triton.jit
 def key_ranges(first, last, seen, BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """The keys that queries [first, last] see, as (low, full_low, full_high, high).
+    """Return the keys that queries [first, last] see, as (low, full_low, full_high, high).
 
-    Some query sees a key only in [low, high); every query sees every key of [full_low, full_high). The first three
-    are multiples of BLOCK above `low`, so that a loop in steps of BLOCK may run over each part.
+    Keys outside [low, high) are hidden from all queries; keys in [full_low, full_high) are visible to all queries. The
+    first three are whole multiples of BLOCK apart, so that a loop in steps of BLOCK can run over each part.
     """
     offset, length_k, left, right = seen
     low = 0
@@ -96,9 +99,9 @@ def key_ranges(first, last, seen, BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, H
 
 @triton.jit
 def visible(queries, keys, seen, SPEC: tl.constexpr):
-    """Which query sees which key; `queries` and `keys` are indices that broadcast against each other."""
+    """Return which queries see which keys; the indices `queries` and `keys` broadcast against each other."""
     offset, length_k, left, right = seen
-    # One bound from both conditions, so that an entry costs one comparison.
+    # Both conditions in one bound, so that each entry needs only one comparison.
     last = length_k - 1
     if SPEC.HAS_RIGHT:
         last = tl.minimum(last, queries + (offset + right))

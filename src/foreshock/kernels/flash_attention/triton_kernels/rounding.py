@@ -1,4 +1,4 @@
-"""Gradients from the fp32 sums that the backward for Hopper adds to (hopper_backward.py)."""
+"""Convert the fp32 sums of the backward for Hopper (hopper_backward.py) to gradients in the inputs' type."""
 
 from typing import Final
 
@@ -16,8 +16,10 @@ _ROWS: Final = 16
 
 @triton.jit
 def round_kernel(sums, grad, modes, rows, heads, head_rows, scale, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """A gradient from its fp32 sums, which lie as it does: `rows` of them, of which each head's follow one another by
-    head_rows. Of heads that are corrected dQ is there already."""
+    """Scale and round fp32 sums of the gradient's layout: `rows` rows, of which head_rows at a time belong to a head.
+
+    Corrected heads are skipped, because their dQ is already written.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     taken = row < rows
     if modes is not None:
@@ -29,7 +31,7 @@ def round_kernel(sums, grad, modes, rows, heads, head_rows, scale, BLOCK: tl.con
 
 
 def launch_rounding(call: Call, name: str, sums: Tensor, grad: Tensor, scale: float, modes: Tensor | None) -> None:
-    """A gradient, of dense rows, from sums with the same strides; of the heads whose rows `modes` does not correct."""
+    """Write a gradient with dense rows from sums with the same strides, for heads that `modes` does not correct."""
 
     def settle() -> Launch:
         rows = sums.numel() // hopper.DIM

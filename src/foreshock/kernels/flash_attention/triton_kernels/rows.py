@@ -1,4 +1,4 @@
-"""The first pass of the backward: delta of every row, and what the other passes need of it."""
+"""The first pass of the backward: delta of every row, and the vectors that the other passes read."""
 
 import math
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from foreshock.kernels.flash_attention.triton_kernels.places import at_head, one
 
 @triton.jit
 def fold(rows, column):
-    """fp32 `rows` as three bf16 summands in columns 0 to 2, so that a matrix product with ones adds them exactly."""
+    """Split fp32 `rows` into three bf16 summands in columns 0 to 2, which a matrix product with ones adds exactly."""
     rows = rows[:, None]
     high = to_operand(rows, tl.bfloat16).to(tl.float32)
     middle = to_operand(rows - high, tl.bfloat16).to(tl.float32)
@@ -39,8 +39,10 @@ def row_kernel(
     cu_seqlens_q, cu_seqlens_k, strides, sizes,
     SPEC: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta of a block of rows, from O as stored or, where the mode says so, from O before its rounding; what rounding
-    O did to delta; and what the other passes need to form P."""
+    """Compute delta of a block of rows, the delta bias, and the lse in the form in which the other passes need it.
+
+    delta is computed from the stored O or, if the mode says so, from O before its rounding.
+    """
     block = tl.program_id(0)
     stride_g, stride_o = strides
     heads, _, _, _, dim, unit = sizes
@@ -66,7 +68,7 @@ def row_kernel(
         if modes is not None:
             delta = tl.where((tl.load(modes + head) & EXACT_DELTA) != 0, delta - bias, delta)
     log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
-    # A row that sees no key has lse -inf: its P must be 0, not NaN.
+    # A row that does not see any key has lse -inf: its P must be 0, not NaN.
     unseen = log_sum == float("-inf")
     log2_lse = tl.where(unseen, 1e30, log_sum * LOG2E)
     if grad_lses is not None:  # d lse_i / d S_ij = P_ij
@@ -85,7 +87,7 @@ def row_kernel(
 
 
 class _Plan(NamedTuple):
-    """Where the vectors of one call lie in its memory: offset, type and shape each, None for those it does without."""
+    """Layout of one call's vectors in its memory: offset, type and shape of each; None for unused vectors."""
 
     parts: tuple[tuple[int, torch.dtype, tuple[int, ...]] | None, ...]
     size: int
@@ -128,8 +130,8 @@ def _view(memory: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...
 
 
 def launch_rows(call: Call, given: Tensors, addresses: bool = False) -> RowVectors:
-    """delta, and what the other passes need of every row; as addresses where all launches that take it are
-    remembered."""
+    """Launch the rows pass and return its vectors, or only their addresses if `addresses`: cached launches need no
+    more."""
     lse = given.lse
     rows = _vectors(call, given, addresses)
     call.launch(

@@ -1,10 +1,10 @@
-"""Block sizes by device, head dim and pass: a static table, so that nothing is tried out while a model trains."""
+"""Block sizes by device, head dim and pass: a static table, so that training never pauses for autotuning."""
 
 from typing import Final, NamedTuple
 
 
 class Config(NamedTuple):
-    """How one kernel is cut: queries and keys a tile, warps a program, depth of the pipeline, Hopper's copy engine."""
+    """Tiling of one kernel: queries and keys per tile, warps per program, pipeline stages, Hopper's copy engine."""
 
     block_m: int
     block_n: int
@@ -12,17 +12,17 @@ class Config(NamedTuple):
     stages: int
     tma: bool
     registers: int | None = None
-    """Most registers a thread may hold, so that one more program fits a multiprocessor."""
+    """Limit of registers per thread, so that one more program fits a multiprocessor."""
     operands_in_registers: bool = False
-    """Forward and dQ: the block of queries stays in registers, which frees shared memory and its bandwidth."""
+    """Forward and dQ: keep the block of queries in registers, which frees shared memory and its bandwidth."""
 
     def fitted(self, tma: bool) -> "Config":
-        """The same, without Hopper's copy engine where it cannot read the tensors."""
+        """Return this configuration, without Hopper's copy engine unless `tma`: it cannot read all tensors."""
         return self if tma or not self.tma else self._replace(tma=False)
 
     @property
     def options(self) -> dict[str, int | None]:
-        """As Triton takes them."""
+        """Launch options in Triton's terms."""
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
@@ -33,7 +33,7 @@ class Configs(NamedTuple):
     grad_query: Config
     grad_key: Config
     corrected: Config | None = None
-    """dQ where the rows of every head are known to be corrected; None: as elsewhere."""
+    """dQ if the rows of every head are known to be corrected; None: use grad_query."""
 
 
 _HOPPER: Final = {
@@ -64,7 +64,7 @@ _HOPPER_SHORT: Final = {
     ),
     128: _HOPPER[128]._replace(corrected=None),
 }
-"""Where a row sees at most 1024 keys on average: more programs a multiprocessor even out their ends."""
+"""If a row sees at most 1024 keys on average: more programs per multiprocessor balance the load at the end."""
 _ELSEWHERE: Final = {
     64: Configs(Config(128, 64, 4, 3, False), Config(64, 64, 4, 3, False), Config(64, 64, 4, 3, False)),
     128: Configs(Config(128, 64, 8, 2, False), Config(64, 64, 8, 2, False), Config(64, 64, 8, 2, False)),
@@ -74,8 +74,8 @@ _INTERPRETER: Final = Configs(Config(32, 32, 4, 1, False), Config(32, 32, 4, 1, 
 
 
 def configs(capability: int, block_d: int, keys: int) -> Configs:
-    """The configurations for a compute capability (times ten, 0 for the interpreter), a tile's head dim, and the keys
-    that a row sees on average."""
+    """Return the configurations for a compute capability (times ten, 0 for the interpreter), a tile's head dim, and the
+    number of keys that a row sees on average."""
     if capability == 0:
         return _INTERPRETER
     block_d = max(64, block_d)
