@@ -352,7 +352,7 @@ def test_key_heads_that_nothing_tells_are_no_number_in_the_table_and_the_service
             agent.step(float(loss.detach()))
         report = agent.report()
     (line,) = [" ".join(line.split()) for line in report.splitlines() if line.startswith("0 ")]
-    assert line.startswith("0 0 3 ? 4 norms are not measured: W_Q and W_K were not found")
+    assert line.startswith("0 0 3 ? ? norms are not measured: W_Q and W_K were not found")
     assert "watched 1 of 1 attention layers" in report
     (started,) = listener.of(wire.Started)
     assert [layer.kv_heads_known for layer in started.layers] == [False]

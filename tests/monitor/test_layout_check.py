@@ -92,10 +92,6 @@ def turned(split: Callable[..., Heads]) -> Callable[..., Heads]:
     return of
 
 
-def key_and_value_fused(query: Tensor, both: Tensor) -> Heads:
-    return separate(query, *both.chunk(2, -1))
-
-
 THREE = {"q_proj": WIDTH, "k_proj": WIDTH, "v_proj": WIDTH}
 LAYOUTS: dict[str, Callable[[], Attention]] = {
     "Q, K, V": lambda: Attention(axes("khd"), qkv=3 * WIDTH),
@@ -103,7 +99,6 @@ LAYOUTS: dict[str, Callable[[], Attention]] = {
     "each key head its Q, K, V": lambda: Attention(per_key_head, wqkv=(HEADS + 2 * KEYS) * DIM),
     "separate": lambda: Attention(separate, **THREE),
     "separate, grouped": lambda: Attention(grouped, Wq=WIDTH, Wk=KEYS * DIM, Wv=KEYS * DIM),
-    "K and V in one": lambda: Attention(key_and_value_fused, to_q=WIDTH, to_kv=2 * WIDTH),
 }
 OTHERS: dict[str, Callable[[], Attention]] = {
     "V, K, Q": lambda: Attention(axes("vhd"), qkv=3 * WIDTH),
@@ -257,33 +252,21 @@ def test_layouts_are_shown_by_compiled_and_recomputed_code_without_a_bit_or_a_gr
 
 
 @pytest.mark.promise("A23")
-def test_a_projection_that_is_given_adapters_after_attach_has_unknown_norms_from_then_on() -> None:
-    torch.manual_seed(1)
-    module = LAYOUTS["separate"]()
-
-    def adapt() -> None:
-        for name in ("q_proj", "k_proj"):
-            module.set_submodule(name, PeftLinear(module.get_submodule(name), WIDTH, WIDTH))
-
-    samples, (told,), _ = train(module, 3, change=adapt)
-    assert [sample.query_norm for sample in samples] == [None, None, None]
-    assert told == "norms are not measured: q_proj is tests's PeftLinear, which has adapters"
-
-
-@pytest.mark.promise("A23")
-def test_a_projection_that_is_replaced_after_attach_is_found_again() -> None:
+@pytest.mark.parametrize("change", [lambda old: PeftLinear(old, WIDTH, WIDTH), lambda old: nn.Linear(WIDTH, WIDTH)])
+def test_a_projection_that_is_replaced_after_attach_has_unknown_norms_from_then_on(
+    change: Callable[[nn.Module], nn.Module],
+) -> None:
     torch.manual_seed(1)
     module = LAYOUTS["separate"]()
 
     def replace() -> None:
         for name in ("q_proj", "k_proj"):
-            module.set_submodule(name, nn.Linear(WIDTH, WIDTH))
+            module.set_submodule(name, change(module.get_submodule(name)))
 
     samples, (told,), _ = train(module, 3, change=replace)
-    assert samples[0].query_norm is None  # what it was at attach is gone, and no call of the new one was seen
-    assert told == "separate (q_proj, k_proj)"
-    measured = torch.from_numpy(samples[-1].query_norm.numpy().copy())
-    torch.testing.assert_close(measured, true_norms(module, separate)["query_norm"], rtol=0.03, atol=0)
+    assert [sample.query_norm for sample in samples] == [None, None, None]
+    why = "its projections were changed after attach; attach again to measure their norms"
+    assert told == f"norms are not measured: {why}"
 
 
 @pytest.mark.promise("A25")
@@ -333,77 +316,34 @@ def raising(error: Exception) -> Callable[..., Tensor]:
 
 @pytest.mark.promise("A15")
 @pytest.mark.parametrize("place", [raising, failing], ids=["in a call", "at a step"])
-def test_norms_that_lacked_memory_are_reported_and_measured_as_soon_as_there_is_memory(
-    place: Callable[[Exception], Callable[..., Tensor]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("gone")])
+def test_a_call_that_cannot_be_read_is_reported_and_tried_three_times_or_until_there_is_memory(
+    error: Exception,
+    place: Callable[[Exception], Callable[..., Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.manual_seed(1)
     module = LAYOUTS["separate"]()
+    why = f"its layout could not be looked at: {type(error).__name__}: {error}"
     with listening(module, **EVERY) as (agent, listener):
-        with monkeypatch.context() as short:
-            short.setattr(layout_check, "_corners", place(torch.OutOfMemoryError("no memory")))
-            losses_of(module, module, 6, agent.step)
-            assert "norms are not measured: its layout could not be looked at: OutOfMemoryError" in agent.report()
-        losses_of(module, module, 3, agent.step)
+        with monkeypatch.context() as broken:
+            broken.setattr(layout_check, "_corners", place(error))
+            losses_of(module, module, 2, agent.step)
+            assert f"norms are not measured: {why}" in agent.report()
+        losses_of(module, module, 2, agent.step)
         assert "separate (q_proj, k_proj)" in agent.report()
     samples = listener.of(wire.Sample)
     assert samples[0].query_norm is None
     assert samples[-1].query_norm is not None
-
-
-@pytest.mark.promise("A15")
-def test_a_projection_that_lacked_memory_before_compiled_attention_costs_no_try(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Compiled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.num_heads = 4
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32) for _ in range(3))
-            self.core = torch.compile(F.scaled_dot_product_attention, backend="eager")
-
-        def forward(self, x: Tensor) -> Tensor:
-            heads = (p(x).unflatten(-1, (4, 8)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-            out: Tensor = self.core(*heads).transpose(1, 2).flatten(2)
-            return out
-
-    module, real, calls = Compiled(), layout_check._corners, iter(range(10**6))
-
-    def every_other_fails(x: Tensor, token_dims: int) -> Tensor:
-        if token_dims == 2 and next(calls) % 2:
-            raise torch.OutOfMemoryError("no memory")
-        return real(x, token_dims)
-
-    with listening(module, **EVERY) as (agent, _):
-        with monkeypatch.context() as short:
-            short.setattr(layout_check, "_corners", every_other_fails)
-            for _ in range(6):
-                module(torch.randn(2, 8, 32)).sum().backward()
-                agent.step()
-            assert next(calls) > 6
-        for _ in range(3):
-            module(torch.randn(2, 8, 32)).sum().backward()
-            agent.step()
-        assert "separate (q_proj, k_proj)" in agent.report()
-
-
-@pytest.mark.promise("A15")
-@pytest.mark.parametrize("place", [raising, failing], ids=["in a call", "at a step"])
-def test_a_call_that_cannot_be_read_is_reported_and_tried_three_times(
-    place: Callable[[Exception], Callable[..., Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(1)
-    module = LAYOUTS["separate"]()
-    with listening(module, **EVERY) as (agent, _):
-        monkeypatch.setattr(layout_check, "_corners", place(RuntimeError("gone")))
-        (layout,) = agent._attached.layouts
-        tries = 0
-        while layout.open:
-            losses_of(module, module, 1, agent.step)
-            layout.locate()
-            assert "norms are not measured: its layout could not be looked at: RuntimeError: gone" in agent.report()
-            tries += 1
-        assert tries == 3
-    assert not any(each._forward_hooks for each in module.children())
+    told = [record.getMessage() for record in caplog.records if "norms" in record.getMessage()]
+    assert told == [f"foreshock: norms of model are not measured: {why}. Training continues"]
+    with listening(module := LAYOUTS["separate"](), **EVERY) as (agent, _):
+        with monkeypatch.context() as broken:
+            broken.setattr(layout_check, "_corners", place(error))
+            losses_of(module, module, 6, agent.step)
+        losses_of(module, module, 2, agent.step)
+        assert ("separate (q_proj, k_proj)" in agent.report()) == isinstance(error, torch.OutOfMemoryError)
 
 
 FIRST = np.array([True, False, True, False])

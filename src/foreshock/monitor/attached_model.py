@@ -119,7 +119,7 @@ class AttachedModel:
                     sample_counter=tick,
                     largest=largest,
                     backend="native" if self._keeps else "kernels",
-                    layout=last.layout if last else LayoutCheck(f.owner, f.heads, f.projection or f.unmeasured),
+                    layout=last.layout if last else LayoutCheck(f.owner, f.heads, f.projection or f.unmeasured, name),
                 )
                 if last is not None:
                     layer.go_on(last)

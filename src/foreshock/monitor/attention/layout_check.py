@@ -21,21 +21,20 @@ import torch._dynamo
 import torch._dynamo.symbolic_convert
 from torch import Tensor, nn
 
-from foreshock.monitor.attention.watched_layer import LAYOUT_ATTRIBUTE, leave_no_trace_in_copies
+from foreshock.monitor.attention.watched_layer import LAYOUT_ATTRIBUTE, leave_no_trace_in_copies, transformed
+from foreshock.monitor.guard import logger
 from foreshock.monitor.model.layers import (
-    NOT_FOUND,
     HeadRows,
     Projection,
     change_by_weight,
     computes_otherwise,
-    find_projection,
     has_adapters,
     latent_children,
     latent_projections,
+    normalises_heads,
     outputs_of,
     projections,
     stored,
-    why_unmeasured,
 )
 
 Numbers = npt.NDArray[np.float64]
@@ -136,6 +135,7 @@ def _as_long(ours: Numbers, theirs: Numbers, error: float) -> bool:
 _TRIES: Final = 3
 """Calls that may fit no layout before the norms stay unknown: one may be of another kind, for example with a cache."""
 _NORMALISED: Final = "its queries and keys are normalised, so its weights alone do not bound its scores"
+_CHANGED: Final = "its projections were changed after attach; attach again to measure their norms"
 _HOOK_ID: Final = -1
 """The same in every module, as for watched modules (interception.py)."""
 _ALLOWED: Final = 2.0**-6
@@ -147,8 +147,8 @@ class _Noted:
 
     def __init__(self, name: str, holder: nn.Module, check: "LayoutCheck") -> None:
         self.name, self.holder, self.check = name, holder, check
-        self.outputs: Tensor | None = None
-        """The corners of the last call, [4, C]."""
+        self.outputs: Tensor | Exception | None = None
+        """The corners of the last call, [4, C], or why they could not be kept."""
         self.change: tuple[Tensor, Tensor] | None = None
         """As change_by_weight, of a projection with a forward of its own."""
 
@@ -162,40 +162,36 @@ class _Noted:
 class LayoutCheck:
     """Where W_Q and W_K of one layer lie, as its calls show it."""
 
-    def __init__(self, owner: nn.Module | None, heads: int, found: Projection | str) -> None:
-        """`found`: what names show, or why they show nothing; then `owner` may hold the names of latent attention."""
-        self._owner, self._heads = found.owner if isinstance(found, Projection) else owner, heads
-        self._undo: Final = ExitStack()
-        self._started = False
-        self.gone = False
-        """The layer's module is no part of the model any more: another may be in its place."""
-        self._propose(found)
-
-    def _propose(self, found: Projection | str) -> None:
+    def __init__(self, owner: nn.Module | None, heads: int, found: Projection | str, name: str = "a layer") -> None:
+        """`found`: what names show, or why they show nothing; then `owner` may hold the names of latent attention.
+        `name`: of the layer, in the log."""
+        self._heads, self._name = heads, name
         self._found = found if isinstance(found, Projection) else None
         self._why = found if isinstance(found, str) else ""
+        self._owner = owner if self._found is None else self._found.owner
+        self.gone = False
+        """The layer's module is no part of the model any more: another may be in its place."""
         self._proved: Projection | None = None
-        self._unscalable, self._tries = "", _TRIES
-        self._missed = False
-        """A projection gave something for the next call that could not be noted."""
-        self._given: list[Tensor] | None = None
-        """The corners of query, key and value of the call that is to be compared, [4, H, D] each."""
+        self._unscalable, self._tries, self._failed = "", _TRIES, False
+        self._given: list[Tensor] | Exception | None = None
+        """The corners of query, key and value of the last call, [4, H, D] each, or why they could not be kept."""
         noted: list[tuple[str, nn.Module]] = []
         if self._owner is not None and self._found is not None:
             holders = (self._found.query.holder, self._found.key.holder)
             noted = [(name, child) for name, child in self._owner.named_children() if child in holders]
-            if self._found.normalised:
+            if any(each is not None and normalises_heads(each) for each in (owner, self._owner)):
                 self.refuse(_NORMALISED)
             elif self._owner in holders:
                 self._proved = self._found  # PyTorch's own module, whose layout is PyTorch's
-        elif self._owner is not None and found == NOT_FOUND:
+        elif self._owner is not None:
             noted = latent_children(self._owner)
         self._noted = [_Noted(*each, self) for each in noted] if self._tries else []
-        self._state = self._now()
+        self._undo: Final = ExitStack()
+        self._state: list[tuple[Any, ...]] | None = self._now()
+        """As the projections were at attach; None after the agent left."""
 
     def start(self) -> None:
         """Put hooks on the projections."""
-        self._started = True
         for noted in self._noted:
             other = vars(noted.holder).get(LAYOUT_ATTRIBUTE)
             if isinstance(other, _Noted) and other.holder is noted.holder:  # else it is a copy's
@@ -212,31 +208,15 @@ class LayoutCheck:
         """No call shows anything, for this reason."""
         self._tries, self._why, self._proved = 0, why, None
 
-    def miss_call(self, error: Exception) -> None:
-        """What a projection gave for the next call of attention could not be noted."""
-        if not self._missed:
-            self._note_failure(error)
-        self._missed = True
-
-    def _note_failure(self, error: Exception) -> None:
-        """A call could not be looked at. Others will be; if memory was short, without limit."""
-        if not isinstance(error, torch.OutOfMemoryError):
-            self._tries -= 1
-        self._why = f"its layout could not be looked at: {type(error).__name__}: {str(error)[:100]}"
-
     def stop(self) -> None:
         """Take the hooks out again; what the model is made of from then on is not looked at."""
-        self._started = False
+        self._state = None
         self._undo.close()
 
     @property
     def open(self) -> bool:
         """Whether a call is still to show where the heads lie."""
-        return self._unproved and self._given is None
-
-    @property
-    def _unproved(self) -> bool:
-        return bool(self._noted) and self._proved is None and self._tries > 0
+        return bool(self._noted) and self._proved is None and self._tries > 0 and self._given is None
 
     # ---- in the forward -------------------------------------------------------------------------------------------
 
@@ -245,19 +225,13 @@ class LayoutCheck:
         if torch.compiler.is_compiling():
             if self._noted and query.dim() > 3 and query.shape[-3] == self._heads and not _in_nested_checkpoints():
                 self._given = [_corners(x, 3) for x in (query, key, value)]
-        elif self._missed:
-            self._missed = False
         elif self.open:
             try:
                 given = [x.unsqueeze(-3) if x.dim() == 3 else x for x in (query, key, value)]
-                heads = given[0].shape[-3]
-                if heads != self._heads:
-                    self._tries -= 1
-                    self._why = f"attention was given {heads} heads where {self._heads} were announced"
-                elif all(x.numel() and not x.is_nested for x in given):
+                if all(x.numel() and not x.is_nested for x in given):
                     self._given = [_corners(x, 3) for x in given]
             except Exception as error:
-                self._note_failure(error)
+                self._given = error.with_traceback(None)  # which holds the tensors of the call
 
     # ---- at a step boundary ---------------------------------------------------------------------------------------
 
@@ -283,25 +257,29 @@ class LayoutCheck:
         """Where the weights lie now, by what calls have shown."""
         if self.gone:
             return None
-        # replaced, wrapped or given adapters since
-        if self._started and self._owner is not None and self._now() != self._state:
+        if self._state is not None and self._now() != self._state:
+            self.refuse(_CHANGED)
             self.stop()
-            was = self._found
-            found = was and find_projection(self._owner, self._heads, len(was.key.starts), was.query.head_dim)
-            self._propose(found or why_unmeasured(self._owner))
-            self.start()
-        if self._missed and self._given is not None:  # compiled attention was called behind projections that failed
-            self._missed, self._given = False, None
-        if self._owner is not None and self._unproved and self._given is not None:
+        given, self._given = self._given, None
+        if given is not None and self.open:
             try:
-                self._proved, self._why = self._prove(self._owner, self._given), ""
+                self._proved, self._why = self._prove(given), ""
             except InconclusiveCallError:
                 pass  # another call may show it
             except ValueError as error:
                 self._tries, self._why = self._tries - 1, str(error)
-            except RuntimeError as error:  # of a device, or since a CUDA graph wrote over what it gave
+            except Exception as error:
                 self._note_failure(error)
         return self._proved
+
+    def _note_failure(self, error: Exception) -> None:
+        """A call could not be looked at. Others will be; if memory was short, without limit."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            self._tries -= 1
+        self._why = f"its layout could not be looked at: {type(error).__name__}: {str(error)[:100]}"
+        if not self._failed:
+            logger.warning("foreshock: norms of %s are not measured: %s. Training continues", self._name, self._why)
+        self._failed = True
 
     def _now(self) -> list[tuple[Any, ...]]:
         """What makes a projection another than it was: a wrapper round it, adapters, a computed weight, a new
@@ -313,17 +291,27 @@ class LayoutCheck:
             (each, type(each), "forward" in vars(each), has_adapters(each), stored(each) is None) for each in modules
         ]
 
-    def _prove(self, owner: nn.Module, given: Sequence[Tensor]) -> Projection:
-        """Where the weights lie, as a call shows it. Raises as `confirmed`."""
-        written = {each.holder: each.outputs for each in self._noted if each.outputs is not None}
-        self._given = None
+    def _prove(self, given: Sequence[Tensor] | Exception) -> Projection:
+        """Where the weights lie, as a call shows it. Raises as `confirmed`, and what kept the call from being noted."""
+        written: dict[nn.Module, Tensor] = {}
         for each in self._noted:
-            each.outputs = None
+            outputs, each.outputs = each.outputs, None
+            if isinstance(outputs, Exception):
+                given = outputs
+            elif outputs is not None:
+                written[each.holder] = outputs
+        if isinstance(given, Exception):
+            raise given
+        if len(written) < len(self._noted):
+            raise InconclusiveCallError
         error = max(torch.finfo(x.dtype).eps for x in (*given, *written.values()))
         query, key, value, *made = (x.cpu().double().numpy() for x in (*given, *written.values()))
-        outputs = dict(zip(written, made, strict=True))
-        call = Call(outputs, query, key, value, error, ", ".join(each.name for each in self._noted))
-        if (found := self._found) is None:
+        call = Call(
+            dict(zip(written, made, strict=True)), query, key, value, error, ", ".join(n.name for n in self._noted)
+        )
+        owner, found = self._owner, self._found
+        assert owner is not None
+        if found is None:
             used, shared = features(call)
             proposed = latent_projections(owner, self._heads, int((used & ~shared).sum()), int(shared.sum()))
         else:
@@ -347,23 +335,18 @@ def _note(module: nn.Module, args: Any, output: Any) -> None:
     if noted is None or not isinstance(output, Tensor) or output.dim() < 2:
         return
     if torch.compiler.is_compiling():
-        if _in_nested_checkpoints():
-            return
-    else:
-        transformed = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
-        own = noted.holder is module and noted.check.open
-        if transformed or not own or type(output) is not Tensor or not output.numel():
-            return
+        if not _in_nested_checkpoints():
+            noted.outputs = _corners(output, 2)
+    elif (
+        noted.holder is module and noted.check.open and type(output) is Tensor and output.numel() and not transformed()
+    ):
         try:
             if args and computes_otherwise(module):  # then it is compared with its weight
                 with torch.no_grad():
                     noted.change = change_by_weight(module, args[0], output)
             noted.outputs = _corners(output, 2)
         except Exception as error:
-            noted.outputs = None
-            noted.check.miss_call(error)
-        return
-    noted.outputs = _corners(output, 2)
+            noted.outputs = error.with_traceback(None)  # which holds the tensors of the call
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]

@@ -539,7 +539,7 @@ def layer_of_this_call() -> WatchedLayer | None:
     # True of every compiled model; the flag behind it is right.)
     if torch.compiler.is_compiling():
         return None if torch.compiler._is_exporting_flag else _traced.layer
-    if _transformed():
+    if transformed():
         return None
     if _mine.layer is None:
         return _traced.layer if _traced.entered else None
@@ -547,7 +547,7 @@ def layer_of_this_call() -> WatchedLayer | None:
     return _mine.layer
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Whether torch.func, a tracer or forward mode runs the model, which is then to be the model's own."""
     functorch = torch._C._are_functorch_transforms_active()
     return functorch or torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
@@ -621,7 +621,7 @@ def note_call_outside(query: Tensor, key: Tensor) -> None:
 
 def tell_scouts(module: nn.Module | None, query: Tensor, key: Tensor) -> bool:
     """`module` calls attention that is not watched; whether an agent takes note of it, to watch it from now on."""
-    if module is None or _transformed():
+    if module is None or transformed():
         return False
     noted = [scout.note_call(module, query, key) for scout in list(outside.scouts)]
     return any(noted)

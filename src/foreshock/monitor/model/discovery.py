@@ -21,13 +21,11 @@ from torch import nn
 from torch.nn.attention import flex_attention as flex
 
 from foreshock.monitor.model.layers import (
-    NOT_FOUND,
     Projection,
     all_query_heads,
     find_projection,
     is_sharded,
-    key_heads_by_width,
-    query_width,
+    sizes_by_width,
     spans_of,
     stored,
     tensor_parallel_dims,
@@ -196,7 +194,7 @@ class Found:
     unmeasured: str = ""
     """Why the norms of its weights are not measured, where there is no projection."""
     owner: nn.Module | None = None
-    """Whose children make its queries and keys, where no name shows which."""
+    """Whose children make its queries and keys."""
     problem: str | None = None
     certain: bool = False
     """It is attention, whatever the first step calls: PyTorch's module, a library's, or one that the user names."""
@@ -225,40 +223,25 @@ def find_attention(
 
 
 def _chosen(model: nn.Module, given_heads: Mapping[str, int], called: Mapping[str, Called] | None) -> list[str]:
-    """Names of the modules that are to be described."""
+    """Names of the modules that are to be described; of candidates that lie within each other, the innermost."""
     if called is not None:
         return [name for name, _ in model.named_modules() if name in called]
     chosen: list[str] = []
-    alike: dict[str, nn.Module] = {}
     libraries: list[str] = []
+    attentions: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(outer) for outer in libraries):
-            continue  # a part of a library's module
+        parts, called_attention = f"{name}." if name else "", is_called_attention(module)
+        if name.startswith((*libraries, *(() if called_attention or name in given_heads else attentions))):
+            continue  # a part of a library's module, or a helper, as the indexer of DeepSeek-V3.2
         if isinstance(module, nn.MultiheadAttention) or make_of(module) is not None:
-            libraries.append(f"{name}." if name else "")
+            libraries.append(parts)
         elif name not in given_heads and not _looks_like_attention(module):
             continue
         chosen.append(name)
-        alike[name] = module
-    likely = _most_likely(alike)
-    return [name for name in chosen if name in given_heads or name in likely]
-
-
-def _most_likely(alike: Mapping[str, nn.Module]) -> set[str]:
-    """Of modules that look like attention and may lie within each other, by name: the innermost. A single one within a
-    module whose class alone is called attention is a helper of that, as the indexer of DeepSeek-V3.2."""
-    parts: dict[str, list[str]] = {name: [] for name in alike}
-    for name in alike:
-        outers = [name[:at] for at, letter in enumerate(name) if letter == "."]
-        for outer in ("", *outers) if name else ():
-            if outer in parts:
-                parts[outer].append(name)
-    helpers = {
-        outer: within[0]
-        for outer, within in parts.items()
-        if len(within) == 1 and is_called_attention(alike[outer]) and not is_called_attention(alike[within[0]])
-    }
-    return ({name for name, within in parts.items() if not within} | helpers.keys()) - set(helpers.values())
+        attentions += [parts] if called_attention else []
+    paths = [name.split(".") for name in chosen if name]
+    outer = {".".join(path[:length]) for path in paths for length in range(len(path))}
+    return [name for name in chosen if name in given_heads or name not in outer]
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
@@ -289,32 +272,18 @@ def _describe(
         heads //= _number(module, ("tp_size",)) or 1  # it numbers those of all processes
     if not heads:
         return None
-    known_kv_heads = _number(owner, _KV_HEADS) or _number(module, _KV_HEADS)
-    if shown is not None and shown.kv_heads < heads:
-        known_kv_heads = shown.kv_heads
-    groups = _number(owner, ("num_key_value_groups",))
-    if known_kv_heads in (None, heads) and groups and heads % groups == 0:
-        known_kv_heads = heads // groups
-    kv_heads = known_kv_heads or heads
-    head_dim = shown.head_dim if shown else 0
-    head_dim = head_dim or (
-        _number(owner, _HEAD_DIM) or (query_width(owner, heads, kv_heads) or _number(owner, _WIDTH) or 0) // heads
-    )
-    if not head_dim:  # nor then a projection of a known name
-        return Found(name, module, heads, known_kv_heads or 0, unmeasured=why_unmeasured(owner))
-    heads_by_weight = all_query_heads(owner, head_dim)
-    if heads_by_weight and heads_by_weight > heads:  # some models keep the number of heads of their own rank
-        heads, kv_heads = heads_by_weight, heads_by_weight * kv_heads // heads
-    if not known_kv_heads:
-        kv_heads = key_heads_by_width(owner, heads, head_dim)
-    if heads % (kv_heads or heads):
-        unmeasured = f"{heads} heads do not divide into {kv_heads} key heads"
-        return Found(name, module, heads, 0, head_dim, unmeasured=unmeasured)
-    projection = find_projection(owner, heads, kv_heads or heads, head_dim)
+    kv_heads = _number(owner, _KV_HEADS) or _number(module, _KV_HEADS) or 0
+    kv_heads = shown.kv_heads if shown is not None and shown.kv_heads < heads else kv_heads
+    kv_heads = kv_heads if heads % (kv_heads or heads) == 0 else 0
+    head_dim = shown.head_dim if shown is not None else _number(owner, _HEAD_DIM) or 0
+    head_dim = sizes_by_width(owner, heads, kv_heads, head_dim)[1] or (_number(owner, _WIDTH) or 0) // heads
+    if head_dim and (of_all := all_query_heads(owner, head_dim)) > heads:  # it has the number of its own rank's heads
+        heads, kv_heads = of_all, of_all * kv_heads // heads
+    kv_heads, _ = sizes_by_width(owner, heads, kv_heads, head_dim)
+    projection = find_projection(owner, heads, kv_heads or heads, head_dim) if head_dim else None
     kv_heads = kv_heads or (heads if projection is not None else 0)
     why = "" if projection is not None else why_unmeasured(owner)
-    unnamed = owner if why == NOT_FOUND else None
-    return Found(name, module, heads, kv_heads, head_dim, projection=projection, unmeasured=why, owner=unnamed)
+    return Found(name, module, heads, kv_heads, head_dim, projection=projection, unmeasured=why, owner=owner)
 
 
 def _share(found: Found, model: nn.Module) -> Found:

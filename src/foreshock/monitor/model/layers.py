@@ -30,8 +30,8 @@ def is_wrapped(weight: Tensor) -> bool:
     return not is_sharded(weight) and type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def spans_of(weight: Any, mesh_dims: Sequence[int] | None = None, coordinate: Sequence[int] | None = None) -> Spans:
-    """What the process at `coordinate` of the mesh, this one by default, holds of a weight, cut as torch.chunk cuts it.
+def spans_of(weight: Any, mesh_dims: Sequence[int] | None = None) -> Spans:
+    """What this process holds of a weight, cut as torch.chunk cuts it.
 
     `mesh_dims` limits it to the shards over those dimensions of the mesh.
     """
@@ -39,11 +39,10 @@ def spans_of(weight: Any, mesh_dims: Sequence[int] | None = None, coordinate: Se
     if not is_sharded(weight):
         return spans
     mesh, placements = weight.device_mesh, weight.placements
-    if coordinate is None:
-        found = (mesh.mesh == torch.distributed.get_rank()).nonzero().tolist()
-        if not found:  # this process is outside the mesh
-            return [(0, 0)] * len(spans)
-        coordinate = found[0]
+    found = (mesh.mesh == torch.distributed.get_rank()).nonzero().tolist()
+    if not found:  # this process is outside the mesh
+        return [(0, 0)] * len(spans)
+    (coordinate,) = found
     dims = range(len(placements)) if mesh_dims is None else mesh_dims
     # FSDP's shard of a tensor-parallel weight stands to the left, but was cut last; PyTorch marks it so
     for dim in sorted(dims, key=lambda d: hasattr(placements[d], "split_factor")):
@@ -120,15 +119,6 @@ def has_adapters(module: object) -> bool:
     return hasattr(module, "lora_A") or hasattr(module, "lora_a")
 
 
-def base_of(module: nn.Module) -> nn.Module:
-    """The projection under the adapters; the module itself where it keeps the weight or has no adapters."""
-    if has_adapters(module):
-        for name in ("base_layer", "linear", "base"):
-            if isinstance(base := getattr(module, name, None), nn.Module):
-                return base
-    return module
-
-
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D, which keeps its weight as [in, out]; nn.Linear keeps [out, in]."""
     return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
@@ -149,7 +139,6 @@ _SEPARATE: Final = (
     ("q_linear", "k_linear"),
     ("c_q", "c_k"),
     ("Wq", "Wk"),
-    ("to_q", "to_kv"),
 )
 KEY_PROJECTIONS: Final = tuple(key for _, key in _SEPARATE)
 _FUSED: Final = ("c_attn", "qkv", "qkv_proj", "Wqkv", "wqkv", "in_proj", "to_qkv", "c_qkv", "attn_qkv", "W_pack")
@@ -218,8 +207,6 @@ class Projection:
     owner: nn.Module
     query_of_shared: HeadRows | None = None
     """The query features that meet keys which all heads share, where `key` is only what is each head's own."""
-    normalised: bool = False
-    """A name or a flag says that queries and keys are divided by their norms."""
 
     @property
     def sides(self) -> list[HeadRows]:
@@ -242,12 +229,40 @@ class Projection:
 def projections(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> list[Projection]:
     """Where W_Q and W_K of an attention module may lie by its names, the likeliest first; none where `why_unmeasured`
     says why."""
-    if why_unmeasured(module) != NOT_FOUND:
-        return []
     if isinstance(inner := getattr(module, "qkv_linear", None), nn.Module) and outputs_of(inner) is None:
         return projections(inner, heads, kv_heads, head_dim)  # torchtitan keeps them in a module of their own
-    found = _by_name(module, heads, kv_heads, head_dim)
-    return [replace(each, normalised=True) for each in found] if normalises_heads(module) else found
+    blocks, kv_blocks = _blocks(heads, head_dim), _blocks(kv_heads, head_dim)
+
+    def placed(layout: str, query: tuple[nn.Module, str, Any], key: tuple[nn.Module, str, Any]) -> Projection:
+        of_query, of_key = (HeadRows(one, name, tuple(starts), head_dim) for one, name, starts in (query, key))
+        return Projection(layout, of_query, of_key, module)
+
+    if isinstance(module, nn.MultiheadAttention):
+        fused = getattr(module, "_qkv_same_embed_dim", True)  # a subclass may leave its parent's constructor out
+        names = ("in_proj_weight",) * 2 if fused else ("q_proj_weight", "k_proj_weight")
+        if any(hasattr(type(module), name) for name in names):
+            return []  # computed by a property, a parametrization's for example
+        layout = "fused Q, K, V (in_proj_weight)" if fused else f"separate ({', '.join(names)})"
+        keys = [module.embed_dim + start for start in blocks] if fused else blocks
+        return [placed(layout, (module, names[0], blocks), (module, names[1], keys))]
+    group, wide = heads // kv_heads, heads * head_dim
+    behind = [wide + start for start in kv_blocks]
+    of_queries = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
+    of_keys = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
+    for names, query, key in _named(module):
+        widths = outputs_of(query), outputs_of(key)
+        if query is not key and widths == (wide, kv_heads * head_dim):
+            return [placed(f"separate ({', '.join(names)})", (query, "weight", blocks), (key, "weight", kv_blocks))]
+        if query is key and widths[0] == wide + 2 * kv_heads * head_dim:
+            name, kind = names[0], "Conv1D" if is_conv1d(key) else "Linear"
+            orders = [
+                (f"fused Q, K, V ({name}, {kind})", blocks, behind),
+                (f"fused per key head ({name})", of_queries, of_keys),  # each key head: its queries, K, V
+            ]
+            if name in _FUSED_PER_KEY_HEAD or hasattr(module, "r_dim"):  # torchtitan
+                orders.reverse()
+            return [placed(layout, (key, "weight", of_q), (key, "weight", of_k)) for layout, of_q, of_k in orders]
+    return []
 
 
 def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
@@ -270,75 +285,19 @@ def normalises_heads(module: nn.Module) -> bool:
 
 def why_unmeasured(module: nn.Module) -> str:
     """Why a module without a Projection has none."""
-    for name, child in module._modules.items():
-        weight = stored(base_of(child)) if child is not None else None
-        if isinstance(weight, Tensor) and (is_wrapped(weight) or weight.dtype not in _FLOATS):
-            stored_as = type(weight).__name__ if is_wrapped(weight) else str(weight.dtype).removeprefix("torch.")
-            return f"the weight of {name} is stored as {stored_as}"
-        if name not in _PROJECTIONS or child is None:
-            continue
-        kind = f"{name} is {type(child).__module__.partition('.')[0]}'s {type(child).__name__}"
-        if has_adapters(child):
-            return f"{kind}, which has adapters"
-        if weight is None and (hasattr(type(child), "weight") or "base_layer" in child._modules):
-            return f"{kind}, whose weight is computed again at every reading"
+    for name, child in module.named_children():
+        if name in _PROJECTIONS and outputs_of(child) is None:
+            why = "which has adapters" if has_adapters(child) else "whose weight is not a plain matrix"
+            return f"{name} is {type(child).__module__.partition('.')[0]}'s {type(child).__name__}, {why}"
     return NOT_FOUND
 
 
-def _by_name(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> list[Projection]:
-    blocks, kv_blocks = _blocks(heads, head_dim), _blocks(kv_heads, head_dim)
-
-    def placed(layout: str, query: tuple[nn.Module, str, Any], key: tuple[nn.Module, str, Any]) -> Projection:
-        of_query, of_key = (HeadRows(one, name, tuple(starts), head_dim) for one, name, starts in (query, key))
-        return Projection(layout, of_query, of_key, module)
-
-    if isinstance(module, nn.MultiheadAttention):
-        fused = getattr(module, "_qkv_same_embed_dim", True)  # a subclass may leave its parent's constructor out
-        names = ("in_proj_weight",) * 2 if fused else ("q_proj_weight", "k_proj_weight")
-        if any(hasattr(type(module), name) for name in names):
-            return []  # computed by a property, a parametrization's for example
-        layout = "fused Q, K, V (in_proj_weight)" if fused else f"separate ({', '.join(names)})"
-        keys = [module.embed_dim + start for start in blocks] if fused else blocks
-        return [placed(layout, (module, names[0], blocks), (module, names[1], keys))]
-    group, wide = heads // kv_heads, heads * head_dim
-    behind = [wide + start for start in kv_blocks]
-    of_queries = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
-    of_keys = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
-    for names, query, key in _named(module):
-        widths = outputs_of(query), outputs_of(key)
-        if key is not None and query is not key and widths == (wide, kv_heads * head_dim * _parts(names)):
-            return [placed(f"separate ({', '.join(names)})", (query, "weight", blocks), (key, "weight", kv_blocks))]
-        if query is key and widths[0] == wide + 2 * kv_heads * head_dim:
-            name, kind = names[0], "Conv1D" if is_conv1d(key) else "Linear"
-            orders = [
-                (f"fused Q, K, V ({name}, {kind})", blocks, behind),
-                (f"fused per key head ({name})", of_queries, of_keys),  # each key head: its queries, K, V
-            ]
-            if name in _FUSED_PER_KEY_HEAD or name in _also_per_key_head(module):
-                orders.reverse()
-            return [placed(layout, (key, "weight", of_q), (key, "weight", of_k)) for layout, of_q, of_k in orders]
-    return []
-
-
-def _named(module: nn.Module) -> Iterator[tuple[tuple[str, str], nn.Module, nn.Module | None]]:
-    """Names, query projection and key projection, if it has that name, of each pair; both are one if it is fused."""
+def _named(module: nn.Module) -> Iterator[tuple[tuple[str, str], nn.Module, nn.Module]]:
+    """Names, query projection and key projection of each pair that can be read; both are one if it is fused."""
     for names in (*_SEPARATE, *((name, name) for name in (*_FUSED_PER_KEY_HEAD, *_FUSED))):
         query, key = (getattr(module, name, None) for name in names)
-        if isinstance(query, nn.Module) and _width(query):
-            yield names, query, key if _width(key) else None
-
-
-def _parts(names: tuple[str, str]) -> int:
-    """Of how many parts, each as wide as the keys, the outputs of the key projection are."""
-    return 2 if "to_kv" in names else 1
-
-
-def _also_per_key_head(module: nn.Module) -> Iterator[str]:
-    """Names that elsewhere mean Q, K, V one after the other."""
-    if hasattr(module, "r_dim"):  # torchtitan
-        yield "wqkv"
-    if getattr(module, "multi_query", None) is False:  # transformers' GPTBigCode: each head its query, key, value
-        yield "c_attn"
+        if query is not None and key is not None and outputs_of(query) and outputs_of(key):
+            yield names, query, key
 
 
 def latent_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -369,49 +328,33 @@ def _blocks(heads: int, head_dim: int) -> tuple[int, ...]:
     return tuple(head * head_dim for head in range(heads))
 
 
-def all_query_heads(module: nn.Module, head_dim: int) -> int | None:
-    """The heads of a query projection that is sharded, all processes together; None for any other."""
+def all_query_heads(module: nn.Module, head_dim: int) -> int:
+    """The heads of a query projection that is sharded, all processes together; 0 for any other."""
     for _, query, key in _named(module):
-        return (_width(query) or 0) // head_dim if query is not key and is_sharded(stored(query)) else None
-    return None
-
-
-def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
-    """heads * head_dim as the module's own projections show it, or None."""
-    for _, query, key in _named(module):
-        width = (_width(query) or 0) * (1 if query is not key else heads)
-        parts = 1 if query is not key else heads + 2 * kv_heads
-        if width % parts == 0:
-            return width // parts
-    return None
-
-
-def key_heads_by_width(module: nn.Module, heads: int, head_dim: int) -> int:
-    """Key heads as the module's own projections show them, or 0."""
-    if isinstance(module, nn.MultiheadAttention):
-        return heads
-    for names, query, key in _named(module):
-        if key is None:
-            continue
-        wide, width = heads * head_dim, _width(key) or 0
-        width, parts = (width - wide, 2) if query is key else (width, _parts(names))
-        kv_heads, rest = divmod(width, head_dim * parts)
-        fits = (query is key or _width(query) == wide) and not rest and kv_heads > 0 and heads % kv_heads == 0
-        return kv_heads if fits else 0
+        return (outputs_of(query) or 0) // head_dim if query is not key and is_sharded(stored(query)) else 0
     return 0
 
 
+def sizes_by_width(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Key heads and head dim; one that is 0 as the widths of the module's projections show it, or 0."""
+    if isinstance(module, nn.MultiheadAttention):
+        return heads, head_dim or getattr(module, "head_dim", 0)
+    for _, query, key in _named(module):
+        wide, width = outputs_of(query) or 0, outputs_of(key) or 0
+        if not head_dim:
+            parts = heads if query is not key else heads + 2 * (kv_heads or heads)
+            head_dim = 0 if wide % parts else wide // parts
+        if head_dim and not kv_heads:
+            width, part = (width, head_dim) if query is not key else (width - heads * head_dim, 2 * head_dim)
+            kv_heads = 0 if width % part or heads % max(width // part, 1) else max(width // part, 0)
+        break
+    return kv_heads, head_dim
+
+
 def outputs_of(module: object) -> int | None:
-    """How many outputs a projection has, those of all processes; None where its weight cannot be read."""
+    """How many outputs a projection has, those of all processes; None where its weight is not one plain matrix."""
     if not isinstance(module, nn.Module) or has_adapters(module):
         return None  # the base's weight alone would give the norm of a W_Q that nobody uses
     weight = stored(module)
-    return weight.shape[is_conv1d(module)] if isinstance(weight, Tensor) and weight.dim() == 2 else None
-
-
-def _width(module: object) -> int | None:
-    """How many outputs a projection has, also where its weight cannot be read."""
-    if isinstance(module, nn.Module) and (outputs := outputs_of(base_of(module))) is not None:
-        return outputs
-    width = getattr(getattr(module, "base_layer", module), "out_features", None)
-    return width if isinstance(width, int) else None
+    plain = isinstance(weight, Tensor) and weight.dim() == 2 and weight.dtype in _FLOATS and not is_wrapped(weight)
+    return int(weight.shape[is_conv1d(module)]) if plain else None

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from torch import Tensor, nn
 
 from foreshock.monitor.model.discovery import Found
-from foreshock.monitor.model.layers import KEY_PROJECTIONS, base_of, normalises_heads, stored
+from foreshock.monitor.model.layers import KEY_PROJECTIONS, normalises_heads, stored
 
 KeyBias = Literal["trained", "frozen", "none", "unknown"]
 
@@ -38,7 +38,7 @@ def _of_keys(found: Found) -> nn.Module | None:
 
 def _bias(projection: nn.Module) -> KeyBias:
     name = "in_proj_bias" if isinstance(projection, nn.MultiheadAttention) else "bias"
-    holder = base_of(projection)
+    holder = projection._modules.get("base_layer") or projection  # under the adapters of peft
     bias = stored(holder, name)
     if bias is None:
         return "none" if getattr(holder, name, None) is None else "unknown"
@@ -58,12 +58,8 @@ def has_rotary(model: nn.Module, watched: Iterable[Found]) -> bool:
 
 def openness(model: nn.Module, watched: Sequence[Found]) -> tuple[KeyBias, bool, bool]:
     """Kind of the keys' bias, whether positions rotate, whether every watched layer normalises queries and keys."""
-    normalised = bool(watched) and all(normalises_heads(_owner(each)) for each in watched)
+    normalised = bool(watched) and all(normalises_heads(each.owner or each.module) for each in watched)
     return key_bias_of(watched), has_rotary(model, watched), normalised
-
-
-def _owner(found: Found) -> nn.Module:
-    return found.module if found.projection is None else found.projection.owner
 
 
 def rounding(bias: KeyBias, rotary: bool, normalised: bool, *, rounds: bool = True) -> list[str]:
