@@ -6,7 +6,6 @@ import tomllib
 from itertools import groupby
 from pathlib import Path
 
-import pytest
 from tests.loading import module_at
 
 import foreshock
@@ -71,22 +70,21 @@ def test_the_reference_describes_every_public_name_from_its_docstring() -> None:
     assert members == {name for name in vars(foreshock.Agent) if name[0] != "_"}
 
 
-def test_the_design_lists_the_files_that_each_addition_touches_and_each_is_there() -> None:
-    section = (ROOT / "docs" / "design.md").read_text().split("## To add something")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (?:a|an) (\w+)[^|]*\|(.*)\|$", section, re.MULTILINE)
-    others = ["cause", "order", "attention", "mode", "callback", "alert", "setting"]
-    assert [what for what, _ in rows] == ["statistic", "metric", "condition", *others]
-    for what, files in rows:
-        named = re.findall(r"`((?:[a-z]+/)+[\w./-]*)`", files)
-        assert named, what
-        assert [name for name in named if not ((CODE / name).exists() or (ROOT / name).exists())] == []
-
-
-def test_the_drawing_of_the_ways_through_the_code_names_files_that_are_there() -> None:
-    drawing = (ROOT / "docs" / "design.md").read_text().split("## Three ways through the code")[1].split("\n## ")[0]
-    named = re.findall(r"(?:[a-z_]+/)+[a-z_]+\.py", drawing)
-    assert len(set(named)) > 30
-    assert [name for name in named if not (CODE / name).exists()] == []
+def test_the_files_that_the_design_names_for_each_addition_and_on_each_way_through_the_code_are_there() -> None:
+    design = (ROOT / "docs" / "design.md").read_text()
+    additions, ways = (
+        design.split(f"## {title}")[1].split("\n## ")[0]
+        for title in ("To add something", "Three ways through the code")
+    )
+    rows = dict(re.findall(r"^\| (?:a|an) (\w+)[^|]*\|(.*)\|$", additions, re.MULTILINE))
+    others = ("cause", "order", "attention", "mode", "callback", "alert", "setting")
+    assert tuple(rows) == ("statistic", "metric", "condition", *others)
+    named = {what: re.findall(r"`((?:[a-z]+/)+[\w./-]*)`", files) for what, files in rows.items()}
+    assert all(named.values())
+    drawn = re.findall(r"(?:[a-z_]+/)+[a-z_]+\.py", ways)
+    assert len(set(drawn)) > 30
+    every = {name for names in (*named.values(), drawn) for name in names}
+    assert [name for name in every if not ((CODE / name).exists() or (ROOT / name).exists())] == []
 
 
 def test_every_promise_has_a_test_and_every_mark_a_promise() -> None:
@@ -121,27 +119,3 @@ def test_every_picture_is_drawn_by_a_command_and_is_shown() -> None:
     assert there == {*drawn, *elsewhere}
     assert len(drawn) == len(set(drawn))
     assert {name for page in documents() for name in re.findall(r"images/([a-z-]+)\.png", page.read_text())} == there
-
-
-def test_the_check_finds_a_generated_board_that_was_edited_is_missing_or_is_left_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(DOCS, "PAGES", {})
-    monkeypatch.setattr(DOCS, "ROOT", tmp_path)
-    monkeypatch.setattr(DOCS, "GENERATED", tmp_path)
-    (tmp_path / "boards").mkdir()
-    assert DOCS.main(check=False) == DOCS.main(check=True) == 0
-    names = "boards/run.json", "prometheus-rules.yml", "boards/old.json"
-    edited, missing, left = (tmp_path / name for name in names)
-    edited.write_text("edited")
-    missing.unlink()
-    left.write_text("{}")
-    assert DOCS.main(check=True) == 1
-    said = capsys.readouterr().err
-    assert set(re.findall(r"[\w/-]+\.(?:json|yml)", said)) == set(names)
-
-
-def test_a_schema_of_an_unknown_kind_is_refused() -> None:
-    assert DOCS.type_of({"$ref": "#/components/schemas/Incident"}) == "Incident"
-    with pytest.raises(ValueError, match=r"no TypeScript for the schema .*; teach it to scripts/generate_docs\.py"):
-        DOCS.type_of({"type": "rainbow"})

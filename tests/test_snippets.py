@@ -8,10 +8,15 @@ from typing import Any, Final
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from tests.monitor import titan_shape
 from tests.monitor.tiny_models import tiny_gpt, train_step
-from tests.monitor.titan_shape import Trainer
-from torch import nn
+from tests.monitor.trainers import Tokens, gpt2
 
+import foreshock
+from foreshock.callbacks import TransformersCallback
 from foreshock.monitor.agent import Agent
 
 ROOT: Final = Path(__file__).parents[1]
@@ -27,114 +32,51 @@ def blocks() -> Iterator[Any]:
             yield pytest.param(page, text, id=f"{page.relative_to(ROOT)}:{number}")
 
 
-# What a reader has already: small stand-ins for the names that blocks use without making them.
-
-
-class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Four sequences of tokens, as a Trainer takes them."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.arange(12) + index
-        return {"input_ids": tokens, "labels": tokens}
-
-
-class MyModel(transformers.GPT2LMHeadModel):  # type: ignore[misc]
-    """A GPT-2 of one layer, which stays on the processor."""
+class Module(LightningModule):  # type: ignore[misc]
+    """A model of Lightning's."""
 
     def __init__(self) -> None:
-        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        super().__init__(transformers.GPT2Config(vocab_size=48, n_positions=16, n_embd=16, n_layer=1, n_head=2, **none))
+        super().__init__()
+        self.net = gpt2()
 
-    def to(self, *_: Any, **__: Any) -> "MyModel":
-        return self
+    def training_step(self, inputs: dict[str, torch.Tensor], *_: Any) -> Any:
+        return self.net(**inputs).loss
 
-
-def my_loader() -> torch.utils.data.DataLoader[dict[str, torch.Tensor]]:
-    return torch.utils.data.DataLoader(Sequences(), batch_size=2)
-
-
-def of_own_loops() -> dict[str, Any]:
-    model = tiny_gpt()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = train_step(model, optimizer, 0)
-    numbers = {"loss": loss.detach(), "norm": 1.0, "rate": 0.1}
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "batches": range(3),
-        "data": range(3),
-        "train_step": lambda model, number: train_step(model, optimizer, number).detach(),
-        **numbers,
-    }
-
-
-def of_transformers(folder: Path) -> dict[str, Any]:
-    args = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    return {
-        "Trainer": transformers.Trainer,
-        "transformers": transformers,
-        "model": MyModel(),
-        "args": args,
-        "data": Sequences(),
-    }
-
-
-def of_lightning() -> dict[str, Any]:
-    from lightning.pytorch import LightningModule, Trainer
-
-    class Module(LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = MyModel()
-
-        def training_step(self, inputs: dict[str, torch.Tensor], *_: Any) -> Any:
-            return self.net(**inputs).loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def trainer(**given: Any) -> Any:
-        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-        return Trainer(accelerator="cpu", max_steps=2, logger=False, **quiet, **given)
-
-    return {"Trainer": trainer, "module": Module(), "data": my_loader()}
-
-
-def of_accelerate() -> dict[str, Any]:
-    from accelerate import Accelerator
-
-    model: nn.Module = MyModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {
-        "Accelerator": lambda **given: Accelerator(cpu=True, **given),
-        "model": model,
-        "optimizer": optimizer,
-        "data": my_loader(),
-    }
-
-
-def of_torchtitan(folder: Path) -> dict[str, Any]:
-    return {"trainer": Trainer(3, folder)}
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def names_for(text: str, folder: Path) -> dict[str, Any]:
-    """The reader's own names, by the trainer that a block is written for."""
+    """What a reader has already, by the trainer that a block is written for: small stand-ins for names that blocks use
+    without making them."""
+    sequences = torch.utils.data.Subset(Tokens(named=True), range(4))
+    data: Any = torch.utils.data.DataLoader(sequences, batch_size=2)
     if "transformers" in text or "TransformersCallback" in text:
-        return of_transformers(folder)
+        quiet: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+        args = transformers.TrainingArguments(output_dir=str(folder), max_steps=2, **quiet)
+        late = {} if "import" in text else {"TransformersCallback": TransformersCallback}
+        known = {"Trainer": transformers.Trainer, "transformers": transformers, "model": gpt2(), "args": args}
+        return {**known, **late, "data": sequences}
     if "LightningCallback" in text:
-        return of_lightning()
-    if "AccelerateTracker" in text:
-        return of_accelerate()
+        off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+
+        def trainer(**given: Any) -> Any:
+            return LightningTrainer(accelerator="cpu", max_steps=2, logger=False, **off, **given)
+
+        return {"Trainer": trainer, "module": Module(), "data": data}
     if "watch_torchtitan" in text:
-        return of_torchtitan(folder)
+        return {"trainer": titan_shape.Trainer(3, folder)}
     if "def build" in text:
-        return {"MyModel": MyModel, "my_loader": my_loader, "torch": torch}
-    return of_own_loops()
+        return {"MyModel": gpt2, "my_loader": lambda: data, "torch": torch}
+    accelerated = "AccelerateTracker" in text
+    model: Any = gpt2() if accelerated else tiny_gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own: dict[str, Any] = {"Accelerator": lambda **given: Accelerator(cpu=True, **given), "data": data}
+    if not accelerated:
+        loss = train_step(model, optimizer, 0).detach()
+        own = {"batches": range(3), "data": range(3), "loss": loss, "norm": 1.0, "rate": 0.1}
+        own |= {"train_step": lambda model, number: train_step(model, optimizer, number).detach()}
+    return {"model": model, "optimizer": optimizer, **own}
 
 
 @pytest.mark.parametrize(("page", "text"), [*blocks()])
@@ -142,8 +84,6 @@ def names_for(text: str, folder: Path) -> dict[str, Any]:
 def test_a_python_block_runs_as_it_stands_and_watches_what_it_says(
     page: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import foreshock
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(foreshock.AgentConfig, "close_seconds", 0.1)
     steps: list[int] = []
@@ -155,17 +95,12 @@ def test_a_python_block_runs_as_it_stands_and_watches_what_it_says(
 
     monkeypatch.setattr(Agent, "step", counted)
     names = {"foreshock": foreshock, **names_for(text, tmp_path)}
-    if "TransformersCallback(" in text and "import" not in text:
-        from foreshock.callbacks import TransformersCallback
-
-        names["TransformersCallback"] = TransformersCallback
     if "agent." in text and "foreshock.attach" not in text and "watch.agent" not in text:
         names |= {"agent": foreshock.attach(names["model"], run="my-run"), "checkpoint": {}}
     try:
         exec(compile(text, str(page), "exec"), names)
         if "def build" in text:
-            made = names["build"]()
-            assert torch.isfinite(made[1]())
+            assert torch.isfinite(names["build"]()[1]())
     finally:
         if (agent := names.get("agent")) is not None:
             agent.close("completed")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from fnmatch import fnmatch
 from typing import Any, Final
 
 import torch
@@ -65,10 +66,26 @@ def changed(change: Callable[[Model], object]) -> Callable[[], Model]:
     return make
 
 
+def replaced(place: str, by: Callable[[Any], nn.Module]) -> Callable[[], Model]:
+    """A model with others in the place of the modules whose names match; `by` is given what was there."""
+
+    def change(model: Model) -> None:
+        for name, old in [*model.named_modules()]:
+            if fnmatch(name, place):
+                model.set_submodule(name, by(old))
+
+    return changed(change)
+
+
 def attention_of(model: Model, block: int) -> Attention:
     found = model.get_submodule(f"blocks.{block}.attn")
     assert isinstance(found, Attention)
     return found
+
+
+def queries_and_keys(model: Model, block: int) -> tuple[nn.Linear, nn.Linear]:
+    attention = attention_of(model, block)
+    return attention.q_proj, attention.k_proj
 
 
 def padded(columns: int, *, left: bool) -> Tensor:
@@ -90,17 +107,6 @@ def packed() -> Tensor:
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
     mask[:5, :5] = mask[5:10, 5:10] = True
     return mask.tril().expand(BATCH, 1, -1, -1)
-
-
-def half_model() -> nn.Module:
-    """All weights in float16; one row of the embedding is used by no batch."""
-
-    class Padded(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(100, WIDTH)
-
-    return Padded().half()
 
 
 def no_labels(at: Callable[[int], bool]) -> Callable[[Tensor, int], Tensor]:
@@ -247,13 +253,6 @@ class ByHand(Attention):
         return (weights.nan_to_num(0.0) if self.repairs else weights) @ value
 
 
-def by_hand() -> nn.Module:
-    model = Model()
-    for block in model.blocks:
-        block.attn = ByHand()
-    return model
-
-
 class Routed(Model):
     """Block 2 has four experts; the coefficient of variation of their loads is part of the loss."""
 
@@ -290,13 +289,6 @@ class Extrapolated(Attention):
         return query, key / scale.clamp(min=0.1)[:, None], value
 
 
-def extrapolated() -> nn.Module:
-    model = Model()
-    for block in model.blocks:
-        block.attn = Extrapolated()
-    return model
-
-
 class NewTokens(Model):
     """Two tokens were added, whose embeddings are memory that nobody wrote. The batch of one step has one of them."""
 
@@ -330,12 +322,6 @@ def constant_rows(model: Model, step: int) -> Any:
         return (given[0] * keep,)
 
     return [model.get_submodule("blocks.2.ln_2").register_forward_pre_hook(same)] if step == MISSED else []
-
-
-def root_norm() -> nn.Module:
-    model = Model()
-    model.blocks[2].ln_2 = RootNorm()
-    return model
 
 
 class Translation(Model):
@@ -448,12 +434,6 @@ class LinearAttention(nn.Module):
         return out
 
 
-def hybrid() -> nn.Module:
-    model = Model()
-    model.blocks[2].attn = LinearAttention()
-    return model
-
-
 def transcripts(logits: Tensor, wanted: Tensor, step: int) -> Tensor:
     """CTC; the transcripts of one batch are longer than what they transcribe."""
     frames = logits.view(BATCH, LENGTH, -1).transpose(0, 1).log_softmax(-1)
@@ -482,12 +462,6 @@ class Bottleneck(nn.Module):
         return self.mean(x) + torch.randn_like(x) * (0.5 * self.log_variance(x)).exp()  # type: ignore[no-any-return]
 
 
-def variational() -> nn.Module:
-    model = Model()
-    model.blocks[1] = Bottleneck(model.blocks[1])
-    return model
-
-
 def grown_variance(model: Model, step: int) -> Any:
     """The log variances have grown."""
     if step == MISSED:
@@ -511,13 +485,6 @@ class Decomposed(nn.Module):
         return F.linear(x, self.magnitude * direction, self.base.bias)
 
 
-def decomposed() -> nn.Module:
-    model = Model()
-    attention = attention_of(model, 1)
-    setattr(attention, "v_proj", Decomposed(attention.v_proj))  # noqa: B010
-    return model
-
-
 class Chosen(nn.Module):
     """torch.where between two activations, one of which overflows where the other is chosen."""
 
@@ -529,12 +496,6 @@ class Chosen(nn.Module):
         self.seen += 1
         x = self.up(x) * (200.0 if self.seen == MISSED else 1.0)
         return torch.where(x <= 1.0, x.exp() - 1.0, x.clamp(max=3.0))
-
-
-def chosen() -> nn.Module:
-    model = Model()
-    model.blocks[1].up = Chosen(model.blocks[1].up)  # type: ignore[arg-type]
-    return model
 
 
 def wrong_sign() -> Tensor:
@@ -571,7 +532,7 @@ SETTINGS: Final[dict[str, Callable[[], Outcome]]] = {
         120, before=broken_backward(0, "attn.o_proj", since(3, 5), math.inf), skip_broken=True
     ),
     "afiaka87/glide-finetune/issues/5": lambda: train(
-        20, make=half_model, optimizer=lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-8)
+        20, make=lambda: UnusedTokens().half(), optimizer=lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-8)
     ),
     "Sara-Ahmed/SiT/issues/4": lambda: train(
         20,
@@ -590,21 +551,13 @@ SETTINGS: Final[dict[str, Callable[[], Outcome]]] = {
     "NVlabs/Sana/issues/192": lambda: train(
         20,
         lr=1e-4,
-        make=changed(
-            lambda model: [
-                each.bias[9].fill_(60.0) for each in (attention_of(model, 2).q_proj, attention_of(model, 2).k_proj)
-            ]
-        ),
+        make=changed(lambda model: [each.bias[9].fill_(60.0) for each in queries_and_keys(model, 2)]),
     ),
     "PAIR-code/tiny-transformers/issues/71": lambda: train(
         20,
         lr=1e-4,
         make=changed(
-            lambda model: [
-                projection.weight.mul_(7.0)
-                for block in range(4)
-                for projection in (attention_of(model, block).q_proj, attention_of(model, block).k_proj)
-            ]
+            lambda model: [each.weight.mul_(7.0) for block in range(4) for each in queries_and_keys(model, block)]
         ),
     ),
     "pytorch/pytorch/issues/41508": lambda: train(20, make=Padded, labels=without_padding),
@@ -612,12 +565,18 @@ SETTINGS: Final[dict[str, Callable[[], Outcome]]] = {
     "pqhieu/jsis3d/issues/26": lambda: train(loss_of=norm_of_zero),
     "prs-eth/Marigold/issues/111": lambda: train(make=Features),
     "openai/CLIP/issues/46": lambda: train(make=Temperature, before=grown),
-    "sooftware/kospeech/issues/37": lambda: train(20, make=by_hand, mask=padded(3, left=True)),
+    "sooftware/kospeech/issues/37": lambda: train(
+        20, make=replaced("blocks.*.attn", lambda _: ByHand()), mask=padded(3, left=True)
+    ),
     "google-research/vmoe/pull/218": lambda: train(make=Routed),
     "MakazhanAlpamys/Soup/issues/719": lambda: train(loss_of=reverse_kl),
-    "lucidrains/rotary-embedding-torch/issues/8": lambda: train(make=extrapolated),
+    "lucidrains/rotary-embedding-torch/issues/8": lambda: train(
+        make=replaced("blocks.*.attn", lambda _: Extrapolated())
+    ),
     "huggingface/transformers/issues/30953": lambda: train(make=NewTokens),
-    "pyg-team/pytorch_geometric/pull/2917": lambda: train(make=root_norm, before=constant_rows),
+    "pyg-team/pytorch_geometric/pull/2917": lambda: train(
+        make=replaced("blocks.2.ln_2", lambda _: RootNorm()), before=constant_rows
+    ),
     "lucidrains/x-transformers/issues/263": lambda: train(make=Translation),
     "huggingface/transformers/pull/17306": lambda: train(
         20, make=lowest_mask, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3)
@@ -626,11 +585,13 @@ SETTINGS: Final[dict[str, Callable[[], Outcome]]] = {
     "NVIDIA-NeMo/Automodel/pull/3850": lambda: train(make=WithTemperature, labels=with_negatives),
     "OpenRLHF/OpenRLHF/pull/1335": lambda: train(loss_of=clipped_divergence),
     "pytorch/pytorch/pull/186444": lambda: train(make=UnusedTokens, optimizer=ZeroWarmUp),
-    "fla-org/flash-linear-attention/pull/649": lambda: train(make=hybrid),
+    "fla-org/flash-linear-attention/pull/649": lambda: train(
+        make=replaced("blocks.2.attn", lambda _: LinearAttention())
+    ),
     "wenet-e2e/wenet/pull/2299": lambda: train(loss_of=transcripts),
     "TiankaiHang/Min-SNR-Diffusion-Training/issues/2": lambda: train(loss_of=weighted_by_noise),
-    "vanderschaarlab/synthcity/issues/331": lambda: train(make=variational, before=grown_variance),
-    "KohakuBlueleaf/LyCORIS/pull/166": lambda: train(make=decomposed),
-    "pytorch/pytorch/issues/156212": lambda: train(make=chosen),
+    "vanderschaarlab/synthcity/issues/331": lambda: train(make=replaced("blocks.1", Bottleneck), before=grown_variance),
+    "KohakuBlueleaf/LyCORIS/pull/166": lambda: train(make=replaced("blocks.1.attn.v_proj", Decomposed)),
+    "pytorch/pytorch/issues/156212": lambda: train(make=replaced("blocks.1.up", Chosen)),
     "lucidrains/memory-compressed-attention/issues/2": lambda: train(mask=wrong_sign()),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tests.reports.settings import adapted, attention_of, changed
+from tests.reports.settings import adapted, attention_of, changed, replaced
 from tests.reports.training import (
     BATCH,
     HEAD_DIM,
@@ -166,14 +166,6 @@ def packed(*lengths: int) -> Tensor:
     return ~FUTURE & (document[:, None] == document)
 
 
-def with_attention(kind: type[Attention]) -> Callable[[], Model]:
-    def replaced(model: Model) -> None:
-        for block in model.blocks:
-            block.attn = kind()
-
-    return changed(replaced)
-
-
 def large(factor: float, layers: int = 2) -> Callable[[], Model]:
     """Weights that were loaded, in some of whose layers scores are this many times as large."""
     return changed(lambda model: [attention_of(model, block).q_proj.weight.mul_(factor) for block in range(layers)])
@@ -210,7 +202,7 @@ def accumulated(model: Model, step: int) -> Any:
             pytest.param(lambda lowest=lowest: train(30, mask=left_padded(lowest)), True, id=f"padding by {lowest:g}")
             for lowest in (-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf)
         ),
-        pytest.param(lambda: train(30, make=with_attention(Cosine)), False, id="cosine"),
+        pytest.param(lambda: train(30, make=replaced("blocks.*.attn", lambda _: Cosine())), False, id="cosine"),
         *(
             pytest.param(
                 lambda given=given: train(30, lr=1e-4, mask=packed(*given[1:]), make=large(given[0], LAYERS)),
@@ -234,8 +226,8 @@ def accumulated(model: Model, step: int) -> Any:
             )
             for given in ((5, 4, 3), (2, 1))
         ),
-        pytest.param(lambda: train(30, make=with_attention(Narrow)), False, id="head dim 2"),
-        pytest.param(lambda: train(30, make=with_attention(Sink)), False, id="sink"),
+        pytest.param(lambda: train(30, make=replaced("blocks.*.attn", lambda _: Narrow())), False, id="head dim 2"),
+        pytest.param(lambda: train(30, make=replaced("blocks.*.attn", lambda _: Sink())), False, id="sink"),
         pytest.param(lambda: train(30, make=Experts), False, id="experts"),
         pytest.param(lambda: train(30, lr=1e-4, make=large(40.0)), False, id="large scores"),
         pytest.param(lambda: train(30, make=changed(frozen)), False, id="frozen"),

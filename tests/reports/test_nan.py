@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.reports.settings import ByHand, NewTokens
+from tests.reports.settings import ByHand, NewTokens, broken_backward, once, padded, replaced, since
 from tests.reports.training import (
-    BATCH,
     LENGTH,
     Attention,
     Block,
@@ -45,11 +44,9 @@ def test_a_faulty_attention_backward_is_reported_before_the_loss(
     known: bool, attention: str, clip: float | None, bounded: bool
 ) -> None:
     """TRL issue 7181: the backward of one layer's attention gives NaN for the queries."""
-
-    def broken(model: Model, step: int) -> Any:
-        return [poison(block_of(model, 2).attn.q_proj)] if step == BROKEN_AT else []
-
-    found = train(before=broken, known=known, attention=attention, clip=clip)
+    found = train(
+        before=broken_backward(2, "attn.q_proj", once(BROKEN_AT)), known=known, attention=attention, clip=clip
+    )
     assert found.raised[0].step == BROKEN_AT < found.harmed
     said = first_words(found)
     assert "first in the backward, between layer 1 and layer 2. 8 of 16 heads have such rows." in said
@@ -77,10 +74,7 @@ def test_a_mask_of_plus_infinity_is_among_the_places() -> None:
 def test_skipped_updates_are_a_warning_with_their_share_and_no_alarm() -> None:
     """Time-MoE issue 71: the gradient norm is NaN in some steps, the loss is fine."""
 
-    def broken(model: Model, step: int) -> Any:
-        return [poison(block_of(model, 3).down)] if step % 3 == 0 else []
-
-    found = train(120, before=broken, skip_broken=True)
+    found = train(120, before=broken_backward(3, "down", since(3, 3)), skip_broken=True)
     said = first_words(found)
     lost, steps = map(int, re.findall(r"(\d+) of (\d+) updates were lost", said)[0])
     assert lost / steps == pytest.approx(1 / 3, abs=0.05)
@@ -174,18 +168,8 @@ def test_of_what_a_step_makes_outputs_keep_nothing_for_a_cuda_graph_pool_permits
     assert outputs.broken_at(2) == [(1, False)]  # the other broke before as well
 
 
-def left_padding(columns: int) -> torch.Tensor:
-    """A causal mask in which the first columns of every second sequence are padding."""
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BATCH, 1, -1, -1).clone()
-    mask[::2, ..., :columns] = False
-    return mask
-
-
 def test_rows_that_see_no_key_are_the_first_suspect_once_nan_appears() -> None:
-    def broken(model: Model, step: int) -> Any:
-        return [poison(block_of(model, 0).attn.q_proj)] if step == BROKEN_AT else []
-
-    said = first_words(train(before=broken, mask=left_padding(4)))
+    said = first_words(train(before=broken_backward(0, "attn.q_proj", once(BROKEN_AT)), mask=padded(4, left=True)))
     assert "12 of 72 rows of a head see no key: suspect the mask first." in said
 
 
@@ -215,15 +199,12 @@ class Repaired(ByHand):
 
 @pytest.mark.parametrize(("kind", "harmless"), [(ByHand, False), (Repaired, True)])
 def test_rows_that_see_no_key_are_named_where_attention_is_written_out(kind: type[Attention], harmless: bool) -> None:
-    def make() -> Model:
-        model = Model()
-        block_of(model, 1).attn = kind()
-        return model
-
-    def broken(model: Model, step: int) -> Any:
-        return [poison(block_of(model, 3).down)] if step == BROKEN_AT else []
-
-    found = train(BROKEN_AT + 1, make=make, mask=left_padding(4), before=broken)
+    found = train(
+        BROKEN_AT + 1,
+        make=replaced("blocks.1.attn", lambda _: kind()),
+        mask=padded(4, left=True),
+        before=broken_backward(3, "down", once(BROKEN_AT)),
+    )
     assert "it computes its attention by hand, and 12 of 72 rows of a head see no key" in found.table
     place = "in the softmax of blocks.1.attn, where 12 of 72 rows of a head see no key, or hold a score that overflows"
     assert (place in first_words(found)) == (not harmless)
