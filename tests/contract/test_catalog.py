@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.contract.counted_words import odd, states
+from tests.contract.counted_words import odd
 
 import foreshock.monitor.config
 from foreshock.contract.metrics.catalog import BY_KEY, EXTRA_ALERTS, METRICS, read
 from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, Metric, known, ratio
-from foreshock.contract.slots import Floats, Slot, Words, identity_row, slot_values
+from foreshock.contract.slots import Floats, Slot, identity_row
 from foreshock.monitor.detect.growth import SIGNAL_NAMES
 from foreshock.monitor.detect.levels import KERNEL, LEVEL
 from foreshock.monitor.detect.non_finite import NON_FINITE
@@ -85,16 +85,6 @@ def test_offset_and_ties_are_shares_of_what_was_counted_and_not_skipped() -> Non
         np.testing.assert_array_equal(read(key, words), [0.25, np.nan, 0.1])
     assert read("head.score_offset", words).tolist() == [0.5] * 3
     assert read("head.score_offset_rms", words).tolist() == [2.0] * 3
-
-
-@settings(max_examples=40, deadline=None)
-@given(words=states())
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinity over infinity
-def test_what_is_read_shares_no_memory_with_the_words(words: Words) -> None:
-    for key in COUNTED:
-        assert not np.shares_memory(read(key, words), words)
-    for slot in set(Slot):
-        assert not np.shares_memory(slot_values(words, slot), words)
 
 
 @given(part=st.lists(odd, min_size=6, max_size=6), whole=st.lists(odd, min_size=6, max_size=6))

@@ -284,19 +284,6 @@ def test_of_several_that_were_corrected_the_first_correction_is_told_and_the_fir
     assert (incident.opened_step, incident.corrected_step, incident.standing) == (100, 3000, 3)
 
 
-@given(
-    raised=st.integers(0, 5000),
-    later=st.integers(1, 3000),
-    was=st.sampled_from([cause for cause in CAUSES if cause != "rounding"]),
-)
-def test_a_corrected_warning_is_in_one_incident_that_opened_when_it_was_raised(
-    raised: int, later: int, was: str
-) -> None:
-    [incident] = of(corrected(raised=raised, at=raised + later, was=was))
-    assert (incident.opened_step, incident.corrected_step) == (raised, raised + later)
-    assert was in incident.sentence
-
-
 def test_a_head_that_settles_has_no_harm_in_sight_and_one_of_no_forecast_says_nothing_of_it() -> None:
     [settles] = of(warned(harm_in_sight=False))
     assert settles.sentence.endswith(" Its growth slows down: on this course its largest |score| stays below 512.")

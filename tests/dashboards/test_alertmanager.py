@@ -34,13 +34,13 @@ class World:
         """What this receiver was sent."""
         return [body for at, body in self.said if at == path]
 
-    def alerts(self, path: str, status: str = "firing") -> set[tuple[str, str]]:
-        """(alert, run) of everything that this receiver was told as firing, or as resolved."""
+    def alerts(self, path: str) -> set[tuple[str, str]]:
+        """(alert, run) of everything that this receiver was told as firing."""
         return {
             (alert["labels"]["alertname"], alert["labels"].get("run", ""))
             for body in self.to(path)
             for alert in body["alerts"]
-            if alert["status"] == status
+            if alert["status"] == "firing"
         }
 
 
@@ -187,35 +187,6 @@ def test_a_run_s_alerts_are_one_message_and_a_critical_one_holds_its_warnings_ba
     told_of_a = {alert["labels"]["alertname"] for alert in of_a["alerts"]}
     assert told_of_a == {"ForeshockLossJumped", "ForeshockSwitchNotArrested", SWITCHING}
     assert ("ForeshockAgentFault", "a") not in world.alerts("/service")
-
-
-@pytest.mark.full
-@pytest.mark.promise("S24")
-def test_people_are_told_heads_mode_and_command_and_it_is_over_when_the_run_has_ended(tmp_path: Path) -> None:
-    ended = threading.Event()
-    labels = 'run="a",cause="rounding"'
-    command = "Switch every head to row_corrected. Type: foreshock switch a --mode row_corrected --reason 'rounding'"
-    words = f'heads="layer 4 head 2",sentence="Scores drift.",done="No head was switched.",to_do="{command}"'
-
-    def metrics() -> str:
-        return (
-            f'foreshock_run_active{{run="a"}} {0 if ended.is_set() else 1}\n'
-            f'foreshock_incident_active{{{labels},state="open",severity="warning",act="none"}} 1\n'
-            f"foreshock_incident_words{{{labels},{words}}} 1\n"
-            'foreshock_run_loss{run="a"} NaN\n'
-        )
-
-    world = World(metrics)
-    with told(tmp_path, world):
-        both = {(SWITCHING, "a"), ("ForeshockLossNotFinite", "a")}
-        eventually("both alerts", lambda: both <= world.alerts("/people"))
-        ended.set()
-        eventually("the word that both are over", lambda: both <= world.alerts("/people", "resolved"))
-        texts = [body["attachments"][0]["text"] for body in world.to("/slack")]
-    assert any(
-        "Run a: attention becomes unstable in layer 4 head 2 (rounding)." in text and f"To do: {command}" in text
-        for text in texts
-    ), texts
 
 
 def test_what_is_never_held_back_is_what_the_service_switches_by() -> None:

@@ -6,7 +6,6 @@ a real training run.
 """
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,12 +73,6 @@ class Stack:
         answer = httpx.post(f"{self.prometheus}/api/v1/query", data=asked, timeout=30).json()
         return str(answer.get("error", "")) or ("" if answer["data"]["result"] else "empty")
 
-    def moments(self, expr: str, end: float) -> set[float]:
-        """At which of the last 20 evaluations, one for each scrape, a query had data."""
-        asked = {"query": f"count({expr})", "start": end - 10, "end": end, "step": 0.5}
-        answer = httpx.post(f"{self.prometheus}/api/v1/query_range", data=asked, timeout=30).json()
-        return {float(moment) for series in answer["data"]["result"] for moment, _ in series["values"]}
-
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
@@ -135,20 +128,6 @@ def test_every_query_of_every_board_and_rule_finds_something(stack: Stack) -> No
     with suppress(pytest.fail.Exception):
         eventually("an answer to every query", none_missing)
     assert missing == {}
-
-
-@pytest.mark.promise("S25")
-def test_no_query_of_a_board_that_has_had_data_is_without_it_at_a_later_scrape(stack: Stack) -> None:
-    end = time.time() - 1
-    scrapes = stack.moments('up{job="foreshock"} == 1', end)  # a busy machine may lose some
-    assert len(scrapes) > 10
-    blinks = {}
-    for query in queries():
-        if query.kind == "panel" and not query.expr.startswith("max by (alertname"):  # an alert may clear
-            found = stack.moments(concrete(query.expr, run=RUN, rate_interval="4s"), end)
-            if found and (lacking := {moment for moment in scrapes if moment > min(found)} - found):
-                blinks[query.where] = f"none at {len(lacking)} of {len(scrapes)}: {query.expr}"
-    assert blinks == {}
 
 
 def test_prometheus_loads_every_rule_and_finds_no_fault_in_evaluating_it(stack: Stack) -> None:

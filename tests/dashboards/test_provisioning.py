@@ -9,9 +9,9 @@ import pytest
 import yaml
 from tests.dashboards.shipped import PROVISIONING, alertmanager_config, prometheus_config
 
-from foreshock.contract.metrics.catalog import BY_KEY, SERVICE_DOWN, WATCHDOG
+from foreshock.contract.metrics.catalog import SERVICE_DOWN, WATCHDOG
 from foreshock.dashboards.generate import generate
-from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, SCRAPE_INTERVAL_SECONDS, Links, _place, rules
+from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, SCRAPE_INTERVAL_SECONDS, Links, rules
 
 
 def run(*command: str) -> str:
@@ -91,10 +91,3 @@ def test_the_watchdog_travels_oftener_than_the_rule_on_its_absence_allows() -> N
     for route in shipped("alertmanager.yml")["route"]["routes"][:2]:
         assert WATCHDOG.name in str(route["matchers"])
         assert route["group_interval"] == route["repeat_interval"] == "30s"
-
-
-@pytest.mark.parametrize(
-    ("key", "first"), [("head.entropy", "bottomk(1, foreshock_head_entropy"), ("head.score_max", "topk(1, ")]
-)
-def test_the_link_of_an_alert_leads_to_the_lowest_head_where_low_is_bad(key: str, first: str) -> None:
-    assert first in _place(BY_KEY[key])

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import signal
 import socket
 import sqlite3
 from contextlib import closing
@@ -10,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
-from fastapi import FastAPI
 from sqlalchemy import create_engine
 from sqlalchemy.exc import OperationalError
 from structlog.testing import capture_logs
 
 from foreshock.server import app as put_together
-from foreshock.server.app import AddressError, Server, serve
+from foreshock.server.app import AddressError, serve
 from foreshock.server.settings import Settings
 from foreshock.server.store.backup import examine
 from foreshock.server.store.database import ClosingError, StoreError, repeat, unusable
@@ -65,18 +62,6 @@ def test_a_new_sqlite_store_is_migrated_unless_the_settings_say_no(
             asyncio.run(put_together._open_once(settings))
 
 
-def test_without_a_built_page_the_service_is_an_api_alone(
-    play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(put_together, "files", lambda _: tmp_path)
-
-    async def story(service: Any) -> None:
-        assert (await service.client.get("/")).status_code == 404
-        assert (await service.client.get("/healthz")).status_code == 200
-
-    play(story)
-
-
 async def test_the_page_is_never_kept_and_its_assets_are_those_that_it_names(service: Any) -> None:
     page = await service.client.get("/")
     assert (page.status_code, page.headers["cache-control"]) == (200, "no-cache")
@@ -97,39 +82,3 @@ def test_a_chore_that_fails_is_logged_and_tried_again_until_the_service_closes()
     assert went == []
     assert [line["error"] for line in said] == ["lost", "gone"]
     assert {line["event"] for line in said} == {"a chore failed; the service tries again"}
-
-
-class Told:
-    """Stands for what the server tells of its going down: streams are ended, reads are hurried."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def close(self) -> None:
-        self.said.append("streams end")
-
-    def cancel_reads(self) -> None:
-        self.said.append("reads end")
-
-
-def test_the_server_says_where_it_listens_and_ends_streams_and_reads_before_it_waits_for_them() -> None:
-    app, told, ready = FastAPI(), Told(), list[str]()
-    app.state.broadcaster = app.state.store = told
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off")
-
-    async def story() -> None:
-        server = Server(config, ready.append)
-        config.load()
-        server.lifespan = config.lifespan_class(config)
-        await server.startup()
-        port = server.servers[0].sockets[0].getsockname()[1]
-        assert server.address == f"http://127.0.0.1:{port}"
-        assert ready == [f"foreshock is listening on {server.address}"]
-        server.handle_exit(signal.SIGTERM, None)
-        assert (server.should_exit, server.force_exit) == (True, False)
-        server.handle_exit(signal.SIGTERM, None)
-        assert server.force_exit
-        await server.shutdown()
-
-    asyncio.run(story())
-    assert told.said == ["streams end", "reads end"]

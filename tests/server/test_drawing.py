@@ -12,8 +12,6 @@ from sqlalchemy.event import listen
 from foreshock.contract.metrics.catalog import BY_KEY
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array
-from foreshock.server.drawing import metric_of
-from foreshock.server.problems import ProblemError
 from foreshock.server.readings import BUCKET, SPAN, Roller, build, built_spans
 from foreshock.server.testing import FakeRank
 
@@ -58,30 +56,6 @@ async def test_the_worst_head_of_a_point_is_that_of_its_worst_step_in_either_dir
     assert line["worst_head"] == heads.reshape(6, 10)[range(6), np.argmax(np.abs(worst), axis=1)].tolist()
 
 
-async def test_many_curves_at_once_say_what_each_says_alone(service: Any) -> None:
-    await store_run(service, range(4, 9000, 4))
-    for span in range(8):
-        assert await build(service.app.state.store, 1, span)
-    names = [
-        "run.loss",
-        "run.worst_risk",
-        "head.score_max:1:2",
-        "head.score_max:0",
-        "head.score_offset:1",
-        "head.risk:9",
-    ]
-    for query in ({"max_points": 8}, {"max_points": 500, "from_step": 2000, "to_step": 3000}):
-        answer = await service.get("/v1/runs/run-1/curves", line=names, **query)
-        found = answer["lines"]
-        assert [line["metric"] for line in found] == [name.split(":")[0] for name in names]
-        assert answer["unknown"] == ["head.risk:9"]
-        assert found.pop()["steps"] == []
-        for name, line in zip(names, found, strict=False):
-            [same] = (await service.get("/v1/runs/run-1/curves", line=name, **query))["lines"]
-            assert line == same
-            assert len(same["steps"]) > 5
-
-
 async def test_what_would_fill_the_memory_is_drawn_in_fewer_points(service: Any) -> None:
     await store_run(service, range(1, 3001))
     [whole] = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=3000))["lines"]
@@ -122,13 +96,6 @@ async def test_a_metric_that_is_measured_now_and_then_is_shown_as_it_was_last_me
         assert found is measured is None or 0 <= (found or 0) - (measured or 0) < BUCKET
 
 
-def test_a_metric_that_does_not_exist_is_called_that_and_answered_with_the_one_that_was_meant() -> None:
-    with pytest.raises(ProblemError, match=r"metric 'run.los' does not exist; did you mean 'run.loss'\? allowed are"):
-        metric_of("run.los")
-    with pytest.raises(ProblemError, match=r"metric 'run.loss' cannot be shown in this way; allowed are head"):
-        metric_of("run.loss", per_head=True)
-
-
 async def store_run(service: Any, steps: range) -> FakeRank:
     rank = FakeRank()
     await service.store(rank, rank.started())
@@ -141,13 +108,17 @@ async def store_run(service: Any, steps: range) -> FakeRank:
 async def test_rolled_up_spans_say_what_the_samples_say_and_are_read_in_their_place(service: Any) -> None:
     await store_run(service, range(8, 9000, 8))
     lines = ["run.loss", "run.worst_risk", "head.score_max:1:2", "head.score_offset:0", "head.score_offset:1"]
-    query = {"line": lines, "max_points": 8, "from_step": 0}
+    query: dict[str, Any] = {"line": [*lines, "head.risk:9"], "max_points": 8, "from_step": 0}
     before = await service.get("/v1/runs/run-1/curves", **query)
+    assert [line["metric"] for line in before["lines"]] == [name.split(":")[0] for name in query["line"]]
+    assert (before["unknown"], before["lines"].pop()["steps"]) == (["head.risk:9"], [])
+    for name, line in zip(lines, before["lines"], strict=True):
+        assert (await service.get("/v1/runs/run-1/curves", **{**query, "line": name}))["lines"] == [line]
     for span in range(8):
         assert await build(service.app.state.store, 1, span)
     with service.app.state.store.writer.engine.begin() as connection:
         connection.execute(text("UPDATE samples SET arrays = NULL WHERE step < 8192"))
-    after = await service.get("/v1/runs/run-1/curves", **query)
+    after = await service.get("/v1/runs/run-1/curves", **{**query, "line": lines})
     for old, new in zip(before["lines"], after["lines"], strict=True):
         # A bucket of 128 steps counts where it ends, so compare where both series hold all that came before.
         for key, pick in (("low", min), ("high", max)):

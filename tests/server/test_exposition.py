@@ -2,8 +2,6 @@ import asyncio
 import itertools
 import json
 import math
-import shutil
-import subprocess
 import time
 from typing import Any
 
@@ -13,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from sqlalchemy import event
 from tests.server.scraped import series_of
 
 from foreshock.contract.metrics.catalog import METRICS
@@ -48,31 +45,6 @@ async def test_metrics_parse_in_both_formats_with_the_right_content_type(service
     assert {(s[0], *s[1:]) for s in series_of(plain.text)} == {
         (s.name, *(f"{k}={v}" for k, v in sorted(s.labels.items()))) for f in families for s in f.samples
     }
-
-
-@pytest.mark.promise("S15")
-@pytest.mark.servers
-async def test_promtool_accepts_the_metrics(service: Any) -> None:
-    if shutil.which("promtool") is None:
-        pytest.fail("promtool is missing; `make test` installs it with Debian's package prometheus")
-    await a_full_run(service)
-    text = (await service.client.get("/metrics")).text
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout + done.stderr == ""
-
-
-async def test_the_lowest_entropy_stands_for_a_layer_and_one_that_nobody_measured_is_left_out(service: Any) -> None:
-    rank = FakeRank(run="run-1", layers=2)
-    words = rank.words(1)
-    words[:-1, Slot.ENTROPY_ROWS] = 100  # all heads but the last
-    words.view(np.float64)[:-1, Slot.ENTROPY_SUM] = 100.0 * np.arange(1, len(words))
-    await service.store(rank, rank.started(), rank.sample(1).model_copy(update={"states": Array.of(words)}))
-    shown = series_of((await service.client.get("/metrics")).text)
-    layers = {key[1]: value for key, value in shown.items() if key[0] == "foreshock_layer_entropy"}
-    heads = [value for key, value in shown.items() if key[0] == "foreshock_head_entropy"]
-    assert layers == {"layer=0": 1.0, "layer=1": 1.0 + len(words) / 2}
-    assert sorted(heads) == list(range(1, len(words)))
 
 
 async def test_a_warning_its_forecast_and_the_agents_losses_are_shown(service: Any) -> None:
@@ -132,31 +104,6 @@ async def test_scrapers_that_come_within_a_second_share_one_snapshot(service: An
     opened = await service.client.get("/metrics", headers=OPENMETRICS)
     assert 'foreshock_run_step{run="run-1"} 1.0' in opened.text
     assert taken == [""]
-
-
-@pytest.mark.promise("S4")
-async def test_a_scrape_takes_as_many_queries_for_thirty_runs_as_for_three(service: Any) -> None:
-    exposer, statements = service.app.state.exposer, list[str]()
-    take = exposer._take
-
-    def counted(connection: Any, prefix: str) -> Any:
-        statements.clear()  # chores of the service read on connections of their own
-        event.listen(connection, "before_cursor_execute", lambda *given: statements.append(given[2]))
-        return take(connection, prefix)
-
-    exposer._take = counted
-
-    async def queries() -> int:
-        assert (await service.client.get("/metrics")).status_code == 200
-        return len(statements)
-
-    for number in range(3):
-        await a_full_run(service, run=f"run-{number}")
-    few = await queries()
-    for number in range(3, 30):
-        await a_full_run(service, run=f"run-{number}")
-    assert await queries() == few
-    assert 0 < few < 20
 
 
 def test_heartbeats_are_words_of_a_run_and_no_steps(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:

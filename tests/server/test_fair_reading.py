@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import pytest
@@ -82,28 +82,6 @@ def test_whoever_waits_has_a_turn_within_as_many_as_there_are_callers(
                 await all_free.enter_async_context(turns.turn("z"))
 
     asyncio.run(play())
-
-
-@pytest.mark.promise("S26")
-def test_a_caller_whose_first_request_leaves_keeps_its_place() -> None:
-    async def play() -> list[str]:
-        turns, served = Turns(1, 100), list[str]()
-        leaves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        async def one(caller: str, leaves: asyncio.Future[None] | None = None) -> None:
-            with suppress(LeftError):
-                async with turns.turn(caller, leaves):
-                    served.append(caller)
-
-        async with asyncio.TaskGroup() as waiting, turns.turn("z"):
-            for caller, leaver in (("a", leaves), ("a", None), ("b", None), ("c", None)):
-                waiting.create_task(one(caller, leaver))
-                await settled()
-            leaves.set_result(None)
-            await settled()
-        return served
-
-    assert asyncio.run(play()) == ["a", "b", "c"]
 
 
 def as_(secret: str) -> dict[str, str]:

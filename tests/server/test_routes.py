@@ -13,7 +13,7 @@ from foreshock.server.testing import FakeRank
     ("path", "status", "word"),
     [
         ("/v1/runs/nobody/curves?line=run.loss", 404, "no run"),
-        ("/v1/runs/run-1/curves?line=run.unknown", 422, "allowed are"),
+        ("/v1/runs/run-1/curves?line=run.los", 422, "did you mean 'run.loss'? allowed are"),
         ("/v1/runs/run-1/matrix?metric=run.loss", 422, "allowed are"),
         ("/v1/runs/run-1/curves?line=run.loss&max_points=0", 422, "wrong"),
         ("/v1/runs/run-1/curves", 422, "wrong"),

@@ -7,7 +7,6 @@ from tests.server.scraped import Shown, runs_of, shown
 
 from foreshock.contract.metrics import metric as labels
 from foreshock.contract.wire import AgentHealth, Finished, Switched
-from foreshock.server.http.exposition import Table
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 
@@ -68,57 +67,6 @@ def test_a_tenant_with_many_runs_takes_no_series_from_another_that_came_later(pl
         assert len(found) <= 100 + 2
 
     play(story, max_series=100, tokens=tokens)
-
-
-@pytest.mark.promise("S15")
-@pytest.mark.settings(max_series=480)
-async def test_series_of_heads_are_made_only_as_far_as_the_budget_reaches(
-    service: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
-    each = Table.__iter__
-
-    def counted(self: Table) -> Any:
-        made.append(self.labels[0][0])
-        return each(self)
-
-    for number in range(30):
-        rank = FakeRank(run=f"run-{number:02}", layers=4, heads=range(6))
-        await service.store(rank, rank.started(), rank.sample(1))
-    monkeypatch.setattr(Table, "__iter__", counted)
-    assert len(await shown(service)) <= 480 + 2
-    assert made == ["run-00"]
-    assert service.app.state.counters.series_dropped > 29 * 4 * 6  # what was left out is counted all the same
-
-
-@pytest.mark.promise("S6")
-def test_the_budget_cuts_a_run_at_the_same_place_in_whatever_order_its_past_arrived(play: Any) -> None:
-    orders: list[list[tuple[str, str]]] = []
-
-    async def story(service: Any) -> None:
-        way, rank = 1 - 2 * len(orders), FakeRank()
-        switches = [
-            Switched(
-                id=one, step=1, outcome=one, heads=((0, 1),), before=("plain",), after=("exact_delta",), reason="x"
-            )
-            for one in ("applied", "refused")
-        ]
-        counts = [
-            dict([(word, 1) for word in words][::way]) for words in (labels.DROP_REASONS, labels.FAULT_COMPONENTS)
-        ]
-        await service.store(
-            rank, rank.started(), rank.sample(1), AgentHealth(step=1, dropped=counts[0], faults=counts[1])
-        )
-        for event in [rank.verdict(1, name="w", cause="score growth"), rank.verdict(1), *switches][::way]:
-            await service.store(rank, event)
-        await shown(service)
-        [(_, series)] = service.app.state.exposer._made.values()
-        orders.append([(name, text.partition("}")[0]) for own in (*series.urgent, series.whole) for name, text in own])
-
-    for name in ("as they came", "the other way"):
-        play(story, name)
-    assert orders[0] == orders[1]
-    assert len(orders[0]) > 20
 
 
 def runs_series(found: Shown) -> list[str]:
