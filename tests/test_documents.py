@@ -1,15 +1,26 @@
-"""What the documents name is there: files, tests, promises and public names; generated pages name what they must."""
+"""What the documents name is there: files, tests, promises, public names, commands; generated pages name what they
+must, and docs/models.md the tests that serve a model in a mode."""
 
+import importlib.util
 import inspect
+import json
 import re
+import shlex
+import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any, Final
 
+import pytest
+import typer.main
 from tests.loading import module_at
 
 import foreshock
 from foreshock import callbacks, client
+from foreshock.cli.main import app
 from foreshock.kernels import flash_attention
 from foreshock.monitor.config import AgentConfig
 from foreshock.server.settings import Settings
@@ -119,3 +130,125 @@ def test_every_picture_is_drawn_by_a_command_and_is_shown() -> None:
     assert there == {*drawn, *elsewhere}
     assert len(drawn) == len(set(drawn))
     assert {name for page in documents() for name in re.findall(r"images/([a-z-]+)\.png", page.read_text())} == there
+
+
+LAB: Final = ROOT / "src" / "foreshock" / "lab"
+CITING: Final = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(LAB / name for name in ("README.md", "traces/README.md")),
+    ROOT / "src" / "foreshock" / "kernels" / "flash_attention" / "README.md",
+    ROOT / "src" / "foreshock" / "server" / "ui" / "README.md",
+]
+SPAN: Final = re.compile(r"`((?:[A-Z_]+=\S* )*(?:foreshock|python -P|python|pytest|make) [^`]+)`([^`]{0,40})")
+COMMANDS: Final[Any] = typer.main.get_command(app)
+
+
+def cited(page: Path) -> Iterator[str]:
+    """The commands that a page names and does not say to be another commit's; a line of a block without its comment."""
+    text = page.read_text()
+    for command, after in SPAN.findall(text):
+        if "at commit" not in after.split(".")[0].split(",")[0]:
+            yield command
+    for language, block in re.findall(r"^```(\S*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if language not in ("", "sh", "bash", "console"):
+            continue
+        for line in re.sub(r"\$\([^)]*\)", "VALUE", block.replace("\\\n", " ")).splitlines():
+            if re.match(r"(?:[A-Z_]+=\S* )*foreshock ", line):
+                yield re.split(r" [#>&|<]", line)[0]
+
+
+def missing(command: str) -> str | None:
+    """What of a command does not exist; None where all of it does."""
+    words = [word for word in shlex.split(command.replace("...", "")) if not re.fullmatch(r"[A-Z_]+=.*", word)]
+    if words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return next((word for word in words[1:] if word not in targets and "=" not in word), None)
+    if words[0] in ("pytest", "python"):
+        words = [word for word in words if word != "-P"]
+        if words[:3] == ["python", "-m", "foreshock"] or words[:3] == ["python", "-m", "pytest"]:
+            words = words[2:]
+        elif words[:2] == ["python", "-m"]:
+            return None if importlib.util.find_spec(words[2]) else words[2]
+    if words[0] != "foreshock":
+        paths = [word.partition("::")[0] for word in words[1:] if "/" in word or word.endswith(".py")]
+        return next((path for path in paths if not (ROOT / path).exists()), None)
+    found = COMMANDS
+    rest = words[1:]
+    while rest and hasattr(found, "commands") and not rest[0].startswith("-"):
+        if rest[0] not in found.commands:
+            return rest[0]
+        found, rest = found.commands[rest[0]], rest[1:]
+    known = options_of(found) | {"--help"}
+    return next((word for word in rest if word.startswith("--") and word.partition("=")[0] not in known), None)
+
+
+def options_of(command: Any) -> set[str]:
+    """Of a command, or of a group and all that is in it."""
+    own = {option for given in command.params for option in (*given.opts, *given.secondary_opts)}
+    return own.union(*(options_of(part) for part in getattr(command, "commands", {}).values()))
+
+
+@pytest.mark.parametrize("page", CITING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_that_a_page_names_exist(page: Path) -> None:
+    assert {command: what for command in cited(page) if (what := missing(command)) is not None} == {}
+
+
+def test_a_command_that_is_gone_is_found() -> None:
+    assert missing("foreshock lab no-such-study x.gz") == "no-such-study"
+    assert missing("foreshock lab score x.gz --no-such-option") == "--no-such-option"
+    assert missing("python -P -m foreshock.lab.no_such_study") == "foreshock.lab.no_such_study"
+    assert missing("pytest tests/no_such_test.py") == "tests/no_such_test.py"
+    assert missing("make no-such-target") == "no-such-target"
+    assert sum(len(list(cited(page))) for page in CITING) >= 50
+
+
+MODELS = (ROOT / "docs" / "models.md").read_text()
+COLLECT = """
+import json, sys, pytest
+
+class Marks:
+    def pytest_collection_finish(self, session):
+        served = set()
+        for item in session.items:
+            wanted = " ".join(mark.kwargs["reason"] for mark in item.iter_markers("skipif"))
+            place = "GPU" if "a CUDA device" in wanted or "a GPU" in wanted else "CPU"
+            served |= {(*mark.args, place) for mark in item.iter_markers("execution")}
+        print("SERVED", json.dumps(sorted(served)))
+
+given = ["--collect-only", "-qq", "--tier", "full", "-m", "execution", "-p", "no:cacheprovider", "tests/monitor"]
+sys.exit(pytest.main(given, plugins=[Marks()]))
+"""
+
+
+@pytest.mark.full
+def test_the_table_of_modes_has_a_place_for_every_mark_of_a_test_and_no_other() -> None:
+    """In a process of its own: it collects tests."""
+    command = [sys.executable, "-P", "-c", COLLECT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    marked = {tuple(each) for each in json.loads(done.stdout.partition("SERVED ")[2].splitlines()[0])}
+    every = re.search(r"\*Every model\* means ([^.]+)\.", MODELS)[1].replace(" and ", ", ")  # type: ignore[index]
+    rows = re.findall(
+        r"^\| ([^|]+?) \|([^|]*)\|([^|]*)\|$", MODELS.partition("|---")[2].partition("\n\n")[0], re.MULTILINE
+    )
+    told = {
+        (model, mode, place)
+        for mode, *cells in rows
+        for place, cell in zip(("CPU", "GPU"), cells, strict=True)
+        for model in cell.replace("every model", every).strip().split(", ")
+        if model
+    }
+    assert told == marked
+
+
+def test_the_zoo_is_counted_as_its_record_says() -> None:
+    records = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "zoo.json").read_text())
+    keep, kernels = (
+        [how for record in records for how in record["layers"].get(way, {}).values()] for way in ("keep", "kernels")
+    )
+    wrong, refused = (sum(bool(record[what]) for record in records) for what in ("wrong", "refused"))
+    counted = f"{keep.count('counted')} of them measured with `keep` and {kernels.count('counted')} with `kernels`"
+    modules = max(len(keep), len(kernels))
+    assert f"{len(records)} entries, {modules} modules with attention, {counted}; " in MODELS
+    assert f"; {wrong} entries wrong, {refused} refused by attach with a sentence." in MODELS

@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -112,10 +111,3 @@ def test_extras_give_the_trainer_no_web_server_and_the_service_no_torch(wheel: z
     assert not [r for r in base if r.lower().startswith(heavy)]
     assert not [r for r in of["agent"] if r.lower().startswith(("fastapi", "uvicorn", "sqlalchemy"))]
     assert not [r for r in of["server"] if r.lower().startswith(("torch", "triton"))]
-
-
-def test_the_sdist_holds_what_the_wheel_is_made_of(built: Path, wheel: zipfile.ZipFile) -> None:
-    with tarfile.open(next(built.glob("foreshock-*.tar.gz"))) as sdist:
-        inside = {name.partition("/")[2] for name in sdist.getnames()}
-    code = [n for n in wheel.namelist() if n.startswith("foreshock/")]
-    assert {f"src/{name}" for name in code} <= inside

@@ -313,17 +313,6 @@ def test_no_alert_of_a_run_fires_once_the_run_has_ended(tmp_path: Path) -> None:
     assert wrong(tmp_path, tests) == ""
 
 
-def test_every_alert_has_a_case_that_fires_one_that_resolves_and_one_that_is_silent() -> None:
-    for _, alert in alerts():
-        cases = [case for case in CASES if case.alert == alert.name]
-        fires = [case for case in cases if any(case.firing.values())]
-        assert fires, f"{alert.name}: no case fires"
-        if alert.name == "ForeshockWatchdog":
-            continue  # never resolves and is never silent: that is its use
-        assert any(not list(case.firing.values())[-1] for case in fires), f"{alert.name}: no case resolves"
-        assert any(not any(case.firing.values()) for case in cases), f"{alert.name}: no case is silent throughout"
-
-
 @pytest.mark.servers
 def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yml"

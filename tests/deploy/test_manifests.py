@@ -7,13 +7,11 @@ from typing import Any
 
 import httpx
 import kubernetes_validate
-import numpy as np
 import pytest
 import yaml
 
-from foreshock.contract.wire import Array
 from foreshock.server.settings import Settings, UnusableSettingsError, settings_of
-from foreshock.server.testing import FakeRank, LiveService
+from foreshock.server.testing import LiveService
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -145,14 +143,6 @@ def test_the_ingress_lets_the_largest_body_through_that_the_service_takes() -> N
     text = one("Ingress", "common")["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
     assert text.endswith("m")
     assert int(text[:-1]) * 2**20 >= Settings().max_body_bytes
-    rank = FakeRank(layers=400, heads=range(128))
-    sample = rank.sample(1)
-    norms = Array.of(np.random.default_rng(7).random((rank.count,), dtype=np.float32))
-    batch = rank.batch(sample.model_copy(update={"query_norm": norms, "key_norm": norms, "query_key_norm": norms}))
-    size = len(batch.model_dump_json())
-    assert size < int(text[:-1]) * 2**20
-    for page in (FOLDER / "common.yaml", ROOT / "deploy" / "nginx" / "foreshock.conf"):
-        assert f"takes {size / 1e6:.1f} MB" in page.read_text(), page
 
 
 def test_the_probes_are_answered_without_a_token_by_the_pods_address(tmp_path: Path) -> None:

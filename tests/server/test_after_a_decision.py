@@ -117,16 +117,6 @@ async def test_a_rejection_holds_against_agent_and_webhook_until_the_warning_is_
     assert (await incident(service))["ask"] == "approve"
 
 
-async def test_of_two_heads_an_alert_asks_for_the_one_alone_that_nobody_rejected(service: Any) -> None:
-    rank, proposal = await proposed(service)
-    await decide(service, proposal["id"], "reject")
-    await service.store(rank, rank.verdict(25, head=1, name="warn-3"))
-    assert await alert(service, delivery()) == "proposed"
-    newest, rejected = (await service.get(f"{RUN}/commands"))["commands"]
-    assert (newest["heads"], newest["source"]) == ([[0, 1]], "alertmanager")
-    assert (rejected["heads"], rejected["state"]) == ([[0, 2]], "rejected")
-
-
 async def test_a_warning_that_a_resumed_process_raises_is_new_evidence(service: Any) -> None:
     _, proposal = await proposed(service)
     await decide(service, proposal["id"], "reject")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from foreshock.contract.wire import MAX_VALUES, Switched, head_refs
+from foreshock.contract.wire import MAX_VALUES
 from foreshock.server.testing import FakeRank, LiveService
 
 
@@ -155,16 +155,3 @@ def test_no_small_body_takes_much_memory(tmp_path: Path) -> None:
             assert answer.status_code == 422, name
             assert "values" in answer.json()["detail"] or "error" in answer.json()["detail"]
             assert peak_bytes(service.pid) - before < 20 * len(body) + 128 * 2**20, name
-
-
-@pytest.mark.full
-@pytest.mark.promise("S5")
-def test_a_batch_of_a_very_wide_model_has_room(live_service: LiveService) -> None:
-    rank = FakeRank(layers=400, heads=range(128))
-    heads = tuple(head_refs(rank.layers))
-    modes = ("exact_delta",) * len(heads)
-    told = [
-        Switched(id=f"s{n}", step=1, outcome="refused", heads=heads, before=modes, after=modes, reason="the test says")
-        for n in range(3)
-    ]
-    live_service.post(rank.batch(rank.started(), *told))

@@ -1,3 +1,5 @@
+"""/metrics: always valid, within the series budget, and without free text in a label."""
+
 import asyncio
 import itertools
 import json
@@ -11,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from tests.server.scraped import series_of
+from tests.server.scraped import Shown, runs_of, series_of, shown
 
+from foreshock.contract.metrics import metric as labels
 from foreshock.contract.metrics.catalog import METRICS
 from foreshock.contract.slots import Slot, identity_row
-from foreshock.contract.wire import AgentHealth, Array, Finished, Sample
+from foreshock.contract.wire import AgentHealth, Array, Finished, Sample, Switched
 from foreshock.server.runs.newest import with_sample
+from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 
 OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}
@@ -179,7 +183,7 @@ def sample(rank: FakeRank, step: int, *rare: str, of: float | None = None) -> Sa
     return rank.sample(step).model_copy(update={"states": Array.of(words), **arrays, **numbers})
 
 
-async def shown(service: Any, run: str = "run-1") -> dict[str, set[float]]:
+async def values_of(service: Any, run: str = "run-1") -> dict[str, set[float]]:
     """By metric the values of a run's series."""
     text = (await service.client.get("/metrics")).text
     found: dict[str, set[float]] = {}
@@ -194,22 +198,22 @@ async def shown(service: Any, run: str = "run-1") -> dict[str, set[float]]:
 async def test_what_was_measured_once_is_in_every_scrape_from_then_on(service: Any) -> None:
     rank = FakeRank()
     await service.store(rank, rank.started(), sample(rank, 1))
-    unmeasured = before = await shown(service)
+    unmeasured = before = await values_of(service)
     for step, rare in enumerate(sorted(RARE, key=lambda name: name != "states"), 2):  # each in a sample of its own,
         of_rows = ("states",) if rare in ("entropy", "gradient_error") else ()  # or with the rows that it is of
         await service.store(rank, sample(rank, step, rare, *of_rows))
-        now = await shown(service)
+        now = await values_of(service)
         changed = {name for name in now if "_run_" not in name and now[name] != before.get(name)}
         assert any(rare in name for name in now.keys() - before.keys()) or (changed and rare == "states"), rare
         before = now
     new = before.keys() - unmeasured.keys()
     for step in range(20, 40):
         await service.store(rank, sample(rank, step))
-        now = await shown(service)
+        now = await values_of(service)
         assert now["foreshock_run_step"] == {step}
         assert {name: now.get(name) for name in new} == {name: before[name] for name in new}
     await service.store(rank, sample(rank, 40, *RARE))
-    again = await shown(service)
+    again = await values_of(service)
     of_rare = {name for rare in RARE for name in new if rare in name}
     assert of_rare
     assert all(again[name] != before[name] for name in of_rare)
@@ -232,3 +236,134 @@ def test_which_samples_measured_what_does_not_depend_on_their_order_of_arrival(m
             last = max((step for step, rare in enumerate(measured, 1) if name in rare), default=None)
             assert (newest if name in always else steps.get(name)) == last
     assert len(left) == 1
+
+
+@pytest.mark.promise("S15")
+async def test_only_runs_that_changed_are_read_again_for_a_scrape(service: Any) -> None:
+    ranks = [FakeRank(run=f"run-{number}") for number in range(6)]
+    for rank in ranks:
+        await service.store(rank, rank.started(), rank.sample(1))
+    first = await shown(service)
+    read: list[int] = []
+    exposer = service.app.state.exposer
+    look = exposer.read_changed
+
+    def counted(connection: Any, rows: Any) -> Any:
+        read.extend(row.id for row in rows)
+        return look(connection, rows)
+
+    exposer.read_changed = counted
+    assert await shown(service) == first
+    assert read == []
+    await service.store(ranks[3], ranks[3].sample(2), ranks[3].verdict(2))
+    text = (await service.client.get("/metrics")).text
+    assert 'foreshock_run_step{run="run-3"} 2.0' in text
+    assert "foreshock_warning_active{" in text
+    assert len(read) == 1
+    ended = Finished(step=3, unix_seconds=1.0, status="completed")
+    await service.store(ranks[3], ended)
+    gone = await service.client.delete("/v1/runs/run-3", params={"who": "ann", "reason": "no longer needed"})
+    assert gone.status_code == 204
+    assert "run-3" not in runs_of(await shown(service), "foreshock_run_step")
+    assert len(exposer._made) == 5, "nothing of a run that is deleted stays in memory"
+
+
+@pytest.mark.promise("S6")
+def test_a_tenant_with_many_runs_takes_no_series_from_another_that_came_later(play: Any) -> None:
+    crowd, other = "crowd-secret-of-one", "other-secret-of-two"
+    tokens = (
+        Token.of("crowd", crowd, ("ingest",), "crowd/"),
+        Token.of("other", other, ("ingest", "read"), "other/"),
+        Token.of("all", "all-secret-of-three", ("read",)),
+    )
+
+    async def story(service: Any) -> None:
+        for number in range(60):
+            service.client.headers["authorization"] = f"Bearer {crowd}"
+            noisy = FakeRank(run=f"crowd/{number:02}", layers=1)
+            await service.store(noisy, noisy.started(), noisy.sample(1), noisy.verdict(1, layer=0))
+        service.client.headers["authorization"] = f"Bearer {other}"
+        victim = FakeRank(run="other/victim")
+        await service.store(victim, victim.started(), victim.sample(1), victim.verdict(1, severity="critical"))
+        own = await shown(service)
+        assert {dict(labels).get("run", "other/victim") for _, labels in own} == {"other/victim"}
+        service.client.headers["authorization"] = "Bearer all-secret-of-three"
+        found = await shown(service)
+        for metric in ("warning_active", "run_active", "run_step"):
+            assert "other/victim" in runs_of(found, f"foreshock_{metric}"), metric
+        assert len(found) <= 100 + 2
+
+    play(story, max_series=100, tokens=tokens)
+
+
+def runs_series(found: Shown) -> list[str]:
+    return [name for name, own in found if "run" in dict(own)]
+
+
+@pytest.mark.promise("S6")
+@pytest.mark.settings(max_series=1100)
+async def test_warnings_state_and_step_of_every_run_are_shown_before_any_head(service: Any) -> None:
+    names = {f"run-{number:03}" for number in range(40)}
+    each = 0
+    for name in sorted(names):
+        rank = FakeRank(run=name, layers=4, heads=range(6))
+        await service.store(rank, rank.started(), rank.sample(7), rank.verdict(7, layer=3, head=5, severity="critical"))
+        each = each or len(runs_series(await shown(service)))
+    found = await shown(service)
+    for metric in ("warning_active", "warning_forecast_steps", "incident_active", "run_active", "run_step", "run_loss"):
+        assert runs_of(found, f"foreshock_{metric}") == names, metric
+    assert len(found) <= 1100 + 2  # and what was left out: series, lines of the log
+    assert len(runs_series(found)) + service.app.state.counters.series_dropped == 40 * each
+    assert runs_of(found, "foreshock_layer_risk_ratio")  # what is left is spent on layers
+
+
+@pytest.mark.promise("S6")
+async def test_free_text_of_an_agent_becomes_no_label(service: Any) -> None:
+    rank = FakeRank(run="noisy")
+    await service.store(rank, rank.started(), rank.sample(1))
+    before = len(await shown(service))
+    for number in range(30):
+        told = [rank.verdict(1, name=f"w-{number}-{i}", signal=f"signal {number} {i}") for i in range(5)]
+        switched = Switched(
+            id=f"s-{number}",
+            step=1,
+            outcome="refused",
+            heads=((0, 1),),
+            before=("plain",),
+            after=(f"mode_{number}",),
+            reason="x",
+        )
+        lost = AgentHealth(step=1, dropped={f"why-{number}-{i}": 1 for i in range(9)}, faults={f"who-{number}": 1})
+        await service.store(rank, *told, switched, lost)
+    found = await shown(service)
+    assert len(found) - before <= 12
+    known = {
+        "signal": labels.SIGNALS,
+        "reason": labels.DROP_REASONS,
+        "component": labels.FAULT_COMPONENTS,
+    }
+    for _, own in found:
+        for label, value in own:
+            assert value in {*known.get(label, {value}), labels.OTHER}
+    modes = {dict(own)["mode"] for name, own in found if name == "foreshock_switch_outcomes_total"}
+    assert modes == {labels.OTHER}
+
+
+@pytest.mark.promise("S6")
+async def test_labels_of_a_run_are_few_and_short_and_stay_out_of_the_metrics(service: Any) -> None:
+    rank = FakeRank()
+    started = rank.started().model_dump(mode="json")
+    for wrong in ({f"l{i}": "x" for i in range(33)}, {"l": "x" * 257}, {"l l": "x"}, {"<b>": "x"}, {"l": 1}):
+        body = {"wire": 1, "run": "run-1", "rank": 0, "boot": "b1", "sequence": 1}
+        answer = await service.client.post("/v1/batches", json={**body, "events": [{**started, "labels": wrong}]})
+        assert answer.status_code == 422, wrong
+    series = []
+    for number in range(2):
+        own = FakeRank(run=f"run-{number}")
+        bomb = {f"label{number}-{i}": f"<script>{number}-{i}</script>" + "x" * 200 for i in range(32 * number)}
+        await service.store(own, own.started().model_copy(update={"labels": bomb}), own.sample(1))
+        text = (await service.client.get("/metrics")).text
+        assert "script" not in text
+        assert "label1-" not in text
+        series.append(sum(f'run="run-{number}"' in line for line in text.splitlines()))
+    assert series[0] == series[1] > 0

@@ -31,21 +31,10 @@ SETTINGS = {
 }
 SMALL = {"requests_at_once": 64, "ingest_queue_batches": 8, "body_bytes_at_once": 32 * 2**20}
 JSON: Final = {"content-type": "application/json"}
-SENDERS: Final = 1
-"""Connections that send each kind of batch, one after another."""
 HELD: Final = 40
 """Connections of each kind that do not end."""
 ELSEWHERE: Final = "127.0.0.2"
 """Where the attacks come from; the others sit at 127.0.0.1."""
-CLOSED_TO_INGEST: Final = (
-    ("GET", "/metrics"),
-    ("GET", "/v1/runs"),
-    ("GET", "/v1/stream"),
-    ("GET", "/v1/audit"),
-    ("POST", "/v1/runs/a/job/commands"),
-    ("POST", "/v1/runs/a/job/acknowledge"),
-    ("POST", "/v1/webhooks/alertmanager"),
-)
 
 
 def bearer(secret: str) -> dict[str, str]:
@@ -108,7 +97,6 @@ class Attack:
     def all(self) -> Iterator[Coroutine[Any, Any, None]]:
         for make in (flood, nonsense, huge, many_runs_with_warnings, forged_starts_and_switches, the_runs_of_others):
             yield self._send_for_ever(make)
-        yield self._ask_for_what_is_closed()
         yield self._hold(
             "bodies that do not come", b"POST /v1/batches HTTP/1.1\r\n", b"content-length: 8000000\r\n\r\n{"
         )
@@ -119,35 +107,19 @@ class Attack:
         self.begun[name] = asyncio.Event()
         return self.answers.setdefault(name, Counter())
 
-    def _client(self) -> httpx.AsyncClient:
-        transport = httpx.AsyncHTTPTransport(local_address=ELSEWHERE)
-        return httpx.AsyncClient(base_url=self.url, headers=bearer(MALLORY), transport=transport, timeout=60)
-
     async def _send_for_ever(self, make: Callable[[int], Sent]) -> None:
-        answers, numbers = self._begin(make.__name__), count()
-
-        async def send() -> None:
-            async with self._client() as client:
-                for at in numbers:
-                    headers, body = make(at)
-                    await self._ask(client, "POST", "/v1/batches", answers, content=body, headers=headers)
-                    self.begun[make.__name__].set()
-
-        await asyncio.gather(*(send() for _ in range(SENDERS)))
-
-    async def _ask_for_what_is_closed(self) -> None:
-        answers = self._begin("what is closed")
-        async with self._client() as client:
-            while True:
-                for method, path in CLOSED_TO_INGEST:
-                    await self._ask(client, method, path, answers, content=b"[" * 500_000 if method == "POST" else None)
-                self.begun["what is closed"].set()
-
-    async def _ask(self, client: httpx.AsyncClient, method: str, path: str, answers: Counter[int], **sent: Any) -> None:
-        try:
-            answers[(await client.request(method, path, **sent)).status_code] += 1
-        except httpx.TransportError:  # the service ended the connection: its right
-            answers[0] += 1
+        answers = self._begin(make.__name__)
+        transport = httpx.AsyncHTTPTransport(local_address=ELSEWHERE)
+        async with httpx.AsyncClient(
+            base_url=self.url, headers=bearer(MALLORY), transport=transport, timeout=60
+        ) as client:
+            for at in count():
+                headers, body = make(at)
+                try:
+                    answers[(await client.post("/v1/batches", content=body, headers=headers)).status_code] += 1
+                except httpx.TransportError:  # the service ended the connection: its right
+                    answers[0] += 1
+                self.begun[make.__name__].set()
 
     async def _hold(self, name: str, first: bytes, last: bytes) -> None:
         """Connections whose requests do not end; again when they are closed."""

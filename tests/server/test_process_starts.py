@@ -97,6 +97,43 @@ async def test_a_process_that_speaks_for_itself_after_others_sent_its_spool_is_l
     assert await who_is_ordered(service, old, new) == [BEHIND]
 
 
+async def test_a_spool_that_is_replayed_after_the_clock_was_ahead_stays_before_its_successor(
+    service: Any, clock: Any
+) -> None:
+    dead, next_one, living = (FakeRank(boot=f"180000000{number}000-0-dddd") for number in (3, 2, 1))
+    await service.store(next_one, next_one.started(step=10), next_one.sample(30, since=10, loss=2.0), age=500)
+    clock.ahead = 3600.0
+    await service.store(living, living.started(step=20), living.sample(30, since=20, loss=3.0), age=1)
+    clock.ahead = 0.0
+    events = dead.started(), *(dead.sample(step, since=step - 5, loss=1.0) for step in (5, 10, 15, 20))
+    await service.store(dead, *events, age=1000, replayed=True)
+    assert await losses(service) == ([5, 10, 30], [1.0, 1.0, 3.0])
+
+
+@pytest.mark.promise("S16")
+async def test_a_process_without_an_age_that_was_heard_is_not_taken_for_dead_when_its_spool_comes(service: Any) -> None:
+    old, living = (FakeRank(boot=f"16000000{number}0000-0-aaaa") for number in (10, 20))
+    await service.store(old, old.started(), old.sample(20, since=0, loss=1.0))
+    await service.store(living, living.started(step=10), living.sample(20, since=10, loss=2.0))
+    await service.store(living, living.sample(30, since=20, loss=2.0), age=1, replayed=True)
+    assert await losses(service) == ([20, 30], [2.0, 2.0])
+    assert await who_is_ordered(service, old, living) == [living.boot]
+
+
+@pytest.mark.promise("S27")
+async def test_each_further_restart_on_fewer_ranks_lowers_what_every_rank_of_the_first_launch_counts(
+    service: Any,
+) -> None:
+    for rank in (FakeRank(rank=number, boot="a") for number in range(2)):
+        taken = (rank.sample(step, since=step - 40, loss=1.0) for step in (40, 80, 120))
+        await service.store(rank, rank.started(world_size=2), *taken, age=100)
+    for boot, step, age, counted in (("b", 80, 50, [40, 80, 90]), ("c", 40, 10, [40, 50])):
+        again = FakeRank(boot=boot)
+        began = again.started(step=step, world_size=1)
+        await service.store(again, began, again.sample(step + 10, since=step, loss=2.0), age=age)
+        assert await losses(service) == (counted, [1.0] * (len(counted) - 1) + [2.0])
+
+
 @pytest.mark.promise("S5")
 async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any) -> None:
     rank = FakeRank()

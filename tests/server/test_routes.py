@@ -1,11 +1,174 @@
-"""What people and the page ask: names of any kind, wrong questions, the catalogue."""
+"""What people ask of the service, what they say of a run, and its end: told to others, audited, on both stores."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
+from sqlalchemy import func, select
 
 from foreshock.contract.metrics.catalog import BY_KEY
+from foreshock.contract.wire import Finished
+from foreshock.server.models import Acknowledgement, CommandRequest, Decision, Description, Undo
+from foreshock.server.store.schema import metadata, runs
 from foreshock.server.testing import FakeRank
+
+
+async def trained(service: Any, run: str, ended: bool = False) -> FakeRank:
+    """A run with two samples, a warning, and perhaps an end."""
+    rank = FakeRank(run=run)
+    events = [rank.started(), rank.sample(1), rank.sample(2), rank.verdict(2)]
+    if ended:
+        events.append(Finished(step=2, unix_seconds=2.0, status="completed"))
+    await service.store(rank, *events)
+    return rank
+
+
+async def everything(service: Any) -> dict[str, int]:
+    """How many rows each table has that belongs to runs."""
+    found = {}
+    with service.app.state.store.reader.engine.begin() as connection:
+        for table in metadata.sorted_tables:
+            if table is runs or "run_id" in table.c or "boot_id" in table.c:
+                query = select(func.count()).select_from(table)
+                found[table.name] = connection.execute(query).scalar_one()
+    return found
+
+
+@pytest.mark.full
+def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stays(on_both: Callable[..., None]) -> None:
+    async def story(service: Any) -> None:
+        rank = await trained(service, "sweep/lr-6e-4/seed-11")
+        await trained(service, "sweep/lr-3e-4/seed-12")
+        listed = await service.get("/v1/runs")  # what the service keeps of a run must not outlive what is said of it
+        assert {run["display_name"] for run in listed["runs"]} == {None}
+        said = {"display_name": "Große Hoffnung", "tags": ["keep", "baseline", "keep"], "notes": "two lines\nof it"}
+        answer = await service.client.patch("/v1/runs/sweep/lr-6e-4/seed-11", json={"who": "Ada", **said})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["notes"] == "two lines\nof it"
+
+        [named] = [run for run in (await service.get("/v1/runs"))["runs"] if run["display_name"]]
+        assert (named["run"], named["tags"]) == ("sweep/lr-6e-4/seed-11", ["baseline", "keep"])
+        for search in ("Hoffnung", "baseline", "lr-6e"):
+            found = await service.get("/v1/runs", search=search)
+            assert [run["run"] for run in found["runs"]] == ["sweep/lr-6e-4/seed-11"], search
+
+        answer = await service.client.patch(
+            "/v1/runs/sweep/lr-6e-4/seed-11", json={"who": "Grace", "tags": [], "display_name": ""}
+        )
+        assert (answer.json()["tags"], answer.json()["display_name"]) == ([], None)
+        assert answer.json()["notes"] == "two lines\nof it", "what is left out stays"
+        events = (await service.get(f"/v1/runs/{rank.run}/events", kind="described"))["events"]
+        assert [event["sentence"] for event in events] == [
+            "Grace (local) changed the run's display name and tags.",
+            "Ada (local) changed the run's display name and tags and notes.",
+        ]
+        trail = await service.get("/v1/audit")
+        assert [(row["actor"], row["action"], row["run"]) for row in trail["rows"]] == [
+            ("Grace (local)", "described", rank.run),
+            ("Ada (local)", "described", rank.run),
+        ]
+        assert trail["rows"][1]["details"] == {**said, "tags": ["baseline", "keep"]}
+        await service.client.patch(f"/v1/runs/{rank.run}", json={"who": "Grace", "tags": []})
+        assert len((await service.get("/v1/audit"))["rows"]) == 2, "what changes nothing is no row"
+        await service.store(rank, rank.sample(3))  # and the run goes on under its name
+        assert (await service.get(f"/v1/runs/{rank.run}"))["last_step"] == 3
+
+    on_both(story)
+
+
+@pytest.mark.promise("S20")
+async def test_what_cannot_be_kept_is_refused_in_words(service: Any) -> None:
+    await trained(service, "plain")
+    many = [f"t{i}" for i in range(33)]
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"tags": ["a=b"]}, "Holds a comma or an equals sign, which no tag may: NAME=VALUE is a label"),
+        ({"tags": ["a,b"]}, "Holds a comma or an equals sign"),
+        ({"tags": [""]}, "Has 0 characters; no fewer than 1 are allowed"),
+        ({"tags": ["x" * 65]}, "Has 65 characters; at most 64 are allowed"),
+        ({"tags": [" blank"]}, ""),
+        ({"tags": many}, "List should have at most 32 items after validation, not 33"),
+        ({"display_name": "two\nlines"}, ""),
+        ({"display_name": "x" * 129}, "Has 129 characters; at most 128 are allowed"),
+        ({"notes": "a\x00b"}, "NUL"),
+        ({"notes": "x" * 4001}, "Has 4001 characters"),
+        ({"name": "other"}, "Extra inputs"),
+    )
+    for said, words in refused:
+        answer = await service.client.patch("/v1/runs/plain", json={"who": "Ada", **said})
+        assert answer.status_code == 422, said
+        [error] = answer.json()["errors"]
+        assert words in error["message"] != "", error
+    assert (await service.get("/v1/audit"))["rows"] == []
+
+
+def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_next_one_is_never_taken_for_it(
+    on_both: Callable[..., None],
+) -> None:
+    async def story(service: Any) -> None:
+        await trained(service, "stays")
+        alone = await everything(service)
+        await trained(service, "a/deleted", ended=True)
+        order = {"who": "Ada", "reason": "a typing error", "mode": "exact_delta", "dry_run": True}
+        for run in ("stays", "a/deleted"):
+            await service.client.post(f"/v1/runs/{run}/commands", json=order)
+        alone |= {"commands": 1, "events": alone["events"] + 1}
+        assert (await everything(service))["samples"] == 4
+        for path in ("/v1/runs", "/metrics"):  # what is made of it now is kept
+            assert "a/deleted" in (await service.client.get(path)).text
+        deleted = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "a typing error"})
+        assert deleted.status_code == 204, deleted.text
+        assert await everything(service) == alone
+        assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["stays"]
+        assert (await service.client.get("/v1/runs/a/deleted")).status_code == 404
+        rows = (await service.get("/v1/audit"))["rows"]
+        assert [(row["action"], row["run"], row["details"]) for row in rows[:2]] == [
+            ("deleted", "a/deleted", {"reason": "a typing error"}),
+            ("deletion begun", "a/deleted", {"reason": "a typing error"}),
+        ]
+        again = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "once more"})
+        assert again.status_code == 404
+        await trained(service, "next", ended=True)  # SQLite gives it the number of the newest that was deleted
+        assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["next", "stays"]
+        assert 'run="a/deleted"' not in (shown := (await service.client.get("/metrics")).text)
+        assert 'run="next"' in shown
+
+    on_both(story)
+
+
+def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(on_both: Callable[..., None]) -> None:
+    async def story(service: Any) -> None:
+        rank = await trained(service, "trains")
+        order = {"who": "Ada", "reason": "by mistake"}
+        refused = await service.client.delete("/v1/runs/trains", params=order)
+        assert refused.status_code == 409
+        assert "still trains" in refused.json()["detail"]
+        assert (await service.get("/v1/audit"))["rows"] == []
+        with service.app.state.store.writer.engine.begin() as connection:
+            connection.execute(runs.update().values(last_seen=runs.c.last_seen - 301))
+        assert (await service.client.delete("/v1/runs/trains", params=order)).status_code == 204
+        await service.store(rank, rank.sample(9))  # its training lived after all: it is there again, from here on
+        assert (await service.get("/v1/runs/trains"))["last_step"] == 9
+
+    on_both(story)
+
+
+BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (CommandRequest, {"who": "ann", "reason": "it drifts", "mode": "row_corrected"}),
+    (Decision, {"who": "ann", "reason": "it drifts"}),
+    (Acknowledgement, {"who": "ann", "reason": "it drifts", "incident": "rounding"}),
+    (Undo, {"who": "ann", "reason": "it drifts"}),
+    (Description, {"who": "ann", "notes": "seed 3"}),
+]
+
+
+@pytest.mark.parametrize(("model", "body"), BODIES)
+@pytest.mark.parametrize("blank", ["", " ", "\t \n", "\u00a0\u2003"])
+def test_nobody_acts_without_a_name_and_a_reason(model: type[BaseModel], body: dict[str, Any], blank: str) -> None:
+    assert model.model_validate(body)
+    for field in {"who", "reason"} & body.keys():
+        with pytest.raises(ValidationError):
+            model.model_validate(body | {field: blank})
 
 
 @pytest.mark.promise("S5")

@@ -159,6 +159,7 @@ async def test_a_proposal_that_a_person_rejected_begins_no_cool_down(service: An
     await service.client.post(f"/v1/commands/{proposal['id']}/reject", json={"who": "ann", "reason": "bad data"})
     await service.store(rank, rank.verdict(2, head=1, name="joined"))
     assert await alert(service, delivery()) == "proposed"
+    assert [one["heads"] for one in await commands_of(service)] == [[[0, 1]], [[0, 0]]], "only of the other head"
 
 
 async def test_a_head_that_another_mode_has_cured_is_not_switched_again(service: Any) -> None:

@@ -147,44 +147,6 @@ def test_an_address_names_head_measure_and_steps_and_follows_the_heat_map_and_wh
     wait("the last step is shown", lambda: text(chromium, ".reading").startswith(last))
 
 
-@pytest.mark.full
-def test_5120_heads_are_scrubbed_with_one_question_at_a_time(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
-    """However fast the hand: a step is drawn with every frame of the screen, and asked for when none is under way."""
-    wide = type(feeder)(service.client, feeder.run, layers=80, heads=64)
-    wide.start()
-    for _ in range(4):
-        wide.train(10)
-    open_run(chromium, service, wide.run)
-    wait("the scrubber", lambda: chromium.find_element(By.CSS_SELECTOR, ".scrub input"))
-    drawn, most, asked = chromium.execute_async_script(
-        """
-        const done = arguments[0], input = document.querySelector(".scrub input"), fetched = window.fetch;
-        let frame = 0, under = 0, most = 0, asked = 0, drawn = 0;
-        window.fetch = async (...given) => {
-          if (!String(given[0]).includes("/matrix")) return fetched(...given);
-          asked += 1;
-          most = Math.max(most, ++under);
-          try { return await fetched(...given); } finally { under -= 1; }
-        };
-        const turn = () => {
-          if (frame === 60) return done([drawn, most, asked]);
-          input.value = frame++ % 40;
-          input.dispatchEvent(new Event("input", { bubbles: true }));
-          requestAnimationFrame(() => {
-            drawn += document.querySelector(".scrub output").textContent !== "not recorded";
-            turn();
-          });
-        };
-        turn();
-        """
-    )
-    assert drawn == 60
-    assert most <= 1
-    assert asked <= 40
-
-
 def test_what_was_not_recorded_is_said_and_a_run_that_fell_silent_is_not_shown_as_active(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:
