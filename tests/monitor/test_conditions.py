@@ -26,7 +26,7 @@ def judged(
     """The conditions of one head whose offset and largest score went so from the start to the end of 4,000 steps, and
     whose delta bias won so much on a negative offset. age: of the run; as old as what is held by default."""
     start, middle, end = (np.array([[one], [other]]) for one, other in zip(offset, score, strict=True))
-    growth = Growth(start, middle, end, end, np.full((2, 1), error), 4000.0, 2000.0, 2000.0, held, age or held)
+    growth = Growth(start, middle, end, end, np.full((2, 1), error**2), 1, 4000.0, 2000.0, 2000.0, held, age or held)
     bias = BiasEvidence.begin(1)
     bias.capital[0], bias.bets[:] = capital, 50.0
     return WarningConditions.of(growth, bias, np.array([True]), config)

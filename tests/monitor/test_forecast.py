@@ -44,7 +44,7 @@ def one_by_one(growth: Growth, index: int) -> float:
     for signal, target in ((HeadSignal.OFFSET, offset + 512 - score), (HeadSignal.SCORE, 512.0)):
         sign = math.copysign(1.0, float(growth.end[signal, index]))
         start, middle, end = (sign * float(part[signal, index]) for part in (growth.start, growth.middle, growth.end))
-        error = float(growth.error[signal, index])
+        error = float(growth.error()[signal, index])
         if not end > middle or not (end - start) / (math.sqrt(2.0) * error) >= 2.0:
             continue
         found.append(until(target, start, middle, end, error) * growth.steps / 2)
@@ -60,7 +60,7 @@ def grown(heads: list[list[float]]) -> Growth:
     values: Floats = np.array(heads).reshape(len(heads), 3, WIDTH).transpose(1, 2, 0)
     start, middle, end = values
     error = np.full((WIDTH, len(heads)), 1e-2)
-    return Growth(start, middle, end, end, error, steps=2000.0, older=1000.0, newer=1000.0, held=4000, age=4000)
+    return Growth(start, middle, end, end, error**2, 1, steps=2000.0, older=1000.0, newer=1000.0, held=4000, age=4000)
 
 
 @given(st.lists(head, min_size=1, max_size=6))
@@ -96,7 +96,7 @@ def test_a_head_that_moves_as_far_as_each_rate_lets_it_is_foreseen_to_go_on_at_t
     middle = end - newer
     values = [np.full((WIDTH, 1), each) for each in (middle - older, middle, end, end, 1e-9)]
     start, half, now, last, error = values
-    growth = Growth(start, half, now, last, error, 2000.0, 1000.0 * older, 1000.0 * newer, 4000, 4000)
+    growth = Growth(start, half, now, last, error**2, 1, 2000.0, 1000.0 * older, 1000.0 * newer, 4000, 4000)
     assert float(courses(growth, np.array([0]))[0]) == pytest.approx(1000.0 * left, rel=1e-3)
 
 

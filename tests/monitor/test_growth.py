@@ -101,7 +101,7 @@ def test_growth_is_what_single_numbers_give_at_every_age_of_the_run(seed: int, u
             assert math.isnan(found.steps) == (wanted is None)
             if wanted is None:
                 continue
-            told = [float(part[signal, head]) for part in (found.start, found.middle, found.end, found.error)]
+            told = [float(part[signal, head]) for part in (found.start, found.middle, found.end, found.error())]
             np.testing.assert_allclose((*told, found.steps), wanted, rtol=1e-9, atol=1e-9)
             seen += 1
     assert seen > 300

@@ -56,7 +56,7 @@ class Sampled(Detectors):
     def say(self, step: int, words: Words) -> list[wire.Verdict]:
         modes = np.zeros(len(HEADS), dtype=np.int32)
         seen = Readings(step=step, since_step=step - 1, modes=modes, **head_readings(words))
-        assert seen.finite == np.isfinite(words.view(np.float64)[:, Slot.ROW_MAX_ABS]).all()
+        assert (seen.largest is not None) == np.isfinite(words.view(np.float64)[:, Slot.ROW_MAX_ABS]).all()
         told = self.update(seen)
         return [verdict for verdict in told if verdict.signal == LEVEL]
 

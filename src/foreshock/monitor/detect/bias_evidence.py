@@ -98,22 +98,32 @@ class BiasEvidence:
 
     def _bet(self, pace: int) -> None:
         bias, rows = self.pending[pace]
-        size = bias / np.sqrt(np.maximum(rows, 1.0))
+        size = np.maximum(rows, 1.0)
+        np.divide(bias, np.sqrt(size, out=size), out=size)
         usual, bets = self.usual[pace], self.bets[pace]
-        unit = np.where(bets >= _FIRST_BETS, usual, np.inf)
-        won = np.minimum(np.maximum(size / unit, -1.0), 1.0)
+        # What holds of every head is not asked of each: these are the longest passes of a block's end.
+        unit = usual if bets.min(initial=_FIRST_BETS) >= _FIRST_BETS else np.where(bets >= _FIRST_BETS, usual, np.inf)
+        won = size / unit
+        np.minimum(np.maximum(won, -1.0, out=won), 1.0, out=won)
         for capital, stake in zip(self.capital[pace], (-_STAKE, _STAKE), strict=True):
-            capital += capital * (stake * won)
-            capital += (1.0 - capital) / MEMORY_BETS
+            gain = stake * won
+            gain *= capital
+            capital += gain
+            np.subtract(1.0, capital, out=gain)
+            gain /= MEMORY_BETS
+            capital += gain
             np.minimum(capital, _MOST, out=capital)
-        showed = (size != 0).astype(np.float64)
+        showed = size != 0
         bets += showed
-        seen = np.minimum(np.abs(size), _OUTLIER * unit)
-        usual += (seen - usual) / np.minimum(np.maximum(bets, 1.0), _USUAL_BETS) * showed
+        change = np.minimum(np.abs(size, out=size), _OUTLIER * unit)
+        change -= usual
+        few = bets.min(initial=_USUAL_BETS) < _USUAL_BETS
+        change /= np.minimum(np.maximum(bets, 1.0), _USUAL_BETS) if few else _USUAL_BETS
+        usual += change if showed.all() else change * showed
 
     def of(self, direction: Floats) -> Floats:
         """The capital that was won on each head's bias having this sign, [N]; 1 is none."""
         negative, positive = self.capital.mean(axis=0) if self.apart else self.capital[0]
-        below = (direction < 0).astype(np.float64)
+        below = (direction < 0).astype(np.float64)  # np.where guesses wrong at every other head
         won: Floats = below * negative + (1.0 - below) * positive
         return won

@@ -118,7 +118,8 @@ class Detectors:
         for head in conditions.urgent.tolist():
             score = ratios[:, HeadSignal.SCORE, head]
             np.maximum(score, conditions.ratios[HeadSignal.SCORE, head], out=score)
-        heads = list(conditions.ahead)  # no ratio of another one comes to 1
+        if not (heads := list(conditions.ahead)):  # no ratio of another one comes to 1
+            return {}
         drifts, grows = ratios[..., heads].min(axis=0) >= 1.0
         lasting = zip(heads, drifts, grows, strict=True)
         return {head: SIGNAL_NAMES[not drift] for head, drift, growth in lasting if drift or growth}
@@ -198,7 +199,8 @@ class Detectors:
             run.first_score, run.first_step = float(np.nan_to_num(readings.largest_score, posinf=0.0).max()), step
         first = run.first_score if step - run.first_step < FIRST_STEPS else math.inf
         found = wrong_rows(words, self.heads, step)
-        found |= passed_levels(readings, words, self.heads, self._head_dims, silent, first)
+        latched = {name: alarm.verdict for name, alarm in run.levels.items()}
+        found |= passed_levels(readings, words, self.heads, self._head_dims, silent, first, latched)
         made = [each for name, each in found.items() if name not in run.levels]
         for name, each in found.items():
             run.levels.setdefault(name, Alarm(each, step)).tripped_step = step

@@ -24,8 +24,8 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: float = DAN
 
     Weights move in proportion to the learning rate, so each step of the past counts by its own.
     """
-    parts = (part.take(heads, axis=1) for part in (growth.start, growth.middle, growth.end, growth.error))
-    start, middle, reached, error = parts
+    start, middle, reached = (part.take(heads, axis=1) for part in (growth.start, growth.middle, growth.end))
+    error = growth.error((slice(None), heads))
     offset, score = np.abs(reached[0]), reached[1]  # an offset moves the score as far as it moves itself
     target = np.stack([offset + dangerous - score, np.full_like(score, dangerous)])
     sign = np.copysign(1.0, reached)

@@ -1,6 +1,5 @@
 """The past of every head in blocks of steps, and how its offset and its largest score moved over a window of it."""
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,8 +53,10 @@ class Growth:
     end: Floats
     last: Floats
     """of the newest block alone"""
-    error: Floats
-    """standard error of start, middle and end"""
+    jitter: Floats
+    """square of the standard error of a block"""
+    part: int
+    """blocks that start, middle and end are means of"""
     steps: float
     """between the centres of start and end; NaN if too few blocks are held for any growth"""
     older: float
@@ -66,6 +67,10 @@ class Growth:
     """steps of the past that is held"""
     age: int
     """steps of the run; those before the past that is held count too"""
+
+    def error(self, at: Any = ...) -> Floats:
+        """Standard error of start, middle and end, or of a part of their arrays."""
+        return np.asarray(np.sqrt(self.jitter[at] / self.part))
 
 
 @dataclass(slots=True)
@@ -123,7 +128,7 @@ class HeadPasts:
         0 if it closes none. What is not finite leaves its signal of that head as it was."""
         rows, score, rate = readings.rows, readings.largest_score, readings.learning_rate
         total = rows * readings.score_offset
-        if not readings.finite:
+        if readings.largest is None:
             known = np.isfinite(total)
             rows, total = np.where(known, rows, 0.0), np.where(known, total, 0.0)
             score = np.where(np.isfinite(score), score, np.nan)
@@ -144,12 +149,14 @@ class HeadPasts:
     def _close(self) -> None:
         """Put the open block to the others, and begin one."""
         if self.blocks:
-            square = self.open - self.blocks[-1].values
-            square *= square
-            square /= 2
-            mixed = _JITTER_MEMORY * self.jitter
-            mixed += (1 - _JITTER_MEMORY) * square
-            self.jitter = mixed if is_finite(mixed) else np.where(np.isnan(mixed), np.fmin(self.jitter, square), mixed)
+            mixed = self.open - self.blocks[-1].values
+            mixed *= mixed
+            mixed *= (1 - _JITTER_MEMORY) / 2
+            mixed += _JITTER_MEMORY * self.jitter
+            if not is_finite(mixed):
+                square = (self.open - self.blocks[-1].values) ** 2 / 2
+                mixed = np.where(np.isnan(mixed), np.fmin(self.jitter, square), mixed)
+            self.jitter = mixed
         self.blocks.append(Block(self.open, self.held, self.rate_steps))
         del self.blocks[: -self.most]
         self._open()
@@ -176,7 +183,7 @@ class HeadPasts:
         if len(blocks) < _LEAST_BLOCKS:
             unknown = np.full_like(self.jitter, np.nan)
             newest = blocks[-1].values if blocks else unknown
-            return Growth(unknown, unknown, unknown, newest, unknown, math.nan, math.nan, math.nan, self.held, age)
+            return Growth(unknown, unknown, unknown, newest, unknown, 1, math.nan, math.nan, math.nan, self.held, age)
         begin = blocks[-1].end - min(self.held, age / 2, window_steps)
         blocks = [block for block in blocks[:-_LEAST_BLOCKS] if block.end > begin] + blocks[-_LEAST_BLOCKS:]
         part = min(max(1, len(blocks) // 6), _LONGEST_PART)
@@ -186,7 +193,7 @@ class HeadPasts:
         times = [sum(block.end for block in each) / part for each in parts]
         rates = [sum(block.moved for block in each) / part for each in parts]
         return Growth(
-            *(start, middle, end, self.blocks[-1].values, np.sqrt(self.jitter / part)),
+            *(start, middle, end, self.blocks[-1].values, self.jitter, part),
             steps=times[2] - times[0],
             older=(rates[1] - rates[0]) / self.rate,
             newer=(rates[2] - rates[1]) / self.rate,
@@ -197,8 +204,8 @@ class HeadPasts:
 
 def _opened(heads: int) -> Floats:
     """Of a block that has seen nothing."""
-    values = np.zeros((len(HeadSignal), heads))
-    values[HeadSignal.SCORE] = np.nan
+    values = np.empty((len(HeadSignal), heads))
+    values[HeadSignal.OFFSET], values[HeadSignal.SCORE] = 0.0, np.nan
     return values
 
 
@@ -207,10 +214,12 @@ def _mean(blocks: Sequence[Block]) -> Floats:
     means = blocks[-1].means
     if len(blocks) not in means:
         values = [block.values for block in blocks]
-        total = functools.reduce(np.add, values)
-        known: Any = len(blocks)
+        total, known = values[0].copy(), np.array(len(blocks))
+        for each in values[1:]:
+            total += each
         if not is_finite(total):
             known = (~np.isnan(values)).sum(axis=0)
             total = np.nansum(values, axis=0)
-        means[len(blocks)] = total / known
+        total /= known
+        means[len(blocks)] = total
     return means[len(blocks)]

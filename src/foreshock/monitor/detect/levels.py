@@ -36,6 +36,8 @@ ENTROPY: Final = 0.5
 """The same in nats, where log n was not measured; the healthy recorded runs had 5.1."""
 _SHARP_SCORE: Final = 10.0
 """A bias leaves little entropy too, whatever the scores; rows that scores make one-hot have them beyond this."""
+_WRONG: Final = (Slot.WRONG_ROWS, Slot.OUTPUT_ERROR_MAX), (Slot.WRONG_GRADIENT_ROWS, Slot.GRADIENT_ERROR_MAX)
+"""Counts of wrong rows, and how far they are off."""
 _LARGEST_HALF: Final = 65504.0
 _LARGEST: Final = float(np.finfo(np.float64).max)
 """A distance past it is shown as this: messages hold finite numbers."""
@@ -57,19 +59,25 @@ def passed_levels(
     head_dims: Mapping[int, int],
     silent: Container[int],
     first_score: float,
+    latched: Mapping[str, wire.Verdict],
 ) -> Found:
     """The levels that a sample passes.
 
     silent: the rows of heads that need no warning. first_score: the largest |score| of the run's first sample, or
-    infinity once its first steps are over.
+    infinity once its first steps are over. latched: warnings that are raised already, and are given again.
     """
-    scores, offsets, found = readings.largest_score, np.abs(readings.score_offset), Found()
+    scores, offsets, found = readings.largest_score, readings.score_offset, Found()
+    offset, score = readings.largest or (np.fmax.reduce(np.abs(offsets)), np.fmax.reduce(scores))
     early = FIRST_SCORE if first_score < FIRST_SCORE / 4 else math.inf
-    for name, values, level in (("score", scores, SCORE), ("first-score", scores, early), ("offset", offsets, OFFSET)):
-        if level == math.inf or not np.fmax.reduce(values) >= level or (name == "first-score" and found):
+    for name, largest, level in (("score", score, SCORE), ("first-score", score, early), ("offset", offset, OFFSET)):
+        if level == math.inf or not largest >= level or (name == "first-score" and found):
             continue
+        values = np.abs(offsets) if name == "offset" else scores
         rows = np.flatnonzero((values >= level) & (values < math.inf)).tolist()
-        if past := [row for row in rows if row not in silent]:
+        past = [row for row in rows if row not in silent]
+        if past and name in latched:
+            found[name] = latched[name]
+        elif past:
             worst = max(past, key=values.item)
             (layer, head), size = heads[worst], values.item(worst)
             others = f" {len(past)} of {len(heads)} heads are past it." if len(past) > 1 else ""
@@ -101,11 +109,10 @@ def passed_levels(
 def wrong_rows(words: Words, heads: Sequence[wire.HeadRef], step: int) -> Found:
     """Layers whose own attention computes wrong rows, each by its worst head."""
     found: Found = {}
-    for counted, measured in (
-        (Slot.WRONG_ROWS, Slot.OUTPUT_ERROR_MAX),
-        (Slot.WRONG_GRADIENT_ROWS, Slot.GRADIENT_ERROR_MAX),
-    ):
-        for layer, group in groupby(words[:, counted].nonzero()[0].tolist(), lambda row: heads[row][0]):
+    for counted, measured in _WRONG:
+        if not len(wrong_heads := words[:, counted].nonzero()[0]):
+            continue
+        for layer, group in groupby(wrong_heads.tolist(), lambda row: heads[row][0]):
             if (name := f"kernel-l{layer}") in found:
                 continue  # the gradient of a wrong output says nothing more
             rows = list(group)

@@ -130,10 +130,11 @@ class NonFiniteTracker:
 
     def update(self, readings: Readings, overflow_steps: int, heads: Sequence[HeadRef]) -> list[int]:
         """The run and its heads that are broken, first the run; overflow alone breaks them after `overflow_steps`."""
-        loss, norm, in_rows = readings.loss, readings.grad_norm, readings.nonfinite_rows > 0
-        if not readings.finite:
-            in_rows |= np.isinf(readings.score_offset) | (readings.largest_score == np.inf)
-        any_row = bool(in_rows.any())
+        loss, norm, in_rows = readings.loss, readings.grad_norm, readings.nonfinite_rows.nonzero()[0]
+        if readings.largest is None:
+            infinite = np.isinf(readings.score_offset) | (readings.largest_score == np.inf)
+            in_rows = np.flatnonzero((readings.nonfinite_rows > 0) | infinite)
+        any_row = len(in_rows) > 0
         # A GradScaler finds its scale by steps whose gradients overflow, and skips them. After a step that was not
         # skipped the loss would not be finite either.
         skipped = loss is not None and not _broken(loss) and (_broken(norm) or (norm is None and any_row))
@@ -156,7 +157,7 @@ class NonFiniteTracker:
         self.measured = self.measured or any_row or bool(readings.rows.any())
         self.placed = False
         if self.harm or overflows:
-            self._trace(Origin.of(readings, heads, measured=self.measured), int(in_rows.sum()), overflows=overflows)
+            self._trace(Origin.of(readings, heads, measured=self.measured), len(in_rows), overflows=overflows)
         else:
             self.seen_finite = True
             if self.overflow is None:
@@ -166,7 +167,7 @@ class NonFiniteTracker:
             return []
         if self.suspect_step is None:
             self.suspect_step = suspected if self.overflow is None else self.overflow.suspect_step
-        return [RUN, *np.flatnonzero(in_rows).tolist()]
+        return [RUN, *in_rows.tolist()]
 
     def _trace(self, seen: Origin, heads: int, *, overflows: bool) -> None:
         """Take from a broken sample what was not known of the origin."""

@@ -23,7 +23,8 @@ class Readings:
     """largest |score|"""
     delta_bias_sum: Floats
     """over the rows that were not skipped: summed over samples each row then weighs the same"""
-    nonfinite_rows: Floats
+    nonfinite_rows: npt.NDArray[Any]
+    """how many; of any type"""
     modes: npt.NDArray[np.int32]
     loss: float | None = None
     grad_norm: float | None = None
@@ -32,8 +33,8 @@ class Readings:
     learning_rate: float | None = None
     rounds: bool = True
     """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
-    finite: bool = False
-    """whether no offset, score or delta bias is infinite or NaN; False if that is not known"""
+    largest: tuple[float, float] | None = None
+    """|offset| and |score| of any head, where no offset, score or delta bias is infinite or NaN; None if unknown"""
     words: Words | None = None
     """all that was counted, [N, SLOT_COUNT]: levels, wrong rows and places are read of it"""
     broken_step: int | None = None
@@ -54,12 +55,15 @@ def head_readings(words: Words) -> dict[str, Any]:
     """The fields of `Readings` that merged state words [N, SLOT_COUNT] hold; a head that counted no row reads NaN."""
     # Runs between two steps of a training: each slot is passed over once. A test compares with the catalogue.
     floats, rows = words.view(np.float64), slot_values(words, Slot.ROWS)
-    largest_score, bias = floats[:, Slot.ROW_MAX_ABS].copy(), floats[:, Slot.DELTA_BIAS_SUM].copy()
+    offset, largest_score, bias = values = np.empty((3, len(words)))
+    largest_score[:], bias[:] = floats[:, Slot.ROW_MAX_ABS], floats[:, Slot.DELTA_BIAS_SUM]
     with np.errstate(divide="ignore", invalid="ignore"):
-        offset = floats[:, Slot.SCORE_OFFSET_SUM] / rows
-        finite = is_finite(offset + largest_score + bias)
+        np.divide(floats[:, Slot.SCORE_OFFSET_SUM], rows, out=offset)
+        most = values.max(axis=1, initial=-math.inf).tolist()  # NaN if one is
+        least = values.min(axis=1, initial=math.inf).tolist()
+    finite = all(map(math.isfinite, (*most, *least)))
     if not finite:
-        largest_score = np.fmax(largest_score, floats[:, Slot.SCORE_MAX])  # the first recordings hold it alone
+        np.fmax(largest_score, floats[:, Slot.SCORE_MAX], out=largest_score)  # the first recordings hold it alone
         empty = rows <= 0
         offset[empty] = bias[empty] = largest_score[np.isneginf(largest_score)] = np.nan
     return {
@@ -67,8 +71,8 @@ def head_readings(words: Words) -> dict[str, Any]:
         "score_offset": offset,
         "largest_score": largest_score,
         "delta_bias_sum": bias,
-        "nonfinite_rows": slot_values(words, Slot.NONFINITE_ROWS),
-        "finite": finite,
+        "nonfinite_rows": words[:, Slot.NONFINITE_ROWS],
+        "largest": (max(most[0], -least[0]), most[1]) if finite else None,
         "words": words,
     }
 

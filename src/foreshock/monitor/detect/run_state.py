@@ -88,7 +88,7 @@ class RunState:
         if changed.any():
             self.bias.forget(changed)
             self.modes = readings.modes.astype(np.int32)
-        self.bias.add(readings.delta_bias_sum, readings.rows, finite=readings.finite)
+        self.bias.add(readings.delta_bias_sum, readings.rows, finite=readings.largest is not None)
         closed = self.past.add(steps, readings)
         if closed:
             self.bias.close()
