@@ -24,7 +24,7 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_the_store_is_ma
     store = tmp_path / "new.db"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(AddressError, match=rf"port {port} of 127\.0\.0\.1 is taken by another program; .*--port"):
+        with pytest.raises(AddressError, match=rf"port {port} of 127\.0\.0\.1 is used by another program; .*--port"):
             serve(Settings(database_url=f"sqlite:///{store}", port=port))
     assert not store.exists()
 

@@ -161,10 +161,10 @@ OF_NO_HEAD = WIDE.sample(1).model_copy(update={"states": None, "modes": None, "r
         ([WIDE.started(), NARROW.started(), NARROW.sample(2)], None),
         ([WIDE.started(), NARROW.sample(2)], "data for 3 heads, but this process registered 6"),
         ([WIDE.sample(2), OF_NO_HEAD, NARROW.sample(3)], "data for 3 heads, but this process registered 6"),
-        ([WIDE.sample(2), NARROW.started()], "watches 3 heads, and samples of it were acknowledged that speak of 6"),
-        ([WIDE.started(), WIDE.sample(2), NARROW.started()], "watches 3 heads"),
+        ([WIDE.sample(2), NARROW.started()], "registers 3 heads, but its earlier samples have data for 6"),
+        ([WIDE.started(), WIDE.sample(2), NARROW.started()], "registers 3 heads"),
         ([BLIND.started(), OF_NO_HEAD, WIDE.sample(2)], "data for 6 heads, but this process registered 0"),
-        ([OF_NO_HEAD, WIDE.sample(2), BLIND.started()], "watches 0 heads"),
+        ([OF_NO_HEAD, WIDE.sample(2), BLIND.started()], "registers 0 heads"),
     ],
 )
 async def test_every_sample_of_a_process_has_data_for_the_heads_that_it_registered(

@@ -32,7 +32,7 @@ async def test_neither_an_alert_nor_an_agent_nor_a_person_makes_an_order_of_it(s
     proposed = local("proposed").model_copy(update={"before": ("qk_clip_never",), "after": ("qk_clip_always",)})
     await service.store(rank, rank.started(policy=policy, qk_clip="never"), growing(), proposed)
     told = await service.client.post("/v1/webhooks/alertmanager", json=delivery(cause="score growth"))
-    assert told.json()["results"] == ["observed: no switch helps against score growth"]
+    assert told.json()["results"] == ["observed: a switch does not help against score growth"]
     assert (await order(service, mode="qk_clip_always", heads=None)).status_code == 422
     assert (await service.get(f"{RUN}/commands"))["commands"] == []
     [incident] = (await service.get(f"{RUN}/incidents"))["incidents"]

@@ -214,7 +214,7 @@ def test_killed_under_ingest_nothing_acknowledged_is_lost_and_the_service_says_t
     assert "Traceback" not in log, log[-2000:]
 
 
-AWAY = "The store cannot be used just now; try again."
+AWAY = "The store is unavailable; try again."
 
 
 def _until_each_has_sent_more(senders: list[Sender]) -> None:

@@ -167,7 +167,7 @@ def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(o
 
 async def told(service: Any) -> list[str]:
     events = (await service.get("/v1/runs/run-1/events", kind="started"))["events"]
-    return [event["sentence"] for event in events if "living processes" in event["sentence"]]
+    return [event["sentence"] for event in events if "running processes use rank" in event["sentence"]]
 
 
 async def shown(service: Any) -> list[str | None]:

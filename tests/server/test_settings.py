@@ -57,10 +57,10 @@ A_TOKEN = '{"name": "a", "sha256": "%s", "scopes": ["read"]}' % ("0" * 64)
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("FORESHOCK_TRUSTED_PROXIES", '["proxy.example.org"]', "'proxy.example.org' is no address or network"),
-        ("FORESHOCK_TRUSTED_PROXIES", '["10.0.0.0/33"]', "'10.0.0.0/33' is no address or network"),
-        ("FORESHOCK_TRUSTED_PROXIES", '["10.0.0.5/8"]', "'10.0.0.5/8' is no address or network"),
-        ("FORESHOCK_TRUSTED_PROXIES", '["*"]', "'*' is no address or network"),
+        ("FORESHOCK_TRUSTED_PROXIES", '["proxy.example.org"]', "'proxy.example.org' is not an address or network"),
+        ("FORESHOCK_TRUSTED_PROXIES", '["10.0.0.0/33"]', "'10.0.0.0/33' is not an address or network"),
+        ("FORESHOCK_TRUSTED_PROXIES", '["10.0.0.5/8"]', "'10.0.0.5/8' is not an address or network"),
+        ("FORESHOCK_TRUSTED_PROXIES", '["*"]', "'*' is not an address or network"),
         ("FORESHOCK_ALLOWED_HOSTS", '["https://foreshock.example.org"]', "is not a host name"),
         ("FORESHOCK_ALLOWED_HOSTS", '["foreshock.example.org/"]', "is not a host name"),
         ("FORESHOCK_ALLOWED_HOSTS", '["*.example.org"]', "is not a host name"),

@@ -175,7 +175,7 @@ async def test_a_tenants_alerts_switch_nothing_of_others_and_do_not_stand_in_for
     await two_tenants(service)
     before = await told_of(service, OTHER)
     for body, result in (
-        (delivery(run=OTHER), "refused: no run has this name"),
+        (delivery(run=OTHER), "refused: there is no run with this name"),
         (
             delivery(alertname="ForeshockWatchdog"),
             "ignored: the watchdog counts from a token that reaches every run",

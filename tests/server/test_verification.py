@@ -102,7 +102,7 @@ async def test_a_warning_that_is_raised_after_the_switch_speaks_of_it(service: A
     ("cleared", "advice"),
     [
         (False, "There is no stronger mode: resume from a checkpoint."),
-        (True, "It has no active warning: watch the growth."),
+        (True, "There is no active warning: watch the growth."),
     ],
 )
 async def test_a_verdict_gives_the_numbers_of_the_head_that_it_names_and_advises_by_its_warnings(
@@ -111,8 +111,8 @@ async def test_a_verdict_gives_the_numbers_of_the_head_that_it_names_and_advises
     told = await two_heads(service, warned=(1, 2), cleared=cleared)
     offset = "score offset +0 % in the 1,000 steps before, +100 % in those after"
     assert told["sentence"] == (
-        f"Layer 0 head 1 after the switch to row_corrected at step 2,000: not arrested, it grows on ({offset}). "
-        f"{advice}"
+        "Layer 0 head 1 after the switch to row_corrected at step 2,000: not arrested, the growth continues "
+        f"({offset}). {advice}"
     )
 
 
@@ -135,7 +135,7 @@ async def test_a_switch_of_no_warned_head_that_kept_its_mode_is_not_judged_and_n
     assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
     event = (await service.get("/v1/runs/run-1/events", kind="command"))["events"][0]
     assert event["sentence"] == (
-        "The switch to exact_delta at step 2,000 is not judged: no head with a warning kept it for 1,000 steps."
+        "The switch to exact_delta at step 2,000 is not judged: no head with a warning had it for 1,000 steps."
     )
     assert event["command"]["verification"] is None
     assert [one["source"] for one in await commands_of(service)] == ["api"]
@@ -183,7 +183,7 @@ async def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a
     [stronger] = proposed
     assert (stronger["state"], stronger["mode"]) == ("proposed", "exact_delta+paper_softmax")
     assert stronger["heads"] == [[0, 2]]
-    assert "not arrested, it grows on" in stronger["reason"]
+    assert "not arrested, the growth continues" in stronger["reason"]
     await judge(service)
     assert len(await commands_of(service)) == 2
 

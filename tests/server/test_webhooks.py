@@ -195,7 +195,7 @@ async def test_one_odd_alert_holds_up_no_other_of_its_delivery(service: Any) -> 
     ("changes", "result"),
     [
         ({"alertname": "SomethingElse"}, "ignored: no action is tied to this alert"),
-        ({"run": "<img src=x>"}, "refused: no run has this name"),
+        ({"run": "<img src=x>"}, "refused: there is no run with this name"),
         ({"cause": ""}, "refused: the run has no open incident of this cause"),
         ({}, "refused: the run has no open incident of this cause"),
     ],

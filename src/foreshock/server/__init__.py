@@ -1,6 +1,6 @@
-"""The service: it stores what agents send, shows it, and warns."""
+"""The service: it stores the batches of agents, shows runs, and sends notifications."""
 
 from typing import Final
 
 WITH_PARENT: Final = "--with-parent"
-"""The argument with which the service ends when its standard input does."""
+"""Command-line argument: end the service when its standard input is closed."""

@@ -1,4 +1,4 @@
-"""`python -m foreshock.server`: serve with the settings of the environment."""
+"""`python -m foreshock.server`: run the service with the settings of the environment."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from foreshock.server.store.database import StoreError
 
 
 def main() -> int:
-    """Serve until SIGINT or SIGTERM, or until the process that started it as its child ends; the exit status."""
+    """Run the service until SIGINT or SIGTERM, or, as a child, until its parent ends; return the exit status."""
     if WITH_PARENT in sys.argv[1:]:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

@@ -1,4 +1,4 @@
-"""The service put together, and served."""
+"""Builds the service's application and runs it."""
 
 import asyncio
 import errno
@@ -46,7 +46,7 @@ _OBJECTS_PER_COLLECTION: Final = 20_000
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The service as an ASGI application. Its store is opened, and migrated where settings say so, at startup."""
+    """Return the service as an ASGI application. At startup it opens its store, and migrates it if set to do so."""
     store = Store(settings.database_url)
     counters = Counters()
     keyring = Keyring(settings, store)
@@ -89,7 +89,7 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # it would redirect by the Host header, which anybody may choose
+        redirect_slashes=False,  # a redirect would use the Host header, which the client controls
     )
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
@@ -99,7 +99,7 @@ def create_app(settings: Settings) -> FastAPI:
     problems.install(app)
     batches = Endpoint(writer, counters, Buckets(settings.run_batches_per_second))
     for router in (endpoint.router, stream.router, webhooks.router, routes.router):
-        app.router.routes.extend(router.routes)  # include_router would build them again for each app
+        app.router.routes.extend(router.routes)  # faster than include_router, which rebuilds every route
     _serve_page(app)
     shares = ConcurrencyLimit(settings.requests_at_once, settings.body_bytes_at_once, settings.max_body_bytes)
     app.add_middleware(
@@ -111,7 +111,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def _serve_page(app: FastAPI) -> None:
-    """The page at /, its files under /assets; without a built page the service is an API alone."""
+    """Add the page at / and its files under /assets; if the page is not built, the service has only the API."""
     dist = Path(str(files("foreshock.server") / "ui" / "dist"))
     if not (dist / "index.html").is_file():
         log.warning("the page is not built; the service offers only the API", looked_in=dist.name)
@@ -136,7 +136,7 @@ async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster, re
 
 
 async def _open_once(settings: Settings) -> None:
-    """Open the store before the server starts, so that a sentence says what is wrong with the store."""
+    """Open the store before the server starts, so that an unusable store is reported in one sentence."""
     store = Store(settings.database_url)
     try:
         await _make_ready(store, settings)
@@ -153,9 +153,9 @@ async def _make_ready(store: Store, settings: Settings) -> None:
 
 
 def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
-    """Serve until SIGINT or SIGTERM. `ready` gets a sentence with the page's address once the service listens.
+    """Run the service until SIGINT or SIGTERM. `ready` gets a sentence with the page's address once it listens.
 
-    Raises StoreError when the store cannot be used as it is, AddressError when the address cannot be listened on.
+    Raises StoreError if the store cannot be used, AddressError if the service cannot listen at its address.
     """
     configure_logs(settings.log_level)
     _check_address(settings.host, settings.port)
@@ -180,15 +180,15 @@ def _serve(settings: Settings, ready: Callable[[str], None]) -> None:
     server = Server(config, ready)
     _collect_rarely()
     raise_open_files()
-    server.run()  # on the event loop that uvicorn finds best
+    server.run()  # uvicorn chooses the event loop
     if not server.started:
         raise SystemExit(1)
 
 
 def _collect_rarely() -> None:
-    """Cyclic garbage is looked for after many new objects, and not among those that live as long as the process.
+    """Run the cyclic garbage collector rarely, and never on objects that exist already.
 
-    At Python's own pace a profiler finds some hundredths of a batch's time in the search; its objects form no cycles.
+    At Python's defaults, collection takes some hundredths of a batch's time, though a batch's objects have no cycles.
     """
     gc.collect()
     gc.freeze()
@@ -200,22 +200,22 @@ class AddressError(OSError):
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raises AddressError where nothing can listen; uvicorn would say so in its log, and end the process."""
+    """Raise AddressError if the service cannot listen; uvicorn would only log the error and end the process."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((host, port), family=family):
             pass
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        why = "is taken by another program" if taken else f"cannot be listened on ({error.strerror or error})"
+        why = "is used by another program" if taken else f"cannot be listened on ({error.strerror or error})"
         raise AddressError(
-            f"port {port} of {host} {why}; name another address with --host and --port (FORESHOCK_HOST, "
+            f"port {port} of {host} {why}; set another address with --host and --port (FORESHOCK_HOST, "
             "FORESHOCK_PORT), 0 for a free port"
         ) from None
 
 
 class Server(uvicorn.Server):
-    """uvicorn that says where it listens, and ends open streams and long reads at a signal to stop."""
+    """A uvicorn server that reports its address, and ends open streams and long reads when it is told to stop."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[str], None]) -> None:
         super().__init__(config)
@@ -223,12 +223,12 @@ class Server(uvicorn.Server):
         self.address = ""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM and SIGINT end the service in order, with exit status 0; a second one ends it at once."""
+        """Shut down cleanly on SIGTERM or SIGINT, with exit status 0; at once on the second signal."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then hand `ready` the address."""
+        """Listen, then call `ready` with the address."""
         await super().startup(sockets)
         if self.started and self.servers:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
@@ -236,7 +236,7 @@ class Server(uvicorn.Server):
             self._ready(f"foreshock is listening on {self.address}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams first, which would never end by themselves, and what is still being read."""
+        """First end the streams, which would stay open, and cancel reads in progress."""
         app = self.config.app
         if isinstance(app, FastAPI):
             app.state.broadcaster.close()

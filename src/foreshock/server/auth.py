@@ -1,9 +1,9 @@
-"""Who asks, and may they? Closed by default: a request that no rule lets through never reaches a route.
+"""Authentication and authorisation. Closed by default: a request reaches a route only if a rule allows it.
 
-Without a token the service listens on loopback alone; then Host and Origin must be loopback names, so that a web page
-elsewhere cannot reach it by rebinding DNS, and bodies must be JSON, which a foreign page cannot send unasked. With
-tokens every path but the public ones needs one, as a bearer token or as the page's session cookie; what the cookie
-authorises and changes something also needs the CSRF token.
+Without a token the service listens only on loopback. Then Host and Origin must be loopback names, so that a foreign web
+page cannot reach it by DNS rebinding, and bodies must be JSON, which a foreign page can send only after a preflight.
+With tokens every path except the public ones needs one, as a bearer token or as the page's session cookie; a change
+that is authorised by the cookie also needs the CSRF token.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ HEALTH: Final = "/healthz"
 _PROBES: Final = (HEALTH, "/readyz")
 _OPEN_PAGES: Final = ("/", *_PROBES, "/v1/session", "/favicon.ico")
 _OPEN: Final = {(method, path) for path in _OPEN_PAGES for method in ("GET", "HEAD")} | {("POST", LOGIN)}
-"""What needs no token, besides the page's files under /assets/."""
+"""Requests that need no token, in addition to the page's files under /assets/."""
 _SECURITY_HEADERS: Final = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     "x-content-type-options": "nosniff",
@@ -59,13 +59,13 @@ _SECURITY_HEADERS: Final = {
     "cross-origin-resource-policy": "same-origin",
 }
 _NO_STORE: Final = (b"cache-control", b"no-store")
-"""On every answer but the page's files: what a cookie read is kept by no browser."""
+"""Sent with every response except the page's files, so that browsers do not store data of a session."""
 _RAW_SECURITY_HEADERS: Final = [(name.encode(), value.encode()) for name, value in _SECURITY_HEADERS.items()]
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes the request."""
+    """The sender of a request, and its permissions."""
 
     name: str
     scopes: frozenset[str]
@@ -73,7 +73,7 @@ class Caller:
     csrf_token: str | None = None
 
     def may(self, scope: Scope) -> bool:
-        """True when the caller holds the scope; admin holds all of them."""
+        """Whether the caller has the scope; admin includes all scopes."""
         return scope in self.scopes or "admin" in self.scopes
 
 
@@ -82,7 +82,7 @@ NOBODY: Final = Caller("nobody", frozenset())
 
 
 class AuthMiddleware:
-    """ASGI middleware round the whole application, static files and unknown paths included.
+    """ASGI middleware around the whole application, including static files and unknown paths.
 
     Posted batches go to `batches` directly: as a route of the framework, a batch takes 0.2 processor milliseconds more
     (0.59 to 0.88 without, 0.85 to 1.09 with; `foreshock bench ingest`, three rounds in turn).
@@ -101,7 +101,7 @@ class AuthMiddleware:
         self.app, self.keyring, self.shares, self.counters = app, keyring, shares, counters
         self.max_bytes = settings.max_body_bytes
         self.hosts = frozenset(map(_host_name, settings.allowed_hosts))
-        # Networks share no limit of logins: a flood of guesses from many would lock out everybody.
+        # The login limit is per network: with a shared limit, guesses from many networks would lock out everybody.
         self._guesses = Buckets(0.5, burst=10)
         self._logged, self._lines = Buckets(1 / 60), Buckets(1.0, burst=60)
 
@@ -125,24 +125,24 @@ class AuthMiddleware:
             await send(message)
 
         headers, path = Headers(scope=scope), scope["path"]
-        with ExitStack() as under_way:
+        with ExitStack() as in_flight:
             try:
                 caller = scope.setdefault("state", {})["caller"] = await self._admit(scope, headers)
                 if path not in _PROBES:
                     share = self.shares.take(caller.name, headers, known=caller is not NOBODY)
-                    under_way.enter_context(share)
+                    in_flight.enter_context(share)
                 receive = at_most(min(MOST_BYTES.get(path, ORDER_BYTES), self.max_bytes), headers, receive)
                 app = self.batches if path == BATCHES and scope["method"] == "POST" else self.app
                 await app(scope, receive, send_with_headers)
             except ClientDisconnect:
-                pass  # in the middle of its body: nobody is left to be answered
+                pass  # while sending its body, so no response can be sent
             except Exception as error:
                 if begun:
                     raise
                 await answer_to(error, path)(scope, receive, send_with_headers)
 
     def _note(self, scope: AsgiScope, status: int) -> None:
-        """Count and log a refused secret."""
+        """Count and log a refused token or login."""
         is_login = scope["path"] == LOGIN
         what = "throttled login" if is_login and status == 429 else "login" if is_login else "token"
         shown = is_login or any(name == b"authorization" for name, _ in scope["headers"])
@@ -156,25 +156,25 @@ class AuthMiddleware:
         method, path = scope["method"], scope["path"]
         self._check_host(headers)
         if "\x00" in path or b"%00" in scope["query_string"]:
-            raise ProblemError(422, "The address holds a NUL character, which names nothing here; leave it out.")
+            raise ProblemError(422, "The address contains a NUL character, which is not allowed; remove it.")
         if headers.get("content-encoding", "identity") != "identity":
-            raise ProblemError(415, "Bodies are taken uncompressed; leave out Content-Encoding.")
+            raise ProblemError(415, "Compressed bodies are not supported; remove Content-Encoding.")
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         if has_body and headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-            raise ProblemError(415, "Only application/json is taken; set Content-Type.")
+            raise ProblemError(415, "Only application/json is supported; set Content-Type.")
         if not self.keyring.tokens:
             return ANYONE
         if (method, path) == ("POST", LOGIN) and (wait := self._guesses.take(_address(scope))):
-            raise ProblemError(429, "Too many attempts to log in; wait.", headers=retry_after(wait))
+            raise ProblemError(429, "Too many login attempts; wait.", headers=retry_after(wait))
         caller = await self.keyring.caller(headers)
         if caller.csrf_token and method not in _SAFE_METHODS and path != LOGIN:
             given = headers.get("x-csrf-token", "")
             if not hmac.compare_digest(given.encode(), caller.csrf_token.encode()):
-                raise ProblemError(403, "Changes need the header X-CSRF-Token besides the session cookie.")
+                raise ProblemError(403, "Changes need the header X-CSRF-Token in addition to the session cookie.")
         if caller is NOBODY and (method, path) not in _OPEN and not path.startswith("/assets/"):
             raise ProblemError(
                 401,
-                "The service does not know the token that was sent: misspelt, withdrawn, or of another service."
+                "The service does not know the token: it is misspelt, was withdrawn, or belongs to another service."
                 if "authorization" in headers
                 else "This service needs a token: send Authorization: Bearer TOKEN, or log in on the page.",
                 headers={"www-authenticate": "Bearer"},
@@ -185,7 +185,7 @@ class AuthMiddleware:
         if not self.hosts and self.keyring.tokens:
             return
         host = _host_name(headers.get("host", ""))
-        allowed = _LOOPBACK_NAMES if host in _LOOPBACK_NAMES else self.hosts  # probes of the own machine name it so
+        allowed = _LOOPBACK_NAMES if host in _LOOPBACK_NAMES else self.hosts  # for probes on the same machine
         if host not in allowed:
             raise ProblemError(403, "This Host name is not one of the service's (FORESHOCK_ALLOWED_HOSTS).")
         origin = headers.get("origin")
@@ -194,13 +194,13 @@ class AuthMiddleware:
 
 
 class Keyring:
-    """The tokens, and the sessions that stand for them. Holds hashes only."""
+    """The tokens and the sessions of logged-in browsers. Only hashes are stored."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self.tokens, self._store, self._seconds = settings.all_tokens, store, settings.session_seconds
 
     async def caller(self, headers: Headers) -> Caller:
-        """Who sends these headers."""
+        """Return the caller that these headers authenticate, or NOBODY."""
         values = headers.getlist("authorization")
         if len(values) == 1 and values[0][:7].lower() == "bearer ":
             return _as_caller(self._token_with(_hash(values[0][7:].strip())))
@@ -209,13 +209,13 @@ class Keyring:
 
     def _token_with(self, digest: str) -> Token | None:
         found = None
-        for token in self.tokens:  # compares with every token, so that time tells nothing
+        for token in self.tokens:  # compares with every token, so that the duration reveals nothing
             if hmac.compare_digest(token.sha256, digest):
                 found = token
         return found
 
     async def login(self, secret: str) -> tuple[str, Caller] | None:
-        """The cookie of a new session for a token's secret, or None when no token has it."""
+        """Start a session for a token's secret and return its cookie and caller; None if the secret is wrong."""
         digest = _hash(secret)
         token = self._token_with(digest)
         if token is None:
@@ -237,7 +237,7 @@ class Keyring:
         return NOBODY if digest is None else _as_caller(self._token_with(digest), _csrf_token(cookie))
 
     async def logout(self, caller: Caller, cookie: str | None, everywhere: bool) -> None:
-        """End the session of the cookie, and with `everywhere` all of the caller's token."""
+        """End the session of the cookie, and with `everywhere` all sessions of the caller's token."""
         own = [token.sha256 for token in self.tokens if everywhere and token.name == caller.name]
         ended = delete(sessions).where(or_(sessions.c.hash == _hash(cookie or ""), sessions.c.token.in_(own)))
         await self._store.write(lambda connection: connection.execute(ended))
@@ -248,7 +248,7 @@ def _hash(secret: str) -> str:
 
 
 def cookie_of(headers: Headers) -> str | None:
-    """The page's session cookie, if there is one."""
+    """Return the page's session cookie, if there is one."""
     return cookie_parser(headers.get("cookie", "")).get(COOKIE)
 
 
@@ -263,7 +263,7 @@ def _as_caller(token: Token | None, csrf_token: str | None = None) -> Caller:
 
 
 def _address(scope: AsgiScope) -> str:
-    """Where a request comes from, as a name that no token has."""
+    """Return a caller name for a request without a token, from its network."""
     return f"from {network_of((scope.get('client') or ('',))[0])}"
 
 
@@ -280,18 +280,18 @@ def _host_of(origin: str) -> str | None:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who makes this request."""
+    """Return the caller of this request."""
     caller: Caller = request.scope["state"]["caller"]
     return caller
 
 
 class Needs:
-    """A route's dependency: the caller holds `scope`, and the run in the path, if any, is within its reach."""
+    """A FastAPI dependency that requires `scope`, and access to the run in the path, if there is one."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope: Scope = scope
 
-    async def __call__(self, request: Request) -> Caller:  # async: what is not would wait for a thread
+    async def __call__(self, request: Request) -> Caller:  # async, because FastAPI runs others in a thread pool
         caller = caller_of(request)
         check_scope(caller, self.scope)
         run = request.path_params.get("run")
@@ -306,12 +306,12 @@ Deleter = Annotated[Caller, Depends(Needs("delete"))]
 
 
 def check_scope(caller: Caller, scope: Scope) -> None:
-    """Raises ProblemError when the caller's token may not do this."""
+    """Raise ProblemError if the caller's token lacks the scope."""
     if not caller.may(scope):
         raise ProblemError(403, f"The token {caller.name} lacks the scope {scope!r}.")
 
 
 def check_run(caller: Caller, run: str) -> None:
-    """Raises ProblemError when the caller's token does not reach the run."""
+    """Raise ProblemError if the caller's token has no access to the run."""
     if not run.startswith(caller.run_prefix):
-        raise ProblemError(403, f"The token {caller.name} does not reach run {run[:128]}.")
+        raise ProblemError(403, f"The token {caller.name} has no access to run {run[:128]}.")

@@ -1,4 +1,4 @@
-"""The service as a child process, for runs that bring their own and for tests of the real thing."""
+"""The service as a child process, for runs that start their own service, and for tests."""
 
 import os
 import signal
@@ -13,15 +13,15 @@ from foreshock.server import WITH_PARENT
 
 
 class ServiceProcess:
-    """`with ServiceProcess(folder) as service:` serves on a free port of 127.0.0.1; `service.url` is its address.
+    """`with ServiceProcess(folder) as service:` runs a service on a free port of 127.0.0.1, at `service.url`.
 
-    The store is a file in `folder` unless `environment` names another, so that a service started again finds it. Of
-    the settings of this process (FORESHOCK_...) it inherits none. It ends with this process, even if that is killed,
-    unless a forked child of this process lives on.
+    The store is a file in `folder` unless `environment` names another, so that a restarted service finds it. The child
+    does not inherit settings (FORESHOCK_...) of this process. It ends with this process, even if that is killed, unless
+    a forked child of this process is still running.
     """
 
     module: tuple[str, ...] = ("foreshock.server",)
-    """What the process runs, with its arguments."""
+    """The module to run, and its arguments."""
 
     def __init__(self, folder: Path, environment: dict[str, str] | None = None) -> None:
         self.folder = folder
@@ -35,7 +35,7 @@ class ServiceProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, timeout_seconds: float = 60.0) -> Self:
-        """Start the process and wait until it listens. Raises OSError with its own words when it does not."""
+        """Start the process and wait until it listens. Raises OSError with its output if it does not."""
         path = self.folder / "service.log"
         with path.open("a") as log:
             self._process = subprocess.Popen(
@@ -48,7 +48,7 @@ class ServiceProcess:
             )
         late = threading.Timer(timeout_seconds, self._process.kill)
         late.start()
-        line = self._process.stdout.readline() if self._process.stdout else ""  # empty when it ends
+        line = self._process.stdout.readline() if self._process.stdout else ""  # empty if the process ends
         late.cancel()
         if "listening on " not in line:
             self.kill()
@@ -59,23 +59,23 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int:
-        """The service's process. Raises RuntimeError when it was not started."""
+        """The process id of the service. Raises RuntimeError if it was not started."""
         if self._process is None:
             raise RuntimeError("the service was not started; call start()")
         return self._process.pid
 
     def stop(self, timeout_seconds: float = 20.0) -> int:
-        """Ask it to go (SIGTERM); its exit status."""
+        """Stop the service with SIGTERM; return its exit status."""
         return self._end(signal.SIGTERM, timeout_seconds)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the service (SIGKILL)."""
         self._end(signal.SIGKILL, 20.0)
 
     def _end(self, number: signal.Signals, timeout_seconds: float) -> int:
         if self._process is None:
             return 0
-        self._process.send_signal(number)  # nothing happens to one that has ended
+        self._process.send_signal(number)  # does nothing if the process has ended
         try:
             return self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:

@@ -1,8 +1,8 @@
-"""Orders, from the wish for one to the last rank's answer; every step is audited.
+"""Orders, from their request to the last rank's answer; every step is recorded in the audit trail.
 
-People may always order. Machines (an agent, a rank whose switch is passed on, a webhook, the verdict on a switch) ask
-`propose`. An open order goes out with every ack to each rank that holds a named head, until that rank has answered or
-the order has expired.
+Orders of people are always accepted. Automatic orders (from an agent, a rank's own switch, a webhook, or the
+verification of a switch) go through the checks of `propose`. An open order is sent with every ack to each rank that has
+one of its heads, until that rank has answered or the order has expired.
 """
 
 import hashlib
@@ -44,21 +44,21 @@ from foreshock.server.store.process_starts import BootKey
 from foreshock.server.store.schema import command_ranks, commands, runs
 
 WITH_RUN: Final = select(commands, runs.c.name.label("run")).join(runs)
-"""Orders, each with the name of its run."""
+"""Selects orders, each with the name of its run."""
 _OUTSIDE: Final = ("alertmanager", "service")
-"""Sources of orders outside of the training, which share the cool-down."""
+"""Automatic sources of orders outside the training; they share the cool-down."""
 _MOST_WAITING: Final = 64
-"""Orders and proposals of machines that wait in one run: nobody reads more."""
+"""Maximum number of automatic orders and proposals that wait in one run; nobody would read more."""
 _ANSWER_GRACE_SECONDS: Final = 60.0
-"""How long after its expiry a delivered command waits for the answer that may be under way."""
+"""How long after its expiry a delivered command waits for an answer that may be in flight."""
 _MAX_PER_ACK: Final = 256
 _ACK_BYTES: Final = MAX_ACK_BYTES - 4096
-"""What the orders of one ack may take; the rest is its envelope. One order of every head there can be fits."""
+"""Maximum bytes of the orders in one ack; the rest is for its other fields. An order that names every head fits."""
 _STORED: Final = {column.name for column in commands.c} & Order.model_fields.keys()
 
 
 def create(connection: Connection, run_id: int, order: Order, **more: Any) -> str:
-    """Store an order with its audit row and event; its id."""
+    """Store an order with its audit row and event; return its id."""
     words = {"issued_by": printable(order.issued_by[:128]), "reason": printable(order.reason[:500])}
     own = {"id": f"cmd-{uuid.uuid4().hex}", "created": time.time(), "expires": order.expires_unix_seconds}
     values = order.model_dump(include=_STORED) | words | own | more
@@ -78,7 +78,7 @@ def _move(
     sentence: str | None = None,
     **values: Any,
 ) -> bool:
-    """Bring an order into its next state, with its audit row and event; False where it has moved on meanwhile."""
+    """Move an order to its next state, with its audit row and event; False if another writer moved it first."""
     state = TRANSITIONS[row.state][deed]
     same = commands.c.id == row.id, commands.c.state == row.state
     if not connection.execute(update(commands).where(*same).values(state=state, **values)).rowcount:
@@ -96,8 +96,7 @@ def record_transition(
     sentence: str | None = None,
     **changed: Any,
 ) -> None:
-    """The audit row and the event of a transition, or of what became of the heads. `changed`: columns of `row` that
-    have another value since."""
+    """Write the audit row and the event of a transition or a verification. `changed`: new values for `row`."""
     full = {**details, "state": state, "mode": row.mode, "heads": row.heads, "source": row.source}
     audit.append(connection, actor=actor, action="command", run=row.run, command=row.id, details=full)
     news = Order.model_validate({**row._mapping, "verification": None, **changed, "state": state})
@@ -107,7 +106,7 @@ def record_transition(
     write_events(connection, [{**own, **written}])
 
 
-# ---- what people order and decide ------------------------------------------------------------------------------------
+# ---- orders and decisions of people ----------------------------------------------------------------------------------
 
 
 def create_from_request(
@@ -118,10 +117,10 @@ def create_from_request(
     idempotency_key: str | None,
     default_expiry_seconds: float,
 ) -> tuple[str, bool]:
-    """A person's order: goes out under every policy. Its id, and whether it is new."""
+    """Store a person's order, which is sent under every policy. Return its id, and whether it is new."""
     run_id = find_run(connection, run).id
     lock_runs(connection, [run_id])
-    # without the kind of a switch, so that a wish of an older client is the same one
+    # A switch is hashed without its kind, which older clients do not send, so that their repeats match.
     said = request.model_dump_json(exclude={"action"} if request.action == "switch" else None)
     digest = hashlib.sha256(said.encode()).hexdigest()
     if idempotency_key is not None:
@@ -132,7 +131,7 @@ def create_from_request(
         if old is not None:
             return old.id, False
     if request.heads == []:
-        raise ProblemError(422, "heads is empty; name at least one [layer, head], or give null for every head.")
+        raise ProblemError(422, "heads is empty; name at least one [layer, head], or send null for every head.")
     held = {ref for holding in _ranks(connection, run_id).values() for ref in holding.heads}
     if held and (unknown := [ref for ref in request.heads or () if ref not in held]):
         raise ProblemError(422, f"Run {run} has no {heads_in_words(unknown)}.")
@@ -148,7 +147,7 @@ def create_from_request(
 
 
 def _ordered(connection: Connection, run_id: int, orders: Sequence[Order], **stored: Any) -> Sequence[str]:
-    """The ids of what a person orders. Raises ProblemError where nobody is left to carry it out."""
+    """Store a person's orders and return their ids. Raises ProblemError if no active rank can carry them out."""
     gate = propose(connection, run_id, orders, **stored)
     if gate.why:
         raise ProblemError(409, gate.why)
@@ -156,8 +155,10 @@ def _ordered(connection: Connection, run_id: int, orders: Sequence[Order], **sto
 
 
 def decide(connection: Connection, command_id: str, who: str, reason: str, *, how: Decided, expiry: float) -> list[str]:
-    """Let a proposed order go out for `expiry` seconds, turn it down, which holds for the warnings that stand (see
-    `reject_evidence`), or stop one that is under way, so that no further rank gets it. Its id.
+    """Approve a proposed order for `expiry` seconds, reject it, or cancel an open one; return its id in a list.
+
+    A rejection applies to the warnings that are active now (see `reject_evidence`). After a cancellation no further
+    rank receives the order.
     """
     row = _decided(connection, command_id, how)
     values = {} if how == "cancel" else {"decided_by": printable(who)[:160], "decided": time.time()}
@@ -179,18 +180,18 @@ def decide(connection: Connection, command_id: str, who: str, reason: str, *, ho
 def undo(
     connection: Connection, command_id: str, who: str, reason: str, *, dry_run: bool, expiry: float
 ) -> Sequence[str]:
-    """Order the modes back that a switch changed: one order for each former mode; their ids.
+    """Order the former modes of the heads that a switch changed, one order for each mode; return the orders' ids.
 
-    Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the switch was applied,
-    wholly or by some ranks before it was cancelled, and nothing takes it back yet.
+    A rank refuses such an order if its heads have another mode by then. Raises ProblemError if the switch was not
+    applied by any rank, or if another order undoes it already.
     """
     row = _decided(connection, command_id, "undo")
     if other := _undone(connection, [command_id]).get(command_id):
-        raise ProblemError(409, f"Command {command_id} is undone by {other} already.")
+        raise ProblemError(409, f"Command {command_id} was already undone by {other}.")
     done = carried_out(connection, commands.c.id == command_id)[command_id]
     former = {one.ref: one.before for one in reversed(done) if one.before != one.after == row.mode}
     if not former:
-        raise ProblemError(409, f"Command {command_id} changed no mode; there is nothing to undo.")
+        raise ProblemError(409, f"Command {command_id} did not change a mode, so it cannot be undone.")
     orders = [
         Order(
             source="api",
@@ -209,7 +210,7 @@ def undo(
 
 
 def _decided(connection: Connection, command_id: str, how: Deed) -> Row[Any]:
-    """An order, its run held. Raises ProblemError unless its state lets a person do this with it."""
+    """Lock the run of an order and return its row. Raises ProblemError if its state does not allow the action `how`."""
     owners = connection.execute(select(commands.c.run_id).where(commands.c.id == command_id))
     lock_runs(connection, owners.scalars().all())
     row = connection.execute(WITH_RUN.where(commands.c.id == command_id)).first()
@@ -217,7 +218,7 @@ def _decided(connection: Connection, command_id: str, how: Deed) -> Row[Any]:
         raise ProblemError(404, f"There is no command {command_id[:128]!r}.")
     can = [deed for deed in PEOPLE_MAY if deed in TRANSITIONS[row.state]]
     if how not in can:
-        instead = f"you can {' or '.join(can)} it" if can else "there is nothing to do"
+        instead = f"you can {' or '.join(can)} it" if can else "it needs no action"
         raise ProblemError(409, f"Command {row.id} is {row.state}, so you cannot {how} it; {instead}.")
     return row
 
@@ -226,11 +227,11 @@ def _ranks(connection: Connection, run_id: int) -> Ranks:
     return heads_by_rank(connection, [run_id]).get(run_id, {})
 
 
-# ---- what is known of orders -----------------------------------------------------------------------------------------
+# ---- the state of orders ---------------------------------------------------------------------------------------------
 
 
 def plan(connection: Connection, run_id: int, wanted: str) -> SwitchPlan:
-    """What an order of a mode for every head does: it adds the mode to what each has, and plain takes all away."""
+    """Return what an order of `wanted` for every head changes: each head gets it added, but plain removes all modes."""
     here, _ = present(connection, run_id)
     found = switches(here, here, wanted) if parse_mode(wanted) else {}
     changes = [SwitchedTo(mode=mode_name(mode), heads=heads) for mode, heads in found.items()]
@@ -242,14 +243,14 @@ def plan(connection: Connection, run_id: int, wanted: str) -> SwitchPlan:
 
 
 def _undone(connection: Connection, ids: Sequence[str]) -> dict[str, str]:
-    """For each command that is taken back, or about to be, the command that does so."""
-    standing = commands.c.state.in_((*OPEN, "applied"))
-    query = select(commands.c.undoes, commands.c.id).where(commands.c.undoes.in_(ids), standing, ~commands.c.dry_run)
+    """For each of these commands that is undone, or about to be, return the id of the command that undoes it."""
+    in_force = commands.c.state.in_((*OPEN, "applied"))
+    query = select(commands.c.undoes, commands.c.id).where(commands.c.undoes.in_(ids), in_force, ~commands.c.dry_run)
     return {row.undoes: row.id for row in connection.execute(query)}
 
 
 def _tracks_of(connection: Connection, ids: Sequence[str]) -> dict[str, dict[int, Row[Any]]]:
-    """For each command, where it stands with each rank that it went to."""
+    """Return the rows of `command_ranks` by command and rank."""
     tracks: dict[str, dict[int, Row[Any]]] = defaultdict(dict)
     for row in connection.execute(select(command_ranks).where(command_ranks.c.command_id.in_(ids))):
         tracks[row.command_id][row.rank] = row
@@ -257,14 +258,14 @@ def _tracks_of(connection: Connection, ids: Sequence[str]) -> dict[str, dict[int
 
 
 def _answer_of(track: Row[Any]) -> Switched | None:
-    """How a rank answered a command; None before it has."""
+    """Return a rank's answer to a command; None if it has not answered, or if the row cannot be read."""
     if not track.switched:
         return None
     return read_back(Switched, track.switched, "answer", (track.command_id, track.rank))
 
 
 def status(connection: Connection, run_id: int | None, command_id: str | None, limit: int) -> list[CommandStatus]:
-    """Commands of a run, newest first; or the one with the id."""
+    """Return the commands of a run, newest first, or the one with this id."""
     query = WITH_RUN.order_by(desc(commands.c.number)).limit(limit)
     query = query.where(commands.c.id == command_id) if command_id else query.where(commands.c.run_id == run_id)
     rows = connection.execute(query).all()
@@ -285,13 +286,13 @@ def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) ->
 
 
 def pending_by_run(connection: Connection) -> dict[int, int]:
-    """How many commands of each run wait for an answer."""
+    """Count the commands of each run that wait for an answer."""
     query = select(commands.c.run_id, func.count()).where(commands.c.state.in_(OPEN))
     return {row.run_id: row[1] for row in connection.execute(query.group_by(commands.c.run_id))}
 
 
 def not_arrested_by_run(connection: Connection) -> dict[int, int]:
-    """How many switches of each run stand that did not arrest their heads: neither undone nor replaced since."""
+    """Count the switches of each run that did not arrest their heads and were neither undone nor replaced since."""
     applied = select(commands).where(commands.c.state == "applied", commands.c.action == "switch")
     failed = connection.execute(applied.where(commands.c.verification == "not arrested")).all()
     if not failed:
@@ -306,15 +307,15 @@ def not_arrested_by_run(connection: Connection) -> dict[int, int]:
 
 
 def _share_heads(one: Row[Any], other: Row[Any]) -> bool:
-    """Whether two orders are for some of the same heads; an order without heads is for every one."""
+    """Whether two orders have a head in common; an order without heads applies to every head."""
     return None in (one.heads, other.heads) or any(ref in other.heads for ref in one.heads)
 
 
-# ---- what machines ask for -------------------------------------------------------------------------------------------
+# ---- automatic orders ------------------------------------------------------------------------------------------------
 
 
 class Gate(NamedTuple):
-    """What became of the wish for some orders: their ids, whether they are proposals, or why there are none."""
+    """The result of `propose`: the ids of the stored orders, or the reason why none was stored."""
 
     result: Literal["ordered", "proposed", "observed", "refused"]
     why: str = ""
@@ -324,13 +325,14 @@ class Gate(NamedTuple):
 def changes_for(
     connection: Connection, run_id: int, order: Order, called_for: Collection[HeadRef], scope: str = "head"
 ) -> list[Order]:
-    """The orders that add the mitigation of `order` to the heads that call for it, one for each mode that comes of it;
-    without heads that a person took it from. A mode of another version is given back as it is."""
+    """Return orders that add the mitigation of `order` to the heads in `called_for`, one for each resulting mode.
+
+    Heads from which a person removed a mitigation are left out. A mode of another version is ordered unchanged."""
     if not is_mode(order.mode):
         return [order.model_copy(update={"heads": sorted(called_for)})]
     modes, held = present(connection, run_id)
-    loose = set(called_for) - rejected_heads(connection, run_id)
-    changes = switches(loose, modes, order.mode, scope, held)
+    allowed = set(called_for) - rejected_heads(connection, run_id)
+    changes = switches(allowed, modes, order.mode, scope, held)
     return [order.model_copy(update={"mode": mode_name(mode), "heads": heads}) for mode, heads in changes.items()]
 
 
@@ -342,11 +344,11 @@ def propose(
     cooldown_seconds: float = 0.0,
     **stored: Any,
 ) -> Gate:
-    """Let `orders`, all of one source and state, go out or wait for a person, unless something is in the way.
+    """Store `orders`, all of one source and state, to be sent or to wait for a person, unless a rule forbids it.
 
-    The caller holds the run. People may always order. What a person rejected or took back holds against every machine
-    until one of the heads `called_for` has a new warning. cooldown_seconds: how long after an order of the service or
-    of a webhook none follows. stored: further columns.
+    The caller has locked the run. Orders of people are always accepted. If a person rejected or undid a switch, no
+    automatic order repeats it until one of the heads in `called_for` has a new warning. cooldown_seconds: the pause
+    after an order of the service or of a webhook, before the next one. stored: values of further columns.
     """
     until = "which holds until one of these heads has a new warning"
     source, state = next(((one.source, one.state) for one in orders), (None, None))
@@ -354,7 +356,7 @@ def propose(
     if called_for and asks and set(called_for) <= rejected_heads(connection, run_id):
         return Gate("observed", f"a person rejected this switch, {until}")
     if not orders:
-        taken = f"a person took the switch of these heads back, {until}" if called_for else "its heads are switched"
+        taken = f"a person undid the switch of these heads, {until}" if called_for else "its heads are switched"
         return Gate("observed", taken)
     if strange := [one.mode for one in orders if not can_order(one.action, one.mode)]:
         return Gate("refused", f"this service does not know {strange[0]}; it may be older than what reported it")
@@ -370,12 +372,12 @@ def propose(
 
 
 def _in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldown: float) -> str | None:
-    """Why no machine may order or propose a switch of these heads now; None where nothing is in the way.
+    """Return why an automatic switch of these heads is not allowed now, or None if it is.
 
-    An order that is carried out is not: it has made the heads what they are, or was undone.
+    Only the cool-down and open orders count; a finished order does not prevent another one.
     """
     now, mine = time.time(), commands.c.run_id == run_id
-    # one that lies ahead by more than another replica's clock may was ordered by a clock that was wrong
+    # An order far in the future was created by a wrong clock, not by another replica's, and does not count.
     lately = commands.c.created > now - cooldown, commands.c.created <= now + cooldown
     ours = mine, commands.c.source.in_(_OUTSIDE), commands.c.state != "rejected", *lately
     last = connection.execute(select(func.max(commands.c.created)).where(*ours)).scalar()
@@ -388,9 +390,9 @@ def _in_the_way(connection: Connection, run_id: int, heads: set[HeadRef], cooldo
         if row.state == "proposed" and heads <= named:
             return "a proposal for these heads waits for approval"
         if row.state != "proposed" and not named.isdisjoint(heads):
-            return "a command for these heads is under way"
+            return "a command for these heads is in progress"
     machines = sum(row.source != "api" for row in rows)
-    return f"{machines} orders of machines wait already" if machines >= _MOST_WAITING else None
+    return f"{machines} automatic orders wait already" if machines >= _MOST_WAITING else None
 
 
 def _pass_on(
@@ -400,10 +402,10 @@ def _pass_on(
     batch: Batch,
     some: Sequence[Switched],
 ) -> None:
-    """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads.
+    """Record what a rank switched or proposed, and order or propose the same for the other ranks with these heads.
 
-    ranks: who holds which heads of the run. some: of one batch and outcome, all with a warning or all without. They are
-    one order: each costs the writer a dozen statements.
+    ranks: the heads of each rank. some: switches of one batch with the same outcome, all with a warning or all without.
+    They become one order, because each order costs the writer a dozen statements.
     """
     before: dict[HeadRef, str] = {}
     after: dict[HeadRef, str] = {}
@@ -417,16 +419,16 @@ def _pass_on(
     actor, own = f"rank {batch.rank}", ranks.get(batch.rank)
     audit.append(connection, actor=actor, action="local switch", run=batch.run, details=_details_of(switched))
     if switched.outcome not in ("applied", "proposed") or own is None or own.boot != batch.boot:
-        return  # a superseded boot's news comes too late to be an order
+        return  # a superseded process must not cause an order
     changes: dict[str, list[HeadRef]] = defaultdict(list)
     for ref, mode in zip(switched.heads, switched.after, strict=True):
-        if ref in own.heads and is_mode(mode):  # the history keeps a mode of a newer agent
+        if ref in own.heads and is_mode(mode):  # an unknown mode of a newer agent is only recorded
             changes[mode].append(ref)
     named = [verdict for verdict in verdicts if verdict is not None]
     raised = active_warnings(connection, [run_id], named).get(run_id, []) if named else []
     applied = switched.outcome == "applied"
-    standing = {w.id for w in raised if w.rank == batch.rank and curable(w.cause) and w.severity != "info"}
-    justified = applied and verdicts <= standing and _is_of_policy(connection, run_id, switched)
+    active = {w.id for w in raised if w.rank == batch.rank and curable(w.cause) and w.severity != "info"}
+    justified = applied and verdicts <= active and _is_of_policy(connection, run_id, switched)
     asks = bool(concerned(switched.heads, ranks) - {batch.rank}) or not applied
     orders = [
         Order(
@@ -451,8 +453,8 @@ def _pass_on(
 
 
 def _is_of_policy(connection: Connection, run_id: int, switched: Switched) -> bool:
-    """Whether every living process of the run has the policy auto and the one mitigation that makes of the heads what a
-    rank made of them."""
+    """Whether a rank's switch follows the run's policy: every active process has the policy auto and the same
+    mitigation, and this mitigation results in the modes that the rank gave its heads."""
     newest = process_starts.newest(process_starts.of_now(connection, [run_id])[run_id]).values()
     living = [described([one]) for one in newest if one.finished_status is None]
     mitigations = {one.get("mitigation") for one in living}
@@ -466,13 +468,13 @@ def _is_of_policy(connection: Connection, run_id: int, switched: Switched) -> bo
     return called_for == dict(zip(switched.heads, switched.after, strict=True))
 
 
-# ---- out with the acks, back with the answers ------------------------------------------------------------------------
+# ---- delivery with acks, and answers ---------------------------------------------------------------------------------
 
 _OPEN_ORDERS: Final = WITH_RUN.where(
     commands.c.run_id.in_(bindparam("run_ids", expanding=True)), commands.c.state.in_(OPEN)
 ).order_by(commands.c.number)
 Orders = dict[BootKey, tuple[Command, ...]]
-"""What each boot, by run, rank and boot, is ordered to do."""
+"""The commands for each boot, by (run, rank, boot)."""
 
 
 def exchange(
@@ -481,9 +483,9 @@ def exchange(
     switched: Sequence[tuple[Batch, Switched]],
     group: Sequence[Batch],
 ) -> Orders:
-    """Take in the answers that a group of batches brought, and give out what each boot is ordered to do.
+    """Process the answers in a group of batches, and return the commands for each boot.
 
-    The caller holds the runs (`Store.lock_runs`).
+    The caller has locked the runs (`lock_runs`).
     """
     switched_runs = {run_ids[batch.run] for batch, _ in switched}
     held = heads_by_rank(connection, switched_runs) if switched_runs else {}
@@ -516,7 +518,7 @@ def exchange(
                 continue
             if (order := _as_wire(row)) is not None:
                 sizes[key] += len(order.model_dump_json().encode()) + 1
-                if sizes[key] <= _ACK_BYTES:  # else it goes out with a later ack, when those before it are answered
+                if sizes[key] <= _ACK_BYTES:  # else it is sent with a later ack, when earlier ones are answered
                     orders[key].append(order)
                     _delivered(connection, row, rank, state)
     return {key: tuple(value) for key, value in orders.items()}
@@ -552,7 +554,7 @@ def _answer(connection: Connection, run_id: int, ranks: Ranks, batch: Batch, swi
     if row is None or switched.outcome == "proposed":
         return
     own, actor, details = ranks.get(batch.rank), f"rank {batch.rank}", {"rank": batch.rank, **_details_of(switched)}
-    if own is None or own.boot != batch.boot:  # the newest has not answered, and may have begun before the switch
+    if own is None or own.boot != batch.boot:  # the newest process has not answered, and may lack this switch
         former, details = f"{actor}, a former process", details | {"process_start": batch.boot}
         audit.append(connection, actor=former, action="answer", run=row.run, command=row.id, details=details)
         return
@@ -570,7 +572,7 @@ def _answer(connection: Connection, run_id: int, ranks: Ranks, batch: Batch, swi
 
 
 def _details_of(switched: Switched) -> dict[str, Any]:
-    """What a rank did, as its audit row has it; at most 64 heads by name."""
+    """Return the details of a rank's switch for its audit row, with at most 64 heads."""
     return {
         **switched.model_dump(include={"outcome", "step", "reason"}),
         "heads": [list(ref) for ref in switched.heads[:64]],
@@ -580,11 +582,11 @@ def _details_of(switched: Switched) -> dict[str, Any]:
 
 
 def _settle(connection: Connection, row: Row[Any], ranks: Ranks, track: Mapping[int, Row[Any]]) -> bool:
-    """Close a command that is answered, has expired or can be answered by nobody. True when it is closed."""
+    """Close a command that is answered, has expired, or whose ranks have all ended. Return whether it is closed."""
     heads, now = heads_of(row), time.time()
     outcomes = {rank: t.outcome for rank, t in sorted(track.items()) if t.outcome is not None and rank in ranks}
     silent = sorted(concerned(heads, ranks) - outcomes.keys())
-    under_way = any(rank in track for rank in silent) and now < (row.expires or 0) + _ANSWER_GRACE_SECONDS
+    in_flight = any(rank in track for rank in silent) and now < (row.expires or 0) + _ANSWER_GRACE_SECONDS
     details: dict[str, Any] = {"outcomes": {str(rank): one for rank, one in outcomes.items()}, "silent": silent}
     state, ends = "", ""
     if outcomes and not silent:
@@ -592,7 +594,7 @@ def _settle(connection: Connection, row: Row[Any], ranks: Ranks, track: Mapping[
         answers = [_answer_of(t) for t in track.values()] if state == "applied" else []
         if steps := [one.step for one in answers if one is not None and one.outcome == "applied"]:
             ends = f" at step {max(steps):,}."
-    elif row.expires is not None and now > row.expires and not under_way:
+    elif row.expires is not None and now > row.expires and not in_flight:
         state = "expired"
         some = ", ".join(map(str, silent[:16])) + (" and more" if len(silent) > 16 else "")
         ends = f"; no answer from rank{'s' if len(silent) > 1 else ''} {some}: {row.reason}" if silent else ""
@@ -606,7 +608,7 @@ def _settle(connection: Connection, row: Row[Any], ranks: Ranks, track: Mapping[
 
 
 def expire(connection: Connection) -> None:
-    """Close what has expired; run from time to time, for runs that have gone silent."""
+    """Close expired commands. Called periodically, because silent runs send no batch that would close them."""
     overdue = commands.c.state.in_((*OPEN, "proposed")), commands.c.expires < time.time()
     owners = set(connection.execute(select(commands.c.run_id).where(*overdue)).scalars())
     lock_runs(connection, owners)

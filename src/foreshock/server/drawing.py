@@ -1,4 +1,4 @@
-"""Curves against the step, and the heads of a run at one step, from the roll-ups and samples of a run."""
+"""Curves by step, and the matrix of all heads at one step, from the roll-ups and samples of a run."""
 
 import math
 from collections import defaultdict
@@ -37,16 +37,16 @@ from foreshock.server.store.schema import rollups, samples
 
 _SAMPLES_READ: Final = 2000
 _BYTES_READ: Final = 256 * 2**20
-"""Most samples, and most bytes of them, that are read one by one where roll-ups would draw too few points."""
+"""Maximum number of samples, and of their bytes, to read instead of roll-ups if these would give too few points."""
 Ends = tuple[int | None, int | None]
 Place = tuple[str, int]
 _POINTS: Final = 2**19
-"""Most points of all lines of an answer; beyond, lines have fewer points: many lines would fill the memory."""
+"""Maximum number of points in a response, to limit its memory: with many lines, each has fewer points."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What is asked for: a metric of the run, of one head, or of the worst head of a layer, or of each layer."""
+    """A requested curve: a metric of the run, of one head, or of the worst head of one layer or of every layer."""
 
     metric: Metric
     layer: int | None = None
@@ -54,11 +54,11 @@ class Curve:
 
     @property
     def place(self) -> Place:
-        """Where its values lie in the roll-ups: the metric's key, and a layer or WHOLE."""
+        """The place of its values in the roll-ups: the metric's key, and a layer or WHOLE."""
         return self.metric.key, WHOLE if self.layer is None or self.head is None else self.layer
 
     def column(self, axis: Axis) -> int | None:
-        """Which column its values are there; None for a layer or head that the run does not have."""
+        """Return the column of its values at that place; None for a layer or head that the run does not have."""
         if self.layer is None:
             return 0
         own = axis.columns.get(self.layer)
@@ -70,19 +70,19 @@ class Curve:
         return int(found[0]) if len(found) else None
 
     def each(self, axis: Axis) -> "list[Curve]":
-        """The curves that are drawn for it: of a metric of heads without a layer one for each layer."""
+        """Return the curves to draw: one for each layer if it is a per-head metric without a layer, else itself."""
         if self.metric.head is None or self.layer is not None:
             return [self]
         return [replace(self, layer=layer) for layer in axis.layers]
 
     @property
     def name(self) -> str:
-        """As it is asked for."""
+        """The text that requests it, as read by `curve_of`."""
         return ":".join(str(part) for part in (self.metric.key, self.layer, self.head) if part is not None)
 
 
 def metric_of(key: str, *, per_head: bool = False) -> Metric:
-    """The metric of this key. Raises ProblemError for one that cannot be shown in the wanted way."""
+    """Return the metric with this key. Raises ProblemError if it does not exist or cannot be shown in this way."""
     metric = BY_KEY.get(key)
     if metric is None or (metric.head is None and (per_head or not metric.has_series)):
         allowed = [m.key for m in BY_KEY.values() if m.head is not None]
@@ -100,22 +100,22 @@ def curve_of(text: str) -> Curve:
     if len(numbers) != len(where) or len(where) > (2 if metric.head else 0):
         raise ProblemError(
             422,
-            f"line {text[:80]!r} has another form than METRIC, for a metric of the run or the worst head of every "
-            "layer, METRIC:LAYER, for the worst head of a layer, or METRIC:LAYER:HEAD.",
+            f"line {text[:80]!r} is malformed; use METRIC, for a metric of the run or the worst head of every layer, "
+            "METRIC:LAYER, for the worst head of a layer, or METRIC:LAYER:HEAD.",
         )
     return Curve(metric, *numbers)
 
 
 @dataclass(frozen=True)
 class Window:
-    """The steps that are drawn, both ends included, and in how many points at most."""
+    """The steps to draw, including both ends, and the maximum number of points."""
 
     run_id: int
     first: int
     last: int
     points: int
     reach: tuple[int, int]
-    """The same steps, and beyond the ends those at which nothing was sampled."""
+    """The same steps, extended at either end of the run by steps that have no samples."""
 
     @property
     def width(self) -> int:
@@ -123,14 +123,14 @@ class Window:
         return max(1, math.ceil((self.last - self.first + 1) / self.points))
 
     def points_of(self, key: str, found: Values) -> Values:
-        """A metric's values, of one row in each point."""
+        """Reduce a metric's values to one row for each point."""
         return grouped(BY_KEY[key], found, self.width, self.first)
 
 
 def draw(connection: Connection, axis: Axis, curves: Sequence[Curve], window: Window) -> list[CurveLine]:
-    """The line of each curve; without points for a head that the run does not have.
+    """Return the line of each curve; it has no points if the run does not have the head.
 
-    Roll-ups are read where they are fine enough or the samples are too many, and the samples of the rest.
+    Reads roll-ups if they are fine enough or there are too many samples, and samples for all other steps.
     """
     columns = [curve.column(axis) for curve in curves]
     picked: dict[Place, list[int]] = defaultdict(list)
@@ -168,7 +168,7 @@ def draw(connection: Connection, axis: Axis, curves: Sequence[Curve], window: Wi
 
 
 def _rolled(connection: Connection, window: Window, sample_bytes: int) -> set[int]:
-    """The spans whose roll-ups are drawn; `sample_bytes`: what is read of a sample."""
+    """Return the spans to draw from roll-ups; `sample_bytes`: bytes to read of each sample."""
     if window.width < BUCKET:
         within = samples.c.run_id == window.run_id, samples.c.step.between(window.first, window.last)
         count = connection.execute(select(func.count()).select_from(samples).where(*within)).scalar_one()
@@ -185,7 +185,7 @@ def _numbers(values: npt.NDArray[np.floating[Any]]) -> list[float | None]:
 
 
 def _line(curve: Curve, found: Values | None = None) -> CurveLine:
-    """A curve with these values, of one column."""
+    """Return the line of a curve; `found`: its values, of one column."""
     steps, values = (found.steps.tolist(), found.values.T) if found is not None else ([], np.empty((3, 0)))
     low, high, last, *marks = map(_numbers, values)
     of_worst = curve.metric.head is not None and curve.head is None
@@ -205,7 +205,7 @@ def _line(curve: Curve, found: Values | None = None) -> CurveLine:
 
 
 def curves(connection: Connection, run: Row[Any], wanted: Sequence[Curve], ends: Ends, max_points: int) -> Curves:
-    """Many curves in one pass over the store; see answers.Curves. For work beside the event loop."""
+    """Return many curves in one pass over the store; see models.Curves. Call it outside the event loop."""
     axis = axis_of(connection, run.id)
     each = [one for curve in wanted for one in curve.each(axis)]
     unknown = [one.name for one in each if one.column(axis) is None]
@@ -221,7 +221,7 @@ def curves(connection: Connection, run: Row[Any], wanted: Sequence[Curve], ends:
 
 
 def edges(connection: Connection, run_id: int, until: int | None = None) -> Ends:
-    """The first and the last step of a run that count, up to one. Either is near an end of the index."""
+    """Return the first and the last valid step of a run, up to `until`. Both are found near an end of the index."""
     own = LIVE_SAMPLES.with_only_columns(samples.c.step).where(samples.c.run_id == run_id).order_by(None).limit(1)
     if until is not None:
         own = own.where(samples.c.step <= until)
@@ -230,14 +230,14 @@ def edges(connection: Connection, run_id: int, until: int | None = None) -> Ends
 
 
 def as_json(answer: Curves) -> bytes:
-    """An answer as it travels, written line by line: written at once, many lines would hold every other thread up."""
+    """Encode a response line by line, because encoding many lines at once would block all other threads."""
     head = answer.model_dump_json(exclude={"lines"}).encode()
     lines = b",".join(line.model_dump_json().encode() for line in answer.lines)
     return head[:-1] + b',"lines":[' + lines + b"]}"
 
 
 def _gaps(first: int, last: int, rolled: set[int]) -> list[tuple[int, int]]:
-    """The parts of [first, last] outside the coarse spans `rolled`."""
+    """Return the parts of [first, last] outside the spans `rolled`."""
     gaps = []
     begin = first
     for span in sorted(rolled):
@@ -248,9 +248,9 @@ def _gaps(first: int, last: int, rolled: set[int]) -> list[tuple[int, int]]:
 
 
 _CELLS: Final = 2**18
-"""So many values an answer holds at most: layers of which each has other head numbers make a wide matrix of nulls."""
+"""Maximum number of values in a response: layers with different head numbers need a wide matrix of mostly nulls."""
 _LOOK_BACK: Final = 128
-"""Samples looked through for a metric that is measured now and then; older ones are found in the roll-ups."""
+"""Samples searched for a metric that only some samples contain; older values are found in the roll-ups."""
 
 
 def matrix(
@@ -262,7 +262,7 @@ def matrix(
     max_steps: int,
     from_layer: int = 0,
 ) -> Matrix:
-    """One per-head metric of every head at the newest step that is not after `step`; see answers.Matrix."""
+    """Return a per-head metric of every head at `step`, or at the newest step before it; see models.Matrix."""
     axis = axis_of(connection, run_id)
     _, found = edges(connection, run_id, step)
     heads = sorted({head for layer, head in axis.heads if layer >= from_layer})
@@ -290,7 +290,7 @@ def matrix(
 
 
 def _measured(connection: Connection, axis: Axis, run_id: int, metric: Metric, step: int) -> tuple[int | None, Floats]:
-    """The metric at `step`; a spectral norm, measured now and then, as it was by then; and when it was measured."""
+    """Return the values of a metric at `step`, for a spectral norm the last measured, and the step of measurement."""
     own, names = LIVE_SAMPLES.where(samples.c.run_id == run_id), arrays_of(metric)
     steps = own.with_only_columns(samples.c.step).order_by(None).where(samples.c.step <= step).distinct()
     last = steps.order_by(samples.c.step.desc()).limit(_LOOK_BACK if metric.head and metric.head.now_and_then else 1)
@@ -308,7 +308,7 @@ def _measured(connection: Connection, axis: Axis, run_id: int, metric: Metric, s
 def _rolled_up(
     connection: Connection, axis: Axis, run_id: int, metric: Metric, before: int, built: set[int]
 ) -> tuple[int | None, Floats]:
-    """The last value of the newest bucket that ends before a step and has one, and the bucket's last step."""
+    """Return the last values of the newest bucket that ends before a step and has any, and the bucket's last step."""
     own = rollups.c.run_id == run_id, rollups.c.metric == metric.key, rollups.c.layer == WHOLE
     newest = select(func.max(rollups.c.span)).where(*own, rollups.c.span < before // SPAN)
     for span in (before // SPAN, connection.execute(newest).scalar()):
@@ -317,16 +317,16 @@ def _rolled_up(
         steps, values = -1, np.full(len(axis.heads), np.nan)
         for layer, columns in axis.columns.items():
             found = rolled_up(connection, run_id, metric.key, layer, columns.stop - columns.start, {span})
-            if len(held := np.flatnonzero(found.steps < before)):
-                steps = max(steps, int(found.steps[held[-1]]))
-                values[columns] = found.values[held[-1], 2]
+            if len(earlier := np.flatnonzero(found.steps < before)):
+                steps = max(steps, int(found.steps[earlier[-1]]))
+                values[columns] = found.values[earlier[-1], 2]
         if steps >= 0:
             return steps, values
     return None, np.full(len(axis.heads), np.nan)
 
 
 def _steps(connection: Connection, run_id: int, count: int) -> list[int]:
-    """Steps that were sampled, at most `count`: the first, the last, and the ones next to evenly spaced steps."""
+    """Return at most `count` sampled steps: the first, the last, and those next to evenly spaced steps."""
     if count == 0:
         return []
     own = samples.c.run_id == run_id
@@ -338,7 +338,7 @@ def _steps(connection: Connection, run_id: int, count: int) -> list[int]:
     if first is None or last is None:
         return []
     width = math.ceil((last - first) / max(1, count - 2))
-    # A loose scan of the index: each step is found from the one before, however many lie between.
+    # A loose index scan: each step is found from the previous one, whatever the number of steps between them.
     found = select(func.min(samples.c.step).label("step")).where(own).cte("found", recursive=True)
     after = select(func.min(samples.c.step)).where(own, samples.c.step >= found.c.step + width).scalar_subquery()
     found = found.union_all(select(after).where(found.c.step.is_not(None)))

@@ -1,7 +1,7 @@
-"""POST /v1/batches at the service's edge: read within limits, admitted, checked, written in groups, answered.
+"""POST /v1/batches: reads batches within limits, checks them, and writes them in groups.
 
-`Endpoint` goes round the framework, whose reading of bodies costs as much as all of this; the route below describes
-it. Nothing is acknowledged before its commit.
+`Endpoint` bypasses FastAPI, whose reading of bodies costs as much as all the rest; the route below only documents it.
+A batch is acknowledged only after its commit.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ from foreshock.server.store.database import Store, is_away, log_store_error
 
 _SHOWN_SECONDS: Final = 60.0
 _HELD_SECONDS: Final = 1.0
-"""What fails after so long has waited for the store: another program holds it, or its server is gone."""
+"""A write that fails after this time was waiting for the store: another program locked it, or its server is down."""
 _EVENTS_AT_ONCE: Final = 1024
 _BYTES_AT_ONCE: Final = 16 * 2**20
-"""No batch is added to a group that holds so much: a batch waits for as much of others' as that, and not for more."""
+"""A group of this size takes no further batch, which limits how long a batch waits for the others in its group."""
 
 
 @dataclass
@@ -55,47 +55,47 @@ def _try_again() -> ProblemError:
 
 
 class Writer:
-    """The one task that writes. Requests wait in bounded queues; what comes in during a commit goes into the next.
+    """The one task that writes batches. They wait in bounded queues; those that arrive during a commit join the next.
 
-    Each token has a queue of its own, and they take turns: whoever sends much, or what is long to write, waits for it.
+    Each token has its own queue, and the queues take turns, so a token that sends much delays only itself.
     """
 
     def __init__(self, settings: Settings, store: Store, counters: Counters, broadcaster: Broadcaster) -> None:
         self._settings, self._store, self._counters = settings, store, counters
         self._broadcaster = broadcaster
         self._waiting: dict[str, deque[_Item]] = {}
-        """By token what waits, none of them empty; whose turn it is comes first."""
+        """Non-empty queues by token; the token whose turn is next comes first."""
         self._woken = asyncio.Event()
         self._closed = False
         self._switched: dict[int, float] = {}
-        """Runs in which something was switched just now, and until when that is just now."""
+        """Runs with a recent switch, and the time until which the switch counts as recent."""
 
     def refuse_when_full(self, token: str) -> None:
-        """Raises ProblemError 429 when the token's queue is full."""
+        """Raise ProblemError 429 if the token's queue is full."""
         if len(self._waiting.get(token, ())) >= self._settings.ingest_queue_batches:
             self._counters.batches["busy"] += 1
-            raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
+            raise ProblemError(429, "Too many batches of this token wait; try again.", headers=retry_after(1.0))
 
     async def submit(self, batch: Batch, size: int, token: str, arrival: Arrival) -> Ack:
-        """Store a batch that this token sent; returns after the commit.
+        """Store a batch that this token sent; return after the commit.
 
-        Raises ProblemError 429 when the queue is full, 503 on a fault.
+        Raises ProblemError 429 if the queue is full, 503 if the batch could not be stored.
         """
         self.refuse_when_full(token)
         if self._closed:
-            raise ProblemError(503, "The service is going down; try again.", headers=retry_after(1.0))
+            raise ProblemError(503, "The service is shutting down; try again.", headers=retry_after(1.0))
         item = _Item(batch, size, token, arrival)
         self._waiting.setdefault(token, deque()).append(item)
         self._woken.set()
-        return await item.done  # a client that leaves meanwhile cancels the answer, not the writing
+        return await item.done  # a client that disconnects cancels the answer, but the batch is still written
 
     @property
     def depth(self) -> int:
-        """Batches that wait."""
+        """The number of waiting batches."""
         return sum(map(len, self._waiting.values()))
 
     async def run(self) -> None:
-        """Write until `close`, then what is left."""
+        """Write until `close` is called, then write the remaining batches."""
         while self._waiting or not self._closed:
             self._woken.clear()
             if self._waiting:
@@ -104,7 +104,7 @@ class Writer:
                 await self._woken.wait()
 
     def _next_group(self) -> list[_Item]:
-        """What is written together: a batch of each token in turn, while there is room."""
+        """Return the batches to write in one commit: one of each token in turn, up to the limits."""
         group: list[_Item] = []
         events = size = 0
         while (
@@ -122,7 +122,7 @@ class Writer:
         return group
 
     def close(self) -> None:
-        """Take no more; `run` ends when what waits is written."""
+        """Accept no further batches; `run` ends when the waiting ones are written."""
         self._closed = True
         self._woken.set()
 
@@ -132,14 +132,14 @@ class Writer:
             acks = await self._write(group)
         except Exception as error:
             if is_away(error) and time.monotonic() - began >= _HELD_SECONDS:
-                # each alone would wait as long, and so would those that came meanwhile
+                # The batches of this group, and those that arrived since, would each wait as long: fail them all.
                 group += [item for own in self._waiting.values() for item in own]
                 self._waiting.clear()
                 log_store_error("batches not stored", error, batches=len(group))
                 for item in group:
                     self._answer(item, _try_again())
             elif len(group) > 1:
-                for item in group:  # one batch that cannot be stored must not hold up the others
+                for item in group:  # separately, so that one batch that cannot be stored does not block the others
                     await self._commit([item])
             else:
                 self._fail(group[0], error)
@@ -152,7 +152,7 @@ class Writer:
     def _fail(self, item: _Item, error: Exception) -> None:
         if isinstance(error, OverflowError | DataError):
             self._counters.batches["refused"] += 1
-            answer = ProblemError(422, "The batch holds a number that is too large to be stored.")
+            answer = ProblemError(422, "The batch contains a number that is too large to be stored.")
         elif isinstance(error, MisfitError):
             self._counters.batches["refused"] += 1
             answer = ProblemError(422, str(error))
@@ -164,10 +164,10 @@ class Writer:
     def _answer(self, item: _Item, answer: ProblemError) -> None:
         if not item.done.done():
             item.done.set_exception(answer)
-            item.done.exception()  # the client may be gone; then nobody else asks for it
+            item.done.exception()  # marks it as retrieved, in case the client has disconnected
 
     def _mode_comes(self, done: Recorded) -> set[int]:
-        """Runs whose samples may show a mode that a rank reported before: a switch is seen when samples have it."""
+        """Return runs with new samples that may show a mode of a recent switch, which may change their incidents."""
         now = time.monotonic()
         self._switched = {run_id: until for run_id, until in self._switched.items() if until > now}
         come = done.stepped & self._switched.keys()
@@ -204,13 +204,13 @@ class Writer:
 
 log = structlog.get_logger()
 RESERVED: Final = ("curves", "matrix", "events", "commands", "switches", "incidents", "resume-plan", "acknowledge")
-"""Last words of an address under /v1/runs/{run}; a run may not end in /word."""
+"""Last parts of paths under /v1/runs/{run}; a run's name must not end in /PART."""
 _LARGE_BYTES: Final = 2**16
-"""Larger bodies of a token are read one after another: each may hold up the event loop for some tenths of a second."""
+"""A token's larger bodies are parsed one at a time: each may block the event loop for some tenths of a second."""
 
 
 class Endpoint:
-    """Takes batches of callers whom the gate has let in (`scope["state"]["caller"]`), as an ASGI application."""
+    """ASGI application that receives batches of callers admitted by AuthMiddleware (`scope["state"]["caller"]`)."""
 
     def __init__(self, writer: Writer, counters: Counters, buckets: Buckets) -> None:
         self._writer, self._counters = writer, counters
@@ -225,14 +225,14 @@ class Endpoint:
         await send({"type": "http.response.body", "body": body})
 
     async def _take(self, scope: Scope, receive: Receive) -> bytes:
-        """Store a batch: its acknowledgement, as it is sent. Raises ProblemError where it is refused."""
+        """Store a batch and return its encoded acknowledgement. Raises ProblemError if the batch is refused."""
         caller: Caller = scope["state"]["caller"]
         check_scope(caller, "ingest")
         token = "" if caller is ANYONE else caller.name
-        try:  # before the batch is read: a refusal is cheap
+        try:  # before the body is read, so that a refusal is cheap
             self._writer.refuse_when_full(token)
         except ProblemError:
-            await asyncio.sleep(SPREAD.uniform(0.5, 1.0))  # clients that hammer wait here, and cost little
+            await asyncio.sleep(SPREAD.uniform(0.5, 1.0))  # slows down clients that retry at once
             raise
         body = await Request(scope, receive).body()
         try:
@@ -244,7 +244,7 @@ class Endpoint:
                     await asyncio.sleep(0)
         except ProblemError as error:
             self._counters.batches["refused"] += 1
-            if self._refusals.take(caller.name) == 0:  # the log says why once a minute, the counter how often
+            if self._refusals.take(caller.name) == 0:  # log the reason once a minute; the counter has every refusal
                 why = [f"{item.where}: {item.message}" for item in error.errors[:3]] or [error.detail]
                 log.warning("batch refused", token=caller.name, why=printable("; ".join(why)))
             raise
@@ -273,25 +273,25 @@ router = APIRouter(dependencies=[Depends(Needs("ingest"))])
 )
 async def post_batch() -> None:
     """Store a batch whole or not at all. Sending it again changes nothing. The answer has the open commands."""
-    # `Endpoint` has all that are posted to the address itself.
-    raise ProblemError(404, "Batches are taken at /v1/batches; this address has something after it.")
+    # `Endpoint` receives every POST to exactly this path.
+    raise ProblemError(404, "Send batches to /v1/batches; this path has something after it.")
 
 
 def _read(body: bytes) -> Batch:
-    if len(body) > MAX_VALUES:  # before any is read: in memory each is far larger
+    if len(body) > MAX_VALUES:  # before parsing, because a parsed value takes far more memory
         values = sum(map(body.count, (b",", b"[", b"{", b":")))
         if values > MAX_VALUES:
             raise ProblemError(
-                422, f"The batch holds up to {values} values, {MAX_VALUES} are the most; nothing of it was stored."
+                422, f"The batch contains up to {values} values, at most {MAX_VALUES} are allowed; it was not stored."
             )
     try:
         batch = read_batch(body)
     except ValidationError as error:
-        if (count := error.error_count()) > MAX_EVENTS:  # the answer names none: each takes a kilobyte
-            raise ProblemError(422, f"The batch is malformed: {count} errors; nothing of it was stored.") from None
+        if (count := error.error_count()) > MAX_EVENTS:  # too many to list: each takes a kilobyte
+            raise ProblemError(422, f"The batch is malformed: {count} errors; it was not stored.") from None
         found = error.errors(include_input=False, include_url=False)
         raise ProblemError(
-            422, f"The batch is malformed: {len(found)} error(s); nothing of it was stored.", errors=items(found)
+            422, f"The batch is malformed: {len(found)} error(s); it was not stored.", errors=items(found)
         ) from None
     if batch.run in (".", ".."):
         raise ProblemError(

@@ -1,7 +1,7 @@
-"""What one caller may take at most: batches and attempts a second, requests and bytes at once.
+"""Limits for each caller: batches and login attempts per second, concurrent requests and bytes.
 
-A request must come whole within a deadline, after the answer to the one before. All else that strangers can do with
-connections is left to the proxy (docs/secure.md).
+A request must be complete within a deadline, and must not be sent before the previous one on its connection was
+answered. All other protection against hostile connections is left to the proxy (docs/secure.md).
 """
 
 import asyncio
@@ -27,16 +27,19 @@ _MAX_BUCKETS: Final = 10_000
 _STRANGERS_BYTES: Final = 64 * 2**10
 BATCHES: Final = "/v1/batches"
 LOGIN: Final = "/v1/login"
-"""Where bodies are read of those who have shown no token."""
+"""The only path whose request body is read without a token."""
 ORDER_BYTES: Final = 2**20
-"""Most bytes of a body where `MOST_BYTES` says no other: orders and deliveries of alerts are far smaller."""
+"""Largest body of a path that is not in `MOST_BYTES`: orders and deliveries of alerts are far smaller."""
 MOST_BYTES: Final = {LOGIN: _STRANGERS_BYTES, BATCHES: math.inf}
 SPREAD: Final = random.SystemRandom()
-"""Parts clients that would come back together."""
+"""Random delays, so that clients do not retry at the same moment."""
 
 
 class Buckets:
-    """One bucket per key, filled at `rate` per second up to `burst` (two seconds' worth). The oldest are forgotten."""
+    """Token buckets by key, filled at `rate` per second up to `burst` (by default two seconds' worth).
+
+    If there are too many keys, the least recently used is dropped.
+    """
 
     def __init__(self, rate: float, burst: float | None = None) -> None:
         self._rate = rate
@@ -44,7 +47,7 @@ class Buckets:
         self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
 
     def take(self, key: Hashable, now: float | None = None) -> float:
-        """Take one; 0 when there was one, else the seconds until there is."""
+        """Take one from the bucket of `key` and return 0, or return the seconds until one is available."""
         now = time.monotonic() if now is None else now
         level, since = self._levels.pop(key, (self._burst, now))
         level = min(self._burst, level + (now - since) * self._rate)
@@ -56,13 +59,13 @@ class Buckets:
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """A Retry-After header, spread over twice the time so that clients do not come back together."""
+    """Return a Retry-After header of one to two times `seconds`, so that clients do not retry at the same moment."""
     return {"retry-after": str(max(1, math.ceil(seconds * SPREAD.uniform(1, 2))))}
 
 
 @lru_cache(maxsize=4096)
 def network_of(address: str) -> str:
-    """Whom an address stands for: an IPv6 network of 64 bits, which one host has whole, or one IPv4 address."""
+    """Return the unit that limits apply to: an IPv4 address, or an IPv6 /64 network, which one host may own."""
     try:
         parsed = ip_address(address.partition("%")[0])
     except ValueError:
@@ -73,16 +76,16 @@ def network_of(address: str) -> str:
 
 
 def length_of(headers: Headers) -> int:
-    """Bytes of the body that these headers announce, 0 where they announce none."""
+    """Return the body's length in bytes from Content-Length; 0 without a valid one."""
     length = headers.get("content-length", "")
     return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0
 
 
 class ConcurrencyLimit:
-    """How many requests each caller may have in flight, so that requests that never end leave room for the others.
+    """Limits the requests in flight of each caller, so that requests that never end leave room for other callers.
 
-    A token gets half of the requests that the service takes, all callers without one a quarter together. Each gets
-    `body_bytes` of bodies, by what their headers announce: bodies are in memory until they are read.
+    A token may use half of the service's requests, and all callers without a token together a quarter. Each may use
+    `body_bytes` for request bodies, counted by Content-Length, because bodies are in memory until they are read.
     """
 
     def __init__(self, requests: int, body_bytes: int, max_bytes: int) -> None:
@@ -94,9 +97,9 @@ class ConcurrencyLimit:
 
     @contextmanager
     def take(self, who: str, headers: Headers, *, known: bool) -> Iterator[None]:
-        """While a request of `who` with these headers is in flight. Raises ProblemError 429 beyond its share.
+        """Count a request of `who` while it is in flight. Raises ProblemError 429 above the caller's limit.
 
-        One body is always taken.
+        A single body is always accepted.
         """
         who, (most, largest) = (who, self._of_token) if known else ("", self._of_strangers)
         size = largest if "transfer-encoding" in headers else min(length_of(headers), largest)
@@ -117,7 +120,7 @@ class ConcurrencyLimit:
 
 
 def at_most(size: float, headers: Headers, receive: Receive) -> Receive:
-    """The same `receive` for a body of at most `size` bytes. Both raise ProblemError 413 for a longer one."""
+    """Wrap `receive` for a body of at most `size` bytes. A longer body raises ProblemError 413, now or on receipt."""
     if length_of(headers) > size:
         raise ProblemError(413, TOO_LARGE)
     left = size
@@ -135,11 +138,11 @@ def at_most(size: float, headers: Headers, receive: Receive) -> Receive:
 
 _HEAD_BYTES: Final = 65_536
 _FILES: Final = 8192
-"""That are asked for where the hard limit is none."""
+"""Number of open files to request if there is no hard limit."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with a deadline for each request and a bound of its headers."""
+    """uvicorn's protocol, with a deadline for each request and a limit for the size of its headers."""
 
     _due: asyncio.TimerHandle | None = None
     _in_head = False
@@ -172,7 +175,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if self.cycle is not None and not self.cycle.response_complete:  # it did not wait for the answer before
+        if self.cycle is not None and not self.cycle.response_complete:  # sent before the last answer
             self.cycle.disconnected = True
             self.transport.abort()
             return
@@ -184,8 +187,8 @@ class Connection(HttpToolsProtocol):
 
 
 def raise_open_files() -> None:
-    """Let the process open as many files as its hard limit allows: each connection takes one."""
+    """Raise the limit of open files to its hard limit, because each connection needs one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if most == resource.RLIM_INFINITY else most  # macOS has no limit here, and allows a number alone
+    wanted = _FILES if most == resource.RLIM_INFINITY else most  # macOS reports infinity but accepts only a number
     with suppress(ValueError, OSError):  # some systems allow less than their hard limit says
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

@@ -1,4 +1,4 @@
-"""What the service says of itself: its log, and what it counts since its start."""
+"""The service's log configuration, and its counters since its start."""
 
 import logging
 import math
@@ -12,11 +12,11 @@ import structlog
 
 _SELDOM_SECONDS: Final = 10.0
 lines: Final = Counter({"left out": 0})
-"""How many lines `Seldom` has left out since the process began."""
+"""The number of lines that `Seldom` has left out since the process started."""
 
 
 class Seldom(logging.Filter):
-    """Lets each message through once in ten seconds, with the number of those left out: strangers can cause them."""
+    """Logs each message at most once in ten seconds, with the number left out, because any client can cause them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Seldom(logging.Filter):
 
 
 def configure_logs(level: str) -> None:
-    """Set up structlog, and send what libraries log through it."""
+    """Set up structlog, also for messages that libraries log."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,

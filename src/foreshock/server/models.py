@@ -1,9 +1,9 @@
-"""What the API answers, and what people and programs ask of it beside batches.
+"""The responses of the API, and all request bodies except batches.
 
-The page, the command line and the tests read these; docs/api derives from them. Numbers that are not finite travel as
-"NaN", "Infinity" and "-Infinity"; `null` means that nothing was counted. Times are Unix seconds by the service's clock
-unless a field says otherwise. Text that people write is recorded: none may hold a NUL or half of a surrogate pair,
-which JSON can spell and no store can keep.
+The page, the command line and the tests use these models, and docs/api is generated from them. Non-finite numbers are
+encoded as "NaN", "Infinity" and "-Infinity"; `null` means that nothing was counted. Times are Unix seconds by the
+service's clock unless a field says otherwise. Text from people must not contain a NUL or half of a surrogate pair,
+because JSON can encode these but the database cannot store them.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ Number = float | None
 
 
 class Response(BaseModel):
-    """Base of every answer."""
+    """Base of every response."""
 
     model_config = ConfigDict(
         extra="forbid", ser_json_inf_nan="strings", json_schema_serialization_defaults_required=True
@@ -42,7 +42,7 @@ class Response(BaseModel):
 
 
 class ProblemItem(Response):
-    """One thing that is wrong with a request."""
+    """One error in a request."""
 
     where: str = Field(description="path into the request, as events.3.step")
     message: str
@@ -59,7 +59,7 @@ class Problem(Response):
 
 
 class Session(Response):
-    """Who asks. `csrf_token` goes into the header X-CSRF-Token of every POST that is authenticated by the cookie."""
+    """The caller. Every POST that is authenticated by the cookie needs `csrf_token` in the header X-CSRF-Token."""
 
     login_needed: bool
     name: str | None = None
@@ -68,9 +68,9 @@ class Session(Response):
 
 
 class IncidentChange(IncidentInShort):
-    """An incident in short: in the list of runs, in the event log, in the stream."""
+    """The short form of an incident in the list of runs, in the event log, and in the stream."""
 
-    grown: bool = Field(default=False, description="in the log: written because it grew tenfold, nothing else changed")
+    grown: bool = Field(default=False, description="in the log: true if the incident only grew tenfold")
 
 
 class IncidentList(Response):
@@ -83,14 +83,14 @@ class RunSummary(Response):
     """One row of the list of runs."""
 
     run: str
-    status: RunStatus = Field(description="as its processes reported it; `condition` is how it is by now")
+    status: RunStatus = Field(description="as its processes reported it; `condition` is its state by now")
     condition: Condition = Field(
-        description="silent: not heard of for five minutes; hung: heard of, but no step ends; else its status"
+        description="silent: nothing received for five minutes; hung: heartbeats arrive, but no step ends; else status"
     )
     condition_since_unix_seconds: float | None = Field(description="since when it is silent or hung")
     severity: Severity | None = Field(
         description="of its worst open incident; at least warning when silent or hung, critical when its loss is not "
-        "finite; null: nothing is known to be wrong"
+        "finite; null: no known problem"
     )
     urgency: int = Field(description="the larger, the sooner it needs a person; ended runs are below the others")
     policy: Policy | None = Field(description="null until a process has described its layers")
@@ -105,25 +105,25 @@ class RunSummary(Response):
     world_size: int | None
     ranks: int = Field(description="ranks that have sent something")
     shared_ranks: str | None = Field(
-        default=None, description="of which ranks several processes live, in a sentence; null: of none"
+        default=None, description="a sentence that names ranks used by several living processes; null: none"
     )
     first_seen_unix_seconds: float
     last_seen_unix_seconds: float
     last_step: int | None
     last_step_unix_seconds: float | None = Field(
-        default=None, description="when the newest step came, or the process started"
+        default=None, description="when the newest step arrived, or the process started"
     )
     hung_after_seconds: float = Field(
-        default=FIRST_STEP_SECONDS, description="an active run that has ended no step for longer hangs"
+        default=FIRST_STEP_SECONDS, description="an active run is hung if no step ended for longer than this"
     )
     loss: Number
     worst_risk: Number
     active_warnings: int
     forecast_steps: Number = Field(
-        default=None, description="the shortest forecast of them: steps until the largest |score| reaches 512"
+        default=None, description="shortest forecast of its warnings: steps until the largest |score| reaches 512"
     )
     incidents: list[IncidentChange] = Field(
-        default_factory=list, description="those that are not closed, the most urgent first"
+        default_factory=list, description="incidents that are not closed, the most urgent first"
     )
     labels: dict[str, str]
     display_name: str | None = Field(default=None, description="display name; null: none")
@@ -138,13 +138,13 @@ class RunList(Response):
 
 
 class LayerState(Response):
-    """One watched layer, all ranks together. `modes` and `risk` stand in the order of `heads`."""
+    """One watched layer, all ranks together. `modes` and `risk` are in the order of `heads`."""
 
     layer: int
     name: str
     heads: list[int]
-    kv_heads: int | None = Field(description="null: nothing in the model shows its agent how many there are")
-    head_dim: int | None = Field(description="null: neither the model nor a call shows it to the agent")
+    kv_heads: int | None = Field(description="null: the agent cannot find the number in the model")
+    head_dim: int | None = Field(description="null: the agent cannot find it in the model or in a call")
     served_by: str
     sampled: bool
     modes: list[str | None]
@@ -160,7 +160,7 @@ class ActiveWarning(Verdict):
 
 
 class RunDetail(RunSummary):
-    """Everything known of one run at its last step."""
+    """The full state of one run at its last step."""
 
     versions: dict[str, str]
     layers: list[LayerState]
@@ -168,14 +168,14 @@ class RunDetail(RunSummary):
     latest: dict[str, Number] = Field(description="run-level metrics of the last sample, by catalogue key")
     agent_dropped: dict[str, int]
     agent_faults: dict[str, int]
-    notes: str = Field(default="", description="what people wrote about it")
+    notes: str = Field(default="", description="notes that people wrote about it")
 
 
 class CurveLine(Response):
-    """One curve, without points where the run lacks the head.
+    """One curve; it has no points if the run does not have the head.
 
-    The four lists have one entry per point; a point spans the steps since the one before, and keeps their minimum and
-    maximum. The worst head of a layer is found at each step: the line shows the value of the one that was the worst.
+    The four lists have one entry per point. A point covers the steps since the previous point, with their minimum,
+    maximum and last value. The worst head of a layer is chosen at each step, so one line may show several heads.
     """
 
     metric: str
@@ -187,43 +187,43 @@ class CurveLine(Response):
     high: list[Number]
     last: list[Number]
     worst_head: list[int | None] | None = Field(
-        default=None, description="for the worst head of a layer: which head it was at the point's worst step"
+        default=None, description="for the worst head of a layer: the number of that head at the point's worst step"
     )
 
 
 class Curves(Response):
-    """Curves over the same steps, in the order in which they were asked for; at most max_points points each.
+    """Curves over the same steps, in the requested order; at most max_points points each.
 
-    Where no layer was named for a metric of heads, the lines of all layers stand in its place.
+    A per-head metric requested without a layer has one line for each layer.
     """
 
     run: str
     lines: list[CurveLine]
-    unknown: list[str] = Field(description="lines that were asked for of a layer or head that the run does not have")
+    unknown: list[str] = Field(description="requested lines whose layer or head does not exist in the run")
 
 
 class Matrix(Response):
-    """One per-head metric at the newest step that is not after the one asked for.
+    """One per-head metric at the requested step, or at the newest step before it.
 
-    Spectral norms, which are measured now and then, are shown as they were last measured.
+    Spectral norms, which only some samples contain, are shown as they were last measured.
     """
 
     run: str
     metric: str
     unit: str
-    step: int | None = Field(description="the step shown; null when there is no sample at or before the one asked for")
-    measured_step: int | None = Field(description="by when the values were measured; null when they never were")
+    step: int | None = Field(description="the step shown; null if there is no sample at or before the requested step")
+    measured_step: int | None = Field(description="the step by which the values were measured; null: never")
     layers: list[int]
     heads: list[int]
     next_layer: int | None = Field(
-        default=None, description="the first layer that did not fit; ask again with from_layer for it and those after"
+        default=None, description="the first layer that did not fit; pass it as from_layer to get the next layers"
     )
-    values: list[list[Number]] = Field(description="[layers, heads]; null where a layer lacks the head, or its count")
-    steps: list[int] = Field(description="steps that can be asked for, thinned to at most max_steps, ascending")
+    values: list[list[Number]] = Field(description="[layers, heads]; null if the head does not exist or has no value")
+    steps: list[int] = Field(description="steps that can be requested, thinned to at most max_steps, ascending")
 
 
 class RankAnswer(Response):
-    """Where a command stands with one rank."""
+    """The state of a command at one rank."""
 
     rank: int
     deliveries: int
@@ -236,15 +236,15 @@ class RankAnswer(Response):
 
 
 class CommandStatus(Order):
-    """An order and its way through the ranks."""
+    """An order and the answers of the ranks."""
 
     run: str
-    what: str = Field(description="what it does, in words")
+    what: str = Field(description="the action in words")
     ranks: list[RankAnswer]
     closed_because: str | None = Field(
-        default=None, description="why it is refused though no rank refused it: all that could answer have ended"
+        default=None, description="why it was refused without a rank's answer: all ranks that could answer have ended"
     )
-    undone_by: str | None = Field(default=None, description="the order that takes this one's switch back")
+    undone_by: str | None = Field(default=None, description="the order that undoes this switch")
 
 
 class CommandList(Response):
@@ -254,17 +254,17 @@ class CommandList(Response):
 
 
 class SwitchedTo(Response):
-    """Heads that an order gives a mode."""
+    """Heads and the mode that an order gives them."""
 
     mode: str
     heads: list[HeadRef] | None = Field(description="null means every head of the run")
 
 
 class SwitchPlan(Response):
-    """What ordering a mode for every head takes: an order for each of `changes`."""
+    """The orders needed to add a mode to every head: one for each of `changes`."""
 
     changes: list[SwitchedTo]
-    unchanged: list[HeadRef] = Field(description="heads that already have the mode among others, and keep them")
+    unchanged: list[HeadRef] = Field(description="heads that already have this mode together with others")
 
 
 EventKind = Literal[
@@ -282,9 +282,9 @@ EventKind = Literal[
 
 
 class RunEvent(Response):
-    """Something that happened. Exactly the field that `kind` names is set, except for started and finished."""
+    """One event. Only the field that `kind` names is set; started and finished have no such field."""
 
-    id: int = Field(description="number within the run: 1 is the first event that was stored of it")
+    id: int = Field(description="number within the run, counted from 1")
     run: str
     kind: EventKind
     rank: int | None = Field(description="null for actions of the service")
@@ -327,7 +327,7 @@ class AuditPage(Response):
 
 
 class WebhookResult(Response):
-    """What became of the alerts of one webhook delivery."""
+    """The results of the alerts in one webhook delivery."""
 
     results: list[str]
 
@@ -358,20 +358,20 @@ def _refused(wrong: Callable[[str], bool], why: str) -> AfterValidator:
 
 Storable = Annotated[
     str,
-    _refused(lambda text: "\x00" in text, "holds a NUL character, which cannot be stored; leave it out"),
+    _refused(lambda text: "\x00" in text, "contains a NUL character, which cannot be stored; remove it"),
     _refused(
         lambda text: any("\ud800" <= character <= "\udfff" for character in text),
-        "holds half of a surrogate pair, which is no character; leave it out",
+        "contains half of a surrogate pair, which is not a character; remove it",
     ),
 ]
-"""Text of a request that every store takes: PostgreSQL has no NUL, and UTF-8 no lone surrogate."""
-Said = Annotated[Storable, _refused(lambda text: not text.strip(), "is blank; the audit trail needs a word")]
-"""Who acts, and why."""
+"""Text of a request that every database can store: PostgreSQL rejects NUL, and UTF-8 cannot encode a lone surrogate."""
+Said = Annotated[Storable, _refused(lambda text: not text.strip(), "is blank; the audit trail needs a text")]
+"""The name of a person, or a reason, for the audit trail."""
 Line = Annotated[
     Storable,
     _refused(
         lambda text: not text.isprintable() or text != text.strip(),
-        "holds a control character, or blanks at an end; write it on one line",
+        "contains a control character, or starts or ends with a blank; write it on one line",
     ),
 ]
 Tag = Annotated[
@@ -379,25 +379,25 @@ Tag = Annotated[
     Field(min_length=1, max_length=64),
     _refused(
         lambda text: not {",", "="}.isdisjoint(text),
-        "holds a comma or an equals sign, which no tag may: NAME=VALUE is a label",
+        "contains a comma or an equals sign, which a tag must not: NAME=VALUE is a label",
     ),
 ]
 
 
 class Request(BaseModel):
-    """Base of every body of a request."""
+    """Base of every request body."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Login(Request):
-    """A token in exchange for a session cookie."""
+    """A token to exchange for a session cookie."""
 
     token: Storable = Field(max_length=512)
 
 
 class Decision(Request):
-    """Approval or rejection of a proposed command, or the end of one that is under way."""
+    """Approval or rejection of a proposed command, or cancellation of an open one."""
 
     who: Said = Field(min_length=1, max_length=128)
     reason: Said = Field(min_length=1, max_length=500)
@@ -411,7 +411,7 @@ class CommandRequest(Decision):
         default=None, max_length=MAX_LAYERS * 64, description="[[layer, head], ...]; null means every head of the run"
     )
     action: str = Field(default="switch", description="the kind of order")
-    mode: ModeName | None = Field(default=None, description="the mode that these heads get; of a switch alone")
+    mode: ModeName | None = Field(default=None, description="the mode that these heads get; only for a switch")
     expect: ModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
     expires_in_seconds: float | None = Field(default=None, gt=0, le=30 * 86400)
     expires_step: Step | None = None
@@ -420,27 +420,25 @@ class CommandRequest(Decision):
     @model_validator(mode="after")
     def _is_known(self) -> Self:
         if not can_order(self.action, self.mode or "") or (self.action != "switch" and self.mode is not None):
-            raise ValueError(
-                f"{self.action!r} with mode {self.mode!r} is not an order; a switch, and it alone, has a mode"
-            )
+            raise ValueError(f"{self.action!r} with mode {self.mode!r} is not an order; only a switch has a mode")
         return self
 
 
 class Acknowledgement(Decision):
-    """Somebody takes care of an incident."""
+    """A statement that somebody takes care of an incident."""
 
-    incident: Storable = Field(max_length=64, description="its id: its cause, with a dash for a space")
+    incident: Storable = Field(max_length=64, description="the incident's id: its cause, with a dash for a space")
 
 
 class Undo(Decision):
-    """An order to take a switch back."""
+    """An order to undo a switch."""
 
     reason: Said = Field(min_length=1, max_length=480)
     dry_run: bool = False
 
 
 class Description(Request):
-    """What people say of a run. What is left out stays as it is; what is empty is taken away."""
+    """Display name, tags and notes of a run. A missing field stays unchanged; an empty one is removed."""
 
     who: Said = Field(min_length=1, max_length=128)
     display_name: Annotated[Line, Field(max_length=128)] | None = None

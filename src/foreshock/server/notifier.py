@@ -1,11 +1,11 @@
-"""Notifications in words, to Slack and to a generic webhook. Off unless a URL is set.
+"""Notifications as text, to Slack and to a generic webhook. Off unless a URL is set.
 
-Messages name incidents and their changes, orders that wait for approval, what became of switches, and runs that have
-fallen silent: each once, since a replica claims it in the store before it sends. What comes together is sent together:
-news wait `notify_gather_seconds` for more. A message whose sending fails three times is given up and counted; what must
-not be missed is Alertmanager's to send (docs/grafana.md). A message is short enough to be read on a telephone at night:
-severity and run first, then what, what was done, what to do, and where to look. However many heads fail and however
-many runs, it has fewer than LONGEST characters.
+Messages report incidents and their changes, orders that wait for approval, results of switches, and runs that fell
+silent. Each is sent once, because a replica claims it in the store before it sends. Events wait `notify_gather_seconds`
+for further ones, and are sent together. After three failed attempts a message is dropped and counted; alerts that must
+not be missed are sent by Alertmanager (docs/grafana.md). A message is short enough to read on a telephone at night:
+severity and run first, then the problem, the actions so far, the next action, and a link. Whatever the number of runs
+and heads, it has fewer than LONGEST characters.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _RUNS_ALONE: Final = 3
 _NAMES: Final = 6
 _LETTERS: Final = 80
 _ORDERED: Final = re.compile(r"\b[Ss]witch (?:every head|on) to (\w+)")
-"""How contract.causes asks people for a switch, and to which mode."""
+"""Finds the request for a switch in a text of contract.causes, and its mode."""
 _WORDS: Final = {"critical": "Critical", "warning": "Warning", "info": "Note"}
 
 
@@ -51,9 +51,9 @@ def messages_of(
     page: str,
     ended: Collection[str] = (),
 ) -> list[tuple[str, str]]:
-    """(run, message) for what changed at one time; of more than a few runs one message for all, whose run is empty.
+    """Return (run, message) for each run; for more than a few runs one message for all, with an empty run.
 
-    changed: incidents that opened, turned worse or changed their state, by run; other: further sentences of the run;
+    changed: incidents that opened, became worse or changed their state, by run; other: further sentences by run;
     ended: the runs among them that have ended.
     """
     named = sorted(changed.keys() | other.keys())
@@ -63,7 +63,7 @@ def messages_of(
 
 
 def of_run(run: str, changed: Sequence[Incident], other: Sequence[str], page: str, *, ended: bool = False) -> str:
-    """The incidents of one run that changed, the most urgent first, and what else people should know of the run."""
+    """Return the message for one run: its changed incidents, the most urgent first, then the other sentences."""
     lines = []
     ranked = sorted(changed, key=urgency)
     for incident in ranked:
@@ -76,7 +76,7 @@ def of_run(run: str, changed: Sequence[Incident], other: Sequence[str], page: st
 
 
 def of_many(changed: Mapping[str, Sequence[Incident]], other: Mapping[str, Sequence[str]], page: str) -> str:
-    """What changed in many runs at once, one line for each of the most urgent."""
+    """Return one message for many runs, with a line for each of the most urgent."""
     worst = {run: min(found, key=urgency) for run, found in changed.items() if found}
     ranked = sorted(worst, key=lambda run: (urgency(worst[run]), run))
     runs = len(changed.keys() | other.keys())
@@ -92,7 +92,7 @@ def of_many(changed: Mapping[str, Sequence[Incident]], other: Mapping[str, Seque
 
 
 def to_do_of(run: str, incident: Incident) -> str:
-    """What is left to people, and the command that does it: an approval, a switch or `resume-plan`."""
+    """Return the next action for people, and the command for it: an approval, a switch or `resume-plan`."""
     if incident.ask == "approve":
         return f'{incident.to_do} Type: foreshock approve {shlex.quote(run)} --reason "{incident.cause}"'
     named = _ORDERED.search(incident.to_do)
@@ -104,7 +104,7 @@ def to_do_of(run: str, incident: Incident) -> str:
 
 
 def words_of(run: str, incident: Incident) -> tuple[str, str, str, str]:
-    """What an alert says of an incident: its heads, the incident, what was done, what to do."""
+    """Return the texts of an incident's alert: its heads, the incident, the actions so far, the next action."""
     standing = [head for head in incident.heads if head.state != "quiet"]
     return (
         heads_in_words([head.ref for head in standing or incident.heads]),
@@ -115,11 +115,11 @@ def words_of(run: str, incident: Incident) -> tuple[str, str, str, str]:
 
 
 def silent(runs: Sequence[str], minutes: float, page: str) -> str:
-    """Runs that nothing is heard of any more, together."""
+    """Return one message for all runs that fell silent."""
     for_minutes = f"sent nothing for {minutes:.0f} minutes"
     if len(runs) == 1:
         what = f"Run {shortened(runs[0])} has {for_minutes}."
-        to_do = "Look whether the training lives; if it does, run `foreshock doctor` on its machine."
+        to_do = "Check whether the training still runs; if it does, run `foreshock doctor` on its machine."
         link = f"Last steps: {_place(runs[0], (), page)}"
     else:
         more = f" and {len(runs) - _NAMES} more" if len(runs) > _NAMES else ""
@@ -132,7 +132,7 @@ def silent(runs: Sequence[str], minutes: float, page: str) -> str:
 
 
 def fitted(lines: Sequence[str], last: Sequence[str]) -> str:
-    """The lines, cut where together they are too long; `last` is kept whole."""
+    """Join the lines and cut the text if it is too long; the lines of `last` are never cut."""
     end = "\n".join(last)
     room = LONGEST - len(end) - 2
     body = "\n".join(lines)
@@ -142,12 +142,12 @@ def fitted(lines: Sequence[str], last: Sequence[str]) -> str:
 
 
 def shortened(name: str) -> str:
-    """A long name without its middle: what tells runs apart stands at either end."""
+    """Shorten a long name in the middle, because the names of similar runs differ at their ends."""
     return name if len(name) <= _LETTERS else f"{name[: _LETTERS // 2]}…{name[-_LETTERS // 2 + 1 :]}"
 
 
 def _place(run: str, ranked: Sequence[Incident], page: str) -> str:
-    """The address that shows the first incident: its head, the metric of its cause, the steps from before it on."""
+    """Return the page's address for the first incident: its head, the metric of its cause, and steps from before it."""
     asked = {"runs": run}
     for incident in ranked[:1]:
         first = incident.first
@@ -175,7 +175,7 @@ def _brief(incident: Incident) -> str:
 log = structlog.get_logger()
 _CURSOR: Final = "notified"
 _AHEAD_SECONDS: Final = 3600.0
-"""More than the clocks of two replicas differ by, which would tell of the same silence in turn."""
+"""More than the clocks of two replicas differ; otherwise both would report the same silent run in turn."""
 _SILENT_CURSOR: Final = "notified silence"
 _KINDS: Final = ("incident", "switched", "command")
 _AT_ONCE: Final = 1000
@@ -185,7 +185,7 @@ _PAUSE_SECONDS: Final = 1.0
 
 @dataclass
 class Notifier:
-    """Reads new events from the store and tells what people should know."""
+    """Reads new events from the store and sends notifications about them."""
 
     store: Store
     settings: Settings
@@ -195,7 +195,7 @@ class Notifier:
 
     @classmethod
     def of(cls, store: Store, settings: Settings) -> "Notifier | None":
-        """None when no URL is set."""
+        """Return a notifier, or None if no URL is set."""
         if settings.notify_slack_url is None and settings.notify_webhook_url is None:
             return None
         return cls(store, settings, Outgoing(frozenset(host.lower() for host in settings.notify_hosts)))
@@ -210,7 +210,7 @@ class Notifier:
             await pause(closing, _PAUSE_SECONDS)
 
     async def turn(self) -> None:
-        """Claim what is new, and send it."""
+        """Claim new events and silent runs, and send messages about them."""
         page = self.settings.public_url
 
         def claim(connection: Connection) -> tuple[list[RunEvent], dict[str, list[Incident]], set[str], list[str]]:
@@ -229,9 +229,9 @@ class Notifier:
             await self._notify(silent(quiet, SILENT_SECONDS / 60, page), None, {})
 
     def _claim(self, connection: Connection) -> list[RunEvent]:
-        """The events since the last claim, once the oldest has waited for those that come with it."""
+        """Return the events since the last claim; empty until the oldest has waited `notify_gather_seconds`."""
         newest = newest_cursor(connection)
-        after = self._cursor(connection, _CURSOR, float(newest))  # what happened before the first start is not sent
+        after = self._cursor(connection, _CURSOR, float(newest))  # earlier events are not sent
         oldest = select(func.min(events.c.unix_seconds)).where(events.c.id > after, events.c.kind.in_(_KINDS))
         first = connection.execute(oldest).scalar()
         if first is not None and 0 <= time.time() - first < self.settings.notify_gather_seconds:
@@ -243,8 +243,9 @@ class Notifier:
         return [event for _, event in found]
 
     def _changed(self, connection: Connection, found: Sequence[RunEvent]) -> tuple[dict[str, list[Incident]], set[str]]:
-        """The incidents that the claimed events speak of, as they are now, by run, and the runs of them that have
-        ended; growth alone is no news to people."""
+        """Return the present state of the incidents in the claimed events, by run, and those of the runs that ended.
+
+        Events that only report growth are left out."""
         named: dict[str, set[str]] = defaultdict(set)
         for event in found:
             if event.incident is not None and not event.incident.grown:
@@ -260,13 +261,13 @@ class Notifier:
         return {run: own for run, own in changed.items() if own}, ended
 
     def _fallen_silent(self, connection: Connection) -> list[str]:
-        """Active runs that have not been heard of for SILENT_SECONDS since the last look."""
+        """Return active runs that have become silent, for SILENT_SECONDS, since the last call."""
         until = time.time() - SILENT_SECONDS
         after = self._cursor(connection, _SILENT_CURSOR, until)
-        if after > until + _AHEAD_SECONDS:  # looked at by a clock that was ahead, and is right again
+        if after > until + _AHEAD_SECONDS:  # the cursor was set by a clock that was ahead and has been corrected
             set_state(connection, _SILENT_CURSOR, until)
         if until - after < 6 * self.settings.notify_gather_seconds or until <= after:
-            return []  # ranks of one cluster fall silent within a heartbeat of each other, and are sent together
+            return []  # wait, because the runs of one cluster fall silent within a heartbeat of each other
         set_state(connection, _SILENT_CURSOR, until)
         rows = select(runs.c.id, runs.c.name).where(runs.c.last_seen > after, runs.c.last_seen <= until)
         names = {row.id: row.name for row in connection.execute(rows)}
@@ -274,11 +275,12 @@ class Notifier:
         return sorted(names[run_id] for run_id, own in starts.items() if status_of(own) == "active")
 
     def _cursor(self, connection: Connection, key: str, at_first: float) -> float:
-        """How far events were sent, held until the transaction ends, so that of several replicas one sends."""
+        """Return the cursor up to which events were sent, locked until the transaction ends, so that one replica sends
+        them."""
         first = insert_or_ignore(connection, service_state).values(key=key, value=at_first)
         connection.execute(first)
-        held = select(service_state.c.value).where(service_state.c.key == key).with_for_update()
-        return float(connection.execute(held).scalar_one())
+        locked = select(service_state.c.value).where(service_state.c.key == key).with_for_update()
+        return float(connection.execute(locked).scalar_one())
 
     async def _notify(self, message: str, event: RunEvent | None, changed: Mapping[str, Sequence[Incident]]) -> None:
         slack, webhook = self.settings.notify_slack_url, self.settings.notify_webhook_url
@@ -313,7 +315,7 @@ class Notifier:
 
 
 def _is_sent(event: RunEvent, in_incident: bool) -> bool:
-    """Whether an event besides incidents is sent: what an incident of the run says already is not repeated."""
+    """Whether an event other than an incident is sent, unless an incident of the same run already reports it."""
     if event.switched is not None:
         return event.switched.outcome == "refused" or (event.switched.outcome == "applied" and not in_incident)
     if event.command is None:

@@ -1,7 +1,7 @@
-"""The one way out: a JSON POST over https to a host that the operator has named.
+"""The service's only outgoing requests: a JSON POST over https to a host that the operator has allowed.
 
-It cannot be turned inward: a name that resolves to an inner address has no certificate there, and neither a redirect
-nor a proxy of the environment is followed. Nothing of the answer but its head is read.
+They cannot be directed at internal hosts: a name that resolves to an internal address has no valid certificate there,
+and neither redirects nor a proxy of the environment are used. Only the head of the response is read.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ _HEADERS: Final = {"user-agent": "foreshock", "content-type": "application/json"
 
 
 class OutgoingError(Exception):
-    """Nothing was delivered. The message never holds the URL, whose path is a secret."""
+    """The message was not delivered. The error text never contains the URL, because its path is a secret."""
 
 
 def allowed(url: str, hosts: Collection[str]) -> httpx.URL:
-    """A URL to send to. Raises OutgoingError unless it is https, names one of these hosts, and carries no login."""
+    """Parse a URL to send to. Raises OutgoingError unless it is https, names one of these hosts, and has no login."""
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, ValueError):
         raise OutgoingError("the URL cannot be read") from None
     if parsed.scheme != "https":
-        raise OutgoingError("only https URLs are taken")
+        raise OutgoingError("only https URLs are allowed")
     if parsed.userinfo:
-        raise OutgoingError("a URL with a login is not taken")
+        raise OutgoingError("a URL with a login is not allowed")
     if parsed.host not in hosts:
         raise OutgoingError(f"host {parsed.host} is not allowed; add it to FORESHOCK_NOTIFY_HOSTS to send there")
     return parsed
@@ -39,17 +39,17 @@ def allowed(url: str, hosts: Collection[str]) -> httpx.URL:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Sends. Tests replace `transport` to reach a server on loopback; nothing else does."""
+    """Sends messages. Only tests replace `transport`, to reach a server on loopback."""
 
     hosts: Collection[str]
     transport: Callable[[ssl.SSLContext], httpx.AsyncBaseTransport] = lambda tls: httpx.AsyncHTTPTransport(verify=tls)
     total_seconds: float = TOTAL_SECONDS
 
     async def post(self, url: str, body: bytes) -> int:
-        """Deliver a JSON body; the status of the answer. Raises OutgoingError when it was not delivered."""
+        """Deliver a JSON body; return the status of the response. Raises OutgoingError if there is none."""
         target = allowed(url, self.hosts)
         try:
-            tls = trusted_certificates(ssl.create_default_context)  # read for each message: the file may be renewed
+            tls = trusted_certificates(ssl.create_default_context)  # read for each message, as the file may be renewed
             async with (
                 asyncio.timeout(self.total_seconds),
                 httpx.AsyncClient(transport=self.transport(tls), trust_env=False, timeout=self.total_seconds) as client,
@@ -62,6 +62,6 @@ class Outgoing:
             raise OutgoingError(str(error)) from None
         except (OSError, httpx.HTTPError) as error:
             cause: BaseException = error
-            while (earlier := cause.__cause__ or cause.__context__) is not None:  # of httpx's and httpcore's own
+            while (earlier := cause.__cause__ or cause.__context__) is not None:  # unwrap httpx and httpcore
                 cause = earlier
             raise OutgoingError(f"{target.host}: {type(cause).__name__}{untrusted(cause)}") from None

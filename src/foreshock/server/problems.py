@@ -1,4 +1,4 @@
-"""Every error is RFC 9457 problem+json with a fixed shape; nothing of the inside leaks into it."""
+"""Error responses: RFC 9457 problem+json with a fixed shape, without internal details."""
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -17,12 +17,12 @@ from foreshock.server.store.database import BusyError, ClosingError, is_away
 log = structlog.get_logger()
 _MAX_ERRORS: Final = 10
 TOO_LARGE: Final = (
-    "The body is larger than this address takes: 64 KiB at the login, 33 MiB for a batch, elsewhere 1 MiB."
+    "The body is too large for this address. The limits are 64 KiB at the login, 33 MiB for a batch, elsewhere 1 MiB."
 )
 
 
 class ProblemError(HTTPException):
-    """Raised anywhere in a request; becomes the answer."""
+    """An error that can be raised anywhere in a request and becomes its response."""
 
     def __init__(
         self,
@@ -39,18 +39,18 @@ class ProblemError(HTTPException):
 def problem(
     status: int, detail: str, errors: Sequence[ProblemItem] = (), headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The answer for an error."""
+    """Return the response for an error."""
     body = Problem(title=HTTPStatus(status).phrase, status=status, detail=_encodable(detail), errors=list(errors))
     return Response(body.model_dump_json(), status, headers, "application/problem+json")
 
 
 def _encodable(text: str) -> str:
-    """Text without the lone surrogates that a request may have named a field by: no answer could hold them."""
+    """Replace lone surrogates, which a field name in a request may contain and a response cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def items(errors: Sequence[Any]) -> list[ProblemItem]:
-    """Up to ten of pydantic's errors, without the input that caused them."""
+    """Convert up to ten of pydantic's errors, without the input that caused them."""
     return [
         ProblemItem(
             where=_encodable(".".join(str(part) for part in error["loc"])[:200]) or "body",
@@ -61,7 +61,8 @@ def items(errors: Sequence[Any]) -> list[ProblemItem]:
 
 
 def _words(error: Any) -> str:
-    """Pydantic's sentence, but of a text behind a validator: "Value should have at most 64 items after validation"."""
+    """Return pydantic's message, but a clearer one instead of "Value should have at most 64 items after validation",
+    which pydantic says of a text with a validator."""
     about = error.get("ctx") or {}
     if about.get("field_type") == "Value" and "actual_length" in about:
         bound = f"at most {about['max_length']}" if "max_length" in about else f"no fewer than {about['min_length']}"
@@ -74,13 +75,13 @@ def _words(error: Any) -> str:
 
 
 _SENTENCES: Final = {
-    404: "There is nothing at this address; /openapi.json lists what there is.",
-    405: "This address does not take that method.",
+    404: "This address does not exist; /openapi.json lists all addresses.",
+    405: "This address does not support that method.",
 }
 
 
 def answer_to(error: Exception, path: str) -> Response:
-    """The answer to a request at this path that ended with this error, be it of ours, of the store or of nobody."""
+    """Return the response to a request that ended with this error, expected or not."""
     again = {"retry-after": "2"}
     if isinstance(error, ProblemError):
         return problem(error.status_code, error.detail, error.errors, error.headers)
@@ -94,16 +95,16 @@ def answer_to(error: Exception, path: str) -> Response:
         why = "Too many of your reads wait already. Retry after the time in Retry-After."
         return problem(429, why, headers=again)
     if isinstance(error, ClosingError):
-        return problem(503, "The service is going down; try again.", headers=again)
+        return problem(503, "The service is shutting down; try again.", headers=again)
     if is_away(error):
-        log.warning("the store is away", error=str(error).partition("\n")[0][:300])
-        return problem(503, "The store cannot be used just now; try again.", headers=again)
+        log.warning("the store is unavailable", error=str(error).partition("\n")[0][:300])
+        return problem(503, "The store is unavailable; try again.", headers=again)
     log.error("request failed", path=path[:200], error=type(error).__name__, exc_info=error)
-    return problem(500, "The service failed on this request; its log says why.")
+    return problem(500, "The service failed on this request; see its log for the reason.")
 
 
 def install(app: FastAPI) -> None:
-    """Every way a request can fail, as a problem."""
+    """Register handlers so that every error of a request becomes a problem response."""
 
     async def on_error(request: Request, error: Exception) -> Response:
         return answer_to(error, request.url.path)

@@ -1,8 +1,8 @@
-"""Puts process starts in their order, and cuts what a later generation does again; and says which ranks are shared.
+"""Orders process starts, supersedes steps that a later generation repeats, and reports ranks used by several processes.
 
-A run that restarts for ever has thousands of them, so at a usual restart only the newest are read.
-What an agent tells beside a batch, in headers: how old the process start is, and whether a successor sends for it. It
-stands outside of the batch, since a batch may have lain in a spool.
+A run that restarts often has thousands of process starts, so usually only the newest are read.
+The agent sends the age of its process, and whether it replays the batches of a dead process, in headers instead of the
+batch, because a batch may have waited in a spool.
 """
 
 from collections import defaultdict
@@ -22,10 +22,10 @@ _MOST_SECONDS: Final = 10 * 365 * 86400.0
 
 
 class Arrival(NamedTuple):
-    """How a batch came."""
+    """The headers of a batch."""
 
     age_seconds: float | None = None
-    """Since its process started; None where the header gives no sensible age."""
+    """Age of its process; None if the header is missing or invalid."""
     replayed: bool = False
 
 
@@ -33,7 +33,7 @@ NO_HEADERS: Final = Arrival()
 
 
 def arrival_of(headers: Mapping[str, str]) -> Arrival:
-    """The arrival that a request's headers describe. Senseless ones are passed over: no batch is refused for them."""
+    """Read the arrival from a request's headers. Invalid headers are ignored and never cause a refusal."""
     replayed = headers.get(REPLAYED_HEADER) == "true"
     try:
         age = float(headers.get(AGE_HEADER, ""))
@@ -47,7 +47,7 @@ _OUTCOME: Final = "shared"
 
 
 def record_shared_ranks(connection: Connection, heard: Sequence[Row[Any]], now: float) -> None:
-    """Write down which ranks are shared, of the process starts that were heard just now (their rows as before)."""
+    """Log the ranks that several living processes use. heard: earlier rows of the process starts that sent batches."""
     superseded = [row for row in heard if row.until_step is not None]
     if not superseded:
         return
@@ -60,7 +60,7 @@ def record_shared_ranks(connection: Connection, heard: Sequence[Row[Any]], now: 
             if connection.execute(select(events.c.id).where(*own).limit(1)).first() is not None:
                 continue
             sentence = shared_sentence([rank])
-            log.warning("two processes of one rank", run_id=newest.run_id, rank=rank)
+            log.warning("two running processes use the same rank", run_id=newest.run_id, rank=rank)
             row = {"run_id": newest.run_id, "boot_id": newest.id, "rank": rank, "kind": "started", "outcome": _OUTCOME}
             written = {"step": newest.newest_step, "unix_seconds": now, "sentence": sentence}
             write_events(connection, [{**row, **written}])
@@ -75,9 +75,9 @@ _START: Final[Select[Any]] = select(
 def place(
     connection: Connection, rows: dict[int, Row[Any]], arrivals: Mapping[int, Arrival], now: float
 ) -> dict[int, dict[str, Any]]:
-    """When those process starts began whose age came for the first time, or from themselves for the first time.
+    """Place the process starts whose age was received for the first time, or for the first time from themselves.
 
-    By row id, what changes of the row; `arrivals` by row id is what came beside their batches.
+    Returns the changes of their rows, by row id. arrivals: the headers of their batches, by row id.
     """
     new = {i for i, arrival in arrivals.items() if rows[i].began is None or (rows[i].replayed and not arrival.replayed)}
     new = {i for i in new if arrivals[i] != NO_HEADERS}
@@ -93,10 +93,10 @@ def place(
 
 
 def supersede(connection: Connection, moved: Iterable[Row[Any]]) -> None:
-    """Write down which process starts are the newest, and up to which step every older one counts.
+    """Store which process starts are the newest, and up to which step every older one counts.
 
-    moved: rows, as they were before, of process starts that are new, whose place, world size or first step changed,
-    or that may be gone or back, or show that others are.
+    moved: earlier rows of process starts that are new, whose place, world size or first step changed, or that may show
+    that they or others are gone or have returned.
     """
     by_run: dict[int, dict[int, Row[Any]]] = defaultdict(dict)
     for row in moved:
@@ -105,7 +105,7 @@ def supersede(connection: Connection, moved: Iterable[Row[Any]]) -> None:
 
 
 def _supersede(connection: Connection, run_id: int, before: Mapping[int, Row[Any]]) -> bool:
-    """Whether the samples of some process start of the run count up to another step than before."""
+    """Update one run; return whether the samples of any process start count up to another step than before."""
     own = boots.c.run_id == run_id
     look = _START.where(or_(and_(own, boots.c.newest), boots.c.id.in_(before)))
     known = {row.id: row for row in connection.execute(look)}
@@ -129,7 +129,7 @@ def _supersede(connection: Connection, run_id: int, before: Mapping[int, Row[Any
 
 
 def _only_lowers(before: Row[Any], now: Row[Any]) -> bool:
-    """Whether what changed of a process start can lower the steps up to which others count, and never raise one."""
+    """Whether the changes of a process start can only lower, never raise, the steps up to which others count."""
     if before.last_sequence and process_starts.may_be_gone_or_back(before, now.last_seen):
         return False
     same = before.place == now.place and before.world_size in (None, now.world_size)
@@ -140,7 +140,7 @@ def _only_lowers(before: Row[Any], now: Row[Any]) -> bool:
 
 
 def _lower_the_rest(connection: Connection, run_id: int, moved: Iterable[Row[Any]]) -> bool:
-    """What is older than all that is newest or has moved counts up to the first steps of what moved, at most."""
+    """Lower `until_step` of older process starts to the first steps of those that moved; return whether any changed."""
     lowered = 0
     for row in moved:
         first = process_starts.first_step(row)
@@ -149,6 +149,6 @@ def _lower_the_rest(connection: Connection, run_id: int, moved: Iterable[Row[Any
         ended = select(boots.c.place).where(boots.c.run_id == run_id, boots.c.place < row.place, other)
         last = connection.execute(ended.order_by(desc(boots.c.place)).limit(1)).scalar() or b""
         again = or_(boots.c.rank == row.rank, boots.c.place <= last)
-        for further in (boots.c.until_step.is_(None), boots.c.until_step > first):  # each is found by the index
+        for further in (boots.c.until_step.is_(None), boots.c.until_step > first):  # each uses the index
             lowered += connection.execute(update(boots).where(*older, again, further).values(until_step=first)).rowcount
     return lowered > 0

@@ -1,16 +1,16 @@
-"""Readings: samples of a run's ranks as they are stored, merged to one reading per step and head, and rolled up.
+"""Stores samples, merges the samples of all ranks to one reading per step and head, and builds roll-ups of them.
 
-Rows are packed when they are written, and read back with care: a row that cannot be read is passed over, counted and
-named, and hurts no other run. What is acknowledged can be read (contract/wire.py checks it). What an earlier version
-stored, or a disk has torn, may not be.
+Samples are packed when they are written. A row that cannot be read is skipped, counted and logged, and does not affect
+other runs. contract/wire.py ensures that every acknowledged sample is readable; rows of an earlier version, or of a
+damaged disk, may not be.
 
 Ranks merge in the fixed order (rank, boot, sequence), so the same samples always give the same bits. A head that a rank
-does not hold, or that no rank counted, has no value: it is never taken as zero.
+does not have, or that no rank counted, has the value NaN, never zero.
 
-Roll-ups hold every metric over buckets of 128 steps, so that a run of months is drawn in a moment. They are built span
-by span of 1024 steps: a row for the heads of each layer, and one for the worst heads of all layers, so a curve reads
-only what it shows. A roll-up can always be built again from its samples. Ingest counts the changes of each span; a span
-that the run has passed is built in the background, and what has changed since is read from the samples themselves.
+Roll-ups store every metric over buckets of 128 steps, so that a run of months is drawn quickly. They are built in spans
+of 1024 steps: one row for the heads of each layer, and one for the worst heads of all layers, so that a curve reads
+only the rows it shows. A roll-up can always be rebuilt from its samples. Ingest counts the changes of each span; a
+span is built in the background once the run has passed it, and changed spans are read from the samples instead.
 """
 
 import asyncio
@@ -43,18 +43,18 @@ log = structlog.get_logger()
 M = TypeVar("M", bound=BaseModel)
 _REMEMBERED: Final = 10_000
 unreadable: Final[dict[tuple[str, object], None]] = {}
-"""(what, whose) of each row that could not be read since the process began, at most _REMEMBERED."""
+"""(what, whose) of each row that could not be read since the process started, at most _REMEMBERED."""
 
 
 def passed_over(what: str, whose: object, why: object) -> None:
-    """Count a row and name it in the log, at its first time."""
+    """Count a row that cannot be read, and log it the first time."""
     if (what, whose) not in unreadable and len(unreadable) < _REMEMBERED:
         unreadable[what, whose] = None
-        log.error("a stored row cannot be read and is passed over", what=what, row=str(whose), why=str(why)[:300])
+        log.error("a stored row cannot be read and was skipped", what=what, row=str(whose), why=str(why)[:300])
 
 
 def read_back(kind: type[M], stored: str, what: str, whose: object) -> M | None:
-    """A message as it was stored; None where it cannot be read. `what` and `whose` name the row."""
+    """Parse a stored message; None if it cannot be read. `what` and `whose` name the row in the log."""
     try:
         return kind.model_validate_json(stored)
     except ValidationError as error:
@@ -63,19 +63,19 @@ def read_back(kind: type[M], stored: str, what: str, whose: object) -> M | None:
 
 
 class _Layers(RootModel[tuple[Layer, ...]]):
-    """As a topology is stored."""
+    """The stored form of a topology."""
 
 
 @lru_cache(maxsize=256)
 def layers_of(stored: str) -> tuple[Layer, ...]:
-    """The layers of a stored topology; none where it cannot be read."""
+    """Return the layers of a stored topology; empty if it cannot be read."""
     found = read_back(_Layers, stored, "topology", hashlib.sha256(stored.encode()).hexdigest())
     return () if found is None else found.root
 
 
 @lru_cache(maxsize=256)
 def heads_of_layers(stored: str) -> tuple[HeadRef, ...]:
-    """The (layer, head) of every row of a boot's arrays, in order."""
+    """Return the (layer, head) of every row of a boot's arrays, in order."""
     return tuple((layer.layer, head) for layer in layers_of(stored) for head in layer.heads)
 
 
@@ -87,9 +87,9 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def pack_sample(sample: Sample) -> dict[str, Any]:
-    """The columns of a sample, without those that say whose it is. A scalar that is NaN becomes a bit of `nan_columns`.
+    """Return the columns of a sample, except those that identify it. A NaN scalar becomes a bit of `nan_columns`.
 
-    The arrays lie one after the other: name, dtype and shape in a few bytes, then the raw values.
+    The arrays are concatenated: name, dtype and shape in a few bytes, then the raw values.
     """
     parts: list[bytes] = []
     for position, name in enumerate(ARRAYS):
@@ -97,7 +97,7 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
         if array is not None:
             shape: tuple[int, ...] = array.shape
             parts.append(struct.pack(f"<BBB{len(shape)}I", position, _DTYPES.index(array.dtype), len(shape), *shape))
-            parts.append(array.raw)  # what travels is what is stored: little-endian, in C order
+            parts.append(array.raw)  # stored as received: little-endian, in C order
     scalars = {name: getattr(sample, name) for name in SCALARS}
     nan = [value is not None and math.isnan(value) for value in scalars.values()]
     return {
@@ -110,7 +110,7 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
 
 
 def unpack_scalars(row: Any) -> dict[str, float | None]:
-    """The scalars of a stored row, NaN restored."""
+    """Return the scalars of a stored row, with NaN restored."""
     return {
         name: math.nan if row.nan_columns >> position & 1 else getattr(row, name)
         for position, name in enumerate(SCALARS)
@@ -118,7 +118,7 @@ def unpack_scalars(row: Any) -> dict[str, float | None]:
 
 
 def unpack_arrays(blob: bytes | None, names: frozenset[str] | None = None) -> Arrays:
-    """The named arrays (or all) of a blob written by `pack_sample`; an absent array is left out."""
+    """Return the named arrays (or all) of a blob written by `pack_sample`; an absent array is left out."""
     arrays: Arrays = {}
     at, blob = 0, blob or b""
     while at < len(blob):
@@ -133,8 +133,8 @@ def unpack_arrays(blob: bytes | None, names: frozenset[str] | None = None) -> Ar
 
 
 def head_arrays(row: Any, heads: int, names: frozenset[str] | None = None) -> Arrays:
-    """The named arrays (or all) of a stored sample whose boot watches `heads` heads: states [heads, SLOT_COUNT], the
-    others [heads]. What has another shape is passed over: which head is which is unknown."""
+    """Return the named arrays (or all) of a stored sample of a boot with `heads` heads: states [heads, SLOT_COUNT], the
+    others [heads]. Arrays of another shape are skipped, because their rows cannot be assigned to heads."""
     found: Arrays = {}
     try:
         stored = unpack_arrays(row.arrays, names)
@@ -161,24 +161,24 @@ _ALL: Final = slice(None)
 
 
 class Values(NamedTuple):
-    """A metric at steps, or over groups of steps, ascending."""
+    """Values of a metric at steps, or over groups of steps, ascending."""
 
     steps: npt.NDArray[np.int64]
     """[rows]: the step, or the last one of the group."""
     values: npt.NDArray[np.floating[Any]]
-    """[rows, 3, columns]: low, high, last; NaN where nothing counted. [rows, 4, columns] of a metric of the run or of
-    the worst heads: the fourth says whether NaN was sent (1), or which head is the worst."""
+    """[rows, 3, columns]: low, high, last; NaN if nothing was counted. A metric of the run or of the worst heads has
+    [rows, 4, columns]: the fourth is 1 if NaN was sent, or the number of the worst head."""
 
 
 def joined(parts: Sequence[Values]) -> Values:
-    """Values of distinct steps, one part at least, as one."""
+    """Join parts with distinct steps, at least one part, in the order of their steps."""
     steps = np.concatenate([part.steps for part in parts])
     order = np.argsort(steps, kind="stable")
     return Values(steps[order], np.concatenate([part.values for part in parts])[order])
 
 
 def grouped(metric: Metric, found: Values, width: int, first: int = 0) -> Values:
-    """Over groups of `width` steps from step `first` on."""
+    """Reduce values to groups of `width` steps, counted from step `first`."""
     groups = (found.steps - first) // width
     begins = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]]) if len(groups) else np.empty(0, dtype=np.intp)
     if len(begins) == len(groups):
@@ -198,20 +198,20 @@ def _are_largest(size: Any, begins: Sequence[int] | npt.NDArray[np.intp]) -> npt
 
 
 def _last_of(values: Any, wanted: npt.NDArray[np.bool_], begins: Sequence[int] | npt.NDArray[np.intp]) -> Any:
-    """In each group of rows and each column the last of the values that are wanted; NaN without one."""
+    """Return the last wanted value in each group of rows and each column; NaN if there is none."""
     at = np.maximum.reduceat(np.where(wanted, np.arange(len(values))[:, None], -1), begins, axis=0)
     return np.where(at < 0, np.nan, np.take_along_axis(values, at, axis=0))
 
 
 RUN_SCALARS: Final[dict[str, str]] = {m.key: m.sample for m in METRICS if m.sample}
-"""Run-level metrics that a sample carries, by catalogue key."""
+"""Names of the scalars of a sample, by the catalogue key of their run-level metric."""
 SERIES_KEYS: Final = tuple(m.key for m in METRICS if m.has_series and not m.head)
 """Run-level metrics that have a series."""
 _FIELDS: Final[dict[str, Metric]] = {m.head.field: m for m in HEAD_METRICS if m.head is not None and m.head.field}
 _ACROSS_RANKS: Final[dict[str, AcrossRanks]] = {m.sample: m.across_ranks for m in METRICS if m.sample}
 _REDUCE: Final[dict[AcrossRanks, Callable[[Sequence[float]], Any]]] = {"mean": np.mean, "max": np.max, "min": np.min}
 _HEADS_AT_ONCE: Final = 2**18
-"""Heads of all steps that are read at once, some 100 MiB."""
+"""Heads times steps that are read at once, some 100 MiB."""
 NOTHING_SEEN: Final = identity_row()
 
 
@@ -221,11 +221,11 @@ class Axis:
 
     heads: tuple[HeadRef, ...]
     rows: dict[str, npt.NDArray[np.intp]]
-    """For each topology, by its hash: where the array rows of its boots stand on this axis."""
+    """For each topology, by its hash: the positions on this axis of the array rows of its boots."""
 
     @cached_property
     def columns(self) -> dict[int, slice]:
-        """Where the heads of each layer stand, layers ascending."""
+        """The positions of each layer's heads, layers ascending."""
         layers = np.array([layer for layer, _ in self.heads], dtype=np.int64)
         found, first, count = np.unique(layers, return_index=True, return_counts=True)
         return {int(n): slice(int(at), int(at + size)) for n, at, size in zip(found, first, count, strict=True)}
@@ -242,12 +242,12 @@ class Axis:
 
 
 def axis_of(connection: Connection, run_id: int) -> Axis:
-    """The heads of a run."""
+    """Return the heads of a run."""
     return axes_of(connection, [run_id])[run_id]
 
 
 def axes_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Axis]:
-    """The heads of each of these runs."""
+    """Return the heads of each of these runs."""
     own = select(boots.c.run_id, boots.c.topology).where(boots.c.run_id.in_(run_ids)).distinct().subquery()
     query = select(own.c.run_id, topologies).join(topologies, own.c.topology == topologies.c.hash)
     known: dict[int, dict[str, str]] = {run_id: {} for run_id in run_ids}
@@ -258,7 +258,7 @@ def axes_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Axis]
 
 @lru_cache(maxsize=64)
 def _axis(layers: frozenset[tuple[str, str]]) -> Axis:
-    """The heads of some topologies, by hash, together: of a fleet of runs most have the same."""
+    """Return the heads of some topologies, by hash, together; cached, because many runs have the same topologies."""
     refs = {digest: heads_of_layers(stored) for digest, stored in layers}
     heads = tuple(sorted({ref for known in refs.values() for ref in known}))
     index = {ref: i for i, ref in enumerate(heads)}
@@ -279,7 +279,7 @@ _STEP: Final = attrgetter("step")
 
 @dataclass
 class MergedSteps:
-    """Some steps of a run, ranks merged. Heads stand in the order of the axis; NaN where nothing was counted."""
+    """Some steps of a run, ranks merged. Heads are in the order of the axis; NaN if nothing was counted."""
 
     steps: npt.NDArray[np.int64]
     """[steps], ascending."""
@@ -290,10 +290,10 @@ class MergedSteps:
     fields: dict[str, Floats]
     """[steps, heads] each: modes, spectral norms, risk."""
     scalars: list[dict[str, float | None]]
-    """[steps]: run-level numbers; None where no rank sent one, which may send NaN."""
+    """[steps]: run-level numbers; None if no rank sent one, NaN if a rank sent NaN."""
 
     def head_values(self, metric: Metric, heads: Columns = _ALL) -> Floats:
-        """A per-head metric, [steps, heads]. Raises ValueError for another metric."""
+        """Return a per-head metric, [steps, heads]. Raises ValueError for another metric."""
         if metric.head is None:
             raise ValueError(f"{metric.key} is not a per-head metric")
         if metric.head.read is None:
@@ -302,7 +302,7 @@ class MergedSteps:
             return np.where(self.counted[:, heads], metric.head.read(self.words[:, heads]), np.nan)
 
     def run_values(self, key: str) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """A run-level metric, [steps], and where it was sent."""
+        """Return a run-level metric, [steps], and a mask of the steps for which it was sent."""
         if of := BY_KEY[key].worst_of:
             worst = np.fmax.reduce(BY_KEY[of].badness(self.head_values(BY_KEY[of])), axis=1, initial=np.nan)
             return worst, ~np.isnan(worst)
@@ -310,14 +310,14 @@ class MergedSteps:
         return np.array(found, dtype=np.float64), np.array([value is not None for value in found])
 
     def values_of(self, metric: Metric, heads: Columns = _ALL) -> Values:
-        """A metric of the run, or of these heads."""
+        """Return a metric of the run, or of these heads."""
         if metric.head is not None:
             return Values(self.steps, np.stack([self.head_values(metric, heads)] * 3, axis=1))
         values, given = self.run_values(metric.key)
         return Values(self.steps, np.stack([values] * 3 + [given & np.isnan(values)], axis=1)[:, :, None])
 
     def worst_of(self, metric: Metric, axis: Axis, layers: Iterable[int]) -> Values:
-        """A metric of the worst head of each of these layers."""
+        """Return a metric of the worst head of each of these layers."""
         heads = [np.arange(len(axis.heads))[axis.columns[layer]] for layer in layers]
         picked, begins = np.concatenate(heads), np.cumsum([0, *map(len, heads)])[:-1]
         values = self.head_values(metric, picked).T
@@ -327,7 +327,7 @@ class MergedSteps:
         return Values(self.steps, np.stack([low, low, low, mark], axis=1))
 
     def latest(self) -> dict[str, float | None]:
-        """The run-level metrics of the last step, by catalogue key."""
+        """Return the run-level metrics of the last step, by catalogue key."""
         found = {}
         for key in SERIES_KEYS:
             values, given = self.run_values(key)
@@ -336,14 +336,14 @@ class MergedSteps:
 
 
 def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = None) -> MergedSteps:
-    """Merge samples given in the fixed order. `names` limits which arrays, and so metrics, are read."""
+    """Merge samples, given in the fixed order. `names`: the arrays to read; None for all."""
     return _merged(axis, groupby(rows, key=_STEP), len({row.step for row in rows}), names)
 
 
 def _merged(
     axis: Axis, by_step: Iterator[tuple[int, Iterator[Row[Any]]]], most: int, names: frozenset[str] | None
 ) -> MergedSteps:
-    """Merge the next steps, `most` at most. No row is held once it is merged: a step has one of each rank."""
+    """Merge at most `most` further steps. Rows are released once merged, because a step has one row of each rank."""
     shape = most, len(axis.heads)
     words = np.empty((*shape, SLOT_COUNT if names is None or "states" in names else 0), np.int64)
     counted = np.zeros(shape, dtype=np.bool_)
@@ -362,7 +362,7 @@ def _merged(
                 continue
             if row.topology not in places:
                 whole = np.array_equal(where, np.arange(len(axis.heads)))
-                places[row.topology] = _ALL if whole else where  # a slice takes no copies
+                places[row.topology] = _ALL if whole else where  # indexing by a slice does not copy
             at = places[row.topology]
             for name, values in head_arrays(row, len(where), names).items():
                 if name == "states":
@@ -372,7 +372,7 @@ def _merged(
                     known = counted[i, at].any()
                     words[i, at] = merge_words([words[i, at], values]) if known else values
                     counted[i, at] = True
-                elif len(parts) == 1:  # as below, where no rank's value has come yet
+                elif len(parts) == 1:  # the first rank of this step; merging with NaN below would give the same
                     fields[name][i, at] = values
                 else:
                     pick = np.fmin if _FIELDS[name].across_ranks == "min" else np.fmax
@@ -388,7 +388,7 @@ def _merged(
 
 
 def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
-    """Run-level numbers of the ranks, each as the catalogue says, the largest without a word of it; NaN stays NaN."""
+    """Merge run-level numbers of the ranks as the catalogue says, by default to the largest; NaN stays NaN."""
     merged: dict[str, float | None] = {}
     for name in SCALARS:
         values = [value for part in parts if (value := part[name]) is not None]
@@ -405,7 +405,7 @@ def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float |
 def merged_steps(
     connection: Connection, axis: Axis, query: Select[Any], names: frozenset[str] | None = None
 ) -> Iterator[MergedSteps]:
-    """Rows of a query in the fixed order, some steps at a time: a long run of a wide model fits into memory."""
+    """Merge the rows of a query in the fixed order, some steps at a time, to limit the memory of long, wide runs."""
     at_once = max(1, min(64, _HEADS_AT_ONCE // max(1, len(axis.heads))))
     with connection.execute(query.execution_options(yield_per=at_once)) as rows:
         by_step = groupby(rows, key=_STEP)
@@ -415,7 +415,7 @@ def merged_steps(
 
 
 def arrays_of(metric: Metric) -> frozenset[str]:
-    """Which arrays of a sample a metric needs."""
+    """Return the names of the arrays of a sample that a metric needs."""
     if metric.head is None:
         return arrays_of(BY_KEY[metric.worst_of]) if metric.worst_of else frozenset()
     return frozenset({metric.head.field or "states"})
@@ -429,25 +429,25 @@ _CHANGED: Final = text(
     "ON CONFLICT (run_id, span) DO UPDATE SET changed = rollup_spans.changed + 1"
 )
 WHOLE: Final = -1
-"""In the place of a layer: a metric of the run, or of the worst heads of all layers."""
+"""Used as the layer of a metric of the run, or of the worst heads of all layers."""
 _DRAWN: Final = (*HEAD_METRICS, *(BY_KEY[key] for key in SERIES_KEYS))
 
 
 def _buckets_of(layer: int, columns: int) -> np.dtype[np.void]:
-    """How the buckets of a span that hold something lie in a row, their steps counted from the span's first."""
+    """Return the dtype of the non-empty buckets in a row; their steps are relative to the first step of the span."""
     return np.dtype([("step", "<i2"), ("values", "<f4", (4 if layer == WHOLE else 3, columns))])
 
 
 class Roller:
-    """Builds the roll-ups of spans that their runs have passed, once they rest."""
+    """Builds the roll-ups of spans that their runs have passed, once the spans no longer change."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._seen: dict[tuple[int, int], int] = {}
-        """Changes of the spans that were due at the last look."""
+        """Change counters of the spans that were due at the last call."""
 
     async def build_due(self, closing: asyncio.Event) -> None:
-        """Build every span that has not changed since the last look: ranks that lag behind may still send of it."""
+        """Build every due span that has not changed since the last call, because slow ranks may still send samples."""
         own, later = rollup_spans.c, rollup_spans.alias("later").c
         passed = select(later.span).where(later.run_id == own.run_id, later.span > own.span).exists()
         query = select(own.run_id, own.span, own.changed).where(own.changed != own.built, passed)
@@ -462,7 +462,7 @@ class Roller:
 
 
 async def build(store: Store, run_id: int, span: int) -> bool:
-    """Build the roll-ups of one coarse span. False when it changed meanwhile."""
+    """Build the roll-ups of one span. Return False if it changed meanwhile."""
     steps = samples.c.step.between(span * SPAN, (span + 1) * SPAN - 1)
     same = rollup_spans.c.run_id == run_id, rollup_spans.c.span == span
 
@@ -493,7 +493,7 @@ async def build(store: Store, run_id: int, span: int) -> bool:
             return False
         layers = [*axis.layers, WHOLE]
         own = rollups.c.run_id == run_id, rollups.c.metric.in_([m.key for m in _DRAWN]), rollups.c.layer.in_(layers)
-        connection.execute(delete(rollups).where(*own, rollups.c.span == span))  # by key, which ends with the span
+        connection.execute(delete(rollups).where(*own, rollups.c.span == span))  # uses the whole primary key
         if built:
             connection.execute(insert(rollups), built)
         return True
@@ -502,7 +502,7 @@ async def build(store: Store, run_id: int, span: int) -> bool:
 
 
 def _packed(layer: int, found: Values, values: npt.NDArray[np.floating[Any]], span: int) -> bytes:
-    """The buckets in which something was counted, or NaN sent."""
+    """Pack the buckets in which something was counted or NaN was sent."""
     held = ~np.isnan(values[:, 2]).all(axis=1) | (values[:, 3:] == 1).any(axis=(1, 2))
     row = np.zeros(held.sum(), _buckets_of(layer, values.shape[2]))
     row["step"] = found.steps[held] - span * SPAN
@@ -512,19 +512,19 @@ def _packed(layer: int, found: Values, values: npt.NDArray[np.floating[Any]], sp
 
 
 def changed_spans(connection: Connection, spans: Iterable[tuple[int, int]]) -> None:
-    """The roll-ups of these coarse spans, (run id, span) each, no longer hold."""
+    """Invalidate the roll-ups of these spans, each a (run id, span)."""
     connection.execute(_CHANGED, [{"run_id": run_id, "span": span} for run_id, span in sorted(spans)])
 
 
 def changed_runs(connection: Connection, run_ids: Collection[int]) -> None:
-    """No roll-up of these runs holds any longer, nor one that is being built."""
+    """Invalidate all roll-ups of these runs, including those being built."""
     if run_ids:
         own = update(rollup_spans).where(rollup_spans.c.run_id.in_(run_ids))
         connection.execute(own.values(changed=rollup_spans.c.changed + 1))
 
 
 def built_spans(connection: Connection, run_id: int, first: int, last: int) -> set[int]:
-    """The spans within steps [first, last] whose roll-ups hold."""
+    """Return the spans within steps [first, last] whose roll-ups are valid."""
     query = select(rollup_spans.c.span).where(
         rollup_spans.c.run_id == run_id,
         rollup_spans.c.span.between(-(-first // SPAN), (last + 1) // SPAN - 1),
@@ -536,7 +536,7 @@ def built_spans(connection: Connection, run_id: int, first: int, last: int) -> s
 def rolled_up(
     connection: Connection, run_id: int, metric: str, layer: int, columns: int, spans: Collection[int]
 ) -> Values:
-    """The buckets of some spans that are built; `columns`: heads of the layer, or layers of the run, or 1."""
+    """Return the buckets of some built spans. `columns`: number of heads of the layer, of layers of the run, or 1."""
     kind, own = _buckets_of(layer, columns), rollups.c
     place = own.run_id == run_id, own.metric == metric, own.layer == layer
     query = select(own.span, own.data).where(*place, own.span.between(min(spans, default=0), max(spans, default=-1)))

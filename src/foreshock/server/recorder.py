@@ -1,7 +1,7 @@
-"""Writes batches: in one transaction, in any order, each exactly once.
+"""Writes a group of batches in one transaction, each batch exactly once.
 
-Whatever the order of arrival, the same batches leave the same rows: everything kept per boot is a sum, a minimum, or
-the value with the highest sequence.
+The rows do not depend on the order in which batches arrive: everything stored per boot is a sum, a minimum, or the
+value with the highest sequence.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from foreshock.contract.wire import (
 )
 from foreshock.server.process_order import Arrival, place, record_shared_ranks, supersede
 from foreshock.server.readings import SPAN, changed_runs, changed_spans, heads_of_layers, pack_sample
-from foreshock.server.runs.eventlog import Told, sentence_of, write_events
+from foreshock.server.runs.eventlog import Logged, sentence_of, write_events
 from foreshock.server.runs.newest import heads_measured, with_sample
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import Many, insert_or_ignore, lock_runs
@@ -36,11 +36,11 @@ from foreshock.server.store.process_starts import BootKey, place_of
 from foreshock.server.store.schema import batches, boots, runs, samples, topologies, warnings
 
 Brought = Sequence[tuple[Row[Any], list[Batch]]]
-"""Each process start as it was before, in the order of their ids, with its batches that are new, by sequence."""
+"""Process starts in the order of their ids, as stored before this group, each with its new batches by sequence."""
 
 
 def _events_of(brought: Brought) -> Iterator[tuple[Row[Any], Batch, int, Event]]:
-    """(process start, batch, position in the batch, event) of each."""
+    """Yield (process start, batch, position in the batch, event) for every event."""
     for start, new in brought:
         for batch in new:
             for position, event in enumerate(batch.events):
@@ -57,11 +57,11 @@ _KEEP: Final = {"sqlite": _keep(sqlite.insert(warnings)), "postgresql": _keep(po
 
 
 def merge_warnings(connection: Connection, brought: Brought) -> None:
-    """Keep each warning's newest word, whatever order the words came in."""
+    """Store the newest verdict of each warning; the result does not depend on the order of verdicts."""
     verdicts = [
         (start, batch, position, event)
         for start, batch, position, event in _events_of(brought)
-        if isinstance(event, Verdict) and event.severity != "info"  # a note never stands
+        if isinstance(event, Verdict) and event.severity != "info"  # a note is not a warning
     ]
     if not verdicts:
         return
@@ -107,7 +107,7 @@ def _newness(row: dict[str, Any], places: dict[int, int]) -> tuple[int, int, int
 
 _NOT_MERGED = ("id", "run_id", "rank", "boot", "newest", "until_step")
 _MERGED = [column.name for column in boots.c if column.name not in _NOT_MERGED]
-"""What batches change of their process start; the last two follow from all process starts (process_order)."""
+"""Columns that batches change in the row of their process start. process_order sets `newest` and `until_step`."""
 _FIND_RUNS = select(runs.c.name, runs.c.id).where(runs.c.name.in_(bindparam("names", expanding=True)))
 _FIND_BOOTS = select(boots).where(
     boots.c.run_id.in_(bindparam("run_ids", expanding=True)), boots.c.boot.in_(bindparam("names", expanding=True))
@@ -118,8 +118,8 @@ _MERGE_BOOTS = Many(
 )
 _WRITE_SAMPLES = Many(samples.insert(), [column.name for column in samples.c if column is not samples.c.id])
 _AHEAD_SECONDS = 7200.0
-"""What a run was heard of later than now is another replica's clock, or one that was set back by an hour, as for the
-summer; beyond that, a clock that was wrong."""
+"""A `last_seen` in the future, up to this limit, comes from another replica's clock or from one that was set back by an
+hour at the end of summer time, and stays; a later one comes from a wrong clock, and is overwritten."""
 _HEARD_LATER = runs.c.last_seen.between(bindparam("now"), bindparam("soon"))
 _SEE_RUNS = Many(
     update(runs)
@@ -130,10 +130,10 @@ _SEE_RUNS = Many(
     ),
     ["own", "now", "soon"],
 )
-"""Made once: to put a statement together takes longer than to execute it."""
+"""Compiled once, because building a statement takes longer than executing it."""
 _REMEMBERED = 4096
 _heads_of: dict[str, int] = {}
-"""How many heads a topology has, by its hash: known without reading its layers again at every commit."""
+"""Cache of the number of heads of a topology, by its hash, so that commits do not read its layers."""
 
 
 class MisfitError(ValueError):
@@ -142,29 +142,29 @@ class MisfitError(ValueError):
 
 @dataclass
 class Recorded:
-    """What a group of batches changed."""
+    """The changes by a group of batches."""
 
     new: list[Batch] = field(default_factory=list)
     run_ids: dict[str, int] = field(default_factory=dict)
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
     stepped: set[int] = field(default_factory=set)
-    """Runs that samples came of."""
+    """Runs with new samples."""
     changed: set[int] = field(default_factory=set)
-    """Runs whose incidents may have changed, by a verdict or a switch."""
+    """Runs whose incidents a verdict or a switch may have changed."""
     unexplained: set[BootKey] = field(default_factory=set)
-    """Process starts that have never described what they watch, as far as the store remembers."""
+    """Process starts of which the store has no description (`Started`)."""
 
 
 def key_of(batch: Batch) -> BootKey:
-    """What identifies the boot that sent the batch."""
+    """Return the key of the boot that sent the batch."""
     return batch.run, batch.rank, batch.boot
 
 
 def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[BootKey, Arrival]) -> Recorded:
-    """Write every batch of the group that is not stored yet. `arrivals` says how those of each process start came."""
+    """Write every batch of the group that is not stored yet. arrivals: headers of each process start's batches."""
     now = time.time()
     done = Recorded(run_ids=_find_runs(connection, group, now))
-    # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
+    # Locked first, so that values derived from a run's rows include those that another replica is writing.
     lock_runs(connection, done.run_ids.values())
     brought = _new_of(connection, group, _find_boots(connection, group, now, done.run_ids))
     done.new = [batch for _, new in brought for batch in new]
@@ -185,10 +185,10 @@ def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[Boo
 
 
 def _find_runs(connection: Connection, group: Sequence[Batch], now: float) -> dict[str, int]:
-    """The ids of the runs by name; a run that is new gets its row."""
+    """Return the ids of the runs by name; insert a row for a new run."""
     names = sorted({batch.run for batch in group})
-    # A run may get the number of one that was deleted; what was made of that one is not taken for the new one's, since
-    # its changes are counted on from another moment.
+    # A new run may get the id of a deleted one. Its `changes` start at the present time, so that data cached for the
+    # deleted run are not used for the new one.
     first = {"first_seen": now, "last_seen": now, "changes": int(1e6 * now)}
     connection.execute(insert_or_ignore(connection, runs), [{"name": name, **first} for name in names])
     return {row.name: row.id for row in connection.execute(_FIND_RUNS, {"names": names})}
@@ -197,7 +197,7 @@ def _find_runs(connection: Connection, group: Sequence[Batch], now: float) -> di
 def _find_boots(
     connection: Connection, group: Sequence[Batch], now: float, run_ids: Mapping[str, int]
 ) -> dict[BootKey, Row[Any]]:
-    """The rows of the process starts; one that is new gets its row."""
+    """Return the rows of the process starts; insert a row for a new one."""
     keys = sorted({key_of(batch) for batch in group})
     run_names = {run_id: name for name, run_id in run_ids.items()}
     wanted = {"run_ids": sorted(run_names), "names": sorted({boot for _, _, boot in keys})}
@@ -229,7 +229,7 @@ def _new_of(connection: Connection, group: Sequence[Batch], starts: Mapping[Boot
 
 
 def _check_heads(connection: Connection, brought: Brought) -> None:
-    """Raises MisfitError when a sample has data for other heads than its process is known to have registered."""
+    """Raise MisfitError if the number of heads in a sample differs from the number that its process registered."""
     if len(_heads_of) > _REMEMBERED:
         _heads_of.clear()
     if unknown := {start.topology for start, _ in brought} - {None} - _heads_of.keys():
@@ -240,10 +240,10 @@ def _check_heads(connection: Connection, brought: Brought) -> None:
         for *_, event in _events_of([(start, new)]):
             if isinstance(event, Started):
                 registered = sum(len(layer.heads) for layer in event.layers)
-                if measured not in (None, registered):  # samples that came before must stay readable
+                if measured not in (None, registered):  # earlier samples must stay readable
                     raise MisfitError(
-                        f"The process start watches {registered} heads, and samples of it were acknowledged that speak "
-                        f"of {measured}; nothing of the batch was stored. Give the new process another `boot`."
+                        f"This process registers {registered} heads, but its earlier samples have data for {measured}. "
+                        "The batch was not stored. Give the new process another `boot`."
                     )
             elif isinstance(event, Sample):
                 wanted = measured if registered is None else registered
@@ -251,12 +251,12 @@ def _check_heads(connection: Connection, brought: Brought) -> None:
                     if wanted not in (None, measured):
                         raise MisfitError(
                             f"The sample of step {event.step} has data for {measured} heads, but this process "
-                            f"registered {wanted}. Nothing in the batch was stored."
+                            f"registered {wanted}. The batch was not stored."
                         )
 
 
 def _write_samples(connection: Connection, brought: Brought) -> set[int]:
-    """The runs that they are of."""
+    """Write the samples, and return the ids of their runs."""
     rows = [
         {"run_id": start.run_id, "boot_id": start.id, "sequence": batch.sequence, "position": position}
         | pack_sample(event)
@@ -301,7 +301,7 @@ def _merge_boots(
                 boot["world_size"] = event.world_size if batch.rank < event.world_size else None
                 moved.add(boot_id)
             elif isinstance(event, Sample):
-                # gradients that overflow beside a finite loss are those of a step that a loss scaler skips
+                # a non-finite gradient with a finite loss belongs to a step that a loss scaler skips
                 has_loss = event.loss is not None or event.loss_nonfinite_steps
                 boot["measured"] = with_sample(boot["measured"], event)
                 boot["nonfinite_steps"] += event.loss_nonfinite_steps if has_loss else event.grad_norm_nonfinite_steps
@@ -338,8 +338,8 @@ def _write_events(connection: Connection, done: Recorded, brought: Brought, now:
     for start, new in brought:
         introduced = start.description is not None
         for _, batch, _, event in _events_of([(start, new)]):
-            if not isinstance(event, Told) or (isinstance(event, Started) and introduced):
-                continue  # a process that starts says so again when it is asked to
+            if not isinstance(event, Logged) or (isinstance(event, Started) and introduced):
+                continue  # a process repeats its `started` if the service asks for it
             row: dict[str, Any] = {"run_id": start.run_id, "boot_id": start.id, "rank": batch.rank, "kind": event.kind}
             row |= {"step": event.step, "unix_seconds": now, "sentence": sentence_of(batch.rank, event)}
             row |= {"mode": None, "outcome": None, "payload": None}

@@ -1,4 +1,4 @@
-"""The service's settings: FORESHOCK_* variables, or FORESHOCK_*_FILE naming a file that holds the secret."""
+"""The service's settings: FORESHOCK_* variables, or FORESHOCK_*_FILE with the path of a file with the secret."""
 
 import hashlib
 import ipaddress
@@ -26,7 +26,7 @@ ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "delete", "admin")
 
 
 class Token(BaseModel):
-    """Who may do what. Only the hash of the secret is kept."""
+    """A token and its permissions. Only the hash of the secret is stored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(min_length=1, max_length=64, description="recorded in the audit trail and the log")
@@ -34,17 +34,17 @@ class Token(BaseModel):
     scopes: tuple[Scope, ...] = Field(
         min_length=1, description="ingest, read, act (commands, webhooks, notes), delete (runs), admin (all)"
     )
-    run_prefix: str = Field(default="", description="the token reaches only runs whose name begins so")
+    run_prefix: str = Field(default="", description="the token has access only to runs whose names begin with this")
 
     @classmethod
     def of(cls, name: str, secret: str, scopes: tuple[Scope, ...], run_prefix: str = "", **more: Any) -> Self:
-        """The entry for a secret."""
+        """Create the entry for a secret."""
         digest = hashlib.sha256(secret.encode()).hexdigest()
         return cls(name=name, sha256=digest, scopes=scopes, run_prefix=run_prefix, **more)
 
 
 def _host(given: str) -> str:
-    if not _HOST.fullmatch(given):  # one that no request can name would shut everybody out
+    if not _HOST.fullmatch(given):  # an impossible name would lock everybody out
         raise ValueError(f"{given!r} is not a host name; use a name such as foreshock.example.org")
     return given
 
@@ -53,18 +53,18 @@ def _network(given: str) -> str:
     try:
         ipaddress.ip_network(given)
     except ValueError:
-        raise ValueError(f"{given!r} is no address or network; give such as 10.0.0.7 or 10.0.0.0/24") from None
+        raise ValueError(f"{given!r} is not an address or network; use one such as 10.0.0.7 or 10.0.0.0/24") from None
     return given
 
 
 def _page(given: str) -> str:
     if given and not names_a_host(given):
-        raise ValueError("give http:// or https:// and the name of a machine, such as https://foreshock.example.org")
+        raise ValueError("use http:// or https:// and the name of a host, such as https://foreshock.example.org")
     return given
 
 
 class Settings(BaseSettings):
-    """Settings of the service. It refuses a misspelt FORESHOCK_ variable."""
+    """Settings of the service. A misspelt FORESHOCK_ variable is an error."""
 
     model_config = SettingsConfigDict(env_prefix="FORESHOCK_", extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -76,7 +76,7 @@ class Settings(BaseSettings):
     trusted_proxies: tuple[Annotated[str, AfterValidator(_network)], ...] = Field(
         default=(), description="addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed"
     )
-    database_url: str = Field(  # may hold a password: never shown
+    database_url: str = Field(  # never shown, because it may contain a password
         default="sqlite:///foreshock-data/foreshock.db", repr=False, description="sqlite:/// or postgresql://"
     )
     migrate: bool | None = Field(default=None, description="bring the schema up to date at start; default: SQLite only")
@@ -89,16 +89,16 @@ class Settings(BaseSettings):
     retention_seconds: float | None = Field(
         default=90 * 86_400.0,
         gt=0,
-        description="runs silent for longer are deleted, none with inf; the audit trail stays",
+        description="runs silent for longer are deleted, never with inf; the audit trail stays",
     )
 
     verify_steps: int = Field(
-        default=1000, ge=0, description="steps after a switch at which it is verified; 0 verifies none"
+        default=1000, ge=0, description="steps after a switch at which it is verified; 0 turns verification off"
     )
     notify_slack_url: SecretStr | None = Field(default=None, description="an incoming webhook of Slack, or compatible")
     notify_webhook_url: SecretStr | None = Field(default=None, description="gets {message, event, incidents} as JSON")
     notify_hosts: tuple[str, ...] = Field(
-        default=("hooks.slack.com",), description="hosts that the two URLs above may name; https only"
+        default=("hooks.slack.com",), description="allowed hosts of the two URLs above; https only"
     )
     public_url: Annotated[str, AfterValidator(_page)] = Field(
         default="",
@@ -107,39 +107,39 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    # Fixed, since nobody can choose it with a reason. Tests make some of it small (server.testing).
+    # Constants, because users have no reason to change them. Tests reduce some of them (server.testing).
     max_body_bytes: ClassVar[int] = MAX_BATCH_BYTES + 2**20
-    """Largest request body: the largest batch of the wire, and room for what stands round it."""
+    """Largest request body: the largest batch of the wire format, and some room for its JSON."""
     requests_at_once: ClassVar[int] = 4096
-    """Of all callers: a token gets half of them, all clients without one a quarter, then 429."""
+    """Concurrent requests; a token may use half of them, all clients without a token a quarter, else 429."""
     request_seconds: ClassVar[float] = 60.0
-    """In which a request must come whole: the largest batch over 5 Mbit/s."""
+    """Time to receive a whole request: enough for the largest batch over 5 Mbit/s."""
     ingest_queue_batches: ClassVar[int] = 64
-    """Batches of a token that wait to be written, then 429: more would be answered after the agents' deadline."""
+    """Waiting batches of a token, else 429: further ones would be answered after the agents' deadline."""
     body_bytes_at_once: ClassVar[int] = 128 * 2**20
-    """Bytes of the bodies that a token sends at once, the waiting ones included, then 429: four of the largest."""
+    """Bytes of a token's request bodies in flight, including waiting ones, else 429: four of the largest."""
     commit_batches: ClassVar[int] = 128
-    """Batches written by one commit at most: those who wait for a full group stay within the agents' deadline."""
+    """Maximum number of batches in one commit, so that even a full group is answered within the agents' deadline."""
     stream_ping_seconds: ClassVar[float] = 15.0
-    """A quiet stream says so often that it lives, and looks whether its session does: proxies close what is silent."""
+    """Interval of pings and session checks in an idle stream; without pings, proxies close it."""
     stream_queue_events: ClassVar[int] = 256
-    """Events waiting for a slow client, then it is cut off: it comes back, and resumes from the log."""
+    """Events queued for a slow client before it is disconnected; it reconnects and resumes from the log."""
     worst_heads: ClassVar[int] = 16
-    """Heads of each run that /metrics shows one by one: more than a board lists; the page shows every head."""
+    """Heads of each run in /metrics: more than a board lists; the page shows every head."""
     metrics_seconds: ClassVar[float] = 1.0
-    """Scrapes within this time get the same snapshot: less than any scrape interval."""
+    """Scrapes within this time get the same snapshot; shorter than any scrape interval."""
     finished_run_seconds: ClassVar[float] = 900.0
-    """A finished run leaves /metrics after this: every scraper has seen its end by then."""
+    """Time until a finished run disappears from /metrics; every scraper has seen its end by then."""
     silent_run_seconds: ClassVar[float] = 86_400.0
-    """A run gone silent leaves /metrics after a day: until then its alert asks somebody to look."""
+    """Time until a silent run disappears from /metrics; until then its alert fires."""
     command_expiry_seconds: ClassVar[float] = 3600.0
-    """For commands that name no expiry: an order is not carried out when nobody expects it any more."""
+    """Default expiry of commands, so that an order is not carried out long after anybody expects it."""
     webhook_cooldown_seconds: ClassVar[float] = 300.0
-    """Between two switches of a run by a machine, so at most twelve an hour: what a switch did shows by then."""
+    """Time between two automatic switches of a run; by then the effect of the first one is visible."""
     notify_gather_seconds: ClassVar[float] = 5.0
-    """News wait so long for more, and go out in one message: the heads of one incident warn within seconds."""
+    """Time to wait for further events before sending one message; the heads of an incident warn within seconds."""
     session_seconds: ClassVar[float] = 43_200.0
-    """Life of the page's session cookie: a working day."""
+    """Lifetime of the page's session cookie: a working day."""
 
     @model_validator(mode="after")
     def _safe_to_bind(self) -> Self:
@@ -167,20 +167,20 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _nothing_misspelt(cls, given: Any) -> Any:
-        refuse_misspelt()  # first: a name in lower case is read, and its value may be wrong too
+        refuse_misspelt()  # before the values, because pydantic also reads a name in lower case
         return given
 
     @classmethod
     def variables(cls) -> list[str]:
-        """Every variable that is read."""
+        """Return the names of all environment variables that are read."""
         plain = [f"FORESHOCK_{name.upper()}" for name in cls.model_fields]
         return [*plain, *(f"FORESHOCK_{name.upper()}_FILE" for name in _SECRETS)]
 
     @property
     def all_tokens(self) -> tuple[Token, ...]:
-        """Every token, the plain one hashed.
+        """All tokens, including a hash of FORESHOCK_TOKEN.
 
-        Raises ValueError with a sentence for a secret that is too short, and for names that stand twice.
+        Raises ValueError for a secret that is too short, and for repeated names or secrets.
         """
         secret = "" if self.token is None else self.token.get_secret_value().strip()
         if self.token is not None and len(secret) < _TOKEN_CHARACTERS:
@@ -203,7 +203,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments win over variables, variables over *_FILE."""
+        """Give arguments precedence over variables, and variables over *_FILE."""
         return init_settings, env_settings, InitSettingsSource(settings_cls, _secrets_in_files())
 
 
@@ -217,9 +217,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _secrets_in_files() -> dict[str, Any]:
-    """What the files hold that FORESHOCK_TOKEN_FILE=/run/secrets/token and the like name, as container engines do.
+    """Read the files named by variables such as FORESHOCK_TOKEN_FILE=/run/secrets/token, as container engines set them.
 
-    Raises UnusableSettingsError for one that cannot be read.
+    Raises UnusableSettingsError if one cannot be read.
     """
     found: dict[str, Any] = {}
     for name in _SECRETS:
@@ -235,15 +235,15 @@ def _secrets_in_files() -> dict[str, Any]:
 
 
 class UnusableSettingsError(ValueError):
-    """The service cannot start with what was set. The message says why and holds no value: it may be a secret."""
+    """The service cannot start with these settings. The message never contains a value, which may be a secret."""
 
 
 def settings_of(**given: Any) -> Settings:
-    """The settings of the environment, with `given` on top. Raises UnusableSettingsError."""
+    """Return the settings of the environment, overridden by `given`. Raises UnusableSettingsError."""
     try:
         return Settings(**given)
     except ValidationError as error:
         raise UnusableSettingsError("\n".join(sentences(error))) from None
-    except SettingsError as error:  # says the field and the source, and what it says of the value stays with its cause
+    except SettingsError as error:  # its message names the field; only its cause contains the value
         name = str(error).partition('"')[2].partition('"')[0].upper()
-        raise UnusableSettingsError(f'FORESHOCK_{name} is not valid JSON; give a list such as ["a", "b"]') from None
+        raise UnusableSettingsError(f'FORESHOCK_{name} is not valid JSON; use a list such as ["a", "b"]') from None

@@ -1,10 +1,9 @@
-"""What became of a switch: some steps later the growth of its heads is compared with the one before it.
+"""Verifies switches: compares the growth of the heads in the steps after a switch with that in the steps before it.
 
-Heads that had a warning are judged (contract.switch_verdict), each by its own numbers; others only if a warning of
-theirs is raised afterwards: a healthy head says nothing of a switch, and neither does one that has left its mode since,
-by another order or a resume. What is not arrested is reported. While a warning
-of it is active, a stronger mitigation is proposed, where one is left: a person decides, under every policy. The agent
-goes on watching a head that was switched.
+Only heads with a warning, before the switch or in the steps after it, are judged (contract.switch_verdict), each by its
+own numbers. Healthy heads, and heads that have left the mode since by another order or a resume, say nothing about the
+switch. Heads that are not arrested are reported. While one of their warnings is active, a stronger mitigation is
+proposed if there is one; a person decides, under every policy. The agent still watches switched heads.
 """
 
 import time
@@ -37,13 +36,13 @@ _MODE: Final = BY_KEY["head.mode"]
 _MOST_HEADS: Final = 64
 _AT_ONCE: Final = 16
 _LIVING_SECONDS: Final = 86_400.0
-"""What a run was switched to that has been silent for a day is never judged: its steps do not pass any more."""
+"""Switches of a run that has been silent for a day are never judged, because its steps no longer advance."""
 
 
 @dataclass(frozen=True)
 class Due:
-    """An applied switch whose steps have passed, its heads with a warning, those whose warning is active, and how they
-    grew."""
+    """An applied switch that is due for verification: its heads with a warning, those whose warning is still active,
+    and the growth of their signals."""
 
     row: Row[Any]
     at: int
@@ -53,9 +52,9 @@ class Due:
 
 
 async def verify(store: Store, settings: Settings) -> None:
-    """Judge every applied switch whose steps have passed; run from time to time.
+    """Judge every applied switch after `verify_steps` steps. Called periodically.
 
-    What is read of the samples, which may be much, is read before the transaction that writes: ingest waits for that.
+    Samples, which may be many, are read before the write transaction starts, because ingest waits for that one.
     """
     if not settings.verify_steps:
         return
@@ -92,8 +91,10 @@ def _due(connection: Connection, settings: Settings) -> list[Due]:
 def _judged(
     connection: Connection, row: Row[Any], done: Sequence[SwitchedHead], at: int, steps: int
 ) -> tuple[list[HeadRef], set[HeadRef]]:
-    """The switched heads with a warning that was active at step `at` or was raised in the steps after it, if they kept
-    their mode in these steps, of very many the first; and those whose warning is still active."""
+    """Return the switched heads to judge, at most _MOST_HEADS, and those of them whose warning is still active.
+
+    A head is judged if it had a warning that was active at step `at` or raised in the `steps` after it, and if it
+    stayed in its mode during these steps."""
     switched = {one.ref: one.after for one in done if one.before != row.mode}
     warned = [
         one
@@ -103,13 +104,13 @@ def _judged(
     heads = sorted(switched.keys() & {one.ref for one in warned})[:_MOST_HEADS]
     window = Window(row.run_id, at + 1, at + steps, POINTS, (at + 1, at + steps))
     modes = draw(connection, axis_of(connection, row.run_id), [Curve(_MODE, *ref) for ref in heads], window)
-    kept = [ref for ref, line in zip(heads, modes, strict=True) if not _left(switched[ref], line.last)]
-    standing = {one.ref for one in warned if one.stands}
-    return kept, {ref for ref in kept if ref in standing}
+    stayed = [ref for ref, line in zip(heads, modes, strict=True) if not _left(switched[ref], line.last)]
+    active = {one.ref for one in warned if one.stands}
+    return stayed, {ref for ref in stayed if ref in active}
 
 
 def _left(mode: str, sampled: Sequence[float | None]) -> bool:
-    """Whether a head was sampled in another mode than that which a switch gave it."""
+    """Whether a sample shows a head in another mode than the switch gave it."""
     return is_mode(mode) and not {int(flags) for flags in sampled if flags is not None} <= {int(parse_mode(mode))}
 
 
@@ -122,16 +123,16 @@ def judged_in_words(
     *,
     active: bool,
 ) -> str:
-    """What became of a switch of these heads at step `at`, with the numbers of that one which grew most.
+    """Return the verdict on a switch of these heads at step `at` in words, with the numbers of the head that grew most.
 
-    active: whether a warning of them is active at the time of the verdict.
+    active: whether one of their warnings is active at the time of the verdict.
     """
     if not heads:
-        return f"The switch to {mode} at step {at:,} is not judged: no head with a warning kept it for {steps:,} steps."
+        return f"The switch to {mode} at step {at:,} is not judged: no head with a warning had it for {steps:,} steps."
     sentence = f"{heads_in_words([*heads])} after the switch to {mode} at step {at:,}: "
     sentence += {
         "verified": "verified, the growth has stopped",
-        "not arrested": "not arrested, it grows on",
+        "not arrested": "not arrested, the growth continues",
         "unknown": "cannot be verified, too few samples before it or after it",
     }[verdict]
     grown = [(growth, ref) for ref, own in heads.items() for growth in own]
@@ -139,7 +140,7 @@ def judged_in_words(
         growth, ref = max(grown, key=lambda one: (one[0].excess, one[0].after))
         sentence += f" ({f'{heads_in_words([ref])}: ' if len(heads) > 1 else ''}{growth.sentence(steps)})"
     if verdict == "not arrested" and not active:
-        sentence += ". It has no active warning: watch the growth."
+        sentence += ". There is no active warning: watch the growth."
     elif verdict == "not arrested":
         further = stronger(mode)
         sentence += f". Escalate: {further}." if further else ". There is no stronger mode: resume from a checkpoint."
@@ -147,7 +148,7 @@ def judged_in_words(
 
 
 def _judge(connection: Connection, settings: Settings, due: Due) -> None:
-    """Write the verdict down, and propose a stronger mode where one is left."""
+    """Store the verdict, and propose a stronger mode if there is one."""
     row, growths = due.row, due.growths
     loose = [ref for ref, found in growths.items() if not all(growth.arrested for growth in found)]
     verdict: Verification = "unknown" if not growths else "not arrested" if loose else "verified"
@@ -157,7 +158,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     lock_runs(connection, [row.run_id])
     open_ = update(table).where(table.c.id == row.id, table.c.verification.is_(None)).values(verification=verdict)
     if connection.execute(open_).rowcount == 0:
-        return  # another replica was first, and has done what follows
+        return  # another replica was first, and has done the rest
     growth = {
         f"{layer}.{head}": [[g.signal, round(g.before, 4), round(g.after, 4)] for g in found]
         for (layer, head), found in growths.items()
@@ -179,7 +180,7 @@ def _judge(connection: Connection, settings: Settings, due: Due) -> None:
 def _growths(
     connection: Connection, run_id: int, heads: Sequence[HeadRef], at: int, steps: int
 ) -> dict[HeadRef, list[SignalGrowth]]:
-    """For each head whose signals were sampled often enough on both sides of step `at`: how they grew."""
+    """Return the growth of the signals of each head that was sampled often enough before and after step `at`."""
     axis = axis_of(connection, run_id)
     curves = [Curve(BY_KEY[key], layer, head) for layer, head in heads for key in SIGNALS]
     sides = []

@@ -1,10 +1,10 @@
 """GET /metrics, derived from the catalogue: the service itself, runs, one value per layer, and the worst heads.
 
-Labels come from closed sets and from names that the wire format has checked. The number of series is bounded: state,
-step and warnings of every run come first, one round after the other, tenants in turn; then what else is known of whole
-runs, layers, heads. The order is the same at every scrape, but for the worst heads, which follow their risk; all that
-follows the last series of the budget is left out and counted. What was made of a run is kept until it changes.
-What the newest sample lacks is shown as it was measured last.
+Label values come from closed sets and from names that the wire format has checked. The number of series is bounded:
+state, step and warnings of every run come first, in rounds, with tenants in turn; then the other metrics of runs,
+layers and heads. The order is the same at every scrape, except for the worst heads, which are sorted by risk; series
+beyond the budget are left out and counted. The series of a run are cached until the run changes. Values that the newest
+sample lacks are shown as last measured.
 """
 
 import asyncio
@@ -61,28 +61,28 @@ def _families() -> Iterable[tuple[str, Family, Labels]]:
 
 _FAMILIES: Final = {name: family for name, family, _ in _families()}
 _ORDER: Final = {name: sorted(range(len(labels)), key=labels.__getitem__) for name, _, labels in _families()}
-"""Labels stand by name, as prometheus_client writes them."""
+"""The order of each metric's labels by name, as prometheus_client writes them."""
 _SAMPLE: Final = {
     name: f"{name}{{" + ",".join(f'{label}="%s"' for label in sorted(labels)) + "} %s\n" if labels else f"{name} %s\n"
     for name, _, labels in _families()
 }
 _PLAIN: Final = 1e6
-"""Smaller numbers are written as Python writes them."""
+"""Numbers below this size are written with `repr`, which gives the same text as prometheus_client."""
 _TO_ESCAPE: Final = re.compile(r'[\\"\n]')
 
 
 def line(name: str, labels: Labels, value: float) -> Line:
-    """A sample as text; its labels as the catalogue orders them."""
+    """Format a sample; `labels` are in the order of the catalogue."""
     own = [labels[place] for place in _ORDER[name]]
     if _TO_ESCAPE.search("".join(own)):
         own = [text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") for text in own]
-    plain = -_PLAIN < value < _PLAIN  # as prometheus_client would; it looks at every number for what is rare
+    plain = -_PLAIN < value < _PLAIN  # avoids floatToGoString, which checks every number for rare cases
     number = repr(value) if plain else floatToGoString(value)  # type: ignore[no-untyped-call]
     return name, _SAMPLE[name] % (*own, number)
 
 
 class _Families(Collector):
-    """Families without samples, whose heads prometheus_client writes."""
+    """Families without samples, so that prometheus_client writes only their HELP and TYPE lines."""
 
     def __init__(self, *families: Family) -> None:
         self._families = families
@@ -92,8 +92,8 @@ class _Families(Collector):
 
 
 def encoder(accept: str) -> tuple[Callable[[Mapping[str, Sequence[str]]], bytes], str]:
-    """What makes a body of lines by metric, and its content type, for the Accept header of a scraper."""
-    # the one other escaping that changes names that need none; the lines are made before it is known who asks
+    """Return a function that encodes lines by metric, and the content type, for the Accept header of a scraper."""
+    # Escaping by dots would change valid names too, but the lines are cached for all scrapers, so it is not offered.
     heads, content_type = choose_encoder(accept.replace("escaping=dots", "escaping=underscores"))
 
     def encode(lines: Mapping[str, Sequence[str]]) -> bytes:
@@ -114,12 +114,12 @@ _RISK, _SIZE = (HEAD_METRICS.index(BY_KEY[key]) for key in ("head.risk", "head.r
 
 @dataclass
 class Table:
-    """Per-head metrics at some places, kept as numbers: of thousands of runs few fit into the budget."""
+    """Per-head metrics of some layers or heads, formatted only on demand: of thousands of runs few fit the budget."""
 
     names: Sequence[str]
     labels: Sequence[Labels]
     values: Floats
-    """[places, names]; NaN where nothing was counted."""
+    """[places, names]; NaN if nothing was counted."""
 
     def __len__(self) -> int:
         return int(np.count_nonzero(~np.isnan(self.values)))
@@ -130,12 +130,12 @@ class Table:
 
     @cached_property
     def lines(self) -> list[Line]:
-        """As text, kept from the first scrape on whose budget reaches so far."""
+        """The formatted lines, cached from the first scrape whose budget includes them."""
         return list(self)
 
 
 def head_tables(run: str, axis: Axis, reading: MergedSteps, worst_heads: int) -> tuple[Table, Table]:
-    """A run's last step: one row for each layer, and one for each of its worst heads. The run has heads."""
+    """Return a run's last step: a table of layers, and one of the worst heads. The run must have heads."""
     values = np.stack([reading.head_values(metric)[-1] for metric in HEAD_METRICS], axis=1)
     some = _worst_first(values[:, _RISK], values[:, _SIZE])[:worst_heads]
     labels = [(run, *map(str, axis.heads[i])) for i in some.tolist()]
@@ -144,7 +144,7 @@ def head_tables(run: str, axis: Axis, reading: MergedSteps, worst_heads: int) ->
 
 
 def _worst_of_layers(axis: Axis, values: Floats) -> Floats:
-    """[layers, metrics]: the value of each layer's worst head, the first of several; NaN where no head has one."""
+    """Return [layers, metrics]: the value of each layer's worst head, the first of equal ones; NaN if none has one."""
     bad = np.stack([metric.badness(values[:, i]) for i, metric in enumerate(HEAD_METRICS)], axis=1)
     size = np.where(np.isnan(values), -np.inf, np.maximum(bad, np.finfo(np.float64).min))  # -inf is worse than none
     worst = np.array([own.start + size[own].argmax(axis=0) for own in axis.columns.values()])
@@ -153,24 +153,24 @@ def _worst_of_layers(axis: Axis, values: Floats) -> Floats:
 
 
 def _worst_first(risk: Floats, size: Floats) -> npt.NDArray[np.intp]:
-    """Heads by risk, by their largest |row maximum|, by number; those with neither are left out."""
+    """Sort heads by risk, by their largest |row maximum|, and by number; heads without both are left out."""
     order: npt.NDArray[np.intp] = np.lexsort((-np.nan_to_num(size, nan=-1.0), -np.nan_to_num(risk, nan=-1.0)))
     measured: npt.NDArray[np.intp] = order[~(np.isnan(risk) & np.isnan(size))[order]]
     return measured
 
 
 Entry = tuple[str, float | None, *tuple[str, ...]]
-"""(metric's key, value, label values after the run's name); None is left out."""
+"""(metric's key, value, label values after the run's name); an entry whose value is None is left out."""
 _NAMES: Final = {metric.key: metric.name for metric in METRICS}
 
 
 @dataclass
 class RunSeries:
-    """What is shown of a run, by how much it is needed."""
+    """The series of a run, the most needed first."""
 
     finished: bool
     urgent: list[list[Line]] = field(default_factory=list)
-    """State, step, an incident and the worst warning; then one more of each."""
+    """Rounds: first state, step, the first incident and the worst warning; then one more incident and warning each."""
     whole: list[Line] = field(default_factory=list)
     layers: Table | None = None
     heads: Table | None = None
@@ -178,21 +178,21 @@ class RunSeries:
 
 @dataclass
 class RunRows:
-    """What the store knows of a run, from which its series are made."""
+    """The stored data from which the series of a run are made."""
 
     now: RunNow
     lost: Losses
     earlier: Earlier | None
-    """Samples with what the newest reading lacks."""
+    """Samples with the values that the newest reading lacks."""
     causes: Counter[str] = field(default_factory=Counter)
     switches: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(mode, outcome) of every switch."""
     clips: float | None = None
-    """How often QK-Clip scaled a head, as the newest word of each rank has it."""
+    """How often QK-Clip scaled a head, from the newest event of each rank."""
 
 
 def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: int) -> dict[int, RunRows]:
-    """Read these runs, by id: in as many queries for many as for one. verify_steps: as for `incidents_of`."""
+    """Read these runs, by id, with a fixed number of queries. verify_steps: as for `incidents_of`."""
     lost, known = losses(connection, [row.id for row in rows]), runs_now(connection, rows, verify_steps)
     earlier = earlier_samples(connection, {now.row.id: now.newest for now in known if now.newest is not None})
     found = {now.row.id: RunRows(now, lost[now.row.id], earlier.get(now.row.id)) for now in known}
@@ -212,7 +212,7 @@ def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: in
 
 
 def series_of(rows: RunRows, worst_heads: int) -> RunSeries:
-    """The series of a run."""
+    """Return the series of a run."""
     reading = rows.now.reading
     norms_step = None
     series = RunSeries(finished=status_of(rows.now.starts) != "active")
@@ -233,7 +233,7 @@ def series_of(rows: RunRows, worst_heads: int) -> RunSeries:
 
 
 def _lines(run: str, entries: Iterable[Entry], written: set[tuple[str, Labels]]) -> list[Line]:
-    """The lines of these series of a run as text, without those that it has already."""
+    """Format these series of a run, except those that were written already."""
     made = []
     for key, value, *labels in entries:
         name, own = _NAMES[key], (run, *labels)
@@ -260,7 +260,7 @@ def _of_warning(warning: ActiveWarning) -> Iterator[Entry]:
 
 def _of_incident(run: str, incident: Incident) -> Iterator[Entry]:
     cause = incident.cause
-    state = "open" if incident.state == "acknowledged" else incident.state  # a series of its own shows that
+    state = "open" if incident.state == "acknowledged" else incident.state  # incident.acknowledged shows that
     yield "incident.active", 1.0, cause, state, incident.severity, incident.act
     yield "incident.words", 1.0, cause, *words_of(run, incident)
     yield "incident.heads", float(incident.standing_heads), cause
@@ -274,7 +274,7 @@ def _of_incident(run: str, incident: Incident) -> Iterator[Entry]:
 def _whole(rows: RunRows, reading: MergedSteps | None, norms_step: int | None) -> Iterator[Entry]:
     yield "run.norms_step", norms_step
     yield "run.nonfinite_steps", float(rows.lost.nonfinite_steps)
-    # a zero, so that a panel of a good run is not empty
+    # a zero, so that the panel of a healthy run is not empty
     for reason, count in _by_known({"queue_full": 0, **rows.lost.dropped}, DROP_REASONS):
         yield "agent.dropped", float(count), reason
     for component, count in _by_known({"sender": 0, **rows.lost.faults}, FAULT_COMPONENTS):
@@ -297,7 +297,7 @@ def _by_known(counts: dict[str, int], words: Collection[str]) -> list[tuple[str,
     found: Counter[str] = Counter()
     for word, count in counts.items():
         found[known(word, words)] += max(0, count)
-    return sorted(found.items())  # a run that the budget cuts is cut at the same place again
+    return sorted(found.items())  # so that the budget cuts a run at the same place at every scrape
 
 
 def _text(value: int | None) -> str:
@@ -306,7 +306,7 @@ def _text(value: int | None) -> str:
 
 log = structlog.get_logger()
 _RUNS_AT_ONCE: Final = 64
-"""Runs whose newest samples are held in memory together."""
+"""Runs whose newest samples are in memory at the same time."""
 
 
 @dataclass
@@ -319,17 +319,17 @@ class Exposition:
     used: int = 0
 
     def add(self, key: str, value: float | None, *labels: str) -> None:
-        """Add one of the service's own, by the metric's key; None is left out."""
+        """Add a metric of the service itself, by its key; nothing if the value is None."""
         if value is not None:
             self.extend([line(BY_KEY[key].name, labels, value)])
 
     def set(self, key: str, value: float) -> None:
-        """Write a metric without labels (again), beside the budget."""
+        """Set a metric without labels, replacing an earlier value; the budget does not apply."""
         name, text = line(BY_KEY[key].name, (), value)
         self.lines[name] = [text]
 
     def extend(self, lines: Sequence[Line]) -> None:
-        """Add series in this order, none of which is there, as far as the budget reaches."""
+        """Add new series in this order, up to the budget."""
         room = max(0, self.budget - self.used)
         if room < len(lines):
             self.dropped += len(lines) - room
@@ -340,7 +340,7 @@ class Exposition:
 
 
 class Exposer:
-    """Answers scrapes. A snapshot serves everybody who asks within `metrics_seconds`: many scrapers cost one."""
+    """Answers scrapes. Scrapes within `metrics_seconds` share one snapshot, so many scrapers cost as much as one."""
 
     def __init__(self, store: Store, settings: Settings, counters: Counters, keyring: Keyring) -> None:
         self._store, self._settings, self._counters, self._keyring = store, settings, counters, keyring
@@ -349,7 +349,7 @@ class Exposer:
         self._taking = asyncio.Lock()
 
     async def expose(self, accept: str, prefix: str) -> tuple[bytes, str]:
-        """The body of /metrics and its content type, for the Accept header of the scraper."""
+        """Return the body of /metrics and its content type, for the Accept header of the scraper."""
         async with self._taking:
             now = time.monotonic()
             life = self._settings.metrics_seconds
@@ -362,7 +362,7 @@ class Exposer:
 
     def _take(self, connection: Connection, prefix: str) -> Exposition:
         exposition, now = Exposition(self._settings.max_series), time.time()
-        if not prefix:  # the service's own counts are of all tenants
+        if not prefix:  # the service's own counters include all tenants
             _add_service(connection, exposition, self._store, self._counters)
         since = now - max(self._settings.finished_run_seconds, self._settings.silent_run_seconds)
         known = connection.execute(select(runs).where(runs.c.last_seen >= since)).all()
@@ -387,8 +387,10 @@ class Exposer:
         return exposition
 
     def _in_turns(self, shown: Sequence[tuple[Row[Any], RunSeries]]) -> list[tuple[Row[Any], RunSeries]]:
-        """Living runs first, each tenant's in turn, the oldest first: newcomers displace nobody, and many runs of one
-        tenant none of another's. Whose runs begin with the same prefix of a token are one tenant's.
+        """Sort runs: active ones first, tenants in turn, the oldest first.
+
+        So new runs do not displace old ones, nor many runs of one tenant those of another. A tenant is the set of runs
+        whose names begin with the same `run_prefix` of a token.
         """
         prefixes = sorted({token.run_prefix for token in self._keyring.tokens}, key=len, reverse=True)
         turns: Counter[tuple[str, bool]] = Counter()
@@ -402,12 +404,12 @@ class Exposer:
     def _series_of(self, rows: RunRows) -> RunSeries:
         try:
             return series_of(rows, self._settings.worst_heads)
-        except Exception:  # one run's fault stays that run's
+        except Exception:  # one run must not break the scrape of the others
             log.exception("a run cannot be shown in /metrics", run=rows.now.row.name)
             return RunSeries(finished=False)
 
     def read_changed(self, connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, RunRows]:
-        """What the store knows of runs that changed."""
+        """Read the stored data of runs that changed."""
         return read_rows(connection, rows, self._settings.verify_steps)
 
     def _is_shown(self, row: Row[Any], series: RunSeries, now: float) -> bool:
@@ -418,7 +420,7 @@ class Exposer:
 def _fill(
     exposition: Exposition, shown: Sequence[tuple[Row[Any], RunSeries]], per_run: dict[str, dict[int, int]]
 ) -> None:
-    """Spend the budget on runs, in this order."""
+    """Add the series of runs, in this order, until the budget is used up."""
     for own in range(max((len(series.urgent) for _, series in shown), default=0)):
         for _, series in shown:
             if own < len(series.urgent):
@@ -449,6 +451,6 @@ def _add_service(connection: Connection, exposition: Exposition, store: Store, c
     add("service.commit", counters.commit_seconds)
     add("service.store", store.size_bytes(connection))
     add("service.log_lines_dropped", float(lines["left out"]))
-    add("service.unreadable_rows", float(len(unreadable)))  # its place in the budget; counted anew at the end
+    add("service.unreadable_rows", float(len(unreadable)))  # reserves its place in the budget; set again at the end
     watchdog = select(service_state.c.value).where(service_state.c.key == "watchdog")
     add("service.watchdog", connection.execute(watchdog).scalar())

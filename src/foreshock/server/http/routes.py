@@ -1,4 +1,4 @@
-"""What people and the page ask for, and what they do with a run."""
+"""The HTTP routes for people and the page."""
 
 import asyncio
 import shutil
@@ -60,7 +60,7 @@ from foreshock.server.store.database import LeftError, Store, T, Turns, Work, lo
 
 
 class Readiness:
-    """Tries the store, at most once a second however many ask."""
+    """Tests a write to the store, at most once per second for all callers."""
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store, self._room = store, settings.max_body_bytes
@@ -70,7 +70,7 @@ class Readiness:
         self._found_at = -float("inf")
 
     async def of_store(self) -> str:
-        """ "ok", or what is wrong with the store."""
+        """Return "ok", or the problem with the store."""
         async with self._asking:
             if time.monotonic() - self._found_at >= self.same_answer_seconds:
                 self._found = await self._tried()
@@ -97,7 +97,7 @@ router = APIRouter(responses={"default": {"model": Problem, "description": "What
 
 
 class MetricLevels(models.Response):
-    """From where on a value is marked; with `below`, small values are the bad ones."""
+    """The levels from which a value is marked; with `below`, small values are bad."""
 
     alarm: float
     watch: float | None
@@ -105,7 +105,7 @@ class MetricLevels(models.Response):
 
 
 class MetricInfo(models.Response):
-    """A metric of the catalogue: all that is needed to draw it."""
+    """A metric of the catalogue, with everything needed to draw it."""
 
     key: str
     title: str
@@ -117,11 +117,11 @@ class MetricInfo(models.Response):
     scale: Scale = Field(description="of its axis; symlog is linear between -1 and 1 and logarithmic beyond")
     percent: bool = Field(description="a share, read in percent")
     levels: MetricLevels | None
-    chart: Literal["first", "more"] | None = Field(description="drawn at once, on demand, or in no chart of its own")
+    chart: Literal["first", "more"] | None = Field(description="drawn at once, on demand, or (null) without a chart")
 
 
 class ModeChoice(models.Response):
-    """A mode that a head may be switched to, alone or with others."""
+    """A mode that a head may be switched to; a head may have several."""
 
     name: str
     does: str
@@ -129,7 +129,7 @@ class ModeChoice(models.Response):
 
 
 class Catalog(models.Response):
-    """Every metric that series and, where per_head, matrix can show, as charts stand; every mode that kernels serve."""
+    """Every metric for curves and (if per_head) the matrix, in the order of the charts; every mode of the kernels."""
 
     metrics: list[MetricInfo]
     modes: list[ModeChoice]
@@ -158,7 +158,7 @@ async def get_catalog(_: Reader) -> Catalog:
 
 @router.patch("/v1/runs/{run:path}", response_model=RunDetail)
 async def patch_run(request: Request, caller: Actor, run: str, description: Description) -> RunDetail:
-    """Give a run a display name, tags and notes. Agents, alerts and addresses still use the run's own name."""
+    """Give a run a display name, tags and notes. Agents, alerts and addresses still use the run's name."""
 
     def describe(connection: Connection) -> RunDetail:
         listing.describe(connection, run, f"{description.who} ({caller.name})", description)
@@ -192,26 +192,26 @@ def _verify_steps(request: Request) -> int:
 
 
 async def _write(request: Request, change: Work[T]) -> T:
-    """Change the store, and let those who listen know."""
+    """Change the store, and send new events to the stream."""
     found = await _store(request).write(change)
     request.app.state.broadcaster.wake()
     return found
 
 
 def _json(written: bytes) -> Response:
-    """An answer that was written in a thread, outside the event loop."""
+    """Return a response whose body was encoded in another thread, outside the event loop."""
     return Response(written, media_type="application/json")
 
 
 async def _of_run(
     request: Request, run: str, read: Callable[[Connection, Row[Any]], T], turns: Turns | None = None
 ) -> T:
-    """What is read of a run's row, in turn. Raises ProblemError when there is none."""
+    """Call `read` with a run's row, in turn. Raises ProblemError if the run does not exist."""
     return await _read_in_turn(request, lambda connection: read(connection, find_run(connection, run)), turns)
 
 
 async def _read_in_turn(request: Request, read: Work[T], turns: Turns | None = None) -> T:
-    """Read, by default in the turns of small reads, unless the client leaves while it waits for its turn."""
+    """Read, by default in the turns of small reads; give up if the client disconnects while waiting for its turn."""
     leaves = asyncio.ensure_future(_until_gone(request))
     try:
         async with (turns or _store(request).small).turn(caller_of(request).name, leaves):
@@ -257,8 +257,8 @@ async def get_curves(
     to_step: StepQuery = None,
     max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> Response:
-    """Metrics against the step; each `line` is METRIC (of heads: the worst head of every layer), METRIC:LAYER:HEAD, or
-    METRIC:LAYER for the layer's worst head."""
+    """Metrics by step; each `line` is METRIC (for per-head metrics the worst head of every layer), METRIC:LAYER:HEAD,
+    or METRIC:LAYER for the layer's worst head."""
     wanted = [curve_of(text) for text in line]
 
     def read(connection: Connection, row: Row[Any]) -> bytes:
@@ -295,7 +295,7 @@ async def get_events(
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> EventList:
-    """What happened in a run, newest first: events of every kind, or of those that are named."""
+    """Events of a run, newest first: all kinds, or only those named by `kind`."""
 
     found = await _of_run(request, run, lambda connection, _: events_of(connection, run, kind, cursor, limit + 1))
     more = found[limit - 1].id if len(found) > limit else None
@@ -314,7 +314,7 @@ async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
 
 @router.get("/v1/runs/{run:path}/resume-plan")
 async def get_resume_plan(request: Request, _: Reader, run: str) -> ResumePlan:
-    """The checkpoint that a run that failed goes back to, and what to change: known checkpoints by its incidents."""
+    """The checkpoint to resume a failed run from, and the settings to change; known checkpoints and their labels."""
 
     def read(connection: Connection, row: Row[Any]) -> ResumePlan:
         known = process_starts.of_now(connection, [row.id])
@@ -366,7 +366,7 @@ async def post_command(
     response: Response,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
 ) -> CommandStatus:
-    """Order a switch. A request repeated with the same Idempotency-Key answers 200 with the first command."""
+    """Order a switch. A request repeated with the same Idempotency-Key gets 200 and the first command."""
     expiry = request.app.state.settings.command_expiry_seconds
 
     def write(connection: Connection) -> CommandStatus:
@@ -380,7 +380,7 @@ async def post_command(
 
 @router.get("/v1/runs/{run:path}", response_model=RunDetail)
 async def get_run(request: Request, _: Reader, run: str) -> Response:
-    """Everything known of a run at its last step."""
+    """The full state of a run at its last step."""
 
     def read(connection: Connection, row: Row[Any]) -> bytes:
         return run_detail(connection, row, _verify_steps(request)).model_dump_json().encode()
@@ -396,7 +396,7 @@ async def get_command(request: Request, caller: Reader, command: str) -> Command
 
 def _reachable(connection: Connection, caller: Caller, command: str) -> CommandStatus:
     found = commands.status(connection, None, command, 1)
-    if not found or not found[0].run.startswith(caller.run_prefix):  # one answer: nobody learns of others' commands
+    if not found or not found[0].run.startswith(caller.run_prefix):  # the same answer hides commands of other tenants
         raise ProblemError(404, f"There is no command {command[:128]!r}.")
     return found[0]
 
@@ -418,7 +418,7 @@ async def decide(request: Request, caller: Actor, command: str, how: Decided, de
 async def _act(
     request: Request, caller: Caller, command: str, decision: Decision, act: Callable[..., Sequence[str]]
 ) -> list[CommandStatus]:
-    """Do this with a command that the caller reaches; how those stand then whose ids `act` gives back."""
+    """Call `act` for a command that the caller may reach; return the status of the commands whose ids it returns."""
 
     def write(connection: Connection) -> list[CommandStatus]:
         _reachable(connection, caller, command)
@@ -461,7 +461,7 @@ def _speaks_of_all(caller: Caller) -> None:
 
 @router.get("/metrics", response_class=Response)
 async def get_metrics(request: Request, caller: Reader) -> Response:
-    """For Prometheus."""
+    """Metrics for Prometheus."""
     exposer: Exposer = request.app.state.exposer
     body, content_type = await exposer.expose(request.headers.get("accept", ""), caller.run_prefix)
     return Response(body, headers={"content-type": content_type})
@@ -477,9 +477,9 @@ async def get_healthz() -> Health:
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz")
 async def get_readyz(request: Request) -> Any:
-    """The service can store a batch: it has written something within the last second. For probes, without a token.
+    """Readiness probe, without a token: the service could write to its store within the last second.
 
-    A full batch queue is announced and no reason to send the others elsewhere: one client may fill its part of it.
+    A full batch queue is reported but does not fail the probe, because one client may fill its own queue.
     """
     state = request.app.state
     store = await state.readiness.of_store()

@@ -1,8 +1,8 @@
-"""GET /v1/stream: what happens, as it happens (server-sent events).
+"""GET /v1/stream: events as they happen (server-sent events).
 
-Events of the log carry their id; a client that comes back with Last-Event-ID gets what it missed from the store. One
-that names an event which is not there, or not its own, hears what happens from now on.
-`sample` events only say that a run moved, with its newest numbers; they have no id and are not replayed.
+Events of the log have an id, so a client that reconnects with Last-Event-ID first gets the events that it missed. If
+that event does not exist, or the client may not see it, the stream starts with new events.
+`sample` events contain the newest numbers of a run; they have no id and are not replayed.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ async def _listen(
     run: Annotated[str | None, Query(max_length=128)] = None,
     last_event_id: Annotated[str, Header()] = "",
 ) -> AsyncIterator[Client]:
-    """Join before the answer begins: what happens after the client sees the first byte is not missed."""
+    """Register the client before the response begins, so that it misses no event after its first byte."""
     broadcaster: Broadcaster = request.app.state.broadcaster
     waiting: asyncio.Queue[StreamEvent | None] = asyncio.Queue(broadcaster.settings.stream_queue_events)
     client = Client(run, caller.run_prefix, caller.name, waiting)
@@ -52,7 +52,7 @@ async def _listen(
     "/v1/stream",
     response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {}}}},
-    summary="What happens, as it happens",
+    summary="Events as they happen",
 )
 async def stream(request: Request, client: Annotated[Client, Depends(_listen)]) -> StreamingResponse:
     """Server-sent events, of one run or of all; `started`, `verdict`, `switched`, `command`, `finished`, `sample`."""
@@ -62,7 +62,7 @@ async def stream(request: Request, client: Annotated[Client, Depends(_listen)]) 
 
 
 async def _is_let_in(request: Request) -> bool:
-    """Whether the session goes on, if the client has come with one."""
+    """Whether the client's session is still valid; always true without a session."""
     caller, keyring = caller_of(request), request.app.state.keyring
     return caller.csrf_token is None or await keyring.caller(request.headers) == caller
 
@@ -78,7 +78,7 @@ async def _send_events(
             async with broadcaster.store.large.turn(client.token):
                 missed = await broadcaster.store.read(read)
         except (BusyError, ClosingError):
-            return  # the client comes back
+            return  # the client reconnects
         for sent, event in missed:
             if client.wants(event.run):
                 yield stream_event(sent, event).written
@@ -92,7 +92,7 @@ async def _send_events(
                     return
                 looked = time.monotonic()
         except (SQLAlchemyError, ClosingError):
-            return  # the client comes back
+            return  # the client reconnects
         try:
             async with asyncio.timeout(ping):
                 item = await client.waiting.get()

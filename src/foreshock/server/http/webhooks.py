@@ -1,11 +1,10 @@
-"""Webhooks in: an alert may ask for a switch, never more.
+"""Webhook for Alertmanager: an alert may request a switch, and nothing else.
 
-Alertmanager proves itself by a bearer token with the scope `act`. A delivery may come twice, late or resolved: an alert
-(by fingerprint and start) orders or proposes a switch of the same heads once, and only alerts on the list below act at
-all. Each alert of a delivery is read on its own: one that is malformed holds up no other.
-It must speak of an incident that the service knows of itself: what may be done is that incident's own decision
-(contract.decision), the same that the agent takes and that people read: nothing but an audit row, a proposed
-command, or a command, bounded by a cool-down.
+Alertmanager authenticates with a bearer token with the scope `act`. Deliveries may be repeated, late or resolved, so an
+alert (by fingerprint and start) orders or proposes a switch of the same heads only once, and only the alerts listed
+below do so. Each alert of a delivery is parsed separately, so a malformed one does not block the others.
+The alert must name an open incident of the service. The incident's own decision (contract.decision), which the agent
+uses too, determines the result: only an audit row, a proposed command, or a command, limited by a cool-down.
 """
 
 import hashlib
@@ -42,7 +41,7 @@ Text = Annotated[Storable, Field(max_length=1024)]
 
 
 class Alert(BaseModel):
-    """One alert of a delivery, as Alertmanager sends it; fields that we do not use are ignored."""
+    """One alert of a delivery, as Alertmanager sends it; unused fields are ignored."""
 
     status: Text
     labels: dict[Text, Text] = Field(default_factory=dict, max_length=64)
@@ -51,20 +50,20 @@ class Alert(BaseModel):
 
 
 class Delivery(BaseModel):
-    """A webhook's body."""
+    """The body of a webhook request."""
 
     version: Text = ""
     status: Text = ""
     alerts: list[Any]
-    """Read one by one, as `Alert`."""
+    """Parsed one by one, as `Alert`."""
 
 
 @router.post("/v1/webhooks/alertmanager")
 async def from_alertmanager(request: Request, caller: Actor, delivery: Delivery) -> WebhookResult:
-    """A delivery of Alertmanager (version 4)."""
+    """Receive a delivery of Alertmanager (version 4)."""
     state = request.app.state
     results = []
-    for sent in delivery.alerts:  # each for itself: it holds its run, and none waits for another's
+    for sent in delivery.alerts:  # each in its own transaction, which locks only the alert's run
         try:
             alert = Alert.model_validate(sent)
         except ValidationError as error:
@@ -78,7 +77,7 @@ async def from_alertmanager(request: Request, caller: Actor, delivery: Delivery)
 
 
 def _passed_over(alert: Alert) -> str | None:
-    """Why an alert needs no look into the store."""
+    """Return the result of an alert that needs no read from the store, or None."""
     name = alert.labels.get("alertname", "")
     if name not in SWITCHING_ALERTS and name != WATCHDOG.name:
         return "ignored: no action is tied to this alert"
@@ -88,14 +87,14 @@ def _passed_over(alert: Alert) -> str | None:
 def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) -> str:
     name = alert.labels.get("alertname", "")
     if name == WATCHDOG.name:
-        if prefix:  # one tenant's alerts say nothing of the way that everybody's take
+        if prefix:  # the alerts of one tenant do not prove that those of all runs are delivered
             return "ignored: the watchdog counts from a token that reaches every run"
         set_state(connection, "watchdog", time.time())
         return "watchdog"
     run = alert.labels.get("run", "")
     row = connection.execute(select(runs).where(runs.c.name == run)).first()
     if row is None or not run.startswith(prefix):
-        return "refused: no run has this name"
+        return "refused: there is no run with this name"
     lock_runs(connection, [row.id])
     found = incidents_of(connection, [row.id], settings.verify_steps).get(row.id, [])
     cause = alert.labels.get("cause")
@@ -104,7 +103,7 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
         return "refused: the run has no open incident of this cause"
     description = described(process_starts.of_now(connection, [row.id])[row.id])
     if meant.act == "none":
-        why = f"no switch helps against {meant.causes[-1]}"
+        why = f"a switch does not help against {meant.causes[-1]}"
         if any(map(curable, meant.causes)):
             why = f"the run's policy is {description.get('policy', 'observe')}"
         noted: dict[str, Any] = {"alert": name, "incident": meant.id, "why": why}

@@ -1,4 +1,4 @@
-"""What happens, handed to everybody who listens: events of the log, and that a run moved."""
+"""Sends events of the log, and the newest numbers of runs, to all clients of the stream."""
 
 import asyncio
 import json
@@ -16,13 +16,13 @@ from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, log_store_error
 
 REPLAYED_AT_ONCE: Final = 1000
-"""Events of the log that are read at once."""
+"""Maximum number of events read from the log at once."""
 _POLL_SECONDS: Final = 1.0
 _SAMPLE_SECONDS: Final = 0.25
 
 
 class StreamEvent(NamedTuple):
-    """An event as it travels: written once, whoever listens. Those that only say that a run moved have no cursor."""
+    """An encoded event, the same for all clients. Samples and deletions have no cursor."""
 
     cursor: int | None
     written: bytes
@@ -30,24 +30,24 @@ class StreamEvent(NamedTuple):
 
 @dataclass(eq=False)
 class Client:
-    """One who listens."""
+    """One client of the stream."""
 
     run: str | None
     prefix: str
     token: str
-    """Its name."""
+    """The name of the client's token."""
     waiting: asyncio.Queue[StreamEvent | None]
     lost: bool = False
     since: int = 0
     resumes: bool = False
     joined: int | None = None
-    """Newest event when the client came; None until that is known."""
+    """Cursor of the newest event when the client connected; None until it has been read."""
 
     def wants(self, run: str) -> bool:
         return self.run in (None, run) and run.startswith(self.prefix)
 
     def offer(self, event: StreamEvent | None) -> None:
-        """Put an event into the client's queue; a client too slow for its queue is cut off and may resume."""
+        """Put an event into the client's queue. A client whose queue is full is disconnected, and may resume."""
         if self.lost:
             return
         if self.waiting.full():
@@ -59,12 +59,12 @@ class Client:
 
 @dataclass
 class Broadcaster:
-    """Reads new events from the store, this replica's and the others', and hands them to the clients."""
+    """Reads new events of all replicas from the store, and passes them to the clients."""
 
     store: Store
     settings: Settings
     clients: set[Client] = field(default_factory=set)
-    """Those who listen: as many as there may be requests at once (limits.ConcurrencyLimit)."""
+    """Connected clients; their number is limited as concurrent requests (limits.ConcurrencyLimit)."""
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Broadcaster:
         self._samples: dict[str, StreamSample] = {}
 
     def committed(self, batches: Sequence[Batch]) -> None:
-        """Called after a commit."""
+        """Announce the samples and events of committed batches."""
         if not self.clients:
             return
         for batch in batches:
@@ -83,15 +83,15 @@ class Broadcaster:
         self._moved.set()
 
     def deleted(self, run: str) -> None:
-        """Called after a run was deleted: its log is gone with it, so this is sent once, to this replica's clients."""
+        """Announce a deleted run, once and only to this replica's clients, because the run's log was deleted too."""
         self._hand_out(run, StreamEvent(None, format_sse_event(event="deleted", data_str=json.dumps({"run": run}))))
 
     def wake(self) -> None:
-        """Called after events were written by a route."""
+        """Read new events soon. Called after a route has written events."""
         self._moved.set()
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Pass on events until closed or cancelled."""
         last: int | None = None
         while not self.closed:
             try:
@@ -104,13 +104,13 @@ class Broadcaster:
         try:
             async with asyncio.timeout(_POLL_SECONDS):
                 await self._moved.wait()
-            await asyncio.sleep(_SAMPLE_SECONDS / 4)  # what is committed close together is read together
+            await asyncio.sleep(_SAMPLE_SECONDS / 4)  # so that commits shortly after one another are read together
         except TimeoutError:
             pass
         self._moved.clear()
         joined = [client.joined for client in self.clients if client.joined is not None]
         if not joined:
-            return None  # nobody listens: nothing to read until somebody does
+            return None  # without clients the log is not read
         after = min(joined) if last is None else last
         found = await self.store.read(lambda connection: events_after(connection, after, REPLAYED_AT_ONCE))
         last = after
@@ -130,7 +130,7 @@ class Broadcaster:
                 client.offer(event)
 
     def close(self) -> None:
-        """End every stream, so that the service can go down."""
+        """End every stream, so that the service can shut down."""
         self.closed = True
         self._moved.set()
         for client in self.clients:
@@ -138,5 +138,5 @@ class Broadcaster:
 
 
 def stream_event(cursor: int, event: RunEvent) -> StreamEvent:
-    """An event of the log as it travels; a client that comes back names its id."""
+    """Encode an event of the log. Its id is what a client sends as Last-Event-ID to resume."""
     return StreamEvent(cursor, format_sse_event(event=event.kind, id=event_id(event), data_str=event.model_dump_json()))

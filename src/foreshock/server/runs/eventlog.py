@@ -1,7 +1,7 @@
-"""The log of what happened: verdicts, switches, commands, starts and ends.
+"""The event log: verdicts, switches, commands, starts and ends.
 
-Each run numbers its own events, and that is all that anybody is shown. `events.id` orders those of all runs, for the
-service itself: it reads on from there.
+Clients see the number of an event within its run. `events.id` orders the events of all runs and is used only inside the
+service, as the cursor for reading new events.
 """
 
 import re
@@ -21,42 +21,42 @@ from foreshock.server.store.schema import boots, events, runs
 
 
 def printable(text: str) -> str:
-    """Text without control characters: one line in the log, and storable (PostgreSQL takes no NUL)."""
+    """Replace control characters, so that the text is one line and can be stored (PostgreSQL rejects NUL)."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def heads_of(row: Any) -> tuple[HeadRef, ...] | None:
-    """The heads that a command names; None if it is for every head."""
+    """Return the heads that a command names; None if it applies to every head."""
     return None if row.heads is None else tuple((layer, head) for layer, head in row.heads)
 
 
 def order_in_words(row: Any) -> str:
-    """What an order does: switch layer 0 head 2 to row_corrected."""
+    """Return an order's action in words, such as `switch layer 0 head 2 to row_corrected`."""
     does: str = KINDS.get(row.action, row.action)
     return does.format(heads=heads_in_words(heads_of(row)), mode=row.mode)
 
 
 def nobody_answers(row: Any) -> str:
-    """Why an order is refused that no rank is left to carry out."""
+    """Return the reason for refusing an order because no active rank can carry it out."""
     left = f"Could not {order_in_words(row)}: every rank that could do it has ended."
     return f"{left} Order it again when the run is resumed."
 
 
 def shared_sentence(ranks: Sequence[int]) -> str:
-    """What it means that two living processes call themselves one rank; at most eight ranks by number."""
+    """Return a sentence about ranks that several living processes use; it names at most eight of them."""
     named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return (
-        f"Several living processes call themselves rank {named}: only the newest of each is shown and gets orders. "
-        "Give each process a rank of its own (FORESHOCK_RANK), or each training a run of its own (FORESHOCK_RUN)."
+        f"Several running processes use rank {named}: only the newest process of each is shown and gets orders. "
+        "Give each process its own rank (FORESHOCK_RANK), or each training its own run (FORESHOCK_RUN)."
     )
 
 
-Told = Verdict | Switched | Clipped | Checkpoint | Started | Finished
-"""What of a batch goes into the log."""
+Logged = Verdict | Switched | Clipped | Checkpoint | Started | Finished
+"""The events of a batch that are written to the log."""
 
 
-def sentence_of(rank: int, event: Told) -> str:
-    """What happened at a rank, in words."""
+def sentence_of(rank: int, event: Logged) -> str:
+    """Return a sentence about an event of a rank."""
     match event:
         case Verdict():
             sentence = event.sentence
@@ -89,7 +89,7 @@ _NEWEST: Final = select(
 ).where(runs.c.id.in_(bindparam("run_ids", expanding=True)))
 _EVENT_ID: Final = re.compile(r"([0-9]{1,18}) ([A-Za-z0-9_.:/-]{1,128})")
 MOST_CHECKPOINTS: Final = 1000
-"""The newest of a run that a plan looks at."""
+"""Maximum number of a run's checkpoints, the newest ones, that a resume plan considers."""
 _PAYLOADS: Final = {
     "verdict": Verdict,
     "switched": Switched,
@@ -104,7 +104,7 @@ _PAYLOADS: Final = {
 def write_events(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append rows of `events`, all with the same columns; each gets the next number of its run.
 
-    The caller holds the runs, of which nothing made before counts any more (`runs.changes`).
+    The caller has locked the runs. Their `changes` counter is raised, which invalidates cached summaries and series.
     """
     if not rows:
         return
@@ -121,7 +121,7 @@ def write_events(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> N
 
 
 def events_of(connection: Connection, run: str, kinds: Sequence[str], before: int | None, limit: int) -> list[RunEvent]:
-    """Events of a run before a number (or the newest), newest first; of these kinds, where any is named."""
+    """Return events of a run with numbers below `before` (None: the newest), newest first; `kinds` if any are named."""
     query = _events(kinds).where(runs.c.name == run).order_by(desc(events.c.number)).limit(limit)
     if before is not None:
         query = query.where(events.c.number < before)
@@ -131,7 +131,7 @@ def events_of(connection: Connection, run: str, kinds: Sequence[str], before: in
 def events_after(
     connection: Connection, cursor: int, limit: int, *, run: str | None = None, kinds: Sequence[str] = ()
 ) -> list[tuple[int, RunEvent]]:
-    """Events of one run or of all after a cursor, oldest first, each with its own cursor."""
+    """Return events of one run or of all after a cursor, oldest first, each with its own cursor."""
     query = _events(kinds).where(events.c.id > cursor).order_by(events.c.id).limit(limit)
     if run is not None:
         query = query.where(runs.c.name == run)
@@ -139,12 +139,12 @@ def events_after(
 
 
 def event_id(event: RunEvent) -> str:
-    """What the stream calls an event: its number and its run."""
+    """Return the id of an event in the stream: its number and its run."""
     return f"{event.id} {event.run}"
 
 
 def cursor_of(connection: Connection, named: str, prefix: str) -> int | None:
-    """The cursor of an event by its `event_id`; None where it is none, of a run that begins otherwise too."""
+    """Return the cursor of an event by its `event_id`; None if it does not exist or its run lacks the prefix."""
     found = _EVENT_ID.fullmatch(named)
     if found is None or not found[2].startswith(prefix):
         return None
@@ -154,7 +154,7 @@ def cursor_of(connection: Connection, named: str, prefix: str) -> int | None:
 
 
 def newest_cursor(connection: Connection) -> int:
-    """The cursor of the newest event of all; 0 where there is none."""
+    """Return the cursor of the newest event of all runs; 0 if there is none."""
     return connection.execute(select(func.max(events.c.id))).scalar() or 0
 
 
@@ -179,7 +179,7 @@ def _as_event(row: Row[Any]) -> RunEvent:
 
 
 def checkpoints_of(connection: Connection, run_id: int) -> list[Checkpoint]:
-    """What was reported of a run's checkpoints, without those of steps that a later process start made again."""
+    """Return the reported checkpoints of a run, except those of steps that a later process start repeated."""
     query = (
         select(events.c.id, events.c.step, events.c.payload, boots.c.until_step)
         .join(boots, events.c.boot_id == boots.c.id)

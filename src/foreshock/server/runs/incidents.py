@@ -1,7 +1,7 @@
-"""Incidents of runs: made from the stored warnings on every read, and written into the log where they change.
+"""Incidents of runs: computed from the stored warnings on every read, and written to the event log when they change.
 
-Nothing of an incident is stored but that somebody acknowledged it, which is an event of the log. The log's own events
-of kind `incident` say how it went: what the stream hands on, and what people are notified of once.
+Incidents are not stored, only their acknowledgements, as events in the log. Events of kind `incident` record their
+changes; the stream sends these events, and people are notified of each once.
 """
 
 import time
@@ -28,43 +28,45 @@ from foreshock.server.store import audit, process_starts
 from foreshock.server.store.schema import boots, command_ranks, commands, events, warnings
 
 Newest = tuple[Axis, list[Row[Any]]]
-"""The heads of a run and the samples of its newest reading, as `newest_samples` gives them."""
+"""The heads of a run and the samples of its newest reading, as `newest_samples` returns them."""
 
 
 class Given(NamedTuple):
-    """What an order made of a head at a step."""
+    """The result of an order for a head."""
 
     step: int
     taken: bool
-    """Whether it took a mitigation away."""
+    """Whether the order removed a mitigation."""
     mode: str | None
-    """What the head has since; None while other ranks have not answered."""
+    """The head's mode since then; None while other ranks have not answered."""
 
 
 @dataclass
 class Orders:
-    """Orders and proposals of a run, the newest first, and what the newest that was carried out made of each head."""
+    """Orders and proposals of a run, the newest first, and the newest result for each head."""
 
     known: list[Order] = field(default_factory=list)
     given: dict[HeadRef, Given] = field(default_factory=dict)
     judged: list[SwitchOutcome] = field(default_factory=list)
-    """Of each switch that was verified; `step` is the last one at which a rank carried it out."""
+    """The outcomes of verified switches; `step` is the last step at which a rank applied the switch."""
 
     def modes(self, newest: Newest | None) -> tuple[dict[HeadRef, str], int]:
-        """The present modes, of the newest reading and what orders have changed since, and the step of that reading."""
+        """Return the present modes, from the newest reading and later orders, and the step of that reading."""
         found, step = dict[HeadRef, str](), 0
         if newest is not None:
             axis, rows = newest
             reading = merge(axis, rows, frozenset({"modes"}))
             step = int(reading.steps[-1])
             for ref, mode in zip(axis.heads, reading.fields["modes"][-1], strict=True):
-                with suppress(ValueError):  # nobody reported it, or this version does not know it
+                with suppress(ValueError):  # not reported (NaN), or unknown to this version
                     found[ref] = mode_name(int(mode))
         later = {ref: one.mode for ref, one in self.given.items() if one.mode is not None and one.step >= step}
         return found | later, step
 
     def held(self, warned: Iterable[Warned]) -> set[HeadRef]:
-        """Heads that a person took a mitigation from, until a warning of theirs is raised again (as in the agent)."""
+        """Return heads from which a person removed a mitigation and that have had no new warning since.
+
+        The agent applies the same rule."""
         raised: dict[AnyRef, int] = {}
         for one in warned:
             if one.stands:
@@ -73,7 +75,7 @@ class Orders:
 
 
 def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Orders]:
-    """The switches of each of these runs; dry runs, which change nothing, are left out."""
+    """Return the switches of each of these runs, without dry runs."""
     found: dict[int, Orders] = defaultdict(Orders)
     mine = commands.c.run_id.in_(run_ids), ~commands.c.dry_run, commands.c.action == "switch"
     rows = connection.execute(select(commands).where(*mine).order_by(desc(commands.c.number))).all()
@@ -93,7 +95,7 @@ def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Ord
 
 
 class SwitchedHead(NamedTuple):
-    """What a rank made of a head."""
+    """A head whose mode a rank changed."""
 
     step: int
     ref: HeadRef
@@ -102,8 +104,7 @@ class SwitchedHead(NamedTuple):
 
 
 def carried_out(connection: Connection, *only: ColumnElement[bool]) -> dict[str, list[SwitchedHead]]:
-    """Of these commands, by id, what ranks made of the heads that each names, but for what a later process start has
-    done again without it."""
+    """Return, by command id, the heads that ranks switched, except at steps that a later process start repeated."""
     found: dict[str, list[SwitchedHead]] = defaultdict(list)
     by = boots.c.run_id == commands.c.run_id, boots.c.rank == command_ranks.c.rank, boots.c.boot == command_ranks.c.boot
     query = select(commands.c.id, commands.c.heads, command_ranks.c.switched, boots.c.until_step).join(command_ranks)
@@ -118,7 +119,7 @@ def carried_out(connection: Connection, *only: ColumnElement[bool]) -> dict[str,
 
 
 def reject_evidence(connection: Connection, run_id: int, heads: Collection[HeadRef] | None) -> None:
-    """Mark the active warnings that call for a switch of these heads, None for every head, as rejected."""
+    """Mark active warnings that call for a switch of these heads (None: every head) as rejected."""
     for one in warned_of(connection, [run_id], warnings.c.active).get(run_id, ()):
         if calls_for_switch(one.verdict) and (heads is None or one.ref in heads):
             same = warnings.c.run_id == run_id, warnings.c.rank == one.rank, warnings.c.uid == one.verdict.id
@@ -133,10 +134,10 @@ def incidents_of(
     starts: Mapping[int, Sequence[Row[Any]]] | None = None,
     newest: Mapping[int, Newest] | None = None,
 ) -> dict[int, list[Incident]]:
-    """The incidents of each of these runs that has any, the most urgent first.
+    """Return the incidents of each of these runs that has any, the most urgent first.
 
-    verify_steps: how long after a switch it is judged; it speaks of all warnings that were raised until then.
-    starts, newest: the runs' process starts of now and newest samples, where the caller has read them already.
+    verify_steps: steps after a switch until it is verified; the result applies to all warnings raised until then.
+    starts, newest: the runs' present process starts and newest samples, if the caller has read them already.
     """
     warned = warned_of(connection, run_ids)
     if not warned:
@@ -171,8 +172,10 @@ def incidents_of(
 
 
 def warned_of(connection: Connection, run_ids: Collection[int], *only: ColumnElement[bool]) -> dict[int, list[Warned]]:
-    """Every warning in its newest word, `only` those if given, but for those of steps that a later boot does again, and
-    those of a former generation whose rank no longer holds the head: nobody would ever clear them.
+    """Return the newest verdict of every warning, by run; `only`: further conditions.
+
+    Left out are warnings of steps that a later process start repeated, and those of an earlier generation whose rank no
+    longer has the head, because no process would ever clear them.
     """
     query = select(warnings, boots.c.until_step, boots.c.newest).join(boots, warnings.c.boot_id == boots.c.id)
     query = query.where(warnings.c.run_id.in_(run_ids), *only)
@@ -190,8 +193,7 @@ def warned_of(connection: Connection, run_ids: Collection[int], *only: ColumnEle
 
 
 def present(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
-    """The present mode of every head that a rank holds, plain where no head's is known; and the heads that no machine
-    switches."""
+    """Return the present mode of every head (plain for all if none is known), and heads not switched automatically."""
     ranks = heads_by_rank(connection, [run_id]).get(run_id, {})
     refs = {ref for holding in ranks.values() for ref in holding.heads}
     orders = orders_of(connection, [run_id]).get(run_id, Orders())
@@ -201,7 +203,7 @@ def present(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], se
 
 
 def rejected_heads(connection: Connection, run_id: int) -> set[AnyRef]:
-    """Heads with a standing warning on whose evidence a person rejected a switch."""
+    """Return the heads with an active warning for which a person rejected a switch."""
     warned = warned_of(connection, [run_id]).get(run_id, ())
     return {one.ref for one in warned if one.rejected and one.stands}
 
@@ -218,9 +220,9 @@ def _acknowledged(connection: Connection, run_ids: Collection[int]) -> dict[int,
 
 
 def record_incidents(connection: Connection, run_ids: Collection[int], verify_steps: int) -> dict[int, list[Incident]]:
-    """Write into the log which incidents of these runs have opened, turned worse, grown tenfold or changed their state.
+    """Log which incidents of these runs have opened, become worse, grown tenfold or changed their state.
 
-    The caller holds the runs (`Store.lock_runs`). Returns the incidents.
+    The caller has locked the runs (`lock_runs`). Returns the incidents.
     """
     now, rows = time.time(), list[dict[str, Any]]()
 
@@ -250,7 +252,7 @@ def record_incidents(connection: Connection, run_ids: Collection[int], verify_st
 
 
 def _gone_over(found: Iterable[Incident]) -> dict[IncidentCause, Incident]:
-    """Causes without an incident of their own any more, and the incident that a warning of theirs went over to."""
+    """Return causes that no longer have their own incident, each with the incident that contains its warnings now."""
     present = {incident.cause for incident in found}
     corrected = ((head.corrected_from, incident) for incident in found for head in incident.heads)
     joined = ((cause, incident) for incident in found for cause in incident.causes)
@@ -258,12 +260,12 @@ def _gone_over(found: Iterable[Incident]) -> dict[IncidentCause, Incident]:
 
 
 def change_of(incident: Incident) -> IncidentChange:
-    """What the log keeps of an incident."""
+    """Return the short form of an incident for the log."""
     return IncidentChange.model_validate(dict(incident))
 
 
 def _has_changed(before: IncidentChange, now: IncidentChange) -> bool:
-    """Whether an incident has another state, more causes, or is worse than at its last event."""
+    """Whether an incident has another state, a new cause, or a higher severity than at its last event."""
     joined = set(now.causes) - {before.cause, *before.causes}
     other = (before.state, before.times) != (now.state, now.times)
     return bool(joined) or other or SEVERITIES.index(now.severity) > SEVERITIES.index(before.severity)
@@ -279,9 +281,9 @@ def _last_change(connection: Connection, run_id: int, cause: str) -> IncidentCha
 def acknowledge(
     connection: Connection, run: tuple[int, str], incident_id: str, who: str, reason: str, verify_steps: int
 ) -> Incident:
-    """Write down that `who` takes care of an incident of the run (its id and name); the incident as it is then.
+    """Record that `who` takes care of an incident of `run` (id and name); return the incident in its new state.
 
-    The caller holds the run. Raises ProblemError where the run has no incident of this id, or where it is closed.
+    The caller has locked the run. Raises ProblemError if the run has no such incident, or if it is closed.
     """
     run_id, name = run
     found = incidents_of(connection, [run_id], verify_steps).get(run_id, [])

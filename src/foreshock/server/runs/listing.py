@@ -1,4 +1,4 @@
-"""What people say of a run and do with it as a whole: its display name, tags and notes, and its end."""
+"""Summaries and details of runs; changes of a run's display name, tags and notes; deletion of runs."""
 
 import json
 import math
@@ -27,16 +27,16 @@ from foreshock.server.store.schema import boots, runs, topologies, warnings
 
 
 class SummaryCache:
-    """Summaries by run, kept until something of the run is stored. Their condition follows from the time too."""
+    """A cache of summaries, each valid until the run changes; their condition is computed at every read."""
 
     def __init__(self, most: int = 20_000) -> None:
-        """most: runs whose summaries are kept; beyond, all are read again."""
+        """most: the maximum number of cached summaries; if there are more, the cache is cleared."""
         self._most = most
         self._kept: dict[int, tuple[int, dict[str, Any]]] = {}
 
     def of(self, connection: Connection, rows: Sequence[Row[Any]], verify_steps: int) -> list[dict[str, Any]]:
-        """The fields of RunSummary for each run. verify_steps: as for `incidents_of`."""
-        kept = self._kept  # another read may put an empty one in its place meanwhile
+        """Return the fields of RunSummary for each run. verify_steps: as for `incidents_of`."""
+        kept = self._kept  # a concurrent read may replace the attribute by an empty dictionary
         new = [row for row in rows if kept.get(row.id, (None,))[0] != row.changes]
         if len(kept) > self._most:
             self._kept, new = (kept := {}), list(rows)
@@ -55,9 +55,9 @@ def list_runs(
     limit: int,
     steps: int,
 ) -> RunList:
-    """Runs whose names begin with `prefix`, the one heard from last first. steps: `verify_steps`.
+    """Return runs whose names begin with `prefix`, the one heard from last first. steps: `verify_steps`.
 
-    search: part of the name, of what people call the run, or of a tag.
+    search: part of the name, the display name, or a tag.
     """
     query = select(runs).order_by(desc(runs.c.last_seen), desc(runs.c.name)).limit(limit + 1)
     if prefix:
@@ -66,7 +66,7 @@ def list_runs(
         named = (runs.c.name, runs.c.display_name, runs.c.tags)
         query = query.where(or_(*(column.icontains(search, autoescape=True) for column in named)))
     if cursor is not None:
-        last_seen, _, name = cursor.partition("-")  # a run's number would show how many runs others have
+        last_seen, _, name = cursor.partition("-")  # an id would reveal how many runs other tenants have
         query = query.where(tuple_(runs.c.last_seen, runs.c.name) < tuple_(float.fromhex(last_seen), name))
     rows = connection.execute(query).all()
     more = rows[limit - 1] if len(rows) > limit else None
@@ -76,14 +76,14 @@ def list_runs(
 
 @dataclass(frozen=True)
 class RunNow:
-    """What the store knows of a run now."""
+    """The present state of a run."""
 
     row: Row[Any]
     starts: list[Row[Any]]
-    """The process starts of now."""
+    """The present process starts (`process_starts.of_now`)."""
     raised: list[ActiveWarning]
     incidents: list[Incident]
-    """Those that are not closed, the most urgent first."""
+    """Incidents that are not closed, the most urgent first."""
     newest: Newest | None
     """Its heads and the samples of its newest reading."""
 
@@ -94,14 +94,14 @@ class RunNow:
 
 
 def runs_now(connection: Connection, rows: Sequence[Row[Any]], verify_steps: int) -> list[RunNow]:
-    """These runs, in as many queries for many as for one. verify_steps: as for `incidents_of`."""
+    """Read the state of these runs with a fixed number of queries. verify_steps: as for `incidents_of`."""
     ids = [row.id for row in rows]
     starts, raised = process_starts.of_now(connection, ids), active_warnings(connection, ids)
     newest = newest_samples(connection, ids)
     made = incidents_of(connection, list(raised), verify_steps, starts=starts, newest=newest)
-    standing = {run_id: [one for one in own if one.state != "closed"] for run_id, own in made.items()}
+    not_closed = {run_id: [one for one in own if one.state != "closed"] for run_id, own in made.items()}
     return [
-        RunNow(row, starts[row.id], raised.get(row.id, []), standing.get(row.id, []), newest.get(row.id))
+        RunNow(row, starts[row.id], raised.get(row.id, []), not_closed.get(row.id, []), newest.get(row.id))
         for row in rows
     ]
 
@@ -109,17 +109,17 @@ def runs_now(connection: Connection, rows: Sequence[Row[Any]], verify_steps: int
 def summaries(
     connection: Connection, rows: Sequence[Row[Any]], verify_steps: int
 ) -> list[tuple[RunNow, dict[str, Any]]]:
-    """Each run with the fields of its RunSummary. verify_steps: as for `incidents_of`."""
-    beside = process_starts.beside(connection, [row.id for row in rows])
+    """Return each run with the fields of its RunSummary. verify_steps: as for `incidents_of`."""
+    older = process_starts.overlapping(connection, [row.id for row in rows])
     found = runs_now(connection, rows, verify_steps)
-    return [(now, _summary(now, beside[now.row.id])) for now in found]
+    return [(now, _summary(now, older[now.row.id])) for now in found]
 
 
-def _summary(now: RunNow, beside: Sequence[Row[Any]]) -> dict[str, Any]:
+def _summary(now: RunNow, older: Sequence[Row[Any]]) -> dict[str, Any]:
     row, reading = now.row, now.reading
     latest, description = reading.latest() if reading else {}, described(now.starts)
     stepped = [start.stepped for start in process_starts.newest(now.starts).values() if start.stepped is not None]
-    shared = list(process_starts.shared([*now.starts, *beside]))
+    shared = list(process_starts.shared([*now.starts, *older]))
     keys = ("policy", "numerics", "mitigation", "switch_scope", "qk_clip", "world_size")
     return {
         "run": row.name,
@@ -144,21 +144,21 @@ def _summary(now: RunNow, beside: Sequence[Row[Any]]) -> dict[str, Any]:
 
 
 def hung_after(step_seconds: float | None) -> float:
-    """How long an active run may end no step before it hangs, in seconds: as the alert ForeshockRunHung has it."""
+    """Return the seconds without a finished step after which an active run is hung; same as in ForeshockRunHung."""
     if step_seconds is None or not math.isfinite(step_seconds):
         return FIRST_STEP_SECONDS
     return max(HUNG_STEPS * step_seconds, HUNG_SECONDS)
 
 
 def tags_of(row: Row[Any]) -> list[str]:
-    """The tags of a row of `runs`, sorted."""
+    """Return the tags in a row of `runs`, sorted."""
     return list(json.loads(row.tags)) if row.tags else []
 
 
 def active_warnings(
     connection: Connection, run_ids: Sequence[int], named: Sequence[str] | None = None
 ) -> dict[int, list[ActiveWarning]]:
-    """Warnings that are raised, not cleared, and not of steps that a later boot does again; all, or of these names."""
+    """Return active warnings, except those of steps that a later boot repeated; `named`: only those with these ids."""
     picked = (warnings.c.active,) if named is None else (warnings.c.active, warnings.c.uid.in_(named))
     return {
         run_id: [ActiveWarning(**dict(one.verdict), rank=one.rank, raised_step=one.raised_step) for one in own]
@@ -167,7 +167,7 @@ def active_warnings(
 
 
 def run_detail(connection: Connection, row: Row[Any], verify_steps: int) -> RunDetail:
-    """Everything known of a run."""
+    """Return the full state of a run."""
     [(now, summary)] = summaries(connection, [row], verify_steps)
     lost = losses(connection, [row.id])[row.id]
     return RunDetail(
@@ -185,18 +185,18 @@ def run_detail(connection: Connection, row: Row[Any], verify_steps: int) -> RunD
 
 @dataclass
 class Losses:
-    """What went wrong in a run, all process starts together."""
+    """Lost events, faults and non-finite steps of a run, all process starts together."""
 
     dropped: Counter[str] = field(default_factory=Counter)
-    """Events of agents, by reason."""
+    """Events that agents lost, by reason."""
     faults: Counter[str] = field(default_factory=Counter)
-    """By component."""
+    """Faults of agents, by component."""
     nonfinite_steps: int = 0
-    """Of the rank that has the most."""
+    """Steps with a non-finite loss, at the rank that has the most."""
 
 
 def losses(connection: Connection, run_ids: Collection[int]) -> dict[int, Losses]:
-    """What went wrong in each of these runs; process starts that report the same are read as one."""
+    """Return the losses of each of these runs; process starts with the same report are grouped in the query."""
     found: dict[int, Losses] = defaultdict(Losses)
     same = boots.c.run_id, boots.c.rank, boots.c.health
     sums = (
@@ -242,7 +242,7 @@ def _layers(connection: Connection, now: RunNow) -> list[LayerState]:
 
 
 def find_run(connection: Connection, run: str) -> Row[Any]:
-    """The row of a run. Raises ProblemError when there is none."""
+    """Return the row of a run. Raises ProblemError if the run does not exist."""
     row = connection.execute(select(runs).where(runs.c.name == run)).first()
     if row is None:
         raise ProblemError(404, f"There is no run {run[:128]!r}: it was deleted, or its name is misspelt.")
@@ -250,7 +250,7 @@ def find_run(connection: Connection, run: str) -> Row[Any]:
 
 
 def describe(connection: Connection, run: str, who: str, description: Description) -> None:
-    """Write down what is new, in the audit trail and the log too."""
+    """Store the changed fields of a run's description, with an audit row and an event."""
     row = find_run(connection, run)
     lock_runs(connection, [row.id])
     row = find_run(connection, run)
@@ -267,7 +267,7 @@ def describe(connection: Connection, run: str, who: str, description: Descriptio
     connection.execute(
         update(runs)
         .where(runs.c.id == row.id)
-        .values(**stored, changes=runs.c.changes + 1)  # what was made of it is old
+        .values(**stored, changes=runs.c.changes + 1)  # invalidates cached summaries
     )
     audit.append(connection, actor=who, action="described", run=run, details=new)
     sentence = printable(f"{who} changed the run's {' and '.join(new).replace('_', ' ')}.")
@@ -276,15 +276,15 @@ def describe(connection: Connection, run: str, who: str, description: Descriptio
 
 
 async def delete(store: Store, run: str, who: str, decision: Decision) -> None:
-    """Delete a run with all that belongs to it, a little at a time; the audit trail keeps who and why.
+    """Delete a run and all its data, in small transactions; the audit trail records who deleted it and why.
 
-    Raises ProblemError where no run has this name, and where it still trains: it would come back with its next batch.
+    Raises ProblemError if the run does not exist, or still trains: its next batch would create it again.
     """
     entry: dict[str, Any] = {"actor": who, "run": run, "details": {"reason": decision.reason}}
     trains = ProblemError(
         409,
-        f"Run {run} still trains, and would come back with its next batch. Stop it, or wait until nothing has been "
-        f"heard of it for {SILENT_SECONDS:.0f} s.",
+        f"Run {run} still trains, so its next batch would create it again. Stop it, or wait until it has sent nothing "
+        f"for {SILENT_SECONDS:.0f} s.",
     )
 
     def begin(connection: Connection) -> Row[Any]:

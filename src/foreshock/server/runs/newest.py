@@ -1,8 +1,8 @@
-"""What the newest process starts and samples of runs say: what a run is now, and its values as last measured.
+"""The present state of runs, and their last measured values, from the newest process starts and samples.
 
-One answer for the page, the API and the command line. Most samples lack what is measured now and then: spectral norms,
-the entropy of sampled rows, numbers that a training reports rarely. /metrics shows the last known value of each, since
-a series that comes and goes draws dots and holds no alert.
+The page, the API and the command line all use these functions. Some values are missing from most samples: spectral
+norms, the entropy of sampled rows, numbers that a training reports rarely. /metrics shows the last known value of each,
+because an intermittent series draws only dots and cannot keep an alert firing.
 """
 
 import math
@@ -39,11 +39,11 @@ _SEVERITIES: Final[tuple[Severity | None, ...]] = (None, *SEVERITIES)
 
 
 def condition_of(fields: Mapping[str, Any], now: float | None = None) -> dict[str, Any]:
-    """What RunSummary says of a run's state, from its other fields: it changes while nothing arrives.
+    """Return the fields of RunSummary that depend on the present time, computed from its other fields.
 
-    A run that has not ended is silent when nothing is heard of it, and hung when it is heard of and no step ends. The
-    severity is that of its worst open incident; of a silent or hung run at least a warning, of a loss that is not
-    finite critical, whether its agent warned of it or not.
+    An active run is silent if nothing was received for some time, and hung if heartbeats arrive but no step ends. The
+    severity is that of its worst open incident; at least warning if the run is silent or hung, and critical if its loss
+    is not finite, even without a warning of its agent.
     """
     now = time.time() if now is None else now
     condition, since = fields["status"], None
@@ -65,7 +65,7 @@ def condition_of(fields: Mapping[str, Any], now: float | None = None) -> dict[st
 
 @dataclass
 class RankHeads:
-    """What the newest process start of a rank watches."""
+    """The heads that the newest process start of a rank watches."""
 
     boot: str
     heads: frozenset[HeadRef]
@@ -73,7 +73,7 @@ class RankHeads:
     finished: bool
 
     def may_hold(self, heads: Collection[object] | None) -> bool:
-        """Whether it holds some of these heads, None for every head, or has not said what it holds."""
+        """Whether the rank has one of these heads (None: every head), or has not reported its heads yet."""
         return heads is None or not self.known or not self.heads.isdisjoint(heads)
 
 
@@ -81,26 +81,26 @@ Ranks = Mapping[int, RankHeads]
 
 
 def concerned(heads: Collection[HeadRef] | None, ranks: Ranks) -> set[int]:
-    """The ranks that have to answer an order for these heads, or for every one: those that train on and hold some."""
+    """Return the ranks that must answer an order for these heads (None: every head): active ranks with such heads."""
     return {rank for rank, own in ranks.items() if not own.finished and own.may_hold(heads)}
 
 
 def all_ended(heads: Collection[HeadRef] | None, ranks: Ranks) -> bool:
-    """Whether some rank holds some of these heads, and each that does has ended: no answer can come any more.
+    """Whether at least one rank has some of these heads, and all such ranks have ended, so that none can answer.
 
-    A run that is resumed in another shape may have heads for a moment that no rank holds; somebody may yet.
+    If no rank has them, the result is False: after a resume with another world size, a rank may still report them.
     """
     held = [own for own in ranks.values() if own.may_hold(heads)]
     return bool(held) and all(own.finished for own in held)
 
 
 def nobody_left(heads: Collection[HeadRef] | None, ranks: Ranks) -> bool:
-    """Whether it is known that no rank is left to carry out an order for these heads, or for every one."""
+    """Whether no active rank can carry out an order for these heads (None: every head)."""
     return bool(ranks) and not concerned(heads, ranks)
 
 
 def heads_by_rank(connection: Connection, run_ids: Collection[int]) -> dict[int, dict[int, RankHeads]]:
-    """For each run and rank, the heads that its newest process start holds."""
+    """Return, for each run and rank, the heads of its newest process start."""
     if not run_ids:
         return {}
     query = select(boots.c.run_id, boots.c.rank, boots.c.boot, boots.c.finished_status, boots.c.topology)
@@ -120,13 +120,13 @@ _STEPS_LOOKED_AT = 16
 
 
 class _Description(Started):
-    """As a boot's is stored: its layers stand elsewhere."""
+    """The stored form of a `Started`; its layers are stored in `topologies`."""
 
     layers: tuple[Layer, ...] = ()
 
 
 def described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
-    """The description that the newest process start gave of itself, without its layers; empty when none has yet."""
+    """Return the description (`Started`) of the newest process start that sent one, without its layers, or {}."""
     for row in reversed(process_starts.in_order(rows)):
         description = (
             read_back(_Description, row.description, "description of boot", row.id) if row.description else None
@@ -137,7 +137,7 @@ def described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
 
 
 def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
-    """A run has finished when the newest process start of every rank has; the worst ending names it."""
+    """Return the status of a run: active until the newest process start of every rank has ended, then the worst end."""
     endings = {row.finished_status for row in process_starts.newest(rows).values()}
     if not endings or None in endings:
         return "active"
@@ -145,9 +145,9 @@ def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
 
 
 def newest_samples(connection: Connection, run_ids: Collection[int]) -> dict[int, tuple[Axis, list[Row[Any]]]]:
-    """The heads of each run that has a sample, and the samples of its newest reading: three queries for all runs.
+    """Return, for each run with samples, its heads and the samples of its newest reading, in three queries.
 
-    It is the newest step that as many ranks of the newest generation have reported as any of the last few.
+    The newest reading is the newest of the last few steps that the most ranks of the newest generation have reported.
     """
     live = LIVE_SAMPLES.order_by(None)
     steps = live.with_only_columns(samples.c.step).where(samples.c.run_id == runs.c.id).group_by(samples.c.step)
@@ -169,19 +169,19 @@ def newest_samples(connection: Connection, run_ids: Collection[int]) -> dict[int
 
 
 _ALWAYS: Final = ""
-"""Under this name: the newest sample's step, what every sample of the process start so far has held, and, once
-one has data for heads, for how many: that number is the same in all of them."""
+"""Key of `boots.measured` for a list: the newest sample's step, the names that every sample of the process start has,
+and, once a sample has data for heads, the number of heads, which is the same in all samples."""
 _STATES: Final = "states"
 NORMS: Final = ("query_norm", "key_norm", "query_key_norm")
 _STEPS_AT_ONCE: Final = 4096
 _STARTS: Final = 4
-"""Process starts of a rank, the newest first, in which a last measured value is looked for."""
+"""The number of newest process starts of a rank that are searched for a last measured value."""
 Earlier = tuple[frozenset[str], list[Row[Any]]]
-"""Arrays to be read, and samples in the fixed order."""
+"""Names of arrays to read, and samples in the fixed order."""
 
 
 def with_sample(known: str | None, sample: Sample) -> str:
-    """`boots.measured` after one more sample, in whatever order they come."""
+    """Return `boots.measured` after one more sample; the result does not depend on the order of samples."""
     given = {name for name in (*PER_HEAD, *SCALARS) if getattr(sample, name) is not None}
     if sample.states is not None:
         words = fitted(sample.states.numpy())
@@ -196,14 +196,14 @@ def with_sample(known: str | None, sample: Sample) -> str:
 
 
 def heads_measured(known: str | None) -> int | None:
-    """For how many heads the samples of a process start have data, by its `boots.measured`; None until one has any."""
+    """Return the number of heads in the samples of a process start, from its `boots.measured`; None if unknown."""
     return next(iter(from_json(known)[_ALWAYS][2:]), None) if known else None
 
 
 def earlier_samples(
     connection: Connection, newest: Mapping[int, tuple[Axis, Collection[Row[Any]]]]
 ) -> dict[int, Earlier]:
-    """Of each run, given with its newest reading, the other samples in which something was measured last."""
+    """Return, for each run, the samples before its newest reading that have a last measured value."""
     recency = func.row_number().over(partition_by=(boots.c.run_id, boots.c.rank), order_by=boots.c.id.desc())
     columns = (boots.c.run_id, boots.c.id, boots.c.rank, boots.c.measured, boots.c.until_step, recency.label("recency"))
     known = select(*columns).where(boots.c.run_id.in_(newest), boots.c.measured.is_not(None)).subquery()
@@ -221,7 +221,7 @@ def earlier_samples(
             wanted[run_id, step].add(boot_id)
     rows: dict[int, list[Row[Any]]] = {run_id: [] for run_id in names}
     places = sorted(wanted)
-    for first in range(0, len(places), _STEPS_AT_ONCE):  # a statement holds so many numbers at most
+    for first in range(0, len(places), _STEPS_AT_ONCE):  # because a statement has a maximum number of parameters
         own = tuple_(samples.c.run_id, samples.c.step).in_(places[first : first + _STEPS_AT_ONCE])
         for row in connection.execute(LIVE_SAMPLES.where(own)):
             if row.boot_id in wanted[row.run_id, row.step]:
@@ -232,20 +232,20 @@ def earlier_samples(
 
 
 def _counted(words: Words) -> npt.NDArray[np.bool_]:
-    """Of which heads any row was seen."""
+    """Return a mask of the heads of which a row was counted."""
     rows, empty, nonfinite = (words[:, slot] for slot in (Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS))
     seen: npt.NDArray[np.bool_] = rows | empty | nonfinite != 0
     return seen
 
 
 def _lacks(words: Words, slots: Sequence[Slot]) -> npt.NDArray[np.bool_]:
-    """Of which heads a sample did not measure this."""
+    """Return a mask of the heads for which a sample lacks these slots."""
     lacking: npt.NDArray[np.bool_] = words[:, slots[0]] == NOTHING_SEEN[slots[0]]
     return lacking
 
 
 def carry(axis: Axis, reading: MergedSteps, earlier: Earlier) -> int | None:
-    """Fill what the newest step of a reading lacks with what was measured last; the step of the norms that it took."""
+    """Fill missing values of the newest step with those last measured; return the step of the norms used, or None."""
     names, rows = earlier
     known = merge(axis, rows, names)
     norms_step = None

@@ -146,7 +146,7 @@ def latest_of(connection: Connection, run_id: int, without: Collection[int]) -> 
     return connection.execute(query.order_by(desc(boots.c.place)).limit(1)).first()
 
 
-def beside(connection: Connection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
+def overlapping(connection: Connection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
     """Return, by run, the process starts that were heard while a newer one of their rank existed (for `shared`)."""
     found: dict[int, list[Row[Any]]] = defaultdict(list)
     spoke = boots.c.run_id.in_(list(run_ids)), boots.c.beside, ~boots.c.newest
@@ -165,11 +165,11 @@ def shared(rows: Iterable[Row[Any]]) -> dict[int, Row[Any]]:
     return {
         rank: own
         for rank, own in last.items()
-        if any(row.rank == rank and row.id != own.id and _lives_beside(row, own) for row in rows)
+        if any(row.rank == rank and row.id != own.id and _lives_next_to(row, own) for row in rows)
     }
 
 
-def _lives_beside(older: Row[Any], own: Row[Any]) -> bool:
+def _lives_next_to(older: Row[Any], own: Row[Any]) -> bool:
     both = older.finished_status is None and own.finished_status is None
     heard = older.last_seen > own.began + _TOGETHER_SECONDS
     return both and heard and abs(older.last_seen - own.last_seen) < SILENT_SECONDS

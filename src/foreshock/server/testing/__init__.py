@@ -1,4 +1,4 @@
-"""For tests and benchmarks of a checkout, and no part of a wheel: a real service, and batches as a rank sends them."""
+"""A real service, and batches as a rank sends them, for tests and benchmarks. Not part of a wheel."""
 
 import json
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from foreshock.server.child import ServiceProcess
 
 
 class LiveService(ServiceProcess):
-    """A ServiceProcess whose /metrics is never older than the question, and clients of it."""
+    """A ServiceProcess with clients for it; its /metrics are never cached."""
 
     def __init__(self, folder: Path, environment: dict[str, str] | None = None, **constants: float) -> None:
-        """constants: of Settings, in addition to what the environment sets."""
+        """constants: class variables of Settings to change, in addition to the settings of `environment`."""
         super().__init__(folder, environment)
         self.module = ("foreshock.server.testing", json.dumps({"metrics_seconds": 0.0, **constants}))
 
@@ -41,13 +41,13 @@ class LiveService(ServiceProcess):
         return httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
 
     def post(self, batch: Batch, token: str | None = None) -> Ack:
-        """Send a batch, and what the service says to it."""
+        """Send a batch and return its acknowledgement."""
         with self.client(token) as client:
             return Ack.model_validate_json(post(client, batch).raise_for_status().content)
 
 
 def post(client: httpx.Client, batch: Batch) -> httpx.Response:
-    """Send a batch; what the service answers."""
+    """Send a batch and return the response."""
     body = batch.model_dump_json()
     return client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
 

@@ -1,4 +1,4 @@
-"""`python -m foreshock.server.testing '{"metrics_seconds": 0.0}'`: serve with these constants of Settings changed."""
+"""`python -m foreshock.server.testing '{"metrics_seconds": 0.0}'`: run it with changed constants of Settings."""
 
 import json
 import sys

@@ -20,9 +20,9 @@ export interface Acknowledged {
   unix_seconds: number;
 }
 
-/** Somebody takes care of an incident. */
+/** A statement that somebody takes care of an incident. */
 export interface Acknowledgement extends Decision {
-  /** its id: its cause, with a dash for a space */
+  /** the incident's id: its cause, with a dash for a space */
   incident: string;
 }
 
@@ -63,7 +63,7 @@ export interface AuditRow {
   details: Record<string, unknown>;
 }
 
-/** Every metric that series and, where per_head, matrix can show, as charts stand; every mode that kernels serve. */
+/** Every metric for curves and (if per_head) the matrix, in the order of the charts; every mode of the kernels. */
 export interface Catalog {
   metrics: MetricInfo[];
   modes: ModeChoice[];
@@ -128,7 +128,7 @@ export interface CommandRequest extends Decision {
   heads?: [number, number][] | null;
   /** the kind of order */
   action?: string;
-  /** the mode that these heads get; of a switch alone */
+  /** the mode that these heads get; only for a switch */
   mode?: string | null;
   /** refuse unless every named head has this mode now */
   expect?: string | null;
@@ -137,19 +137,19 @@ export interface CommandRequest extends Decision {
   dry_run?: boolean;
 }
 
-/** An order and its way through the ranks. */
+/** An order and the answers of the ranks. */
 export interface CommandStatus extends Order {
   run: string;
-  /** what it does, in words */
+  /** the action in words */
   what: string;
   ranks: RankAnswer[];
-  /** why it is refused though no rank refused it: all that could answer have ended */
+  /** why it was refused without a rank's answer: all ranks that could answer have ended */
   closed_because: string | null;
-  /** the order that takes this one's switch back */
+  /** the order that undoes this switch */
   undone_by: string | null;
 }
 
-/** One curve, without points where the run lacks the head. The four lists have one entry per point; a point spans the steps since the one before, and keeps their minimum and maximum. The worst head of a layer is found at each step: the line shows the value of the one that was the worst. */
+/** One curve; it has no points if the run does not have the head. The four lists have one entry per point. A point covers the steps since the previous point, with their minimum, maximum and last value. The worst head of a layer is chosen at each step, so one line may show several heads. */
 export interface CurveLine {
   metric: string;
   unit: string;
@@ -160,32 +160,32 @@ export interface CurveLine {
   low: (number | null)[];
   high: (number | null)[];
   last: (number | null)[];
-  /** for the worst head of a layer: which head it was at the point's worst step */
+  /** for the worst head of a layer: the number of that head at the point's worst step */
   worst_head: (number | null)[] | null;
 }
 
-/** Curves over the same steps, in the order in which they were asked for; at most max_points points each. Where no layer was named for a metric of heads, the lines of all layers stand in its place. */
+/** Curves over the same steps, in the requested order; at most max_points points each. A per-head metric requested without a layer has one line for each layer. */
 export interface Curves {
   run: string;
   lines: CurveLine[];
-  /** lines that were asked for of a layer or head that the run does not have */
+  /** requested lines whose layer or head does not exist in the run */
   unknown: string[];
 }
 
-/** Approval or rejection of a proposed command, or the end of one that is under way. */
+/** Approval or rejection of a proposed command, or cancellation of an open one. */
 export interface Decision {
   who: string;
   reason: string;
 }
 
-/** A webhook's body. */
+/** The body of a webhook request. */
 export interface Delivery {
   version?: string;
   status?: string;
   alerts: unknown[];
 }
 
-/** What people say of a run. What is left out stays as it is; what is empty is taken away. */
+/** Display name, tags and notes of a run. A missing field stays unchanged; an empty one is removed. */
 export interface Description {
   who: string;
   display_name?: string | null;
@@ -255,7 +255,7 @@ export interface Incident {
   order: Order | null;
 }
 
-/** An incident in short: in the list of runs, in the event log, in the stream. */
+/** The short form of an incident in the list of runs, in the event log, and in the stream. */
 export interface IncidentChange {
   id: string;
   /** the first of `causes` */
@@ -281,7 +281,7 @@ export interface IncidentChange {
   steps_left: number | null;
   /** the incident in words */
   sentence: string;
-  /** in the log: written because it grew tenfold, nothing else changed */
+  /** in the log: true if the incident only grew tenfold */
   grown: boolean;
 }
 
@@ -329,14 +329,14 @@ export interface LabelledCheckpoint {
   pinned: boolean;
 }
 
-/** One watched layer, all ranks together. `modes` and `risk` stand in the order of `heads`. */
+/** One watched layer, all ranks together. `modes` and `risk` are in the order of `heads`. */
 export interface LayerState {
   layer: number;
   name: string;
   heads: number[];
-  /** null: nothing in the model shows its agent how many there are */
+  /** null: the agent cannot find the number in the model */
   kv_heads: number | null;
-  /** null: neither the model nor a call shows it to the agent */
+  /** null: the agent cannot find it in the model or in a call */
   head_dim: number | null;
   served_by: string;
   sampled: boolean;
@@ -344,31 +344,31 @@ export interface LayerState {
   risk: (number | null)[];
 }
 
-/** A token in exchange for a session cookie. */
+/** A token to exchange for a session cookie. */
 export interface Login {
   token: string;
 }
 
-/** One per-head metric at the newest step that is not after the one asked for. Spectral norms, which are measured now and then, are shown as they were last measured. */
+/** One per-head metric at the requested step, or at the newest step before it. Spectral norms, which only some samples contain, are shown as they were last measured. */
 export interface Matrix {
   run: string;
   metric: string;
   unit: string;
-  /** the step shown; null when there is no sample at or before the one asked for */
+  /** the step shown; null if there is no sample at or before the requested step */
   step: number | null;
-  /** by when the values were measured; null when they never were */
+  /** the step by which the values were measured; null: never */
   measured_step: number | null;
   layers: number[];
   heads: number[];
-  /** the first layer that did not fit; ask again with from_layer for it and those after */
+  /** the first layer that did not fit; pass it as from_layer to get the next layers */
   next_layer: number | null;
-  /** [layers, heads]; null where a layer lacks the head, or its count */
+  /** [layers, heads]; null if the head does not exist or has no value */
   values: ((number | null)[])[];
-  /** steps that can be asked for, thinned to at most max_steps, ascending */
+  /** steps that can be requested, thinned to at most max_steps, ascending */
   steps: number[];
 }
 
-/** A metric of the catalogue: all that is needed to draw it. */
+/** A metric of the catalogue, with everything needed to draw it. */
 export interface MetricInfo {
   key: string;
   title: string;
@@ -383,18 +383,18 @@ export interface MetricInfo {
   /** a share, read in percent */
   percent: boolean;
   levels: MetricLevels | null;
-  /** drawn at once, on demand, or in no chart of its own */
+  /** drawn at once, on demand, or (null) without a chart */
   chart: "first" | "more" | null;
 }
 
-/** From where on a value is marked; with `below`, small values are the bad ones. */
+/** The levels from which a value is marked; with `below`, small values are bad. */
 export interface MetricLevels {
   alarm: number;
   watch: number | null;
   below: boolean;
 }
 
-/** A mode that a head may be switched to, alone or with others. */
+/** A mode that a head may be switched to; a head may have several. */
 export interface ModeChoice {
   name: string;
   does: string;
@@ -440,14 +440,14 @@ export interface Problem {
   errors: ProblemItem[];
 }
 
-/** One thing that is wrong with a request. */
+/** One error in a request. */
 export interface ProblemItem {
   /** path into the request, as events.3.step */
   where: string;
   message: string;
 }
 
-/** Where a command stands with one rank. */
+/** The state of a command at one rank. */
 export interface RankAnswer {
   rank: number;
   deliveries: number;
@@ -471,7 +471,7 @@ export interface ResumePlan {
   checkpoints: LabelledCheckpoint[];
 }
 
-/** Everything known of one run at its last step. */
+/** The full state of one run at its last step. */
 export interface RunDetail extends RunSummary {
   versions: Record<string, string>;
   layers: LayerState[];
@@ -480,13 +480,13 @@ export interface RunDetail extends RunSummary {
   latest: Record<string, number | null>;
   agent_dropped: Record<string, number>;
   agent_faults: Record<string, number>;
-  /** what people wrote about it */
+  /** notes that people wrote about it */
   notes: string;
 }
 
-/** Something that happened. Exactly the field that `kind` names is set, except for started and finished. */
+/** One event. Only the field that `kind` names is set; started and finished have no such field. */
 export interface RunEvent {
-  /** number within the run: 1 is the first event that was stored of it */
+  /** number within the run, counted from 1 */
   id: number;
   run: string;
   kind: "started" | "verdict" | "switched" | "clipped" | "checkpoint" | "command" | "finished" | "incident" | "acknowledged" | "described";
@@ -515,13 +515,13 @@ export interface RunList {
 /** One row of the list of runs. */
 export interface RunSummary {
   run: string;
-  /** as its processes reported it; `condition` is how it is by now */
+  /** as its processes reported it; `condition` is its state by now */
   status: "active" | "completed" | "failed" | "stopped";
-  /** silent: not heard of for five minutes; hung: heard of, but no step ends; else its status */
+  /** silent: nothing received for five minutes; hung: heartbeats arrive, but no step ends; else status */
   condition: "active" | "hung" | "silent" | "completed" | "failed" | "stopped";
   /** since when it is silent or hung */
   condition_since_unix_seconds: number | null;
-  /** of its worst open incident; at least warning when silent or hung, critical when its loss is not finite; null: nothing is known to be wrong */
+  /** of its worst open incident; at least warning when silent or hung, critical when its loss is not finite; null: no known problem */
   severity: "info" | "warning" | "critical" | null;
   /** the larger, the sooner it needs a person; ended runs are below the others */
   urgency: number;
@@ -536,21 +536,21 @@ export interface RunSummary {
   world_size: number | null;
   /** ranks that have sent something */
   ranks: number;
-  /** of which ranks several processes live, in a sentence; null: of none */
+  /** a sentence that names ranks used by several living processes; null: none */
   shared_ranks: string | null;
   first_seen_unix_seconds: number;
   last_seen_unix_seconds: number;
   last_step: number | null;
-  /** when the newest step came, or the process started */
+  /** when the newest step arrived, or the process started */
   last_step_unix_seconds: number | null;
-  /** an active run that has ended no step for longer hangs */
+  /** an active run is hung if no step ended for longer than this */
   hung_after_seconds: number;
   loss: number | null;
   worst_risk: number | null;
   active_warnings: number;
-  /** the shortest forecast of them: steps until the largest |score| reaches 512 */
+  /** shortest forecast of its warnings: steps until the largest |score| reaches 512 */
   forecast_steps: number | null;
-  /** those that are not closed, the most urgent first */
+  /** incidents that are not closed, the most urgent first */
   incidents: IncidentChange[];
   labels: Record<string, string>;
   /** display name; null: none */
@@ -559,7 +559,7 @@ export interface RunSummary {
   tags: string[];
 }
 
-/** Who asks. `csrf_token` goes into the header X-CSRF-Token of every POST that is authenticated by the cookie. */
+/** The caller. Every POST that is authenticated by the cookie needs `csrf_token` in the header X-CSRF-Token. */
 export interface Session {
   login_needed: boolean;
   name: string | null;
@@ -567,10 +567,10 @@ export interface Session {
   csrf_token: string | null;
 }
 
-/** What ordering a mode for every head takes: an order for each of `changes`. */
+/** The orders needed to add a mode to every head: one for each of `changes`. */
 export interface SwitchPlan {
   changes: SwitchedTo[];
-  /** heads that already have the mode among others, and keep them */
+  /** heads that already have this mode together with others */
   unchanged: [number, number][];
 }
 
@@ -588,14 +588,14 @@ export interface Switched {
   reason: string;
 }
 
-/** Heads that an order gives a mode. */
+/** Heads and the mode that an order gives them. */
 export interface SwitchedTo {
   mode: string;
   /** null means every head of the run */
   heads: [number, number][] | null;
 }
 
-/** An order to take a switch back. */
+/** An order to undo a switch. */
 export interface Undo extends Decision {
   reason: string;
   dry_run?: boolean;
@@ -628,7 +628,7 @@ export interface Verdict {
   sentence: string;
 }
 
-/** What became of the alerts of one webhook delivery. */
+/** The results of the alerts in one webhook delivery. */
 export interface WebhookResult {
   results: string[];
 }
