@@ -14,7 +14,7 @@ OLDER = (
     "tests/contract/test_catalog.py",
     "tests/server/test_golden_batches.py",
     "tests/server/test_rolling_upgrade.py",
-    "tests/kernels/test_attention_properties.py",
+    "tests/kernels/test_statistics.py",
     "tests/kernels/test_triton_sampled_rows.py",
     "tests/monitor/test_samples.py",
     "tests/monitor/test_probe.py",

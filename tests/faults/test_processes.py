@@ -18,11 +18,10 @@ import pytest
 import torch
 from tests.faults.hostile_server import HostileServer, acknowledge, answer, hang, hostile_server
 from tests.faults.sending import BUSY_SECONDS, eventually
-from tests.monitor.tiny_models import tiny_gpt, train_step
+from tests.monitor.tiny_models import tiny_gpt
 
 from foreshock.contract import wire
 from foreshock.monitor import Agent, AgentConfig, attach
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 
 SCRIPT = Path(__file__).parent / "training.py"
 QUICK: dict[str, Any] = {
@@ -212,47 +211,6 @@ def test_data_loader_workers_of_every_kind_work_beside_the_agent(method: str, tm
         agent.step(2.0)
         agent.close()
         assert server.events("finished")
-
-
-@pytest.mark.promise("A13")
-def test_a_restarted_rank_is_a_new_boot_of_the_same_run_and_sorts_after_it() -> None:
-    boots = []
-    for _ in range(3):
-        agent = attach(tiny_gpt(), **QUICK)
-        boots.append(agent.boot)
-        assert agent.run == "a-run"
-        agent.close()
-        time.sleep(0.002)
-    assert boots == sorted(set(boots))
-
-
-def test_a_command_reaches_the_kernel_and_is_answered_once_though_delivered_twice(tmp_path: Path) -> None:
-    order = {"id": "c1", "heads": [[1, 0]], "mode": "exact_delta", "reason": "a person asked", "issued_by": "ada"}
-    with hostile_server(acknowledge) as server:
-        server.commands = [order]
-        model = tiny_gpt()
-        agent = attach(model, **QUICK, url=server.url, spool_directory=tmp_path)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def train_until(what: str, done: Any) -> None:
-            def step_and_look() -> Any:
-                agent.step(train_step(model, optimizer, agent.current_step))
-                return done()
-
-            eventually(what, step_and_look)
-
-        train_until("the answer", lambda: server.events("switched"))
-        server.commands = [order]
-        train_until("the second delivery", lambda: not server.commands)
-        last = agent.current_step
-        train_until("samples after it", lambda: server.events("sample")[-1]["step"] > last + 5)
-        assert model.blocks[1].__dict__[LAYER_ATTRIBUTE].modes.tolist() == [1, 0]
-        agent.close()
-        (answer,) = server.events("switched")
-        assert (answer["command"], answer["outcome"]) == ("c1", "applied")
-        after = [e for e in server.events("sample") if e["step"] > answer["step"]]
-        modes = {tuple(wire.Array(**e["modes"]).numpy().tolist()) for e in after}
-        assert modes == {(0, 0, 1, 0)}
 
 
 @pytest.mark.promise("A16")

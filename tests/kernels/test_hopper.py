@@ -243,17 +243,3 @@ def test_no_product_takes_a_stale_tile_past_the_last_key_nor_where_nothing_is_co
     lines = machine_code.listing(kernel, tmp_path)
     assert any("HGMMA" in line for line in lines)
     assert machine_code.products_of_stale_registers(lines) == []
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_second_largest_score_costs_two_minima_or_maxima_a_score_most_of_them_beside_exponentials(
-    causal: bool,
-) -> None:
-    loops = {second: softmaxes(compiled(causal=causal, residual=True, modes=True, second=second)) for second in (0, 1)}
-    # A thread holds 32 scores of each of two rows. Without it: their largest, four threads' largest, the running one.
-    assert {part.count("FMNMX") for part in loops[0]} == {2 * (31 + 2 + 1)}
-    # A score's larger and smaller of two, and the largest of the smaller ones; then the running pair.
-    assert {part.count("FMNMX") for part in loops[1]} == {2 * (31 + 31 + 30 + 2 + 4)}
-    before = [part[: part.index("MUFU.EX2")].count("FMNMX") for part in loops[1]]
-    assert max(before) < 98, "most of it is to run while the exponentials are computed, which nothing else does"
-    assert all(part.count("SHFL") == loops[0][0].count("SHFL") for part in loops[1])

@@ -1,4 +1,4 @@
-"""What attention computes: outputs and gradients against float64, and every feature against its definition."""
+"""What attention computes: outputs and gradients against float64, each feature against its definition, and edges."""
 
 import math
 from collections.abc import Callable
@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from foreshock.kernels.flash_attention import flash_attention
+from foreshock.contract.slots import Slot
+from foreshock.kernels.flash_attention import flash_attention, new_state, op
+from foreshock.kernels.flash_attention.dropout import kept, philox_4x32
 
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -35,18 +38,23 @@ def gradients(inputs: list[Tensor], grad: Tensor, **options: Any) -> list[Tensor
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
+def log_sum_exp(inputs: list[Tensor], **options: Any) -> Tensor:
+    _, lse = flash_attention(*inputs, **options, return_lse=True)
+    return lse.double()
+
+
 def naive(inputs: list[Tensor], grad: Tensor, visible: Tensor, scale: float, softcap: float = 0.0) -> list[Tensor]:
-    """The same by autograd, from the definition."""
+    """The same by autograd, from the definition, and the log-sum-exp."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     query, key, value = leaves
     group = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(group, 1).mT * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
-    weights = torch.where(visible.any(-1, keepdim=True), weights, 0.0)
+    scores = scores.masked_fill(~visible, -math.inf)
+    weights = torch.where(visible.any(-1, keepdim=True), scores.softmax(-1), 0.0)
     out = weights @ value.repeat_interleave(group, 1)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad), scores.logsumexp(-1).detach()]
 
 
 def every(queries: int, keys: int) -> Tensor:
@@ -83,7 +91,9 @@ def test_float64_equals_autograd_of_the_definition(name: str) -> None:
     *inputs, grad = tensors(2, 4, 13, 8, **shapes)
     scale = options.get("scale", 1 / math.sqrt(8))
     expected = naive(inputs, grad, visible, scale, options.get("softcap", 0.0))
-    for got, want in zip(gradients(inputs, grad, numerics="float64", **options), expected, strict=True):
+    options = options | {"numerics": "float64"}
+    given = [*gradients(inputs, grad, **options), log_sum_exp(inputs, **options)]
+    for got, want in zip(given, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -97,6 +107,9 @@ def test_every_numerics_computes_the_same_mathematics(name: str, numerics: str) 
     for got, want in zip(gradients(inputs, grad, numerics=numerics, **options), truth, strict=True):
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
+    exact = log_sum_exp([x.double() for x in inputs], numerics="float64", **options)
+    slack = 2.0**-7 if numerics == "paper" else 1e-5  # paper numerics round scores and row sums to bf16
+    torch.testing.assert_close(log_sum_exp(inputs, numerics=numerics, **options), exact, rtol=slack, atol=slack)
 
 
 @pytest.mark.promise("K1")
@@ -263,3 +276,114 @@ def test_a_thousand_repeats_are_bitwise_equal() -> None:
     for _ in range(1000):
         again = gradients(inputs, grad, causal=True)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("counter", "seed", "word"),
+    [  # Random123's known answers for philox4x32-10
+        ((0, 0, 0, 0), 0, 0x6627E8D5),
+        ((0xFFFFFFFF,) * 4, -1, 0x408F276D),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822, 0xD16CFE09),
+    ],
+)
+def test_dropout_draws_the_published_words(counter: tuple[int, int, int, int], seed: int, word: int) -> None:
+    assert philox_4x32(counter, torch.tensor(seed)).item() == word
+
+
+def test_dropout_equals_autograd_with_the_mask_written_out() -> None:
+    *inputs, grad = tensors(2, 4, 20, 8)
+    torch.manual_seed(5)
+    seed = torch.randint(2**63 - 1, ())
+    mask = kept(seed, (2, 4, 20, 20), 0.3)
+    assert mask.double().mean().item() == pytest.approx(0.7, abs=0.03)
+    query, key, value = (x.clone().requires_grad_() for x in inputs)
+    scores = (query @ key.mT / math.sqrt(8)).masked_fill(distance(20, 20, 0) > 0, -math.inf)
+    out = (scores.softmax(-1) * mask / 0.7) @ value
+    expected = [out, *torch.autograd.grad(out, (query, key, value), grad)]
+    torch.manual_seed(5)
+    given = gradients(inputs, grad, causal=True, dropout_p=0.3, numerics="float64")
+    torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("numerics", ["kernel", "paper"])
+def test_every_numerics_drops_the_same_entries(numerics: str) -> None:
+    *inputs, grad = [x.bfloat16() for x in tensors(2, 4, 20, 8)]
+    torch.manual_seed(7)
+    given = gradients(inputs, grad, dropout_p=0.5, numerics=numerics)
+    torch.manual_seed(7)
+    truth = gradients([x.double() for x in inputs], grad.double(), dropout_p=0.5, numerics="float64")
+    torch.testing.assert_close([x.double() for x in given], truth, rtol=2e-2, atol=5e-2)
+
+
+def leaves(length: int) -> list[Tensor]:
+    return [x.bfloat16().requires_grad_() for x in tensors(1, 2, length, 24)[:3]]
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_one_graph_serves_every_length(scale: float | None) -> None:
+    torch._dynamo.reset()
+    state = new_state(2, "cpu")
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flash_attention(query * 1.0, key, value, causal=True, scale=scale, state=state)
+
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=graphs)
+    rows, compilations = 0, []
+    for length in (31, 47, 20):
+        inputs = leaves(length)
+        plain = flash_attention(*inputs, causal=True, scale=scale)
+        grads = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
+        wanted = torch.autograd.grad(plain.square().sum(), inputs)
+        assert all(torch.equal(x, y) for x, y in zip(grads, wanted, strict=True))
+        rows += length
+        compilations.append(graphs.frame_count)
+    assert state[:, Slot.ROWS].tolist() == [rows] * 2
+    assert len(set(compilations)) == 1  # all of them before the second length
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_packed_sequences_need_not_say_how_long_the_longest_is_and_are_refused_if_they_say_less(side: str) -> None:
+    (query, key, value), ends = leaves(50), torch.tensor([0, 13, 13, 44], dtype=torch.int32)
+    packed: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": "top_left"}
+    longest: dict[str, Any] = {"max_seqlen_q": 31, "max_seqlen_k": 31}
+    told = attention(query, key, value, **packed, **longest)
+    assert torch.equal(attention(query, key, value, **packed), told)
+    with pytest.raises(
+        ValueError, match=f"max_seqlen_{side} is 30, but the longest sequence has 31 rows; pass at least that"
+    ):
+        attention(query, key, value, **packed, **longest | {f"max_seqlen_{side}": 30})
+
+
+def test_a_graph_that_is_kept_counts_its_rows_once() -> None:
+    inputs, state = leaves(17), new_state(2, "cpu")
+    out = flash_attention(*inputs, causal=True, state=state)
+    first = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+    counted = state.clone()
+    again = torch.autograd.grad(out.sum(), inputs)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert torch.equal(state, counted)
+    assert state[:, Slot.ROWS].tolist() == [17, 17]
+
+
+def test_a_forward_without_a_backward_keeps_no_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def noting(forward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        def taking(*inputs: object) -> tuple[Tensor, ...]:
+            result = forward(*inputs)
+            sizes.append(result[1].numel())
+            return result
+
+        return taking
+
+    for name in ("attention_forward", "_attention_forward"):  # by PyTorch's dispatcher, and past it
+        monkeypatch.setattr(op, name, noting(getattr(op, name)))
+    inputs = leaves(21)
+    with_one = flash_attention(*inputs, causal=True)
+    with torch.no_grad():
+        assert torch.equal(flash_attention(*inputs, causal=True), with_one)
+    assert torch.equal(flash_attention(*(x.detach() for x in inputs), causal=True), with_one)
+    flash_attention(inputs[0].detach(), inputs[1], inputs[2].detach())
+    assert sizes == [with_one.numel(), 0, 0, with_one.numel()]

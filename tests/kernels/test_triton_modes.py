@@ -1,10 +1,13 @@
-"""The modes of a head in the Triton kernels: each acts on its head alone and computes the same mathematics."""
+"""The modes of a head in the Triton kernels: each acts on its head alone, computes the same mathematics, and cures."""
 
 import pytest
 import torch
 from tests.kernels.triton_calls import (
+    CUDA,
+    DEVICE,
     INTERPRETED,
     Inputs,
+    Outputs,
     attend,
     attend_by_reference,
     flags,
@@ -13,11 +16,19 @@ from tests.kernels.triton_calls import (
     scaled,
     truth,
 )
+from torch import Tensor
 
-from foreshock.contract.modes import Mode
+from foreshock.contract.modes import Mode, parse_mode
 from foreshock.contract.slots import Slot
-from foreshock.kernels.flash_attention import AttentionSpec
-from foreshock.kernels.flash_attention.spec import residual_scale
+from foreshock.kernels.flash_attention import AttentionSpec, new_state
+from foreshock.kernels.flash_attention.launch import call_of
+from foreshock.kernels.flash_attention.spec import Arguments, residual_scale
+from foreshock.kernels.flash_attention.triton_kernels import forward
+from foreshock.kernels.flash_attention.triton_kernels.grad_query import launch_grad_query
+from foreshock.kernels.flash_attention.triton_kernels.passes import Tensors
+from foreshock.kernels.flash_attention.triton_kernels.rounding import launch_rounding
+from foreshock.kernels.flash_attention.triton_kernels.rows import launch_rows
+from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
 # The interpreter computes masked lanes too, and warns of what they overflow to.
 pytestmark = [
@@ -113,3 +124,143 @@ def test_saturated_and_tied_rows_are_not_biased(size: float) -> None:
         )
         < 1e-3
     )
+
+
+BOTH = "exact_delta+row_corrected"
+CASES = [
+    pytest.param("row_corrected", 70, 70, 32, 2, 1, {"causal": "top_left"}, 300.0, id="rows, causal, grouped"),
+    pytest.param("row_corrected", 33, 75, 40, 2, 2, {"causal": "bottom_right"}, 30.0, id="rows, bottom right"),
+    pytest.param("row_corrected", 50, 50, 32, 2, 2, {"softcap": 20.0}, 3.0, id="rows, softcap"),
+    pytest.param(
+        "row_corrected", 50, 50, 32, 2, 2, {"scale": -0.2, "window_left": 9}, 300.0, id="rows, negative scale"
+    ),
+    pytest.param("row_corrected", 75, 33, 32, 2, 1, {"causal": "bottom_right"}, 1e4, id="rows, empty rows"),
+    pytest.param("row_corrected", 64, 64, 32, 2, 2, {"window_left": 10, "window_right": 0}, 0.0, id="rows, window"),
+    pytest.param(BOTH, 70, 70, 24, 4, 2, {"causal": "top_left"}, 3000.0, id="both, causal, grouped"),
+]
+if CUDA:
+    CASES += [
+        pytest.param(mode, length, length, dim, 8, kv, options, offset, id=f"{mode}, {dim}, {length}, {kv}, {options}")
+        for mode in ("row_corrected", BOTH)
+        for length, dim, kv, options, offset in (
+            (1024, 64, 8, {"causal": "top_left"}, 300.0),
+            (1000, 128, 1, {"causal": "top_left"}, 3000.0),
+            (777, 256, 4, {}, 30.0),
+            (900, 96, 2, {"window_left": 100, "window_right": 50}, 1e4),
+        )
+    ]
+
+
+def common(inputs: Inputs, offset: float) -> Inputs:
+    """The same with queries and keys that share a direction, for an offset of about this size, and values another."""
+    generator = torch.Generator().manual_seed(11)
+    dim = inputs.key.shape[3]
+    direction = torch.randn(dim, generator=generator).to(DEVICE)
+    direction /= direction.norm()
+    shared = 3 * torch.randn(dim, generator=generator).to(DEVICE)
+    return Inputs(
+        (inputs.query + 4 * direction).to(inputs.query.dtype),
+        (inputs.key + direction * offset * dim**0.5 / 4).to(inputs.key.dtype),
+        (inputs.value + shared).to(inputs.value.dtype),
+        inputs.grad,
+    )
+
+
+def same_but_for(cured: Outputs, plain: Outputs, head: int) -> bool:
+    """Whether all other heads kept their bits, in all that is theirs alone."""
+    others = [each for each in range(plain.out.shape[1]) if each != head]
+    kept = all(torch.equal(a[:, others], b[:, others]) for a, b in zip(cured[:5], plain[:5], strict=True))
+    return kept and torch.equal(cured.state[others], plain.state[others])
+
+
+def score_rounding(inputs: Inputs, spec: AttentionSpec) -> Tensor:
+    """By how much fp32 products of D terms may err in any order of their sum, [B, H, Sq]: D 2^-24 of the sum of their
+    sizes, for the key where that is largest."""
+    query, key = inputs.query.double().abs(), inputs.key.double().abs()
+    sizes = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
+    return query.shape[3] * 2.0**-24 * abs(spec.scale) * sizes.amax(3) + 1e-5
+
+
+@pytest.mark.promise("K1")
+@pytest.mark.parametrize(("name", "length_q", "length_k", "dim", "heads", "kv_heads", "options", "offset"), CASES)
+def test_a_cured_head_is_right_and_the_others_keep_their_bits(
+    name: str, length_q: int, length_k: int, dim: int, heads: int, kv_heads: int, options: dict[str, object],
+    offset: float,
+) -> None:  # fmt: skip
+    inputs, spec = common(random_inputs(length_q, length_k, dim, heads, kv_heads), offset), scaled(dim, **options)
+    mode = parse_mode(name)
+    modes = flags(mode, *[Mode.PLAIN] * (heads - 1))
+    given, expected = attend(inputs, spec, modes), attend_by_reference(inputs, spec, modes=modes)
+    exact, plain = truth(inputs, spec), attend(inputs, spec, flags(*[Mode.PLAIN] * heads))
+    for field in ("out", "grad_query", "grad_key", "grad_value"):
+        error = largest_error(getattr(expected, field), getattr(exact, field))
+        assert largest_error(getattr(given, field), getattr(exact, field)) <= 2 * error + 1e-5, field
+    assert (given.lse.isfinite() == exact.lse.isfinite()).all()
+    assert ((given.lse - exact.lse).abs().nan_to_num(0) <= score_rounding(inputs, spec)).all()
+    assert same_but_for(given, plain, 0)
+    for slot in (Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS):
+        assert given.counts(slot) == expected.counts(slot)
+    for slot in (Slot.SCORE_MAX, Slot.SCORE_OFFSET_SUM):
+        assert given.counts(slot) == pytest.approx(expected.counts(slot), rel=1e-4, abs=0.05 * length_q)
+    if name == "row_corrected":
+        assert all(torch.equal(a, b) for a, b in zip(given[:5], plain[:5], strict=True))
+        assert torch.equal(given.grad_value, plain.grad_value)
+        assert torch.equal(given.state, plain.state)
+
+
+def test_a_row_correction_is_a_hundred_times_as_exact_at_an_offset_of_300() -> None:
+    inputs, spec = common(random_inputs(96, 96, 32, 1, 1), 300.0), scaled(32, causal="top_left")
+    exact = truth(inputs, spec).grad_query
+    plain, cured = (
+        (attend(inputs, spec, flags(mode)).grad_query.double() - exact).norm().item()
+        for mode in (Mode.PLAIN, Mode.ROW_CORRECTED)
+    )
+    assert 100 * cured <= plain
+    assert cured <= 0.006 * exact.norm().item()
+
+
+def test_a_pass_for_corrected_heads_alone_makes_their_dq_and_delta_to_the_bit_and_touches_no_other() -> None:
+    modes = flags(Mode.PLAIN, Mode.ROW_CORRECTED, Mode.EXACT_DELTA, Mode.EXACT_DELTA | Mode.ROW_CORRECTED)
+    inputs, spec = common(random_inputs(70, 70, 32, 4, 2), 300.0), scaled(32, causal="top_left")
+    query, key, value, grad = inputs
+    given = Arguments(modes, None, None, 70, 70, None, spec)
+    saved = (query, key, value, *forward.attention_forward(query, key, value, given))
+    tensors = Tensors(grad, *saved, new_state(4, DEVICE), modes, None, None, None)
+    call = call_of(query, key, value, given, grad, *saved[3:])
+    config = configs(call.capability, call.block_d, call.mean_keys).grad_query
+
+    untouched = torch.full_like(query, 7.0)
+
+    def launched(*passes: bool) -> list[Tensor]:
+        """dQ, delta and folded rows [B, H, Sq, ...] after the first pass and these, each for all heads or not."""
+        rows, grad_query = launch_rows(call, tensors), untouched.clone()
+        for corrected_only in passes:
+            launch_grad_query(call, config, tensors, rows, grad_query, corrected_only=corrected_only)
+        assert isinstance(rows.delta, Tensor)
+        assert isinstance(rows.folded, Tensor)
+        return [grad_query, rows.delta, rows.folded.view(*query.shape[:3], 8)]
+
+    for before, all_heads, alone in zip(launched(), launched(False), launched(True), strict=True):
+        for head, corrected in enumerate((False, True, False, True)):
+            assert torch.equal(alone[:, head], (all_heads if corrected else before)[:, head])
+            assert torch.equal(alone[:, head], before[:, head]) != corrected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("rows_of_heads", [False, True])
+def test_the_sums_of_hopper_s_backward_become_dq_of_the_heads_that_are_not_corrected(
+    heads: int, rows_of_heads: bool, dtype: torch.dtype
+) -> None:
+    sums = torch.randn(2, heads, 13, 128, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    if rows_of_heads:
+        sums = sums.transpose(1, 2).contiguous().transpose(1, 2)
+    wanted = (sums * 0.3).to(dtype)
+    spec, modes = scaled(128, scale=0.3), flags(*[Mode.PLAIN, Mode.ROW_CORRECTED] * 2)[:heads].clone()
+    for given in (None, torch.zeros_like(modes), modes):
+        grad_query = torch.full_like(wanted, 7.0)
+        call = call_of(wanted, wanted, wanted, Arguments(given, None, None, 13, 13, None, spec))
+        launch_rounding(call, "dQ", sums, grad_query, 0.3, given)
+        for head in range(heads):
+            corrected = given is modes and bool(modes[head])
+            assert torch.equal(grad_query[:, head], (torch.full_like(wanted, 7.0) if corrected else wanted)[:, head])

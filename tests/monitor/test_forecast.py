@@ -106,13 +106,6 @@ far = st.floats(2.0, 500.0)
 """The target, in what has grown so far."""
 
 
-@given(start=st.floats(-50.0, 50.0), gained=st.floats(0.5, 50.0), far=far)
-def test_what_grows_evenly_goes_on_evenly(start: float, gained: float, far: float) -> None:
-    end = start + 2 * gained
-    assume(end > 0.1)
-    assert until(far * end, start, start + gained, end) == pytest.approx((far - 1) * end / gained, rel=1e-5)
-
-
 @given(level=st.floats(-50.0, 0.0), grown=now, doublings=st.floats(0.2, 6.0), far=far)
 def test_what_compounds_from_zero_or_below_goes_on_from_there(
     level: float, grown: float, doublings: float, far: float
@@ -178,23 +171,6 @@ def test_noise_within_one_standard_error_of_each_value_makes_no_compounding_of_e
     assume(end > 0.1)
     likely = until(far * end, start, middle, end, error)
     assert likely == pytest.approx((far - 1) * end / (end - middle), rel=1e-9)
-
-
-@given(end=now, doublings=st.floats(0.5, 3.0), far=far, noise=st.tuples(*[st.floats(-1.0, 1.0)] * 3))
-def test_noise_moves_the_forecast_of_what_compounds_by_little(
-    end: float, doublings: float, far: float, noise: tuple[float, float, float]
-) -> None:
-    true = [end / 2 ** (doublings * back) for back in (2, 1, 0)]
-    error = 0.005 * (end - true[0])
-    start, middle, seen = (value + error * each for value, each in zip(true, noise, strict=True))
-    came = math.log2(far) / doublings
-    assert came / 1.2 <= until(far * end, start, middle, seen, error) <= 1.6 * came
-
-
-def test_what_came_in_one_leap_is_not_foreseen_to_leap_again() -> None:
-    level, leap = until(512.0, 4.0, 4.0, 20.0), until(512.0, 4.0, 3.0, 20.0)
-    assert level >= math.log(512 / 20) / math.log(20 / 4) * (1 - 1e-9)
-    assert leap >= math.log(512 / 20) / math.log(20 / 3) * (1 - 1e-9)
 
 
 def test_a_drift_is_warned_about_only_if_it_does_harm_within_some_windows_and_its_risk_says_how_near_that_is() -> None:

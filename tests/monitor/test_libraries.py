@@ -176,24 +176,20 @@ def test_a_library_that_is_imported_after_attach_is_met_from_the_next_step_on(
     got.assert_same_bits(alone(by_name))
 
 
-def test_two_agents_and_their_end_in_any_order_leave_the_library_as_it_was() -> None:
+def test_two_agents_and_their_end_in_any_order_leave_the_library_as_it_was_and_so_what_was_taken_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    importing = types.ModuleType("importing")
+    monkeypatch.setitem(sys.modules, "importing", importing)
     for first, second in ((0, 1), (1, 0)):
         agents = [attach(model_of(by_name), **EVERY_STEP) for _ in range(2)]
+        vars(importing)["taken"] = flash_attn_2.FlashAttnFunc
         assert not issubclass(flash_attn_2.FlashAttnFunc, torch.autograd.Function)
         agents[first].close()
         assert not issubclass(flash_attn_2.FlashAttnFunc, torch.autograd.Function)
         agents[second].close()
         assert issubclass(flash_attn_2.FlashAttnFunc, torch.autograd.Function)
-
-
-def test_a_name_that_took_what_stood_in_for_a_library_gets_the_librarys_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    importing = types.ModuleType("importing")
-    monkeypatch.setitem(sys.modules, "importing", importing)
-    agent = attach(tiny_gpt(), **EVERY_STEP)
-    vars(importing)["taken"] = flash_attn_2.FlashAttnFunc
-    agent.close()
-    assert vars(importing)["taken"] is flash_attn_2.FlashAttnFunc
-    assert issubclass(flash_attn_2.FlashAttnFunc, torch.autograd.Function)
+        assert vars(importing)["taken"] is flash_attn_2.FlashAttnFunc
 
 
 ROWS, LENGTH = 2, 12

@@ -138,12 +138,7 @@ def test_a_bias_that_is_not_finite_makes_rows_that_are_not_finite(bad: float) ->
     assert slot_values(words, Slot.EMPTY_ROWS).tolist() == [0] * 4
 
 
-SLOPES = torch.tensor([0.5, 0.1, 2.0, 0.02])
 CAP = 12.0
-
-
-def alibi_of_each(scores: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return scores - SLOPES[head] * (query - key).abs()
 
 
 def capped(scores: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -155,18 +150,6 @@ def same_words(words: Any, expected: Any, tolerance: float = 0.0) -> None:
     for slot in Slot:
         got, wanted = slot_values(words, slot), slot_values(expected, slot)
         np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance, err_msg=slot.name)
-
-
-@pytest.mark.parametrize("rows", [5, 40, EVERY_ROW])
-@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_a_function_of_the_scores_counts_as_the_same_bias_in_a_mask(causal: Any, rows: int) -> None:
-    query, key, value, grad = tensors(torch.bfloat16, seed=rows)
-    position = torch.arange(24, dtype=torch.int32)
-    bias = alibi_of_each(torch.zeros(()), position, torch.arange(4).view(-1, 1, 1), position[:, None], position)
-    options: dict[str, Any] = {"causal": causal, "window": (9, -1)}
-    words = probed(query, key, value, grad, grad, Sampling(rows, strict=True), 3, score_mod=alibi_of_each, **options)
-    masked = probed(query, key, value, grad, grad, Sampling(rows, strict=True), 3, mask=bias, **options)
-    same_words(words, masked)
 
 
 @pytest.mark.parametrize("offset", [2.0, 40.0])

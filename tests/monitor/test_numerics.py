@@ -12,15 +12,11 @@ from tests.monitor import tiny_models
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.probing import (
     EVERY_ROW,
-    assert_counts,
     probed,
-    scores_of,
     tensors,
-    truth,
-    visible,
 )
 from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, batch, tiny_gpt
-from tests.monitor.watching import listening, train, watch
+from tests.monitor.watching import listening, train
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -185,21 +181,3 @@ def test_what_stands_round_attach_and_orders_changes_nothing_later(name: str, at
         train(agent, model, 3)
     assert [event.outcome for event in listener.of(wire.Switched)] == ["applied"]
     assert any(event.heads for event in listener.of(wire.Clipped))
-
-
-def test_statistics_equal_brute_force_on_the_tensors_that_were_received(monkeypatch: pytest.MonkeyPatch) -> None:
-    received: list[tuple[Tensor, Tensor]] = []
-
-    def record(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        received.append((query.detach().clone(), key.detach().clone()))
-        return flash_attention(query, key, value, **options)
-
-    monkeypatch.setattr(watched_layer, "flash_attention", record)
-    _, listener = watch(tiny_gpt(), steps=1, numerics="kernel")
-    words = listener.of(wire.Sample)[0].words()
-    assert len(received) == 2
-    for layer, (query, key) in enumerate(received):
-        expected = truth(scores_of(query.bfloat16(), key.bfloat16(), visible(12, 12, "top_left")))
-        assert_counts(
-            words[2 * layer : 2 * layer + 2], expected, 1e-4, *set(expected) - {Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM}
-        )

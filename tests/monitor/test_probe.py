@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.monitor.probing import (
     EVERY_ROW,
     OF_SAMPLED_ROWS,
@@ -25,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from foreshock.contract.metrics.catalog import read
-from foreshock.contract.slots import COUNT_SLOTS, SUM_SLOTS, Floats, Slot, Words, fitted, merge_words, slot_values
+from foreshock.contract.slots import COUNT_SLOTS, SUM_SLOTS, Slot, Words, fitted, merge_words, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.monitor import AgentConfig, attach
 from foreshock.monitor.attached_model import GRADIENTS_EVERY
@@ -302,23 +300,6 @@ def test_entropies_are_those_of_a_float64_loop(
 
 
 ENTROPY = (Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM)
-
-
-def entropies(query: Tensor, key: Tensor, **options: Any) -> Floats:
-    grad = torch.ones_like(query)
-    words = probed(query, key, key, grad, grad, Sampling(EVERY_ROW), **{"numerics": "float64", **options})
-    return read("head.entropy", words)
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.floats(0.0, 1e3), st.sampled_from(["float32", "float64"]))
-def test_an_entropy_lies_between_0_and_the_logarithm_of_the_keys(seed: int, keys: int, size: float, how: str) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    dtype = torch.float32 if how == "float32" else torch.float64
-    query = torch.randn(1, 2, 3, 4, generator=generator).to(dtype) * size
-    key = torch.randn(1, 1, keys, 4, generator=generator).to(dtype)
-    found = entropies(query, key, numerics=how)
-    assert (found >= 0).all()
-    assert (found <= math.log(keys) + 1e-6).all()
 
 
 def test_a_mean_is_of_the_rows_that_were_sampled_alone() -> None:

@@ -333,41 +333,33 @@ def test_modes_answers_and_detector_state_are_back_with_the_first_step_of_a_resu
         resumed.load_state_dict(saved)
 
 
+NOBODY: dict[str, Any] = {"modes": [], "answered": []}
+
+
 @pytest.mark.parametrize(
-    ("policy", "outcomes", "mode"),
-    [("observe", [], "plain"), ("approve", ["proposed"], "plain"), ("auto", ["applied"], "exact_delta")],
+    ("policy", "switch", "outcomes", "mode"),
+    [
+        ("observe", NOBODY, [], "plain"),
+        ("approve", NOBODY, ["proposed"], "plain"),
+        ("auto", NOBODY, ["applied"], "exact_delta"),
+        ("auto", NOBODY | {"modes": [[1, 0, "exact_delta"]]}, [], "exact_delta"),  # switched before
+        ("auto", NOBODY | {"held": [[1, 0]]}, [], "plain"),  # by a person
+    ],
 )
-def test_a_run_that_resumes_under_another_policy_acts_on_the_warnings_that_stand(
-    policy: str, outcomes: list[str], mode: str
+def test_a_run_that_resumes_acts_on_warnings_that_stand_as_its_policy_says_but_on_no_head_that_was_switched_or_is_held(
+    policy: str, switch: dict[str, Any], outcomes: list[str], mode: str
 ) -> None:
     first, _ = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="observe")
-    saved = json.loads(json.dumps(first.state_dict()))
+    saved = json.loads(json.dumps(first.state_dict() | {"switch": switch}))
     first.close()
     agent, listener = run(tiny_gpt(), {}, 2, saved, [verdict(1, 0)], policy=policy, **OF_ITS_HEAD)
     agent.close()
-    assert agent.modes() == {(0, 0): "plain", (0, 1): "plain", (1, 0): mode, (1, 1): "plain"}
-    switched = listener.of(wire.Switched)
-    assert [(each.outcome, each.heads, each.verdict) for each in switched] == [
+    assert agent.modes() == dict.fromkeys(HEADS, "plain") | {(1, 0): mode}
+    by_policy = [each for each in listener.of(wire.Switched) if each.verdict is not None]
+    assert [(each.outcome, each.heads, each.verdict) for each in by_policy] == [
         (outcome, ((1, 0),), "verdict-1-0") for outcome in outcomes
     ]
     assert isinstance(listener.events[0], wire.Started)
-
-
-@pytest.mark.parametrize(
-    "switch", [{"modes": [[1, 0, "exact_delta"]], "answered": []}, {"modes": [], "answered": [], "held": [[1, 0]]}]
-)
-def test_a_run_that_resumes_leaves_heads_alone_that_were_switched_or_are_held_by_a_person(
-    switch: dict[str, Any],
-) -> None:
-    first, _ = run(tiny_gpt(), {}, 1)
-    saved = first.state_dict() | {"switch": switch}
-    first.close()
-    agent, listener = run(tiny_gpt(), {}, 2, saved, [verdict(1, 0)], policy="auto", **OF_ITS_HEAD)
-    agent.close()
-    assert not [switched for switched in listener.of(wire.Switched) if switched.verdict is not None]
-    assert agent.modes() == dict.fromkeys(HEADS, "plain") | {
-        (layer, head): mode for layer, head, mode in switch["modes"]
-    }
 
 
 @pytest.fixture

@@ -194,20 +194,6 @@ def test_an_order_that_waits_expires_and_gives_way_to_a_later_one() -> None:
         assert agent.modes()[(1, 0)] == "paper_softmax"
 
 
-def test_a_layer_that_did_not_run_waits_while_its_peer_is_switched() -> None:
-    model = tiny_gpt()
-    with listening(model, **KEEP) as (agent, listener):
-        agent.step(eager(model, 0))
-        assert order(agent, heads=None) is None
-        last = model.blocks[1]
-        model.blocks[1] = nn.Identity()
-        agent.step(eager(model, 1))
-        model.blocks[1] = last
-        agent.step(eager(model, 2))
-        told = [(s.command, s.outcome, s.heads, s.step) for s in listener.of(wire.Switched)]
-        assert told == [("c1", "applied", ((0, 0), (0, 1)), 1), (None, "applied", ((1, 0), (1, 1)), 2)]
-
-
 @pytest.mark.parametrize(("switched", "undone"), [(1, 4), (8, 9)])
 def test_a_switch_taken_back_before_the_next_sample_makes_no_peer_look_as_if_it_had_stopped(
     switched: int, undone: int, caplog: pytest.LogCaptureFixture
