@@ -42,7 +42,7 @@ suppress_warnings = ["myst.header", "misc.highlighting_failure", "toc.empty_glob
 _TABLE = re.compile(r"<table.*?</table>", re.DOTALL)
 _TEXT = re.compile(r"(?<=>)[^<]+")
 _JOINT = re.compile(r"(?<=[\w/][_./:=+-])(?=[A-Za-z])|(?<=[a-z]{2})(?=[A-Z][a-z])")
-"""Where a name in a table may break: a browser keeps FORESHOCK_RUN_BATCHES_PER_SECOND whole, wider than the page."""
+"""Where a name in a table may break: a browser keeps FORESHOCK_REPLACE_WRONG_ATTENTION whole, wider than the page."""
 _LINK = re.compile(r"(?P<before>\]\()(?P<path>(?!https?:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foreshock.contract.environment import refuse_misspelt
+from foreshock.contract.environment import PREFIX, REMOVED, refuse_misspelt
 from foreshock.contract.variables import VARIABLES
 from foreshock.monitor import AgentConfig
 from foreshock.server.settings import Settings
@@ -34,6 +34,23 @@ def test_service_and_agent_refuse_it_and_name_the_nearest(
     monkeypatch.setenv(given, "1")
     with pytest.raises(ValueError, match=f"{given} is no setting of foreshock; did you mean {meant}"):
         reader()
+
+
+@pytest.mark.parametrize("reader", [Settings, AgentConfig], ids=["service", "agent"])
+@pytest.mark.parametrize("given", [*REMOVED, "foreshock_layers"])
+def test_a_setting_of_an_earlier_build_is_refused_with_what_to_know(
+    monkeypatch: pytest.MonkeyPatch, reader: type[Settings] | type[AgentConfig], given: str
+) -> None:
+    monkeypatch.setenv(given, "7")
+    with pytest.raises(ValueError, match=f"{given} is no longer a setting: {REMOVED[given.upper()]}"):
+        reader()
+
+
+def test_no_setting_of_today_is_called_a_removed_one() -> None:
+    assert not {name.removeprefix(PREFIX).lower() for name in REMOVED} & {
+        *AgentConfig.model_fields,
+        *Settings.model_fields,
+    }
 
 
 @pytest.mark.parametrize("name", VARIABLES)

@@ -38,7 +38,6 @@ def trained() -> Iterator[Trained]:
             settings = {
                 "FORESHOCK_URL": url,
                 "FORESHOCK_SAMPLE_EVERY_STEPS": "5",
-                "FORESHOCK_SAMPLE_EVERY_SECONDS": "0",
             }
             settings |= {"XDG_CACHE_HOME": str(folder / "cache")} | more
             asked = {"trainer": trainer, "folder": str(folder), "run": "fell", "lines": lines, "environment": settings}

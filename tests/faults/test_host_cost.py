@@ -81,7 +81,7 @@ class Training:
     def __init__(self, url: str | None, spool: Path) -> None:
         model = nn.Sequential(*(Attention() for _ in range(LAYERS)))
         self.agent: Agent = attach(
-            model, run="a-run", url=url, spool_directory=spool, sample_every_seconds=0.0, quiet=True
+            model, run="a-run", url=url, spool_directory=spool, sample_every_steps=10, quiet=True
         )
         self.states = [getattr(module, LAYER_ATTRIBUTE).state for module in model]
         self.counted = [counts(np.random.default_rng(seed)) for seed in range(8)]

@@ -27,7 +27,6 @@ SCRIPT = Path(__file__).parent / "training.py"
 QUICK: dict[str, Any] = {
     "run": "a-run",
     "sample_every_steps": 1,
-    "sample_every_seconds": 0.0,
     "quiet": True,
 }
 

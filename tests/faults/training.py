@@ -22,7 +22,6 @@ from foreshock.monitor import Agent, AgentConfig, attach
 
 BUSY: Final[dict[str, Any]] = {
     "sample_every_steps": 1,
-    "sample_every_seconds": 0.0,
     "quiet": True,
 }
 """An agent that samples every step, and, by the line below, sends at once."""

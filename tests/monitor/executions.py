@@ -34,7 +34,6 @@ from foreshock.monitor.model.layers import local_tensor
 EVERY_STEP: dict[str, Any] = {
     "attention": "kernels",
     "sample_every_steps": 1,
-    "sample_every_seconds": 0.0,
     "strict": True,
     "quiet": True,
     "url": None,

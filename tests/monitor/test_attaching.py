@@ -50,9 +50,18 @@ from foreshock.monitor.outbox import Outbox
         (tiny_gpt, {"config": "my-run"}, "config is an AgentConfig, got str; give settings by name"),
         (tiny_gpt, {"heads": {"blocks.0": 0}}, "heads.blocks.0: Input should be greater than 0"),
         (tiny_gpt, {"heads": {"blocks.O": 2}}, "heads names 'blocks.O', which is no module of the model; did you mean"),
-        (tiny_gpt, {"layers": {"block.1": 3}}, "layers names 'block.1', which is no module of the model; did you mean"),
-        (tiny_gpt, {"layers": {"blocks.0": -1}}, "blocks.0 cannot be watched: layer: Input should be greater than or"),
-        (tiny_gpt, {"layers": {"blocks.0": 1}}, "blocks.0 and blocks.1 both have the layer number 1; give every"),
+        (
+            tiny_gpt,
+            {"first_layer": {"block.1": 3}},
+            "first_layer names 'block.1', which is no module of the model; did you mean",
+        ),
+        (
+            tiny_gpt,
+            {"first_layer": {"blocks.0": -1}},
+            "blocks.0 cannot be watched: layer: Input should be greater than or",
+        ),
+        (tiny_gpt, {"first_layer": {"blocks.0": 0}}, "blocks.0 and blocks.1 both have the layer number 0; give every"),
+        (tiny_gpt, {"layers": {"blocks.0": 1}}, "layers is no longer a setting: first_layer takes the number of the"),
         (tiny_gpt, {"first_layer": 99_999}, "blocks.1 cannot be watched: layer: Input should be less than or equal"),
         (tiny_gpt, {"first_head": 1023}, "blocks.0 cannot be watched: heads.1: Input should be less than 1024"),
     ],
@@ -137,6 +146,22 @@ def test_global_numbers_are_used_where_a_rank_holds_a_part() -> None:
     _, listener = watch(tiny_gpt(), steps=1, first_layer=4, first_head=2)
     layers = listener.of(wire.Started)[0].layers
     assert [(layer.layer, layer.heads) for layer in layers] == [(4, (2, 3)), (5, (2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("first", "numbers"),
+    [
+        ({"blocks": 4}, [4, 5, 6]),
+        ({"blocks.0": 8, "blocks.2": 2}, [8, 0, 2]),
+        ({"blocks": 4, "blocks.1": 9}, [4, 9, 5]),
+        ({"": 3, "blocks.1": 0}, [3, 0, 4]),
+    ],
+)
+def test_layers_are_counted_on_from_the_number_of_the_innermost_module_that_has_one(
+    first: dict[str, int], numbers: list[int]
+) -> None:
+    _, listener = watch(tiny_gpt(*(CausalSelfAttention(16, 2) for _ in range(3))), steps=1, first_layer=first)
+    assert [layer.layer for layer in listener.of(wire.Started)[0].layers] == numbers
 
 
 @pytest.mark.parametrize("key", ["text encoder", "größe (1+2)", "a" * 200])

@@ -25,7 +25,7 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot, identity_row, slot_values
 from foreshock.contract.wire import Layer
 from foreshock.kernels.flash_attention import AttentionSpec
-from foreshock.monitor import Agent, attach
+from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.attention import probe
 from foreshock.monitor.attention.probed_rows import Call, raise_largest
 from foreshock.monitor.model.layers import Projection
@@ -34,6 +34,11 @@ from foreshock.monitor.qk_clip import QKClip
 TAU = 0.05
 """The scores of a model of random weights pass it."""
 EVERY = EVERY_STEP | {"qk_clip_threshold": TAU}
+
+
+@pytest.fixture(autouse=True)
+def _every_step_may_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AgentConfig, "qk_clip_every_steps", 1)
 
 
 def two_layers(*attentions: nn.Module) -> TinyGPT:
@@ -175,7 +180,7 @@ def test_a_resumed_run_goes_on_clipping_and_remembers_what_was_scaled(attention:
         changed(agent, model)
         saved = json.loads(json.dumps(agent.state_dict()))
     model = two_layers()
-    with attach(model, **(EVERY | {"attention": attention, "qk_clip_every_steps": 1})) as agent:
+    with attach(model, **(EVERY | {"attention": attention})) as agent:
         agent.load_state_dict(saved)
         assert changed(agent, model, 2)
         again = agent.state_dict()["qk_clip"]
@@ -268,7 +273,7 @@ def test_the_service_hears_whenever_its_state_changes(monkeypatch: pytest.Monkey
 
 
 KEPT: dict[str, Any] = EVERY | {
-    "attention": "keep", "qk_clip": "always", "qk_clip_every_steps": 1, "probe_rows": 1, "numerics": "float32",
+    "attention": "keep", "qk_clip": "always", "probe_rows": 1, "numerics": "float32",
 }  # fmt: skip
 
 
@@ -310,9 +315,10 @@ def test_a_kept_attention_is_scaled_as_our_kernels_would_have_it_scaled_though_o
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=0)
 
 
-def test_only_steps_that_look_at_all_rows_scale_and_no_sampled_score_does() -> None:
+def test_only_steps_that_look_at_all_rows_scale_and_no_sampled_score_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AgentConfig, "qk_clip_every_steps", 3)
     model = two_layers()
-    with listening(model, **KEPT | {"qk_clip_every_steps": 3, "probe_rows": 10**6}) as (agent, listener):
+    with listening(model, **KEPT | {"probe_rows": 10**6}) as (agent, listener):
         assert [changed(agent, model) for _ in range(7)] == [False, False, True, False, False, True, False]
     sampled = [sample.words() for sample in listener.of(wire.Sample)]
     assert len(sampled) == 7
@@ -343,7 +349,7 @@ def test_one_module_that_stands_for_two_layers_is_scaled_once_by_the_larger_scor
     bias = shared.c_attn.bias.detach().double()
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     settings = EVERY | {"attention": attention, "qk_clip": "always", "numerics": "float32"}
-    with attach(model, **settings, qk_clip_every_steps=1) as agent:
+    with attach(model, **settings) as agent:
         agent.step(train_step(model, still, 0, batch(0)).detach())
     hook.remove()
     largest = [-math.inf] * 2

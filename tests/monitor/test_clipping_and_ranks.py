@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from foreshock.monitor import Agent, attach
+from foreshock.monitor import Agent, AgentConfig, attach
 
 pytestmark = pytest.mark.full
 WORLD = 2
@@ -26,7 +27,7 @@ TAU = 0.05
 SMALL = TAU / 1000
 """For transformers' Conv1D, whose initial weights are small."""
 SETTINGS = EVERY_STEP | {"numerics": "float32", "run": "clipped", "qk_clip_threshold": TAU, "strict": False}
-KEPT: dict[str, Any] = {"attention": "keep", "qk_clip_every_steps": 1, "probe_rows": 1}
+KEPT: dict[str, Any] = {"attention": "keep", "probe_rows": 1}
 WARNING = verdict(0, 0, cause="score growth", signal="score")
 
 
@@ -43,7 +44,7 @@ def clipped(
     """
     weights, rows = [], ranks.ROWS
     still = torch.optim.SGD(model.parameters(), lr=0.0)
-    with attach(model, **SETTINGS | settings) as agent:
+    with patch.object(AgentConfig, "qk_clip_every_steps", 1), attach(model, **SETTINGS | settings) as agent:
         for step in range(STEPS):
             between(agent, step)
             ids = batch(step, rows=rows * WORLD)

@@ -154,7 +154,7 @@ def test_every_mistake_is_one_sentence_and_no_value_that_was_given_is_shown(
     assert "pydantic" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["LABELS", "HEADS", "LAYERS", "DETECTORS"])
+@pytest.mark.parametrize("name", ["LABELS", "HEADS", "DETECTORS"])
 def test_a_variable_that_is_no_json_where_a_dictionary_is_wanted_is_told_what_it_holds(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

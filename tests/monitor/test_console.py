@@ -88,7 +88,7 @@ def test_the_agent_tells_what_it_warns_about_and_switches_unless_it_is_quiet(
         ({"rank": 1}, (0, 1), False),  # a replica: the first one says the same
         ({"rank": 1}, (2, 3), True),  # heads that tensor parallelism gave to this rank alone
         ({"rank": 1, "first_layer": 4}, (0, 1), True),
-        ({"rank": 1, "layers": {"a": 0}}, (0, 1), True),
+        ({"rank": 1, "first_layer": {"a": 0}}, (0, 1), True),
     ],
 )
 def test_of_ranks_that_hold_the_same_heads_the_first_speaks(
@@ -151,7 +151,7 @@ def test_the_first_process_of_a_run_with_a_service_prints_its_page_once(
 ) -> None:
     with hostile_server(acknowledge) as server:
         given = {"url": server.url, "run": "mine", "spool_directory": None, "sample_every_steps": 1, **settings}
-        with attach(tiny_gpt(), **given, sample_every_seconds=0.0) as agent:
+        with attach(tiny_gpt(), **given) as agent:
             agent.detectors = ScriptedDetectors(4, {1: [verdict(0, 1)]})
             for _ in range(4):
                 agent.step(1.0)

@@ -309,7 +309,7 @@ class Spread(nn.Module):
 @pytest.mark.parametrize(("first", "second"), [("cuda:1", "cuda:1"), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")])
 def test_losses_and_norms_of_every_gpu_arrive_as_they_were(first: str, second: str) -> None:
     model, heard, losses = Spread(first, second), Listener(), []
-    with attach(model, sample_every_steps=1, sample_every_seconds=0.0, norms_every_steps=1, quiet=True) as agent:
+    with attach(model, sample_every_steps=1, norms_every_steps=1, quiet=True) as agent:
         agent.subscribe(heard)
         for step in range(1, 30):
             ids = batch(step)

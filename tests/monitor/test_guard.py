@@ -29,7 +29,7 @@ from foreshock.monitor.sampling import detector_thread
 from foreshock.monitor.sampling.collector import Counted
 from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
 
-QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None}
+QUICK: dict[str, Any] = {"sample_every_steps": 1, "quiet": True, "url": None}
 
 
 @pytest.mark.promise("A9")
@@ -339,7 +339,7 @@ def test_one_thread_alone_updates_and_reads_the_detectors_also_where_a_checkpoin
 ) -> None:
     monkeypatch.setattr(detector_thread, "LONGEST_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(detector_thread, "LONGEST_LAST_WAIT_SECONDS", 20.0 if in_time else 0.05)
-    with attach(tiny_gpt(), sample_every_steps=1, sample_every_seconds=0.0, quiet=True, url=None) as agent:
+    with attach(tiny_gpt(), sample_every_steps=1, quiet=True, url=None) as agent:
         agent.detectors = slow = SlowDetectors(4)
         for _ in range(4):
             agent.step(1.0)

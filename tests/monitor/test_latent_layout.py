@@ -30,9 +30,9 @@ from tests.monitor.tiny_models import batch
 from tests.monitor.transformers_models import DECODER, EXPERTS, LATENT, tiny
 from torch import Tensor, nn
 
-from foreshock.monitor import attach
+from foreshock.monitor import AgentConfig, attach
 
-CLIPS: dict[str, Any] = EVERY | {"qk_clip": "always", "qk_clip_every_steps": 1, "numerics": "float32"}
+CLIPS: dict[str, Any] = EVERY | {"qk_clip": "always", "numerics": "float32"}
 OF_TRANSFORMERS = DECODER | LATENT | {"head_dim": LATENT["qk_rope_head_dim"]}
 HAND_WRITTEN: dict[str, Callable[[], LatentAttention]] = {
     "DeepSeek's own code": LatentAttention,
@@ -42,6 +42,11 @@ HAND_WRITTEN: dict[str, Callable[[], LatentAttention]] = {
     "with biases": lambda: LatentAttention(bias=True),
     "sequence before batch": SequenceFirst,
 }
+
+
+@pytest.fixture(autouse=True)
+def _every_step_may_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AgentConfig, "qk_clip_every_steps", 1)
 
 
 def hand_written(kind: str) -> tuple[nn.Module, list[Any], Callable[..., Any]]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT, Slot, slot_values
 from foreshock.kernels.flash_attention import flash_attention
-from foreshock.monitor import attach
+from foreshock.monitor import AgentConfig, attach
 from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.attention.probe import Sampling
 from foreshock.monitor.model.discovery import SDPA
@@ -170,11 +170,14 @@ def test_a_sample_is_the_same_whatever_stands_round_the_boundary(name: str) -> N
 @pytest.mark.promise("A21")
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
 @pytest.mark.parametrize("name", SURROUNDINGS)
-def test_what_stands_round_attach_and_orders_changes_nothing_later(name: str, attention: Any) -> None:
+def test_what_stands_round_attach_and_orders_changes_nothing_later(
+    name: str, attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AgentConfig, "qk_clip_every_steps", 1)
     model = tiny_gpt(CausalSelfAttention(16, 4))
     with ExitStack() as later:
         with SURROUNDINGS[name]():
-            told = listening(model, attention=attention, qk_clip_threshold=0.05, qk_clip_every_steps=1)
+            told = listening(model, attention=attention, qk_clip_threshold=0.05)
             agent, listener = later.enter_context(told)
             agent.set_mode([(0, 1)], "row_corrected", reason="tried")
             agent.set_qk_clip(True, reason="tried")

@@ -254,7 +254,7 @@ def test_at_the_defaults_a_probe_takes_a_twentieth_of_the_products_of_a_step_at_
 
     model = tiny_gpt(Block(), width=width)
     plain_flops, plain_written = step(model, ids)
-    every = AgentConfig().sample_every_steps
+    every = AgentConfig().stride
     with attach(model, run="cost", attention="keep", quiet=True, strict=True) as agent:
         compared_flops, compared_written = step(model, ids)  # the first step is measured, and its gradients compared
         agent.step()

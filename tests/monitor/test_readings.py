@@ -71,9 +71,7 @@ def test_readings_of_other_heads_are_refused_with_both_numbers() -> None:
 def test_detectors_hear_whether_attention_rounds(numerics: Numerics, autocast: bool, rounds: bool) -> None:
     model = tiny_gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(
-        model, numerics=numerics, sample_every_steps=1, sample_every_seconds=0.0, strict=True, quiet=True
-    ) as agent:
+    with attach(model, numerics=numerics, sample_every_steps=1, strict=True, quiet=True) as agent:
         heard = agent.detectors = ScriptedDetectors(4)
         for step in range(2):
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():

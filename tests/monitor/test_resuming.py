@@ -19,7 +19,7 @@ from foreshock.monitor.checkpoints import second_name
 from foreshock.monitor.detect.run_state import LAYOUT
 
 QUICK: dict[str, Any] = {
-    "sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None, "policy": "auto",
+    "sample_every_steps": 1, "quiet": True, "url": None, "policy": "auto",
 }  # fmt: skip
 
 

@@ -39,8 +39,7 @@ from foreshock.monitor.sampling.collector import (
 )
 
 DEFAULTS: dict[str, Any] = {
-    "sample_every_steps": AgentConfig.model_fields["sample_every_steps"].default,
-    "sample_every_seconds": AgentConfig.model_fields["sample_every_seconds"].default,
+    "sample_every_steps": None,
     "norms_every_steps": 0,
 }
 
@@ -61,7 +60,7 @@ def sampled_steps(monkeypatch: pytest.MonkeyPatch, step_seconds: list[float], **
     ("seconds", "settings", "steps"),
     [
         ([0.5] * 35, {}, [1, 10, 20, 30, 35]),
-        ([1e-3] * 7, {"sample_every_steps": 3, "sample_every_seconds": 0.0}, [1, 3, 6, 7]),
+        ([1e-3] * 7, {"sample_every_steps": 3}, [1, 3, 6, 7]),
         ([0.009] * 500, {}, [1, 160, 320, 480, 500]),  # 111 steps a second are sampled as often as the seconds allow
         ([60.0] + [0.2] * 40, {}, [1, 10, 20, 30, 40, 41]),  # a long first step slows nothing down for good
     ],
@@ -86,7 +85,7 @@ def test_ranks_whose_clocks_differ_sample_the_same_steps(skew: float, monkeypatc
 
 def numbered(numbers: list[int | None], every: int = 10, watch_from: int | None = None) -> list[tuple[int, int]]:
     """The samples (since_step, step) of a training that numbers its steps so, as a schedule alone takes them."""
-    schedule = SamplingSchedule(AgentConfig(sample_every_steps=every, sample_every_seconds=0.0, url=None))
+    schedule = SamplingSchedule(AgentConfig(sample_every_steps=every, url=None))
     first = numbers[0]
     schedule.begin_at(since := max(first - 1, 0) if first is not None else 0)
     samples = []

@@ -142,7 +142,7 @@ def train(
     model = make()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     update = torch.optim.AdamW(trained, lr=lr) if optimizer is None else optimizer(trained)
-    agent = attach(model, quiet=True, sample_every_seconds=0, **settings)
+    agent = attach(model, **{"quiet": True, "sample_every_steps": 10, **settings})
     if compiled:
         model.compile(backend="inductor")
     found = Outcome(first_step=first_step)

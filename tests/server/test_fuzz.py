@@ -14,6 +14,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.constants import settings_with
 from tests.server.postgresql import new_database
 
 from foreshock.contract.wire import AgentHealth, Finished, Sample
@@ -89,7 +90,9 @@ class Fuzzed:
 
     def __init__(self, database_url: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self.app = create_app(Settings(database_url=database_url, migrate=True, run_batches_per_second=1e9))
+        self.app = create_app(
+            settings_with(Settings, database_url=database_url, migrate=True, run_batches_per_second=1e9)
+        )
         self.document = self.app.openapi()
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://127.0.0.1:8765"

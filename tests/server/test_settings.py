@@ -115,11 +115,11 @@ def test_the_databases_password_is_never_shown(tmp_path: Path) -> None:
     url = "postgresql://foreshock:a-secret-word@127.0.0.1:1/foreshock"
     settings = Settings(database_url=url)
     assert "a-secret-word" not in repr(settings) + str(settings)
-    run = {**os.environ, "FORESHOCK_DATABASE_URL": url, "FORESHOCK_PORT": "0", "FORESHOCK_LOG_LEVEL": "debug"}
+    run = {**os.environ, "FORESHOCK_DATABASE_URL": url, "FORESHOCK_PORT": "0"}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "foreshock.server"], env=run, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2
-    assert "\nthe database cannot be used: " in done.stderr
+    assert done.stderr.startswith("the database cannot be used: ")
     assert "Traceback" not in done.stderr
     assert "a-secret-word" not in done.stdout + done.stderr

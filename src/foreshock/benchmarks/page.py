@@ -74,7 +74,7 @@ def main(json_path: Path | None = None, *, repeats: int = 7) -> dict[str, Any]:
         raise RuntimeError("needs chromium and chromedriver on the PATH; install them")
     with (
         tempfile.TemporaryDirectory() as folder,
-        LiveService(Path(folder), UNLIMITED) as service,
+        LiveService(Path(folder), run_batches_per_second=UNLIMITED) as service,
         service.client(timeout=120.0) as client,
     ):
         send_long_run(client, Path(folder) / "foreshock.db")

@@ -39,7 +39,7 @@ def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, A
     report = machine.header("foreshock bench service --json FILE")
     with (
         tempfile.TemporaryDirectory() as folder,
-        LiveService(Path(folder), UNLIMITED) as service,
+        LiveService(Path(folder), run_batches_per_second=UNLIMITED) as service,
         service.client(timeout=120.0) as client,
     ):
         narrow = FakeRank(run="narrow", layers=12, heads=range(12))

@@ -20,13 +20,25 @@ _NEARLY: Final = 0.85
 """How alike two names are, of 1, when one is taken for a slip of the other: FORESHOK_URL, not AFTERSHOCK_URL."""
 
 
+REMOVED: Final = {
+    "FORESHOCK_LAYERS": "first_layer takes the number of the first attention layer in each module",
+    "FORESHOCK_LOG_LEVEL": "the service logs from the level info on",
+    "FORESHOCK_QK_CLIP_EVERY_STEPS": "QK-Clip computes all scores of native attention in one step of ten",
+    "FORESHOCK_RUN_BATCHES_PER_SECOND": "a token may send 1,000 batches a second for each run",
+    "FORESHOCK_SAMPLE_EVERY_SECONDS": "set sample_every_steps, which is then followed exactly",
+}
+"""Settings of earlier builds, and what a user of one should know: nothing else would report that it has no effect."""
+
+
 def refuse_misspelt(environment: Mapping[str, str] | None = None) -> None:
-    """Raises ValueError for a variable that nothing reads and that is nearly one that something does.
+    """Raises ValueError for a variable that nothing reads, and that was a setting once or is nearly one.
 
     Case and underscores do not count. Others are left alone: a cluster sets FORESHOCK_SERVICE_HOST and the like for a
     service of this name.
     """
     for given in sorted(set(os.environ if environment is None else environment) - set(VARIABLES)):
+        if why := REMOVED.get(given.upper()):
+            raise ValueError(f"{given} is no longer a setting: {why}")
         if meant := _meant_by(_letters(given)):
             raise ValueError(f"{given} is no setting of foreshock; did you mean {meant}?")
 

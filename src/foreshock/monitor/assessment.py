@@ -136,7 +136,7 @@ def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor])
     model.zero_grad(set_to_none=True)
     try:
         # our hooks go before the agent, which would take them for its own and leave its mark on their modules
-        with attach(model, sample_every_steps=1, sample_every_seconds=0.0, **_APART) as agent, ExitStack() as hooks:
+        with attach(model, sample_every_steps=1, **_APART) as agent, ExitStack() as hooks:
             agent.subscribe(lambda event: samples.append(event) if isinstance(event, wire.Sample) else None)
             for each in watched:
                 hooks.callback(each.module.register_forward_pre_hook(note, with_kwargs=True).remove)

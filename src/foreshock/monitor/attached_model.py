@@ -81,7 +81,7 @@ class AttachedModel:
         self._own = "kernel" if device.type == "cuda" and settings.numerics in ("auto", "kernel") else "reference"
         """Which of our kernels compute attention here, as `Started` calls them."""
         self._keeps = settings.attention != "kernels"
-        self._every_steps = settings.sample_every_steps
+        self._every_steps = settings.stride
         self.layers: Final = self._described(watched)
         """As they are announced, but for what calls show."""
         self.faults: Counter[str] = Counter()
@@ -91,7 +91,7 @@ class AttachedModel:
         self._waits_since: int | None = None
         self._leave_out: Callable[[], Callable[[], None]] | None = None
         self._masks_back: Callable[[], None] | None = None
-        self.sampling: Final = Sampling(settings.probe_rows, settings.sample_every_steps, strict=settings.strict)
+        self.sampling: Final = Sampling(settings.probe_rows, settings.stride, strict=settings.strict)
         """What is measured of the running step, and what became of it."""
         self._key = start_sampling(self.sampling)
         with default_torch_modes(device):
@@ -175,14 +175,18 @@ class AttachedModel:
         """The layers as the service gets them."""
         settings = self._settings
         layers: dict[int, wire.Layer] = {}
-        for index, f in enumerate(watched):
-            name, number = f.name or "model", settings.layers.get(f.name, settings.first_layer + index)
+        next_in = dict(settings.first_layer) if isinstance(settings.first_layer, dict) else {"": settings.first_layer}
+        for f in watched:
+            name, inside = f.name or "model", [part for part in next_in if f"{f.name}.".startswith(f"{part}.")]
+            part = max(inside, key=len, default="")
+            number = next_in.setdefault(part, 0)
+            next_in[part] += 1
             first_head = settings.first_head + f.first_head
             allowed = re.sub(r"[^\w.:/-]", "_", name, flags=re.ASCII)  # a key of nn.ModuleDict may be any text
             if number in layers:
                 raise ValueError(
                     f"{layers[number].name} and {name} both have the layer number {number}; give every attention "
-                    "module a number of its own: layers={name: number}"
+                    "module a number of its own: first_layer={name: number}"
                 )
             try:
                 layers[number] = wire.Layer(

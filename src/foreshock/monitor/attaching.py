@@ -122,7 +122,8 @@ def _find(model: nn.Module, settings: AgentConfig) -> tuple[list[Found], str]:
 
 def _refuse_unknown_names(model: nn.Module, settings: AgentConfig) -> None:
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    for setting, by_name in (("heads", settings.heads), ("layers", settings.layers)):
+    first_layer = settings.first_layer if isinstance(settings.first_layer, dict) else {}
+    for setting, by_name in (("heads", settings.heads), ("first_layer", first_layer)):
         for unknown in by_name.keys() - names:
             near = difflib.get_close_matches(unknown, names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else "; report() of an agent without it lists them"

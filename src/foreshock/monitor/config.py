@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Literal, Self, TypedDict
 from pydantic import AliasChoices, Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
-from foreshock.contract.environment import as_header_carries, names_a_host, refuse_misspelt, token_in
+from foreshock.contract.environment import PREFIX, REMOVED, as_header_carries, names_a_host, refuse_misspelt, token_in
 from foreshock.contract.modes import DEFAULT_MITIGATION, parse_mode
 from foreshock.contract.orders import SwitchScope
 from foreshock.contract.wire import Identifier, ModeName, Policy
@@ -92,9 +92,6 @@ class AgentConfig(BaseSettings):
     process."""
     qk_clip_threshold: float = Field(default=100.0, gt=0, allow_inf_nan=False)
     """QK-Clip does not change heads up to this largest score."""
-    qk_clip_every_steps: int = Field(default=10, ge=1)
-    """With native attention and QK-Clip on, one step in this many computes all scores again, and scales heads. With
-    foreshock's kernels every step does."""
     numerics: Numerics = "auto"
     """How foreshock's attention rounds. auto: as the operands do (kernel for 16 bits, also under autocast). A name
     holds for every call: kernel rounds as FlashAttention-2 does, paper as arXiv 2510.04212 does, float32, float64."""
@@ -107,22 +104,18 @@ class AgentConfig(BaseSettings):
     """Rows of each head that a measured step reads with native attention."""
 
     # with a head that doubles in 1,000 steps, samples of so many steps leave one warning before 512
-    sample_every_steps: int = Field(default=10, ge=1, le=1000)
-    """Steps between two samples, at most 1000; doubled until samples are `sample_every_seconds` apart. The agent
-    samples every step for a while after a warning and while the cause of a drift is undecided."""
-    sample_every_seconds: float = Field(default=1.0, ge=0, le=3600)
-    """Least time between two samples."""
+    sample_every_steps: int | None = Field(default=None, ge=1, le=1000)
+    """Steps between two samples, at most 1000. Default: 10, doubled until samples are a second apart. The agent samples
+    every step for a while after a warning and while the cause of a drift is undecided."""
     norms_every_steps: int = Field(default=100, ge=0, le=10**6)
     """Steps between two measurements of the spectral norms of W_Q and W_K. 0 turns them off."""
 
     detectors: DetectorConfig = DetectorConfig()
     """The thresholds that decide when a head is warned about."""
 
-    first_layer: int = Field(default=0, ge=0)
-    """Global number of this rank's first attention layer (pipeline parallelism)."""
-    layers: dict[str, int] = Field(default_factory=dict)
-    """Global numbers of attention layers by module name, such as {"layers.0.attention": 8}, if the layers of a rank are
-    not consecutive."""
+    first_layer: int | dict[str, int] = 0
+    """Global number of this rank's first attention layer (pipeline parallelism). If the layers of a rank are not
+    consecutive: of the first attention layer in each module, such as {"stages.0": 0, "stages.1": 8}."""
     first_head: int = Field(default=0, ge=0)
     """Global number of this rank's first head in every layer, if the modules hold only some heads. Tensor parallelism
     by parallelize_module is recognised."""
@@ -140,6 +133,13 @@ class AgentConfig(BaseSettings):
     """Raise the agent's own errors instead of logging them, also for a model without supported attention."""
 
     # Fixed, since nobody can choose it with a reason. Tests change some of it.
+    sampled_steps: ClassVar[int] = 10
+    """Steps between two samples unless `sample_every_steps` is set: one that reaches no warning late."""
+    sampled_seconds: ClassVar[float] = 1.0
+    """Least time between two samples unless `sample_every_steps` is set: less would only cost."""
+    qk_clip_every_steps: ClassVar[int] = 10
+    """With native attention and QK-Clip on, one step in this many computes all scores again, and scales heads. With
+    foreshock's kernels every step does."""
     close_watch_steps: ClassVar[int] = 200
     """After a warning is raised, every step is sampled for this many steps: enough to see whether a switch helps."""
     queue_bytes: ClassVar[int] = 8 * 2**20
@@ -154,6 +154,11 @@ class AgentConfig(BaseSettings):
     """Longest time for one request, from connecting to the last byte of the answer. What fails is sent again."""
     close_seconds: ClassVar[float] = 2.0
     """Longest time that `close` waits for unsent batches: what remains lies in the spool, for the next process."""
+
+    @property
+    def stride(self) -> int:
+        """Steps between two samples, as far as seconds do not make them more."""
+        return self.sample_every_steps or self.sampled_steps
 
     @property
     def must_watch(self) -> bool:
@@ -260,16 +265,13 @@ class AgentSettings(TypedDict, total=False):
     save_on_warning: bool
     qk_clip: ClipWhen
     qk_clip_threshold: float
-    qk_clip_every_steps: int
     numerics: Numerics
     attention: Served
     probe_rows: int
-    sample_every_steps: int
-    sample_every_seconds: float
+    sample_every_steps: int | None
     norms_every_steps: int
     detectors: DetectorConfig | dict[str, Any]
-    first_layer: int
-    layers: dict[str, int]
+    first_layer: int | dict[str, int]
     first_head: int
     heads: dict[str, int]
     spool_directory: str | Path | None
@@ -339,6 +341,8 @@ def _sentence(error: dict[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         whose, fields = "the agent", AgentConfig.model_fields
+        if why := REMOVED.get(PREFIX + where.upper()):
+            return f"{where} is no longer a setting: {why}"
         if error["loc"][0] == "detectors":
             whose, fields = "the detectors", DetectorConfig.model_fields
         return f"{where} is not a setting of {whose}; settings are {', '.join(fields)}"

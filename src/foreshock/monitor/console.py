@@ -34,7 +34,7 @@ class ConsoleReporter:
 
     def __init__(self, config: AgentConfig, layers: Sequence[wire.Layer]) -> None:
         self._config = config
-        parts = config.first_layer or config.layers or any(layer.heads[0] for layer in layers if layer.heads)
+        parts = config.first_layer or any(layer.heads[0] for layer in layers if layer.heads)
         self.first = config.rank == 0 or bool(parts)
         """Whether this process is the first of those that hold the same heads, as far as the settings show."""
         self.prints = not config.quiet and self.first

@@ -25,7 +25,7 @@ class CoverageReport:
     def __init__(self, attached: AttachedModel, config: AgentConfig) -> None:
         self._attached: Final = attached
         self._shows: Final = config.shows
-        self._pause: Final = _SILENT_SAMPLES * config.sample_every_steps
+        self._pause: Final = _SILENT_SAMPLES * config.stride
         """For how many steps no layer may count before that is a sign that another model trains."""
         self._silent_samples, self._warned_of_silence = 0, False
         self._layers: Final = attached.layers

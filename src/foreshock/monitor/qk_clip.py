@@ -509,8 +509,7 @@ class Clipping:
 
     def _start(self) -> None:
         group = group_of_replicas(self._group)
-        own = self._config.qk_clip_threshold, self._config.qk_clip_every_steps
-        what = [(layer.layer, layer.heads) for layer in self._attached.layers], own
+        what = [(layer.layer, layer.heads) for layer in self._attached.layers], self._config.qk_clip_threshold
         if group is not None and not alike(group, self._attached.state.device, what):
             self._asked = False
             self._end(_OTHER_HEADS)

@@ -133,15 +133,17 @@ class SamplingSchedule:
         return since > 0 and passes(self.before, self.step, self._stride(since))
 
     def _stride(self, since: int) -> int:
-        """A sample is due when a multiple of it is passed. It is sample_every_steps, doubled until samples are
-        sample_every_seconds apart.
+        """A sample is due when a multiple of it is passed. It is what the user set, or a default that is doubled until
+        samples are some time apart.
 
         Ranks make their steps together, so each comes to the same number or to another's double: the service finds the
         samples of all ranks at the same steps, without a word between them.
         """
+        stride = self._config.stride
+        if self._config.sample_every_steps is not None:
+            return stride
         step_seconds = (time.monotonic() - self._last_sample_at) / since
-        stride = self._config.sample_every_steps
-        while 0 < stride * step_seconds < self._config.sample_every_seconds:
+        while 0 < stride * step_seconds < self._config.sampled_seconds:
             stride *= 2
         return stride
 

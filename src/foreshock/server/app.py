@@ -157,7 +157,7 @@ def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
 
     Raises StoreError if the store cannot be used, AddressError if the service cannot listen at its address.
     """
-    configure_logs(settings.log_level)
+    configure_logs()
     _check_address(settings.host, settings.port)
     with sole_service(settings.database_url):
         _serve(settings, ready)

@@ -37,7 +37,7 @@ class Seldom(logging.Filter):
         return True
 
 
-def configure_logs(level: str) -> None:
+def configure_logs() -> None:
     """Set up structlog, also for messages that libraries log."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -62,9 +62,9 @@ def configure_logs(level: str) -> None:
     )
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(logging.INFO)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, root.level))
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").filters = [Seldom()]
 
 

@@ -84,7 +84,6 @@ class Settings(BaseSettings):
     token: SecretStr | None = Field(default=None, description="a secret that may do everything")
     tokens: tuple[Token, ...] = Field(default=(), description="JSON list of hashed, scoped tokens")
 
-    run_batches_per_second: float = Field(default=1000.0, gt=0, description="per token and run; above it 429")
     max_series: int = Field(default=50_000, ge=100, description="series in /metrics; the rest is dropped and counted")
     retention_seconds: float | None = Field(
         default=90 * 86_400.0,
@@ -105,13 +104,14 @@ class Settings(BaseSettings):
         max_length=512,
         description="address of the page, for links in notifications; with https:// the session cookie is Secure",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     # Constants, because users have no reason to change them. Tests reduce some of them (server.testing).
     max_body_bytes: ClassVar[int] = MAX_BATCH_BYTES + 2**20
     """Largest request body: the largest batch of the wire format, and some room for its JSON."""
     requests_at_once: ClassVar[int] = 4096
     """Concurrent requests; a token may use half of them, all clients without a token a quarter, else 429."""
+    run_batches_per_second: ClassVar[float] = 1000.0
+    """Batches a second of a token for one run, else 429: about as many as two cores store."""
     request_seconds: ClassVar[float] = 60.0
     """Time to receive a whole request: enough for the largest batch over 5 Mbit/s."""
     ingest_queue_batches: ClassVar[int] = 64

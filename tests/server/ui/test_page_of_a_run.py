@@ -173,7 +173,7 @@ def test_what_was_not_recorded_is_said_and_a_run_that_fell_silent_is_not_shown_a
 def test_the_page_of_a_million_steps_asks_for_a_few_megabytes_in_a_few_requests(
     chromium: Chrome, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    service = Service(tmp_path, run_batches_per_second="1e9")
+    service = Service(tmp_path)
     try:
         send_long_run(service.client, tmp_path / "foreshock.db")
         open_run(chromium, service, "wide")

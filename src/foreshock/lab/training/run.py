@@ -18,7 +18,7 @@ from foreshock.lab.training.model import GPT
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.variant import Variant, shown_name
-from foreshock.monitor import Agent, attach
+from foreshock.monitor import Agent, AgentConfig, attach
 
 _WAITING: Final = 100
 """Steps whose loss and gradient norm wait on the device before they are recorded."""
@@ -76,7 +76,7 @@ class Training:
             "switch_scope": variant.switch_scope,
             "qk_clip": variant.qk_clip,
             "labels": labels | {"corpus": self.corpus.sha256[:16]},
-            "sample_every_seconds": 0.0,
+            "sample_every_steps": AgentConfig.sampled_steps,
             "spool_directory": None,
             "quiet": True,
         }

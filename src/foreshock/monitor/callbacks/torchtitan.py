@@ -48,7 +48,7 @@ def watch(trainer: Any, **overrides: Unpack[AgentSettings]) -> Agent:
     parts: list[nn.Module] = list(trainer.model_parts)
     model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
     with _compiled_but_not_yet_run(model):
-        settings: AgentSettings = {"layers": _numbers(model), **overrides}
+        settings: AgentSettings = {"first_layer": _numbers(model), **overrides}
         agent = attach(model, **settings)
     agent.qk_clip_with(optimizer=list(trainer.optimizers) or None)
     _Hooks(trainer, agent)
