@@ -12,7 +12,7 @@ PROSE := *.md docs scripts examples $(shell git ls-files 'src/foreshock/*.py' 's
 # Tests start hundreds of processes; where this is set, each of them compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: site help demo demo-train test test-full faults-long mutants check check-types check-rest format docs servers screenshots clean
+.PHONY: site help demo demo-train test test-full faults-long mutants check check-types check-rest format docs servers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -89,9 +89,6 @@ docs: .venv/.dev ## the reference pages, boards and rules that are made from the
 
 site: .venv/.dev ## the documentation, strict, in build/site/index.html; it needs no network
 	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir build/doctrees docs build/site
-
-screenshots: .venv/.dev servers ## the pictures in README and docs
-	@$(PY) scripts/screenshots.py
 
 clean: ## remove what the build made
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

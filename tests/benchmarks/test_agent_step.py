@@ -41,9 +41,9 @@ def test_every_arm_is_measured_and_the_fastest_backend_is_named(monkeypatch: pyt
     torch._dynamo.reset()
     assert figures["best_backend"] in ("flash", "math")
     assert figures["none"] == figures["backends"][figures["best_backend"]]
-    assert all(figures[variant] > 0 for variant in ("none", "kernels", "kernels_agent", "keep_agent"))
+    assert all(figures[variant] > 0 for variant in ("none", "kernels_agent", "keep_agent"))
     over_none = {f"{variant} / none" for variant in ("kernels_agent", "keep_agent")}
-    assert set(figures["ratios"]) == {"kernels_agent / kernels", *over_none}
+    assert set(figures["ratios"]) == over_none
     assert all(len(blocks) == 2 for blocks in figures["blocks"].values())
 
 
@@ -56,12 +56,7 @@ def test_an_arm_that_refuses_is_left_out_and_says_so(capsys: pytest.CaptureFixtu
 
 
 def test_an_arm_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ValueError, match="variant 'none' does not exist; allowed are kernels, kernels_agent"):
+    with pytest.raises(ValueError, match="variant 'none' does not exist; allowed are kernels_agent, keep_agent"):
         main(variants=["keep_agent", "none"])
     with pytest.raises(ValueError, match="shape 'gpt3' does not exist; allowed are gpt2-small, llama-1b, gpt2-mini"):
         main(only="gpt3")
-
-
-def test_the_kernels_that_a_variant_adds_are_listed_by_what_they_add() -> None:
-    found = {"gemm": 30.0, "row_statistics_kernel": 0.2, "reduce": 0.4, "copy": 0.0001}
-    assert agent_step._added(found, {"gemm": 30.1, "reduce": 0.1}) == {"reduce": 0.3, "row_statistics_kernel": 0.2}

@@ -40,7 +40,6 @@ def test_replay_into_a_service_makes_a_run_of_it(service: LiveService) -> None:
     ("words", "sentence"), [(["nothing"], "recipe 'nothing'"), (["kb256", "--variant", "none"], "variant 'none'")]
 )
 def test_an_unknown_recipe_or_variant_names_the_known_ones(words: list[str], sentence: str) -> None:
-    assert "key-bias" in foreshock("lab", "recipes").output
     done = foreshock("lab", "run", *words)
     assert done.exit_code == 1
     assert sentence in done.stderr
@@ -74,7 +73,7 @@ def test_the_tables_are_those_of_the_report_in_a_terminal_of_any_width(width: in
     for each in report["traces"]:
         words = (each["trace"], each["truth"], each["steps"], each["first_warning_step"], each["layer"])
         assert [line for line in lines if line.startswith(" ".join(map(cell, words)))]
-    for rows in (report["table"], report["healthy"], [report["precision"]], [report["forecasts"]], report["late"]):
+    for rows in (report["table"], report["healthy"], [report["precision"]], [report["forecasts"]]):
         for row in rows:
             assert " ".join(map(cell, row.values())) in lines
     assert "…" not in out.getvalue()

@@ -63,7 +63,7 @@ def test_a_missing_extra_names_the_install_command() -> None:
     assert "pip install '.[server]' in foreshock's clone" in done.stderr
 
 
-WITHOUT_AN_ANSWER = {"serve", "demo", "lab run", "lab recipes", "lab corpus"}
+WITHOUT_AN_ANSWER = {"serve", "demo", "lab run", "lab corpus"}
 """Their files say it all."""
 
 

@@ -56,11 +56,6 @@ def test_a_failure_is_scored_with_its_lead_and_its_cause_beside_a_healthy_run_an
     assert likely is not None
     part = pytest.approx(lead / likely)
     assert result["forecasts"] == {"came": 1, "not_earlier": 1, "least_part": part, "most_part": part}
-    begun = [row["attached_at"] for row in result["late"]]
-    assert begun == [0.25, 0.5, 0.75]
-    assert all((row["drifts"], row["warned"]) == (1, 1) for row in result["late"])
-    assert all(-200 <= row["median_later"] == row["most_later"] <= 600 for row in result["late"])
-    assert healthy.late_warning_steps == ()
     written = json.loads(report.read_text())
     assert written["traces"][0]["trace"] == "failing"
     assert written["table"] == result["table"]

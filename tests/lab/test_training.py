@@ -182,34 +182,19 @@ def test_the_model_predicts_from_the_past_alone() -> None:
 MODE_NAMES = [mode.name for mode in MODES]
 
 
-@pytest.mark.parametrize("mode", [*MODE_NAMES, "paper_softmax+row_corrected"])
-def test_a_mode_names_a_variant_that_has_it_from_the_first_step_or_switches_to_it_at_a_warning(mode: str) -> None:
-    name = mode.replace("_", "-")
-    whole, one, every = map(find_variant, (name, f"rescued-{name}", f"rescued-all-{name}"))
-    assert (whole.mode, whole.policy, whole.cured) == (mode, "observe", mode != "plain")
-    assert (one.mode, one.policy, one.mitigation, one.switch_scope) == ("plain", "auto", mode, "head")
-    assert (every.mode, every.policy, every.mitigation, every.switch_scope) == ("plain", "auto", mode, "model")
-    for variant in (whole, one, every):
-        paper = find_variant(f"paper-{variant.name}")
-        assert replace(paper, name=variant.name, numerics="kernel") == variant
-        assert paper.numerics == "paper"
+def test_a_mode_is_a_variant_and_a_name_that_is_none_is_refused_with_those_that_are() -> None:
+    assert [find_variant(name.replace("_", "-")).mode for name in MODE_NAMES] == MODE_NAMES
+    with pytest.raises(ValueError, match=r"variant 'baseline' does not exist; allowed are untreated, rescued, control"):
+        find_variant("baseline")
 
 
-@pytest.mark.parametrize(
-    "name", ["", "baseline", "rescued-", "exact_delta+paper_softmax-", "rescued-paper-exact-delta", "exact-delta+"]
-)
-def test_a_name_that_is_none_is_refused_with_those_that_are(name: str) -> None:
-    with pytest.raises(ValueError, match=r"variant .* does not exist; allowed are untreated, rescued, control"):
-        find_variant(name)
-
-
-def test_a_header_says_what_a_run_was_made_to_show_and_what_it_switches_to_where_it_may_switch() -> None:
+def test_a_header_says_what_a_run_was_made_to_show() -> None:
     recipe = find_recipe("kb256")
-    plain, rescued = (recipe.header(find_variant(each), 7, "a-run") for each in ("untreated", "rescued-paper-softmax"))
+    headers = {name: recipe.header(variant, 7, "a-run") for name, variant in VARIANTS.items()}
+    plain, rescued = headers["untreated"], headers["rescued"]
     assert (plain["arm"], plain["seed"], plain["nature"], plain["policy"]) == ("untreated", 7, "natural", "observe")
-    assert not {"mitigation", "switch_scope"} & set(plain)
-    assert (rescued["policy"], rescued["mitigation"]) == ("auto", "paper_softmax")
-    healthy = {name for name, variant in VARIANTS.items() if recipe.header(variant, 7, "a-run")["truth"] == "healthy"}
+    assert rescued["policy"] == "auto"
+    healthy = {name for name, header in headers.items() if header["truth"] == "healthy"}
     assert healthy == {"control", "paper-no-key-bias"} | {n.replace("_", "-") for n in MODE_NAMES if n != "plain"}
 
 

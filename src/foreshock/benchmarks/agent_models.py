@@ -6,7 +6,6 @@ from typing import Final
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foreshock.kernels.flash_attention import flash_attention
 from foreshock.lab.training.model import CausalSelfAttention, ModelConfig
 from foreshock.monitor.model.discovery import SDPA
 
@@ -74,14 +73,3 @@ class UnwatchedAttention(NativeAttention):
         """As in NativeAttention."""
         with sdpa_kernel(self.backend):
             return SDPA(query, key, value, is_causal=True, enable_gqa=self.n_head != self.n_kv_head)
-
-
-class KernelAttention(CausalSelfAttention):
-    """The same by our operator with its statistics, and no agent."""
-
-    state: Tensor
-    modes: Tensor
-
-    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As in CausalSelfAttention."""
-        return flash_attention(query, key, value, causal="top_left", state=self.state, modes=self.modes)

@@ -1,15 +1,13 @@
 """What a training step costs with foreshock in it: `foreshock bench agent --json FILE`.
 
-Four variants train the same weights in turn, block of steps by block of steps, in one process:
+Three variants train the same weights in turn, block of steps by block of steps, in one process:
 - none: PyTorch's attention, without any of us, once for each backend of it; the fastest one is `none`;
-- kernels: our operator with its statistics, and no agent;
 - kernels_agent: `attach(model, attention="kernels")` with everything on at its default schedule, and a service that is
   down, at an address where nobody listens;
 - keep_agent: `attach(model)`, as most people call it, over the fastest of PyTorch's backends.
 A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is at
 least as long as the time between two samples, so that each holds one. The mean over all blocks, with the spectral norms
-of every hundredth step, is given too. After the rounds a block of each is profiled: which kernels ran, and which
-take longer than without foreshock (`added_kernel_times`), so that a cost on the GPU has a name.
+of every hundredth step, is given too.
 """
 
 import copy
@@ -24,7 +22,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,20 +33,15 @@ from foreshock.benchmarks import machine
 from foreshock.benchmarks.agent_models import (
     BACKENDS,
     SHAPES,
-    KernelAttention,
     NativeAttention,
     Shape,
     UnwatchedAttention,
 )
-from foreshock.kernels.flash_attention import new_state
-from foreshock.kernels.flash_attention.known_modes import note_modes
 from foreshock.lab.training.model import GPT, CausalSelfAttention
 from foreshock.monitor import Agent, attach
 
 FAST_BACKENDS: Final = {"cuda": ("flash", "cudnn", "efficient"), "cpu": ("flash", "math")}
-WATCHED: Final = ("kernels", "kernels_agent", "keep_agent")
-_LEAST_ADDED: Final = 0.001
-"""Milliseconds a step from which on a kernel is listed that a watched variant adds."""
+WATCHED: Final = ("kernels_agent", "keep_agent")
 
 
 @dataclass(slots=True)
@@ -90,10 +82,6 @@ class Bench:
                 module.__class__ = kind
                 if isinstance(module, NativeAttention):
                     module.backend = BACKENDS[str(backend)]
-                if isinstance(module, KernelAttention):
-                    module.state = new_state(module.n_head, self.device)
-                    module.modes = torch.zeros(module.n_head, dtype=torch.int32, device=self.device)
-                    note_modes(module.modes, [0] * module.n_head)  # as an agent does
         agent = attached(model) if attached is not None else None
         if self.shape.whole:
             variant = Variant(name, torch.compile(model, fullgraph=True, backend=self.compiler), backend, agent)
@@ -143,20 +131,6 @@ class Bench:
                 variant.seconds.append((time.perf_counter() - began) / steps)
         gc.enable()
 
-    def kernel_times(self, variant: Variant) -> dict[str, float]:
-        """Milliseconds a step that each kernel of a variant takes, by name, over a block of steps."""
-        if self.device.type != "cuda":
-            return {}
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for index in range(self.shape.block_steps):
-                self.step(variant, self.ids[index % len(self.ids)])
-            self._wait()
-        times: dict[str, float] = {}
-        for event in profile.key_averages():
-            name = event.key[:80]
-            times[name] = times.get(name, 0.0) + event.self_device_time_total / 1e3 / self.shape.block_steps
-        return times
-
 
 @contextmanager
 def nobody_listens() -> Iterator[dict[str, Any]]:
@@ -185,7 +159,6 @@ def measure(shape: Shape, rounds: int, compiler: str = "inductor", variants: Seq
         for variant in bench.variants.values():
             variant.seconds.clear()
         added: dict[str, tuple[Any, ...]] = {
-            "kernels": (KernelAttention, None),
             "kernels_agent": (CausalSelfAttention, None, watched(attention="kernels")),
             "keep_agent": (NativeAttention, best.backend, watched()),
         }
@@ -195,14 +168,6 @@ def measure(shape: Shape, rounds: int, compiler: str = "inductor", variants: Seq
         return _figures(bench, rounds, steps)
 
 
-_PAIRS: Final = (
-    ("kernels_agent", "kernels"),
-    ("kernels_agent", "none"),
-    ("keep_agent", "none"),
-)
-"""Variants whose ratio is reported."""
-
-
 def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
     blocks = {name: [1e3 * value for value in variant.seconds] for name, variant in bench.variants.items()}
     medians = {name: statistics.median(values) for name, values in blocks.items()}
@@ -210,11 +175,10 @@ def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
     best = min((name for name in medians if name.startswith("none_")), key=medians.__getitem__)
     for values in (medians, means):
         values["none"] = values[best]
-    times = {name: bench.kernel_times(variant) for name, variant in bench.variants.items()}
 
     def ratios(values: dict[str, float]) -> dict[str, float | None]:
-        known = ((a, b, a in values and b in values) for a, b in _PAIRS)
-        return {f"{a} / {b}": round(values[a] / values[b], 4) if both else None for a, b, both in known}
+        known = ((name, values.get(name)) for name in WATCHED)
+        return {f"{name} / none": None if value is None else round(value / values["none"], 4) for name, value in known}
 
     return {
         "shape": asdict(bench.shape),
@@ -227,14 +191,7 @@ def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
         "rounds": rounds,
         "block_steps": steps,
         "blocks": {name: [round(value, 3) for value in values] for name, values in blocks.items()},
-        "added_kernel_times": {name: _added(times[name], times[best]) for name in times if name in WATCHED},
     }
-
-
-def _added(found: dict[str, float], base: dict[str, float]) -> dict[str, float]:
-    """Milliseconds a step by which kernels take longer than in `base`, the largest first."""
-    more = {kernel: round(time - base.get(kernel, 0.0), 4) for kernel, time in found.items()}
-    return dict(sorted(((k, ms) for k, ms in more.items() if ms >= _LEAST_ADDED), key=lambda each: -each[1])[:20])
 
 
 def main(
@@ -260,12 +217,12 @@ def main(
         measured = measure(shape, rounds, variants=variants)
         asked = "".join(f" --variant {name}" for name in variants if tuple(variants) != WATCHED)
         measured["command"] = f"foreshock bench agent --rounds {rounds} --shape {shape.name}{asked}"
-        measured["date"] = datetime.now(UTC).date().isoformat()
         shapes.append(measured)
         print(json.dumps({k: v for k, v in measured.items() if k not in ("blocks", "shape")}, indent=1))
         if json_path is not None:
             unit = "milliseconds a training step, median over rounds of a block's mean"
-            json_path.write_text(json.dumps({**machine.device(), "unit": unit, "shapes": shapes}, indent=1) + "\n")
+            header = machine.header("foreshock bench agent --json FILE")
+            json_path.write_text(json.dumps(header | {"unit": unit, "shapes": shapes}, indent=1) + "\n")
         gc.collect()
         if shape.device == "cuda":
             torch.cuda.empty_cache()

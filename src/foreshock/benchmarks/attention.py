@@ -109,18 +109,6 @@ def sdpa(shape: Shape, backend: SDPBackend) -> Contender:
     return call
 
 
-def _flex(shape: Shape) -> Contender:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    mask = None
-    if shape.causal:
-        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, shape.seq_len, shape.seq_len, device="cuda")
-    torch._dynamo.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
-    grouped = shape.heads != shape.kv_heads
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
-
-
 def contenders(shape: Shape) -> dict[str, Contender]:
     """Who is timed on a shape, by the name of its column."""
     return {
@@ -128,7 +116,6 @@ def contenders(shape: Shape) -> dict[str, Contender]:
         "foreshock_plain": lambda q, k, v: _Plain.apply(q, k, v, shape.causal),  # type: ignore[no-untyped-call]
         "sdpa_flash": sdpa(shape, SDPBackend.FLASH_ATTENTION),
         "sdpa_cudnn": sdpa(shape, SDPBackend.CUDNN_ATTENTION),
-        "flex": _flex(shape),
     }
 
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from foreshock.cli.output import plain
-from foreshock.lab.diagnosis.examination import Head, Source, of_checkpoint, of_factory, of_recording
+from foreshock.lab.diagnosis.examination import Head, Source, of_factory, of_recording
 from foreshock.lab.diagnosis.verdict import diagnose, shown_heads
 from foreshock.lab.recording.trace import PUBLISHED, RECORDED
 
@@ -28,7 +28,7 @@ _ROWS: Final = {
 
 
 def report(sources: Sequence[str], console: Console, *, states: Sequence[str], batches: int, json: Path | None) -> None:
-    """Diagnose traces, checkpoints (other files) and models (module:factory).
+    """Diagnose traces and models (module:factory).
 
     Raises ValueError with a sentence for a source that does not exist.
     """
@@ -57,15 +57,12 @@ def _read(source: str, states: Sequence[str], batches: int) -> Iterator[Source]:
     path = Path(source)
     if path.name.endswith((RECORDED, PUBLISHED)):
         yield of_recording(path)
-    elif path.is_file():
-        yield of_checkpoint(path, batches)
     elif ":" in source and source.partition(":")[0].replace(".", "").isidentifier():
         for state in states or (None,):
             yield of_factory(source, state, batches)
     else:
-        what = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(
-            f"{source} {what}; give a trace, a checkpoint of `lab run`, or module:factory, whose weights go with "
+            f"{source} is neither a trace ({PUBLISHED} or {RECORDED}) nor module:factory, whose checkpoints go with "
             "--state. For a run of the service use foreshock incidents"
         )
 

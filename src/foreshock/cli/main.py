@@ -136,7 +136,7 @@ def doctor(
 def diagnose(
     source: Annotated[
         list[str],
-        typer.Argument(help="A trace (.xz or .gz), a checkpoint of `lab run`, or module:factory; may be repeated."),
+        typer.Argument(help="A trace (.xz or .gz) or module:factory; may be repeated."),
     ],
     state: Annotated[
         list[str],

@@ -16,6 +16,7 @@ from typing import Final, SupportsFloat
 import torch
 from rich.console import Console
 
+from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab.shown.page import own_page
 from foreshock.lab.training.recipes import Recipe, find_recipe
 from foreshock.lab.training.run import Training, train
@@ -46,7 +47,7 @@ def main(
         console.print(
             f"One small GPT is trained three times from seed {seed}, on the same batches, for {seconds / 60:.0f} "
             "minutes at most. The agent of rescued may switch, to "
-            f"{SHOWN['rescued'].mitigation}; nobody acts on baseline; no-key-bias has no bias on its keys.\n\n"
+            f"{DEFAULT_MITIGATION}; nobody acts on baseline; no-key-bias has no bias on its keys.\n\n"
             f"{recipe.summary} One thing is as on no GPU: attention rounds as in the paper's reference, where scores, "
             "row sums and output are in BF16. It drifts sooner so; with the rounding of GPU kernels the warning comes "
             "thousands of steps later.\n\n"

@@ -13,10 +13,12 @@ bench = typer.Typer(
     help="Benchmarks of the kernels, the agent, the detectors and the service; in a checkout only.",
 )
 
+Json = Annotated[Path | None, typer.Option(help="File to write every number to.")]
+
 
 @bench.command("attention")
 def bench_attention(
-    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    json: Json = None,
     repeats: Annotated[int, typer.Option(help="Number of timed rounds.", min=3)] = 15,
     modes: Annotated[
         bool,
@@ -25,7 +27,7 @@ def bench_attention(
         ),
     ] = False,
 ) -> None:
-    """Time attention next to SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""
+    """Time attention next to SDPA flash and SDPA cuDNN, interleaved in one process. Needs a CUDA GPU."""
     from foreshock.benchmarks import attention
 
     attention.main(json, repeats, modes=modes)
@@ -33,7 +35,7 @@ def bench_attention(
 
 @bench.command("agent")
 def bench_agent(
-    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    json: Json = None,
     rounds: Annotated[
         int, typer.Option(help="Number of blocks of steps that each variant trains, in turn.", min=1)
     ] = 12,
@@ -43,10 +45,10 @@ def bench_agent(
     ] = None,
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="Variant to time: kernels, kernels_agent or keep_agent; may be repeated. By default all."),
+        typer.Option(help="Variant to time: kernels_agent or keep_agent; may be repeated. By default both."),
     ] = None,
 ) -> None:
-    """Time training steps without foreshock, with its kernels, its agent, and native attention.
+    """Time training steps without foreshock, with an agent and its kernels, and with an agent and native attention.
 
     All shapes but gpt2-mini need a CUDA GPU.
     """
@@ -57,7 +59,7 @@ def bench_agent(
 
 @bench.command("detectors")
 def bench_detectors(
-    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    json: Json = None,
     passes: Annotated[int, typer.Option(help="Number of times that each course is played.", min=1)] = 12,
 ) -> None:
     """Time the detectors of 80 layers of 64 heads, healthy and with a layer that drifts. Set OMP_NUM_THREADS=1."""
@@ -68,7 +70,7 @@ def bench_detectors(
 
 @bench.command("ingest")
 def bench_ingest(
-    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    json: Json = None,
     seconds: Annotated[float, typer.Option(help="Length of each phase in seconds.", min=1.0)] = 20.0,
     database_url: Annotated[
         str | None,
@@ -83,7 +85,7 @@ def bench_ingest(
 
 @bench.command("service")
 def bench_service(
-    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    json: Json = None,
     seconds: Annotated[float, typer.Option(help="Length of the load of 256 ranks in seconds.", min=1.0)] = 10.0,
 ) -> None:
     """Measure curves and /metrics at scale, ingest of 256 ranks, memory, and the size of the database."""
@@ -94,7 +96,7 @@ def bench_service(
 
 @bench.command("page")
 def bench_page(
-    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    json: Json = None,
     repeats: Annotated[int, typer.Option(help="Number of times that the page is opened.", min=1)] = 7,
 ) -> None:
     """Time the page of a run of 1,000,000 steps of 80 layers of 64 heads in a real Chromium, to its last chart."""

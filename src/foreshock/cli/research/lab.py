@@ -1,7 +1,7 @@
 """`foreshock lab`: the failure laboratory."""
 
 from pathlib import Path
-from typing import Annotated, SupportsFloat
+from typing import Annotated
 
 import typer
 
@@ -14,27 +14,9 @@ lab = typer.Typer(
 )
 
 
-@lab.command("recipes")
-def lab_recipes() -> None:
-    """List the recipes and their variants."""
-    from foreshock.cli.output import console
-    from foreshock.lab.training.recipes import RECIPES
-    from foreshock.lab.training.variant import UNTREATED, VARIANTS
-
-    out = console()
-    for recipe in RECIPES.values():
-        shape = recipe.model
-        out.print(f"[bold]{recipe.name}[/bold]  {recipe.summary}")
-        out.print(
-            f"  {shape.layers} layers, {shape.heads} heads, width {shape.width}, context {shape.context}, batch "
-            f"{recipe.batch}, learning rate {recipe.learning_rate:g}, {recipe.steps} steps\n"
-        )
-    out.print(f"variants (--variant): {', '.join(VARIANTS)}; {UNTREATED.name} is the baseline")
-
-
 @lab.command("run")
 def lab_run(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe; `foreshock lab recipes` lists them.")],
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe of lab/training/recipes.toml, which describes them.")],
     variant: Annotated[
         str, typer.Option(help="The variant: untreated (the baseline), rescued, control, paper or exact-delta.")
     ] = "untreated",
@@ -59,28 +41,18 @@ def lab_run(
     Under torchrun the processes share out each batch, which stays the recipe's:
     torchrun --nproc-per-node 8 -m foreshock lab run ...
     """
-    from rich.progress import Progress, TextColumn
-
     from foreshock.cli.output import console
-    from foreshock.cli.research.scores import COLUMNS
     from foreshock.lab.training.long_run import LongRun
     from foreshock.lab.training.ranks import launched
     from foreshock.lab.training.recipes import find_recipe
-    from foreshock.lab.training.variant import find_variant, shown_name
+    from foreshock.lab.training.variant import find_variant
 
     made, chosen, out = find_recipe(recipe), find_variant(variant), console()
-    last, columns = steps or made.steps, (*COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"))
 
     def say(sentence: str) -> None:
         out.print(sentence, soft_wrap=True, highlight=False)
 
-    with launched() as ranks, Progress(*columns, console=out, disable=ranks.rank > 0) as progress:
-        bar = progress.add_task(f"{made.name} {shown_name(chosen.name)}", total=last, loss=float("nan"))
-
-        def stepped(step: int, loss: SupportsFloat) -> None:
-            if ranks.rank == 0 and (step % 10 == 0 or step == last):
-                progress.update(bar, completed=step, loss=float(loss))
-
+    with launched() as ranks:
         long = LongRun(
             recipe=made,
             variant=chosen,
@@ -92,7 +64,6 @@ def lab_run(
             url=url,
             ranks=ranks,
             say=say,
-            on_step=stepped,
         )
         came_to = long.train()
     if ranks.rank == 0:

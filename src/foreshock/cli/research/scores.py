@@ -2,19 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic_core import to_json
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foreshock.cli.output import print_whole, table_of
 from foreshock.lab.scoring.score import lab_score
 
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-"""Of a bar that shows how far a long command is."""
 _OF_A_RUN: Final = (
     *("trace", "truth", "steps", "first_warning_step", "layer", "head", "signal", "cause", "forecast_steps"),
     *("dangerous_step", "harm_step"),
@@ -23,25 +19,21 @@ _OF_A_RUN: Final = (
 
 def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> None:
     """Score recorded runs and print a line for each, one for each monitor, and what healthy runs and causes come to."""
-    with Progress(*COLUMNS, console=console, transient=True) as progress:
-        track = partial(progress.track, total=len(traces), description="scoring")
-        scores, result = lab_score(traces, report=report, shown=track)
+    scores, result = lab_score(traces, report=report)
     _show(console, "Runs", [{name: getattr(each, name) for name in _OF_A_RUN} for each in scores])
     _show(console, "Monitors", result["table"])
     _show(console, "Healthy runs", result["healthy"])
     _show(console, "Observed runs that were first warned about as rounding", [result["precision"]])
     _show(console, "Heads that a first warning forecast, and that came to 512", [result["forecasts"]])
-    _show(console, "Drifts that reached 512, by an agent attached in a part of the way to a warning", result["late"])
     if report is not None:
         console.print(f"report: {report}")
 
 
 def score_synthetic(console: Console, *, report: Path | None) -> None:
     """Score made-up runs and print a line for each family."""
-    from foreshock.lab.scoring.synthetic import FAMILIES, score_synthetic
+    from foreshock.lab.scoring.synthetic import score_synthetic
 
-    with Progress(*COLUMNS, console=console, transient=True) as progress:
-        rows = list(progress.track(score_synthetic(), total=len(FAMILIES) + 1, description="scoring"))
+    rows = list(score_synthetic())
     _show(console, "Made-up runs, of which nothing was trained", list(map(asdict, rows)))
     if report is not None:
         report.write_bytes(to_json(rows, indent=1) + b"\n")

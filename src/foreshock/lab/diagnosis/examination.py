@@ -4,14 +4,13 @@ import logging
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from foreshock.contract.metrics.catalog import read as read_metric
@@ -19,9 +18,6 @@ from foreshock.lab.diagnosis.calls import Capture, Measured
 from foreshock.lab.diagnosis.own_code import explained, made_by
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import read_trace
-from foreshock.lab.training.recipes import Recipe
-from foreshock.lab.training.run import Training
-from foreshock.lab.training.variant import Variant
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.model.discovery import listed
 
@@ -65,26 +61,6 @@ class Source:
     """Whether its attention ran in float32 or wider."""
     notes: list[str] = field(default_factory=list)
     """What was left out, and what a person should know of the weights."""
-
-
-def of_checkpoint(path: Path, batches: int) -> Source:
-    """The model of a laboratory checkpoint (`foreshock lab run`), run on the batches that came next, by
-    the attention that trained it. Raises ValueError for a file that is not one."""
-    try:
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise ValueError(f"{path} is nothing that torch loads safely: {str(error).partition('. ')[0]}") from None
-    if not isinstance(saved, dict) or not {"recipe", "arm", "seed", "model", "batches", "step"} <= saved.keys():
-        raise ValueError(
-            f"{path} is not a checkpoint of the laboratory; for another model give module:factory and --state"
-        )
-    recipe = TypeAdapter(Recipe).validate_python(saved["recipe"])
-    variant = TypeAdapter(Variant).validate_python(saved["arm"])
-    training = Training(replace(recipe, compiled=False), variant, int(saved["seed"]))
-    with training.agent:
-        # What trained it plays no part: a diagnosis takes no step.
-        training.restore(training.checkpoint() | {key: saved[key] for key in ("model", "batches", "step")})
-        return examine(f"step {saved['step']}", training.model, training.next_loss, batches)
 
 
 def of_factory(path: str, state: str | None, batches: int) -> Source:

@@ -7,8 +7,8 @@ replay, by the shipped thresholds; a baseline has its published threshold.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import numpy as np
 from pydantic_core import to_json
 
 from foreshock.contract.slots import Floats
-from foreshock.contract.wire import HeadRef, Verdict
+from foreshock.contract.wire import HeadRef
 from foreshock.lab.recording.harm import first_harm
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import Trace, read_trace, readings
@@ -27,8 +27,6 @@ from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 OURS: Final = "foreshock"
 ASKED_LEAD_STEPS: Final = 1000
 """A warning is in time this many steps before the first harm, or half of the run's steps before it if that is less."""
-LATE_PARTS: Final = (0.25, 0.5, 0.75)
-"""Of the way to the first warning: where agents begin that are attached late."""
 QUIET_STEPS: Final = DetectorConfig().quiet_steps
 
 
@@ -62,9 +60,6 @@ class Score:
     signal: str | None
     forecast_steps: float | None
     forecast_low_steps: float | None
-    late_warning_steps: tuple[int | None, ...]
-    """when an agent that was attached in each of LATE_PARTS warns about the same head; empty unless a drift was warned
-    about whose run reached 512"""
     warnings: int
     """verdicts raised in all"""
     alarms: dict[str, list[int] | None]
@@ -127,22 +122,9 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
         failing_head=failing,
         first_warning_step=first.step if first else None,
         **{name: getattr(first, name, None) for name in of_first},
-        late_warning_steps=() if dangerous is None or first is None else _attached_late(trace, config, first),
         warnings=len(raised),
         alarms=heard,
     )
-
-
-def _attached_late(trace: Trace, config: DetectorConfig, first: Verdict) -> tuple[int | None, ...]:
-    """When agents that saw nothing of the first parts of a run warn about the head of its first warning."""
-    if first.signal != "offset":
-        return ()
-    found = list[int | None]()
-    for part in LATE_PARTS:
-        seen = replace(trace, events=[event for event in trace.events if event.step > part * first.step])
-        of_head = (each for each in verdicts(seen, config) if (each.layer, each.head) == (first.layer, first.head))
-        found.append(next((each.step for each in of_head if each.state == "raised"), None))
-    return tuple(found)
 
 
 def truth(trace: Trace) -> str:
@@ -273,36 +255,17 @@ def forecasts(scores: Sequence[Score]) -> dict[str, float | None]:
     }
 
 
-def late_starts(scores: Sequence[Score]) -> list[dict[str, float | None]]:
-    """Of drifts in runs that reached 512: how many steps later agents that were attached late warned about them."""
-    drifts = [(each.first_warning_step or 0, each.late_warning_steps) for each in scores if each.late_warning_steps]
-    rows = list[dict[str, float | None]]()
-    for place, part in enumerate(LATE_PARTS):
-        later = [step - first for first, steps in drifts if (step := steps[place]) is not None]
-        rows.append(
-            {
-                "attached_at": part,
-                "drifts": len(drifts),
-                "warned": len(later),
-                "median_later": float(np.median(later)) if later else None,
-                "most_later": max(later, default=None),
-            }
-        )
-    return rows
-
-
 def lab_score(
     paths: Sequence[Path],
     *,
     report: Path | None = None,
-    shown: Callable[[Iterator[Score]], Iterable[Score]] = iter,
 ) -> tuple[list[Score], dict[str, Any]]:
     """Score every trace; the scores, and what `report` gets as JSON: traces, table, healthy steps, precision,
-    forecasts, late starts. `shown` shows how far the scoring is.
+    forecasts.
 
     Raises ValueError for a file that is no trace.
     """
-    scores = list(shown(score_traces(list(map(read_trace, paths)))))
+    scores = list(score_traces(list(map(read_trace, paths))))
     monitors: list[tuple[str, float | None]] = [(OURS, None), *((each.name, each.threshold) for each in BASELINES)]
     result = {
         "traces": [asdict(each) for each in scores],
@@ -310,7 +273,6 @@ def lab_score(
         "healthy": healthy_steps(scores),
         "precision": precision(scores),
         "forecasts": forecasts(scores),
-        "late": late_starts(scores),
     }
     if report is not None:
         report.write_bytes(to_json(result, indent=1, inf_nan_mode="strings") + b"\n")

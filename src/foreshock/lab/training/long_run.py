@@ -20,7 +20,7 @@ from foreshock.lab.texts import Corpus
 from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.run import Recorder, Training, train
-from foreshock.lab.training.variant import Variant, shown_name
+from foreshock.lab.training.variant import Variant
 
 EVERY_STEPS: Final = 500
 KEPT: Final = 3
@@ -121,15 +121,11 @@ class LongRun:
         """Continue from a checkpoint; the size of the trace when it was written. Raises ValueError for one of another
         run."""
         saved = torch.load(path, map_location=training.device, weights_only=True)
-        for what, recorded, value in (
-            ("recipe", saved["recipe"]["name"], self.recipe.name),
-            ("seed", saved["seed"], self.seed),
-            ("text", saved["text"], training.corpus.sha256),
-            ("variant", shown_name(saved["arm"]["name"]), shown_name(self.variant.name)),
-        ):
-            if recorded != value:
+        mine = training.checkpoint()
+        for what in ("recipe", "seed", "text", "variant"):
+            if saved[what] != mine[what]:
                 raise ValueError(
-                    f"{path} is of the {what} {recorded}, this run of {value}; give the same, or another folder"
+                    f"{path} is of the {what} {saved[what]}, this run of {mine[what]}; give the same, or another folder"
                 )
         if saved["step"] >= self.last:
             raise ValueError(f"{path} is of step {saved['step']} already; give more --steps than that")

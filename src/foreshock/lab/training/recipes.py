@@ -58,9 +58,6 @@ class Recipe:
         """What the first line of a trace says of it. `truth` is what it was made to show: recipes fail by rounding,
         unless a variant keeps the cause away from the first step on.
         """
-        switching = (
-            {"mitigation": variant.mitigation, "switch_scope": variant.switch_scope} if variant.policy == "auto" else {}
-        )
         return {
             "recipe": self.name,
             "arm": variant.name,
@@ -71,7 +68,6 @@ class Recipe:
             "truth": "healthy" if variant.cured else "rounding",
             "nature": "natural",
             "policy": variant.policy,
-            **switching,
             **({} if variant.backend is None else {"backend": variant.backend}),
         }
 

@@ -6,7 +6,6 @@ from typing import Any, Final, SupportsFloat, cast
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +21,6 @@ from foreshock.monitor import Agent, AgentConfig, attach
 
 _WAITING: Final = 100
 """Steps whose loss and gradient norm wait on the device before they are recorded."""
-_RECIPE, _VARIANT = TypeAdapter(Recipe), TypeAdapter(Variant)
 
 
 class Training:
@@ -69,11 +67,9 @@ class Training:
         self.optimizer = torch.optim.AdamW([weights], betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True)
         labels = {"recipe": recipe.name, "variant": shown_name(variant.name), "seed": str(seed)}
         settings: dict[str, Any] = {
-            "run": run or f"{recipe.name}-{variant.name}-seed{seed}".replace("+", "."),
+            "run": run or f"{recipe.name}-{variant.name}-seed{seed}",
             "url": url,
             "policy": variant.policy,
-            "mitigation": variant.mitigation,
-            "switch_scope": variant.switch_scope,
             "qk_clip": variant.qk_clip,
             "labels": labels | {"corpus": self.corpus.sha256[:16]},
             "sample_every_steps": AgentConfig.sampled_steps,
@@ -135,10 +131,6 @@ class Training:
             loss: Tensor = self._whole(tokens[:, :-1], tokens[:, 1:])
         return loss
 
-    def next_loss(self) -> Tensor:
-        """The loss of the run's next batch, or of its first part, [] in nats, with its graph."""
-        return self._loss_of(self._next_windows()[: self._rows_at_once])
-
     def checkpoint(self) -> dict[str, Any]:
         """Everything that the next step depends on, and what was run; `torch.save` takes it before the next step."""
         return {
@@ -149,8 +141,8 @@ class Training:
             "random": [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self.device.type == "cuda" else [])],
             "step": self.step,
             "text": self.corpus.sha256,
-            "recipe": _RECIPE.dump_python(self.recipe, mode="json"),
-            "arm": _VARIANT.dump_python(self.variant, mode="json"),
+            "recipe": self.recipe.name,
+            "variant": shown_name(self.variant.name),
             "seed": self.seed,
         }
 

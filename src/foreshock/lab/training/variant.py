@@ -1,12 +1,11 @@
-"""Variants: what differs between two runs of one recipe. A variant is also made of the name of any mode."""
+"""Variants: what differs between two runs of one recipe."""
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from foreshock.contract.modes import MODES, is_mode
-from foreshock.contract.orders import SwitchScope
+from foreshock.contract.modes import MODES
 from foreshock.contract.wire import ModeName, Policy
-from foreshock.monitor.config import AgentConfig, ClipWhen
+from foreshock.monitor.config import ClipWhen
 
 Numerics = Literal["kernel", "paper", "float32"]
 Backend = Literal["flash"]
@@ -19,10 +18,6 @@ class Variant:
     name: str
     numerics: Numerics = "kernel"
     policy: Policy = "observe"
-    mitigation: ModeName = AgentConfig.model_fields["mitigation"].default
-    """What the policy auto switches to."""
-    switch_scope: SwitchScope = AgentConfig.model_fields["switch_scope"].default
-    """Which heads it switches."""
     mode: ModeName = "plain"
     """The mode of every head from the first step on."""
     key_bias: bool = True
@@ -62,28 +57,10 @@ VARIANTS: Final = {
         Variant(name="flash-rescued", policy="auto", backend="flash"),
     )
 }
-_PREFIXES: Final[dict[str, dict[str, Any]]] = {
-    "": {},
-    "rescued-all-": {"policy": "auto", "switch_scope": "model"},
-    "rescued-": {"policy": "auto", "switch_scope": "head"},
-}
 
 
 def find_variant(name: str) -> Variant:
-    """The variant of that name. A variant is also made of the name of any mode, with dashes, unions joined by +:
-    "MODE" from the first step on and on every head, "rescued-MODE" once a head is warned about, "rescued-all-MODE" on
-    every head at the first warning; each of these with "paper-" before it under the paper's numerics.
-
-    Raises ValueError with the names that exist.
-    """
-    if name in VARIANTS:
-        return VARIANTS[name]
-    for numerics, rest in (("kernel", name), ("paper", name.removeprefix("paper-"))):
-        for prefix, settings in _PREFIXES.items():
-            if rest.startswith(prefix) and is_mode(mode := rest.removeprefix(prefix).replace("-", "_")):
-                field_name = "mitigation" if prefix else "mode"
-                return Variant(name=name, **{"numerics": numerics, field_name: mode, **settings})
-    raise ValueError(
-        f"variant {name!r} does not exist; allowed are {', '.join(VARIANTS)}, modes joined by + such as "
-        "exact-delta+paper-softmax, rescued-MODE, rescued-all-MODE, and each of these with paper- before it"
-    )
+    """The variant of that name. Raises ValueError with the names that exist."""
+    if name not in VARIANTS:
+        raise ValueError(f"variant {name!r} does not exist; allowed are {', '.join(VARIANTS)}")
+    return VARIANTS[name]
