@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from foreshock.benchmarks import agent_step
-from foreshock.benchmarks.agent_models import SHAPES, Shape, UnwatchedAttention
-from foreshock.benchmarks.agent_step import Bench, main, measure
+from foreshock.benchmarks.agent_step import SHAPES, Bench, Shape, UnwatchedAttention, main, measure
 from foreshock.lab.training.model import GPT, ModelConfig
 from foreshock.monitor import Agent, attach
 

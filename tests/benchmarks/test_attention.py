@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from foreshock.benchmarks.attention import Shape, ratios, run
-from foreshock.benchmarks.stopwatch import Stopwatch
+from foreshock.benchmarks.attention import Shape, Stopwatch, ratios, run
 from foreshock.contract.modes import MODES
 
 

@@ -1,26 +1,41 @@
 """What the service takes in: batches a second, and under overload. `foreshock bench ingest`.
 
-A real service process on 127.0.0.1 is driven by real client processes; every batch holds one sample of 12 layers x 12
-heads with every metric. Clients and service share the machine's cores.
+A real service process on 127.0.0.1 is driven by two processes of clients with many connections, one batch under way on
+each. They share the machine's cores, so only the standard library lies between a client and its socket, and a client
+puts its numbers into a batch that was written before; the figures have the clients' share of the cores. Each batch
+holds one sample, as agents send them: every statistic of 144 heads, their modes, norms and risks, and every scalar.
 """
 
+import asyncio
 import json
+import multiprocessing
 import os
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 
 from foreshock.benchmarks import machine
-from foreshock.benchmarks.ingest_clients import HEADS, LAYERS, Load, Result, run_load, template
-from foreshock.server.testing import LiveService
+from foreshock.contract.wire import Array
+from foreshock.server.testing import FakeRank, LiveService
 
+LAYERS: Final = 12
+HEADS: Final = 12
 CLIENTS: Final = 32
 """Connections that keep two cores busy; the overload has ten times as many."""
 UNLIMITED: Final = 1e9
 """Batches a second that a token may send for one run: the service is measured, not its fairness."""
+_RANK: Final = FakeRank(run="the-run", boot="the-boot", layers=LAYERS, heads=range(HEADS))
+_SINCE, _STEP, _SEQUENCE = 90_000_000_001, 90_000_000_002, 90_000_000_003
 
 
 def main(json_path: Path | None = None, *, seconds: float = 20.0, database_url: str | None = None) -> dict[str, Any]:
@@ -64,6 +79,36 @@ def memory_bytes(service: LiveService) -> int:
     return int(psutil.Process(service.pid).memory_info().rss)
 
 
+@dataclass
+class Load:
+    """What some clients do. Client i sends as rank i to run i, modulo the number of runs."""
+
+    url: str
+    clients: int
+    runs: int
+    seconds: float
+    name: str
+    """Tells this load's runs and boots from another's."""
+    every_seconds: float = 0.0
+    """Between two batches of a client; 0: it sends the next one at once."""
+    every_steps: int = 1
+    """Between two samples of a client."""
+
+
+@dataclass
+class Result:
+    """What clients saw of a load."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    latencies: list[float] = field(default_factory=list)
+    """Seconds from the first byte sent to the last byte read of each stored batch."""
+    retry_after: int = 0
+    """How many of the 429 carried a Retry-After header."""
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """Processor time of all clients, their start left out."""
+
+
 def loaded(service: LiveService, load: Load) -> dict[str, Any]:
     """What a load came to."""
     before, memory = cpu_seconds(service), memory_bytes(service)
@@ -74,11 +119,12 @@ def loaded(service: LiveService, load: Load) -> dict[str, Any]:
 
 def figures_of(result: Result, cpu_seconds: float) -> dict[str, Any]:
     """What clients saw, and what it cost the service."""
-    answered, stored = sum(result.statuses.values()), max(1, result.statuses[200])
+    answered, stored = result.statuses.total(), max(1, result.statuses[200])
+    half, most = np.quantile(result.latencies or [np.nan], [0.5, 0.99]).tolist()
     return {
-        "batches_per_second": round(result.stored_per_second, 1),
-        "p50_seconds": round(result.quantile(0.5), 4),
-        "p99_seconds": round(result.quantile(0.99), 4),
+        "batches_per_second": round(result.statuses[200] / result.seconds, 1),
+        "p50_seconds": round(half, 4),
+        "p99_seconds": round(most, 4),
         "cpu_milliseconds_per_batch": round(1e3 * cpu_seconds / stored, 3),
         "service_cores": round(cpu_seconds / result.seconds, 2),
         "clients_cpu_milliseconds_per_batch": round(1e3 * result.cpu_seconds / stored, 3),
@@ -89,3 +135,83 @@ def figures_of(result: Result, cpu_seconds: float) -> dict[str, Any]:
         "refusals_with_retry_after": result.retry_after == result.statuses[429],
         "load_average": round(os.getloadavg()[0], 2),
     }
+
+
+def template() -> bytes:
+    """A batch of one sample with every metric of all heads; its numbers are put in by `body`."""
+    norms = Array.of(np.linspace(1.0, 20.0, _RANK.count).astype(np.float32))
+    known = {"since_step": _SINCE, "query_norm": norms, "key_norm": norms, "query_key_norm": norms}
+    sample = _RANK.sample(_STEP, since=0).model_copy(update=known)
+    return _RANK.batch(sample, sequence=_SEQUENCE).model_dump_json().encode()
+
+
+def body(shape: bytes, number: int, every_steps: int = 1) -> bytes:
+    """The batch of that number."""
+    for one, value in ((_SEQUENCE, number), (_STEP, number * every_steps), (_SINCE, (number - 1) * every_steps)):
+        shape = shape.replace(b"%d" % one, b"%d" % value)
+    return shape
+
+
+async def _post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent: bytes) -> tuple[int, bytes]:
+    """Send a batch: the status of the answer, and its head in small letters."""
+    writer.write(
+        b"POST /v1/batches HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n" % len(sent) + sent
+    )
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n", 1)[0]))
+    return int(head[9:12]), head
+
+
+async def _client(load: Load, number: int, shape: bytes, began: float, result: Result) -> None:
+    """The client's first batch describes its process, as an agent's does."""
+    address, described = urlsplit(load.url), _RANK.batch(_RANK.started()).model_dump_json().encode()
+    for old, new in (
+        (b'"the-boot"', b'"%s-%d"' % (load.name.encode(), number)),
+        (b'"rank":0', b'"rank":%d' % number),
+        (b'"the-run"', b'"%s-%d"' % (load.name.encode(), number % load.runs)),
+    ):
+        described, shape = described.replace(old, new, 1), shape.replace(old, new, 1)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    sequence, due = 1, began + load.every_seconds * number / load.clients
+    while (start := time.monotonic()) < began + load.seconds:
+        if start < due:
+            await asyncio.sleep(due - start)
+            continue
+        due += load.every_seconds
+        status, head = await _post(
+            reader, writer, described if sequence == 1 else body(shape, sequence, load.every_steps)
+        )
+        result.statuses[status] += 1
+        if status == 200:
+            result.latencies.append(time.monotonic() - start)
+            sequence += 1
+        elif status == 429 and b"\r\nretry-after:" in head:
+            result.retry_after += 1
+    writer.close()
+    await writer.wait_closed()
+
+
+async def _drive(load: Load, numbers: Sequence[int]) -> Result:
+    result, shape, began, spent = Result(), template(), time.monotonic(), time.process_time()
+    await asyncio.gather(*(_client(load, number, shape, began, result) for number in numbers))
+    result.seconds, result.cpu_seconds = time.monotonic() - began, time.process_time() - spent
+    return result
+
+
+def _process(load: Load, numbers: Sequence[int]) -> Result:
+    return asyncio.run(_drive(load, numbers))
+
+
+def run_load(load: Load) -> Result:
+    """Let the clients, spread over two processes, send for `seconds`; what they saw, together."""
+    shares = [range(number, load.clients, 2) for number in range(min(2, load.clients))]
+    with ProcessPoolExecutor(len(shares), multiprocessing.get_context("spawn")) as pool:
+        parts = list(pool.map(partial(_process, load), shares))
+    return Result(
+        sum((part.statuses for part in parts), Counter()),
+        [each for part in parts for each in part.latencies],
+        sum(part.retry_after for part in parts),
+        max(part.seconds for part in parts),
+        sum(part.cpu_seconds for part in parts),
+    )

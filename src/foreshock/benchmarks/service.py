@@ -17,8 +17,7 @@ from typing import Any, Final
 import httpx
 
 from foreshock.benchmarks import machine
-from foreshock.benchmarks.ingest import UNLIMITED, cpu_seconds, loaded, memory_bytes, written
-from foreshock.benchmarks.ingest_clients import Load
+from foreshock.benchmarks.ingest import UNLIMITED, Load, cpu_seconds, loaded, memory_bytes, written
 from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import MORE_CHARTS
 from foreshock.server.store.schema import rollups

@@ -5,7 +5,7 @@ each run has their hash among its labels. Machines with other packages train on 
 """
 
 import hashlib
-import importlib.util
+import importlib
 import os
 import platform
 import random
@@ -35,8 +35,6 @@ _LENGTHS: Final = range(400, 400_001)
 """Characters of a file: shorter ones say little, longer ones are tables."""
 _TRAINING_SHARE: Final = 8
 """One file in this many trains the byte pairs."""
-_FILES_AT_ONCE: Final = 4096
-"""Encoded together: all cores wait for the longest file of each batch."""
 _LEFT_OUT: Final = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "idle_test", "lib2to3"}
 
 
@@ -98,13 +96,9 @@ def read_text(name: str) -> Corpus:
 
 
 def installed(packages: Sequence[str] = PACKAGES) -> list[Path]:
-    """The folders of the standard library and of packages. Raises FileNotFoundError for one that is not installed."""
-    found = {package: importlib.util.find_spec(package) for package in packages}
-    if missing := [package for package, spec in found.items() if spec is None or spec.origin is None]:
-        needed = f"the text is made from {', '.join(packages)}: install foreshock[dev]"
-        raise FileNotFoundError(f"{missing[0]} is not installed; {needed}")
-    origins = [str(spec.origin) for spec in found.values() if spec is not None]
-    return [Path(sysconfig.get_paths()["stdlib"]), *(Path(origin).parent for origin in origins)]
+    """The folders of the standard library and of packages. Raises ModuleNotFoundError for one that is not installed."""
+    files = [str(importlib.import_module(package).__file__) for package in packages]
+    return [Path(sysconfig.get_paths()["stdlib"]), *(Path(file).parent for file in files)]
 
 
 def make_text(name: str, folders: Sequence[Path], characters: int = CHARACTERS) -> Corpus:
@@ -112,15 +106,15 @@ def make_text(name: str, folders: Sequence[Path], characters: int = CHARACTERS) 
 
     Raises FileNotFoundError for a folder that is not there, ValueError where there are too few files.
     """
-    named: dict[tuple[int, str], Path] = {}
-    for number, folder in enumerate(folders):
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is not a folder; give --folder one that is there")
-        without = {"site-packages", "dist-packages"} if name == "byte-pairs" else set()
-        for path in folder.rglob("*"):
-            inside = path.relative_to(folder)
-            if path.suffix in _SOURCE and path.is_file() and not without & set(inside.parts):
-                named[number, inside.as_posix()] = path
+    if missing := [folder for folder in folders if not folder.is_dir()]:
+        raise FileNotFoundError(f"{missing[0]} is not a folder; give --folder one that is there")
+    without = {"site-packages", "dist-packages"} if name == "byte-pairs" else set()
+    inside = ((n, folder, path.relative_to(folder)) for n, folder in enumerate(folders) for path in folder.rglob("*"))
+    named = {
+        (number, path.as_posix()): folder / path
+        for number, folder, path in inside
+        if path.suffix in _SOURCE and (folder / path).is_file() and not without & set(path.parts)
+    }
     texts = list(_texts_of(named, characters))
     if len(texts) < 2:
         raise ValueError(
@@ -166,7 +160,7 @@ def _encoded(vocabulary: int, texts: Sequence[str]) -> bytes:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts[::_TRAINING_SHARE], trainer)
-    batches = (texts[start : start + _FILES_AT_ONCE] for start in range(0, len(texts), _FILES_AT_ONCE))
+    batches = (texts[start : start + 4096] for start in range(0, len(texts), 4096))  # all at once take much memory
     tokens = [np.asarray(one.ids, dtype="<u2") for batch in batches for one in tokenizer.encode_batch_fast(batch)]
     data: bytes = np.concatenate(tokens).tobytes()
     return data
