@@ -12,7 +12,6 @@ OLDER = (
     "tests/contract/test_slots.py",
     "tests/contract/test_wire.py",
     "tests/contract/test_catalog.py",
-    "tests/server/test_golden_batches.py",
     "tests/server/test_rolling_upgrade.py",
     "tests/kernels/test_statistics.py",
     "tests/kernels/test_triton_sampled_rows.py",

@@ -1,11 +1,12 @@
-"""An agent of a build to come, this service and a store that another build left: nothing is lost."""
+"""An agent of a build to come, this service, a store that another build left, and batches of every released version as
+they were on the wire: nothing is lost. A new version adds golden files; the old ones never change."""
 
 import json
 import re
 import sqlite3
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from tests.server import golden_store as old
 
 from foreshock.contract import wire
+from foreshock.contract.wire import WIRE_VERSION, Batch, Event, Unknown
 from foreshock.server.readings import BUCKET, unreadable
 from foreshock.server.testing import FakeRank
 
@@ -187,3 +189,71 @@ def test_a_run_shows_what_a_warning_switches_where_its_agent_tells_it(play: Any,
     play(story)
     with pytest.raises(ValidationError):
         wire.Started.model_validate({**FakeRank().started().model_dump(), "switch_scope": "a head!"})
+
+
+GOLDEN = Path(__file__).parent / "golden"
+VERSIONS = range(1, WIRE_VERSION + 1)
+_WHEN = {"first_seen_unix_seconds", "last_seen_unix_seconds", "unix_seconds", "id"}
+_SKIPPED = {"revision", "loss_max", "retries", "spool_bytes", "oldest_unsent_seconds"}
+"""Fields that agents sent and nothing read."""
+
+
+def golden_lines(version: int) -> list[str]:
+    return (GOLDEN / f"wire_{version}.jsonl").read_text("utf-8").splitlines()
+
+
+def without(names: set[str], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without(names, inner) for key, inner in value.items() if key not in names}
+    return [without(names, inner) for inner in value] if isinstance(value, list) else value
+
+
+def without_clock(value: Any) -> Any:
+    """An answer without what depends on the clock or on the order of arrival."""
+    return without(_WHEN, value)
+
+
+async def state_of(service: Any) -> Any:
+    """Everything that a reader can ask of the golden run."""
+    run = "/v1/runs/golden/run-1"
+    state: dict[str, Any] = {"run": without_clock(await service.get(run))}
+    for metric in ("run.loss", "run.grad_norm", "run.worst_risk"):
+        state[metric] = (await service.get(f"{run}/curves", line=metric))["lines"]
+    for metric in ("head.score_offset", "head.query_norm", "head.mode"):
+        state[metric] = without_clock(await service.get(f"{run}/matrix", metric=metric))
+    kinds = ["started", "verdict", "switched", "command", "finished"]  # incidents open and close in another order
+    found = without_clock(await service.get(f"{run}/events", kind=kinds))["events"]
+    state["events"] = sorted(found, key=json.dumps)
+    return state
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "backwards"])
+async def test_the_batches_of_a_released_version_still_mean_what_they_meant(
+    service: Any, version: int, order: int
+) -> None:
+    for line in golden_lines(version)[::order]:
+        headers = {"content-type": "application/json"}
+        answer = await service.client.post("/v1/batches", content=line, headers=headers)
+        assert answer.status_code == 200, answer.text
+    meant = json.loads((GOLDEN / f"wire_{version}_state.json").read_text("utf-8"))
+    assert_holds(await state_of(service), meant, "state")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_golden_batch_is_written_again_as_it_was_read(version: int) -> None:
+    for line in golden_lines(version):
+        written = Batch.model_validate_json(line).model_dump_json(exclude_unset=True)
+        assert json.loads(written) == without(_SKIPPED, json.loads(line))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_golden_batches_hold_every_kind_of_event_with_every_field(version: int) -> None:
+    said: dict[str, set[str]] = {}
+    for line in golden_lines(version):
+        for event in json.loads(line)["events"]:
+            said.setdefault(event["kind"], set()).update(key for key, value in event.items() if value is not None)
+    known = [kind for kind in get_args(get_args(Event)[0]) if kind is not Unknown]
+    kinds = {kind.model_fields["kind"].default: set(kind.model_fields) for kind in known}
+    assert set(said) == set(kinds)
+    assert all(said[kind] - _SKIPPED <= fields for kind, fields in kinds.items())

@@ -77,21 +77,6 @@ async def test_no_alert_orders_a_switch_that_cannot_help(service: Any, cause: st
     assert await commands_of(service) == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("scope", "heads"), [("head", 2), ("layer", 3), ("model", 6)])
-async def test_an_alert_about_an_incident_switches_what_the_run_would_switch_by_itself(
-    service: Any, scope: str, heads: int
-) -> None:
-    rank = FakeRank()
-    started = rank.started(policy="auto").model_copy(update={"switch_scope": scope})
-    warned = [rank.verdict(1, layer=1, head=head, name=f"w{head}") for head in (0, 1)]
-    await service.store(rank, started, rank.sample(1), *warned)
-    assert await alert(service, delivery(state="open", act="switch", severity="warning")) == "ordered"
-    assert [len(command["heads"]) for command in await commands_of(service)] == [heads]
-    assert (await service.store(rank, rank.sample(2, mode=1))).commands
-    assert await alert(service, delivery(state="switched")) in ("observed", "duplicate")
-
-
 async def alerts_of_three_heads(service: Any, after_each: Callable[[], None] = lambda: None) -> list[str]:
     """What came of an alert after each of three heads began to drift; the rank carries out what is ordered."""
     rank, found = FakeRank(), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
@@ -98,22 +99,7 @@ def test_a_fleet_is_ordered_by_need_searched_filtered_and_compared_and_the_addre
     assert [row.find_element(By.TAG_NAME, "a").text for row in rows] == chosen
 
 
-MANY = """
-const fetched = window.fetch, runs = 1000;
-window.asked = 0;
-window.fetch = async (...given) => {
-  const asked = new URL(String(given[0]));
-  if (!asked.pathname.endsWith("/v1/runs")) return fetched(...given);
-  window.asked += 1;
-  const from = Number(asked.searchParams.get("cursor") ?? 0);
-  const [one] = (await (await fetched(new URL("v1/runs?limit=1", document.baseURI))).json()).runs;
-  const length = Math.min(Number(asked.searchParams.get("limit")), runs - from);
-  const name = (place) => `fleet/${String(place).padStart(5, "0")}`;
-  const page = Array.from({ length }, (_, i) => ({ ...one, display_name: null, run: name(from + i) }));
-  const next_cursor = from + length < runs ? String(from + length) : null;
-  return new Response(JSON.stringify({ runs: page, next_cursor }), { status: 200 });
-};
-"""
+MANY = Path(__file__).with_name("a_thousand_runs.js").read_text()
 
 
 def test_a_fleet_takes_a_request_for_each_500_runs_a_hundred_rows_and_none_to_search(
