@@ -275,13 +275,6 @@ def test_heads_that_were_told_as_another_cause_than_the_corrected_stay_where_the
     assert [(i.id, i.standing, i.corrected_from) for i in found] == [("rounding", 1, "other"), ("other", 1, None)]
 
 
-@pytest.mark.parametrize("was", ["other", "score growth"])
-def test_of_several_that_were_corrected_the_first_correction_is_told_and_the_first_warning_says_since_when(
-    was: str,
-) -> None:
-    heads = ((0, 700, 3000), (1, 400, 3000), (2, 100, 3500))
-    [incident] = of(*(corrected(head, raised=raised, at=at, was=was) for head, raised, at in heads))
-    assert (incident.opened_step, incident.corrected_step, incident.standing) == (100, 3000, 3)
 
 
 def test_a_head_that_settles_has_no_harm_in_sight_and_one_of_no_forecast_says_nothing_of_it() -> None:
@@ -338,10 +331,6 @@ def test_a_switch_that_held_leaves_the_growth_to_people() -> None:
     assert both.to_do.startswith("Watch the loss.")
 
 
-def test_whichever_comes_first_the_incident_keeps_its_beginning_and_who_takes_care_of_it() -> None:
-    said = Acknowledged(cause="score growth", step=150, who="ann", reason="on it", unix_seconds=5.0)
-    [both] = of(growth(step=150, raised=100), drift(step=900), acknowledged=[said])
-    assert (both.id, both.opened_step, both.state, both.acknowledged) == ("rounding", 100, "acknowledged", said)
 
 
 def test_what_never_stood_at_one_time_stays_two_incidents() -> None:
