@@ -102,15 +102,25 @@ def service(play: Play) -> Play:
     return play
 
 
+@pytest.fixture
+def rank() -> FakeRank:
+    """The only rank of a run."""
+    return FakeRank()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine as the story of its service."""
-    test, play = pyfuncitem.obj, cast(Play, pyfuncitem.funcargs.get("service"))
+    """Runs a test that is a coroutine, with a service as its story; on stores of both kinds where it uses `on_both`."""
+    test, found = pyfuncitem.obj, pyfuncitem.funcargs
     if not inspect.iscoroutinefunction(test):
         return None
-    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters if name != "service"}
-    mark = pyfuncitem.get_closest_marker("settings")
-    play(lambda service: test(service=service, **given), **(mark.kwargs if mark else {}))
+    given = {name: found[name] for name in inspect.signature(test).parameters if name != "service"}
+    play = cast(Play | None, found.get("on_both", found.get("service")))
+    if play is None:
+        asyncio.run(test(**given))
+    else:
+        mark = pyfuncitem.get_closest_marker("settings")
+        play(lambda service: test(service=service, **given), **(mark.kwargs if mark else {}))
     return True
 
 

@@ -41,9 +41,8 @@ async def metric(service: Any, name: str) -> str:
 
 @pytest.mark.parametrize("ended", [False, True])
 async def test_an_acknowledgement_is_on_the_next_scrape_also_of_a_run_that_sends_nothing_more(
-    service: Any, ended: bool
+    service: Any, rank: FakeRank, ended: bool
 ) -> None:
-    rank = FakeRank()
     last = [Finished(step=1, unix_seconds=2.0, status="completed")] * ended
     await service.store(rank, rank.started(policy="approve"), rank.sample(1), rank.verdict(1), *last)
     assert (await metric(service, "acknowledged")).endswith(" 0.0")
@@ -129,8 +128,8 @@ async def test_a_warning_that_a_resumed_process_raises_is_new_evidence(service: 
 
 async def test_a_switch_that_was_undone_holds_webhooks_off_until_a_warning_is_raised_anew_and_not_for_ever(
     service: Any,
+    rank: FakeRank,
 ) -> None:
-    rank = FakeRank()
     await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1))
     await order(service)
     [given] = (await service.store(rank, rank.sample(2))).commands

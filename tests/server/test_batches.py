@@ -17,8 +17,7 @@ SECRET = "a-secret-of-sixteen-or-more"
 
 
 @pytest.mark.promise("S2")
-async def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(service: Any) -> None:
-    rank = FakeRank()
+async def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(service: Any, rank: FakeRank) -> None:
     batch = rank.batch(rank.started(), rank.sample(10), rank.verdict(10))
     first, again = await service.post(batch), await service.post(batch)
     assert first.json() == again.json()
@@ -31,8 +30,7 @@ async def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(servic
 
 
 @pytest.mark.promise("S5")
-async def test_a_batch_for_an_address_that_only_begins_alike_is_not_found(service: Any) -> None:
-    rank = FakeRank()
+async def test_a_batch_for_an_address_that_only_begins_alike_is_not_found(service: Any, rank: FakeRank) -> None:
     body = rank.batch(rank.started()).model_dump(mode="json")
     for address in ("/v1/batches%0A", "/v1/batches/"):
         assert (await service.client.post(address, json=body)).status_code == 404, address
@@ -41,9 +39,8 @@ async def test_a_batch_for_an_address_that_only_begins_alike_is_not_found(servic
 
 @pytest.mark.promise("S1")
 async def test_a_store_that_fails_answers_503_and_acknowledges_nothing(
-    service: Any, monkeypatch: pytest.MonkeyPatch
+    service: Any, rank: FakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = FakeRank()
 
     def full(*_: Any) -> None:
         raise OperationalError("COMMIT", None, OSError("database or disk is full"))
@@ -78,12 +75,11 @@ async def test_a_batch_whose_client_leaves_while_it_waits_is_stored_once_and_hol
 )
 @pytest.mark.settings(token=SECRET)
 async def test_a_fault_on_the_way_of_a_batch_is_a_problem_and_passes(
-    service: Any, monkeypatch: pytest.MonkeyPatch, fault: Exception, status: int
+    service: Any, rank: FakeRank, monkeypatch: pytest.MonkeyPatch, fault: Exception, status: int
 ) -> None:
     async def failing(*_: Any) -> None:
         raise fault
 
-    rank = FakeRank()
     first = rank.batch(rank.sample(1))
     service.client.headers["authorization"] = f"Bearer {SECRET}"
     places = ((service.app.state.writer, "submit"), (service.app.state.keyring, "caller"))

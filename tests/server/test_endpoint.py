@@ -12,8 +12,9 @@ from foreshock.server.testing import FakeRank, LiveService
 
 @pytest.mark.promise("S3")
 @pytest.mark.parametrize("bad", [range(1), range(1, 2), range(14, 15), range(1, 15)])
-async def test_bad_events_at_any_position_refuse_the_whole_batch_and_ten_are_named(service: Any, bad: range) -> None:
-    rank = FakeRank()
+async def test_bad_events_at_any_position_refuse_the_whole_batch_and_ten_are_named(
+    service: Any, rank: FakeRank, bad: range
+) -> None:
     body = json.loads(rank.batch(rank.started(), *(rank.sample(s) for s in range(1, 15))).model_dump_json())
     for position in bad:
         body["events"][position]["step"] = -1
@@ -89,8 +90,7 @@ async def test_a_run_whose_name_no_address_could_hold_is_refused_with_a_sentence
 
 
 @pytest.mark.promise("S13")
-async def test_control_characters_in_texts_reach_no_log_line(service: Any) -> None:
-    rank = FakeRank()
+async def test_control_characters_in_texts_reach_no_log_line(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), rank.verdict(1, sentence="a\nb\x00c\u202ed <img onerror=x>"))
     newest = (await service.get("/v1/runs/run-1/events", kind="verdict"))["events"][0]
     assert newest["sentence"] == "a\ufffdb\ufffdc\ufffdd <img onerror=x>"

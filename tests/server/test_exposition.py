@@ -202,8 +202,7 @@ async def values_of(service: Any, run: str = "run-1") -> dict[str, set[float]]:
 
 
 @pytest.mark.promise("S25")
-async def test_what_was_measured_once_is_in_every_scrape_from_then_on(service: Any) -> None:
-    rank = FakeRank()
+async def test_what_was_measured_once_is_in_every_scrape_from_then_on(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), sample(rank, 1))
     unmeasured = before = await values_of(service)
     for step, rare in enumerate(sorted(RARE, key=lambda name: name != "states"), 2):  # each in a sample of its own,
@@ -357,8 +356,7 @@ async def test_free_text_of_an_agent_becomes_no_label(service: Any) -> None:
 
 
 @pytest.mark.promise("S6")
-async def test_labels_of_a_run_are_few_and_short_and_stay_out_of_the_metrics(service: Any) -> None:
-    rank = FakeRank()
+async def test_labels_of_a_run_are_few_and_short_and_stay_out_of_the_metrics(service: Any, rank: FakeRank) -> None:
     started = rank.started().model_dump(mode="json")
     for wrong in ({f"l{i}": "x" for i in range(33)}, {"l": "x" * 257}, {"l l": "x"}, {"<b>": "x"}, {"l": 1}):
         body = {"wire": 1, "run": "run-1", "rank": 0, "boot": "b1", "sequence": 1}

@@ -152,8 +152,7 @@ async def test_everything_that_is_read_of_the_store_takes_turns(service: Any) ->
 
 
 @pytest.mark.promise("S4")
-async def test_batches_are_stored_while_readers_hold_every_connection(service: Any) -> None:
-    rank = FakeRank()
+async def test_batches_are_stored_while_readers_hold_every_connection(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), rank.sample(1))
     engine = service.app.state.store.reader.engine
     with ExitStack() as held:
@@ -175,8 +174,9 @@ LARGE = (
 
 @pytest.mark.full
 @pytest.mark.promise("S4")
-def test_large_answers_are_read_and_written_beside_the_event_loop(
-    on_both: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("on_both")
+async def test_large_answers_are_read_and_written_beside_the_event_loop(
+    service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, worked = threading.get_ident(), defaultdict[str, set[int]](set)
 
@@ -190,17 +190,14 @@ def test_large_answers_are_read_and_written_beside_the_event_loop(
     for owner, name in ((Response, "model_dump_json"), (Connection, "execute"), (exposition, "line")):
         monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
 
-    async def story(service: Any) -> None:
-        rank = FakeRank(layers=160, heads=range(40))
-        await service.store(rank, rank.started())
-        for step in range(1, 4):
-            await service.store(rank, rank.sample(step))
-        for path in LARGE:
-            worked.clear()
-            answer = await service.client.get(path)
-            assert answer.status_code == 200
-            assert worked["execute"]
-            assert worked["line" if path == "/metrics" else "model_dump_json"]
-            assert all(loop not in threads for threads in worked.values()), path
-
-    on_both(story)
+    rank = FakeRank(layers=160, heads=range(40))
+    await service.store(rank, rank.started())
+    for step in range(1, 4):
+        await service.store(rank, rank.sample(step))
+    for path in LARGE:
+        worked.clear()
+        answer = await service.client.get(path)
+        assert answer.status_code == 200
+        assert worked["execute"]
+        assert worked["line" if path == "/metrics" else "model_dump_json"]
+        assert all(loop not in threads for threads in worked.values()), path

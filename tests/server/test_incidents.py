@@ -40,8 +40,7 @@ async def test_the_log_tells_of_a_flood_once_and_again_only_when_it_turns_worse_
     assert row["incidents"] == [short]
 
 
-async def test_an_incident_is_acknowledged_switched_verified_and_closed(service: Any) -> None:
-    rank = FakeRank()
+async def test_an_incident_is_acknowledged_switched_verified_and_closed(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5))
     assert [i["state"] for i in await incidents(service)] == ["open"]
     care = {"who": "ann", "reason": "on it", "incident": "rounding"}
@@ -114,8 +113,9 @@ async def test_metrics_show_one_series_for_a_run_and_cause(service: Any) -> None
     assert "Type: foreshock switch run-1 --mode exact_delta" in rounding  # no proposal waits yet
 
 
-async def test_what_a_later_sample_shows_of_a_mode_counts_more_than_an_order_before_it(service: Any) -> None:
-    rank = FakeRank()
+async def test_what_a_later_sample_shows_of_a_mode_counts_more_than_an_order_before_it(
+    service: Any, rank: FakeRank
+) -> None:
     await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5))
     await service.store(rank, local("applied", step=5))
     assert [one["state"] for one in await incidents(service)] == ["switched"]
@@ -123,8 +123,7 @@ async def test_what_a_later_sample_shows_of_a_mode_counts_more_than_an_order_bef
     assert [one["state"] for one in await incidents(service)] == ["open"]
 
 
-async def test_an_incident_that_turns_milder_is_no_news(service: Any) -> None:
-    rank = FakeRank()
+async def test_an_incident_that_turns_milder_is_no_news(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5, severity="critical"))
     await service.store(rank, rank.verdict(6, state="updated", severity="warning"))
     assert [one["severity"] for one in await incidents(service)] == ["warning"]
@@ -132,9 +131,8 @@ async def test_an_incident_that_turns_milder_is_no_news(service: Any) -> None:
     assert [event["incident"]["severity"] for event in said] == ["critical"]
 
 
-async def test_a_mitigation_that_the_training_took_away_itself_may_be_given_again(service: Any) -> None:
+async def test_a_mitigation_that_the_training_took_away_itself_may_be_given_again(service: Any, rank: FakeRank) -> None:
     """Unlike one that a person took away by an order."""
-    rank = FakeRank()
     await service.store(rank, rank.started(policy="auto"), rank.sample(5), rank.verdict(5))
     back = local("applied", "local-2", 6, after="plain", verdict=None)
     await service.store(rank, back.model_copy(update={"before": ("exact_delta",)}))
@@ -199,8 +197,7 @@ def checkpoint(step: int, *, requested: bool = False) -> Checkpoint:
     return Checkpoint(step=step, path=f"out/checkpoint-{step}", trainer="transformers", requested=requested)
 
 
-async def test_the_plan_names_the_last_clean_checkpoint_and_the_log_tells_of_each(service: Any) -> None:
-    rank = FakeRank()
+async def test_the_plan_names_the_last_clean_checkpoint_and_the_log_tells_of_each(service: Any, rank: FakeRank) -> None:
     await start(service, rank, policy="observe")
     assert "nothing to go back to" in (await service.get(PLAN))["sentence"]
     await service.store(rank, checkpoint(10), rank.verdict(20), checkpoint(25, requested=True))

@@ -19,56 +19,50 @@ MALLORY, ANN = "secret-of-mallory-0", "secret-of-ann-000000"
 TOKENS = (Token.of("mallory", MALLORY, ("ingest",), "m/"), Token.of("ann", ANN, ("ingest", "read"), "a/"))
 
 
-def test_a_token_that_fills_the_queue_of_batches_leaves_places_for_others() -> None:
+async def test_a_token_that_fills_the_queue_of_batches_leaves_places_for_others() -> None:
     settings = settings_with(Settings, tokens=TOKENS, ingest_queue_batches=8)
     nobody: Any = None
     batch = FakeRank().batch(FakeRank().started())
 
-    async def story() -> None:
-        writer = Writer(settings, nobody, nobody, nobody)  # it never runs, so the queue fills
-        writer._counters = Counters()
-        waiting = [asyncio.create_task(writer.submit(batch, 100, "mallory", NO_HEADERS)) for _ in range(8)]
-        await asyncio.sleep(0)
-        assert writer.depth == 8
-        with pytest.raises(ProblemError, match="Too many batches of this token"):
-            writer.refuse_when_full("mallory")
-        for task in waiting[:4]:  # a client that leaves takes nothing out of the queue
-            task.cancel()
-        await asyncio.sleep(0)
-        with pytest.raises(ProblemError, match="Too many batches of this token"):
-            writer.refuse_when_full("mallory")
-        writer.refuse_when_full("ann")
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-    asyncio.run(asyncio.wait_for(story(), 60))
+    writer = Writer(settings, nobody, nobody, nobody)  # it never runs, so the queue fills
+    writer._counters = Counters()
+    waiting = [asyncio.create_task(writer.submit(batch, 100, "mallory", NO_HEADERS)) for _ in range(8)]
+    await asyncio.sleep(0)
+    assert writer.depth == 8
+    with pytest.raises(ProblemError, match="Too many batches of this token"):
+        writer.refuse_when_full("mallory")
+    for task in waiting[:4]:  # a client that leaves takes nothing out of the queue
+        task.cancel()
+    await asyncio.sleep(0)
+    with pytest.raises(ProblemError, match="Too many batches of this token"):
+        writer.refuse_when_full("mallory")
+    writer.refuse_when_full("ann")
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def test_whoever_sends_much_or_what_is_long_to_write_waits_for_it_and_no_one_else() -> None:
+async def test_whoever_sends_much_or_what_is_long_to_write_waits_for_it_and_no_one_else() -> None:
     settings = Settings(tokens=TOKENS)
     nobody: Any = None
     loud, quiet = FakeRank(run="m/1"), FakeRank(run="a/1")
     words = loud.batch(*(loud.verdict(1, name=f"w-{number}") for number in range(512)))
     alone = quiet.batch(quiet.started())
 
-    async def story() -> None:
-        writer = Writer(settings, nobody, nobody, nobody)  # never runs: what it would write is seen
-        waiting = [asyncio.create_task(writer.submit(words, 2**18, "mallory", NO_HEADERS)) for _ in range(20)]
-        await asyncio.sleep(0)
-        waiting += [asyncio.create_task(writer.submit(alone, 100, "ann", NO_HEADERS)) for _ in range(2)]
-        waiting += [asyncio.create_task(writer.submit(alone, 2**25, "bob", NO_HEADERS)) for _ in range(3)]
-        await asyncio.sleep(0)
-        groups = []
-        while writer.depth:
-            groups.append("".join(item.token[0] for item in writer._next_group()))
-        assert groups[:3] == ["mab", "mab", "mb"]
-        assert groups[3:] == ["mm"] * 8 + ["m"]
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-    asyncio.run(asyncio.wait_for(story(), 60))
+    writer = Writer(settings, nobody, nobody, nobody)  # never runs: what it would write is seen
+    waiting = [asyncio.create_task(writer.submit(words, 2**18, "mallory", NO_HEADERS)) for _ in range(20)]
+    await asyncio.sleep(0)
+    waiting += [asyncio.create_task(writer.submit(alone, 100, "ann", NO_HEADERS)) for _ in range(2)]
+    waiting += [asyncio.create_task(writer.submit(alone, 2**25, "bob", NO_HEADERS)) for _ in range(3)]
+    await asyncio.sleep(0)
+    groups = []
+    while writer.depth:
+        groups.append("".join(item.token[0] for item in writer._next_group()))
+    assert groups[:3] == ["mab", "mab", "mb"]
+    assert groups[3:] == ["mm"] * 8 + ["m"]
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 @pytest.mark.settings(tokens=TOKENS, requests_at_once=32)

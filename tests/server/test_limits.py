@@ -360,11 +360,12 @@ def with_one(odd: str, value: Any) -> Iterator[Any]:
 
 @pytest.mark.promise("S20")
 @pytest.mark.parametrize(("odd", "word"), [(HALF, "surrogate"), (NUL, "NUL")])
-async def test_what_no_store_can_hold_is_refused_in_every_text_that_is_sent(service: Any, odd: str, word: str) -> None:
+async def test_what_no_store_can_hold_is_refused_in_every_text_that_is_sent(
+    service: Any, rank: FakeRank, odd: str, word: str
+) -> None:
     posts = {path for path, item in service.app.openapi()["paths"].items() if {"post", "patch"} & item.keys()}
     known = {path.replace("/run-1", "/{run}").replace("/c/", "/{command}/") for path in TEXTS}
     assert posts - known == {"/v1/batches", "/v1/logout", "/v1/commands/{command}/{how}"}
-    rank = FakeRank()
     await service.store(rank, rank.started())
     sent = [(path, body) for path, whole in TEXTS.items() for body in (*with_one(odd, whole), {**whole, odd: 1})]
     batch = json.loads(rank.batch(rank.started(), rank.verdict(1)).model_dump_json())

@@ -120,8 +120,7 @@ async def test_ranks_merge_exactly_as_the_contract_says_and_absent_heads_are_not
     assert (await service.get("/v1/runs/run-1"))["last_step"] == 20, "the newest reading waits for ranks that lag"
 
 
-async def test_what_is_not_finite_arrives_and_is_shown(service: Any) -> None:
-    rank = FakeRank()
+async def test_what_is_not_finite_arrives_and_is_shown(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), rank.sample(1, loss=math.inf), rank.sample(2, loss=math.nan))
     [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"]
     assert line["last"] == ["Infinity", "NaN"]
@@ -129,8 +128,9 @@ async def test_what_is_not_finite_arrives_and_is_shown(service: Any) -> None:
     assert 'foreshock_run_loss{run="run-1"} NaN' in metrics
 
 
-async def test_samples_without_arrays_or_start_are_stored_and_read_once_the_start_arrives(service: Any) -> None:
-    rank = FakeRank()
+async def test_samples_without_arrays_or_start_are_stored_and_read_once_the_start_arrives(
+    service: Any, rank: FakeRank
+) -> None:
     await service.post(rank.batch(rank.sample(5), sequence=2))
     bare = Sample(step=6, since_step=5, unix_seconds=0.0, query_norm=Array.of(np.ones(6, dtype=np.float32)))
     await service.post(rank.batch(bare, sequence=3))

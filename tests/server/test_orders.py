@@ -59,8 +59,9 @@ async def end(service: Any, *ranks: FakeRank, status: Any = "completed") -> None
         ({"extra": 1}, 422),
     ],
 )
-async def test_a_wrong_order_is_refused_and_nothing_goes_out(service: Any, changes: Any, status: int) -> None:
-    rank = FakeRank()
+async def test_a_wrong_order_is_refused_and_nothing_goes_out(
+    service: Any, rank: FakeRank, changes: Any, status: int
+) -> None:
     unknown = await order(service)
     assert (unknown.status_code, "no run" in unknown.json()["detail"]) == (404, True)
     await start(service, rank)
@@ -331,8 +332,9 @@ async def test_a_switch_of_one_rank_whose_other_ranks_end_is_applied_when_it_exp
 
 
 @pytest.mark.parametrize("rejected", [False, True])
-async def test_an_answer_to_an_order_that_nobody_sent_is_stored_like_any_batch(service: Any, rejected: bool) -> None:
-    rank = FakeRank()
+async def test_an_answer_to_an_order_that_nobody_sent_is_stored_like_any_batch(
+    service: Any, rank: FakeRank, rejected: bool
+) -> None:
     await start(service, rank, policy="approve")
     await service.store(rank, local("proposed"))
     [proposal] = await commands_of(service)
@@ -461,8 +463,9 @@ async def test_a_switch_after_the_step_from_which_a_run_resumes_is_neither_shown
     assert (await service.get(f"/v1/commands/{command}"))["verification"] is None
 
 
-async def test_an_applied_switch_is_undone_once_head_by_head_to_the_modes_that_it_changed(service: Any) -> None:
-    rank = FakeRank()
+async def test_an_applied_switch_is_undone_once_head_by_head_to_the_modes_that_it_changed(
+    service: Any, rank: FakeRank
+) -> None:
     await service.store(rank, rank.started(), rank.sample(1))
     command = (await order(service, heads=[[0, 0], [0, 1], [0, 2], [1, 0]])).json()["id"]
     path = f"/v1/commands/{command}/undo"
@@ -504,8 +507,7 @@ async def test_a_dry_run_of_an_undo_leaves_the_undo_open_and_an_undone_switch_is
     assert (await service.get(f"/v1/commands/{command}"))["verification"] is None
 
 
-async def test_what_an_agent_switched_by_itself_can_be_undone_as_well(service: Any) -> None:
-    rank = FakeRank()
+async def test_what_an_agent_switched_by_itself_can_be_undone_as_well(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started())
     await service.store(rank, local("applied"))
     [shown] = await commands_of(service)
@@ -520,7 +522,7 @@ async def test_what_an_agent_switched_by_itself_can_be_undone_as_well(service: A
 
 @pytest.mark.parametrize("what_then", ["undone", "replaced"])
 async def test_a_switch_that_did_not_arrest_its_heads_is_a_metric_until_it_is_undone_or_replaced(
-    service: Any, what_then: str
+    service: Any, rank: FakeRank, what_then: str
 ) -> None:
     command = await switched(service, after=1.0)
 
@@ -532,7 +534,6 @@ async def test_a_switch_that_did_not_arrest_its_heads_is_a_metric_until_it_is_un
     assert await shown() == 0
     await judge(service)
     assert await shown() == 1
-    rank = FakeRank()
     rank.sequence = 1000
     if what_then == "undone":
         await service.client.post(f"/v1/commands/{command}/undo", json=WHO)
@@ -544,12 +545,13 @@ async def test_a_switch_that_did_not_arrest_its_heads_is_a_metric_until_it_is_un
     assert await shown() == 0
 
 
-async def test_an_order_for_every_head_adds_to_modes_that_were_set_by_hand_and_says_so_before(service: Any) -> None:
+async def test_an_order_for_every_head_adds_to_modes_that_were_set_by_hand_and_says_so_before(
+    service: Any, rank: FakeRank
+) -> None:
     async def planned(mode: str) -> list[list[Any]]:
         answer = await service.get("/v1/runs/run-1/switches", mode=mode)
         return [*([change["mode"], change["heads"]] for change in answer["changes"]), answer["unchanged"]]
 
-    rank = FakeRank()
     await start(service, rank)
     assert await planned("row_corrected") == [["row_corrected", None], []]
     own = {(0, 2): "paper_softmax", (1, 0): "paper_softmax+row_corrected"}

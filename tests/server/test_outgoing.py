@@ -97,30 +97,25 @@ def test_a_url_that_could_lead_elsewhere_is_refused_before_anything_is_sent(url:
     assert url not in str(caught.value)
 
 
-def test_a_redirect_is_an_answer_and_not_followed() -> None:
+async def test_a_redirect_is_an_answer_and_not_followed() -> None:
     hook = Hook(b"HTTP/1.1 302 Found\r\nlocation: https://169.254.169.254/\r\ncontent-length: 0\r\n\r\n.")
 
-    async def story() -> None:
-        async with hook.open() as url:
-            assert await hook.out().post(url, b"{}") == 302
+    async with hook.open() as url:
+        assert await hook.out().post(url, b"{}") == 302
 
-    asyncio.run(story())
     assert len(hook.requests) == 1
 
 
-def test_a_server_that_answers_byte_by_byte_is_left_after_the_time_that_a_message_has() -> None:
+async def test_a_server_that_answers_byte_by_byte_is_left_after_the_time_that_a_message_has() -> None:
     hook = Hook(byte_seconds=0.1)
 
-    async def story() -> None:
-        async with hook.open() as url:
-            with pytest.raises(OutgoingError, match=f"{HOST} took longer than 0.5 s"):
-                await hook.out(0.5).post(url, b"{}")
-
-    asyncio.run(story())
+    async with hook.open() as url:
+        with pytest.raises(OutgoingError, match=f"{HOST} took longer than 0.5 s"):
+            await hook.out(0.5).post(url, b"{}")
 
 
 @pytest.mark.parametrize("certificates", ["others", "another name"])
-def test_an_inner_server_has_no_certificate_for_the_name_and_gets_nothing(
+async def test_an_inner_server_has_no_certificate_for_the_name_and_gets_nothing(
     certificates: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook, named = Hook(), HOST
@@ -129,33 +124,29 @@ def test_an_inner_server_has_no_certificate_for_the_name_and_gets_nothing(
     else:
         named = "other.example.com"
 
-    async def story() -> None:
-        async with hook.open() as url:
-            out = Outgoing({named}, lambda tls: ToLoopback(verify=tls))
-            with pytest.raises(OutgoingError, match="SSLCertVerificationError"):
-                await out.post(url.replace(HOST, named), b"{}")
+    async with hook.open() as url:
+        out = Outgoing({named}, lambda tls: ToLoopback(verify=tls))
+        with pytest.raises(OutgoingError, match="SSLCertVerificationError"):
+            await out.post(url.replace(HOST, named), b"{}")
 
-    asyncio.run(story())
     assert hook.requests == []
 
 
 @pytest.mark.promise("A27")
-def test_certificates_that_the_environment_names_are_read_for_each_message_and_a_proxy_is_not_used(
+async def test_certificates_that_the_environment_names_are_read_for_each_message_and_a_proxy_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook, named = Hook(), tmp_path / "ca.pem"
     monkeypatch.setenv("SSL_CERT_FILE", str(named))
     monkeypatch.setenv("HTTPS_PROXY", "socks5://127.0.0.1:9")
 
-    async def story() -> None:
-        async with hook.open() as url:
-            out = hook.out()
-            with pytest.raises(OutgoingError, match=f"SSL_CERT_FILE={named} cannot be used"):
-                await out.post(url, b"{}")
-            named.write_bytes(CERTIFICATE.read_bytes())
-            assert await out.post(url, b"{}") == 200
+    async with hook.open() as url:
+        out = hook.out()
+        with pytest.raises(OutgoingError, match=f"SSL_CERT_FILE={named} cannot be used"):
+            await out.post(url, b"{}")
+        named.write_bytes(CERTIFICATE.read_bytes())
+        assert await out.post(url, b"{}") == 200
 
-    asyncio.run(story())
     assert len(hook.requests) == 1
 
 

@@ -229,7 +229,9 @@ def _until_each_has_sent_more(senders: list[Sender]) -> None:
 @pytest.mark.full
 @pytest.mark.promise("S1")
 @pytest.mark.promise("S16")
-def test_killed_while_replicas_migrate_the_next_start_ends_the_migration(server: PostgresServer, url: str) -> None:
+async def test_killed_while_replicas_migrate_the_next_start_ends_the_migration(
+    server: PostgresServer, url: str
+) -> None:
     migrating = subprocess.Popen(
         [sys.executable, "-c", MIGRATE, url], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -241,10 +243,7 @@ def test_killed_while_replicas_migrate_the_next_start_ends_the_migration(server:
     server.start()
     migrating.communicate()
 
-    async def look() -> None:
-        store = Store(url)
-        await store.migrate()
-        await store.check_schema()
-        await store.close()
-
-    asyncio.run(look())
+    store = Store(url)
+    await store.migrate()
+    await store.check_schema()
+    await store.close()

@@ -48,44 +48,40 @@ async def who_is_ordered(service: Any, *ranks: FakeRank) -> list[str]:
 
 
 @pytest.mark.promise("S11")
-def test_a_restart_on_a_node_whose_clock_is_behind_is_shown_and_gets_its_orders(on_both: Any) -> None:
-    async def story(service: Any) -> None:
-        old, new = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
-        await service.store(old, old.started(), *(old.sample(step, loss=1.0) for step in (10, 20, 30)), age=500)
-        await service.store(old, old.verdict(30), age=520)
-        await service.store(new, new.started(step=15, policy="observe"), new.sample(20, since=15, loss=2.0), age=3)
-        assert await losses(service) == ([10, 20], [1.0, 2.0])
-        detail = await service.get("/v1/runs/run-1")
-        assert (detail["last_step"], detail["policy"], detail["warnings"]) == (20, "observe", [])
-        assert await who_is_ordered(service, old, new) == [BEHIND]
-
-    on_both(story)
+@pytest.mark.usefixtures("on_both")
+async def test_a_restart_on_a_node_whose_clock_is_behind_is_shown_and_gets_its_orders(service: Any) -> None:
+    old, new = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
+    await service.store(old, old.started(), *(old.sample(step, loss=1.0) for step in (10, 20, 30)), age=500)
+    await service.store(old, old.verdict(30), age=520)
+    await service.store(new, new.started(step=15, policy="observe"), new.sample(20, since=15, loss=2.0), age=3)
+    assert await losses(service) == ([10, 20], [1.0, 2.0])
+    detail = await service.get("/v1/runs/run-1")
+    assert (detail["last_step"], detail["policy"], detail["warnings"]) == (20, "observe", [])
+    assert await who_is_ordered(service, old, new) == [BEHIND]
 
 
 @pytest.mark.promise("S11")
 @pytest.mark.parametrize("dead_first", [True, False])
-def test_what_a_successor_sends_from_a_spool_never_outranks_the_process_that_lives(
-    on_both: Any, dead_first: bool
+@pytest.mark.usefixtures("on_both")
+async def test_what_a_successor_sends_from_a_spool_never_outranks_the_process_that_lives(
+    service: Any, dead_first: bool
 ) -> None:
     """The dead one was never heard while it lived, and the clock of its node was ahead."""
 
-    async def story(service: Any) -> None:
-        first, dead, living = FakeRank(boot="1799999000000-0-0000"), FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
-        await service.store(first, first.started(), first.sample(5, since=0), first.sample(20, since=5), age=900)
+    first, dead, living = FakeRank(boot="1799999000000-0-0000"), FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
+    await service.store(first, first.started(), first.sample(5, since=0), first.sample(20, since=5), age=900)
 
-        async def replay() -> None:
-            await service.store(dead, dead.started(step=10), dead.sample(20, since=10), age=8, replayed=True)
-            await service.store(dead, dead.sample(30, since=20, loss=9.0), age=9, replayed=True)
+    async def replay() -> None:
+        await service.store(dead, dead.started(step=10), dead.sample(20, since=10), age=8, replayed=True)
+        await service.store(dead, dead.sample(30, since=20, loss=9.0), age=9, replayed=True)
 
-        if dead_first:
-            await replay()
-        await service.store(living, living.started(step=20), living.sample(25, since=20), age=8)
-        if not dead_first:
-            await replay()
-        assert await losses(service) == ([5, 20, 25], [3.0, 3.0, 3.0])
-        assert await who_is_ordered(service, first, dead, living) == [BEHIND]
-
-    on_both(story)
+    if dead_first:
+        await replay()
+    await service.store(living, living.started(step=20), living.sample(25, since=20), age=8)
+    if not dead_first:
+        await replay()
+    assert await losses(service) == ([5, 20, 25], [3.0, 3.0, 3.0])
+    assert await who_is_ordered(service, first, dead, living) == [BEHIND]
 
 
 async def test_a_process_that_speaks_for_itself_after_others_sent_its_spool_is_listened_to(service: Any) -> None:
@@ -135,8 +131,7 @@ async def test_each_further_restart_on_fewer_ranks_lowers_what_every_rank_of_the
 
 
 @pytest.mark.promise("S5")
-async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any) -> None:
-    rank = FakeRank()
+async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any, rank: FakeRank) -> None:
     for age in ("soon", "-1", "nan", "inf", "1e308", "9" * 400, "\u0660", ""):
         assert arrival_of({AGE_HEADER: age.encode().decode("latin-1")}) == Arrival()  # as a server reads it
         headers = {"content-type": "application/json", "foreshock-process-age": age.encode()}
@@ -146,23 +141,22 @@ async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any) -> 
 
 
 @pytest.mark.promise("S16")
-def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(on_both: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        assert not (await service.store(rank, rank.started(), age=1)).send_started
-        assert not (await service.store(rank, rank.sample(1), age=2)).send_started
-        with service.app.state.store.writer.engine.begin() as connection:
-            connection.execute(runs.delete())
-        assert (await service.store(rank, rank.sample(2), age=3)).send_started
-        assert (await service.get("/v1/runs/run-1"))["layers"] == []
-        assert not (await service.store(rank, rank.started(), rank.sample(3), age=4)).send_started
-        assert not (await service.store(rank, rank.started(), rank.sample(4), age=5)).send_started
-        detail = await service.get("/v1/runs/run-1")
-        assert (len(detail["layers"]), detail["policy"], detail["last_step"]) == (2, "auto", 4)
-        told = (await service.get("/v1/runs/run-1/events", kind="started"))["events"]
-        assert len(told) == 1, "it is told once, however often it is said"
-
-    on_both(story)
+@pytest.mark.usefixtures("on_both")
+async def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(
+    service: Any, rank: FakeRank
+) -> None:
+    assert not (await service.store(rank, rank.started(), age=1)).send_started
+    assert not (await service.store(rank, rank.sample(1), age=2)).send_started
+    with service.app.state.store.writer.engine.begin() as connection:
+        connection.execute(runs.delete())
+    assert (await service.store(rank, rank.sample(2), age=3)).send_started
+    assert (await service.get("/v1/runs/run-1"))["layers"] == []
+    assert not (await service.store(rank, rank.started(), rank.sample(3), age=4)).send_started
+    assert not (await service.store(rank, rank.started(), rank.sample(4), age=5)).send_started
+    detail = await service.get("/v1/runs/run-1")
+    assert (len(detail["layers"]), detail["policy"], detail["last_step"]) == (2, "auto", 4)
+    told = (await service.get("/v1/runs/run-1/events", kind="started"))["events"]
+    assert len(told) == 1, "it is told once, however often it is said"
 
 
 async def told(service: Any) -> list[str]:

@@ -1,6 +1,5 @@
 """What people ask of the service, what they say of a run, and its end: told to others, audited, on both stores."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,45 +35,43 @@ async def everything(service: Any) -> dict[str, int]:
 
 
 @pytest.mark.full
-def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stays(on_both: Callable[..., None]) -> None:
-    async def story(service: Any) -> None:
-        rank = await trained(service, "sweep/lr-6e-4/seed-11")
-        await trained(service, "sweep/lr-3e-4/seed-12")
-        listed = await service.get("/v1/runs")  # what the service keeps of a run must not outlive what is said of it
-        assert {run["display_name"] for run in listed["runs"]} == {None}
-        said = {"display_name": "Große Hoffnung", "tags": ["keep", "baseline", "keep"], "notes": "two lines\nof it"}
-        answer = await service.client.patch("/v1/runs/sweep/lr-6e-4/seed-11", json={"who": "Ada", **said})
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["notes"] == "two lines\nof it"
+@pytest.mark.usefixtures("on_both")
+async def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stays(service: Any) -> None:
+    rank = await trained(service, "sweep/lr-6e-4/seed-11")
+    await trained(service, "sweep/lr-3e-4/seed-12")
+    listed = await service.get("/v1/runs")  # what the service keeps of a run must not outlive what is said of it
+    assert {run["display_name"] for run in listed["runs"]} == {None}
+    said = {"display_name": "Große Hoffnung", "tags": ["keep", "baseline", "keep"], "notes": "two lines\nof it"}
+    answer = await service.client.patch("/v1/runs/sweep/lr-6e-4/seed-11", json={"who": "Ada", **said})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["notes"] == "two lines\nof it"
 
-        [named] = [run for run in (await service.get("/v1/runs"))["runs"] if run["display_name"]]
-        assert (named["run"], named["tags"]) == ("sweep/lr-6e-4/seed-11", ["baseline", "keep"])
-        for search in ("Hoffnung", "baseline", "lr-6e"):
-            found = await service.get("/v1/runs", search=search)
-            assert [run["run"] for run in found["runs"]] == ["sweep/lr-6e-4/seed-11"], search
+    [named] = [run for run in (await service.get("/v1/runs"))["runs"] if run["display_name"]]
+    assert (named["run"], named["tags"]) == ("sweep/lr-6e-4/seed-11", ["baseline", "keep"])
+    for search in ("Hoffnung", "baseline", "lr-6e"):
+        found = await service.get("/v1/runs", search=search)
+        assert [run["run"] for run in found["runs"]] == ["sweep/lr-6e-4/seed-11"], search
 
-        answer = await service.client.patch(
-            "/v1/runs/sweep/lr-6e-4/seed-11", json={"who": "Grace", "tags": [], "display_name": ""}
-        )
-        assert (answer.json()["tags"], answer.json()["display_name"]) == ([], None)
-        assert answer.json()["notes"] == "two lines\nof it", "what is left out stays"
-        events = (await service.get(f"/v1/runs/{rank.run}/events", kind="described"))["events"]
-        assert [event["sentence"] for event in events] == [
-            "Grace (local) changed the run's display name and tags.",
-            "Ada (local) changed the run's display name and tags and notes.",
-        ]
-        trail = await service.get("/v1/audit")
-        assert [(row["actor"], row["action"], row["run"]) for row in trail["rows"]] == [
-            ("Grace (local)", "described", rank.run),
-            ("Ada (local)", "described", rank.run),
-        ]
-        assert trail["rows"][1]["details"] == {**said, "tags": ["baseline", "keep"]}
-        await service.client.patch(f"/v1/runs/{rank.run}", json={"who": "Grace", "tags": []})
-        assert len((await service.get("/v1/audit"))["rows"]) == 2, "what changes nothing is no row"
-        await service.store(rank, rank.sample(3))  # and the run goes on under its name
-        assert (await service.get(f"/v1/runs/{rank.run}"))["last_step"] == 3
-
-    on_both(story)
+    answer = await service.client.patch(
+        "/v1/runs/sweep/lr-6e-4/seed-11", json={"who": "Grace", "tags": [], "display_name": ""}
+    )
+    assert (answer.json()["tags"], answer.json()["display_name"]) == ([], None)
+    assert answer.json()["notes"] == "two lines\nof it", "what is left out stays"
+    events = (await service.get(f"/v1/runs/{rank.run}/events", kind="described"))["events"]
+    assert [event["sentence"] for event in events] == [
+        "Grace (local) changed the run's display name and tags.",
+        "Ada (local) changed the run's display name and tags and notes.",
+    ]
+    trail = await service.get("/v1/audit")
+    assert [(row["actor"], row["action"], row["run"]) for row in trail["rows"]] == [
+        ("Grace (local)", "described", rank.run),
+        ("Ada (local)", "described", rank.run),
+    ]
+    assert trail["rows"][1]["details"] == {**said, "tags": ["baseline", "keep"]}
+    await service.client.patch(f"/v1/runs/{rank.run}", json={"who": "Grace", "tags": []})
+    assert len((await service.get("/v1/audit"))["rows"]) == 2, "what changes nothing is no row"
+    await service.store(rank, rank.sample(3))  # and the run goes on under its name
+    assert (await service.get(f"/v1/runs/{rank.run}"))["last_step"] == 3
 
 
 @pytest.mark.promise("S20")
@@ -102,55 +99,51 @@ async def test_what_cannot_be_kept_is_refused_in_words(service: Any) -> None:
     assert (await service.get("/v1/audit"))["rows"] == []
 
 
-def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_next_one_is_never_taken_for_it(
-    on_both: Callable[..., None],
+@pytest.mark.usefixtures("on_both")
+async def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_next_one_is_never_taken_for_it(
+    service: Any,
 ) -> None:
-    async def story(service: Any) -> None:
-        await trained(service, "stays")
-        alone = await everything(service)
-        await trained(service, "a/deleted", ended=True)
-        order = {"who": "Ada", "reason": "a typing error", "mode": "exact_delta", "dry_run": True}
-        for run in ("stays", "a/deleted"):
-            await service.client.post(f"/v1/runs/{run}/commands", json=order)
-        alone |= {"commands": 1, "events": alone["events"] + 1}
-        assert (await everything(service))["samples"] == 4
-        for path in ("/v1/runs", "/metrics"):  # what is made of it now is kept
-            assert "a/deleted" in (await service.client.get(path)).text
-        deleted = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "a typing error"})
-        assert deleted.status_code == 204, deleted.text
-        assert await everything(service) == alone
-        assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["stays"]
-        assert (await service.client.get("/v1/runs/a/deleted")).status_code == 404
-        rows = (await service.get("/v1/audit"))["rows"]
-        assert [(row["action"], row["run"], row["details"]) for row in rows[:2]] == [
-            ("deleted", "a/deleted", {"reason": "a typing error"}),
-            ("deletion begun", "a/deleted", {"reason": "a typing error"}),
-        ]
-        again = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "once more"})
-        assert again.status_code == 404
-        await trained(service, "next", ended=True)  # SQLite gives it the number of the newest that was deleted
-        assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["next", "stays"]
-        assert 'run="a/deleted"' not in (shown := (await service.client.get("/metrics")).text)
-        assert 'run="next"' in shown
-
-    on_both(story)
+    await trained(service, "stays")
+    alone = await everything(service)
+    await trained(service, "a/deleted", ended=True)
+    order = {"who": "Ada", "reason": "a typing error", "mode": "exact_delta", "dry_run": True}
+    for run in ("stays", "a/deleted"):
+        await service.client.post(f"/v1/runs/{run}/commands", json=order)
+    alone |= {"commands": 1, "events": alone["events"] + 1}
+    assert (await everything(service))["samples"] == 4
+    for path in ("/v1/runs", "/metrics"):  # what is made of it now is kept
+        assert "a/deleted" in (await service.client.get(path)).text
+    deleted = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "a typing error"})
+    assert deleted.status_code == 204, deleted.text
+    assert await everything(service) == alone
+    assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["stays"]
+    assert (await service.client.get("/v1/runs/a/deleted")).status_code == 404
+    rows = (await service.get("/v1/audit"))["rows"]
+    assert [(row["action"], row["run"], row["details"]) for row in rows[:2]] == [
+        ("deleted", "a/deleted", {"reason": "a typing error"}),
+        ("deletion begun", "a/deleted", {"reason": "a typing error"}),
+    ]
+    again = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "once more"})
+    assert again.status_code == 404
+    await trained(service, "next", ended=True)  # SQLite gives it the number of the newest that was deleted
+    assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["next", "stays"]
+    assert 'run="a/deleted"' not in (shown := (await service.client.get("/metrics")).text)
+    assert 'run="next"' in shown
 
 
-def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(on_both: Callable[..., None]) -> None:
-    async def story(service: Any) -> None:
-        rank = await trained(service, "trains")
-        order = {"who": "Ada", "reason": "by mistake"}
-        refused = await service.client.delete("/v1/runs/trains", params=order)
-        assert refused.status_code == 409
-        assert "still trains" in refused.json()["detail"]
-        assert (await service.get("/v1/audit"))["rows"] == []
-        with service.app.state.store.writer.engine.begin() as connection:
-            connection.execute(runs.update().values(last_seen=runs.c.last_seen - 301))
-        assert (await service.client.delete("/v1/runs/trains", params=order)).status_code == 204
-        await service.store(rank, rank.sample(9))  # its training lived after all: it is there again, from here on
-        assert (await service.get("/v1/runs/trains"))["last_step"] == 9
-
-    on_both(story)
+@pytest.mark.usefixtures("on_both")
+async def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(service: Any) -> None:
+    rank = await trained(service, "trains")
+    order = {"who": "Ada", "reason": "by mistake"}
+    refused = await service.client.delete("/v1/runs/trains", params=order)
+    assert refused.status_code == 409
+    assert "still trains" in refused.json()["detail"]
+    assert (await service.get("/v1/audit"))["rows"] == []
+    with service.app.state.store.writer.engine.begin() as connection:
+        connection.execute(runs.update().values(last_seen=runs.c.last_seen - 301))
+    assert (await service.client.delete("/v1/runs/trains", params=order)).status_code == 204
+    await service.store(rank, rank.sample(9))  # its training lived after all: it is there again, from here on
+    assert (await service.get("/v1/runs/trains"))["last_step"] == 9
 
 
 BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [
@@ -191,8 +184,9 @@ def test_nobody_acts_without_a_name_and_a_reason(model: type[BaseModel], body: d
         ),
     ],
 )
-async def test_wrong_questions_get_a_clear_sentence(service: Any, path: str, status: int, word: str) -> None:
-    rank = FakeRank()
+async def test_wrong_questions_get_a_clear_sentence(
+    service: Any, rank: FakeRank, path: str, status: int, word: str
+) -> None:
     await service.store(rank, rank.started(), rank.sample(1))
     answer = await service.client.get(path)
     assert answer.status_code == status
@@ -211,8 +205,8 @@ async def test_a_run_name_may_hold_slashes_dots_and_colons(service: Any) -> None
 
 async def test_a_run_says_the_key_heads_and_head_dims_that_its_agent_knows_and_none_that_nothing_told(
     service: Any,
+    rank: FakeRank,
 ) -> None:
-    rank = FakeRank()
     known, unknown = rank.layers
     rank.layers = (known, unknown.model_copy(update={"kv_heads_known": False, "head_dim": 0}))
     await service.store(rank, rank.started())

@@ -212,8 +212,9 @@ def test_an_escalation_keeps_to_the_bounds_of_machines_and_to_what_a_person_reje
     play(story, webhook_cooldown_seconds=0 if rejected else 300)
 
 
-async def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fresh_one_waits(service: Any) -> None:
-    rank = FakeRank()
+async def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fresh_one_waits(
+    service: Any, rank: FakeRank
+) -> None:
     await service.store(rank, rank.started(), rank.sample(10))
     await service.store(rank, rank.verdict(10))
     command = (await service.client.post("/v1/runs/run-1/commands", json=ORDER)).json()["id"]

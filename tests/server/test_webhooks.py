@@ -68,8 +68,9 @@ async def test_an_alert_does_what_the_runs_policy_lets_it_and_nothing_once_the_r
     ("cause", "signal", "told"),
     [("other", "nonfinite", "not finite"), ("other", "score", "other"), ("score growth", "score", "score growth")],
 )
-async def test_no_alert_orders_a_switch_that_cannot_help(service: Any, cause: str, signal: str, told: str) -> None:
-    rank = FakeRank()
+async def test_no_alert_orders_a_switch_that_cannot_help(
+    service: Any, rank: FakeRank, cause: str, signal: str, told: str
+) -> None:
     verdict = rank.verdict(1, cause=cause, signal=signal, severity="critical")
     await service.store(rank, rank.started(policy="auto"), rank.sample(1), verdict)
     assert await alert(service, delivery(cause=told, signal=signal)) == "observed"
@@ -126,8 +127,8 @@ async def test_an_alert_that_was_refused_for_a_passing_reason_acts_when_it_is_re
 @pytest.mark.settings(webhook_cooldown_seconds=0)
 async def test_an_alert_acts_once_for_the_same_heads_and_again_for_a_head_that_joined_its_incident(
     service: Any,
+    rank: FakeRank,
 ) -> None:
-    rank = FakeRank()
     await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1, head=0))
     assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
     assert await alert(service, delivery("resolved")) == "ignored"
@@ -136,8 +137,7 @@ async def test_an_alert_acts_once_for_the_same_heads_and_again_for_a_head_that_j
     assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
 
 
-async def test_a_proposal_that_a_person_rejected_begins_no_cool_down(service: Any) -> None:
-    rank = FakeRank()
+async def test_a_proposal_that_a_person_rejected_begins_no_cool_down(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(policy="approve"), rank.sample(1), rank.verdict(1, head=0))
     assert await alert(service, delivery()) == "proposed"
     [proposal] = await commands_of(service)
@@ -147,8 +147,7 @@ async def test_a_proposal_that_a_person_rejected_begins_no_cool_down(service: An
     assert [one["heads"] for one in await commands_of(service)] == [[[0, 1]], [[0, 0]]], "only of the other head"
 
 
-async def test_a_head_that_another_mode_has_cured_is_not_switched_again(service: Any) -> None:
-    rank = FakeRank()
+async def test_a_head_that_another_mode_has_cured_is_not_switched_again(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1))
     await order(service, mode="row_corrected")
     [sent] = (await service.store(rank, rank.sample(2))).commands
