@@ -1,7 +1,10 @@
-"""Settings of which a test changes constants too."""
+"""Settings of which a test changes constants too, and the environment that they are read from."""
 
+import os
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import pytest
 from pydantic import BaseModel
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -14,3 +17,11 @@ def settings_with(kind: type[Kind], **given: Any) -> Kind:
     for name, value in constants.items():
         setattr(made, name, value)
     return made(**{name: value for name, value in given.items() if name not in constants})
+
+
+def set_alone(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], *prefixes: str) -> None:
+    """Set these variables, and no other of foreshock's or with one of these prefixes."""
+    for name in [name for name in os.environ if name.startswith(("FORESHOCK_", *prefixes))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.constants import set_alone
 from tests.e2e.running import absent
 
 from foreshock.server.settings import Settings
@@ -172,10 +173,8 @@ def test_the_secrets_that_the_script_makes_are_those_that_are_asked_for(tmp_path
 @pytest.mark.parametrize("options", [[], ["--postgres"]], ids=["sqlite", "postgres"])
 def test_the_service_accepts_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
     folder = secrets_folder(tmp_path / "secrets", *options)
-    for name in [name for name in os.environ if name.startswith("FORESHOCK_")]:
-        monkeypatch.delenv(name)
-    for name, value in SERVICES["foreshock"]["environment"].items():
-        monkeypatch.setenv(name, value.replace("/run/secrets", str(folder)))
+    given = SERVICES["foreshock"]["environment"]
+    set_alone(monkeypatch, {name: value.replace("/run/secrets", str(folder)) for name, value in given.items()})
     settings = Settings()
     assert settings.migrate is True
     assert settings.database_url.startswith("postgresql://" if options else "sqlite:////data/")

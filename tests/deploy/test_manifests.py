@@ -1,6 +1,5 @@
 """The Kubernetes manifests fit their schemas, and what they say of the service is true of it."""
 
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import httpx
 import kubernetes_validate
 import pytest
 import yaml
+from tests.constants import set_alone
 
 from foreshock.server.settings import Settings, UnusableSettingsError, settings_of
 from foreshock.server.testing import LiveService
@@ -108,13 +108,6 @@ def environment(folder: Path) -> dict[str, str]:
     for key, value in one("Secret", "secrets.example", name="foreshock")["stringData"].items():
         (folder / key).write_text(value)
     return {name: value.replace("/run/secrets/foreshock", str(folder)) for name, value in data.items()}
-
-
-def set_alone(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
-    for name in [name for name in os.environ if name.startswith("FORESHOCK_")]:
-        monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
 
 
 def test_the_service_takes_the_settings_and_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.constants import set_alone
 from tests.e2e.running import absent
 from tests.monitor.torchrun import trained
 
@@ -44,15 +45,11 @@ def test_systemd_finds_little_that_the_service_could_reach() -> None:
 
 
 def test_the_service_takes_the_units_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("FORESHOCK_")]:
-        monkeypatch.delenv(name)
-    for line in (DEPLOY / "systemd" / "foreshock.env").read_text().splitlines():
-        if not line.startswith("#"):
-            name, _, value = line.partition("=")
-            monkeypatch.setenv(name, value)
     tokens = tmp_path / "tokens.json"
     tokens.write_text('[{"name": "a", "sha256": "%s", "scopes": ["ingest"]}]' % ("0" * 64))
-    monkeypatch.setenv("FORESHOCK_TOKENS_FILE", str(tokens))
+    lines = (DEPLOY / "systemd" / "foreshock.env").read_text().splitlines()
+    shipped = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    set_alone(monkeypatch, {**shipped, "FORESHOCK_TOKENS_FILE": str(tokens)})
     settings = settings_of()
     state = re.search(r"^StateDirectory=(\w+)$", UNIT.read_text(), re.MULTILINE)
     assert state is not None
@@ -90,10 +87,7 @@ def prolog(var_tmp: Path, **environment: str) -> dict[str, str]:
 def test_every_task_of_a_job_is_a_rank_of_one_run(monkeypatch: pytest.MonkeyPatch, rank: int, var_tmp: Path) -> None:
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_ACCOUNT": "team-a", "SLURM_NTASKS": "32"}
     given = prolog(var_tmp, **job, SLURM_PROCID=str(rank))
-    for name in [name for name in os.environ if name.startswith(("FORESHOCK_", "SLURM_")) or name == "RANK"]:
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+    set_alone(monkeypatch, given, "SLURM_", "RANK")
     config = AgentConfig()
     assert (config.run, config.rank, config.world_size) == ("team-a/4711", rank, 32)
     assert config.url == "https://foreshock.example.org"
@@ -112,11 +106,8 @@ def test_each_worker_of_the_real_torchrun_under_slurm_is_a_rank_of_its_own(
     tmp_path: Path, var_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes import PyTorch, which takes seconds; what torchrun sets is not guessed."""
-    for name in [name for name in os.environ if name.startswith(("FORESHOCK_", "SLURM_"))]:
-        monkeypatch.delenv(name)
     job = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
-    for name, value in {**job, **prolog(var_tmp, **job)}.items():  # of `srun torchrun`, before torchrun starts
-        monkeypatch.setenv(name, value)
+    set_alone(monkeypatch, {**job, **prolog(var_tmp, **job)}, "SLURM_")  # of `srun torchrun`, before torchrun starts
     assert os.environ["FORESHOCK_RANK"] == "0"
     assert trained(LAUNCHED, 2, tmp_path) == [("cluster/4711", rank, 2) for rank in range(2)]
 
