@@ -275,8 +275,6 @@ def test_heads_that_were_told_as_another_cause_than_the_corrected_stay_where_the
     assert [(i.id, i.standing, i.corrected_from) for i in found] == [("rounding", 1, "other"), ("other", 1, None)]
 
 
-
-
 def test_a_head_that_settles_has_no_harm_in_sight_and_one_of_no_forecast_says_nothing_of_it() -> None:
     [settles] = of(warned(harm_in_sight=False))
     assert settles.sentence.endswith(" Its growth slows down: on this course its largest |score| stays below 512.")
@@ -329,8 +327,6 @@ def test_a_switch_that_held_leaves_the_growth_to_people() -> None:
     assert (both.state, both.severity, both.ask) == ("open", "warning", "none")
     assert both.done.startswith("Rounding: The head is switched, and the growth has stopped. Score growth: QK-Clip is")
     assert both.to_do.startswith("Watch the loss.")
-
-
 
 
 def test_what_never_stood_at_one_time_stays_two_incidents() -> None:
