@@ -319,7 +319,7 @@ def test_what_is_no_number_of_steps_is_named_and_the_training_goes_on(
         train(agent, model, 2)
         assert agent.current_step == 2
         assert agent.faults == {"agent": 1}
-    assert "begin_at takes the number of steps" in caplog.text
+    assert "begin_at takes the number of completed steps" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["forgotten", "called", "only evaluated", "failed before its first step"])

@@ -120,7 +120,7 @@ def test_by_hand_it_is_switched_on_and_off_between_steps_with_an_event_and_a_lin
     with listening(model, **EVERY) as (agent, listener):
         wrong: Any
         for wrong in ("never", "always", "warned", 1, None):
-            with pytest.raises(ValueError, match="takes True or False, got"):
+            with pytest.raises(ValueError, match="takes True or False, not"):
                 agent.set_qk_clip(wrong, "the scores grow")
         assert not changed(agent, model)
         agent.set_qk_clip(True, "the scores grow")
@@ -130,7 +130,7 @@ def test_by_hand_it_is_switched_on_and_off_between_steps_with_an_event_and_a_lin
     events = listener.of(wire.Clipped)
     assert [(each.on, each.reason) for each in events if not each.heads] == [
         (True, "the scores grow"),
-        (False, "enough; weights that were scaled stay so: training has gone on from them"),
+        (False, "enough; scaled weights are not restored, because training continued from them"),
     ]
     [done] = [each for each in events if each.heads]
     assert set(done.heads) <= {(layer, head) for layer in range(2) for head in range(2)}
@@ -199,7 +199,7 @@ def test_16_bit_weights_are_scaled_only_where_the_optimizer_trains_them_themselv
                     optimizer.state[parameter]["master_param"] = parameter.detach().float()
             if own is not None:
                 for wrong in (model, [], [None]):
-                    with pytest.raises(ValueError, match="give the optimizer of the training, or a list of several"):
+                    with pytest.raises(ValueError, match="pass the training's optimizer, or a list of optimizers"):
                         agent.qk_clip_with(optimizer=wrong)  # type: ignore[arg-type]
                 agent.qk_clip_with(optimizer=[optimizer] if several else optimizer)
             did = changed(agent, model)
@@ -230,10 +230,10 @@ def test_a_fault_ends_it_and_the_training_goes_on(
         monkeypatch.undo()
         assert not changed(agent, model, 3)
         assert agent.faults == {"qk_clip": 1}
-        assert "QK-Clip is off at 0.05, a fault in scaling" in agent.report()
-        with pytest.raises(ValueError, match="QK-Clip stays off: a fault in scaling"):
+        assert "QK-Clip is off at 0.05, an error occurred while scaling" in agent.report()
+        with pytest.raises(ValueError, match="QK-Clip stays off: an error occurred while scaling"):
             agent.set_qk_clip(True, "again")
-    assert "QK-Clip is off from now on: a fault in scaling" in caplog.text
+    assert "QK-Clip is off from now on: an error occurred while scaling" in caplog.text
 
 
 @pytest.mark.promise("A26")
@@ -331,13 +331,13 @@ def test_what_the_pass_cannot_look_at_is_refused_with_a_sentence(monkeypatch: py
     model = two_layers(Flex(), CausalSelfAttention(16, 4))
     with attach(model, **KEPT) as agent:
         assert changed(agent, model, 2)
-        assert "left out: 1 layers (blocks.0): a function changes its scores" in agent.report()
+        assert "not scaled: 1 layers (blocks.0): a function changes its scores" in agent.report()
     model = two_layers()
     with attach(model, **KEPT) as agent:
         assert changed(agent, model, 2)
         monkeypatch.setattr(probe, "_capturing", lambda query: True)
         assert not changed(agent, model, 2)
-        assert "left out: 2 layers (blocks.0, blocks.1): its step was captured in a CUDA graph" in agent.report()
+        assert "not scaled: 2 layers (blocks.0, blocks.1): its step was captured in a CUDA graph" in agent.report()
 
 
 @pytest.mark.parametrize("attention", ["keep", "kernels"])

@@ -177,7 +177,7 @@ def test_a_fault_in_one_process_ends_it_in_all_before_any_scales_alone(told: Any
     assert changes(ways[0], 1)
     assert not changes(ways[0], 2)
     assert "off at 0.05, another process cannot take part" in ways[0]["report"]
-    assert "off at 0.05, a fault in finding the weights" in ways[1]["report"]
+    assert "off at 0.05, an error occurred while finding the weights" in ways[1]["report"]
     assert [way["faults"] for way in ways] == [{}, {"qk_clip": 1}]
 
 
@@ -185,7 +185,7 @@ def test_heads_that_are_sharded_are_refused_until_the_processes_that_share_them_
     for rank in range(WORLD):
         way = told[rank]["tensor parallel"]
         assert not changes(way, 1)
-        assert "off at 0.05, the processes hold different heads or layers" in way["report"]
+        assert "off at 0.05, the processes have different heads, layers or settings" in way["report"]
         assert "agent.qk_clip_with(group=...)" in way["report"]
     one = clipped(ranks.grouped(), rank=None, qk_clip="always")
     for rank in range(WORLD):

@@ -97,7 +97,7 @@ def step(model: nn.Module, ids: Tensor | None = None) -> None:
 
 
 def left_out(agent: Any) -> str:
-    return str(agent.report().partition("left out: ")[2])
+    return str(agent.report().partition("not scaled: ")[2])
 
 
 @pytest.mark.promise("A26")

@@ -80,7 +80,7 @@ WRONG = [
     (("switch", "modes"), [[0, 1, "no_such_mode"]], "no_such_mode"),
     (("switch", "modes"), [[0, 1, "exact_delta"], 3], "unpack"),
     (("switch", "held"), [[0]], "unpack"),
-    (("detectors", "heads"), [[0, 0]], "it is of 1 heads, this process watches 4 or others"),
+    (("detectors", "heads"), [[0, 0]], "it has 1 heads, but this process watches 4 or different ones"),
 ]
 
 

@@ -169,7 +169,7 @@ def test_what_a_captured_step_hides_waits_with_a_word_of_what_to_do_and_takes_ef
         for _ in range(4):
             replayed(model, agent)
         assert listener.of(wire.Switched) == []
-        assert caplog.text.count("Capture it again, after a step that runs uncaptured") == 1
+        assert caplog.text.count("Run one step without the graph, then capture it again") == 1
         assert "c1" not in agent.state_dict()["switch"]["answered"]  # the service orders it again after a restart
         agent.step(eager(model, 1))
         [switched] = listener.of(wire.Switched)

@@ -1,6 +1,7 @@
 """The agent: watches the attention of a model while it trains, warns, and switches heads to a safe kernel.
 
-Names are looked up when they are first used: the detectors, which judge recorded runs as well, need no PyTorch.
+Names are imported when they are first used, so that the detectors, which also judge recorded runs, work without
+PyTorch.
 """
 
 from importlib import import_module
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from foreshock.monitor.attaching import detach as detach
     from foreshock.monitor.config import AgentConfig as AgentConfig
 
-# No module may bear one of these names: once imported, it would stand in the name's place.
+# Do not give a module one of these names: after its import, it would hide the name.
 _HOMES: Final = {
     "Agent": "agent",
     "AgentConfig": "config",

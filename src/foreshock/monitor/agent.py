@@ -1,4 +1,4 @@
-"""The agent: at each optimizer-step boundary it samples, detects, decides and switches; it never raises."""
+"""The agent: after each optimizer step it samples, detects, decides and switches; its errors never stop training."""
 
 import atexit
 import functools
@@ -40,15 +40,15 @@ from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorT
 from foreshock.monitor.switching import Switchboard
 
 UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError)
-"""What reading something raises that is not what it seems."""
+"""Exceptions from reading data of the wrong form."""
 
 
 class OtherHeadsError(ValueError):
-    """The state is of other heads than those that this process watches."""
+    """The saved state belongs to other heads than those that this process watches."""
 
 
 class SavedState(BaseModel):
-    """What `Agent.state_dict` holds."""
+    """Content of `Agent.state_dict`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -57,13 +57,13 @@ class SavedState(BaseModel):
     step: Annotated[int, Field(ge=0)]
     switch: dict[str, Any]
     qk_clip: dict[str, Any] | None = None
-    """None: of an agent without QK-Clip."""
+    """None if an agent without QK-Clip saved the state."""
     detectors: dict[str, Any] | None
-    """None: saving them failed and was contained."""
+    """None if the detectors' state could not be saved."""
 
 
 def read_saved(state: object, heads: Sequence[wire.HeadRef]) -> SavedState:
-    """The state, of an agent that watched these heads. Raises ValueError with a sentence."""
+    """Parse the state of an agent that watched these heads. Raises ValueError with a sentence."""
     version = state.get("version") if isinstance(state, dict) else None
     if version != 1:
         raise ValueError(f"it has version {version!r}; this agent reads version 1")
@@ -73,22 +73,22 @@ def read_saved(state: object, heads: Sequence[wire.HeadRef]) -> SavedState:
         raise ValueError(f"it is damaged: {first_error(error)}") from None
     watched = (saved.detectors or {}).get("heads")
     if isinstance(watched, list) and list(map(tuple, watched)) != list(heads):
-        raise OtherHeadsError(f"it is of {len(watched)} heads, this process watches {len(heads)} or others")
+        raise OtherHeadsError(f"it has {len(watched)} heads, but this process watches {len(heads)} or different ones")
     return saved
 
 
 def steps_done(step: object) -> int:
-    """A number of steps, from whatever a checkpoint holds it as. Raises ValueError with a sentence for what is none."""
+    """Convert a step number of any numeric type to int. Raises ValueError with a sentence if it is invalid."""
     done = int(step) if isinstance(step, SupportsInt) and step == step else -1  # NaN is not itself
     if done < 0:
-        raise ValueError(f"begin_at takes the number of steps that are done, 0 or more, got {step!r:.100}")
+        raise ValueError(f"begin_at takes the number of completed steps, 0 or more, not {step!r:.100}")
     return done
 
 
 _agents: Final = itertools.count()
-"""Numbers the agents of this process, which are the same on every process of a run."""
+"""Numbers of this process's agents; every process of a run counts the same."""
 _STEPS_WITHOUT_TRAINING: Final = 3
-"""After so many steps in which no backward through the model was seen, none is waited for."""
+"""After this number of steps without a backward through the model, the agent stops waiting for one."""
 _NOTHING: Final = (
     "no attention that foreshock can watch ran in the first steps. If compiled code calls it, give its number of "
     'heads: attach(model, heads={"its name": 8})'
@@ -97,47 +97,47 @@ Status = Literal["completed", "failed", "stopped"]
 
 
 class Agent:
-    """Watches one model in one process; made by `foreshock.monitor.attach`.
+    """Watches one model in one process; created by `foreshock.monitor.attach`.
 
-    Every public method but `set_mode` is safe to call at any time: its faults are contained and
-    counted (`faults`), unless the configuration says strict. In a forked child every method does nothing.
+    Every public method except `set_mode` is safe to call at any time: its errors are contained and counted (`faults`),
+    unless `strict` is set. In a forked child process, all methods do nothing.
     """
 
     def __init__(self, config: AgentConfig, attached: AttachedModel) -> None:
         self.config: Final = config
-        """The settings, complete."""
+        """The complete settings."""
         self.run = config.run or new_run_name(config.world_size)
-        """The name that the service knows the run by."""
+        """Name of the run in the service."""
         self.boot: Final = f"{time.time_ns() // 1_000_000:013d}-{config.rank}-{secrets.token_hex(4)}"
-        """This process start. A later one of the same rank sorts after it."""
+        """Id of this process instance. Later instances of the same rank sort after it."""
         self.faults: Counter[str] = Counter()
-        """Contained faults by component, since this agent's start."""
+        """Contained errors by component, since this agent's start."""
         self._pid = os.getpid()
         boot, ids = self.boot, itertools.count(1)
         self._new_id = lambda: f"{boot}-{next(ids)}"
         self._detector_thread = DetectorThread(_detect)
         self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
         self._saved: dict[str, Any] | None = None
-        """A state that was loaded and is of other heads than those that stand for the model before its first step."""
+        """A loaded state whose heads do not match the heads found before the first step; loaded again after that."""
         self._known = self._fresh = False
-        """Whether the first step has shown what is attention, and whether other layers were put into the model for it,
-        which have seen no step yet."""
+        """Whether the first step has shown which modules compute attention, and whether the agent then watched other
+        layers, which have not run a step yet."""
         self._empty_steps, self._nothing = 0, ""
         self._watch(attached)
         self._outbox = Outbox(self._guards, console_prints=self._console.prints)
-        # a save that not all processes join never ends
+        # a save hangs unless all processes join it
         several = config.world_size > 1
         rounds = Rounds(f"foreshock/{self.run}/{next(_agents)}", store_of_processes) if several else None
         self._saves = SaveRequests(config.save_on_warning, rounds)
         self._checkpoints = KnownCheckpoints()
         self._requested_step: int | None = None
-        """The step after which a checkpoint was asked for last."""
+        """Step after which a checkpoint was last requested."""
         self._started = self._closed = self._busy = False
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def _watch(self, attached: AttachedModel) -> None:
-        """Take up what was put into the model."""
+        """Connect the agent to the watched layers of a model."""
         config = self.config
         self._attached = attached
         self._undo: Callable[[], None] | None = attached.leave
@@ -151,7 +151,7 @@ class Agent:
         self.detectors = Detectors(self._heads, config.detectors, head_dims)
         self._coverage = CoverageReport(attached, config)
         self._console = ConsoleReporter(config, attached.layers)
-        me = weakref.proxy(self)  # in no circle: an agent that is dropped leaves there, and not in the midst of a step
+        me = weakref.proxy(self)  # no reference cycle: a dropped agent is freed at once, not later during a step
         emit: Callable[[wire.Event], None] = lambda event: me._outbox.emit(event)  # noqa: E731
         report = self._console.report_switched
 
@@ -163,7 +163,7 @@ class Agent:
         self._switchboard.tell = tell
         self._active: Sequence[wire.Verdict] = ()
         self.readings: Readings | None = None
-        """What the detectors read of the newest sample; None before the first, and where they failed."""
+        """The detectors' readings of the newest sample; None before the first one, and if they failed."""
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], self._new_id, emit)
         self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
         self._schedule = self._sampler.schedule
@@ -173,7 +173,7 @@ class Agent:
         )
 
     def _look_at_the_first_step(self) -> None:
-        """Watch what the first step showed to be attention."""
+        """Watch the modules that computed attention in the first step."""
         self._known = True
         attached = self._attached
         corrected = None if self._undo is None or attached.unfit else attached.corrected()
@@ -197,13 +197,13 @@ class Agent:
             say(f"{self._attached.danger()}\n{self._attached.report()}")
 
     def _watch_instead(self, attached: AttachedModel) -> None:
-        """Go on with other layers, before anything was announced: what was given to layers of both stays theirs."""
+        """Watch other layers, before the run is announced; layers that were watched before keep their modes."""
         names = {layer.layer: layer.name for layer in self._attached.layers}
         numbers = {layer.name: layer.layer for layer in attached.layers}
         board, clipping, step = self._switchboard.state_dict(), self._clipping, self.current_step
         modes = [[numbers[names[n]], head, mode] for n, head, mode in board["modes"] if names[n] in numbers]
         if lost := sorted({names[n] for n, *_ in board["modes"]} - numbers.keys()):
-            why = "the first step showed that none of its calls can be met"
+            why = "in the first step, none of their calls could be intercepted"
             logger.warning("foreshock: the switch of heads of %s is refused: %s", ", ".join(lost), why)
         self._watch(attached)
         self._fresh = attached.fresh
@@ -213,7 +213,7 @@ class Agent:
 
     @property
     def current_step(self) -> int:
-        """The last optimizer step that is done."""
+        """The last completed optimizer step."""
         return self._schedule.step
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -226,15 +226,15 @@ class Agent:
         *,
         step: int | None = None,
     ) -> None:
-        """One optimizer step is done. Call it after `optimizer.step()`.
+        """Record a completed optimizer step. Call it after `optimizer.step()`.
 
-        loss: the step's raw loss in nats, a number or a tensor of one (read later, without waiting for the device).
-        grad_norm: the gradient's norm before clipping, likewise. learning_rate: that of this step.
-        step: the run's own step number, one more than the last by default. The first tells where the run is. Numbers
-        may skip some; one that goes back is counted on from the last.
+        loss: the step's raw loss in nats, a number or one-element tensor (read later, without waiting for the device).
+        grad_norm: the gradient's norm before clipping, in the same form. learning_rate: learning rate of this step.
+        step: the run's own step number; by default one more than the last. The first one sets where the run is. Numbers
+        may be skipped; if a number is lower than the last, counting continues from the last.
 
-        What was not given is recorded as unknown. Raises nothing, unless the configuration says strict; but ValueError
-        where no attention ran that can be watched, and more was asked for than to observe.
+        Arguments that are omitted are recorded as unknown. Raises ValueError if no supported attention ran although
+        QK-Clip, `strict` or a policy that switches heads needs it. Other errors are raised only with `strict`.
         """
         if self._inert() or self._busy:
             return
@@ -245,7 +245,7 @@ class Agent:
                 if not self._known:
                     self._guards["agent"].run(self._look_at_the_first_step)
                 counted = self._guards["agent"].run(self._count, step)
-                # by itself: other processes may wait for it
+                # outside the guard: other processes may wait for this one
                 self._clipping.after_step(self.current_step, self._schedule.next_step)
                 if counted:
                     self._guards["agent"].run(self._boundary, loss, grad_norm, learning_rate)
@@ -258,7 +258,7 @@ class Agent:
             raise ValueError(why)
 
     def _count(self, step: int | None) -> bool:
-        if not self._started and not self.current_step and step is not None:  # resumed, without a state
+        if not self._started and not self.current_step and step is not None:  # resumed without a saved state
             self.begin_at(max(int(step) - 1, 0))
         self._schedule.step_done(step)
         return True
@@ -267,7 +267,7 @@ class Agent:
         if self._started:
             return
         self._started = True
-        schedule, faults = self._schedule, self.faults  # no sender's thread keeps a dropped agent alive
+        schedule, faults = self._schedule, self.faults  # not self: the sender's thread must not keep it alive
         health = lambda: (schedule.step, dict(faults))  # noqa: E731
         self._guards["sender"].run(self._outbox.start, self.config, self.run, self.boot, health)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
@@ -285,7 +285,7 @@ class Agent:
             return
         if unwatched := self._attached.finder.take_findings():
             self._coverage.add_unwatched(unwatched)
-        # before the sample, whose modes are those that ran
+        # before the sample, which records the modes that ran
         self._guards["answers"].run(self._switchboard.settle, self._schedule.before, self.current_step, time.time())
         self._attached.step_done(self.current_step)
         self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due and not fresh))
@@ -293,7 +293,7 @@ class Agent:
             self._attached.plan(self.current_step, self._schedule.next_step, self._schedule.watch_until)
 
     def _collect_the_rest(self) -> bool:
-        """Sample what was counted since the last sample and have it read; False where the detectors take too long."""
+        """Sample the steps since the last sample and run the detectors on them; False if they take too long."""
         with default_torch_modes(self._attached.state.device):
             behind = self.current_step > self._sampler.collector.since_step
             rest = self._sampler.collect(self._switchboard.host, sample=behind, wait=True)
@@ -304,7 +304,7 @@ class Agent:
         return self._detector_thread.idle
 
     def _settle(self, counted: list[Counted]) -> None:
-        """Report samples that were read, hand over those that have arrived, obey commands that came in."""
+        """Publish finished detector results, pass arrived samples to the detectors, and execute commands."""
         for result in self._detector_thread.take():
             self._publish(result)
         for sample in counted:
@@ -339,7 +339,7 @@ class Agent:
                 self._outbox.emit(protected)
 
     def _record_coverage(self, counted: Counted) -> None:
-        """Record which layers a sample counts, and send what computes and measures each again where that changed."""
+        """Record which layers a sample covers; if backends or QK-Clip's state changed, announce the layers again."""
         if self._undo is not None and self._coverage.record(counted.words, counted.since_step, counted.step):
             self._coverage.show(counted.step)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
@@ -350,22 +350,24 @@ class Agent:
     # ---- people ---------------------------------------------------------------------------------------------------
 
     def subscribe(self, sink: Sink) -> None:
-        """Hand every event from now on to `sink`, in this thread, before it is sent."""
+        """Call `sink` with every later event, in this thread, before the event is sent."""
         self._outbox.subscribe(sink)
 
     @property
     def should_save(self) -> bool:
         """True once after a warning opened an incident: write a checkpoint at this step boundary, then call
-        `checkpoint_saved`. Always False with `save_on_warning=False`. In a run of several processes it is true on all
-        of them after the same step, if each asks at every step."""
+        `checkpoint_saved`. Always False with `save_on_warning=False`. In a run of several processes, it is true in all
+        of them after the same step, if each process reads it at every step."""
         wanted = self._saves.take(self.current_step)
         if wanted:
             self._requested_step = self.current_step
         return wanted
 
     def checkpoint_saved(self, path: str | os.PathLike[str], *, step: int | None = None, trainer: str = "own") -> None:
-        """A checkpoint was written to `path`, of the run as it was after `step`, by default the last one that is done.
-        `foreshock resume-plan` names it. The first process alone reports it; raises nothing."""
+        """Report a checkpoint at `path` of the run after `step`, by default the last completed step.
+
+        `foreshock resume-plan` names it. Only rank 0 reports it. Does not raise.
+        """
         if self.config.rank == 0 and not self._inert() and self._started:
             at = self.current_step if step is None else step
             requested = at == self._requested_step
@@ -378,17 +380,17 @@ class Agent:
             self._guards["checkpoints"].run(report)
 
     def modes(self) -> dict[tuple[int, int], str]:
-        """The present mode of every (layer, head), global numbers, by name (docs/reference/modes.md)."""
+        """Return the present mode name of every (layer, head), in global numbers (docs/reference/modes.md)."""
         return dict.fromkeys(self._heads, "plain") | self._switchboard.named()
 
     def set_mode(self, heads: Iterable[tuple[int, int]], mode: str, reason: str) -> wire.Switched | None:
         """Switch `heads` ((layer, head), global numbers) to `mode` before the next step, and return the event.
 
-        mode: a name of docs/reference/modes.md, several joined by +, or plain. reason: kept with the event.
-        None for heads whose attention the model keeps: foreshock's kernels take them with the next step, and the event,
-        "applied" or "refused", follows when that has run. Call it between steps; before the first, it outlives a saved
-        state. Raises ValueError for what does not exist, after `detach`, and for heads whose own attention is known to
-        stay whatever their mode; of every head those are left out.
+        mode: a name of docs/reference/modes.md, several joined by +, or plain. reason: recorded in the event.
+        Returns None for heads with native attention: foreshock's kernels compute them from the next step on, and after
+        that step an event follows, "applied" or "refused". Call it between steps; before the first step, it takes
+        precedence over a loaded state. Raises ValueError for a mode or head that does not exist, after `detach`, and
+        for heads whose attention cannot move to the kernels; a switch of all heads skips these instead.
         """
         switched = self._switchboard.switch(heads, mode, step=self.current_step, reason=reason)
         if switched is not None:
@@ -397,10 +399,10 @@ class Agent:
         return switched
 
     def set_qk_clip(self, on: bool, reason: str) -> wire.Clipped:
-        """Switch QK-Clip on or off from the next step on, and return the event. reason: kept with the event.
+        """Switch QK-Clip on or off from the next step on, and return the event. reason: recorded in the event.
 
-        It scales weights, which is not taken back: off only ends it. Call it between steps, in every process at the
-        same step. Raises ValueError where QK-Clip had to end.
+        QK-Clip scales weights; switching it off does not undo that. Call it between steps, in every process at the
+        same step. Raises ValueError if QK-Clip ended because of an error.
         """
         return self._clipping.set(on, step=self.current_step, reason=reason)
 
@@ -410,18 +412,18 @@ class Agent:
         optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
         group: "torch.distributed.ProcessGroup | None" = None,
     ) -> None:
-        """Name the optimizer that owns the weights, and the processes that hold the same heads, before training.
+        """Set the optimizer of the weights, and the processes that have the same heads, before training.
 
-        optimizer: one or several, needed for 16-bit weights, which may be copies of an optimizer's; foreshock's
-        callbacks for trainers give it. group: needed with tensor or pipeline parallelism; by default all processes.
-        Raises ValueError for what is no optimizer, and for a group that comes too late.
+        optimizer: one or several; needed for 16-bit weights, which may be copies of master weights. foreshock's
+        callbacks for trainers pass it. group: needed with tensor or pipeline parallelism; by default all processes.
+        Raises ValueError for an object that is not an optimizer, and for a group after the first step.
         """
         self._clipping.given(optimizer, group)
 
     def report(self) -> str:
-        """The table of attention modules: heads, dims, layout of W_Q and W_K, and what computes each.
+        """Return the table of attention modules: heads, dims, layout of W_Q and W_K, and the backend of each.
 
-        Where attention is kept, with the sampling error of the last sample that measured some.
+        For native attention, it includes the sampling error of the last sample with measured rows.
         """
         parts = (self._attached.report(), self._coverage.table(), self._clipping.report())
         return "\n".join(filter(None, parts))
@@ -429,15 +431,16 @@ class Agent:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def begin_at(self, step: int) -> None:
-        """Number the steps on from `step`, where training resumes without this agent's state. Before step 1 only."""
+        """Continue step numbers from `step`, if training resumes without this agent's state. Only before step 1."""
         with self._guards["agent"]:
             if not self._started:
                 done = self._sampler.collector.since_step = steps_done(step)
                 self._schedule.begin_at(done)
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, modes and detector state, JSON-able. Call it at a step boundary, where the checkpoint is written.
-        Counts of steps not sampled yet are sampled first, so that no step before the checkpoint is lost.
+        """Return step, modes and detector state as JSON types. Call it at the step boundary of the checkpoint.
+
+        Steps that were not sampled yet are sampled first, so that no step before the checkpoint is lost.
         """
         detectors = None
         with self._guards["detectors"]:
@@ -453,9 +456,11 @@ class Agent:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, as a new process start of the same run. Call it before the first step.
-        The policy acts on warnings that stand, where heads do not have what they call for. A state that cannot be used
-        stops no training: a line of the log says why, and the detectors begin anew; `strict` raises ValueError.
+        """Restore `state_dict` in a new process instance of the same run. Call it before the first step.
+
+        The policy acts on active warnings if their heads do not have the requested mode. If the state cannot be used,
+        training continues: a line in the log gives the reason, and the detectors start from zero. With `strict`,
+        ValueError is raised instead.
         """
         self._saved = None
         try:
@@ -463,14 +468,14 @@ class Agent:
                 raise ValueError(f"it came after step {self.current_step}; call it before the first step")
             self._take_up(read_saved(state, self._heads))
         except UNREADABLE as error:
-            step = state.get("step") if isinstance(state, dict) else None  # of use also where nothing else is
+            step = state.get("step") if isinstance(state, dict) else None  # usable even if the rest is not
             self.begin_at(step if isinstance(step, int) and step > 0 else self.current_step)
             if isinstance(error, OtherHeadsError) and not self._known:
-                self._saved = state  # which heads there are the first step shows
+                self._saved = state  # try again when the first step has shown the heads
                 return
             if self.config.strict:
-                raise ValueError(f"the saved state is not taken up: {error}") from error
-            logger.warning("foreshock: the saved state was not restored as it is; training continues: %s", error)
+                raise ValueError(f"the saved state cannot be restored: {error}") from error
+            logger.warning("foreshock: the saved state could not be restored; training continues: %s", error)
 
     def _take_up(self, saved: SavedState) -> None:
         self._switchboard.load_state_dict(saved.switch)
@@ -481,30 +486,30 @@ class Agent:
         try:
             if saved.detectors is not None:
                 self.detectors.load_state_dict(saved.detectors)
-        except Exception as error:  # whatever a damaged state holds
+        except Exception as error:  # a damaged state may raise anything
             raise ValueError(f"{error} (the detectors start from zero; the modes of the heads are as saved)") from error
-        self._active = self.detectors.active  # before the detectors' thread has anything to do
+        self._active = self.detectors.active  # safe here: the detectors' thread has no work yet
         self._guards["qk_clip"].run(self._clipping.follow, self._active, step=self.current_step)
-        if self.config.policy != "observe":  # it may be another than that of the process that warned
-            # "updated", since a new warning would end the hold that a person has put on a head
+        if self.config.policy != "observe":  # may differ from the policy of the process that warned
+            # "updated", because a raised warning would end a person's hold on a head
             active = [verdict.model_copy(update={"state": "updated"}) for verdict in self._active]
             self._guards["policy"].run(self._switchboard.act, active, self.config, self.current_step)
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Take everything out of the model again, which is then exactly as before `attach`."""
+        """Remove everything from the model, which is then exactly as before `attach`."""
         if self._undo is not None and os.getpid() == self._pid:
             undo, self._undo = self._undo, None
             self._switchboard.why_refused = lambda row, mode: "the agent was detached from its model; attach another"
             undo()
 
     def close(self, status: Status = "completed") -> None:
-        """Sample what is left, send it (at most `close_seconds`), detach. Doing it again does nothing."""
+        """Sample the remaining steps, send them (for at most `close_seconds`), and detach. Later calls do nothing."""
         if self._inert():
             return
         self._busy = True
-        # Whatever fails on the way, under strict as well: the model is let go of.
+        # The exit stack detaches from the model even if another step fails, also with `strict`.
         with ExitStack() as last:
             last.callback(self._guards["agent"].finish, self.detach)
             last.callback(self._guards["sender"].finish, self._outbox.close, self.config.close_seconds)
@@ -521,7 +526,7 @@ class Agent:
                     self._coverage.warn_if_unstepped(self._attached.state.cpu().numpy())
 
     def __repr__(self) -> str:
-        """What a person at a prompt wants to see of it."""
+        """Return run, state, number of heads, warnings and page, for interactive use."""
         counts = f"{len(self._attached.layers)} layers, {len(self._heads)} heads"
         state = "closed" if self._closed else f"at step {self.current_step:,}"
         warned = "; ".join(verdict.sentence for verdict in self._active[:3]) or "none"
@@ -533,7 +538,7 @@ class Agent:
         return self._closed or os.getpid() != self._pid
 
     def __del__(self) -> None:
-        # Nobody can step it any more. Its rest is sent in a thread: garbage is collected in the midst of anything.
+        # The remaining data is sent in a thread, because garbage collection can interrupt any code.
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:
             if not self._started and not self.config.quiet:
                 logger.warning(
@@ -541,15 +546,15 @@ class Agent:
                     "that attach() returns, and call its step()"
                 )
             try:
-                self.detach()  # here, since settings of torch.compile belong to the thread that made them
+                self.detach()  # in this thread, because settings of torch.compile are per thread
             finally:
                 threading.Thread(target=self.close, args=("stopped",), name="foreshock-close").start()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # a callback, a hook or a trainer that holds it may be copied along with a model
+        return self  # a callback, hook or trainer with a reference to the agent may be copied with a model
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # or pickled
+        return type(None), ()  # or pickled with it
 
     def __enter__(self) -> Self:
         return self
@@ -562,13 +567,13 @@ class Agent:
 
 
 def _close(dropped: "weakref.ref[Agent]") -> None:
-    """Close an agent when the process ends, without having kept it and its model alive until then."""
+    """Close an agent when the process ends; the weak reference does not keep it or its model alive until then."""
     if (agent := dropped()) is not None:
         agent.close("stopped")
 
 
 def _detect(guard: Guard, detectors: Detectors, attached: AttachedModel, counted: Counted) -> DetectorResult:
-    """Update the detectors by a sample; runs in their thread, which never holds the agent."""
+    """Update the detectors with a sample. Runs in their thread, which never has a reference to the agent."""
 
     def detect() -> DetectorResult:
         readings = attached.readings(counted)

@@ -1,8 +1,8 @@
-"""A model that an agent watches: what was put into it, what computes each layer and why, and what is measured of it.
+"""A watched model: installs the interception, chooses each layer's backend, and plans measurements.
 
-Under "keep" a layer whose heads are all plain keeps its own attention, of which a sample is measured; under "kernels"
-none does. A layer with a switched head is computed by our kernels, which count every row; its peers stay where they
-are. torch.compile compiles the graphs that hold a layer that moves once more.
+With attention="keep", a layer whose heads are all plain keeps its native attention, of which rows are sampled. A layer
+with a switched head runs on foreshock's kernels, which count every row. With attention="kernels", all layers do. When a
+layer changes its backend, torch.compile recompiles only the graphs that contain it.
 """
 
 import functools
@@ -49,17 +49,17 @@ from foreshock.monitor.sampling import collector as collecting
 from foreshock.monitor.sampling.collector import Counted, nonfinite, passes
 
 GRADIENTS_EVERY: Final = 16
-"""One measured step in so many compares rows of gradients: some 50 small operations a layer."""
+"""One measured step in this many also compares rows of gradients, which takes about 50 small operations per layer."""
 _NUMERICS: Final = {"auto": "auto (kernel for 16-bit operands, float32 for fp32, float64 for float64)"}
 _installing: Final = threading.RLock()
-"""A dropped agent leaves in a thread of its own, perhaps while another one is attached."""
+"""Needed because a dropped agent detaches in its own thread, perhaps while another agent is attached."""
 
 
 class AttachedModel:
     """The layers of `model` that `attach` watches, in the order of their rows in `state` and `modes`.
 
-    found: attention modules, watched or not; before: the same model as it was watched until now, whose layers go on;
-    unfit: why nothing of the model can be watched, whatever runs.
+    found: attention modules, watched or not. before: the AttachedModel that this one replaces; layers in both continue.
+    unfit: reason why no attention of the model can be watched, or "".
     """
 
     def __init__(
@@ -76,23 +76,23 @@ class AttachedModel:
         self._settings, self._found = settings, found
         watched = [f for f in found if f.problem is None]
         self.unwatched: Final = len(found) - len(watched)
-        """Attention modules that were found and cannot be watched."""
+        """Number of attention modules that were found but cannot be watched."""
         device = device_of(*(f.module for f in watched[:1]), model) if not unfit else torch.device("cpu")
         self._own = "kernel" if device.type == "cuda" and settings.numerics in ("auto", "kernel") else "reference"
-        """Which of our kernels compute attention here, as `Started` calls them."""
+        """Which of foreshock's implementations computes attention on this device, in the terms of `Started`."""
         self._keeps = settings.attention != "kernels"
         self._every_steps = settings.stride
         self.layers: Final = self._described(watched)
-        """As they are announced, but for what calls show."""
+        """Layers as announced, without properties that only calls show."""
         self.faults: Counter[str] = Counter()
-        """Where a contained fault of the probe is counted; the agent puts its own counter here."""
+        """Counter of the probe's contained errors; the agent replaces it with its own."""
         self.last_measured = self._samples = 0
-        """The last step that the probe measured, and how many it did."""
+        """Last step that the probe measured, and number of measured steps."""
         self._waits_since: int | None = None
         self._leave_out: Callable[[], Callable[[], None]] | None = None
         self._masks_back: Callable[[], None] | None = None
         self.sampling: Final = Sampling(settings.probe_rows, settings.stride, strict=settings.strict)
-        """What is measured of the running step, and what became of it."""
+        """Settings and results of the current step's measurement."""
         self._key = start_sampling(self.sampling)
         with default_torch_modes(device):
             sizes = [f.heads for f in watched]
@@ -101,7 +101,7 @@ class AttachedModel:
             self.modes: Final = torch.zeros(len(self.state), dtype=torch.int32, device=device)
             """int32 [N]"""
             self.largest: Final = torch.full((len(self.state),), -math.inf, device=device)
-            """Of each head in a step that is computed in full: the largest score of all rows of a native attention."""
+            """Largest score of each head with native attention over all rows, in steps that scan all rows."""
             parts = (torch.split(each, sizes) for each in (self.state, self.modes, self.largest))
             ticks = new_ticks(len(watched), device)
             former = {} if before is None else {layer.name: layer for layer in before.watched}
@@ -128,11 +128,11 @@ class AttachedModel:
                 layers.append(layer)
             self.watched: Final[tuple[WatchedLayer, ...]] = tuple(layers)
             self.layouts: Final = tuple(layer.layout for layer in layers if layer.layout is not None)
-            """Where W_Q and W_K of each layer lie, once its calls showed it."""
+            """Location of W_Q and W_K of each layer, once its calls have shown it."""
             self._note(np.zeros(len(self.modes), dtype=np.int32))
             self._of_rows = [layer for layer in self.watched for _ in range(len(layer.state))]
             self.fresh: Final = before is not None and not former.keys() >= {layer.name for layer in layers}
-            """Whether some layers have seen no step yet: the first step showed that they compute attention."""
+            """Whether some layers have not run a step yet: only the first step showed that they are attention."""
         self._outputs = self.sampling.outputs = OutputSums([layer.state for layer in self.watched])
         self._warn_of_problems()
         self._open_to = openness(model, watched)
@@ -140,11 +140,11 @@ class AttachedModel:
         self.finder: Final[UnwatchedAttentionFinder] = UnwatchedAttentionFinder(
             model, [f.name for f in found], settings.heads, modules
         )
-        """Looks out for attention that is not watched."""
+        """Finds attention that is not watched."""
         self._installed = self._install(model, modules)
 
     def _install(self, model: nn.Module, watched: Sequence[tuple[nn.Module, LayoutCheck]]) -> ExitStack:
-        with _installing, ExitStack() as undo:  # each undoing is done, whatever becomes of the others
+        with _installing, ExitStack() as undo:  # every callback runs, even if another fails
             for one in (self._stop, self.finder.stop, leave_no_copies):
                 undo.callback(one)
             for (module, check), layer in zip(watched, self.watched, strict=True):
@@ -167,12 +167,12 @@ class AttachedModel:
             return undo.pop_all()
 
     def leave(self) -> None:
-        """Take everything out of the model again."""
+        """Remove everything from the model."""
         with _installing:
             self._installed.close()
 
     def _described(self, watched: Sequence[Found]) -> tuple[wire.Layer, ...]:
-        """The layers as the service gets them."""
+        """Return the layers as they are sent to the service."""
         settings = self._settings
         layers: dict[int, wire.Layer] = {}
         next_in = dict(settings.first_layer) if isinstance(settings.first_layer, dict) else {"": settings.first_layer}
@@ -193,7 +193,7 @@ class AttachedModel:
                     layer=number,
                     name=allowed[-128:],
                     heads=tuple(range(first_head, first_head + f.heads)),
-                    kv_heads=f.kv_heads or f.heads,  # older services take no less than one
+                    kv_heads=f.kv_heads or f.heads,  # older services require at least one
                     kv_heads_known=f.kv_heads > 0,
                     head_dim=f.head_dim,
                     served_by="probe" if self._keeps else self._own,
@@ -208,7 +208,7 @@ class AttachedModel:
             logger.warning("foreshock: the attention of %s is not watched: %s", names, why)
 
     def report(self) -> str:
-        """The table of what was found. It may wait for the device, to see where weights lie."""
+        """Return the table of found modules. It may wait for the device, to locate weights."""
         if not self._found:
             return ""
         for layout in self.layouts:
@@ -222,14 +222,14 @@ class AttachedModel:
         return f"{table_of(self._found, layouts, now)}\nnumerics: {_NUMERICS.get(numerics, numerics)}\n{how}"
 
     def danger(self) -> str:
-        """Says in a line whether this run is open to the drift by rounding."""
+        """Return a line that says whether drift by rounding is possible in this run."""
         return rounding(*self._open_to, rounds=any(layer.rounds for layer in self.watched))[0]
 
     def corrected(self) -> Self | None:
-        """The model watched as its first step showed, in the place of this, which leaves; None where this is right."""
+        """Detach, and return a new AttachedModel that matches the first step; None if this one already does."""
         model = self.model()
         if model is None or self.sampling.captured or sdpa_rebinding.follow_imports():
-            return None  # calls of a library that the first step imported are met from now on
+            return None  # calls of a library that was imported in the first step are intercepted from now on
         if (ran := self._as_it_ran(model)) is None:
             return None
         self.leave()
@@ -241,7 +241,7 @@ class AttachedModel:
         return now
 
     def _as_it_ran(self, model: nn.Module) -> list[Found] | None:
-        """What computes attention, as the first step showed; None where it is what was found."""
+        """Return the modules that computed attention in the first step; None if they are the same as before."""
         found, finder = self._found, self.finder
         sure = [f.name for f in found if f.certain]
         called = {n: call for n, call in finder.called.items() if not any(lies_in(n, outer) for outer in sure)}
@@ -251,13 +251,13 @@ class AttachedModel:
             layer = None if f.problem is not None else next(watched)
             within = any(lies_in(name, f.name) for name in called) and f.name not in finder.direct
             if within and not f.certain:
-                continue  # modules within it call attention, each for itself
+                continue  # submodules call attention themselves
             if layer is None or f.certain or not layer.idle:
                 ran.append(f)
             elif why := finder.why_unmet(f.name):
                 ran.append(replace(f, problem=f"it {why}; have it call scaled_dot_product_attention"))
             elif not finder.has_read:
-                ran.append(f)  # no backward was read that would show it
+                ran.append(f)  # unknown: no backward was inspected
             elif is_called_attention(f.module):
                 ran.append(replace(f, problem=layer.why_not_counted))
         ran += find_attention(model, {}, called)
@@ -269,17 +269,17 @@ class AttachedModel:
     # ---- step by step -----------------------------------------------------------------------------------------------
 
     def step_done(self, step: int) -> None:
-        """Optimizer step `step` has ended. Called before its sample is read."""
+        """Record the end of optimizer step `step`. Called before its sample is taken."""
         self._outputs.end(step)
 
     def plan(self, step: int, next_step: int, watch_until: int) -> None:
-        """After optimizer step `step`: whether the next one is measured, which will probably be `next_step`."""
+        """Decide after optimizer step `step` whether to measure the next one, which will probably be `next_step`."""
         if self.sampling.fault and not self.faults["probe"]:
             self.faults["probe"] = 1
         if self.sampling.due:
             self.last_measured = step
             self._samples += 1
-        # The step that a sample ends with; where numbers jump over it unforeseen, the next one after as many steps.
+        # Measure the last step of each sample; if step numbers skip it unexpectedly, measure after as many steps.
         due = passes(step, next_step, self._every_steps) or next_step - self.last_measured >= self._every_steps
         due = due or step < watch_until
         self.sampling.due = due and not self.sampling.fault
@@ -287,7 +287,7 @@ class AttachedModel:
         self._name_what_a_captured_step_hides(step)
 
     def why_not_in_full(self, layer: WatchedLayer) -> str | None:
-        """Why the largest score of all rows of a layer's own attention cannot be had; None where it can."""
+        """Return why the largest score over all rows of a layer's native attention cannot be computed, or None."""
         if self.sampling.fault:
             return f"the probe is off ({self.sampling.fault})"
         if self.sampling.captured:
@@ -296,7 +296,7 @@ class AttachedModel:
                 "attention='kernels'"
             )
         if layer.has_score_mod:
-            return "a function changes its scores, which the pass over all rows of it does not know"
+            return "a function changes its scores, which the scan of all rows does not support"
         return self.sampling.refused.get(layer.state.data_ptr())
 
     def _name_what_a_captured_step_hides(self, step: int) -> None:
@@ -306,12 +306,12 @@ class AttachedModel:
             self._waits_since = step
         elif self.sampling.captured and step == self._waits_since + 1:
             logger.warning(
-                "foreshock: a switch waits: the step was captured in a CUDA graph, which keeps the attention that it "
-                "was captured with. Capture it again, after a step that runs uncaptured; the switch takes effect then"
+                "foreshock: a switch waits: the step was captured in a CUDA graph, which replays the captured "
+                "attention. Run one step without the graph, then capture it again; the switch takes effect then"
             )
 
     def follow(self, modes: npt.NDArray[np.int32]) -> None:
-        """Let each layer be computed by what `modes` [N], those that are wanted of all heads, ask for."""
+        """Choose each layer's backend according to `modes` [N], the requested modes of all heads."""
         self._note(modes)
         switched = set(itertools.compress(self._of_rows, modes))
         for layer in self.watched:
@@ -319,7 +319,7 @@ class AttachedModel:
         self._leave_masks_out(serving=any(layer.backend == "kernels" for layer in self.watched))
 
     def _note(self, modes: npt.NDArray[np.int32]) -> None:
-        """Let each layer's kernels know what `modes` [N] holds."""
+        """Record the values of `modes` [N] for each layer's kernels."""
         first = 0
         for layer in self.watched:
             last = first + len(layer.modes)
@@ -327,7 +327,7 @@ class AttachedModel:
             first = last
 
     def _leave_masks_out(self, *, serving: bool) -> None:
-        """While our kernels compute a layer, compiled code passes no mask that says the same as is_causal."""
+        """While foreshock's kernels compute a layer, omit masks that only repeat is_causal from compiled code."""
         if serving and self._leave_out is not None and self._masks_back is None:
             self._masks_back = self._leave_out()
         elif not serving and self._masks_back is not None:
@@ -335,11 +335,11 @@ class AttachedModel:
             back()
 
     def runs_on_kernels(self, row: int) -> bool:
-        """Whether our kernels compute head `row` of all, as far as what ran shows."""
+        """Whether foreshock's kernels compute head `row` of all heads, according to the calls that ran."""
         return not self._keeps or self._of_rows[row].kernels == "ran"
 
     def refusal(self, row: int, mode: int) -> str | None:
-        """Why head `row` of all cannot be given a mode, as its layer's calls are; None where it can."""
+        """Return why head `row` of all heads cannot have a mode, given its layer's calls, or None."""
         return self._refusal(self._of_rows[row], mode)
 
     def _refusal(self, layer: WatchedLayer, mode: int) -> str | None:
@@ -347,7 +347,7 @@ class AttachedModel:
         return layer.refusal(mode) if never is None else f"its own attention stays: {never}"
 
     def what_a_switch_meets(self) -> list[str]:
-        """Lines: the run's own mitigation where a layer cannot have it, and dropout that a switch draws again."""
+        """Return lines about layers that cannot have the run's mitigation, and about dropout masks after a switch."""
         mode = parse_mode(self._settings.mitigation)
         whys = [self._refusal(layer, mode) for layer in self.watched]
         lines = [
@@ -363,14 +363,14 @@ class AttachedModel:
         return lines
 
     def how_computed(self, index: int) -> str:
-        """What computes layer `index` now, in words."""
+        """Describe the present backend of layer `index`."""
         layer = self.watched[index]
         if layer.backend == "native":
             return "native attention, sampled"
         return "kernels" + (f", but native and sampled in calls where {layer.reason}" if layer.reason else "")
 
     def _stop(self) -> None:
-        """Measure nothing any more."""
+        """Stop measuring."""
         self._leave_masks_out(serving=False)
         stop_sampling(self._key)
         for layer in self.watched:
@@ -379,7 +379,7 @@ class AttachedModel:
     # ---- what the service and the detectors get ---------------------------------------------------------------------
 
     def announced(self) -> tuple[wire.Layer, ...]:
-        """`layers` as they stand now: what computes each, and the head dim that calls showed where nothing else did."""
+        """Return `layers` with their present backends, and head dims from calls if they were unknown."""
         return tuple(
             layer.model_copy(
                 update={
@@ -392,7 +392,7 @@ class AttachedModel:
         )
 
     def started(self, *, step: int, qk_clip: wire.ClipState | None) -> wire.Started:
-        """What the run is that starts after `step`."""
+        """Return the `Started` event of a run that starts after `step`."""
         config = self._settings
         return wire.Started(
             step=step,
@@ -409,11 +409,11 @@ class AttachedModel:
         )
 
     def is_served_as(self, layers: Sequence[wire.Layer]) -> bool:
-        """Whether `layers`, which `announced` gave, still says what computes each layer."""
+        """Whether `layers`, a result of `announced`, still has the present backend of each layer."""
         return [layer.sampled for layer in layers] == [watched.sampled for watched in self.watched]
 
     def with_library(self, verdict: wire.Verdict) -> wire.Verdict:
-        """The same verdict; a new one about wrong rows says what computes them: function, library and version."""
+        """Add the function, library and version that compute the attention to a new verdict about wrong rows."""
         if verdict.signal != KERNEL or verdict.layer is None or verdict.state != "raised":
             return verdict
         both = zip(self.layers, self.watched, strict=True)
@@ -427,9 +427,9 @@ class AttachedModel:
         return verdict.model_copy(update={"sentence": (verdict.sentence + said)[:500]})
 
     def readings(self, counted: Counted) -> Readings:
-        """What was counted, as the detectors read it."""
+        """Convert a sample to the detectors' readings."""
         if counted.broken_step is None and (counted.parameters is None or not counted.parameters.weights):
-            self.finder.broken_softmax = ""  # such rows do no harm, as where the model replaces NaN
+            self.finder.broken_softmax = ""  # such rows are harmless, for example because the model replaces NaN
         return Readings(
             step=counted.step,
             since_step=counted.since_step,
@@ -449,23 +449,25 @@ class AttachedModel:
         )
 
     def _place(self, counted: Counted) -> str:
-        """Where the first broken step broke, by the outputs of its layers; empty if that is not known. It waits for the
-        device."""
+        """Return where the first nonfinite step broke, according to its layers' outputs; "" if unknown.
+
+        It waits for the device.
+        """
         looked = counted.parameters
         if counted.broken_step is None and looked is not None and looked.update:
             return FIRST_UPDATE
         if counted.broken_step is None or counted.broken_loss is None:
             return ""
-        # not known in a CUDA graph, whose replays all count for one step
+        # unknown in a CUDA graph, because all replays count as one step
         seen = [] if self.sampling.captured else self._outputs.broken_at(counted.broken_step)
         outputs = [(self.layers[place].layer, broken) for place, broken in seen]
-        # after a later step all gradients are broken
+        # after later steps, all gradients are broken
         every_gradient = looked is not None and looked.every_gradient and counted.step == counted.broken_step
         return place_by_outputs(outputs, loss=counted.broken_loss, every_gradient=every_gradient)
 
 
 def problems_of(found: list[Found]) -> list[tuple[str, str]]:
-    """The modules that cannot be watched, those of one problem together, and the problem of the first of them."""
+    """Group the modules that cannot be watched by problem: (names, problem of the first one)."""
     groups: dict[str, list[Found]] = {}
     for f in found:
         if f.problem is not None:

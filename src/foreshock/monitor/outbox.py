@@ -1,4 +1,4 @@
-"""Where the agent's events go: to those who subscribed, in this thread, then to mirror, sender and the log."""
+"""Deliver the agent's events: to subscribers in this thread, then to the mirror, the sender and the log."""
 
 import logging
 import time
@@ -21,30 +21,30 @@ logger: Final = logging.getLogger("foreshock")
 
 
 class Outbox:
-    """Hands events on. A sink's fault and the sender's are contained by the guards "sinks" and "sender"."""
+    """Delivers events. The guards "sinks" and "sender" contain errors of subscribers and of the sender."""
 
     def __init__(self, guards: Mapping[str, Guard], *, console_prints: bool = False) -> None:
         self._guards = guards
         self._console_prints = console_prints
         self._sinks: list[Sink] = []
         self._early: list[wire.Switched | wire.Clipped] | None = []
-        """What was done before the run started, whose first step may still be set; None since then."""
+        """Switches from before the run's start, whose step number may still change; None after the start."""
         self._active: dict[IncidentCause, set[str]] = {}
-        """Identities of warnings that are not cleared, by the cause of their incident."""
+        """Ids of active warnings, by the cause of their incident."""
         self.started: wire.Started | None = None
-        """What the run is, as it was sent last."""
+        """The last `Started` event that was sent."""
         self.sender: Sender | None = None
         """None without a service."""
         self._mirror: Mirror | None = None
         self.page = ""
-        """What a warning in the log ends with: where the run is shown."""
+        """The run's page in parentheses, for the end of a warning in the log."""
 
     def subscribe(self, sink: Sink) -> None:
-        """Hand every event from now on to `sink`."""
+        """Call `sink` with every later event."""
         self._sinks.append(sink)
 
     def start(self, config: AgentConfig, run: str, boot: str, health: Callable[[], tuple[int, dict[str, int]]]) -> None:
-        """Start the sender, where there is a service; make the mirror, where one was asked for."""
+        """Start the sender, if a service is set, and create the mirror, if one is set."""
         if config.mirror is not None and (config.rank == 0 or config.mirror == "otlp"):
             guard = self._guards["tracker"]
             self._mirror = Mirror(config.mirror, guard, run=run, rank=config.rank, world_size=config.world_size)
@@ -63,7 +63,7 @@ class Outbox:
                 say(f"foreshock: live page {page}" + (f"; batches are sent{by}" if by else ""))
 
     def emit(self, event: wire.Event) -> None:
-        """Hand an event over; a switch is kept until the run has started."""
+        """Deliver an event; a switch before the run's start is delivered after it."""
         if self._early is not None and isinstance(event, wire.Switched | wire.Clipped):
             self._early.append(event)
             return
@@ -76,8 +76,10 @@ class Outbox:
         self._send(event)
 
     def _log(self, verdict: wire.Verdict) -> None:
-        """Log a verdict: as a warning for the first head of a cause, where the console has no line for the incident;
-        nobody reads one for each of 144 that follow it."""
+        """Log a verdict, at level WARNING only for the first head of a cause, if the console does not print incidents.
+
+        An incident may concern hundreds of heads, and nobody reads a line for each.
+        """
         active = self._active.setdefault(cause_of(verdict), set())
         for others in self._active.values():
             others.discard(verdict.id)
@@ -88,18 +90,18 @@ class Outbox:
             first = opens and not self._console_prints
             level = logging.WARNING if first else logging.INFO
             logger.log(level, "foreshock, step %d: %s%s", verdict.step, verdict.sentence, self.page if first else "")
-        elif verdict.severity == "info":  # a note, which never stands
+        elif verdict.severity == "info":  # a note, which is never active
             logger.info("foreshock, step %d: %s", verdict.step, verdict.sentence)
         if verdict.state != "cleared" and verdict.severity != "info":
             active.add(verdict.id)
 
     def correct(self, started: wire.Started) -> None:
-        """Send again what the run is, when what computes its layers changed. Sinks do not hear it: nothing happened."""
+        """Send `Started` again after the layers' backends changed. Subscribers do not get it, because it is not new."""
         self.started = started
         self._send(started)
 
     def begin(self, started: wire.Started) -> None:
-        """The run starts: hand that over, and what was switched before."""
+        """Deliver the run's start, and then the switches from before it."""
         self.started, early, self._early = started, self._early or [], None
         if self._mirror is not None:
             self._mirror.start(started.layers)
@@ -108,7 +110,7 @@ class Outbox:
             self.emit(event.model_copy(update={"step": started.step}))
 
     def emit_sample(self, draft: SampleDraft) -> None:
-        """Hand over what the sender's thread makes an event of, or this thread, where a sink wants it now."""
+        """Deliver a sample. The sender's thread builds its event, or this thread if there are subscribers."""
         if self._mirror is not None:
             self._guards["mirror"].run(self._mirror.sampled, draft.counted)
         if self._sinks:
@@ -121,11 +123,11 @@ class Outbox:
             self._guards["sender"].run(self.sender.put, event)
 
     def commands(self) -> list[wire.Command]:
-        """What the service has ordered since the last call."""
+        """Return the service's commands since the last call."""
         return [] if self.sender is None else self.sender.commands()
 
     def close(self, seconds: float) -> None:
-        """Send what is left, for at most `seconds`."""
+        """Send the remaining events, for at most `seconds`."""
         began = time.monotonic()
         if self._mirror is not None:
             self._mirror.end()

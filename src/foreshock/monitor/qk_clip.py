@@ -1,14 +1,14 @@
-"""QK-Clip: when it is on, which layers it may scale, what it did, and how it scales W_Q and W_K after a step.
+"""QK-Clip: switch it on and off, choose the layers that it may scale, scale W_Q and W_K after a step, and report it.
 
-Kimi K2 (arXiv 2507.20534, section 2.1): with S the largest score of a head in the step just made and tau the threshold,
-gamma = min(1, tau / S); W_Q and the bias of the queries are scaled by gamma^alpha, W_K and the bias of the keys by
-gamma^(1 - alpha), so that the same scores would be tau at most. In multi-head latent attention that is so for the part
-of the keys that is each head's own; the queries of the part that all heads share are scaled by gamma, its keys not at
-all. It may scale layers whose largest score is known exactly and whose weights are the optimizer's own. Processes that
-hold the same heads must scale them by the same factors.
+Kimi K2 (arXiv 2507.20534, section 2.1): with S the largest score of a head in the last step and tau the threshold,
+gamma = min(1, tau / S). W_Q and the bias of the queries are multiplied by gamma^alpha, W_K and the bias of the keys by
+gamma^(1 - alpha), so that the same inputs would give scores of at most tau. In multi-head latent attention, this
+applies to the part of the keys that each head has for itself; for the part that all heads share, the queries are
+multiplied by gamma and the keys are not changed. A layer can be scaled if its largest score is known exactly and the
+optimizer trains its weights directly. Processes with replicas of the same heads must scale them by the same factors.
 
-It repairs scores that grow by a learning rate that is too high. It does not repair a drift by rounding: there the large
-scores are a shift that softmax does not see, and scaling would cut what the head has learnt.
+QK-Clip helps against scores that grow because the learning rate is too high. It does not help against drift by
+rounding: there the large scores are a shift that softmax ignores, and scaling would damage what the head has learnt.
 """
 
 import functools
@@ -43,13 +43,16 @@ from foreshock.monitor.model.layers import (
 from foreshock.monitor.sampling.collector import Counted, passes
 
 ALPHA: Final = 0.5
-"""The share of the queries in the scaling, as in Kimi K2."""
+"""Exponent of gamma for the queries, as in Kimi K2."""
 _QUERY, _KEY, _QUERY_ALONE = range(3)
-"""What a part of the weights is to the scores: scaled together with the other, or for both."""
+"""Role of a part of the weights: queries or keys that are both scaled, or queries that are scaled for both."""
 
 
 def _scaler(views: list[Tensor], places: list[int]) -> Callable[[Tensor], None]:
-    """Multiplies parts of weights, all of one dtype, by those of the factors, float64 [N], that `places` number."""
+    """Return a function that multiplies parts of weights, all of one dtype, by factors, float64 [N].
+
+    places: for each part, the index of its factor.
+    """
     if views[0].is_cuda:
         from foreshock.kernels import scaling  # Triton's
 
@@ -66,12 +69,12 @@ def _scaler(views: list[Tensor], places: list[int]) -> Callable[[Tensor], None]:
 
 
 class QKClip:
-    """Scales the heads of a model's layers in place, without waiting for the device.
+    """Scale the heads of a model's layers in place, without waiting for the device.
 
-    layers, projections: those of the watched layers, in the order of the state's rows; a sentence in the place of a
-    projection gives why its layer is not scaled. state: int64 [N, SLOT_COUNT], of which SCORE_MAX must be that of all
-    rows of the step. For layers that `find` marked as native, `largest`, float32 [N], replaces it: the maximum in steps
-    in which all of their rows were looked at, and -inf in others, which scale nothing of them.
+    layers, projections: of the watched layers, in the order of the state's rows. A sentence in place of a projection is
+    the reason why its layer is not scaled. state: int64 [N, SLOT_COUNT]; its SCORE_MAX must be the maximum over all
+    rows of the step. For layers that `find` marked as native, `largest`, float32 [N], is used instead: the maximum in
+    steps in which all rows were scanned, and -inf in other steps, in which these layers are not scaled.
     """
 
     def __init__(
@@ -84,10 +87,10 @@ class QKClip:
         largest: Tensor | None = None,
     ) -> None:
         self.refused: dict[int, str] = {}
-        """Why a layer is not scaled, by its number."""
+        """Reasons why layers are not scaled, by layer number."""
         self.group: torch.distributed.ProcessGroup | None = None
-        """The processes whose replicas of a head must be scaled alike; None: none but this one. In every step they are
-        asked for their largest scores, and whether each may scale (one packed MAX all-reduce)."""
+        """Processes with replicas of the same heads, which must be scaled alike; None: only this process. In every
+        step, they exchange their largest scores and whether each may scale (one packed MAX all-reduce)."""
         self._layers: Final = tuple(layers)
         self._threshold = threshold
         self._scores = state.view(torch.float64)[:, Slot.SCORE_MAX]
@@ -95,25 +98,25 @@ class QKClip:
         self._kept = torch.zeros_like(self._scores, dtype=torch.bool)
         self._any_kept = False
         self._held_back = torch.full_like(self._scores, -math.inf)
-        """Largest scores since the last sample; the state holds those of the step under way alone."""
+        """Largest scores since the last sample; the state only contains those of the current step."""
         self._total = len(self._scores)
         self._sources: list[tuple[nn.Module, str, nn.Parameter, int]] = []
-        """Parameters that are scaled: holder, name, and where the numbers were when it was found."""
+        """Parameters that are scaled: module, name, parameter, and its data pointer when it was found."""
         self._scalers: list[Callable[[Tensor], None]] = []
         exponents = [[ALPHA], [1.0 - ALPHA], [1.0]]
         self._exponents: Final = torch.tensor(exponents, dtype=torch.float64, device=state.device)
-        """Of each head's gamma, by what a part is to the scores."""
+        """Exponents of gamma, by role (_QUERY, _KEY, _QUERY_ALONE)."""
         self._unfit = torch.ones_like(self._scores)
-        """1 for heads of layers that are refused, else 0."""
+        """1 for heads of layers that are not scaled, else 0."""
         self.done = torch.zeros((2, self._total), dtype=torch.float64, device=state.device)
-        """The smallest gamma of each head since `forget`, and how often it was scaled."""
+        """Smallest gamma of each head since `forget`, and the number of its scalings."""
         self.wishes = torch.zeros(2, dtype=torch.float64, device=state.device)
-        """Whether any process of the group asked for clipping in the last step, and whether any could not take part."""
+        """Whether any process of the group requested clipping in the last step, and whether any could not take part."""
         self.forget()
         self.find(projections)
 
     def find(self, projections: Sequence[Projection | str], kept: Sequence[bool] = ()) -> None:
-        """Look where W_Q and W_K lie now, and which layers' own attention is kept."""
+        """Find the present storage of W_Q and W_K. kept: whether each layer keeps its native attention."""
         heads_kept = [own for layer, own in zip(self._layers, kept, strict=False) for _ in layer.heads]
         self._any_kept = any(heads_kept)
         if self._any_kept:
@@ -132,7 +135,7 @@ class QKClip:
         self._scalers = [_scaler(*of_dtype) for of_dtype in parts.values() if of_dtype[0]]
 
     def _add(self, side: HeadRows, place: int, parts: dict[torch.dtype, tuple[list[Tensor], list[int]]]) -> None:
-        """The rows of each head that lie here, whose factors stand from `place` on."""
+        """Add the rows of each head that this process stores; `place` is the index of the first head's factor."""
         for name, parameter, offset in _of(side):
             held = local_tensor(parameter)
             self._sources.append((side.holder, name, parameter, held.data_ptr()))
@@ -148,7 +151,7 @@ class QKClip:
     @property
     @torch.no_grad()
     def stale(self) -> bool:
-        """Whether a parameter was replaced since `find`, or its numbers moved."""
+        """Whether a parameter was replaced since `find`, or its storage moved."""
         return any(
             stored(holder, name) is not parameter or local_tensor(parameter).data_ptr() != address
             for holder, name, parameter, address in self._sources
@@ -161,7 +164,7 @@ class QKClip:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Leave what was counted until now to the next sample: clipping goes by the steps that follow."""
+        """Save the counts so far for the next sample, because clipping only uses the steps after this call."""
         self._held_back.copy_(self.largest)
         self._scores.fill_(-math.inf)
         if self._any_kept:
@@ -169,10 +172,10 @@ class QKClip:
 
     @torch.no_grad()
     def after_step(self, *, on: bool = True, broken: bool = False) -> None:
-        """Scale what passed the threshold in the step that is done. Call it once, after the optimizer's step.
+        """Scale heads whose scores exceeded the threshold in the last step. Call it once, after the optimizer's step.
 
-        on: whether this process asks for it; one of the group is enough. broken: whether it cannot take part; then
-        nobody does.
+        on: whether this process requests clipping; one process of the group is enough. broken: whether this process
+        cannot take part; then no process scales.
         """
         scores, unfit = self._scores.clone(), self._unfit
         if self._any_kept:
@@ -185,7 +188,7 @@ class QKClip:
             return
         passed = (scores > self._threshold) & (scores < math.inf) & (unfit <= 0)
         if not passed.is_cuda and not bool(passed.any()):
-            return  # known here without waiting for anything
+            return  # on a CPU, this is known without waiting
         gamma = torch.where(passed, self._threshold / scores, 1.0)
         torch.minimum(self.done[0], gamma, out=self.done[0])
         self.done[1] += passed
@@ -194,8 +197,10 @@ class QKClip:
             scale(factors)
 
     def _agreed(self, scores: Tensor, unfit: Tensor, *, on: bool, broken: bool) -> tuple[Tensor, Tensor]:
-        """Largest scores of the group's processes, and which heads are unfit in any of them: all, where nobody asks or
-        one cannot take part."""
+        """Return the group's largest scores, and which heads are unfit in any process.
+
+        All heads are unfit if no process requests clipping, or if one cannot take part.
+        """
         wishes = [torch.full_like(scores[:1], float(wish)) for wish in (on, broken)]
         finite = torch.nan_to_num(scores, nan=math.inf, posinf=math.inf, neginf=-math.inf)
         packed = torch.cat([finite, unfit, *wishes])
@@ -206,21 +211,21 @@ class QKClip:
 
     @torch.no_grad()
     def before_sample(self) -> None:
-        """Put the largest scores since the last sample back into the state, for the sample that is taken now."""
+        """Write the largest scores since the last sample back into the state, just before a sample is taken."""
         self._scores.copy_(self.largest)
         self._held_back.fill_(-math.inf)
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Start `done` over."""
+        """Reset `done`."""
         self.done[0].fill_(1.0)
         self.done[1].zero_()
 
 
 def _roles(projection: Projection, heads: int) -> Iterator[tuple[HeadRows, int]]:
-    """The parts of the weights that are scaled, and what each is to the scores."""
-    # Query heads that read one key head pass the threshold one by one. There queries alone are scaled: the scores of a
-    # head change by its own gamma, and the other heads of its group do not change at all.
+    """Yield the parts of the weights that are scaled, with the role of each."""
+    # Query heads with a common key head exceed the threshold independently. So only queries are scaled: the scores of
+    # one head change by its gamma, and the other heads of its group do not change.
     grouped = len(projection.key.starts) < heads
     yield projection.query, _QUERY_ALONE if grouped else _QUERY
     if not grouped:
@@ -232,7 +237,7 @@ def _roles(projection: Projection, heads: int) -> Iterator[tuple[HeadRows, int]]
 def refusals(
     layers: Sequence[wire.Layer], projections: Sequence[Projection | str], device: torch.device
 ) -> dict[int, str]:
-    """Why layers are not scaled, by their numbers."""
+    """Return the reasons why layers are not scaled, by layer number."""
     whys = [_why_refused(projection, device) for projection in projections]
     owners: dict[int, set[int]] = {}
     for place, projection in enumerate(projections):
@@ -246,13 +251,13 @@ def refusals(
 
 
 def _why_refused(projection: Projection | str, device: torch.device) -> str | None:
-    """Why the heads of a layer cannot be scaled; None where they can."""
+    """Return the reason why the heads of a layer cannot be scaled, or None."""
     if isinstance(projection, str):
         return projection
     for side in projection.sides:
         weight = stored(side.holder, side.weight)
         if not isinstance(weight, nn.Parameter):
-            return "its weight is computed from others"
+            return "its weight is computed from other tensors"
         if weight.dim() != 2:
             return f"its weight has shape {list(weight.shape)}: it is stored flat or in parts"
         if not weight.requires_grad:
@@ -266,13 +271,13 @@ def _why_refused(projection: Projection | str, device: torch.device) -> str | No
 
 
 def parameters_of(projection: Projection) -> Iterator[nn.Parameter]:
-    """Weights and biases of queries and keys."""
+    """Yield the weights and biases of queries and keys."""
     for side in projection.sides:
         yield from (parameter for _, parameter, _ in _of(side))
 
 
 def _of(side: HeadRows) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """The weight of one side and its bias: name, parameter, and where its rows begin in those of the weight."""
+    """Yield the weight and the bias of one side: name, parameter, and offset of its first row in the weight's rows."""
     weight = stored(side.holder, side.weight)
     if isinstance(weight, nn.Parameter):
         yield side.weight, weight, 0
@@ -283,7 +288,7 @@ def _of(side: HeadRows) -> Iterator[tuple[str, nn.Parameter, int]]:
 
 
 def group_of_replicas(given: "torch.distributed.ProcessGroup | None") -> "torch.distributed.ProcessGroup | None":
-    """The group that was given, else all processes of the job; None where that is this process alone."""
+    """Return the given group, else all processes of the job; None if that is only this process."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     group = given if given is not None else torch.distributed.group.WORLD
@@ -291,7 +296,7 @@ def group_of_replicas(given: "torch.distributed.ProcessGroup | None") -> "torch.
 
 
 def alike(group: "torch.distributed.ProcessGroup", device: torch.device, what: tuple[object, ...]) -> bool:
-    """Whether all processes of the group hold the same heads with the same settings. It waits for them, once."""
+    """Whether all processes of the group have the same heads and settings; waits for all of them."""
     digest = float(zlib.crc32(repr(what).encode()))
     both = torch.tensor([digest, -digest], dtype=torch.float64, device=device)
     torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
@@ -299,13 +304,13 @@ def alike(group: "torch.distributed.ProcessGroup", device: torch.device, what: t
 
 
 _COPIED: Final = ("main_param", "_hp_mapping", "ds_id")
-"""What Megatron and DeepSpeed put on a parameter whose master copy the optimizer owns."""
+"""Attributes that Megatron and DeepSpeed set on a parameter if the optimizer trains a master copy of it."""
 
 
 def projection_of(
     layer: WatchedLayer, layout: LayoutCheck, attached: AttachedModel, optimizers: Sequence[Any]
 ) -> Projection | str:
-    """Where the weights of a layer lie, or why it is not scaled."""
+    """Return the rows of a layer's weights, or the reason why it is not scaled."""
     if layer.sampled and (why := attached.why_not_in_full(layer)) is not None:
         return why
     if layer.unmeasured:
@@ -325,25 +330,26 @@ def _why_not_owned(parameter: nn.Parameter, optimizers: Sequence[Any]) -> str | 
             return None
         dtype = str(parameter.dtype).removeprefix("torch.")
         return (
-            f"its weights are {dtype} and may be copies of an optimizer's own; if they are not, "
-            "agent.qk_clip_with(optimizer=...) shows it"
+            f"its weights are {dtype} and may be copies of the optimizer's master weights; if they are not, call "
+            "agent.qk_clip_with(optimizer=...)"
         )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     owned = any(parameter is own for group in groups for own in group["params"])
     masters = any("master" in str(key) for one in optimizers for key in one.state.get(parameter, {}))
-    return None if owned and not masters else "the optimizer trains a copy of its weights, which would undo it"
+    return None if owned and not masters else "the optimizer trains a copy of its weights, which would undo the scaling"
 
 
 _REPORT_EVERY_STEPS: Final = 100
-"""An event reports all scalings of this many steps: a run may scale in each of a million."""
+"""An event reports all scalings of this many steps, because a run may scale heads in every step."""
 _OTHER_HEADS: Final = (
-    "the processes hold different heads or layers, or have other settings; name the processes that hold the same heads "
-    "with agent.qk_clip_with(group=...)"
+    "the processes have different heads, layers or settings; pass the group of the processes with the same heads to "
+    "agent.qk_clip_with(group=...)"
 )
 
 
 class Clipping:
-    """Switches QK-Clip on and off, and remembers what it did. Its faults end it, and are contained by `guard`."""
+    """Switches QK-Clip on and off, and records its scalings. After an error in it, `guard` contains the error, and
+    QK-Clip stays off."""
 
     def __init__(
         self,
@@ -364,23 +370,23 @@ class Clipping:
         self._asked = config.qk_clip != "never"
         self._held = False
         self._over = ""
-        """Why nothing is scaled any more."""
+        """Reason why QK-Clip ended for good; empty if it did not."""
         self._ready = False
-        """Whether the processes that are to agree have found each other."""
+        """Whether the group of processes is known and agrees on heads and settings."""
         self._looked: object = None
-        """How the layers were when their weights were looked for last, and whether they were to be scaled."""
+        """The layers' condition when their weights were last searched, and whether they were to be scaled."""
         self._left_out: dict[int, str] = {}
-        """Layers that the log has named, and why they are not scaled."""
+        """Layers that the log reported as not scaled, with reasons."""
         self.optimizers: Sequence[Any] = ()
-        """Those that were given."""
+        """Optimizers passed by the user or a callback."""
         self._group: torch.distributed.ProcessGroup | None = None
         self._unreported: dict[wire.HeadRef, tuple[int, float]] = {}
-        """As `_done`, since the last event that reported scalings."""
+        """Like `_done`, but only since the last event that reported scalings."""
         self._reported_at: int | None = None
         self._last_step = 0
         """The step of the newest sample that showed scalings."""
         self._done: dict[wire.HeadRef, tuple[int, float]] = {}
-        """Heads that were ever scaled: how often, and by what factor the scores were scaled altogether at most."""
+        """Heads that were ever scaled: number of scalings, and smallest factor."""
         unknown, largest = ["no call has shown it yet"] * len(attached.layers), attached.largest
         with default_torch_modes(attached.state.device):
             tau = config.qk_clip_threshold
@@ -390,30 +396,30 @@ class Clipping:
     # ---- people and policy ----------------------------------------------------------------------------------------
 
     def given(self, optimizer: object, group: "torch.distributed.ProcessGroup | None") -> None:
-        """Which optimizer owns the weights, and which processes hold the same heads; None leaves it as it was."""
+        """Set the optimizer of the weights, and the processes with the same heads; None does not change a setting."""
         if group is not None and self._ready:
-            raise ValueError("the processes have begun to agree; give group before the first step")
+            raise ValueError("QK-Clip has already chosen its process group; pass group before the first step")
         if optimizer is not None:
             several = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
             if not several or not all(hasattr(one, "param_groups") and hasattr(one, "state") for one in several):
                 raise ValueError(
-                    f"optimizer is {optimizer!r:.100}; give the optimizer of the training, or a list of several"
+                    f"optimizer is {optimizer!r:.100}; pass the training's optimizer, or a list of optimizers"
                 )
             self.optimizers = several
         self._group = group if group is not None else self._group
         self._looked = None
 
     def take_over(self, other: "Clipping") -> None:
-        """Begin where another stands, of the same model with other layers."""
+        """Copy the settings of another Clipping, of the same model but with other layers."""
         self.optimizers, self._group = other.optimizers, other._group
         self.on, self._asked, self._held = other.on, other._asked, other._held
 
     @property
     def state(self) -> wire.ClipState | None:
-        """As `Started` gives it: None while it cannot be switched on."""
+        """State as in `Started`: None while QK-Clip cannot be switched on."""
         if self.on:
             return "on"
-        # several processes can only begin in the same step
+        # several processes must begin in the same step
         if self._over or (not self._ready and group_of_replicas(self._group) is not None):
             return None
         if len(self._refused()) == len(self._watched):
@@ -421,16 +427,16 @@ class Clipping:
         return "warned" if self._config.qk_clip == "warned" else "never"
 
     def set(self, on: bool, *, step: int, reason: str) -> wire.Clipped:
-        """Switch it on or off, as a person asked. Raises ValueError where it cannot be on."""
+        """Switch QK-Clip on or off at a person's request. Raises ValueError if it cannot be switched on."""
         if not isinstance(on, bool):  # "never" would switch it on
-            raise ValueError(f"set_qk_clip takes True or False, got {on!r:.100}; its words are for attach(qk_clip=...)")
+            raise ValueError(f"set_qk_clip takes True or False, not {on!r:.100}; its words are for attach(qk_clip=...)")
         if on and self._over:
             raise ValueError(f"QK-Clip stays off: {self._over}")
         self._held = not on
         return self._switched(on, step, reason)
 
     def _switched(self, on: bool, step: int, reason: str) -> wire.Clipped:
-        after = "" if on else "; weights that were scaled stay so: training has gone on from them"
+        after = "" if on else "; scaled weights are not restored, because training continued from them"
         event = wire.Clipped(id=self._new_id(), step=step, on=on, total=self._total, reason=f"{reason}{after}"[:500])
         if on and not self.on:
             self._clip.begin()
@@ -441,20 +447,22 @@ class Clipping:
         return event
 
     def follow(self, verdicts: Iterable[wire.Verdict], *, step: int) -> None:
-        """Switch on for a warning of scores that grow, if the setting is "warned"."""
+        """Switch on at a warning of score growth, if the setting is "warned"."""
         if self.on or self._over or self._config.qk_clip != "warned":
             return
         for verdict in verdicts:
             new = verdict.state == "raised" or verdict.corrected_step == verdict.step
-            grows = cause_of(verdict) == "score growth" and verdict.signal != LEVEL  # a level does not show what comes
+            grows = cause_of(verdict) == "score growth" and verdict.signal != LEVEL  # a level does not predict growth
             if is_active(verdict) and grows and (new or not self._held):
                 self._held = False
                 self._switched(True, step, f"qk_clip warned: {verdict.sentence}")
                 return
 
     def _refused(self) -> dict[int, str]:
-        """Why layers are not scaled, by their numbers. It looks for the weights again where a call has shown them, or
-        they or what computes the layers has changed."""
+        """Return the reasons why layers are not scaled, by layer number.
+
+        Searches the weights again if a call has located them, or if they or the layers' backends changed.
+        """
         attached, clip = self._attached, self._clip
         scales = self.on or clip.group is not None
         both = list(zip(self._watched, attached.layouts, strict=True))
@@ -471,15 +479,16 @@ class Clipping:
             clip.find(projections, [layer.sampled for layer in self._watched])
             if clip.refused and clip.refused != self._left_out:
                 self._left_out = clip.refused
-                logger.warning("foreshock: QK-Clip leaves out %s", "; ".join(self._by_reason()))
+                logger.warning("foreshock: QK-Clip does not scale %s", "; ".join(self._by_reason()))
         return clip.refused
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
     def after_step(self, step: int, next_step: int) -> None:
-        """Scale what passed the threshold in optimizer step `step`, the one that is done; next_step: the probable next.
+        """Scale heads that exceeded the threshold in the completed optimizer step `step`.
 
-        Processes that share heads call it in the same steps: none goes past it alone, whatever fails here.
+        next_step: number that the next step will probably have. Processes that share heads call this in the same steps,
+        and all take part in its collective, even after an error in one of them.
         """
         self._ask_for_all_rows(step, next_step)
         if not self._asked:
@@ -490,12 +499,12 @@ class Clipping:
         if not self._ready or (clip.group is None and (self._over or not self.on)):
             return
         if not self._over and self._guard.run(self._look_again) is None:
-            self._end("a fault in finding the weights")
+            self._end("an error occurred while finding the weights")
         if self._guard.run(self._scale) is None and not self._over:
-            self._end("a fault in scaling")
+            self._end("an error occurred while scaling")
 
     def _ask_for_all_rows(self, step: int, next_step: int) -> None:
-        """While it is on, some steps look at every row of what is kept; at the same numbers on every process."""
+        """While QK-Clip is on, scan all rows of native attention in some steps, the same ones in every process."""
         due = self.on and not self._over and passes(step, next_step, self._config.qk_clip_every_steps)
         self._attached.sampling.in_full = due
 
@@ -517,7 +526,7 @@ class Clipping:
         self._clip.group, self._ready = group, True
 
     def _look_again(self) -> bool:
-        """Find the weights that calls have shown since."""
+        """Find weights whose rows calls have located since the last step."""
         for layout in self._attached.layouts:
             layout.locate()
         self._refused()
@@ -526,7 +535,7 @@ class Clipping:
     # ---- what was done --------------------------------------------------------------------------------------------
 
     def before_sample(self) -> dict[str, Tensor]:
-        """A sample is taken now: it gets the largest scores of all steps since the last, and what was done in them."""
+        """Restore the largest scores of all steps since the last sample, and return the scalings in these steps."""
         clip = self._clip
         if not self._ready and not self.on:
             return {}
@@ -536,7 +545,7 @@ class Clipping:
         return {"clip_factor": factors, "clipped_steps": times, "wishes": clip.wishes.clone()}
 
     def arrived(self, counted: Counted) -> None:
-        """Take in what a sample shows, once it is on the host."""
+        """Process the scalings and requests in a sample that arrived on the host."""
         wishes = counted.norms.pop("wishes", None)
         if wishes is None:
             return
@@ -553,11 +562,11 @@ class Clipping:
         if broken and not self._over:
             self._end("another process cannot take part")
         elif asked and not self.on and not self._over and not self._held:
-            self._switched(True, counted.step, "another process asked for it")
+            self._switched(True, counted.step, "another process requested it")
 
     @property
     def _reports(self) -> bool:
-        """Whether this process reports what was scaled: of those that scale alike, the first."""
+        """Whether this process reports scalings: only the first process of the group does."""
         return self._clip.group is None or torch.distributed.get_rank(self._clip.group) == 0
 
     @property
@@ -565,7 +574,7 @@ class Clipping:
         return sum(times for times, _ in self._done.values()) if self._reports else 0
 
     def emit_rest(self) -> None:
-        """Emit an event of what was scaled since the last one."""
+        """Emit an event with the scalings since the last one."""
         scaled, self._unreported = self._unreported, {}
         if not scaled or not self._reports:
             return
@@ -583,7 +592,7 @@ class Clipping:
                 factors=tuple(factor for _, factor in scaled.values()),
                 times=tuple(times for times, _ in scaled.values()),
                 total=self._total,
-                reason=f"{len(scaled)} heads passed {self._config.qk_clip_threshold:g}",
+                reason=f"{len(scaled)} heads exceeded {self._config.qk_clip_threshold:g}",
             )
         )
 
@@ -595,7 +604,7 @@ class Clipping:
         return [f"{len(each)} layers ({listed(each)}): {why}" for why, each in by_why.items()]
 
     def report(self) -> str:
-        """Whether it is on and what it did, in a line; "" where it was never asked for."""
+        """Return a line with QK-Clip's state and scalings; "" if it was never requested."""
         if not self._asked and not self._over and not self._done:
             return ""
         waits = self._config.qk_clip == "warned" and not self._over
@@ -606,19 +615,19 @@ class Clipping:
         if self._done:
             scalings = sum(times for times, _ in self._done.values())
             least = min(least for _, least in self._done.values())
-            line += f"; {len(self._done)} heads were scaled, {scalings} times in all, smallest factor {least:.3g}"
+            line += f"; {len(self._done)} heads were scaled, {scalings} times in total, smallest factor {least:.3g}"
         left_out = self._ready and (self._clip.refused if self._over else self._refused())
-        return line + (f"; left out: {'; '.join(self._by_reason())}" if left_out else "")
+        return line + (f"; not scaled: {'; '.join(self._by_reason())}" if left_out else "")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether it is on, and what it did to which head, JSON-able."""
+        """Return whether it is on, and the scalings of each head, as JSON types."""
         done = [[*head, times, least] for head, (times, least) in self._done.items()]
         return {"on": self.on, "held": self._held, "done": done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as saved. Raises ValueError and TypeError for what is damaged; then nothing is taken up."""
+        """Restore a saved state. Raises ValueError or TypeError if it is damaged; then nothing is restored."""
         done = {(int(layer), int(head)): (int(times), float(least)) for layer, head, times, least in state["done"]}
         on, held = bool(state["on"]), bool(state["held"])
         self._done, self._held = done, held

@@ -1,8 +1,8 @@
-"""Samples: the counts leave the device, travel while training runs, and are sent as messages.
+"""Samples: copy the counts from the device to the host while training runs, and build messages from them.
 
 At a step boundary, in stream order, the packed state is copied and zeroed. On CUDA the copy is asynchronous and is read
-steps later, when its events have passed; the host never waits. Losses and gradient norms that are tensors ride along,
-so that reading them costs no synchronisation either.
+steps later, when its events are complete, so the host never waits. Losses and gradient norms that are tensors are
+copied together with the state, so that they do not need a synchronisation either.
 """
 
 import time
@@ -25,30 +25,30 @@ from foreshock.monitor.model.layers import is_sharded
 
 
 def passes(before: int, after: int, every: int) -> bool:
-    """Whether a multiple of `every` is in (before, after], so that numbers that skip some meet each stride once."""
+    """Whether a multiple of `every` is in (before, after], so that skipped step numbers do not skip a multiple."""
     return after // every > before // every
 
 
 Gathered = list[tuple[list[int], Tensor | list[float]]]
-"""Numbers in groups of one device and type: their places among all, and the group, on the host once arrived."""
+"""Numbers grouped by device and type: the indices of each group's numbers, and the group, on the host after arrival."""
 
 
 class Transfer:
-    """Copies that were started together. A device runs its own in the order of its stream, and its event shows when."""
+    """Copies that were started together. Each device has an event that shows when its copies are complete."""
 
     def __init__(self) -> None:
         self._devices: set[torch.device] = set()
         self._events: list[Any] = []
 
     def start(self, source: Tensor) -> Tensor:
-        """A tensor on the host that holds what `source` holds now, once the transfer has `arrived`."""
+        """Start to copy `source`; return a host tensor that is valid once the transfer has `arrived`."""
         if not source.is_cuda:
             return source.detach().to("cpu", copy=True)
         self._devices.add(source.device)
         return _copied(source)
 
     def gather(self, given: Sequence[Tensor | float]) -> Gathered:
-        """Start with numbers of one element each, on whatever devices they are; `ungathered` joins them again."""
+        """Start to copy one-element tensors and numbers from any devices; `ungathered` restores their order."""
         groups: dict[tuple[torch.device, torch.dtype] | None, list[int]] = {}
         for place, value in enumerate(given):
             group = (value.device, value.dtype) if isinstance(value, Tensor) else None
@@ -60,11 +60,11 @@ class Transfer:
 
     def _stacked(self, given: Sequence[Tensor | float], places: list[int]) -> Tensor:
         stacked = torch.stack([value for place in places if isinstance(value := given[place], Tensor)])
-        # float64 exists on every device but Apple's; float32 there holds a loss exactly enough
+        # Apple's MPS does not support float64; float32 is exact enough for a loss
         return self.start(stacked if stacked.device.type == "mps" else stacked.to(torch.float64))
 
     def seal(self) -> None:
-        """All is started: from here on `arrived` is asked."""
+        """Record the events after all copies were started; required before `arrived`."""
         self._events = [_recorded(device) for device in self._devices]
 
     def arrived(self, *, wait: bool = False) -> bool:
@@ -78,7 +78,7 @@ class Transfer:
 
 
 def ungathered(groups: Gathered) -> Floats:
-    """The numbers in their order, float64 [n]."""
+    """Return the gathered numbers in their original order, float64 [n]."""
     values: Floats = np.empty(sum(len(places) for places, _ in groups), dtype=np.float64)
     for places, numbers in groups:
         values[places] = numbers.numpy() if isinstance(numbers, Tensor) else numbers
@@ -90,19 +90,19 @@ def _copied(source: Tensor) -> Tensor:
 
 
 def _recorded(device: torch.device) -> Any:
-    """An event behind all that this device was given; the current device may be another."""
+    """Record an event after all work of this device, which may differ from the current device."""
     return torch.cuda.current_stream(device).record_event()
 
 
 MAX_NOTES: Final = 1024
-"""Losses kept between two samples; a step beyond it makes a sample due."""
+"""Limit of losses between two samples; when it is reached, a sample is due."""
 MAX_FLIGHTS: Final = 4
-"""Copies under way at once; while all are, counting simply goes on in the device's state."""
+"""Limit of concurrent copies; at the limit, no sample is taken and the state continues to count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """Everything counted in the steps (since_step, step], on the host."""
+    """All counts and values of the steps (since_step, step], on the host."""
 
     step: int
     since_step: int
@@ -113,17 +113,17 @@ class Counted:
     """Raw loss of each step that reported one, non-finite ones included."""
     grad_norms: Floats
     norms: dict[str, npt.NDArray[np.float32]]
-    """query_norm, key_norm, query_key_norm, each [N], NaN where unmeasured; empty when none were due. Where QK-Clip has
-    been on, what it did: clip_factor, clipped_steps [N] and its processes' wishes [2]."""
+    """query_norm, key_norm, query_key_norm, each [N], NaN if not measured; empty if none were due. If QK-Clip was on,
+    also clip_factor and clipped_steps [N], and its processes' wishes [2]."""
     learning_rate: float | None
     step_seconds: float | None
     agent_seconds: float | None
     parameters: ParametersFound | None = None
-    """What was found of gradients and weights, after a step that was not finite."""
+    """Result of inspecting gradients and weights after a nonfinite step."""
 
     @property
     def broken_step(self) -> int | None:
-        """The first step whose loss or gradient norm is not finite; the earliest it can be if some steps gave none."""
+        """The first step with a nonfinite loss or gradient norm; if some steps have no value, the earliest possible."""
         known = [values for values in (self.losses, self.grad_norms) if values.size]
         places = [int(broken[0]) for values in known if (broken := np.flatnonzero(~np.isfinite(values))).size]
         if not places:
@@ -132,23 +132,23 @@ class Counted:
 
     @property
     def broken_loss(self) -> float | None:
-        """The loss of `broken_step`; None if some steps gave no number, since another may be the first then."""
+        """The loss of `broken_step`; None if some steps have no value, because the first such step is then unknown."""
         step = self.broken_step
         return None if step is None or not self._whole else float(self.losses[step - self.since_step - 1])
 
     @property
     def _whole(self) -> bool:
-        """Whether every step gave its loss, and its gradient norm unless none did."""
+        """Whether every step has a loss, and either every step or none has a gradient norm."""
         steps = self.step - self.since_step
         return self.losses.size == steps and self.grad_norms.size in (0, steps)
 
     @property
     def suspect_step(self) -> int | None:
-        """The first step whose update may have broken the weights; None if no loss and no gradient norm shows it.
+        """The first step whose update may have broken the weights; None if all losses and gradient norms are finite.
 
-        The loss of a step is computed with the weights that the step before left. Gradients that overflow before a
-        finite loss were skipped by a GradScaler; those of the last step may have broken the weights. If some steps gave
-        nothing it is the earliest that it can have been.
+        A step's loss is computed with the weights from before its update. If gradients overflow but the next loss is
+        finite, a GradScaler skipped the update; only the last step's gradients may have broken the weights. If some
+        steps have no value, it is the earliest possible step.
         """
         losses, norms = (np.flatnonzero(~np.isfinite(values)) for values in (self.losses, self.grad_norms))
         if not losses.size and self.losses.size:
@@ -161,7 +161,7 @@ class Counted:
 
 
 class Collector:
-    """Owns the notes between two samples and the copies under way. `state` is int64 [N, SLOT_COUNT], on any device."""
+    """Collects the values of steps between two samples, and the copies in flight. `state` is int64 [N, SLOT_COUNT]."""
 
     def __init__(self, state: Tensor) -> None:
         self._state = state
@@ -172,18 +172,18 @@ class Collector:
         self._learning_rate: float | None = None
         self._parameters: ParametersFound | None = None
         self._flights: deque[tuple[Transfer, Callable[[], Counted]]] = deque()
-        """Copies under way, and what makes the sample of each once it has arrived."""
+        """Copies in flight, each with a function that builds its sample after arrival."""
         self._warned_of_parts = False
         self.since_step = 0
-        """Last step of the last sample; the next one starts after it."""
+        """Last step of the last sample; the next sample starts after it."""
 
     @property
     def notes_full(self) -> bool:
-        """Whether there are the most notes that may be; then a sample is due whatever the schedule is."""
+        """Whether the limit of losses or gradient norms is reached; then a sample is due regardless of the schedule."""
         return max(len(self._losses), len(self._grad_norms)) >= MAX_NOTES
 
     def note(self, loss: object, grad_norm: object, learning_rate: float | None) -> None:
-        """Keep one step's numbers; tensors stay on their device. Raises ValueError unless each is one number."""
+        """Store one step's numbers; tensors stay on their device. Raises ValueError unless each is one number."""
         if loss is not None:
             self._losses.append(self._scalar(loss, "loss"))
         grad_norm = self._whole(grad_norm)
@@ -193,11 +193,11 @@ class Collector:
             self._learning_rate = float(self._scalar(learning_rate, "learning_rate"))
 
     def note_parameters(self, found: ParametersFound) -> None:
-        """Keep what was found of gradients and weights, for the next sample."""
+        """Store the result of inspecting gradients and weights for the next sample."""
         self._parameters = found
 
     def _whole(self, norm: Any) -> Any:
-        """The norm, or None where this process holds a part of it only, as clip_grad_norm_ returns it under FSDP2."""
+        """Return the norm; None if this process has only a part of it, as from clip_grad_norm_ under FSDP2."""
         if not is_sharded(norm):
             return norm
         if all(placement.is_replicate() for placement in norm.placements):
@@ -205,8 +205,8 @@ class Collector:
         if not self._warned_of_parts:
             self._warned_of_parts = True
             logger.warning(
-                "foreshock: grad_norm is spread over processes and is not recorded; give grad_norm.full_tensor(): that "
-                "is a collective, and the agent never calls one"
+                "foreshock: grad_norm is sharded over processes and is not recorded; pass grad_norm.full_tensor(), "
+                "because that is a collective, and the agent never calls one"
             )
         return None
 
@@ -220,7 +220,7 @@ class Collector:
         if value.numel() != 1:
             raise ValueError(f"{name} has shape {list(value.shape)}; give one number, for example its mean")
         scalar: Tensor = value.detach() if value.dim() == 0 else value.detach().reshape(())
-        return scalar.clone()  # a graphed step writes its loss into the same memory again
+        return scalar.clone()  # a captured step overwrites its loss at the next replay
 
     def snapshot(
         self,
@@ -231,9 +231,9 @@ class Collector:
         step_seconds: float | None = None,
         agent_seconds: float | None = None,
     ) -> bool:
-        """Start copying everything counted up to `step`, and zero the state behind the copy.
+        """Start to copy all counts up to `step`, and zero the state after the copy; False if too many are in flight.
 
-        `norms` gives what the weights show, on their device. False when too many copies are still under way.
+        norms: returns the norms of the weights, on their device.
         """
         if len(self._flights) >= MAX_FLIGHTS:
             return False
@@ -266,18 +266,18 @@ class Collector:
         return True
 
     def _take_state(self, transfer: Transfer) -> Tensor | Words:
-        """The counts, on their way to the host; the state starts anew behind them."""
+        """Start to copy the counts to the host, and reset the state."""
         if not self._state.is_cpu:
             taken = transfer.start(self._state)
             self._state.copy_(self._identity)
             return taken
-        words: Words = self._state.numpy()  # here NumPy, which costs the training thread less than PyTorch
+        words: Words = self._state.numpy()  # NumPy is faster than PyTorch for small arrays on a CPU
         copied = words.copy()
         words[...] = self._identity_row
         return copied
 
     def landed(self, *, wait: bool = False) -> list[Counted]:
-        """The copies that have arrived, oldest first. `wait` waits for all of them."""
+        """Return the samples that have arrived, oldest first. `wait` waits for all of them."""
         arrived = []
         while self._flights and self._flights[0][0].arrived(wait=wait):
             arrived.append(self._flights.popleft()[1]())
@@ -285,23 +285,23 @@ class Collector:
 
 
 def nonfinite(values: Floats) -> int:
-    """How many of the values are NaN or infinite."""
+    """Count the NaN and infinite values."""
     return int(np.count_nonzero(~np.isfinite(values)))
 
 
 def mean(values: Floats) -> float | None:
-    """The mean, NaN or infinite when a value is; None without values."""
-    return sum(values.tolist()) / values.size if values.size else None  # Python's sum warns of no infinity
+    """Return the mean, NaN or infinite if a value is; None without values."""
+    return sum(values.tolist()) / values.size if values.size else None  # Python's sum does not warn of infinities
 
 
 def largest(values: Floats) -> float | None:
-    """The largest value, NaN when one is; None without values."""
+    """Return the largest value, NaN if one is; None without values."""
     return float(values.max()) if values.size else None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleDraft:
-    """What one sample will hold. `risk` is float64 [N]; None where the detectors are off."""
+    """Content of a sample before it is encoded. `risk` is float64 [N]; None if the detectors are off."""
 
     counted: Counted
     risk: Floats | None
@@ -309,14 +309,14 @@ class SampleDraft:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays as they will travel."""
+        """Size of its arrays in the message, in bytes."""
         raw = self.counted.words.nbytes + self.counted.modes.nbytes
         raw += sum(values.nbytes for values in self.counted.norms.values())
-        raw += 0 if self.risk is None else self.risk.nbytes // 2  # travels as float32
+        raw += 0 if self.risk is None else self.risk.nbytes // 2  # sent as float32
         return raw * 4 // 3
 
     def build(self) -> wire.Sample:
-        """The message."""
+        """Build the message."""
         counted = self.counted
         names = "query_norm", "key_norm", "query_key_norm", "clip_factor", "clipped_steps"
         norms: dict[str, Any] = {name: _array(counted.norms.get(name), np.float32) for name in names}
@@ -339,7 +339,7 @@ class SampleDraft:
 
 
 def _array(values: npt.NDArray[Any] | None, dtype: Any = None) -> wire.Array | None:
-    """As wire.Array.of, without decoding again what was just encoded: these bytes are our own."""
+    """As wire.Array.of, but without validation by decoding, because these bytes were just encoded."""
     if values is None:
         return None
     little = np.ascontiguousarray(values, dtype=np.dtype(dtype or values.dtype).newbyteorder("<"))
