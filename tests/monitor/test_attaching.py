@@ -49,11 +49,15 @@ from foreshock.monitor.outbox import Outbox
         (tiny_gpt, {"sample_every_steps": 1001}, "sample_every_steps: Input should be less than or equal to 1000"),
         (tiny_gpt, {"config": "my-run"}, "config is an AgentConfig, got str; give settings by name"),
         (tiny_gpt, {"heads": {"blocks.0": 0}}, "heads.blocks.0: Input should be greater than 0"),
-        (tiny_gpt, {"heads": {"blocks.O": 2}}, "heads names 'blocks.O', which is no module of the model; did you mean"),
+        (
+            tiny_gpt,
+            {"heads": {"blocks.O": 2}},
+            "heads names 'blocks.O', which is not a module of the model; did you mean",
+        ),
         (
             tiny_gpt,
             {"first_layer": {"block.1": 3}},
-            "first_layer names 'block.1', which is no module of the model; did you mean",
+            "first_layer names 'block.1', which is not a module of the model; did you mean",
         ),
         (
             tiny_gpt,

@@ -161,7 +161,7 @@ def test_gradients_whose_norm_overflows_and_one_that_breaks_alone_are_traced_to_
     assert "The largest one, 3e+30, is that of second.weight." in said_of(model)
     assert model.second.bias.grad is not None
     model.second.bias.grad[0] = math.nan
-    assert "It alone is broken, so look at the operation that uses it" in said_of(model)
+    assert "Only this gradient is broken, so check the operation that uses it" in said_of(model)
     torch.nn.init.constant_(model.third.weight, math.nan)
     assert "that of second.bias, and third.weight, which follows it, is finite. 1 of 6 weights is" in said_of(model)
     torch.nn.init.ones_(model.third.weight)

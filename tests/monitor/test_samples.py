@@ -142,7 +142,7 @@ def test_a_number_that_never_changes_is_counted_on_before_its_notes_take_more_ro
 ) -> None:
     assert [step for _, step in numbered([5] * (3 * MAX_NOTES + 1), every=1)] == [5, 6, 7, 8]
     (line,) = {record.message for record in caplog.records}
-    assert "was given step 5 after step 5; its steps are counted on from 6" in line
+    assert "was given step 5 after step 5; counting continues from 6" in line
 
 
 def test_where_samples_are_rare_what_is_noted_of_the_steps_is_sampled_before_it_has_no_room() -> None:

@@ -1,4 +1,4 @@
-"""`attach`: one line that finds a model's attention, prints what it found and puts the watched attention under it."""
+"""`attach`: find a model's attention, print a table of it, and watch it."""
 
 import difflib
 import os
@@ -19,26 +19,27 @@ from foreshock.monitor.model.discovery import Found, find_attention
 
 
 def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unpack[AgentSettings]) -> Agent:
-    """Watch every attention layer of `model`, which stays as it is; `Agent.detach` takes everything back.
+    """Watch every attention layer of `model` without changing its results; `Agent.detach` removes everything again.
 
     Call it after moving the model to its device and before torch.compile. The first step shows which modules compute
-    attention; the agent then prints a table of them to standard error, unless `quiet`. What is watched, and why it
-    foretells an explosion: arXiv 2510.04212, section 3.
+    attention; the agent then prints a table of them to standard error, unless `quiet`. For the measured quantities, and
+    why they predict an explosion, see arXiv 2510.04212, section 3.
 
-    model: any module with attention in it, whole or a shard of it (DDP, FSDP2, tensor or pipeline parallel).
-    config: the settings; by default those of the variables FORESHOCK_*.
-    overrides: fields of AgentConfig, which go before `config` and variables: `run`, `url`, `policy`, `attention`, ...
+    model: any module that contains attention, whole or a shard of it (DDP, FSDP2, tensor or pipeline parallel).
+    config: the settings; by default, they come from the variables FORESHOCK_*.
+    overrides: fields of AgentConfig, such as `run`, `url`, `policy` and `attention`. They take precedence over `config`
+    and variables.
 
     Returns the agent: call `step` after every optimizer step, and `close` at the end, or use it in a `with` statement.
-    One that nothing refers to any more is closed.
-    If no attention can be watched, a line of the log says why, and the agent goes on with loss and gradient norm; with
-    `strict`, with QK-Clip or under a policy that switches heads it is a ValueError, of `attach` (a compiled model,
-    `nn.DataParallel`) or of the first `Agent.step`. Raises ValueError with a sentence for a wrong setting.
+    Keep a reference to it; an agent that is garbage-collected is closed.
+    If no attention can be watched, the log says why, and the agent continues with loss and gradient norm. With
+    `strict`, QK-Clip or a policy that switches heads, ValueError is raised instead, by `attach` (a compiled model,
+    `nn.DataParallel`) or by the first `Agent.step`. Raises ValueError with a sentence for a wrong setting.
     """
     settings = make_config(config, {**_place(config), **overrides})
     if not isinstance(model, nn.Module):
         raise ValueError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
-    if hasattr(sys, "ps1"):  # a cell or a line that is run again: Python and IPython have a prompt then
+    if hasattr(sys, "ps1"):  # interactive Python or IPython, where a cell may run again
         _close_former(model, settings)
     for name, module in model.named_modules():
         if is_watched(module):
@@ -63,9 +64,10 @@ _agents: Final[weakref.WeakSet[Agent]] = weakref.WeakSet()
 
 
 def detach(model: nn.Module) -> None:
-    """Close every agent that watches a module of `model`, which is then as before `attach`; nothing where none does.
+    """Close every agent that watches a module of `model`, which is then as before `attach`.
 
-    For where the agent that `attach` returned is out of reach. The service then shows the run as stopped.
+    Use it if you do not have the agent that `attach` returned. The service then shows the run as stopped. Does nothing
+    if the model is not watched.
     """
     layers = {vars(module)[LAYER_ATTRIBUTE] for module in model.modules() if is_watched(module)}
     for agent in list(_agents):
@@ -74,9 +76,9 @@ def detach(model: nn.Module) -> None:
 
 
 def _close_former(model: nn.Module, settings: AgentConfig) -> None:
-    """Close the agent of this model and that of this run.
+    """Close the agent of this model and the agent of this run.
 
-    IPython holds what a cell showed, so the agent of a former model would live on as a second process of its rank.
+    IPython keeps references to the outputs of cells, so an old agent would continue as a second process of its rank.
     """
     of_model = {vars(module).get(LAYER_ATTRIBUTE) for module in model.modules()}
     for agent in list(_agents):
@@ -90,9 +92,10 @@ _SIZES: Final = ("world_size", "foreshock_world_size")
 
 
 def _place(config: AgentConfig | None) -> dict[str, int]:
-    """Rank and world size as torch.distributed knows them, where neither the user nor the launcher gives them.
+    """Return rank and world size from torch.distributed, if neither the user nor the launcher sets them.
 
-    Nor may a launcher know of all: of processes that its own process spawned, each has inherited its number.
+    They are also returned if the launcher's world size is too small: processes that a launched process spawned inherit
+    its variables.
     """
     if isinstance(config, AgentConfig) and not config.model_fields_set.isdisjoint(("rank", "world_size")):
         return {}
@@ -105,7 +108,7 @@ def _place(config: AgentConfig | None) -> dict[str, int]:
 
 
 def _find(model: nn.Module, settings: AgentConfig) -> tuple[list[Found], str]:
-    """What may be attention in the model, and why nothing of it can be watched; "" where the first step shows it."""
+    """Return modules that may be attention, and why none can be watched; "" if the first step has to show it."""
     if isinstance(model, nn.DataParallel):
         return [], "nn.DataParallel runs copies of the model in threads; use DistributedDataParallel, with torchrun"
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -127,4 +130,4 @@ def _refuse_unknown_names(model: nn.Module, settings: AgentConfig) -> None:
         for unknown in by_name.keys() - names:
             near = difflib.get_close_matches(unknown, names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else "; report() of an agent without it lists them"
-            raise ValueError(f"{setting} names {unknown[:100]!r}, which is no module of the model{hint}")
+            raise ValueError(f"{setting} names {unknown[:100]!r}, which is not a module of the model{hint}")

@@ -1,4 +1,4 @@
-"""At a warning the trainer is asked for a checkpoint, once for each incident, and the last clean one is protected."""
+"""At a warning, request a checkpoint from the trainer, once per incident, and protect the last clean checkpoint."""
 
 import math
 import os
@@ -18,35 +18,37 @@ from foreshock.monitor.guard import logger
 from foreshock.monitor.sampling.collector import passes
 
 LOOK_EVERY: Final = 8
-"""A process of several looks for a proposal once in so many steps."""
+"""In a run of several processes, each looks for a proposal once in this many steps."""
 AHEAD: Final = 3 * LOOK_EVERY
-"""A save is proposed so many steps ahead: every process then looks at least twice before it."""
+"""A save is proposed this many steps ahead, so that every process looks at least twice before it."""
 ROUNDS: Final = 3
-"""Proposals for one incident, where not every process reads one in time."""
+"""Limit of proposals for one incident, if some process does not read a proposal in time."""
 
 
 class SaveRequests:
-    """Asks once for each cause, and again only after every warning of that cause was cleared. A loss or gradient that
-    is not finite asks for nothing: its checkpoint would hold the harm."""
+    """Requests a checkpoint once per cause, and again only after every warning of that cause was cleared.
+
+    A nonfinite loss or gradient does not request one, because the checkpoint would contain the damage.
+    """
 
     def __init__(self, asks: bool, rounds: "Rounds | None" = None) -> None:
-        """rounds: where several processes have to save at the same step."""
+        """rounds: needed if several processes have to save at the same step."""
         self._asks = asks
         self._rounds = rounds
         self._asked: set[IncidentCause] = set()
         self._saved_by_others: set[IncidentCause] = set()
-        """Causes that another process asked for: this one does not know when their warnings are cleared."""
+        """Causes of another process's requests; this process does not know when their warnings are cleared."""
         self._wanted: IncidentCause | None = None
 
     def follow(self, raised: Sequence[wire.Verdict], active: Sequence[wire.Verdict]) -> None:
-        """What was raised in this sample, and every warning that is active after it."""
+        """Process a sample's verdicts, `raised`, and the warnings that are active after it."""
         fresh = {cause_of(one) for one in raised if one.state == "raised" and one.severity != "info"} - {"not finite"}
         if self._asks and (new := fresh - self._asked - self._saved_by_others):
             self._wanted = next(cause for cause in CAUSES if cause in new)
         self._asked = (self._asked | fresh) & {cause_of(one) for one in (*active, *raised) if is_active(one)}
 
     def take(self, step: int) -> bool:
-        """Whether a checkpoint is wanted after this step; true once."""
+        """Whether to write a checkpoint after this step; True once per request."""
         if not self._asks:
             return False
         if self._rounds is None:
@@ -62,15 +64,16 @@ class SaveRequests:
 
 
 class Rounds:
-    """The processes of a run agree on the step after which all of them save. Nobody waits for another.
+    """Lets the processes of a run agree on a step after which all of them save, without waiting for each other.
 
-    One proposes a step some steps ahead, in the store through which torch.distributed found the processes. Each that
-    reads the proposal before that step notes so there. Who comes to the step first decides for all, in one atomic
-    write: they save if every process has noted it by then. So all save or none, however far apart the processes are.
+    One process proposes a later step in the store through which torch.distributed connected the processes. Each process
+    that reads the proposal before that step confirms it there. The first process that reaches the step decides for all
+    in one atomic write: they save if every process has confirmed by then. So either all save or none, even if the
+    processes are at different steps.
     """
 
     def __init__(self, name: str, store: Callable[[], tuple[Any, int] | None]) -> None:
-        """name: the same on every process. store: that store and the number of processes, where there is one."""
+        """name: the same in every process. store: returns the store and the number of processes, or None."""
         self._name = name
         self._find_store = store
         self._store: Any = None
@@ -81,7 +84,7 @@ class Rounds:
         self._off = False
 
     def agreed(self, step: int, wanted: IncidentCause | None) -> IncidentCause | None:
-        """The cause of a save that every process makes after this step. wanted: the cause that this one asks for."""
+        """Return the cause if all processes save after this step, else None. wanted: this process's request."""
         looked, self._looked = self._looked, step
         if self._off or (self._at is None and not passes(looked, step, LOOK_EVERY)):
             return None
@@ -89,8 +92,8 @@ class Rounds:
             return self._agreed(step, wanted if self._failed < ROUNDS else None)
         except Exception as error:  # the host of the store is gone
             self._off = True
-            logger.warning("foreshock: the processes cannot agree on a step to save at; no checkpoint is asked for any "
-                           "more; training continues: %s", str(error)[:300])  # fmt: skip
+            logger.warning("foreshock: the processes cannot agree on a step to save at; no more checkpoints are "
+                           "requested; training continues: %s", str(error)[:300])  # fmt: skip
             return None
 
     def _agreed(self, step: int, wanted: IncidentCause | None) -> IncidentCause | None:
@@ -123,8 +126,10 @@ class Rounds:
 
 
 def store_of_processes() -> tuple[Any, int] | None:
-    """A connection of its own to the store of the default process group, so that no wait of another thread is waited
-    for, and the number of its processes. None where there is no group."""
+    """Return a new connection to the store of the default process group, and the number of its processes.
+
+    A connection of its own does not have to wait while another thread waits on the store. None without a group.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -134,19 +139,22 @@ def store_of_processes() -> tuple[Any, int] | None:
 
 
 class KnownCheckpoints:
-    """The checkpoints that were reported to this process. At a warning, the last one from before it gets a second name
-    on the same disk (hard links: no copy), where the trainer's rule deletes old ones."""
+    """Checkpoints that were reported to this process.
+
+    At a warning, the last checkpoint from before it gets a second name by hard links, without a copy, so that the
+    trainer does not delete it.
+    """
 
     def __init__(self) -> None:
         self._known: list[wire.Checkpoint] = []
         self._warned = False
 
     def add(self, checkpoint: wire.Checkpoint) -> None:
-        """A checkpoint was written."""
+        """Record a written checkpoint."""
         self._known = [one for one in self._known if one.step < checkpoint.step] + [checkpoint]
 
     def follow(self, raised: Sequence[wire.Verdict], active: Sequence[wire.Verdict]) -> wire.Checkpoint | None:
-        """The checkpoint that this sample's warnings made worth protecting, under its second name."""
+        """Protect the last clean checkpoint if this sample opened a warning; return it with its second name."""
         warned, self._warned = self._warned, any(map(is_active, (*active, *raised)))
         if warned or not self._warned:
             return None
@@ -158,24 +166,26 @@ class KnownCheckpoints:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether this is the URL of a remote store, by the same sign as PyTorch's distributed checkpoints."""
+    """Whether this is the URL of a remote store, by the same test as in PyTorch's distributed checkpoints."""
     return "://" in str(path)
 
 
 def second_name(checkpoint: wire.Checkpoint) -> Path | None:
-    """Hard links to a checkpoint under a name that its trainer does not count among its own; None for a plain loop, and
-    where the disk has no links, which is logged."""
+    """Link a checkpoint under a name that its trainer does not treat as a checkpoint.
+
+    None for a custom training loop, and if the disk does not support hard links, which is logged.
+    """
     path = Path(checkpoint.path)
     if checkpoint.trainer == "own" or path.name.startswith(SECOND_NAME):
         return None
-    # Accelerate counts whatever is in this folder, and torchtitan whatever has step-N in its name
+    # Accelerate counts every entry of this folder, and torchtitan every name with step-N
     folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     name = str(checkpoint.step) if checkpoint.trainer == "torchtitan" else path.name
     target = folder / f"{SECOND_NAME}{name}"
     unfinished = target.with_name(f"{target.name}.unfinished")
     try:
         if is_remote(checkpoint.path):
-            raise OSError("a remote store has no links")
+            raise OSError("a remote store does not support links")
         if target.exists():
             return target
         if path.is_dir():

@@ -1,7 +1,7 @@
-"""What the agent writes to the training's log: a line when an incident opens, grows tenfold, turns worse or ends.
+"""Write incidents to the training's log: a line when an incident opens, grows tenfold, turns worse or ends.
 
-Nobody reads a line for each of 144 heads. The agent logs what its own process sees; the service gathers ranks.
-Where nobody has set up logging, Python shows it on the terminal: what is printed as well stands there twice.
+A line for each of 144 heads would be too much. The agent logs the incidents of its own process; the service combines
+ranks. If logging is not configured, Python prints these lines on the terminal, so they are not printed in addition.
 """
 
 from collections import defaultdict
@@ -18,28 +18,28 @@ from foreshock.monitor.guard import logger
 
 @dataclass
 class _Open:
-    """An incident as far as lines have reported it."""
+    """An incident, and the part of it that lines have reported."""
 
     warned: dict[str, Warned] = field(default_factory=dict)
     active: set[str] = field(default_factory=set)
     critical: bool = False
     reported: tuple[int, bool] = (0, False)
-    """How many digits its heads had, and whether it was critical."""
+    """Digits of the reported number of heads, and whether it was reported as critical."""
     causes: set[IncidentCause] = field(default_factory=set)
-    """Those that were reported of it."""
+    """Reported causes."""
 
 
 class ConsoleReporter:
-    """Turns verdicts and switches into lines; its cost does not grow with the heads, but for the lines that it logs."""
+    """Turns verdicts and switches into log lines. Its cost grows with the logged lines, not with the heads."""
 
     def __init__(self, config: AgentConfig, layers: Sequence[wire.Layer]) -> None:
         self._config = config
         parts = config.first_layer or any(layer.heads[0] for layer in layers if layer.heads)
         self.first = config.rank == 0 or bool(parts)
-        """Whether this process is the first of those that hold the same heads, as far as the settings show."""
+        """Whether this process is the first of those with the same heads, according to the settings."""
         self.prints = not config.quiet and self.first
         self._open: dict[frozenset[IncidentCause], _Open] = {}
-        """By the causes that are one incident."""
+        """Open incidents, by their set of related causes."""
         self._switched: defaultdict[str, set[wire.HeadRef]] = defaultdict(set)
         """Heads that warnings switched, or proposed to switch, by outcome."""
         self._clip: str | None = None
@@ -51,8 +51,8 @@ class ConsoleReporter:
         clip: str | None = None,
         page: str = "",
     ) -> list[str]:
-        """The lines that the log gets for these verdicts. modes: gives the present mode of every head that is switched;
-        clip: `Started.qk_clip` as it is now; page: what a warning ends with."""
+        """Return the log lines for these verdicts. modes: returns the mode of every switched head; clip: the present
+        `Started.qk_clip`; page: text at the end of a warning."""
         self._clip = clip
         for verdict in verdicts:
             if verdict.severity != "info":
@@ -62,7 +62,7 @@ class ConsoleReporter:
             now = (len(str(len(own.active))) if own.active else 0, own.critical)
             if not own.active:
                 del self._open[causes]
-                if own.warned:  # else all of it turned out to be of another cause
+                if own.warned:  # otherwise all its warnings got another cause
                     lines.append(f"foreshock: {self._of(own, modes).sentence}")
                 continue
             causes_now = {cause_of(one.verdict) for one in own.warned.values() if one.verdict.id in own.active}
@@ -74,8 +74,8 @@ class ConsoleReporter:
         return lines
 
     def switched(self, events: Sequence[wire.Switched]) -> list[str]:
-        """A line for what a person had done, and one when the heads that warnings switched, or proposed to switch, have
-        become tenfold."""
+        """Return a line for each switch by a person, and one if the number of heads that warnings switched, or proposed
+        to switch, has grown tenfold."""
         lines: list[str] = []
         grown: dict[str, tuple[int, wire.Switched]] = {}
         for event in events:
@@ -100,13 +100,13 @@ class ConsoleReporter:
         return [f"foreshock: {line}" for line in lines]
 
     def report_switched(self, events: Sequence[wire.Switched]) -> None:
-        """Log what `switched` gives; what people had done also if the process is to be quiet."""
+        """Log the lines of `switched`; switches by people are logged even with `quiet`."""
         for line in self.switched([event for event in events if event.verdict is None]) if self.first else ():
             logger.warning("%s", line)
         self.log_lines(self.switched([event for event in events if event.verdict is not None]))
 
     def log_lines(self, lines: Sequence[str]) -> None:
-        """Log these lines, where this process prints any."""
+        """Log these lines, if this process prints lines."""
         for line in lines if self.prints else ():
             logger.warning("%s", line)
 
@@ -116,7 +116,7 @@ class ConsoleReporter:
         for other, own in self._open.items():
             if (before := own.warned.get(verdict.id)) is not None:
                 raised = before.raised_step
-                if other != causes:  # the detectors know better by now
+                if other != causes:  # the detectors have changed the cause
                     del own.warned[verdict.id]
                     own.active.discard(verdict.id)
         if verdict.state == "cleared" and causes not in self._open:

@@ -1,9 +1,9 @@
-"""What the agent does once a loss or gradient norm is not finite: it samples every step and looks at the parameters.
+"""After a nonfinite loss or gradient norm, sample every step and inspect the parameters.
 
-A healthy step costs two comparisons. A value that is on a GPU is not waited for: it is known when its sample has been
-read, a step or more later. From then on, for as long as every step is sampled, the agent waits for these values, so
-that it meets the next broken step while the gradients of that step exist. After the first step it waits as well, and
-looks at the parameters once: what was loaded, or the first update, may have broken weights that this loss did not see.
+A healthy step costs two comparisons. The agent does not wait for a value on a GPU: it learns the value from a sample, a
+step or more later. If it is not finite, a crisis begins, in which every step is sampled and the agent waits for these
+values, so that it can inspect the gradients of the next broken step before they are freed. After the first step it also
+waits, and inspects the parameters once, because loading or the first update may have broken weights after this loss.
 """
 
 import gc
@@ -19,20 +19,20 @@ from foreshock.monitor.model.layers import is_sharded
 
 
 class Looked(NamedTuple):
-    """What a look at named tensors, in the order of the model's modules, shows."""
+    """Result of inspecting named tensors, in the order of the model's modules."""
 
     total: int
     broken: int = 0
-    """Tensors that are not finite."""
+    """Number of nonfinite tensors."""
     last: str = ""
-    """The last of them. A backward that breaks reaches what comes before it, and nothing after."""
+    """Name of the last nonfinite tensor. A broken backward breaks the tensors before its origin, but none after it."""
     after: str = ""
-    """The next one, which is finite; empty if there is none."""
+    """Name of the next tensor, which is finite; empty if there is none."""
     largest: tuple[str, float] = ("", 0.0)
-    """Of those that are finite the one with the largest number, and that number."""
+    """Name of the finite tensor with the largest absolute value, and that value."""
 
     def sentence(self, what: str) -> str:
-        """In words; what: gradients, or weights."""
+        """Describe the result; what: "gradients" or "weights"."""
         if self.broken == self.total:
             return f"None of {self.total} {what} is finite."
         bound = f", and {self.after}, which follows it, is finite" if self.after else ""
@@ -41,9 +41,9 @@ class Looked(NamedTuple):
 
 
 def look_at(*groups: Iterable[tuple[str, Any]]) -> list[Looked]:
-    """What each group of named tensors shows. Of sharded tensors this process's own part is checked.
+    """Inspect each group of named tensors. Of sharded tensors, only this process's part is checked.
 
-    It waits once for each device, and holds two numbers for each tensor.
+    It waits once for each device, and allocates two numbers per tensor.
     """
     named = [[(name, each) for name, tensor in group if (each := _checked(tensor)) is not None] for group in groups]
     known = iter(_largest([tensor for group in named for _, tensor in group]))
@@ -54,17 +54,17 @@ _CHECKED: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _checked(tensor: Any) -> Tensor | None:
-    """What is checked of a tensor that may be missing."""
+    """Return the part of a tensor that can be checked; None if there is none."""
     if tensor is None or tensor.dtype not in _CHECKED or tensor.layout != torch.strided or tensor.is_meta:
         return None
     if isinstance(tensor, nn.parameter.UninitializedParameter):
         return None
     part: Tensor = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
-    return part if type(part) is Tensor and part.numel() else None  # no quantised one, as of torchao
+    return part if type(part) is Tensor and part.numel() else None  # quantised tensors, as from torchao, are skipped
 
 
 def _largest(tensors: Sequence[Tensor]) -> list[tuple[bool, float]]:
-    """Whether each tensor is finite, and its largest number."""
+    """Return for each tensor whether it is finite, and its largest absolute value."""
     places: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(place)
@@ -91,29 +91,29 @@ def _looked(names: Sequence[str], known: Sequence[tuple[bool, float]]) -> Looked
 
 
 class ParametersFound(NamedTuple):
-    """What was found of a model's parameters after something broke."""
+    """Result of inspecting a model's parameters after a nonfinite value."""
 
     sentence: str
-    """empty: every tensor is finite"""
+    """Description; empty if every tensor is finite."""
     weights: bool
-    """Whether weights, or the state that the next update is made of, are not finite."""
+    """Whether weights, or the optimizer state for the next update, are not finite."""
     every_gradient: bool = False
-    """Whether no gradient is finite."""
+    """Whether all gradients are nonfinite."""
     update: bool = False
-    """Whether weights are not finite although no gradient is known to be broken."""
+    """Whether weights are not finite although all known gradients are finite."""
 
 
 _EARLY_STEPS: Final = 100
-"""For so many steps a loss of twice the first one has the next steps sampled."""
+"""In this many first steps, a loss of more than twice the first one starts close sampling."""
 _REST: Final = 20
-"""After a crisis none begins for this many times its length: a run that stays broken is sampled as any other."""
+"""After a crisis, no other begins for this many times its length, so that a run that stays broken costs little."""
 
 
 class Crisis:
-    """Watches the numbers of each step of one agent.
+    """Watches loss and gradient norm of each step for one agent.
 
-    model: gives the model that is watched, None once it is gone. optimizers: those that the agent was given. steps: the
-    length of a crisis. watch: has every step sampled for that long, from the step it is given on.
+    model: returns the watched model, or None after it was deleted. optimizers: returns the optimizers passed to the
+    agent. steps: length of a crisis. watch: starts sampling of every step for that length, from the given step on.
     """
 
     def __init__(
@@ -127,25 +127,25 @@ class Crisis:
         self._until = self._rests_until = -1
         self._is_first = True
         self._first = 0, math.nan
-        """The first step, and its loss."""
+        """The first step and its loss."""
         self._found: ParametersFound | None = None
-        """by the last look of this crisis"""
+        """Result of this crisis's last inspection."""
         self._looked_at = -1
 
     def begin(self, step: int) -> None:
-        """Something is not finite at `step`."""
+        """Begin a crisis, because a value is not finite at `step`, unless the last one was too recent."""
         if step > self._rests_until:
             self._until, self._rests_until = step + self._steps, step + _REST * self._steps
             self._found = None
             self._watch(step)
 
     def look(self, step: int, loss: object, grad_norm: object) -> ParametersFound | None:
-        """What is not finite among the parameters if the step's loss or gradient norm is not, until their weights are
-        not; after the first step, whatever its loss is.
+        """Inspect the parameters if the step's loss or gradient norm is not finite; None if there is nothing new.
 
-        Weights that are finite after such a step show that its update was skipped, which the next step cannot show if
-        its loss breaks as well. A crisis looks at each broken loss, since nothing else tells whether the weights broke
-        with it; at gradients, and at losses after the crisis, it looks once in its length.
+        The parameters are also inspected after the first step, and not any more after weights were found broken. Finite
+        weights after a broken step show that its update was skipped; a later step could not show that if its loss is
+        broken too. So during a crisis, every broken loss causes an inspection. Broken gradient norms, and broken losses
+        after the crisis, cause only one inspection per length of a crisis.
         """
         first, self._is_first = self._is_first, False
         finite_loss = self._is_finite(loss, wait=first or step <= self._until)
@@ -169,7 +169,7 @@ class Crisis:
         return self._found
 
     def _is_finite(self, value: object, *, wait: bool) -> bool:
-        """Whether a number is finite, or not known yet. wait: for a number that is not on the host."""
+        """Whether a number is finite or unknown. wait: whether to wait for a number on a device."""
         if isinstance(value, float):
             return math.isfinite(value)
         if not isinstance(value, Tensor) or is_sharded(value) or value.numel() != 1:
@@ -178,16 +178,16 @@ class Crisis:
 
 
 def _number(value: object) -> float:
-    """A number that is on the host; NaN for anything else."""
+    """Return a number that is on the host; NaN for anything else."""
     if isinstance(value, Tensor):
         return float(value) if value.is_cpu and value.numel() == 1 else math.nan
     return value if isinstance(value, float) else math.nan
 
 
 def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finite_loss: bool) -> ParametersFound:
-    """Which gradients, weights and optimizer states are not finite after a step.
+    """Find nonfinite gradients, weights and optimizer states after a step.
 
-    optimizers: those that the agent was given; without any, those of the process that hold a parameter of the model.
+    optimizers: those passed to the agent; if empty, all optimizers in this process with a parameter of the model.
     """
     parameters = list(model.named_parameters())
     optimizers = optimizers or _optimizers_of([parameter for _, parameter in parameters])
@@ -207,8 +207,8 @@ def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finit
     if every and finite_loss:
         said.append(_FINITE_LOSS)
     elif gradients.broken == 1:
-        said.append("It alone is broken, so look at the operation that uses it, and at what else that is given.")
-    no_gradients = all(parameter.grad is None for _, parameter in parameters)  # zero_grad came before
+        said.append("Only this gradient is broken, so check the operation that uses it, and its other inputs.")
+    no_gradients = all(parameter.grad is None for _, parameter in parameters)  # zero_grad was called before
     if weights.broken:
         if not gradients.broken and not no_gradients:
             said.append(_UPDATE)
@@ -226,7 +226,7 @@ def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finit
 
 
 def _optimizers_of(parameters: Sequence[nn.Parameter]) -> list[Any]:
-    """The optimizers of this process that update one of these. It looks at every object, as only a crisis may."""
+    """Find this process's optimizers of these parameters. Slow, because it scans all objects; only for a crisis."""
     wanted = set(map(id, parameters))
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     return [
@@ -237,7 +237,7 @@ def _optimizers_of(parameters: Sequence[nn.Parameter]) -> list[Any]:
 
 
 def _rates(optimizers: Sequence[Any]) -> list[str]:
-    """Learning rates that break what they update."""
+    """Describe learning rates that are not finite."""
     rates = [float(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group]
     return [f"The optimizer's learning rate is {rate:g}." for rate in rates if not math.isfinite(rate)][:1]
 
@@ -253,11 +253,11 @@ _SOUND_MODEL: Final = (
 )
 _LARGE_NORM: Final = "Gradients and weights are finite: the gradients are so large that their norm overflows."
 _LEAST_HALF: Final = 2.0**-24
-"""The smallest number that float16 holds; half of it and less is 0 there."""
+"""The smallest positive number of float16; half of it and less rounds to 0."""
 
 
 def _in_half(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> list[str]:
-    """What breaks weights that an optimizer updates in float16."""
+    """Describe an eps that breaks weights which an optimizer updates in float16."""
     if not any(each.requires_grad and each.dtype == torch.float16 for each in parameters):
         return []
     known = [group.get("eps") for optimizer in optimizers for group in optimizer.param_groups]

@@ -1,5 +1,5 @@
-"""Contains the agent's own faults, so that no bug of ours reaches the training loop (promise A15), and takes away what
-the loop has switched on around it while the agent computes."""
+"""Contain the agent's own errors, so that its bugs do not reach the training loop (promise A15), and disable the loop's
+torch modes, such as autocast, while the agent computes."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ LOG_EVERY_SECONDS: Final = 20.0
 
 
 def say(text: str) -> None:
-    """Print to standard error, on lines of its own also while tqdm draws a bar there."""
+    """Print to standard error, on separate lines even while tqdm draws a bar there."""
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is None:
         print(text, file=sys.stderr)
@@ -32,10 +32,10 @@ R = TypeVar("R")
 
 
 class Guard:
-    """Round one component: `guard.run(work, ...)`, or `with guard: ...`. Exceptions are counted and swallowed.
+    """Contains the errors of one component: `guard.run(work, ...)`, or `with guard: ...`. They are counted and logged.
 
-    KeyboardInterrupt and SystemExit always pass. After three faults in a row the component is off (`guard.on`). With
-    `strict` nothing is swallowed.
+    KeyboardInterrupt and SystemExit always propagate. After three errors in a row the component is off (`guard.on`).
+    With `strict`, all errors propagate.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Guard:
         self._last_log = -LOG_EVERY_SECONDS
 
     def run(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
-        """What `work` returns; None where its fault was contained or the component is off."""
+        """Return the result of `work`; None if its error was contained or the component is off."""
         if self.on:
             with self:
                 return work(*args, **kwargs)
         return None
 
     def finish(self, work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Do `work` even where the component is off: the model is let go of."""
+        """Run `work` even if the component is off, for example to detach from the model."""
         with self:
             work(*args, **kwargs)
 
@@ -94,10 +94,10 @@ class Guard:
 
 @contextmanager
 def default_torch_modes(device: torch.device) -> Iterator[None]:
-    """No gradients, no inference mode and no autocast, on a CPU or on `device`, for what is computed inside.
+    """Disable gradients, inference mode and autocast, on the CPU and on `device`, for the code inside.
 
-    A loop may stand under one autocast as a whole: norms of weights would be taken in 16 bits there. A tensor that is
-    made in inference mode can never be written to outside of it.
+    A whole training loop may run under autocast, which would compute norms of weights in 16 bits. A tensor that is
+    created in inference mode cannot be written to outside of it.
     """
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():

@@ -1,4 +1,4 @@
-"""Takes the samples of one agent: what was counted, the numbers of its steps, and now and then the weights' norms."""
+"""Takes the samples of one agent: counts, values of its steps, and sometimes the norms of its weights."""
 
 import itertools
 import time
@@ -22,19 +22,19 @@ NORM_NAMES: Final = ("query_norm", "key_norm", "query_key_norm")
 
 
 class ModelNorms:
-    """Follows W_Q, W_K and W_Q W_K^T of every head whose rows this process holds whole."""
+    """Tracks the norms of W_Q, W_K and W_Q W_K^T of every head whose rows are complete in this process."""
 
     def __init__(self, layers: Sequence[Layer], projections: Sequence[Callable[[], Projection | None]]) -> None:
-        """`projections` give where each layer's weights lie at a reading, or None where it is unknown."""
+        """projections: for each layer, a function that returns the location of its weights, or None if unknown."""
         sizes = [len(layer.heads) for layer in layers]
         starts = itertools.accumulate(sizes, initial=0)
         self._total = sum(sizes)
         self._layers = list(zip(starts, projections, strict=False))
         self._followers: dict[object, tuple[SpectralNorms, Tensor]] = {}
-        """By what layers share to be followed together and where they are: their norms, and the rows of their heads."""
+        """By the layers' common shape and their positions: the object that tracks them, and the rows of their heads."""
 
     def measure(self) -> dict[str, Tensor]:
-        """The norms now: by name, each float32 [N] on the weights' device, NaN where unmeasured; {} when all are."""
+        """Return the norms by name, each float32 [N] on the weights' device; NaN if not measured, {} if none are."""
         groups: dict[tuple[torch.Size, torch.Size, torch.device], list[tuple[int, Tensor, Tensor]]] = {}
         for start, located in self._layers:
             if (projection := located()) is None:
@@ -44,7 +44,7 @@ class ModelNorms:
             except UnreadableWeightError:
                 continue
             if any(held.heads for held, _ in sides):
-                # weights become Gram matrices layer by layer: where they are gathered, only one layer's are at a time
+                # Gram matrices are formed layer by layer, so that only one layer's sharded weights are gathered at once
                 query, key = (_grams(*side) for side in sides)
                 groups.setdefault((query.shape, key.shape, query.device), []).append((start, query, key))
         if not groups:
@@ -63,7 +63,7 @@ class ModelNorms:
 
 
 def _grams(held: Held, heads: int) -> Tensor:
-    """W W^T of all heads, [heads, D, D]: NaN, whose norm is NaN, for those that are not held."""
+    """Return W W^T of all heads, [heads, D, D]; NaN for heads that are not in this process, which have norm NaN."""
     dim = held.weights.shape[1]
     grams = torch.full((heads, dim, dim), float("nan"), dtype=torch.float32, device=held.weights.device)
     if held.heads:
@@ -72,12 +72,12 @@ def _grams(held: Held, heads: int) -> Tensor:
 
 
 class SamplingSchedule:
-    """Counts steps and seconds since the last sample. The agent reports every step, sample and measurement to it."""
+    """Decides when a sample is due; the agent reports every step, sample and measurement to it."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._config: Final = config
         self.step = self.before = 0
-        """The last optimizer step that is done, and the one that was when the agent was called the time before."""
+        """The last completed optimizer step, and its value at the agent's previous call."""
         self._offset = self._repeats = 0
         self._sampled = False
         self._last_sample_at = self._last_step_at = time.monotonic()
@@ -85,27 +85,27 @@ class SamplingSchedule:
         self._agent_seconds = 0.0
         self._norms_at: int | None = None
         self.watch_until = -1
-        """Up to this step every step is sampled."""
+        """Up to this step, every step is sampled."""
 
     def begin_at(self, step: int) -> None:
-        """So many steps were done before."""
+        """Set the number of steps that were completed before."""
         self.step = self.before = step
 
     def step_done(self, given: int | None) -> None:
-        """An optimizer step has ended, of this number in the training; None: one more than the last."""
+        """Record the end of an optimizer step with this number in the training; None: one more than the last."""
         self.before, self.step = self.step, self.step + 1 if given is None else self._number(int(given))
         now = time.monotonic()
         self._steps, self._seconds = self._steps + 1, self._seconds + now - self._last_step_at
         self._last_step_at = now
 
     def _number(self, given: int) -> int:
-        """The step's number here: as given, counted on where that goes back, as where each epoch begins with 0."""
+        """Return the step's number: as given, but continued if numbers go back, as if each epoch starts at 0."""
         number = given + self._offset
         self._repeats = self._repeats + 1 if number == self.step else 0
-        if number < self.step or self._repeats >= MAX_NOTES:  # of one step there would be more notes than there is room
+        if number < self.step or self._repeats >= MAX_NOTES:  # the notes of one step would not fit
             if not self._offset:
                 logger.warning(
-                    "foreshock: agent.step was given step %d after step %d; its steps are counted on from %d",
+                    "foreshock: agent.step was given step %d after step %d; counting continues from %d",
                     *(given, self.step, self.step + 1),
                 )
             self._offset, number, self._repeats = self.step + 1 - given, self.step + 1, 0
@@ -113,31 +113,31 @@ class SamplingSchedule:
 
     @property
     def next_step(self) -> int:
-        """The number that the next step will have, if numbers go on as the last ones did."""
+        """The number of the next step, if numbers continue with the same difference."""
         return self.step + max(self.step - self.before, 1)
 
     def agent_took(self, seconds: float) -> None:
-        """What the agent itself took of a step."""
+        """Add the time that the agent itself took in a step."""
         self._agent_seconds += seconds
 
     def watch_closely(self, step: int) -> None:
-        """A warning was raised at `step`, or a drift has no cause yet."""
+        """Sample every step for a while after `step`: a warning was raised, or the cause of a drift is undecided."""
         self.watch_until = step + self._config.close_watch_steps
 
     def due(self, since_step: int, *, notes_full: bool) -> bool:
-        """Whether the step that is done is sampled; since_step: the last one that was. notes_full: what is counted must
-        be taken now."""
+        """Whether to sample the last step. since_step: the last sampled step. notes_full: whether the collector cannot
+        store more values."""
         since = self.step - since_step
         if not self._sampled or self.step <= self.watch_until or notes_full:
             return since > 0
         return since > 0 and passes(self.before, self.step, self._stride(since))
 
     def _stride(self, since: int) -> int:
-        """A sample is due when a multiple of it is passed. It is what the user set, or a default that is doubled until
-        samples are some time apart.
+        """Return the stride: a sample is due when a step number passes a multiple of it.
 
-        Ranks make their steps together, so each comes to the same number or to another's double: the service finds the
-        samples of all ranks at the same steps, without a word between them.
+        It is the user's sample_every_steps, or a default that is doubled until samples are some time apart. Ranks step
+        together, so their strides are equal or differ by factors of two, and the service gets samples of all ranks at
+        common steps, without communication between the ranks.
         """
         stride = self._config.stride
         if self._config.sample_every_steps is not None:
@@ -149,23 +149,23 @@ class SamplingSchedule:
 
     @property
     def norms_due(self) -> bool:
-        """Whether a sample of the step that is done carries norms."""
+        """Whether a sample of the last step should contain norms."""
         every = self._config.norms_every_steps
         if not every or self._norms_at is None:
             return bool(every)
         return self.step - self._norms_at >= every
 
     def norms_measured(self) -> None:
-        """The norms were measured."""
+        """Record that the norms were measured."""
         self._norms_at = self.step
 
     def seconds_per_step(self) -> tuple[float, float]:
-        """Mean wall time of a step since the last sample, and the agent's share of it."""
+        """Return the mean wall time of a step since the last sample, and the agent's share of it."""
         steps = max(self._steps, 1)
         return self._seconds / steps, self._agent_seconds / steps
 
     def sampled(self) -> None:
-        """A sample was taken."""
+        """Record that a sample was taken."""
         self._sampled = True
         self._last_sample_at = time.monotonic()
         self._steps, self._seconds, self._agent_seconds = 0, 0.0, 0.0
@@ -174,7 +174,7 @@ class SamplingSchedule:
 class Sampler:
     """The sampling schedule of an agent, its collector and its norms.
 
-    before_sample: tensors that ride on a sample, by name.
+    before_sample: returns tensors, by name, that are added to the sample.
     """
 
     def __init__(
@@ -191,17 +191,17 @@ class Sampler:
         self._before_sample: Final = before_sample
 
     def note(self, loss: object, grad_norm: object, learning_rate: float | None) -> None:
-        """Keep one step's numbers for the next sample."""
-        if self._guards["collector"].on:  # else nothing takes the notes away again
+        """Store one step's numbers for the next sample."""
+        if self._guards["collector"].on:  # otherwise the numbers would accumulate
             self._guards["loss"].run(self.collector.note, loss, grad_norm, learning_rate)
 
     @property
     def due(self) -> bool:
-        """Whether the step that is done is sampled."""
+        """Whether to sample the last step."""
         return self.schedule.due(self.collector.since_step, notes_full=self.collector.notes_full)
 
     def collect(self, modes: npt.NDArray[np.int32], *, sample: bool, wait: bool = False) -> list[Counted]:
-        """The samples that have arrived, after starting another one, with the modes [N] that ran, where `sample`."""
+        """Start a sample with the modes [N] that ran, if `sample`; return the samples that have arrived."""
         counted: list[Counted] = []
 
         def collect() -> None:
@@ -220,7 +220,7 @@ class Sampler:
             self.schedule.sampled()
 
     def _measure_weights(self) -> dict[str, Tensor]:
-        """Norms, where they are due, and what QK-Clip did."""
+        """Return norms, if they are due, and QK-Clip's scalings."""
         clipped = self._guards["qk_clip"].run(self._before_sample) or {}
         if self.schedule.norms_due and (measured := self._guards["norms"].run(self.norms.measure)) is not None:
             self.schedule.norms_measured()

@@ -1,9 +1,9 @@
-"""Switches of modes: who asks for them, and the one writer of the mode flags in device memory.
+"""Switches of modes: collects requests, and is the only writer of the mode flags in device memory.
 
-Verdicts ask under the user's policy, people by `Agent.set_mode`, and the service by orders, of which each step boundary
-carries out a few. A switch of heads whose attention the model keeps waits until a step has run in which our kernels
-computed it: what ran shows, not what was asked. Then it has been applied from that step on; where they differ or
-cannot, it is refused.
+Requests come from verdicts under the user's policy, from people by `Agent.set_mode`, and from the service as commands,
+of which a few are carried out at each step boundary. A switch of heads with native attention waits until foreshock's
+kernels have computed them in a step; it then counts as applied from that step on. If the kernels' results differ or the
+kernels do not support the calls, the switch is refused.
 
 A command from the service is delivered at least once and answered exactly once. Its values are checked again here,
 against this process's own heads, modes, clock and step.
@@ -27,17 +27,17 @@ from foreshock.contract.orders import switches
 from foreshock.monitor.config import AgentConfig
 
 MAX_ANSWERED: Final = 4096
-"""Command ids remembered, so that a repeated delivery changes nothing."""
+"""Number of answered command ids that are stored, so that repeated deliveries have no effect."""
 
 
 AT_ONCE: Final = 4
-"""Orders carried out at one boundary: a switch of many heads takes milliseconds, and a step may take as many."""
+"""Commands per step boundary: a switch of many heads takes milliseconds, which may be as long as a step."""
 MAX_WAITING: Final = 1024
-"""Those beyond are left out: the service sends an order again until it is answered."""
+"""Limit of waiting commands. More are ignored, because the service repeats a command until it is answered."""
 
 
 class _Order(NamedTuple):
-    """A switch that somebody asks for. `mode` None: nothing that can be carried out."""
+    """A requested switch. `mode` is None if it cannot be carried out."""
 
     heads: tuple[wire.HeadRef, ...]
     mode: Mode | None
@@ -54,46 +54,46 @@ class Switchboard:
         self._device_modes = modes
         self._new_id = new_id
         self.host: npt.NDArray[np.int32] = np.zeros(len(heads), dtype=np.int32)
-        """The modes that have been applied, on the host, whose only writer is this class."""
+        """Applied modes on the host; only this class writes them."""
         self.on_change: Callable[[npt.NDArray[np.int32]], None] = lambda modes: None
-        """Is called with the modes that are wanted [N], whenever they may have changed."""
+        """Called with the requested modes [N] whenever they may have changed."""
         self.why_refused: Callable[[int, int], str | None] = lambda row, mode: None
-        """Why the head in a row cannot be given a mode; None where it can."""
+        """Returns why the head of a row cannot have a mode, or None."""
         self.runs_on_kernels: Callable[[int], bool] = lambda row: True
-        """Whether our kernels compute the head in a row, and read its mode."""
+        """Whether foreshock's kernels compute the head of a row, and read its mode."""
         self.actions: dict[str, Callable[[wire.Command, int], None]] = {}
-        """What carries out orders of another kind than a switch, by their action (contract.orders.KINDS), after a step.
-        It raises ValueError where it cannot."""
+        """Functions that carry out other commands than switches after a step, by action (contract.orders.KINDS). They
+        raise ValueError if they cannot."""
         self.tell: Callable[[Sequence[wire.Switched]], None] = lambda done: None
-        """Is called with what became of switches and orders."""
+        """Called with the outcomes of switches and commands."""
         self._orders: list[_Order] = []
         self._late: list[wire.Switched] = []
-        """Answers to orders that others replaced while they waited."""
+        """Answers to orders that another order replaced while they waited."""
         self._given: set[int] = set()
         """Rows that were switched since this process's start."""
         self._arrived: dict[str, wire.Command] = {}
-        """Orders that no boundary has begun with, by their ids."""
+        """Commands that wait for a step boundary, by id."""
         self._answered: OrderedDict[str, None] = OrderedDict()
         self.held: set[wire.HeadRef] = set()
-        """Heads that a command took a mitigation from: until a new warning is raised, no policy gives it back."""
+        """Heads from which a command removed a mitigation: no policy switches them again before a new warning."""
 
     def modes(self) -> dict[wire.HeadRef, int]:
-        """The present mode flags of every (layer, head)."""
+        """Return the applied mode flags of every (layer, head)."""
         return {head: int(self.host[row]) for head, row in self._rows.items()}
 
     def named(self) -> dict[wire.HeadRef, str]:
-        """The names of those that are not plain."""
+        """Return the mode names of all heads that are not plain."""
         return {head: mode_name(mode) for head, mode in self.modes().items() if mode}
 
     def wanted(self) -> dict[wire.HeadRef, int]:
-        """The same with the orders that wait."""
+        """Return `modes` as they will be after all waiting orders."""
         return self.modes() | {head: int(order.mode or 0) for order in self._orders for head in order.heads}
 
     def switch(self, heads: Iterable[wire.HeadRef], mode: str, *, step: int, reason: str) -> wire.Switched | None:
-        """Give `heads` this mode, as a person asked; None while that waits for the kernels to compute them.
+        """Switch `heads` at a person's request; None if the switch waits for the kernels to compute them.
 
-        Raises ValueError for no heads, for a mode or head that does not exist here, and for a mode that a head cannot
-        have as its attention is called. Of every head those are left out that no mode would change.
+        Raises ValueError for an empty `heads`, for a mode or head that does not exist here, and for a mode that a
+        head's attention calls do not allow; a switch of all heads skips such heads instead.
         """
         if not (wanted := list(heads)):
             raise ValueError("no heads were given; give (layer, head) pairs, such as the keys of modes()")
@@ -105,12 +105,12 @@ class Switchboard:
         return self._carry_out(_Order(tuple(takers), flags, reason + left_out), step)
 
     def act(self, verdicts: Sequence[wire.Verdict], config: AgentConfig, step: int) -> None:
-        """Make or propose the switches that verdicts call for, or say which heads refuse them. A new warning ends every
-        hold that a person has put on its head.
+        """Make or propose the switches that verdicts call for, or report which heads refuse them.
 
-        Only what contract.decision says calls for one (a mitigation changes rounding alone), and what moves a layer
-        with wrong attention to our kernels; only on heads that do not have it yet: the one that was warned about, those
-        of its layer, or all.
+        A verdict calls for a switch according to contract.decision (a mitigation only changes rounding), or if a layer
+        with wrong attention is to move to foreshock's kernels. The switch applies to the head of the warning, to its
+        layer, or to all heads, but not to heads that already have the mode. A new warning ends a person's hold on its
+        head.
         """
         self.held -= {(v.layer, v.head) for v in verdicts if v.state == "raised"}
         modes = {head: mode for head, mode in self.wanted().items() if head not in self.held}
@@ -129,8 +129,8 @@ class Switchboard:
     def _follow(
         self, heads: Sequence[wire.HeadRef], mode: Mode, verdict: wire.Verdict, *, step: int, policy: wire.Policy
     ) -> list[wire.Switched]:
-        """Give `heads` this mode for a verdict, or only propose it, as the policy says; what cannot have it refuses,
-        with the reason of the first."""
+        """Switch `heads` for a verdict, or only propose it, as the policy says. Heads that cannot have the mode are
+        reported as refused, with the reason of the first."""
         refused = self._refused(heads, mode)
         takers = tuple(head for head in heads if head not in refused)
         words = f"policy {policy}"
@@ -146,7 +146,7 @@ class Switchboard:
         return done
 
     def _carry_out(self, order: _Order, step: int) -> wire.Switched | None:
-        """Apply `order`, or let it wait, in the place of what its heads waited for before."""
+        """Apply `order`, or let it wait; it replaces waiting orders of the same heads."""
         for other in [other for other in self._orders if not set(other.heads).isdisjoint(order.heads)]:
             left = tuple(head for head in other.heads if head not in order.heads)
             self._orders.remove(other)
@@ -163,8 +163,11 @@ class Switchboard:
         return self._answer(order, "applied", step)
 
     def settle(self, since_step: int, step: int, unix_seconds: float) -> list[wire.Switched]:
-        """What the training from `since_step` to `step` shows of the orders that waited: applied at `since_step` where
-        our kernels computed their heads, refused where they could not, expired. What it shows nothing of waits on."""
+        """Answer waiting orders after the training from `since_step` to `step`.
+
+        An order is applied at `since_step` if foreshock's kernels computed its heads, refused if they cannot, or
+        expired. Other orders continue to wait.
+        """
         answers, self._late = self._late, []
         for order in list(self._orders):
             refused = self._refused(order.heads, order.mode or 0)
@@ -190,7 +193,7 @@ class Switchboard:
         return answers
 
     def _answer(self, order: _Order, outcome: wire.Outcome, step: int) -> wire.Switched:
-        """What became of an order. Only "applied" changes anything; what is refused or expired keeps what it has."""
+        """Return the event with an order's outcome. Only "applied" changes modes."""
         rows = [self._rows[head] for head in order.heads]
         before = tuple(mode_name(int(self.host[row])) for row in rows)
         mode = None if outcome in ("refused", "expired") else order.mode
@@ -213,39 +216,42 @@ class Switchboard:
         )
 
     def _refused(self, heads: Iterable[wire.HeadRef], mode: int) -> dict[wire.HeadRef, str]:
-        """The heads that cannot be given `mode`, each with a sentence."""
+        """Return the heads that cannot have `mode`, each with a sentence."""
         whys = ((head, self.why_refused(self._rows[head], mode)) for head in heads)
         return {head: f"layer {head[0]} head {head[1]}: {why}" for head, why in whys if why is not None}
 
     def _takers(self, heads: Sequence[wire.HeadRef], mode: int) -> tuple[list[wire.HeadRef], str]:
-        """The heads that an order switches, and the answer's words about others. An order for every head leaves those
-        out that cannot have the mode; else, and where none is left, they refuse it. Raises ValueError."""
+        """Return the heads that an order switches, and a note about skipped heads.
+
+        An order for all heads skips those that cannot have the mode. Raises ValueError if an order for some heads
+        contains such a head, or if none of all heads can have the mode.
+        """
         refused = self._refused(heads, mode)
         if refused and (set(heads) != self._rows.keys() or len(refused) == len(self._rows)):
             raise ValueError(next(iter(refused.values())))
         return [head for head in heads if head not in refused], _left_out(refused)
 
     def obey_some(self, arrived: Iterable[wire.Command], step: int) -> None:
-        """Carry out the oldest orders; the rest waits for the boundaries that follow."""
+        """Carry out the oldest commands; the others wait for the next step boundaries."""
         for command in self.due(arrived):
             done = self.obey(command, step=step, unix_seconds=time.time())
             self.tell([] if done is None else [done])
 
     def due(self, arrived: Iterable[wire.Command]) -> list[wire.Command]:
-        """What to carry out now, in the order of arrival, each once."""
+        """Return the commands to carry out now, in order of arrival, each once."""
         for command in arrived:
             if len(self._arrived) < MAX_WAITING and command.id not in self._answered:
                 self._arrived.setdefault(command.id, command)
         return [self._arrived.pop(name) for name in list(islice(self._arrived, AT_ONCE))]
 
     def obey(self, command: wire.Command, *, step: int, unix_seconds: float) -> wire.Switched | None:
-        """Carry out a command at the step boundary after `step`. None when this id came before, and while it waits."""
+        """Carry out a command at the step boundary after `step`. None if its id is known already, or if it waits."""
         if command.id in self._answered:
             return None
         self._answered[command.id] = None
         while len(self._answered) > MAX_ANSWERED:
             self._answered.popitem(last=False)
-        # ranks hold different heads; a command for a layer is for those who have it
+        # ranks have different heads; a command for a layer concerns the ranks with that layer
         heads = self._rows if command.heads is None else [head for head in command.heads if head in self._rows]
         asked = f"{'dry run' if command.dry_run else command.issued_by}: {command.reason}"
         order = _Order(tuple(heads) if command.action == "switch" else (), None, asked, command)
@@ -267,7 +273,7 @@ class Switchboard:
         return self._answer(order, "dry_run", step) if command.dry_run else self._carry_out(order, step)
 
     def _switch_of(self, order: _Order, command: wire.Command) -> _Order:
-        """The switch that a command orders. Raises ValueError if its heads cannot have it or are not as expected."""
+        """Return a command's switch. Raises ValueError if heads cannot have it or do not have the expected mode."""
         wanted = parse_mode(command.mode)
         expected = None if command.expect is None else parse_mode(command.expect)
         takers, left_out = self._takers(order.heads, wanted)
@@ -286,16 +292,16 @@ class Switchboard:
         self.on_change(wanted)
 
     def state_dict(self) -> dict[str, Any]:
-        """Modes by head, with those that are waited for, and the ids of the commands that were answered, JSON-able."""
+        """Return the requested modes by head, answered command ids and held heads, as JSON types."""
         modes = [[layer, head, mode_name(mode)] for (layer, head), mode in self.wanted().items() if mode]
         waiting = {order.command.id for order in self._orders if order.command is not None}
         answered = [command for command in self._answered if command not in waiting]
         return {"modes": modes, "answered": answered, "held": [list(head) for head in sorted(self.held)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put modes and answered ids back; heads that are not here, or were switched since, are left out.
+        """Restore modes, answered ids and holds; heads that do not exist here, or were switched since, are skipped.
 
-        Raises ValueError for a saved mode that does not exist; then nothing is put back.
+        Raises ValueError for a saved mode that does not exist; then nothing is restored.
         """
         modes = {(int(layer), int(head)): parse_mode(name) for layer, head, name in state["modes"]}
         answered = {str(command): None for command in state["answered"]}
